@@ -1,9 +1,11 @@
-"""Run the short benchmarks, all (`full`), or those named on the command line; print a table, keep the numbers, write the page.
+"""Run the short benchmarks, all (`full`), or those named on the command line; print a table, keep
+the numbers, write the page.
 
-If one fails, the others go on; it is named at the end, and the exit status is 1. Its last record stays.
+If one fails, the others go on; it is named at the end, and the exit status is 1. Its last record
+stays.
 
-`python -m benchmarks gpu` measures what needs a GPU, by itself; it has a record for each kind of card.
-`python -m benchmarks page` measures nothing, and writes the page anew.
+`python -m benchmarks gpu` measures what needs a GPU, by itself; it has a record for each kind of
+card. `python -m benchmarks page` measures nothing, and writes the page anew.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ from benchmarks.suite import ON_GPU, SHORT, SUITE
 def main(names):
     unknown = [name for name in names if name not in SUITE]
     if unknown:
-        sys.exit(f"There is no benchmark {', '.join(unknown)}. There are: {', '.join(SUITE)}; by itself {ON_GPU}; all: full.")
+        sys.exit(
+            f"There is no benchmark {', '.join(unknown)}. There are: {', '.join(SUITE)}; by itself"
+            f" {ON_GPU}; all: full."
+        )
     prepare_environment()
     run = Run(names)
     run.measure_all()
@@ -30,7 +35,9 @@ def main(names):
 
 
 def measure_gpu():
-    """Measure what needs a GPU, and keep it: a run of its own, with a record for each kind of card."""
+    """Measure what needs a GPU, and keep it: a run of its own, with a record for each kind of
+    card.
+    """
     reason = why_not()
     if reason is not None:
         sys.exit(f"{reason} Nothing was measured.")

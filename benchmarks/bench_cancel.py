@@ -1,7 +1,8 @@
-"""How soon a worker is free again after what it runs is cancelled: until the first line of the next task there.
+"""How soon a worker is free again after what it runs is cancelled: until the first line of the next
+task there.
 
-Ray itself cannot stop an actor's method without ending its process, so it is held against the only way that there is: `ray.kill`,
-and another actor on the same resources.
+Ray itself cannot stop an actor's method without ending its process, so it is held against the only
+way that there is: `ray.kill`, and another actor on the same resources.
 """
 
 from __future__ import annotations
@@ -41,11 +42,23 @@ def run(session):
         return (ended - started) * 1e6
 
     values = in_turns(
-        {"loop": lambda: until_next(count_for_ever), "sleep": lambda: until_next(rest, 60), "killed": killed}, rounds=ROUNDS
+        {
+            "loop": lambda: until_next(count_for_ever),
+            "sleep": lambda: until_next(rest, 60),
+            "killed": killed,
+        },
+        rounds=ROUNDS,
     )
     area = "cancel, until the next task runs there"
     return [
         Line(area, "a loop in Python", "20 ms", "us", values["loop"], target=20_000.0),
         Line(area, "time.sleep", "20 ms", "us", values["sleep"], target=20_000.0),
-        Line(area, "a loop in Python", "ray.kill and another actor", "us", values["loop"], values["killed"]),
+        Line(
+            area,
+            "a loop in Python",
+            "ray.kill and another actor",
+            "us",
+            values["loop"],
+            values["killed"],
+        ),
     ]

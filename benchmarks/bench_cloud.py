@@ -1,4 +1,6 @@
-"""How long it takes to check files of clusters and of training jobs, and until the command line answers."""
+"""How long it takes to check files of clusters and of training jobs, and until the command line
+answers.
+"""
 
 from __future__ import annotations
 
@@ -46,25 +48,76 @@ def run():
         config.write_text(CONFIG)
         files = [ROOT / "cluster.yaml", *sorted((ROOT / "cloud_examples").rglob("*.yaml")), config]
         checks = in_turns({file: timed(lambda file=file: is_right(file)) for file in files})
-        firsts = in_turns({file: lambda file=file: float(fresh_process(FIRST, file)) for file in files}, rounds=3, warm_ups=0)
+        firsts = in_turns(
+            {file: lambda file=file: float(fresh_process(FIRST, file)) for file in files},
+            rounds=3,
+            warm_ups=0,
+        )
         sizes = {file: f"{len(file.read_text().splitlines())} lines" for file in files}
-    commands = {"help": ["--help"], "submit": ["submit", "--help"], "validate": ["cluster", "validate", "cluster.yaml"]}
-    took = in_turns({name: timed(lambda words=words: command(*words)) for name, words in commands.items()})
+    commands = {
+        "help": ["--help"],
+        "submit": ["submit", "--help"],
+        "validate": ["cluster", "validate", "cluster.yaml"],
+    }
+    took = in_turns(
+        {name: timed(lambda words=words: command(*words)) for name, words in commands.items()}
+    )
     first = [max(values) for values in zip(*firsts.values(), strict=True)]
     return [
         *(
-            Line("cloud", f"check {file.name}", "100 ms", "us", checks[file], target=TARGET_US, note=sizes[file])
+            Line(
+                "cloud",
+                f"check {file.name}",
+                "100 ms",
+                "us",
+                checks[file],
+                target=TARGET_US,
+                note=sizes[file],
+            )
             for file in files
         ),
-        Line("cloud", "the slowest of these as a process's first", "500 ms", "us", first, target=FIRST_US, note=FIRST_NOTE),
-        Line("cloud", "raypool --help", "300 ms", "us", took["help"], target=HELP_US, note="a new process"),
-        Line("cloud", "raypool submit --help", "300 ms", "us", took["submit"], target=HELP_US, note="a new process"),
-        Line("cloud", "raypool cluster validate cluster.yaml", "to be known", "us", took["validate"], note="a new process"),
+        Line(
+            "cloud",
+            "the slowest of these as a process's first",
+            "500 ms",
+            "us",
+            first,
+            target=FIRST_US,
+            note=FIRST_NOTE,
+        ),
+        Line(
+            "cloud",
+            "raypool --help",
+            "300 ms",
+            "us",
+            took["help"],
+            target=HELP_US,
+            note="a new process",
+        ),
+        Line(
+            "cloud",
+            "raypool submit --help",
+            "300 ms",
+            "us",
+            took["submit"],
+            target=HELP_US,
+            note="a new process",
+        ),
+        Line(
+            "cloud",
+            "raypool cluster validate cluster.yaml",
+            "to be known",
+            "us",
+            took["validate"],
+            note="a new process",
+        ),
     ]
 
 
 def is_right(file):
-    """Check a file, without asking Kubernetes; what is still to be filled in is found, too, and is no other work."""
+    """Check a file, without asking Kubernetes; what is still to be filled in is found, too, and is
+    no other work.
+    """
     try:
         for document in read_documents(file):
             check(document)
@@ -74,7 +127,14 @@ def is_right(file):
 
 
 def command(*words):
-    code = "import sys; from raypool.cli.main import main; main(sys.argv[1:], prog_name='raypool', standalone_mode=False)"
+    code = (
+        "import sys; from raypool.cli.main import main; main(sys.argv[1:], prog_name='raypool',"
+        " standalone_mode=False)"
+    )
     subprocess.run(
-        [sys.executable, "-c", code, *words], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False
+        [sys.executable, "-c", code, *words],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        check=False,
     )

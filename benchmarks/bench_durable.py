@@ -1,8 +1,10 @@
-"""What it costs that a loop is durable: an item of a loop that does nothing, with and without a run_dir; going on; reading.
+"""What it costs that a loop is durable: an item of a loop that does nothing, with and without a
+run_dir; going on; reading.
 
-With a run_dir every outcome is on the disk before it counts. The yardstick for that is the least that the same promise costs
-where each outcome is written by itself: a transaction of SQLite's, with the same settings, for one row. Where the folders are
-depends on `TMPDIR`; a memory file system there makes everything that waits for a disk look free.
+With a run_dir every outcome is on the disk before it counts. The yardstick for that is the least
+that the same promise costs where each outcome is written by itself: a transaction of SQLite's, with
+the same settings, for one row. Where the folders are depends on `TMPDIR`; a memory file system
+there makes everything that waits for a disk look free.
 """
 
 from __future__ import annotations
@@ -37,14 +39,20 @@ print(took, time.perf_counter() - started, "ray" in sys.modules)
 
 def run(session):
     with tempfile.TemporaryDirectory(prefix="raypool-benchmark-") as folder:
-        return [*_an_item(session, Path(folder)), *_going_on(session, Path(folder)), *_reading(session, Path(folder))]
+        return [
+            *_an_item(session, Path(folder)),
+            *_going_on(session, Path(folder)),
+            *_reading(session, Path(folder)),
+        ]
 
 
 def _an_item(session, folder):
     numbers = itertools.count()
 
     def durable():
-        session.pool.parfor(nothing, ITEMS, progress=False, run_dir=folder / f"item-{next(numbers)}")
+        session.pool.parfor(
+            nothing, ITEMS, progress=False, run_dir=folder / f"item-{next(numbers)}"
+        )
 
     values = in_turns(
         {
@@ -53,12 +61,28 @@ def _an_item(session, folder):
             "commits": timed(lambda: _commit(folder / f"commits-{next(numbers)}.sqlite"), COMMITS),
         }
     )
-    more = [durable - plain for durable, plain in zip(values["durable"], values["plain"], strict=True)]
+    more = [
+        durable - plain for durable, plain in zip(values["durable"], values["plain"], strict=True)
+    ]
     area = f"run_dir, {ITEMS:,} no-ops"
     return [
         Line(area, "an item costs more", "1 ms", "us", more, target=1_000.0),
-        Line(area, "an item, all in all", "without a run_dir", "us", values["durable"], values["plain"]),
-        Line(area, "an item, all in all", "a commit of SQLite's", "us", values["durable"], values["commits"]),
+        Line(
+            area,
+            "an item, all in all",
+            "without a run_dir",
+            "us",
+            values["durable"],
+            values["plain"],
+        ),
+        Line(
+            area,
+            "an item, all in all",
+            "a commit of SQLite's",
+            "us",
+            values["durable"],
+            values["commits"],
+        ),
     ]
 
 
@@ -78,10 +102,21 @@ def _going_on(session, folder):
     session.pool.parfor(nothing, RESUMED, progress=False, run_dir=run_dir)
 
     def again():
-        assert len(session.pool.parfor(nothing, RESUMED, progress=False, run_dir=run_dir)) == RESUMED
+        assert (
+            len(session.pool.parfor(nothing, RESUMED, progress=False, run_dir=run_dir)) == RESUMED
+        )
 
     took = in_turns({"again": timed(again)}, rounds=3, warm_ups=0)["again"]
-    return [Line("run_dir", f"the same call again, {RESUMED:,} items there already", "2 s", "us", took, target=2e6)]
+    return [
+        Line(
+            "run_dir",
+            f"the same call again, {RESUMED:,} items there already",
+            "2 s",
+            "us",
+            took,
+            target=2e6,
+        )
+    ]
 
 
 def _reading(session, folder):
@@ -98,7 +133,14 @@ def _reading(session, folder):
         tables.append(float(made) * 1e6)
     note = "which imports Ray" if has_ray == "True" else "without Ray"
     return [
-        Line("run_dir", f"an item of {READ:,}", "none", "us", [wrote], note=f"{size:.0f} B each in the journal"),
+        Line(
+            "run_dir",
+            f"an item of {READ:,}",
+            "none",
+            "us",
+            [wrote],
+            note=f"{size:.0f} B each in the journal",
+        ),
         Line("run_dir", f"load_results, {READ:,} items", "2 s", "us", loads, target=2e6, note=note),
         Line("run_dir", "its table", "none", "us", tables),
     ]

@@ -1,8 +1,9 @@
-"""What a future costs: many at once, where short tasks share calls, and one at a time, where nothing can be shared.
+"""What a future costs: many at once, where short tasks share calls, and one at a time, where
+nothing can be shared.
 
-Ray's `Pool.apply_async` starts a thread for each call, so it gets fewer of them: what is compared is the cost of one. "new code"
-is a function that is made in the program itself and travels as code, not as a name: it is pickled again at each call, since what
-it refers to may have changed.
+Ray's `Pool.apply_async` starts a thread for each call, so it gets fewer of them: what is compared
+is the cost of one. "new code" is a function that is made in the program itself and travels as code,
+not as a name: it is pickled again at each call, since what it refers to may have changed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def queued(session):
         return [future.result() for future in futures]
 
     def bare():
-        return ray.get([actors[number % len(actors)].call.remote(number) for number in range(QUEUED)])
+        return ray.get(
+            [actors[number % len(actors)].call.remote(number) for number in range(QUEUED)]
+        )
 
     def apply_async():
         answers = [ray_pool.apply_async(nothing, (number,)) for number in range(QUEUED_SLOW)]
@@ -56,15 +59,33 @@ def queued(session):
             "bare": checked("bare actors", bare, [None] * QUEUED, QUEUED),
             "apply_async": checked("Ray's Pool", apply_async, [None] * QUEUED_SLOW, QUEUED_SLOW),
             "actor pool": checked("ActorPool", actor_pool, [None] * QUEUED_SLOW, QUEUED_SLOW),
-            "new code": checked("raypool, new code", lambda: parfeval(lambda number: None), [None] * QUEUED, QUEUED),
+            "new code": checked(
+                "raypool, new code", lambda: parfeval(lambda number: None), [None] * QUEUED, QUEUED
+            ),
         }
     )
     area, ours = "parfeval, 10,000 queued", values["raypool"]
     return [
         Line(area, "a call", "bare actor calls, pipelined", "us", ours, values["bare"], 0.5),
-        Line(area, "a call", "Ray's Pool.apply_async", "us", ours, values["apply_async"], 10.0, is_speedup=True),
+        Line(
+            area,
+            "a call",
+            "Ray's Pool.apply_async",
+            "us",
+            ours,
+            values["apply_async"],
+            10.0,
+            is_speedup=True,
+        ),
         Line(area, "a call", "ActorPool", "us", ours, values["actor pool"], is_speedup=True),
-        Line(area, "a call, new code", "bare actor calls, pipelined", "us", values["new code"], values["bare"]),
+        Line(
+            area,
+            "a call, new code",
+            "bare actor calls, pipelined",
+            "us",
+            values["new code"],
+            values["bare"],
+        ),
     ]
 
 
@@ -86,11 +107,36 @@ def round_trips(session):
     )
     area = "parfeval, one at a time"
     medians = {name: [median(block) for block in blocks] for name, blocks in values.items()}
-    tails = {name: [percentile(block, 99) for block in _merged(blocks)] for name, blocks in values.items()}
+    tails = {
+        name: [percentile(block, 99) for block in _merged(blocks)]
+        for name, blocks in values.items()
+    }
     return [
-        Line(area, "round trip, median", "a bare actor's", "us", medians["raypool"], medians["bare"], 1.3),
-        Line(area, "round trip, 99th percentile", "a bare actor's", "us", tails["raypool"], tails["bare"]),
-        Line(area, "round trip, median", "Ray's Pool.apply", "us", medians["raypool"], medians["apply"]),
+        Line(
+            area,
+            "round trip, median",
+            "a bare actor's",
+            "us",
+            medians["raypool"],
+            medians["bare"],
+            1.3,
+        ),
+        Line(
+            area,
+            "round trip, 99th percentile",
+            "a bare actor's",
+            "us",
+            tails["raypool"],
+            tails["bare"],
+        ),
+        Line(
+            area,
+            "round trip, median",
+            "Ray's Pool.apply",
+            "us",
+            medians["raypool"],
+            medians["apply"],
+        ),
     ]
 
 

@@ -1,8 +1,10 @@
-"""How long a worker idles between two tasks of 60 ms: too long to share a call, so that each waits for the driver.
+"""How long a worker idles between two tasks of 60 ms: too long to share a call, so that each waits
+for the driver.
 
-The gap is what a bare actor's round trip is, seen from the other end. It is held against such a round trip in a row of them;
-against one after 60 ms of rest, since a machine that has slept is slow (caches, clocks, sleeping cores); and against the gap of a
-loop over bare actors that sends the next call when `ray.wait` reports the last.
+The gap is what a bare actor's round trip is, seen from the other end. It is held against such a
+round trip in a row of them; against one after 60 ms of rest, since a machine that has slept is slow
+(caches, clocks, sleeping cores); and against the gap of a loop over bare actors that sends the next
+call when `ray.wait` reports the last.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ def run(session):
         return median(
             gap
             for _, rows in frame.groupby("worker")
-            for gap in _gaps(list(zip(rows["started_at"], rows["started_at"] + rows["duration_s"], strict=True)))
+            for gap in _gaps(
+                list(zip(rows["started_at"], rows["started_at"] + rows["duration_s"], strict=True))
+            )
         )
 
     def futures():
@@ -71,12 +75,45 @@ def run(session):
     )
     area = "gap between 60 ms tasks"
     return [
-        Line(area, "parfor", "a bare actor's round trip", "us", values["parfor"], values["trip"], 1.3),
-        Line(area, "parfeval", "a bare actor's round trip", "us", values["futures"], values["trip"], 1.3),
-        Line(area, "parfor", "such a trip after 60 ms of rest", "us", values["parfor"], values["rested"]),
-        Line(area, "parfeval", "such a trip after 60 ms of rest", "us", values["futures"], values["rested"]),
-        Line(area, "parfor", "a loop over bare actors", "us", values["parfor"], values["bare loop"]),
-        Line(area, "parfeval", "a loop over bare actors", "us", values["futures"], values["bare loop"]),
+        Line(
+            area, "parfor", "a bare actor's round trip", "us", values["parfor"], values["trip"], 1.3
+        ),
+        Line(
+            area,
+            "parfeval",
+            "a bare actor's round trip",
+            "us",
+            values["futures"],
+            values["trip"],
+            1.3,
+        ),
+        Line(
+            area,
+            "parfor",
+            "such a trip after 60 ms of rest",
+            "us",
+            values["parfor"],
+            values["rested"],
+        ),
+        Line(
+            area,
+            "parfeval",
+            "such a trip after 60 ms of rest",
+            "us",
+            values["futures"],
+            values["rested"],
+        ),
+        Line(
+            area, "parfor", "a loop over bare actors", "us", values["parfor"], values["bare loop"]
+        ),
+        Line(
+            area,
+            "parfeval",
+            "a loop over bare actors",
+            "us",
+            values["futures"],
+            values["bare loop"],
+        ),
     ]
 
 

@@ -1,7 +1,9 @@
-"""On one GPU: several small trainings at once against one after another, a log that stays on the card, and pinned memory.
+"""On one GPU: several small trainings at once against one after another, a log that stays on the
+card, and pinned memory.
 
-Each number of workers needs a pool of its own, as a pool holds its GPU; they are opened in turns, round by round. What is timed
-begins when all workers are up and have trained for some steps, so that starting them and CUDA is no part of it.
+Each number of workers needs a pool of its own, as a pool holds its GPU; they are opened in turns,
+round by round. What is timed begins when all workers are up and have trained for some steps, so
+that starting them and CUDA is no part of it.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ def run():
 def fillings(where, together, rounds=ROUNDS, steps=None):
     """Return how long so many trainings take, by how many of them are on the card at once."""
     ways = [(k, mps) for k in together for mps in ((False, True) if k > 1 else (False,))]
-    measured = {}  # (k, mps, name) -> what it took, round by round, and the memory that a training took
+    # (k, mps, name) -> what it took, round by round, and the memory that a training took
+    measured = {}
     without_mps = set()
     for _ in range(rounds):
         for k, mps in ways:
@@ -45,7 +48,9 @@ def fillings(where, together, rounds=ROUNDS, steps=None):
                     continue
                 for name in small_trainings.TRAININGS:
                     measured.setdefault((k, mps, name), []).append(filling(pool, name, steps))
-    return [line for name in small_trainings.TRAININGS for line in told(name, measured, together[0])]
+    return [
+        line for name in small_trainings.TRAININGS for line in told(name, measured, together[0])
+    ]
 
 
 def filling(pool, name, steps):
@@ -55,7 +60,9 @@ def filling(pool, name, steps):
     peaks = []
 
     def all_of_them():
-        results = pool.parfor(partial(small_trainings.train, name=name, steps=steps), range(JOBS), chunk_size=1)
+        results = pool.parfor(
+            partial(small_trainings.train, name=name, steps=steps), range(JOBS), chunk_size=1
+        )
         peaks.extend(peak for _, _, peak in results)
 
     return timed(all_of_them)(), max(peaks)
@@ -64,17 +71,39 @@ def filling(pool, name, steps):
 def told(name, measured, alone):
     """Return the lines about one kind of training."""
     area = f"{JOBS} small trainings on one GPU, {os.cpu_count()} cores"
-    times = {key[:2]: [took for took, _ in values] for key, values in measured.items() if key[2] == name}
+    times = {
+        key[:2]: [took for took, _ in values] for key, values in measured.items() if key[2] == name
+    }
     others = {way: values for way, values in times.items() if way[0] > alone}
     lines = [Line(area, f"{name}, one after another", "none", "us", times[alone, False])]
     for (k, mps), values in others.items():
         peak = max(peak for _, peak in measured[k, mps, name])
         note = f"{peak / MEGABYTE:.0f} MiB each" if peak else ""
         what = f"{name}, {k} at a time{', MPS' if mps else ''}"
-        lines.append(Line(area, what, "one after another", "us", values, times[alone, False], is_speedup=True, note=note))
+        lines.append(
+            Line(
+                area,
+                what,
+                "one after another",
+                "us",
+                values,
+                times[alone, False],
+                is_speedup=True,
+                note=note,
+            )
+        )
     k, mps = min(others, key=lambda way: median(others[way]))
     what = f"{name}, the best of these: {k} at a time{', MPS' if mps else ''}"
-    best = Line(area, what, "one after another", "us", others[k, mps], times[alone, False], target=2, is_speedup=True)
+    best = Line(
+        area,
+        what,
+        "one after another",
+        "us",
+        others[k, mps],
+        times[alone, False],
+        target=2,
+        is_speedup=True,
+    )
     return [*lines, best]
 
 
@@ -84,14 +113,22 @@ def logs(pool, steps=1000, rounds=5):
     for name in small_trainings.TRAININGS:
         values = in_turns(
             {
-                kind.__name__: lambda kind=kind, name=name: pool.parfeval(kind, name, steps).result()
-                for kind in (small_trainings.nothing, small_trainings.by_item, small_trainings.by_buffer)
+                kind.__name__: (
+                    lambda kind=kind, name=name: pool.parfeval(kind, name, steps).result()
+                )
+                for kind in (
+                    small_trainings.nothing,
+                    small_trainings.by_item,
+                    small_trainings.by_buffer,
+                )
             },
             rounds,
         )
         what, mine = f"a step of an {name}, MetricBuffer", values["by_buffer"]
         lines += [
-            Line(area, what, ".item() in each step", "us", mine, values["by_item"], is_speedup=True),
+            Line(
+                area, what, ".item() in each step", "us", mine, values["by_item"], is_speedup=True
+            ),
             Line(area, what, "no log", "us", mine, values["nothing"]),
         ]
     return lines
@@ -103,13 +140,36 @@ def transfers(pool, sizes=(MEGABYTE, 16 * MEGABYTE, 256 * MEGABYTE), rounds=5):
     for num_bytes in sizes:
         values = in_turns(
             {
-                kind: lambda kind=kind, num_bytes=num_bytes: pool.parfeval(small_trainings.transfer_us, num_bytes, kind).result()
+                kind: (
+                    lambda kind=kind, num_bytes=num_bytes: pool.parfeval(
+                        small_trainings.transfer_us, num_bytes, kind
+                    ).result()
+                )
                 for kind in ("pageable", "pinned", "through pinned")
             },
             rounds,
         )
-        rates = {kind: f"{num_bytes / median(took) / 1e3:.1f} GB/s" for kind, took in values.items()}
-        for kind, how in (("pinned", "from pinned memory"), ("through pinned", "through pinned memory")):
-            what, note = f"{num_bytes // MEGABYTE} MiB {how}", f"{rates[kind]}, pageable {rates['pageable']}"
-            lines.append(Line("to the GPU", what, "pageable", "us", values[kind], values["pageable"], is_speedup=True, note=note))
+        rates = {
+            kind: f"{num_bytes / median(took) / 1e3:.1f} GB/s" for kind, took in values.items()
+        }
+        for kind, how in (
+            ("pinned", "from pinned memory"),
+            ("through pinned", "through pinned memory"),
+        ):
+            what, note = (
+                f"{num_bytes // MEGABYTE} MiB {how}",
+                f"{rates[kind]}, pageable {rates['pageable']}",
+            )
+            lines.append(
+                Line(
+                    "to the GPU",
+                    what,
+                    "pageable",
+                    "us",
+                    values[kind],
+                    values["pageable"],
+                    is_speedup=True,
+                    note=note,
+                )
+            )
     return lines

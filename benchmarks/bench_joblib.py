@@ -1,7 +1,8 @@
-"""What a task costs that joblib hands in, when it does nothing: 10,000 on two workers; and an array that all tasks take.
+"""What a task costs that joblib hands in, when it does nothing: 10,000 on two workers; and an array
+that all tasks take.
 
-Each party gets joblib's own defaults (`batch_size="auto"`). Ray's backend makes a pool of actors for every `Parallel`, which is
-part of what it costs; loky and raypool keep their workers.
+Each party gets joblib's own defaults (`batch_size="auto"`). Ray's backend makes a pool of actors
+for every `Parallel`, which is part of what it costs; loky and raypool keep their workers.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def run(session):
 
     values = in_turns(
         {
-            "raypool": checked("raypool", lambda: tasks("raypool", pool=session.pool), nones, TASKS),
+            "raypool": checked(
+                "raypool", lambda: tasks("raypool", pool=session.pool), nones, TASKS
+            ),
             "loky": checked("loky", lambda: tasks("loky"), nones, TASKS),
             "ray": checked("Ray's backend", lambda: tasks("ray"), nones, TASKS),
         }
@@ -50,7 +53,23 @@ def run(session):
     )
     area = "joblib, 10,000 no-ops"
     return [
-        Line(area, "a task", "Ray's backend for joblib", "us", values["raypool"], values["ray"], 3.0, is_speedup=True),
+        Line(
+            area,
+            "a task",
+            "Ray's backend for joblib",
+            "us",
+            values["raypool"],
+            values["ray"],
+            3.0,
+            is_speedup=True,
+        ),
         Line(area, "a task", "loky, joblib's own", "us", values["raypool"], values["loky"], 1.5),
-        Line("joblib, 100 tasks with 80 MB", "all", "loky, joblib's own", "us", arrays["raypool"], arrays["loky"]),
+        Line(
+            "joblib, 100 tasks with 80 MB",
+            "all",
+            "loky, joblib's own",
+            "us",
+            arrays["raypool"],
+            arrays["loky"],
+        ),
     ]

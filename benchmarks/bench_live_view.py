@@ -1,12 +1,15 @@
-"""What it costs to show a loop of eight workers that report twenty times a second: how much more its process takes than without.
+"""What it costs to show a loop of eight workers that report twenty times a second: how much more
+its process takes than without.
 
-Each view in a process of its own, with what it draws on: a terminal that somebody reads, the kernel of a notebook, a log file.
-The workers are threads that sleep, so that there is little else that takes time. A cost
-is the difference of two CPU times, with the view and without, so noise can make it negative.
+Each view in a process of its own, with what it draws on: a terminal that somebody reads, the kernel
+of a notebook, a log file. The workers are threads that sleep, so that there is little else that
+takes time. A cost is the difference of two CPU times, with the view and without, so noise can make
+it negative.
 
-And what driving eight workers takes by itself: the CPU time of all threads of the process that runs a loop of items of 50 ms over
-eight workers on Ray, as a share of the time that it lasts, without a view; held against a loop over eight bare actors in the same
-process. The pool stays open meanwhile, so what it takes while nothing runs is in both, and measured too.
+And what driving eight workers takes by itself: the CPU time of all threads of the process that runs
+a loop of items of 50 ms over eight workers on Ray, as a share of the time that it lasts, without a
+view; held against a loop over eight bare actors in the same process. The pool stays open meanwhile,
+so what it takes while nothing runs is in both, and measured too.
 """
 
 from __future__ import annotations
@@ -87,7 +90,9 @@ def run():
             "as lines in a log": measure([], "True", log),
         }
     return [
-        Line("live view", f"8 workers, {where}", "1 % of a core", "%", values, target=TARGET_PERCENT)
+        Line(
+            "live view", f"8 workers, {where}", "1 % of a core", "%", values, target=TARGET_PERCENT
+        )
         for where, values in shares.items()
     ] + driver_lines(json.loads(fresh_process(DRIVEN)))
 
@@ -97,16 +102,30 @@ def driver_lines(shares):
     area, what = "the driver, a loop of 50 ms items", f"{DRIVEN_WORKERS} workers, share of a core"
     return [
         Line(area, what, "a loop over bare actors", "%", shares["raypool"], shares["bare actors"]),
-        Line(area, f"{DRIVEN_WORKERS} workers with nothing to do, share of a core", "", "%", shares["nothing"]),
+        Line(
+            area,
+            f"{DRIVEN_WORKERS} workers with nothing to do, share of a core",
+            "",
+            "%",
+            shares["nothing"],
+        ),
     ]
 
 
 def driver_shares():
-    """Return what part of a core this process takes in each round [%], by who drives eight workers on a Ray of its own."""
+    """Return what part of a core this process takes in each round [%], by who drives eight workers
+    on a Ray of its own.
+    """
     items = [ITEM_S] * (10 * DRIVEN_WORKERS)
-    with own_ray(num_cpus=DRIVEN_WORKERS), raypool_peer(DRIVEN_WORKERS) as ours, bare_actors(DRIVEN_WORKERS) as theirs:
+    with (
+        own_ray(num_cpus=DRIVEN_WORKERS),
+        raypool_peer(DRIVEN_WORKERS) as ours,
+        bare_actors(DRIVEN_WORKERS) as theirs,
+    ):
         ways = {"raypool": ours.map, "bare actors": theirs.unordered, "nothing": plainly}
-        return in_turns({name: lambda name=name: driver_share(name, ways[name], items) for name in ways})
+        return in_turns(
+            {name: lambda name=name: driver_share(name, ways[name], items) for name in ways}
+        )
 
 
 def plainly(_fn, items):
@@ -121,23 +140,40 @@ def driver_share(name, way, items):
     answers = way(rest, items)
     spent_s, wall_s = time.process_time() - spent_s, time.perf_counter() - started
     if answers != items:
-        raise WrongAnswersError(f"{name}: {answers[:3]} ... of {len(answers)}, and not {items[:3]} ... of {len(items)}")
+        raise WrongAnswersError(
+            f"{name}: {answers[:3]} ... of {len(answers)}, and not {items[:3]} ... of {len(items)}"
+        )
     return 100 * spent_s / wall_s
 
 
 def measure(around, view, stream):
-    """Return what part of a core a view takes in each round [%]; `around` is the program that runs the loops, if one does."""
+    """Return what part of a core a view takes in each round [%]; `around` is the program that runs
+    the loops, if one does.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "shares"
         code = LOOPS.format(view=view, path=str(path))
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "IPYTHONDIR": folder}
-        subprocess.run([sys.executable, "-c", *around, code], env=environment, cwd=ROOT, stderr=stream, check=True)
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "TERM": "xterm-256color",
+            "IPYTHONDIR": folder,
+        }
+        subprocess.run(
+            [sys.executable, "-c", *around, code],
+            env=environment,
+            cwd=ROOT,
+            stderr=stream,
+            check=True,
+        )
         return json.loads(path.read_text())
 
 
 @contextlib.contextmanager
 def terminal():
-    """Open a terminal of 40 lines of 140 characters, of which a thread reads what is written there."""
+    """Open a terminal of 40 lines of 140 characters, of which a thread reads what is written
+    there.
+    """
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 140, 0, 0))
 

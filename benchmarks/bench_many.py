@@ -1,10 +1,13 @@
-"""Calls that wait: how much memory each takes in the process that handed it in, and how long it took to hand it in.
+"""Calls that wait: how much memory each takes in the process that handed it in, and how long it
+took to hand it in.
 
-Each system in a fresh process, in turns: its two workers are busy, 100,000 no-ops are handed in behind that, and the growth of
-this process is divided by their number (PSS). Then the workers go on, and the first answers are looked at. Bare actors, MPIRE and
-dask.distributed get 5,000: with 100,000 five rounds of them would take longer than all else here.
+Each system in a fresh process, in turns: its two workers are busy, 100,000 no-ops are handed in
+behind that, and the growth of this process is divided by their number (PSS). Then the workers go
+on, and the first answers are looked at. Bare actors, MPIRE and dask.distributed get 5,000: with
+100,000 five rounds of them would take longer than all else here.
 
-Left out: Ray's Pool, which starts a thread for each call that waits; and joblib and Ray's ActorPool, see `benchmarks/systems.py`.
+Left out: Ray's Pool, which starts a thread for each call that waits; and joblib and Ray's
+ActorPool, see `benchmarks/systems.py`.
 """
 
 from __future__ import annotations
@@ -60,11 +63,22 @@ if __name__ == "__main__":
 
 def run():
     names = [name for name in SYSTEMS if name in installed() and name != "Ray's Pool"]
-    runs = in_turns({name: lambda name=name: queued(name) for name in names}, warm_ups=0, rounds=ROUNDS)
+    runs = in_turns(
+        {name: lambda name=name: queued(name) for name in names}, warm_ups=0, rounds=ROUNDS
+    )
     ours = runs.pop("raypool")
     area = "a queued no-op"
     lines = [
-        Line(area, what, name, unit, [run[at] for run in ours], [run[at] for run in theirs], is_speedup=True, note=count_of(name))
+        Line(
+            area,
+            what,
+            name,
+            unit,
+            [run[at] for run in ours],
+            [run[at] for run in theirs],
+            is_speedup=True,
+            note=count_of(name),
+        )
         for at, (what, unit) in enumerate((("memory", "B"), ("to hand it in", "us")))
         for name, theirs in runs.items()
     ]
@@ -73,12 +87,16 @@ def run():
     return [
         *lines,
         Line("100,000 queued", "memory of one", "1 KB", "B", each, [LIMIT_B] * len(each), 1.0),
-        Line("100,000 queued", "memory of all", "150 MB", "MB", all_mb, [LIMIT_MB] * len(each), 1.0),
+        Line(
+            "100,000 queued", "memory of all", "150 MB", "MB", all_mb, [LIMIT_MB] * len(each), 1.0
+        ),
     ]
 
 
 def queued(name):
-    """Return how much memory a call takes that waits [B], and how long it took to hand it in [us]."""
+    """Return how much memory a call takes that waits [B], and how long it took to hand it in
+    [us].
+    """
     count = QUEUED.get(name, MANY)
     found = fresh_process(PROGRAM, name, int(PEERS[name][0] in ("ray", "raypool")), WORKERS, count)
     return [value / count for value in json.loads(found)]

@@ -1,9 +1,11 @@
-"""What stays in memory: of the driver while a million small tasks go through it, and in the object store after a sweep.
+"""What stays in memory: of the driver while a million small tasks go through it, and in the object
+store after a sweep.
 
-The million comes from a generator: through `map(buffersize=)`, call by call with 1,000 in flight, and through `parfor(reduce=)`,
-each on Ray and with "threads", in processes of their own. Memory is looked at after each 100,000 (private to the process, USS),
-and growth counts from the second look on. Of sweeps on Ray with large results, errors, a cancellation and a killed worker, what
-is left in the object store is counted when nobody holds the results any more. Each was measured once.
+The million comes from a generator: through `map(buffersize=)`, call by call with 1,000 in flight,
+and through `parfor(reduce=)`, each on Ray and with "threads", in processes of their own. Memory is
+looked at after each 100,000 (private to the process, USS), and growth counts from the second look
+on. Of sweeps on Ray with large results, errors, a cancellation and a killed worker, what is left in
+the object store is counted when nobody holds the results any more. Each was measured once.
 """
 
 from __future__ import annotations
@@ -26,13 +28,22 @@ TASKS, LOOK_EVERY = 1_000_000, 100_000
 IN_FLIGHT = 1_000
 FLAT_MB = 10.0
 
-WAYS = {"map": "map with 1,000 ahead", "submit": "submit, 1,000 in flight", "parfor": "parfor(reduce=)"}
+WAYS = {
+    "map": "map with 1,000 ahead",
+    "submit": "submit, 1,000 in flight",
+    "parfor": "parfor(reduce=)",
+}
 KEPT = {
-    "parfor": "A loop keeps its items, their values and when each ran until it ends: whatever ends it, they are in `.results`."
+    "parfor": (
+        "A loop keeps its items, their values and when each ran until it ends: whatever ends it,"
+        " they are in `.results`."
+    )
 }
 
 WITHIN_S = 20.0
-"""So long Ray may take to say what is in the object store, and so long again to free what nobody holds."""
+"""So long Ray may take to say what is in the object store, and so long again to free what nobody
+holds.
+"""
 
 SIZE = 2_000_000
 
@@ -92,10 +103,20 @@ def drivers():
     for profile, where in (("local", "on Ray"), ("threads", "with threads")):
         for way, said in WAYS.items():
             numbers = (TASKS, LOOK_EVERY, IN_FLIGHT, WORKERS)
-            looks = [uss / 1e6 for uss in json.loads(fresh_process(PROGRAM, way, profile, *numbers))]
+            looks = [
+                uss / 1e6 for uss in json.loads(fresh_process(PROGRAM, way, profile, *numbers))
+            ]
             area, what = f"the driver, {TASKS:,} tasks", f"{said}, {where}"
             lines.append(
-                Line(area, f"{what}: growth", "10 MB", "MB", [looks[-1] - looks[1]], target=FLAT_MB, reason=KEPT.get(way, ""))
+                Line(
+                    area,
+                    f"{what}: growth",
+                    "10 MB",
+                    "MB",
+                    [looks[-1] - looks[1]],
+                    target=FLAT_MB,
+                    reason=KEPT.get(way, ""),
+                )
             )
             lines.append(Line(area, what, "", "MB", looks))
     return lines
@@ -113,7 +134,10 @@ def stores():
         for name, sweep in SWEEPS.items():
             sweep(pool)
             left[name] = until_empty(before)
-    return [Line("left in the object store", name, "nothing", "B", [float(count)], target=0.0) for name, count in left.items()]
+    return [
+        Line("left in the object store", name, "nothing", "B", [float(count)], target=0.0)
+        for name, count in left.items()
+    ]
 
 
 def used_bytes():
@@ -125,14 +149,19 @@ def used_bytes():
 
 
 def until_empty(before):
-    """Return what is in use beyond that, once it is nothing or the time is up: Ray frees, and says so, some moments later."""
+    """Return what is in use beyond that, once it is nothing or the time is up: Ray frees, and says
+    so, some moments later.
+    """
     import ray
 
     deadline = time.monotonic() + WITHIN_S
     mark = ray.put(np.ones(SIZE // 8))  # what Ray says must be of after the sweep
     while used_bytes() - before < SIZE:
         if time.monotonic() > deadline:
-            raise StaleFiguresError(f"Ray has told nothing of the object store for {WITHIN_S:g} s: what is left is not known")
+            raise StaleFiguresError(
+                f"Ray has told nothing of the object store for {WITHIN_S:g} s: what is left is not"
+                " known"
+            )
         time.sleep(0.1)
     del mark
     deadline = time.monotonic() + WITHIN_S
@@ -144,7 +173,10 @@ def until_empty(before):
 
 def large_results(pool):
     """Return 20 arrays from the workers, one of them as a future's value."""
-    assert sum(len(array) for array in pool.parfor(array_of, [(number, SIZE) for number in range(20)])) == 20 * SIZE // 8
+    assert (
+        sum(len(array) for array in pool.parfor(array_of, [(number, SIZE) for number in range(20)]))
+        == 20 * SIZE // 8
+    )
     assert len(pool.submit(array_of, (1, SIZE)).result()) == SIZE // 8
 
 
@@ -170,7 +202,10 @@ def errors(pool):
 
 def cancelled(pool):
     """Give up calls that wait, run and have ended, with arrays in them and from them."""
-    calls = [pool.submit(_rest_with, np.full(SIZE // 8, number), 0.05 if number < 4 else 60) for number in range(12)]
+    calls = [
+        pool.submit(_rest_with, np.full(SIZE // 8, number), 0.05 if number < 4 else 60)
+        for number in range(12)
+    ]
     assert len(calls[0].result()) == SIZE // 8
     for call in calls:
         call.cancel()

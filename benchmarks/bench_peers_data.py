@@ -1,11 +1,14 @@
-"""The same systems with large arguments and large results: arrays of 1 MB and of 80 MB, each of them another one.
+"""The same systems with large arguments and large results: arrays of 1 MB and of 80 MB, each of
+them another one.
 
-Arrays are handed over as any argument is: none is put into an object store before, or scattered, as one could with raypool, Ray
-and dask.distributed. Those of 80 MB go call by call to the systems on Ray only: the others send them at once in the same way.
+Arrays are handed over as any argument is: none is put into an object store before, or scattered, as
+one could with raypool, Ray and dask.distributed. Those of 80 MB go call by call to the systems on
+Ray only: the others send them at once in the same way.
 
-Two parties have no workers. They run the items one after the other in this process, and do what an array on its way cannot do
-without: one copies it within the memory of this process (a memcpy, into memory that is there already), the other puts it into
-Ray's object store and gets it out again.
+Two parties have no workers. They run the items one after the other in this process, and do what an
+array on its way cannot do
+without: one copies it within the memory of this process (a memcpy, into memory that is there
+already), the other puts it into Ray's object store and gets it out again.
 """
 
 from __future__ import annotations
@@ -47,7 +50,9 @@ def large_workloads(way):
 
 
 def alone(move):
-    """Return a party without workers, which calls this with every array that another one would send."""
+    """Return a party without workers, which calls this with every array that another one would
+    send.
+    """
 
     def moved(value):
         return move(value) if isinstance(value, np.ndarray) else value
@@ -78,6 +83,11 @@ def run():
     with on_one_ray(WORKERS), peers(WORKERS) as opened:
         parties = {**opened, **yardsticks()}
         lines = contest(parties, workloads(), rounds=5)
-        # Call by call only on Ray: elsewhere it goes the same way as at once, and takes most of the time of all this.
-        on_ray = {name: party for name, party in parties.items() if PEERS.get(name, ("ray",))[0] in ("raypool", "ray")}
+        # Call by call only on Ray: elsewhere it goes the same way as at once, and takes most of the
+        # time of all this.
+        on_ray = {
+            name: party
+            for name, party in parties.items()
+            if PEERS.get(name, ("ray",))[0] in ("raypool", "ray")
+        }
         return lines + contest(on_ray, large_workloads("submit"), rounds=5)

@@ -1,17 +1,22 @@
-"""The same systems when something ends before its time, or never: cancelled, killed, or a list without end. One worker each.
+"""The same systems when something ends before its time, or never: cancelled, killed, or a list
+without end. One worker each.
 
-"Cancelled": a call that would run for 60 s is ended, until the next one has run. Only raypool stops the call itself; the
-actor is killed and another started, all others end their pool and open another. concurrent.futures cannot before Python 3.14: its
-`cancel` refuses what runs, and so it has no value.
+"Cancelled": a call that would run for 60 s is ended, until the next one has run. Only raypool stops
+the call itself; the actor is killed and another started, all others end their pool and open
+another. concurrent.futures cannot before Python 3.14: its `cancel` refuses what runs, and so it has
+no value.
 
-"Killed": a worker gets SIGKILL while it runs a call, until the next one has run. What became of the call that ran is looked
-at: raypool and dask.distributed run it again; a bare actor, Ray's Pool, concurrent.futures, loky and MPIRE raise an error, and
-have to be opened anew; with multiprocessing whoever waits for it waits for ever.
+"Killed": a worker gets SIGKILL while it runs a call, until the next one has run. What became of the
+    call that ran is looked
+at: raypool and dask.distributed run it again; a bare actor, Ray's Pool, concurrent.futures, loky
+and MPIRE raise an error, and have to be opened anew; with multiprocessing whoever waits for it
+waits for ever.
 
-"Without end": a generator that never ends goes through a pool with two workers, and the first 200 results are taken.
-concurrent.futures (before Python 3.14), loky, dask.distributed and Ray's ActorPool draw all items before they give the first
-result; they have no values. Bare actors have a loop of ours round them, with as many calls on their way as raypool's `map`.
-What has no calls of its own is left out; see `benchmarks/systems.py`.
+"Without end": a generator that never ends goes through a pool with two workers, and the first 200
+results are taken. concurrent.futures (before Python 3.14), loky, dask.distributed and Ray's
+ActorPool draw all items before they give the first result; they have no values. Bare actors have a
+loop of ours round them, with as many calls on their way as raypool's `map`. What has no calls of
+its own is left out; see `benchmarks/systems.py`.
 """
 
 from __future__ import annotations
@@ -59,7 +64,11 @@ AS_MANY_AS_SAID = f"As many as `buffersize` says: {AHEAD * WORKERS}."
 def run():
     names = [name for name in SYSTEMS if name in installed()]
     with on_one_ray(WORKERS):
-        return [*_ended("cancelled", cancelled, names), *_ended("killed", killed, names), *_streams()]
+        return [
+            *_ended("cancelled", cancelled, names),
+            *_ended("killed", killed, names),
+            *_streams(),
+        ]
 
 
 def _ended(what, measure, names):
@@ -74,7 +83,10 @@ def _ended(what, measure, names):
         values = in_turns(parties, ROUNDS, warm_ups=0)
     ours = values.pop("raypool")
     area = "until the next has run, on one worker"
-    return [Line(area, what, name, "us", ours, theirs, is_speedup=True) for name, theirs in values.items()]
+    return [
+        Line(area, what, name, "us", ours, theirs, is_speedup=True)
+        for name, theirs in values.items()
+    ]
 
 
 def cancelled(name, system):
@@ -87,7 +99,9 @@ def cancelled(name, system):
 
 
 def killed(name, system):
-    """Return how long it takes from the death of a worker until the next call has run [us]; see to what becomes of the first."""
+    """Return how long it takes from the death of a worker until the next call has run [us]; see to
+    what becomes of the first.
+    """
     with tempfile.TemporaryDirectory() as folder:
         call, pid = _begun(system, folder)
         started = time.perf_counter()
@@ -100,7 +114,9 @@ def killed(name, system):
             system.renew()
             took = _until_next(name, system, started)
     if fate != FATES[name]:
-        raise WrongAnswersError(f"{name}: of a call whose worker was killed there is {fate}, and not {FATES[name]}")
+        raise WrongAnswersError(
+            f"{name}: of a call whose worker was killed there is {fate}, and not {FATES[name]}"
+        )
     return took
 
 
@@ -125,9 +141,13 @@ def _until_next(name, system, started):
 
 
 def _fate(system, call):
-    """Return what is said of a call whose worker was killed: its answer, the name of its error, or "nothing"."""
+    """Return what is said of a call whose worker was killed: its answer, the name of its error, or
+    "nothing".
+    """
     try:
-        return system.result(call, LOST_S if isinstance(system, SYSTEMS["multiprocessing"]) else DEADLINE_S)
+        return system.result(
+            call, LOST_S if isinstance(system, SYSTEMS["multiprocessing"]) else DEADLINE_S
+        )
     except (TimeoutError, multiprocessing.TimeoutError):
         return "nothing"
     except Exception as error:
@@ -139,7 +159,9 @@ def _streams():
     names = [name for name in STREAMS if name in installed()]
     with contextlib.ExitStack() as stack:
         opened = {name: stack.enter_context(STREAMS[name](WORKERS)) for name in names}
-        values = in_turns({name: lambda name=name: streamed(name, opened[name]) for name in names}, ROUNDS)
+        values = in_turns(
+            {name: lambda name=name: streamed(name, opened[name]) for name in names}, ROUNDS
+        )
     whats = ("the first result", "200 results", "items drawn ahead")
     return [line for at, what in enumerate(whats) for line in _stream_lines(what, values, at)]
 
@@ -149,11 +171,16 @@ def _stream_lines(what, values, at):
     found = {name: [run[at] for run in runs] for name, runs in values.items()}
     ours = found.pop("raypool")
     unit, reason = ("", AS_MANY_AS_SAID) if what == "items drawn ahead" else ("us", "")
-    return [Line("without end", what, name, unit, ours, theirs, is_speedup=True, reason=reason) for name, theirs in found.items()]
+    return [
+        Line("without end", what, name, unit, ours, theirs, is_speedup=True, reason=reason)
+        for name, theirs in found.items()
+    ]
 
 
 def streamed(name, stream):
-    """Return how long the first result of a generator took, and the first 200 [us], and how many more items were drawn then."""
+    """Return how long the first result of a generator took, and the first 200 [us], and how many
+    more items were drawn then.
+    """
     drawn = Drawn()
     started = time.perf_counter()
     with contextlib.closing(stream(abs, drawn)) as results:

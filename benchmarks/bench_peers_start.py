@@ -1,8 +1,10 @@
-"""From nothing to the first results of two workers, until the system has ended, and what stands in memory meanwhile.
+"""From nothing to the first results of two workers, until the system has ended, and what stands in
+memory meanwhile.
 
-Each system in a fresh process, in turns, without a warm-up. "Until all is over": until the system is closed, and its Ray with it;
-the interpreter's own end comes after that. The memory is that of all processes, shared pages in parts (PSS). What is on Ray gets
-a Ray with a core for each worker; raypool starts its own, which leaves out some processes of Ray's (see
+Each system in a fresh process, in turns, without a warm-up. "Until all is over": until the system
+is closed, and its Ray with it; the interpreter's own end comes after that. The memory is that of
+all processes, shared pages in parts (PSS). What is on Ray gets a Ray with a core for each worker;
+raypool starts its own, which leaves out some processes of Ray's (see
 `raypool/backends/ray/session.py`).
 """
 
@@ -44,18 +46,30 @@ if __name__ == "__main__":
 
 
 def run():
-    runs = in_turns({name: lambda name=name: started(name) for name in installed()}, ROUNDS, warm_ups=0)
+    runs = in_turns(
+        {name: lambda name=name: started(name) for name in installed()}, ROUNDS, warm_ups=0
+    )
     ours = runs.pop("raypool")
     kinds = (("to the first results", "us"), ("until all is over", "us"), ("memory", "MB"))
     return [
-        Line("a process", what, name, unit, [run[at] for run in ours], [run[at] for run in theirs], is_speedup=True)
+        Line(
+            "a process",
+            what,
+            name,
+            unit,
+            [run[at] for run in ours],
+            [run[at] for run in theirs],
+            is_speedup=True,
+        )
         for at, (what, unit) in enumerate(kinds)
         for name, theirs in runs.items()
     ]
 
 
 def started(name):
-    """Return what a process with a system took until its first results, and until all was over [us], and its memory [MB]."""
+    """Return what a process with a system took until its first results, and until all was over
+    [us], and its memory [MB].
+    """
     first_us, over_us, memory_mb, answers = json.loads(fresh_process(PROGRAM, name, WORKERS))
     if answers != list(range(WORKERS)):
         raise WrongAnswersError(f"{name}: {answers} of the numbers below {WORKERS}")

@@ -1,7 +1,9 @@
-"""What a small message costs on its way from four workers to here: from the first `put` until the last one was read.
+"""What a small message costs on its way from four workers to here: from the first `put` until the
+last one was read.
 
-With four senders on few cores it is the whole machine that is measured, not one side of the queue. A queue with a limit (here of
-100) answers each `put`, so it is held against Ray's own queue, an actor that answers each call.
+With four senders on few cores it is the whole machine that is measured, not one side of the queue.
+A queue with a limit (here of 100) answers each `put`, so it is held against Ray's own queue, an
+actor that answers each call.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ class Senders:
 
     pool: ParallelPool
     actors: list[Any]
-    processes: tuple[Any, list[Any]]  # their queue, and one each by which they are told how many messages to send
+    # their queue, and one each by which they are told how many messages to send
+    processes: tuple[Any, list[Any]]
 
     def to_get(self, count, maxsize=None):
         """Read in a loop."""
@@ -81,13 +84,40 @@ def run(session):
         )
         free.shutdown()
         limited.shutdown()
-    area, ours, bounded = f"DataQueue, {SENDERS} workers", values["get"], f"a message, maxsize={LIMIT}"
+    area, ours, bounded = (
+        f"DataQueue, {SENDERS} workers",
+        values["get"],
+        f"a message, maxsize={LIMIT}",
+    )
     return [
         Line(area, "a message, by get", "20,000 a second", "us", ours, target=50.0),
-        Line(area, "a message, by after_each", "20,000 a second", "us", values["after_each"], target=50.0),
+        Line(
+            area,
+            "a message, by after_each",
+            "20,000 a second",
+            "us",
+            values["after_each"],
+            target=50.0,
+        ),
         Line(area, "a message, by get", "multiprocessing.Queue", "us", ours, values["processes"]),
-        Line(area, "a message, by get", "ray.util.queue.Queue", "us", ours, values["ray"], is_speedup=True),
-        Line(area, bounded, f"ray.util.queue.Queue({LIMIT})", "us", values["limited"], values["ray limited"], is_speedup=True),
+        Line(
+            area,
+            "a message, by get",
+            "ray.util.queue.Queue",
+            "us",
+            ours,
+            values["ray"],
+            is_speedup=True,
+        ),
+        Line(
+            area,
+            bounded,
+            f"ray.util.queue.Queue({LIMIT})",
+            "us",
+            values["limited"],
+            values["ray limited"],
+            is_speedup=True,
+        ),
     ]
 
 
@@ -107,7 +137,9 @@ def _senders():
 def _processes():
     context = multiprocessing.get_context("spawn")
     queue, orders = context.Queue(), [context.SimpleQueue() for _ in range(SENDERS)]
-    processes = [context.Process(target=send_many, args=(order, queue), daemon=True) for order in orders]
+    processes = [
+        context.Process(target=send_many, args=(order, queue), daemon=True) for order in orders
+    ]
     for process in processes:
         process.start()
     try:

@@ -1,10 +1,11 @@
 """What one driver costs on Ray: the figures from which the simulation of two levels begins.
 
-How fast actors start beyond those whose processes Ray has ready, how many calls one process makes in a second (a no-op, to as
-many actors as there are workers, all at once), and the time of the processor that each call takes in it: with bare actors, and
-with raypool, whose `retries=0` sends each item in a call of its own. Measured in turns. Then, on a Ray by itself: how fast its
-control store makes placement groups of one bundle, asked for at once, and how much memory its process takes more for each actor
-that lives (USS), a few at a time; what else it notes meanwhile is in that too.
+How fast actors start beyond those whose processes Ray has ready, how many calls one process makes
+in a second (a no-op, to as many actors as there are workers, all at once), and the time of the
+processor that each call takes in it: with bare actors, and with raypool, whose `retries=0` sends
+each item in a call of its own. Measured in turns. Then, on a Ray by itself: how fast its control
+store makes placement groups of one bundle, asked for at once, and how much memory its process takes
+more for each actor that lives (USS), a few at a time; what else it notes meanwhile is in that too.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ def driver():
             return took
 
         found = in_turns({"bare": _cost(bare), "raypool": _cost(ours), "start": start})
-    (wall, cpu), (ray_wall, ray_cpu) = (zip(*found[name], strict=True) for name in ("raypool", "bare"))
+    (wall, cpu), (ray_wall, ray_cpu) = (
+        zip(*found[name], strict=True) for name in ("raypool", "bare")
+    )
     area = "one driver"
     return [
         Line(area, "a call", "a call of a bare actor", "us", list(wall), list(ray_wall)),
@@ -89,7 +92,9 @@ def _groups():
     started = time.perf_counter()
     groups = [placement_group([{"CPU": BUNDLE_CPUS}]) for _ in range(GROUPS)]
     if not all(group.wait(WITHIN_S) for group in groups):
-        raise TimeoutError(f"not all of {GROUPS} placement groups were there in {WITHIN_S:g} s each")
+        raise TimeoutError(
+            f"not all of {GROUPS} placement groups were there in {WITHIN_S:g} s each"
+        )
     took = (time.perf_counter() - started) / GROUPS * 1e6
     for group in groups:
         remove_placement_group(group)
@@ -97,7 +102,9 @@ def _groups():
 
 
 def actors_memory():
-    """Return by how much the control store grows for each actor that lives [kB]: once for each batch of them."""
+    """Return by how much the control store grows for each actor that lives [kB]: once for each
+    batch of them.
+    """
     import ray
 
     Actor, alive, grown = ray.remote(Bare), [], []
@@ -117,16 +124,23 @@ def control_store_process():
     children = psutil.Process().children(recursive=True)
     found = [process for process in children if process.name() == "gcs_server"]
     if len(found) != 1:
-        raise RuntimeError(f"{len(found)} processes named gcs_server among {len(children)} of this one's; one was to be there")
+        raise RuntimeError(
+            f"{len(found)} processes named gcs_server among {len(children)} of this one's; one was"
+            " to be there"
+        )
     return found[0]
 
 
 def _cost(call):
-    """Return a function that measures what one of the calls takes, and of the processor in this process [us]."""
+    """Return a function that measures what one of the calls takes, and of the processor in this
+    process [us].
+    """
 
     def measure():
         began, started = time.process_time(), time.perf_counter()
         call()
-        return (time.perf_counter() - started) / CALLS * 1e6, (time.process_time() - began) / CALLS * 1e6
+        return (time.perf_counter() - started) / CALLS * 1e6, (
+            time.process_time() - began
+        ) / CALLS * 1e6
 
     return measure

@@ -1,8 +1,10 @@
-"""What it costs a task to report, and what a million more reports cost the process that has opened the pool.
+"""What it costs a task to report, and what a million more reports cost the process that has opened
+the pool.
 
-A report is held against putting the same into a `queue.Queue` that nobody reads, and against `ray.train.report` in Ray Train's
-local mode, which keeps the last one only. The memory is the driver's, before and after the second million of reports from two
-workers, whose futures are all still held (the first million makes the buffers); the tables are read after that, to see that
+A report is held against putting the same into a `queue.Queue` that nobody reads, and against
+`ray.train.report` in Ray Train's local mode, which keeps the last one only. The memory is the
+driver's, before and after the second million of reports from two workers, whose futures are all
+still held (the first million makes the buffers); the tables are read after that, to see that
 nothing is missing.
 """
 
@@ -40,8 +42,17 @@ def calls(pool):
     typical = [percentile(costs, 50) for costs in values["steps"]]
     slowest = [percentile(costs, 99) for costs in values["steps"]]
     return [
-        Line("report()", "a call, one after the other", "20 us", "us", values["report"], target=20.0),
-        Line("report()", "a call, one after the other", "a bare queue.put", "us", values["report"], values["put"]),
+        Line(
+            "report()", "a call, one after the other", "20 us", "us", values["report"], target=20.0
+        ),
+        Line(
+            "report()",
+            "a call, one after the other",
+            "a bare queue.put",
+            "us",
+            values["report"],
+            values["put"],
+        ),
         Line(
             "report()",
             "a call, one after the other",
@@ -72,6 +83,12 @@ def memory(pool):
     note = f"{WORKERS} workers, {missing} missing"
     return [
         Line(
-            "a second 1,000,000 reports", "memory of the driver grows by", "10 MB", "MB", [second - first], target=10.0, note=note
+            "a second 1,000,000 reports",
+            "memory of the driver grows by",
+            "10 MB",
+            "MB",
+            [second - first],
+            target=10.0,
+            note=note,
         )
     ]

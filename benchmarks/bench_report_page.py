@@ -1,4 +1,5 @@
-"""What the page of a loop costs: `Results.report` of 10,000 items, each of which has reported ten times, and how large it is.
+"""What the page of a loop costs: `Results.report` of 10,000 items, each of which has reported ten
+times, and how large it is.
 
 Measured in a fresh process, the first page with all that has to be imported for it.
 """
@@ -43,6 +44,15 @@ def run():
     said = [[float(number) for number in fresh_process(REPORT).split()] for _ in range(ROUNDS)]
     area = f"report, {ITEMS:,} items"
     return [
-        Line(area, "the page is written", f"{MAX_S:g} s", "s", [seconds for seconds, _ in said], target=MAX_S),
-        Line(area, "the page is", f"{MAX_MB:g} MB", "MB", [size for _, size in said], target=MAX_MB),
+        Line(
+            area,
+            "the page is written",
+            f"{MAX_S:g} s",
+            "s",
+            [seconds for seconds, _ in said],
+            target=MAX_S,
+        ),
+        Line(
+            area, "the page is", f"{MAX_MB:g} MB", "MB", [size for _, size in said], target=MAX_MB
+        ),
     ]

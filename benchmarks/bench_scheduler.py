@@ -1,13 +1,16 @@
-"""What the scheduler costs by itself, and how good its schedules are: up to 10,000 simulated workers, up to 1,000,000 tasks.
+"""What the scheduler costs by itself, and how good its schedules are: up to 10,000 simulated
+workers, up to 1,000,000 tasks.
 
-All tasks are handed in first; an item takes a second or two. The loads: even; heavy tail (Pareto, exponent 1.5, at most 100 s);
-stragglers (2 % of the workers are five times slower); faults (1 % of the calls lose their worker, which is replaced); gangs
-(every hundredth task is one, of eight ranks that start together); all of these at once. The sizes of one load run in processes
-of their own, which take turns: a slice of events here, a slice there; each was run once. What counts is the time of the
-processor, garbage collection and all. That each item has one outcome is checked. The bound is what no schedule can beat: all work
-on all workers, or the longest item. List scheduling's guarantee is what it never takes longer than, where workers are alike and
-no items start together: 2 - 1/m times the optimum at most (Graham 1969), here by the work and the longest item.
-`python -m benchmarks.bench_scheduler short` takes some seconds, with fewer tasks.
+All tasks are handed in first; an item takes a second or two. The loads: even; heavy tail (Pareto,
+exponent 1.5, at most 100 s); stragglers (2 % of the workers are five times slower); faults (1 % of
+the calls lose their worker, which is replaced); gangs (every hundredth task is one, of eight ranks
+that start together); all of these at once. The sizes of one load run in processes of their own,
+which take turns: a slice of events here, a slice there; each was run once. What counts is the time
+of the processor, garbage collection and all. That each item has one outcome is checked. The bound
+is what no schedule can beat: all work on all workers, or the longest item. List scheduling's
+guarantee is what it never takes longer than, where workers are alike and no items start together: 2
+- 1/m times the optimum at most (Graham 1969), here by the work and the longest item. `python -m
+benchmarks.bench_scheduler short` takes some seconds, with fewer tasks.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ SIZES = (10_000, 1_000, 100, 10)
 TASKS, FEW_TASKS = 100_000, 10_000
 MANY_TASKS = 1_000_000
 MANY = {"even": (10_000, 100, 10), "all at once": (10_000,)}
-"""With most tasks, and not each size: all is to end in five minutes. The other loads have fewer tasks, and all sizes."""
+"""With most tasks, and not each size: all is to end in five minutes. The other loads have fewer
+tasks, and all sizes.
+"""
 
 PER_SLICE = 20  # so many slices hand in all tasks
 SMALL = 100
@@ -43,14 +48,24 @@ def run(tasks=TASKS, many_tasks=MANY_TASKS):
 
 
 def lines_of(name, tasks=TASKS, sizes=SIZES):
-    """Return what one load costs with each size of the pool, and how near its schedules come to the bound."""
+    """Return what one load costs with each size of the pool, and how near its schedules come to the
+    bound.
+    """
     found = measure(name, sizes, tasks)
     area = f"{name}, {tasks:,} tasks"
     with_target = max(found) if name == "even" else None
     costs = _targets(area, with_target, found) if with_target else []
     costs += [_cost(area, size, found) for size in found if size not in (SMALL, with_target)]
     ends = [_held_against_bound(area, size, entries[-1]) for size, entries in found.items()]
-    return costs + ends + [_guarantee(area, size, entries[-1]) for size, entries in found.items() if LOADS[name].is_alike]
+    return (
+        costs
+        + ends
+        + [
+            _guarantee(area, size, entries[-1])
+            for size, entries in found.items()
+            if LOADS[name].is_alike
+        ]
+    )
 
 
 def _cost(area, size, found):
@@ -63,8 +78,17 @@ def _cost(area, size, found):
 
 def measure(name, sizes, tasks):
     """Simulate a load with each size in turns; return the slices of each."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT, "env": {**os.environ}}
-    commands = {size: [sys.executable, "-m", "benchmarks.bench_scheduler", name, str(size), str(tasks)] for size in sizes}
+    pipes = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "text": True,
+        "cwd": ROOT,
+        "env": {**os.environ},
+    }
+    commands = {
+        size: [sys.executable, "-m", "benchmarks.bench_scheduler", name, str(size), str(tasks)]
+        for size in sizes
+    }
     processes = {size: subprocess.Popen(command, **pipes) for size, command in commands.items()}
     found = {size: [] for size in sizes}
     while going := [size for size in sizes if not found[size] or not found[size][-1]["is_last"]]:
@@ -77,17 +101,28 @@ def measure(name, sizes, tasks):
 
 
 def _targets(area, largest, found):
-    """Return what an event costs with the most workers: by itself, and of what it costs with few, slice by slice."""
+    """Return what an event costs with the most workers: by itself, and of what it costs with few,
+    slice by slice.
+    """
     what = f"an event, {largest:,} workers"
-    whole = Line(area, what, "10 us", "us", _us(found[largest]), target=10.0, note=_said(found[largest]))
-    pairs = list(zip(found[largest][:-1], found[SMALL][:-1], strict=False))  # the last slices are not whole
+    whole = Line(
+        area, what, "10 us", "us", _us(found[largest]), target=10.0, note=_said(found[largest])
+    )
+    # the last slices are not whole
+    pairs = list(zip(found[largest][:-1], found[SMALL][:-1], strict=False))
     values, others = ([pair[side]["us"] for pair in pairs] for side in (0, 1))
-    return [whole, Line(area, f"{what}, slice by slice", f"{SMALL} workers", "us", values, others, 2.0)]
+    return [
+        whole,
+        Line(area, f"{what}, slice by slice", f"{SMALL} workers", "us", values, others, 2.0),
+    ]
 
 
 def _us(entries):
     """Return what an event costs, over all."""
-    return [sum(entry["us"] * entry["events"] for entry in entries) / sum(entry["events"] for entry in entries)]
+    return [
+        sum(entry["us"] * entry["events"] for entry in entries)
+        / sum(entry["events"] for entry in entries)
+    ]
 
 
 def _said(entries):
@@ -98,12 +133,16 @@ def _said(entries):
 
 
 def _held_against_bound(area, size, last):
-    return Line(area, f"makespan, {size:,} workers", "the bound", "s", [last["end_s"]], [last["bound_s"]])
+    return Line(
+        area, f"makespan, {size:,} workers", "the bound", "s", [last["end_s"]], [last["bound_s"]]
+    )
 
 
 def _guarantee(area, size, last):
     held = [last["end_s"]], [last["guarantee_s"]]
-    return Line(area, f"makespan, {size:,} workers", "list scheduling's guarantee", "s", *held, target=1.0)
+    return Line(
+        area, f"makespan, {size:,} workers", "list scheduling's guarantee", "s", *held, target=1.0
+    )
 
 
 def show_short():
@@ -126,10 +165,21 @@ def main(name, num_workers, num_tasks):
         share = (course.handling_s - handled_s) / (time.perf_counter() - started)
         took = share * (time.process_time() - began)
         events, num_events = course.num_events - num_events, course.num_events
-        entry = {"events": events, "us": took / max(events, 1) * 1e6, "is_last": events < size, "task_bytes": course.task_bytes}
+        entry = {
+            "events": events,
+            "us": took / max(events, 1) * 1e6,
+            "is_last": events < size,
+            "task_bytes": course.task_bytes,
+        }
         entry |= {"peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000}
         entry |= (
-            {"end_s": course.end_s, "bound_s": course.bound_s(), "guarantee_s": course.guarantee_s()} if events < size else {}
+            {
+                "end_s": course.end_s,
+                "bound_s": course.bound_s(),
+                "guarantee_s": course.guarantee_s(),
+            }
+            if events < size
+            else {}
         )
         print(json.dumps(entry), flush=True)
         if events < size:

@@ -1,7 +1,9 @@
-"""One long item among short ones: whether a worker waits behind it while another has nothing to do (scenario 11).
+"""One long item among short ones: whether a worker waits behind it while another has nothing to do
+(scenario 11).
 
-Twelve items on two workers, one takes 1 s and each of the others 0.05 s: at best it is over after 1 s. If the long one is the
-first, nobody need know; if it is the last, only `cost=` helps. The other systems are in `peers_long`.
+Twelve items on two workers, one takes 1 s and each of the others 0.05 s: at best it is over after 1
+s. If the long one is the first, nobody need know; if it is the last, only `cost=` helps. The other
+systems are in `peers_long`.
 """
 
 from __future__ import annotations
@@ -18,10 +20,20 @@ IDEAL_US = 1.0e6
 def run(session):
     values = in_turns(
         {
-            "raypool": timed(lambda: check(session.pool.parfor(rest, LONG_FIRST, progress=False), LONG_FIRST)),
-            "ray": timed(lambda: check(session.ray_pool.map(rest, LONG_FIRST, chunksize=1), LONG_FIRST)),
-            "cost": timed(lambda: check(session.pool.parfor(rest, LONG_LAST, cost=LONG_LAST, progress=False), LONG_LAST)),
-            "no cost": timed(lambda: check(session.pool.parfor(rest, LONG_LAST, progress=False), LONG_LAST)),
+            "raypool": timed(
+                lambda: check(session.pool.parfor(rest, LONG_FIRST, progress=False), LONG_FIRST)
+            ),
+            "ray": timed(
+                lambda: check(session.ray_pool.map(rest, LONG_FIRST, chunksize=1), LONG_FIRST)
+            ),
+            "cost": timed(
+                lambda: check(
+                    session.pool.parfor(rest, LONG_LAST, cost=LONG_LAST, progress=False), LONG_LAST
+                )
+            ),
+            "no cost": timed(
+                lambda: check(session.pool.parfor(rest, LONG_LAST, progress=False), LONG_LAST)
+            ),
         },
         warm_ups=0,
     )
@@ -29,7 +41,9 @@ def run(session):
     first, last = "12 items, the first is long", "12 items, the last is long"
     return [
         Line(first, "parfor", "the ideal", "us", values["raypool"], ideal, 1.05),
-        Line(first, "parfor", "Ray's Pool.map, chunks of 1", "us", values["raypool"], values["ray"]),
+        Line(
+            first, "parfor", "Ray's Pool.map, chunks of 1", "us", values["raypool"], values["ray"]
+        ),
         Line(last, "parfor with cost=", "the ideal", "us", values["cost"], ideal, 1.05),
         Line(last, "parfor with cost=", "without it", "us", values["cost"], values["no cost"]),
     ]

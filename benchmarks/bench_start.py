@@ -2,10 +2,12 @@
 
 `from raypool import parpool`, and from `parpool()` to the first result, each in fresh processes.
 
-The import must not bring in Ray or torch, which take seconds. The start is held against the least that Ray itself needs: its
-import, `ray.init` with the same settings, two actors and an answer from each. (raypool leaves out some processes of Ray's that
-`ray.init` always starts; see `raypool/backends/ray/session.py`.) Memory is that of the workers' processes, shared pages in parts
-(PSS), divided by their number; both kinds have imported the module of the function that they have called, and with it NumPy.
+The import must not bring in Ray or torch, which take seconds. The start is held against the least
+that Ray itself needs: its import, `ray.init` with the same settings, two actors and an answer from
+each. (raypool leaves out some processes of Ray's that `ray.init` always starts; see
+`raypool/backends/ray/session.py`.) Memory is that of the workers' processes, shared pages in parts
+(PSS), divided by their number; both kinds have imported the module of the function that they have
+called, and with it NumPy.
 """
 
 from __future__ import annotations
@@ -62,15 +64,46 @@ def run():
 
     imports = in_turns({"raypool": import_us}, rounds=7)
     starts = in_turns(
-        {"raypool": lambda: json.loads(fresh_process(RAYPOOL)), "ray": lambda: json.loads(fresh_process(RAY))},
+        {
+            "raypool": lambda: json.loads(fresh_process(RAYPOOL)),
+            "ray": lambda: json.loads(fresh_process(RAY)),
+        },
         rounds=5,
         warm_ups=0,
     )
-    (ours_us, ours_mb), (theirs_us, theirs_mb) = (zip(*starts[name], strict=True) for name in ("raypool", "ray"))
-    brought = f"brings in {', '.join(sorted(heavy))}" if heavy else "without ray, torch, numpy, pandas"
+    (ours_us, ours_mb), (theirs_us, theirs_mb) = (
+        zip(*starts[name], strict=True) for name in ("raypool", "ray")
+    )
+    brought = (
+        f"brings in {', '.join(sorted(heavy))}" if heavy else "without ray, torch, numpy, pandas"
+    )
     return [
-        Line("start", "from raypool import parpool", "100 ms", "us", imports["raypool"], target=100_000.0, note=brought),
-        Line("start", "heavy imports with it", "none", "", [float(len(heavy))], target=0.0, note=brought),
-        Line("start", "parpool() to first result", "bare Ray and 2 actors", "us", list(ours_us), list(theirs_us), target=1.15),
+        Line(
+            "start",
+            "from raypool import parpool",
+            "100 ms",
+            "us",
+            imports["raypool"],
+            target=100_000.0,
+            note=brought,
+        ),
+        Line(
+            "start",
+            "heavy imports with it",
+            "none",
+            "",
+            [float(len(heavy))],
+            target=0.0,
+            note=brought,
+        ),
+        Line(
+            "start",
+            "parpool() to first result",
+            "bare Ray and 2 actors",
+            "us",
+            list(ours_us),
+            list(theirs_us),
+            target=1.15,
+        ),
         Line("start", "memory of a worker", "a bare actor", "MB", list(ours_mb), list(theirs_mb)),
     ]

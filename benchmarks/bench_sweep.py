@@ -1,10 +1,13 @@
-"""A real sweep from the prompt to the scores: 24 networks on handwritten digits, the same script written for each system.
+"""A real sweep from the prompt to the scores: 24 networks on handwritten digits, the same script
+written for each system.
 
-The scripts are in `benchmarks/sweeps`; the networks are the fully connected ones of `raypool demo`, with its data and epochs,
-four of each, with seeds of their own. All is the same in each script, and so have the scores to be, in each turn. Each runs in
-a fresh process, in turns: what counts is the whole of it, until it is over, with the processor time of all its processes and
-the most memory that they had together (PSS). Lines of code are those of the script, without docstrings and empty lines. All of
-it takes six minutes: there are as many turns, up to five, as fit into these, and who takes more than a minute has one.
+The scripts are in `benchmarks/sweeps`; the networks are the fully connected ones of `raypool demo`,
+with its data and epochs, four of each, with seeds of their own. All is the same in each script, and
+so have the scores to be, in each turn. Each runs in a fresh process, in turns: what counts is the
+whole of it, until it is over, with the processor time of all its processes and the most memory that
+they had together (PSS). Lines of code are those of the script, without docstrings and empty lines.
+All of it takes six minutes: there are as many turns, up to five, as fit into these, and who takes
+more than a minute has one.
 """
 
 from __future__ import annotations
@@ -31,19 +34,31 @@ WHATS = (("until all is over", "us"), ("processor time", "us"), ("most memory", 
 
 def run():
     names = [name for name, (package, _) in SCRIPTS.items() if find_spec(package) is not None]
-    fresh_process("import benchmarks.sweeps.digits, ray; print(0)")  # from here on, the files are in memory
+    # from here on, the files are in memory
+    fresh_process("import benchmarks.sweeps.digits, ray; print(0)")
     scores = {name: [] for name in names}
-    runs = in_turns_within(BUDGET_S, {name: lambda name=name: _run(name, scores[name]) for name in names})
+    runs = in_turns_within(
+        BUDGET_S, {name: lambda name=name: _run(name, scores[name]) for name in names}
+    )
     check_same(scores)
     return _lines(runs)
 
 
 def check_same(scores):
-    """Make sure that all systems have come to the same scores in all turns: name -> for each turn, a score for each network."""
+    """Make sure that all systems have come to the same scores in all turns: name -> for each turn,
+    a score for each network.
+    """
     first = scores["raypool"][0]
-    wrong = [f"{name}, turn {turn + 1}" for name, turns in scores.items() for turn, found in enumerate(turns) if found != first]
+    wrong = [
+        f"{name}, turn {turn + 1}"
+        for name, turns in scores.items()
+        for turn, found in enumerate(turns)
+        if found != first
+    ]
     if wrong:
-        raise WrongAnswersError(f"other scores than raypool's in its first turn: {'; '.join(wrong)}")
+        raise WrongAnswersError(
+            f"other scores than raypool's in its first turn: {'; '.join(wrong)}"
+        )
 
 
 def _lines(runs):
@@ -55,9 +70,24 @@ def _lines(runs):
         for name, theirs in runs.items():
             mine, others = [run[at] for run in ours[: len(theirs)]], [run[at] for run in theirs]
             note = "" if len(theirs) == len(ours) else f"turns: {len(theirs)}"
-            lines.append(Line(area, what, name, unit, mine, others, 1.0 if is_whole else None, is_speedup=True, note=note))
+            lines.append(
+                Line(
+                    area,
+                    what,
+                    name,
+                    unit,
+                    mine,
+                    others,
+                    1.0 if is_whole else None,
+                    is_speedup=True,
+                    note=note,
+                )
+            )
     count = [float(lines_of(script("raypool")))]
-    lines += [Line(area, "lines", name, "", count, [float(lines_of(script(name)))], 1.0, is_speedup=True) for name in runs]
+    lines += [
+        Line(area, "lines", name, "", count, [float(lines_of(script(name)))], 1.0, is_speedup=True)
+        for name in runs
+    ]
     return lines
 
 
@@ -67,7 +97,9 @@ def script(name):
 
 
 def _run(name, scores):
-    """Run a script in its own process, note its scores; return how long it took, its processor time [us], its peak [MB]."""
+    """Run a script in its own process, note its scores; return how long it took, its processor time
+    [us], its peak [MB].
+    """
     done = run_script(name, ["-m", f"benchmarks.{script(name)}"])
     scores.append(done.said)
     return done.took_us, done.cpu_us, done.peak_mb

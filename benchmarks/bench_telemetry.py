@@ -1,7 +1,9 @@
-"""What it costs to look at the GPUs of a node once a second, as its agent does while workers of a pool have them.
+"""What it costs to look at the GPUs of a node once a second, as its agent does while workers of a
+pool have them.
 
-Where there is no GPU: of eight simulated cards, and of NVML with a library that answers at once (tests/unit/fake_nvml.py). How
-long a driver takes to answer is not in it, but that is waiting, in the kernel or on the card. The time is that of all threads.
+Where there is no GPU: of eight simulated cards, and of NVML with a library that answers at once
+(tests/unit/fake_nvml.py). How long a driver takes to answer is not in it, but that is waiting, in
+the kernel or on the card. The time is that of all threads.
 """
 
 from __future__ import annotations
@@ -23,19 +25,44 @@ TARGET_PERCENT = 1.0
 
 
 def run():
-    nvml = NvmlInventory(FakeNvml(*(FakeCard(uuid=f"GPU-{index:08d}-0000-0000-0000-000000000000") for index in range(CARDS))))
+    nvml = NvmlInventory(
+        FakeNvml(
+            *(
+                FakeCard(uuid=f"GPU-{index:08d}-0000-0000-0000-000000000000")
+                for index in range(CARDS)
+            )
+        )
+    )
     with tempfile.TemporaryDirectory() as folder:
         simulated = SimulatedGpus(Path(folder) / "gpus", CARDS)
-        shares = in_turns({"nvml": lambda: share_of_a_core(nvml), "simulated": lambda: share_of_a_core(simulated)})
+        shares = in_turns(
+            {"nvml": lambda: share_of_a_core(nvml), "simulated": lambda: share_of_a_core(simulated)}
+        )
     real = NvmlInventory()
     count = len(real.devices())
     lines = [
-        Line("telemetry", f"{CARDS} cards, {name}", "1 % of a core", "%", shares[key], target=TARGET_PERCENT)
+        Line(
+            "telemetry",
+            f"{CARDS} cards, {name}",
+            "1 % of a core",
+            "%",
+            shares[key],
+            target=TARGET_PERCENT,
+        )
         for key, name in (("nvml", "NVML that answers at once"), ("simulated", "simulated"))
     ]
     if count:
         here = in_turns({"here": lambda: share_of_a_core(real, range(count))})["here"]
-        lines.append(Line("telemetry", f"the {count} GPUs here", "1 % of a core", "%", here, target=TARGET_PERCENT))
+        lines.append(
+            Line(
+                "telemetry",
+                f"the {count} GPUs here",
+                "1 % of a core",
+                "%",
+                here,
+                target=TARGET_PERCENT,
+            )
+        )
     return lines
 
 
@@ -46,7 +73,9 @@ def share_of_a_core(inventory, gpus=range(CARDS)):
         telemetry = Telemetry(inventory, look_s=0)
         telemetry.watch(gpus)
         started, since = time.process_time(), time.time()
-        while (usage := telemetry.usage(gpus[0], since, time.time())) is None or usage.num_readings < LOOKS:
+        while (
+            usage := telemetry.usage(gpus[0], since, time.time())
+        ) is None or usage.num_readings < LOOKS:
             await asyncio.sleep(0.05)
         spent_s = time.process_time() - started
         telemetry.leave(gpus)

@@ -1,8 +1,10 @@
-"""One model on two workers: how soon it trains, how fast `fit` is, what a report costs, what two workers are worth to `predict`.
+"""One model on two workers: how soon it trains, how fast `fit` is, what a report costs, what two
+workers are worth to `predict`.
 
-Bare Ray Train runs on the same Ray, with its default settings. What a rank computes is the same for all parties, with as many
-threads; `fit` and the loop by hand have to come to the same weights. What Ray Train starts each time has three rounds, for want
-of time. How fast a loop of one's own is stands under "One training by each launcher".
+Bare Ray Train runs on the same Ray, with its default settings. What a rank computes is the same for
+all parties, with as many threads; `fit` and the loop by hand have to come to the same weights. What
+Ray Train starts each time has three rounds, for want of time. How fast a loop of one's own is
+stands under "One training by each launcher".
 """
 
 from __future__ import annotations
@@ -28,17 +30,24 @@ AREA = f"training, {WORKERS} workers"
 
 
 def run(session):
-    return [*starts(session.pool), *fits(session.pool), *costs(session.pool), *predictions(session.pool)]
+    return [
+        *starts(session.pool),
+        *fits(session.pool),
+        *costs(session.pool),
+        *predictions(session.pool),
+    ]
 
 
 def starts(pool):
     """Return how long it takes to the first step, and to the result."""
-    (first, _) = until(lambda: pool.train(trainings.first_step).result().values[0])
+    first, _ = until(lambda: pool.train(trainings.first_step).result().values[0])
     values = in_turns(
         {
             "bare": lambda: until(lambda: bare_fit(trainings.first_step)),
             "warm": lambda: until(lambda: pool.train(trainings.first_step).result().values[0]),
-            "managed": lambda: until(lambda: pool.train(trainings.first_step, lane="managed").result().values[0]),
+            "managed": lambda: until(
+                lambda: pool.train(trainings.first_step, lane="managed").result().values[0]
+            ),
         },
         rounds=FITS,
     )
@@ -46,11 +55,41 @@ def starts(pool):
         zip(*values[name], strict=True) for name in ("bare", "warm", "managed")
     )
     return [
-        Line(AREA, "to the first step, warm lane", "TorchTrainer.fit", "us", list(warm), list(bare), target=0.03),
-        Line(AREA, "to the result, warm lane", "TorchTrainer.fit", "us", list(warm_whole), list(bare_whole)),
+        Line(
+            AREA,
+            "to the first step, warm lane",
+            "TorchTrainer.fit",
+            "us",
+            list(warm),
+            list(bare),
+            target=0.03,
+        ),
+        Line(
+            AREA,
+            "to the result, warm lane",
+            "TorchTrainer.fit",
+            "us",
+            list(warm_whole),
+            list(bare_whole),
+        ),
         Line(AREA, "to the first step, the first of all, warm lane", "none", "us", [first]),
-        Line(AREA, "to the first step, managed lane", "TorchTrainer.fit", "us", list(managed), list(bare)),
-        Line(AREA, "to the result, managed lane", "TorchTrainer.fit", "us", list(managed_whole), list(bare_whole), target=1.1),
+        Line(
+            AREA,
+            "to the first step, managed lane",
+            "TorchTrainer.fit",
+            "us",
+            list(managed),
+            list(bare),
+        ),
+        Line(
+            AREA,
+            "to the result, managed lane",
+            "TorchTrainer.fit",
+            "us",
+            list(managed_whole),
+            list(bare_whole),
+            target=1.1,
+        ),
     ]
 
 
@@ -67,14 +106,19 @@ def bare_fit(loop, config=None):
     from ray.train.torch import TorchTrainer
 
     with tempfile.TemporaryDirectory() as folder:
-        scaling = ScalingConfig(num_workers=WORKERS, resources_per_worker={"memory": 1})  # the cores are taken
+        # the cores are taken
+        scaling = ScalingConfig(num_workers=WORKERS, resources_per_worker={"memory": 1})
         run_config = RunConfig(storage_path=folder)
-        trainer = TorchTrainer(loop, train_loop_config=config, scaling_config=scaling, run_config=run_config)
+        trainer = TorchTrainer(
+            loop, train_loop_config=config, scaling_config=scaling, run_config=run_config
+        )
         return trainer.fit().return_value
 
 
 def fits(pool):
-    """Return what a step takes in `pool.fit`, and in loops of one's own, without the first epoch."""
+    """Return what a step takes in `pool.fit`, and in loops of one's own, without the first
+    epoch.
+    """
     import torch
 
     from raypool import TrainingOptions
@@ -88,7 +132,11 @@ def fits(pool):
             mini_batch_size=size.batch,
             max_epochs=size.epochs + 1,
         )
-        network, samples, loss = trainings.network_of(size), size.samples(), torch.nn.functional.cross_entropy
+        network, samples, loss = (
+            trainings.network_of(size),
+            size.samples(),
+            torch.nn.functional.cross_entropy,
+        )
         weights = {}
 
         def fit(size=size, given=(network, samples, loss, options), weights=weights):
@@ -108,14 +156,27 @@ def fits(pool):
         check_same(weights)
         what, mine = f"a step of a {name} model, pool.fit", values["fit"]
         lines += [
-            Line(AREA, what, "a loop by hand, warm lane", "us", mine, values["hand"], target=0.95, is_speedup=True),
-            Line(AREA, what, "one with a DataLoader", "us", mine, values["loader"], is_speedup=True),
+            Line(
+                AREA,
+                what,
+                "a loop by hand, warm lane",
+                "us",
+                mine,
+                values["hand"],
+                target=0.95,
+                is_speedup=True,
+            ),
+            Line(
+                AREA, what, "one with a DataLoader", "us", mine, values["loader"], is_speedup=True
+            ),
         ]
     return lines
 
 
 def step_us(result, size):
-    """Return what a step took, from the report at the end of the first epoch to that of the last [us]."""
+    """Return what a step took, from the report at the end of the first epoch to that of the last
+    [us].
+    """
     times = result.metrics_frame["time"]
     seconds = (times.iloc[-1] - times.iloc[0]).total_seconds()
     return seconds / (size.epochs * size.steps_per_epoch) * 1e6
@@ -135,7 +196,9 @@ def costs(pool):
     )
     lines = []
     for at, what in enumerate(("a report", "a report with a checkpoint of 10 MB")):
-        bare, warm, managed = ([run[at] for run in values[name]] for name in ("bare", "warm", "managed"))
+        bare, warm, managed = (
+            [run[at] for run in values[name]] for name in ("bare", "warm", "managed")
+        )
         lines += [
             Line(AREA, f"{what}, warm lane", "TorchTrainer's", "us", warm, bare),
             Line(AREA, f"{what}, managed lane", "TorchTrainer's", "us", managed, bare),
@@ -148,12 +211,16 @@ def reported(pool, counts, lane="warm"):
     from raypool import RunOptions
 
     with tempfile.TemporaryDirectory() as folder:
-        run = pool.train(trainings.reports, {"counts": counts}, lane=lane, options=RunOptions(run_dir=folder))
+        run = pool.train(
+            trainings.reports, {"counts": counts}, lane=lane, options=RunOptions(run_dir=folder)
+        )
         return run.result().values[0]
 
 
 def predictions(pool):
-    """Return what two workers are worth to `predict`, and to the same work by hand: no more than the cores have."""
+    """Return what two workers are worth to `predict`, and to the same work by hand: no more than
+    the cores have.
+    """
     model, inputs = trainings.heavy(), trainings.images(PREDICTED)
     alone = pool.options(worker=0)
     values = in_turns(
@@ -168,7 +235,26 @@ def predictions(pool):
     note = f"{len(os.sched_getaffinity(0))} cores"
     what, hand = f"predict, {WORKERS} workers", f"the same by hand, {WORKERS} workers"
     return [
-        Line(AREA, what, "1 worker", "us", values["two"], values["one"], target=1.7, is_speedup=True, note=note),
-        Line(AREA, hand, "1 worker", "us", values["two by hand"], values["one by hand"], is_speedup=True, note=note),
+        Line(
+            AREA,
+            what,
+            "1 worker",
+            "us",
+            values["two"],
+            values["one"],
+            target=1.7,
+            is_speedup=True,
+            note=note,
+        ),
+        Line(
+            AREA,
+            hand,
+            "1 worker",
+            "us",
+            values["two by hand"],
+            values["one by hand"],
+            is_speedup=True,
+            note=note,
+        ),
         Line(AREA, what, f"by hand, {WORKERS} workers", "us", values["two"], values["two by hand"]),
     ]

@@ -1,4 +1,6 @@
-"""Peers side by side: each workload by each way that a system has, in turns, with the answers checked."""
+"""Peers side by side: each workload by each way that a system has, in turns, with the answers
+checked.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,9 @@ WAYS = {"map": "at once", "submit": "call by call", "unordered": "as they come"}
 class Workload:
     """Items for a function, by the way in which they are given to a system.
 
-    `key` makes an answer comparable where it does not compare by itself (an array, say). `bound_s` is the least that any system
-    could take for all [s], and `target` how many times that raypool may take. `warm_ups` rounds come before
-    those that count.
+    `key` makes an answer comparable where it does not compare by itself (an array, say). `bound_s`
+    is the least that any system could take for all [s], and `target` how many times that raypool
+    may take. `warm_ups` rounds come before those that count.
     """
 
     name: str
@@ -35,8 +37,15 @@ class WrongAnswersError(Exception):
 
 
 def contest(peers, workloads, rounds=5):
-    """Measure each workload by each way with all peers that have it; return a line for each of these, against raypool."""
-    return [line for workload in workloads for way in workload.items for line in _turns(peers, workload, way, rounds)]
+    """Measure each workload by each way with all peers that have it; return a line for each of
+    these, against raypool.
+    """
+    return [
+        line
+        for workload in workloads
+        for way in workload.items
+        for line in _turns(peers, workload, way, rounds)
+    ]
 
 
 def _turns(peers, workload, way, rounds):
@@ -47,15 +56,22 @@ def _turns(peers, workload, way, rounds):
     values = in_turns(turns, rounds, workload.warm_ups)
     ours = values.pop("raypool")
     area = WAYS[way]
-    lines = [Line(area, workload.name, name, "us", ours, others, is_speedup=True) for name, others in values.items()]
+    lines = [
+        Line(area, workload.name, name, "us", ours, others, is_speedup=True)
+        for name, others in values.items()
+    ]
     if workload.bound_s is not None:
         bound = [workload.bound_s * 1e6 / len(items)] * rounds
-        lines.append(Line(area, workload.name, "the least possible", "us", ours, bound, workload.target))
+        lines.append(
+            Line(area, workload.name, "the least possible", "us", ours, bound, workload.target)
+        )
     return lines
 
 
 def _turn(name, call, workload, way, expected):
-    """Return a function that measures an item [us], and makes sure that the answers are those of a plain loop."""
+    """Return a function that measures an item [us], and makes sure that the answers are those of a
+    plain loop.
+    """
     items, answers = workload.items[way], []
     measure = timed(lambda: answers.extend(call(workload.fn, items)), len(items))
     in_order = (lambda found: sorted(found, key=repr)) if way == "unordered" else list
@@ -65,7 +81,9 @@ def _turn(name, call, workload, way, expected):
         took = measure()
         found = [workload.key(answer) for answer in answers]
         if in_order(found) != in_order(expected):
-            raise WrongAnswersError(f"{name}, {workload.name}, {WAYS[way]}: {found[:3]} ... and not {expected[:3]} ...")
+            raise WrongAnswersError(
+                f"{name}, {workload.name}, {WAYS[way]}: {found[:3]} ... and not {expected[:3]} ..."
+            )
         answers.clear()
         return took
 
@@ -73,7 +91,9 @@ def _turn(name, call, workload, way, expected):
 
 
 def checked(name, call, expected, per=1):
-    """Return a function that measures a call [us], as `timed` does, and makes sure that it answers what is expected."""
+    """Return a function that measures a call [us], as `timed` does, and makes sure that it answers
+    what is expected.
+    """
     answers = []
     measure = timed(lambda: answers.append(call()), per)
 
@@ -82,7 +102,10 @@ def checked(name, call, expected, per=1):
         took = measure()
         found = list(answers.pop())
         if found != expected:
-            wrong = f"{len(found)} answers, {found[:3]} ..., and not {len(expected)}, {expected[:3]} ..."
+            wrong = (
+                f"{len(found)} answers, {found[:3]} ..., and not {len(expected)},"
+                f" {expected[:3]} ..."
+            )
             raise WrongAnswersError(f"{name}: {wrong}")
         return took
 
@@ -94,7 +117,8 @@ SAME = 1e-4
 
 
 def check_same(found):
-    """Make sure that all have come to the same numbers, but for the order in which they have added up.
+    """Make sure that all have come to the same numbers, but for the order in which they have added
+    up.
 
     Raises:
         WrongAnswersError: One has not.
@@ -109,7 +133,9 @@ def note_same(found, name, numbers):
     Raises:
         WrongAnswersError: It was not.
     """
-    _check_same(f"{name} has trained something else than before", numbers, found.setdefault(name, numbers))
+    _check_same(
+        f"{name} has trained something else than before", numbers, found.setdefault(name, numbers)
+    )
 
 
 def _check_same(wrong, theirs, ours):

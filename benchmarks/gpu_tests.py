@@ -1,7 +1,8 @@
 """Run the tests that need a GPU, and record how they went: `make test-gpu`.
 
-The record says on which cards, with which versions, when, and of which commit; it is kept under `results/`, one file for each
-kind of card. Without a GPU nothing was tested, so that the exit status is 1, and no record is touched.
+The record says on which cards, with which versions, when, and of which commit; it is kept under
+`results/`, one file for each kind of card. Without a GPU nothing was tested, so that the exit
+status is 1, and no record is touched.
 """
 
 from __future__ import annotations
@@ -28,16 +29,32 @@ def main(arguments):
     if reason is not None:
         sys.exit(f"{reason} No test was run, and nothing was recorded.")
     described = {**machine(), **cards()}
-    print(f"on {', '.join(gpu['name'] for gpu in described['gpus'])}, driver {described['driver']}", flush=True)
+    print(
+        f"on {', '.join(gpu['name'] for gpu in described['gpus'])}, driver {described['driver']}",
+        flush=True,
+    )
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         started = time.perf_counter()
-        # A test that hangs is interrupted by a signal: the timeout's thread would end pytest, and its report with it.
-        command = (sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "--timeout-method=signal", f"--junitxml={report}")
+        # A test that hangs is interrupted by a signal: the timeout's thread would end pytest, and
+        # its report with it.
+        command = (
+            sys.executable,
+            "-m",
+            "pytest",
+            "tests/gpu",
+            "-m",
+            "gpu",
+            "--timeout-method=signal",
+            f"--junitxml={report}",
+        )
         status = subprocess.run((*command, *arguments), cwd=ROOT, check=False).returncode
         described["took_s"] = round(time.perf_counter() - started)
         if not report.exists():
-            sys.exit(f"pytest was ended before it wrote its report (status {status}). Nothing was recorded.")
+            sys.exit(
+                f"pytest was ended before it wrote its report (status {status}). Nothing was"
+                " recorded."
+            )
         tests = outcomes(report)
     path = keep(RESULTS, described, status, tests)
     print(f"recorded in {path.relative_to(ROOT)}: {summary(tests)}")
@@ -45,11 +62,17 @@ def main(arguments):
 
 
 def outcomes(report):
-    """Return what became of each test, by pytest's own report: its name, how it went, how long it took, and why."""
+    """Return what became of each test, by pytest's own report: its name, how it went, how long it
+    took, and why.
+    """
     found = []
     for case in ET.parse(report).iter("testcase"):
         ends = [child for child in case if child.tag in ("failure", "error", "skipped")]
-        outcome = {"failure": "failed", "error": "error", "skipped": "skipped"}[ends[0].tag] if ends else "passed"
+        outcome = (
+            {"failure": "failed", "error": "error", "skipped": "skipped"}[ends[0].tag]
+            if ends
+            else "passed"
+        )
         entry = {
             "test": f"{case.get('classname')}.{case.get('name')}",
             "outcome": outcome,
@@ -64,8 +87,13 @@ def outcomes(report):
 def keep(folder, described, status, tests):
     """Write the record of a run; return where."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"tests_on_{slug(described['gpus'][0]['name'] if described['gpus'] else None)}.json"
-    path.write_text(json.dumps({"machine": described, "exit_status": status, "tests": tests}, indent=1) + "\n")
+    path = (
+        folder
+        / f"tests_on_{slug(described['gpus'][0]['name'] if described['gpus'] else None)}.json"
+    )
+    path.write_text(
+        json.dumps({"machine": described, "exit_status": status, "tests": tests}, indent=1) + "\n"
+    )
     return path
 
 
@@ -78,7 +106,9 @@ def summary(tests):
     """
     counts = Counter(test["outcome"] for test in tests)
     return ", ".join(
-        f"{counts[outcome]} {outcome}" for outcome in ("passed", "failed", "error", "skipped") if counts[outcome]
+        f"{counts[outcome]} {outcome}"
+        for outcome in ("passed", "failed", "error", "skipped")
+        if counts[outcome]
     ) or ("no test was run")
 
 

@@ -1,4 +1,6 @@
-"""Where raypool loses, and why. What the reason is shows only in the numbers, so the reasons stand here, apart from them."""
+"""Where raypool loses, and why. What the reason is shows only in the numbers, so the reasons stand
+here, apart from them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,10 @@ LEAST_ROUNDS = 5
 """With fewer rounds nothing can be called level."""
 
 LEVEL = "Level: the middle half of the rounds lies on both sides of 1."
-UNDECIDED = "The median misses the target, but the middle half of the rounds lies on both sides of it: the noise is larger."
+UNDECIDED = (
+    "The median misses the target, but the middle half of the rounds lies on both sides of it: the"
+    " noise is larger."
+)
 
 NO_SYSTEMS = frozenset(
     {
@@ -35,15 +40,18 @@ NO_SYSTEMS = frozenset(
         "itself, by torch's own",
     }
 )
-"""What is no other system: a bound, a part of the same work, or raypool itself. To take longer than that is no loss."""
+"""What is no other system: a bound, a part of the same work, or raypool itself. To take longer than
+that is no loss.
+"""
 
 
 @dataclass(frozen=True)
 class Reason:
-    """Why raypool loses in some rows. The first three are patterns: the benchmark, "area: what", and the other system.
+    """Why raypool loses in some rows. The first three are patterns: the benchmark, "area: what",
+    and the other system.
 
-    What a reason says of a third party has to be seen in the same table, or it is not said: `slower` takes more than the other
-    system there.
+    What a reason says of a third party has to be seen in the same table, or it is not said:
+    `slower` takes more than the other system there.
     """
 
     benchmark: str
@@ -54,8 +62,14 @@ class Reason:
 
     def is_for(self, benchmark, line, lines):
         """Whether it is about this line, of all these, and they show it."""
-        named = ((benchmark, self.benchmark), (f"{line.area}: {line.what}", self.row), (line.against, self.against))
-        return all(fnmatchcase(name, pattern) for name, pattern in named) and self._is_shown(line, lines)
+        named = (
+            (benchmark, self.benchmark),
+            (f"{line.area}: {line.what}", self.row),
+            (line.against, self.against),
+        )
+        return all(fnmatchcase(name, pattern) for name, pattern in named) and self._is_shown(
+            line, lines
+        )
 
     def _is_shown(self, line, lines):
         if self.slower is None:
@@ -65,67 +79,104 @@ class Reason:
 
 
 def _times_of(name, line, lines):
-    """Return how many times as much as the other system of a line a third one takes for the same, by the median of the rounds.
+    """Return how many times as much as the other system of a line a third one takes for the same,
+    by the median of the rounds.
 
     None if that was not measured.
     """
-    found = next((one for one in lines if (one.area, one.what, one.against) == (line.area, line.what, name)), None)
+    found = next(
+        (one for one in lines if (one.area, one.what, one.against) == (line.area, line.what, name)),
+        None,
+    )
     if found is None or found.others is None or line.others is None:
         return None
     return median(third / other for third, other in zip(found.others, line.others, strict=False))
 
 
 BARE = "bare actors of Ray"
-BY_PIPES = "Its calls go through pipes of this machine, raypool's through Ray: bare actors of Ray take longer than it, too."
-IN_FEW_CHUNKS = "It cuts the items into four chunks for each worker before it starts; raypool cuts as it goes."
-NO_RAY = "It starts no Ray. Bare actors of Ray, for which Ray is started too, take more than it as well."
-NO_RAY_FOR_RANKS = "It starts its ranks without Ray. Ray's own TorchTrainer takes more than it, too."
+BY_PIPES = (
+    "Its calls go through pipes of this machine, raypool's through Ray: bare actors of Ray take"
+    " longer than it, too."
+)
+IN_FEW_CHUNKS = (
+    "It cuts the items into four chunks for each worker before it starts; raypool cuts as it goes."
+)
+NO_RAY = (
+    "It starts no Ray. Bare actors of Ray, for which Ray is started too, take more than it as well."
+)
+NO_RAY_FOR_RANKS = (
+    "It starts its ranks without Ray. Ray's own TorchTrainer takes more than it, too."
+)
 
 OVERSEEN = (
-    "Beside its workers raypool starts a process on each machine that watches over them, and it has closed only when all of "
-    "them have gone. For a pool that is open for two seconds that counts."
+    "Beside its workers raypool starts a process on each machine that watches over them, and it has"
+    " closed only when all of them have gone. For a pool that is open for two seconds that counts."
 )
 PICKLED_AT_ONCE = (
-    "A call is pickled as it is handed in, so what cannot be sent is said there; and who hands in many lets the thread that "
-    "starts them go ahead now and then."
+    "A call is pickled as it is handed in, so what cannot be sent is said there; and who hands in"
+    " many lets the thread that starts them go ahead now and then."
 )
 ONE_AT_A_TIME = (
-    "Here each worker gets its next item when raypool has heard of the one before; the bare calls are all sent at once."
+    "Here each worker gets its next item when raypool has heard of the one before; the bare calls"
+    " are all sent at once."
 )
-ALONE = "Alone, a worker of raypool trains without DistributedDataParallel, as a step of one worker shows: so two are worth less."
+ALONE = (
+    "Alone, a worker of raypool trains without DistributedDataParallel, as a step of one worker"
+    " shows: so two are worth less."
+)
 SAID_FIRST = (
-    "The ranks say first what they are about to do, so one that does something else is found and named. What raypool's ranks "
-    "take by torch's own all_reduce stands beside it."
+    "The ranks say first what they are about to do, so one that does something else is found and"
+    " named. What raypool's ranks take by torch's own all_reduce stands beside it."
 )
 RAY_COMES_AND_GOES = (
-    "Ray's own processes have to come up before the first training, and to end after the last: without them nothing can be "
-    "shipped, cancelled or replaced."
+    "Ray's own processes have to come up before the first training, and to end after the last:"
+    " without them nothing can be shipped, cancelled or replaced."
 )
-ANOTHER_PROCESS = "Another process of Ray's has to start. With bare actors of Ray the next call runs later than with it, too."
-NOTHING_LEFT = "Another worker starts when nothing is left of the one that was killed, nor of what it had started."
+ANOTHER_PROCESS = (
+    "Another process of Ray's has to start. With bare actors of Ray the next call runs later than"
+    " with it, too."
+)
+NOTHING_LEFT = (
+    "Another worker starts when nothing is left of the one that was killed, nor of what it had"
+    " started."
+)
 DRAWN_FIRST = (
-    "As many items as `buffersize` says are handed in before the first result is asked for; it draws fewer, as the table shows."
+    "As many items as `buffersize` says are handed in before the first result is asked for; it"
+    " draws fewer, as the table shows."
 )
-EACH_BY_ITSELF = "Each item is timed by itself, and may fail by itself; all of them are kept, with their times, for `.results`."
+EACH_BY_ITSELF = (
+    "Each item is timed by itself, and may fail by itself; all of them are kept, with their times,"
+    " for `.results`."
+)
 OWN_THREAD = (
-    "A call goes through raypool's own thread, which has to wake when it is handed in, and again when its answer is there. "
-    "Python code ran for a tenth of a trip's time (sampled once)."
+    "A call goes through raypool's own thread, which has to wake when it is handed in, and again"
+    " when its answer is there. Python code ran for a tenth of a trip's time (sampled once)."
 )
-CALLS_TOO = "Eight calls come after the put. With eight bare calls it takes more than by itself, too."
+CALLS_TOO = (
+    "Eight calls come after the put. With eight bare calls it takes more than by itself, too."
+)
 LARGE = (
-    "What is as large goes through Ray's store: of the time to hand in a call with 1 MB five sixths are `ray.put` (a profile of "
-    "100 calls). The rest is raypool's own: its thread, through which each call and each answer goes."
+    "What is as large goes through Ray's store: of the time to hand in a call with 1 MB five sixths"
+    " are `ray.put` (a profile of 100 calls). The rest is raypool's own: its thread, through which"
+    " each call and each answer goes."
 )
 GIVEN_WHEN_FREE = (
-    "Where few items are left, a worker gets its next one when raypool has heard that it is free, so that none stands behind one "
-    "that takes long: for each item that is a millisecond or two more."
+    "Where few items are left, a worker gets its next one when raypool has heard that it is free,"
+    " so that none stands behind one that takes long: for each item that is a millisecond or two"
+    " more."
 )
-SENT = "predict sends the model and its inputs to the workers, and the outputs back; by hand they are made where they are used."
+SENT = (
+    "predict sends the model and its inputs to the workers, and the outputs back; by hand they are"
+    " made where they are used."
+)
 AROUND = "The managed lane is that trainer, with raypool's own reports and checks around it."
 OWN_MODULES = "A worker has raypool's modules in memory, beside Ray's."
 
 REASONS = (
-    *(Reason("peers", "at once: *", name, IN_FEW_CHUNKS) for name in ("Ray's Pool", "multiprocessing")),
+    *(
+        Reason("peers", "at once: *", name, IN_FEW_CHUNKS)
+        for name in ("Ray's Pool", "multiprocessing")
+    ),
     *(
         Reason("peers", f"{way}: *", name, BY_PIPES, slower=BARE)
         for way in ("call by call", "as they come")
@@ -136,9 +187,18 @@ REASONS = (
         for name in ("concurrent.futures", "multiprocessing", "loky", "MPIRE", "dask.distributed")
     ),
     *(Reason("peers_faults", "*: killed", name, NOTHING_LEFT) for name in (BARE, "Ray's Pool")),
-    *(Reason("peers_faults", "without end: the first result", name, DRAWN_FIRST) for name in ("Ray's Pool", "MPIRE")),
-    *(Reason("peers_faults", "without end: *", name, BY_PIPES, slower=BARE) for name in ("multiprocessing", "MPIRE")),
-    *(Reason("sweep", "24 networks: *", name, RAY_COMES_AND_GOES) for name in ("joblib", "multiprocessing", "dask.distributed")),
+    *(
+        Reason("peers_faults", "without end: the first result", name, DRAWN_FIRST)
+        for name in ("Ray's Pool", "MPIRE")
+    ),
+    *(
+        Reason("peers_faults", "without end: *", name, BY_PIPES, slower=BARE)
+        for name in ("multiprocessing", "MPIRE")
+    ),
+    *(
+        Reason("sweep", "24 networks: *", name, RAY_COMES_AND_GOES)
+        for name in ("joblib", "multiprocessing", "dask.distributed")
+    ),
     Reason("peers_long", "*", "*", GIVEN_WHEN_FREE),
     Reason("peers_setup", "*", "*", OVERSEEN),
     Reason("many", "a queued no-op: to hand it in", "*", PICKLED_AT_ONCE),
@@ -148,11 +208,24 @@ REASONS = (
     Reason("train", "*: to the first step, managed lane", "TorchTrainer.fit", AROUND),
     *(
         Reason("peers_start", "*", name, NO_RAY, slower=BARE)
-        for name in ("concurrent.futures", "multiprocessing", "loky", "joblib", "MPIRE", "dask.distributed")
+        for name in (
+            "concurrent.futures",
+            "multiprocessing",
+            "loky",
+            "joblib",
+            "MPIRE",
+            "dask.distributed",
+        )
     ),
     Reason("parfor", "*: an item", "multiprocessing.Pool.map", EACH_BY_ITSELF),
     Reason("futures", "*: round trip*", "*", OWN_THREAD),
-    Reason("closure", "*: parfor, an array", "one ray.put", CALLS_TOO, slower="one ray.put, and 8 bare calls with it"),
+    Reason(
+        "closure",
+        "*: parfor, an array",
+        "one ray.put",
+        CALLS_TOO,
+        slower="one ray.put, and 8 bare calls with it",
+    ),
     *(
         Reason("peers_data", "call by call: *", name, BY_PIPES, slower=BARE)
         for name in ("concurrent.futures", "multiprocessing", "loky", "MPIRE")
@@ -162,14 +235,16 @@ REASONS = (
         "gap",
         "gap between 60 ms tasks: par*",
         "a bare actor's round trip",
-        "After 60 ms of rest such a trip takes longer, too: a part of it, as the row against that one shows.",
+        "After 60 ms of rest such a trip takes longer, too: a part of it, as the row against that"
+        " one shows.",
         slower="such a trip after 60 ms of rest",
     ),
     Reason(
         "gap",
         "gap between 60 ms tasks: par*",
         "such a trip after 60 ms of rest",
-        "A loop over bare actors, which waits for whichever is the first, has longer gaps than such a trip, too.",
+        "A loop over bare actors, which waits for whichever is the first, has longer gaps than such"
+        " a trip, too.",
         slower="a loop over bare actors",
     ),
     Reason(
@@ -180,7 +255,9 @@ REASONS = (
         slower="a bare queue.put",
     ),
     *(
-        Reason("launchers", f"from the prompt: {what}", name, NO_RAY_FOR_RANKS, slower="TorchTrainer")
+        Reason(
+            "launchers", f"from the prompt: {what}", name, NO_RAY_FOR_RANKS, slower="TorchTrainer"
+        )
         for what in ("to the first step", "until all is over", "most memory")
         for name in ("torchrun", "Accelerate", "Lightning Fabric")
     ),
@@ -199,8 +276,14 @@ REASONS = (
 
 
 def losses(benchmark, lines):
-    """Return the lines in which raypool loses, each with why; the reason is "" where nobody has found it yet."""
-    return [(line, why(benchmark, line, lines)) for line in lines if line.is_met() is False or is_slower(line)]
+    """Return the lines in which raypool loses, each with why; the reason is "" where nobody has
+    found it yet.
+    """
+    return [
+        (line, why(benchmark, line, lines))
+        for line in lines
+        if line.is_met() is False or is_slower(line)
+    ]
 
 
 def is_slower(line):

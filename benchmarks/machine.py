@@ -16,7 +16,16 @@ from benchmarks.measuring import ROOT
 from raypool.gpus.nvml import NvmlInventory, nvml
 
 PACKAGES = ("raypool", "ray", "torch", "numpy", "pandas")
-PEERS = ("joblib", "scikit-learn", "loky", "mpire", "dask", "distributed", "accelerate", "lightning-fabric")
+PEERS = (
+    "joblib",
+    "scikit-learn",
+    "loky",
+    "mpire",
+    "dask",
+    "distributed",
+    "accelerate",
+    "lightning-fabric",
+)
 """Those that raypool is measured beside, and what they train, as they are installed."""
 
 
@@ -44,7 +53,12 @@ def cards():
     with nvml() as library:
         driver = None if library is None else library.nvmlSystemGetDriverVersion()
     gpus = [{"name": gpu.name, "total_bytes": gpu.total_bytes} for gpu in NvmlInventory().devices()]
-    return {"gpus": gpus, "driver": driver, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    return {
+        "gpus": gpus,
+        "driver": driver,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+    }
 
 
 def why_not():
@@ -58,11 +72,14 @@ def why_not():
         return "There is no GPU here: NVIDIA's driver knows of none."
     if torch.version.cuda is None:
         return (
-            f"There is a GPU here ({there[0].name}), but torch {torch.__version__} was built without CUDA. "
-            "Install one with it: https://pytorch.org/get-started/locally."
+            f"There is a GPU here ({there[0].name}), but torch {torch.__version__} was built"
+            " without CUDA. Install one with it: https://pytorch.org/get-started/locally."
         )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return f"There is a GPU here ({there[0].name}), but torch cannot use it. CUDA_VISIBLE_DEVICES is {visible!r}."
+    return (
+        f"There is a GPU here ({there[0].name}), but torch cannot use it. CUDA_VISIBLE_DEVICES is"
+        f" {visible!r}."
+    )
 
 
 def slug(name):
@@ -90,4 +107,6 @@ def _processor():
 
 
 def _git(*arguments):
-    return subprocess.run(["git", *arguments], cwd=ROOT, text=True, capture_output=True, check=False).stdout.strip()
+    return subprocess.run(
+        ["git", *arguments], cwd=ROOT, text=True, capture_output=True, check=False
+    ).stdout.strip()

@@ -1,4 +1,6 @@
-"""The Ray that things are measured on: one of this process's own, quiet, with the same settings for all."""
+"""The Ray that things are measured on: one of this process's own, quiet, with the same settings for
+all.
+"""
 
 from __future__ import annotations
 

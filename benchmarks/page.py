@@ -1,4 +1,6 @@
-"""The page: tables of all that is on record, and where raypool loses, in words that speak of ratios; a table for a terminal."""
+"""The page: tables of all that is on record, and where raypool loses, in words that speak of
+ratios; a table for a terminal.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,14 @@ def write_page():
     for name, record in named.items():
         draw(name, record["lines"])
     sections = [_section(name, record, common) for name, record in named.items()]
-    parts = [HEAD, *_measured_on(described, common), *_targets(named), *_losses(named), *sections, *_missing(named)]
+    parts = [
+        HEAD,
+        *_measured_on(described, common),
+        *_targets(named),
+        *_losses(named),
+        *sections,
+        *_missing(named),
+    ]
     PAGE.write_text("\n".join(parts))
 
 
@@ -58,9 +67,18 @@ def _measured_on(described, common):
 
 def _targets(named):
     """Return a table of all targets."""
-    aimed = [(record["title"], line) for record in named.values() for line in record["lines"] if line.target is not None]
+    aimed = [
+        (record["title"], line)
+        for record in named.values()
+        for line in record["lines"]
+        if line.target is not None
+    ]
     met = sum(line.is_met() for _, line in aimed)
-    rows = [(title, row[0], row[2], row[4] or row[1], *row[5:]) for title, line in aimed for row in [cells(line)]]
+    rows = [
+        (title, row[0], row[2], row[4] or row[1], *row[5:])
+        for title, line in aimed
+        for row in [cells(line)]
+    ]
     headings = ("Section", "What", "against", "measured", "target", "")
     return ["## Targets", "", f"{met} of {len(aimed)} are met.", "", *_markdown(headings, rows), ""]
 
@@ -74,10 +92,13 @@ def _losses(named):
     if not by_reason:
         return ["## Where raypool loses", "", "Nowhere, in what is on record.", ""]
     said = (
-        "Rows in which another system takes less, or a target is missed. `2 x`: raypool takes twice as much as the other system, "
-        "or as its target allows."
+        "Rows in which another system takes less, or a target is missed. `2 x`: raypool takes twice"
+        " as much as the other system, or as its target allows."
     )
-    told = [f"- **{reason or UNKNOWN}** " + "; ".join(rows) + "." for reason, rows in sorted(by_reason.items())]
+    told = [
+        f"- **{reason or UNKNOWN}** " + "; ".join(rows) + "."
+        for reason, rows in sorted(by_reason.items())
+    ]
     return ["## Where raypool loses", "", said, "", *told, ""]
 
 
@@ -94,10 +115,19 @@ def _verdict(line):
 
 def _section(name, record, common):
     shown = _matrices(record["lines"]) if name in MATRICES else _rows(record["lines"])
-    picture = [f"![{record['title']}: the table as a picture](results/{name}.svg)", ""] if picture_of(name).is_file() else []
+    picture = (
+        [f"![{record['title']}: the table as a picture](results/{name}.svg)", ""]
+        if picture_of(name).is_file()
+        else []
+    )
     where = facts(record["machine"])
-    raw = f"{said_of(record)}{'' if where == common else f' On {where}.'} [All numbers](results/{name}.json)."
-    return "\n".join([f"## {record['title']}", "", record["text"], "", *shown, "", *picture, raw, ""])
+    raw = (
+        f"{said_of(record)}{'' if where == common else f' On {where}.'} [All"
+        f" numbers](results/{name}.json)."
+    )
+    return "\n".join(
+        [f"## {record['title']}", "", record["text"], "", *shown, "", *picture, raw, ""]
+    )
 
 
 def _missing(named):
@@ -114,7 +144,9 @@ def _rows(lines):
 
 
 def _matrices(lines):
-    """Return a table for each area: a row for each system, and in its columns how many times as long as raypool it takes."""
+    """Return a table for each area: a row for each system, and in its columns how many times as
+    long as raypool it takes.
+    """
     parts = []
     for area in dict.fromkeys(line.area for line in lines):
         inside = [line for line in lines if line.area == area]
@@ -123,9 +155,15 @@ def _matrices(lines):
         against = list(dict.fromkeys(line.against for line in inside))
         ours = ["raypool", *(_spread(*_ours(inside, what)) for what in whats)]
         notes = {line.against: f" ({line.note})" for line in inside if line.note}
-        most = {what: max(len(line.values) for line in inside if line.what == what) for what in whats}
+        most = {
+            what: max(len(line.values) for line in inside if line.what == what) for what in whats
+        }
         rows = [
-            [name + notes.get(name, ""), *(_times(found.get((name, what)), most[what]) for what in whats)] for name in against
+            [
+                name + notes.get(name, ""),
+                *(_times(found.get((name, what)), most[what]) for what in whats),
+            ]
+            for name in against
         ]
         heads = [what + _few(_ours(inside, what)[1], most[what]) for what in whats]
         parts += [*_markdown((area, *heads), [ours, *rows]), ""]
@@ -139,7 +177,9 @@ def _ours(lines, what):
 
 
 def _times(line, most):
-    """Return how many times as long as raypool a system takes; and of how many rounds, if others have more."""
+    """Return how many times as long as raypool a system takes; and of how many rounds, if others
+    have more.
+    """
     if line is None:
         return ""
     ratios = [other / value for value, other in zip(line.values, line.others, strict=True)]
@@ -147,7 +187,9 @@ def _times(line, most):
 
 
 def _few(unit, num_rounds):
-    """Return in words how many rounds there were, if they are few; "" for what is counted, and has no unit."""
+    """Return in words how many rounds there were, if they are few; "" for what is counted, and has
+    no unit.
+    """
     if num_rounds >= LEAST_ROUNDS or not unit:
         return ""
     return f" ({num_rounds} round{'s' if num_rounds > 1 else ''})"
@@ -177,14 +219,21 @@ def cells(line):
     target = ""
     if line.target is not None:
         bound = "at least" if line.is_speedup else "at most"
-        target = f"{bound} {_number(line.target, line.unit) if line.others is None else f'{line.target:g} x'}"
+        target = (
+            f"{bound}"
+            f" {_number(line.target, line.unit) if line.others is None else f'{line.target:g} x'}"
+        )
     verdict = {None: "", True: "met", False: "MISSED"}[line.is_met()]
     return (
         f"{line.area}: {line.what}{note}{_few(line.unit, len(line.values))}",
         _spread(line.values, line.unit),
         line.against,
         "" if line.others is None else _spread(line.others, line.unit),
-        "" if line.others is None else _spread(line.ratios(), "x faster" if line.is_speedup else "x"),
+        (
+            ""
+            if line.others is None
+            else _spread(line.ratios(), "x faster" if line.is_speedup else "x")
+        ),
         target,
         verdict,
     )
@@ -193,7 +242,9 @@ def cells(line):
 def _spread(values, unit):
     """Return the median (smallest-largest), all in the unit that suits the median."""
     factor, name = _scale(median(values), unit)
-    middle, least, most = (_rounded(value * factor) for value in (median(values), min(values), max(values)))
+    middle, least, most = (
+        _rounded(value * factor) for value in (median(values), min(values), max(values))
+    )
     return f"{middle} {name}".strip() if len(values) == 1 else f"{middle} {name} ({least}-{most})"
 
 
@@ -216,18 +267,26 @@ def said_of(record):
     described, took_s = record["machine"], record.get("duration_s")
     changed = " with changes" if described["is_changed"] else ""
     took = "" if took_s is None else f", took {took_s:.0f} s"
-    return f"{described['date']}, commit {described['commit']}{changed}{took}, load {described['load'][0]:.1f}."
+    return (
+        f"{described['date']}, commit {described['commit']}{changed}{took}, load"
+        f" {described['load'][0]:.1f}."
+    )
 
 
 def facts(described):
-    """Return the machine that something was measured on and the versions of what is on it, in words."""
+    """Return the machine that something was measured on and the versions of what is on it, in
+    words.
+    """
     gpus = "".join(f"{gpu['name']}, " for gpu in described.get("gpus", ()))
     gpus += f"driver {described['driver']}, CUDA {described['cuda']}, " if gpus else ""
     processor = f" ({described['processor']})" if described.get("processor") else ""
     memory = f", {described['memory_bytes'] / 1e9:.0f} GB" if "memory_bytes" in described else ""
     workers = f", {described['workers']} workers" if "workers" in described else ""
-    versions = ", ".join(f"{name} {version}" for name, version in described.get("peers", {}).items())
+    versions = ", ".join(
+        f"{name} {version}" for name, version in described.get("peers", {}).items()
+    )
     return (
-        f"{gpus}{described['cores']} cores{processor}{memory}{workers}, {described['system']}, Python {described['python']}, "
-        f"Ray {described['ray']}, torch {described['torch']}" + (f"; peers: {versions}" if versions else "")
+        f"{gpus}{described['cores']} cores{processor}{memory}{workers}, {described['system']},"
+        f" Python {described['python']}, Ray {described['ray']}, torch {described['torch']}"
+        + (f"; peers: {versions}" if versions else "")
     )

@@ -1,8 +1,10 @@
-"""The systems that raypool is held against, behind one interface: so many workers each, and the ways they have to be given work.
+"""The systems that raypool is held against, behind one interface: so many workers each, and the
+ways they have to be given work.
 
-`map` gives all items at once and returns the results in order, cut into chunks as the system cuts them if nobody says how.
-`submit` makes a call for each item, and waits for all. `unordered` returns the results as they came. A way that a system does
-not have is None; those whose package is not installed are left out, and named.
+`map` gives all items at once and returns the results in order, cut into chunks as the system cuts
+them if nobody says how. `submit` makes a call for each item, and waits for all. `unordered` returns
+the results as they came. A way that a system does not have is None; those whose package is not
+installed are left out, and named.
 """
 
 from __future__ import annotations
@@ -33,13 +35,17 @@ class Peer:
 
 def _submit(pool):
     """Return how an executor is given call by call."""
-    return lambda fn, items: [future.result() for future in [pool.submit(fn, item) for item in items]]
+    return lambda fn, items: [
+        future.result() for future in [pool.submit(fn, item) for item in items]
+    ]
 
 
 def _as_completed(pool):
     """Return how an executor gives results as they come."""
     completed = concurrent.futures.as_completed
-    return lambda fn, items: [future.result() for future in completed([pool.submit(fn, item) for item in items])]
+    return lambda fn, items: [
+        future.result() for future in completed([pool.submit(fn, item) for item in items])
+    ]
 
 
 @contextlib.contextmanager
@@ -64,7 +70,9 @@ def ray_pool(num_workers):
     try:
         yield Peer(
             map=pool.map,
-            submit=lambda fn, items: [answer.get() for answer in [pool.apply_async(fn, (item,)) for item in items]],
+            submit=lambda fn, items: [
+                answer.get() for answer in [pool.apply_async(fn, (item,)) for item in items]
+            ],
             unordered=lambda fn, items: list(pool.imap_unordered(fn, items, chunksize=1)),
         )
     finally:
@@ -87,7 +95,12 @@ def bare_actors(num_workers):
     actors = [ray.remote(_Any).options(num_cpus=0).remote() for _ in range(num_workers)]
 
     def in_turn(fn, items):
-        return ray.get([actors[number % num_workers].call.remote(fn, item) for number, item in enumerate(items)])
+        return ray.get(
+            [
+                actors[number % num_workers].call.remote(fn, item)
+                for number, item in enumerate(items)
+            ]
+        )
 
     def as_they_come(fn, items):
         left, running, results = iter(items), {}, []
@@ -113,8 +126,12 @@ def actor_pool(num_workers):
 
     pool = ActorPool([ray.remote(_Any).options(num_cpus=0).remote() for _ in range(num_workers)])
     yield Peer(
-        submit=lambda fn, items: list(pool.map(lambda actor, item: actor.call.remote(fn, item), items)),
-        unordered=lambda fn, items: list(pool.map_unordered(lambda actor, item: actor.call.remote(fn, item), items)),
+        submit=lambda fn, items: list(
+            pool.map(lambda actor, item: actor.call.remote(fn, item), items)
+        ),
+        unordered=lambda fn, items: list(
+            pool.map_unordered(lambda actor, item: actor.call.remote(fn, item), items)
+        ),
     )
 
 
@@ -136,7 +153,9 @@ def processes(num_workers):
     with multiprocessing.get_context("spawn").Pool(num_workers) as pool:
         yield Peer(
             map=pool.map,
-            submit=lambda fn, items: [answer.get() for answer in [pool.apply_async(fn, (item,)) for item in items]],
+            submit=lambda fn, items: [
+                answer.get() for answer in [pool.apply_async(fn, (item,)) for item in items]
+            ],
             unordered=lambda fn, items: list(pool.imap_unordered(fn, items)),
         )
 
@@ -148,7 +167,9 @@ def joblib_processes(num_workers):
     from joblib.externals.loky import get_reusable_executor
 
     def parallel(**settings):
-        return lambda fn, items: list(Parallel(num_workers, backend="loky", **settings)(delayed(fn)(item) for item in items))
+        return lambda fn, items: list(
+            Parallel(num_workers, backend="loky", **settings)(delayed(fn)(item) for item in items)
+        )
 
     try:
         yield Peer(map=parallel(), unordered=parallel(return_as="generator_unordered"))
@@ -162,7 +183,11 @@ def loky_executor(num_workers):
     from loky import ProcessPoolExecutor
 
     with ProcessPoolExecutor(num_workers) as pool:
-        yield Peer(map=lambda fn, items: list(pool.map(fn, items)), submit=_submit(pool), unordered=_as_completed(pool))
+        yield Peer(
+            map=lambda fn, items: list(pool.map(fn, items)),
+            submit=_submit(pool),
+            unordered=_as_completed(pool),
+        )
 
 
 @contextlib.contextmanager
@@ -173,23 +198,33 @@ def ray_joblib(num_workers):
 
     register_ray()
     yield Peer(
-        map=lambda fn, items: Parallel(num_workers, backend="ray")(delayed(fn)(item) for item in items),
+        map=lambda fn, items: Parallel(num_workers, backend="ray")(
+            delayed(fn)(item) for item in items
+        )
     )
 
 
 @contextlib.contextmanager
 def mpire(num_workers):
-    """Open MPIRE's pool, with workers that stay: one for each way, since its workers do not change from one to another."""
+    """Open MPIRE's pool, with workers that stay: one for each way, since its workers do not change
+    from one to another.
+    """
     from mpire import WorkerPool
 
     with contextlib.ExitStack() as stack:
         first, second, third = (
-            stack.enter_context(WorkerPool(num_workers, start_method="spawn", keep_alive=True)) for _ in range(3)
+            stack.enter_context(WorkerPool(num_workers, start_method="spawn", keep_alive=True))
+            for _ in range(3)
         )
         yield Peer(
-            map=lambda fn, items: first.map(fn, _wrapped(items), concatenate_numpy_output=False),  # one result for each item
-            submit=lambda fn, items: [answer.get() for answer in [second.apply_async(fn, (item,)) for item in items]],
-            unordered=lambda fn, items: list(third.imap_unordered(fn, _wrapped(items), chunk_size=1)),
+            # one result for each item
+            map=lambda fn, items: first.map(fn, _wrapped(items), concatenate_numpy_output=False),
+            submit=lambda fn, items: [
+                answer.get() for answer in [second.apply_async(fn, (item,)) for item in items]
+            ],
+            unordered=lambda fn, items: list(
+                third.imap_unordered(fn, _wrapped(items), chunk_size=1)
+            ),
         )
 
 
@@ -207,8 +242,12 @@ def dask(num_workers):
     with LocalCluster(**settings) as cluster, Client(cluster) as client:
         yield Peer(
             map=lambda fn, items: client.gather(client.map(fn, items, pure=False)),
-            submit=lambda fn, items: client.gather([client.submit(fn, item, pure=False) for item in items]),
-            unordered=lambda fn, items: [future.result() for future in as_completed(client.map(fn, items, pure=False))],
+            submit=lambda fn, items: client.gather(
+                [client.submit(fn, item, pure=False) for item in items]
+            ),
+            unordered=lambda fn, items: [
+                future.result() for future in as_completed(client.map(fn, items, pure=False))
+            ],
         )
 
 
@@ -232,7 +271,11 @@ def installed():
     """Return the names of those that are installed; say of the others that they are not."""
     missing = [name for name, (package, _) in PEERS.items() if find_spec(package) is None]
     if missing:
-        print(f"Not installed, and left out: {', '.join(missing)}. See the extra `bench`.", file=sys.stderr, flush=True)
+        print(
+            f"Not installed, and left out: {', '.join(missing)}. See the extra `bench`.",
+            file=sys.stderr,
+            flush=True,
+        )
     return [name for name in PEERS if name not in missing]
 
 

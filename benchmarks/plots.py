@@ -1,4 +1,6 @@
-"""The page's pictures, made of the records, the same bytes each time: ratios beside many systems, and costs as pools grow."""
+"""The page's pictures, made of the records, the same bytes each time: ratios beside many systems,
+and costs as pools grow.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from benchmarks.suite import MATRICES
 WIDTH = 9.0
 """As wide as a page on GitHub [inches of 96 pixels]."""
 ROW = 0.36
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#8e44ad", "#666666")  # told apart by whoever sees fewer colours too
+# told apart by whoever sees fewer colours too
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#8e44ad", "#666666")
 MARKERS = "osD^v"
 LEGEND_COLUMNS = 4
 TITLES = 80  # letters, all panels together
@@ -33,7 +36,13 @@ STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "raypool",
 }
-SUBDIVISIONS = ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7), (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 5, 7, 8, 9))
+SUBDIVISIONS = (
+    (1,),
+    (1, 3),
+    (1, 2, 5),
+    (1, 1.5, 2, 3, 5, 7),
+    (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 5, 7, 8, 9),
+)
 LEAST_TICKS = 3
 LEAST_SIZES = 3
 """Curves of fewer points say no more than their table."""
@@ -54,7 +63,8 @@ def draw(name, lines):
     drawn = io.StringIO()
     with rc_context(STYLE):
         figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None})
-    short = re.sub(r"(\d\.\d\d)\d+", r"\1", drawn.getvalue())  # a hundredth of a point cannot be seen
+    # a hundredth of a point cannot be seen
+    short = re.sub(r"(\d\.\d\d)\d+", r"\1", drawn.getvalue())
     picture_of(name).write_text(re.sub(r"\s*\n\s*", "\n", short))
 
 
@@ -65,9 +75,14 @@ def figure_of(name, lines):
 
 
 def ratios(lines):
-    """Draw how many times as much as raypool each system takes: a dot for the median, a line from the least to the most."""
+    """Draw how many times as much as raypool each system takes: a dot for the median, a line from
+    the least to the most.
+    """
     lines = [line for line in lines if line.others is not None and line.against not in NO_SYSTEMS]
-    areas, systems, whats = (list(dict.fromkeys(getattr(line, name) for line in lines)) for name in ("area", "against", "what"))
+    areas, systems, whats = (
+        list(dict.fromkeys(getattr(line, name) for line in lines))
+        for name in ("area", "against", "what")
+    )
     if not lines:
         return None
     most = max(len({line.what for line in lines if line.area == area}) for area in areas)
@@ -81,20 +96,40 @@ def ratios(lines):
         inside = list(dict.fromkeys(line.what for line in lines if line.area == area))
         for at, what in enumerate(inside):
             shift = (at - (len(inside) - 1) / 2) * 0.8 / len(inside)
-            rows = {systems.index(line.against) + shift: line for line in lines if (line.area, line.what) == (area, what)}
+            rows = {
+                systems.index(line.against) + shift: line
+                for line in lines
+                if (line.area, line.what) == (area, what)
+            }
             _dots(panel, rows, *_look(whats.index(what)))
         panel.hlines(
-            [position - 0.5 for position in range(1, len(systems))], 0, 1, "#e5e5e5", transform=panel.get_yaxis_transform()
+            [position - 0.5 for position in range(1, len(systems))],
+            0,
+            1,
+            "#e5e5e5",
+            transform=panel.get_yaxis_transform(),
         )
     panels[0].set_xscale("log")
     panels[0].set_yticks(range(len(systems)), systems)
     panels[0].set_ylim(len(systems) - 0.5, -0.5)
     _mark(panels)
-    figure.supxlabel("times as much as raypool takes: raypool is ahead right of the line at 1, behind left of it", fontsize=10)
+    figure.supxlabel(
+        "times as much as raypool takes: raypool is ahead right of the line at 1, behind left"
+        " of it",
+        fontsize=10,
+    )
     if len(whats) > 1:
         looks = map(_look, range(len(whats)))
-        handles = [panels[0].plot([], [], look[0], color=look[1], label=what)[0] for what, look in zip(whats, looks, strict=True)]
-        figure.legend(handles=handles, loc="outside upper center", ncols=min(len(whats), LEGEND_COLUMNS), frameon=False)
+        handles = [
+            panels[0].plot([], [], look[0], color=look[1], label=what)[0]
+            for what, look in zip(whats, looks, strict=True)
+        ]
+        figure.legend(
+            handles=handles,
+            loc="outside upper center",
+            ncols=min(len(whats), LEGEND_COLUMNS),
+            frameon=False,
+        )
     return figure
 
 
@@ -106,16 +141,32 @@ def _look(number):
 def _dots(panel, rows, marker, color):
     """Draw what lines say, each at its height."""
     shares = {height: [1 / share for share in line.shares()] for height, line in rows.items()}
-    spans = [(edge, height) for height, found in shares.items() for edge in (min(found), max(found), math.nan)]
-    panel.plot(*zip(*spans, strict=True), color=color, linewidth=1.5, alpha=0.6)  # nan: the line is broken there
-    panel.plot([median(found) for found in shares.values()], list(shares), marker, color=color, markersize=5)
+    spans = [
+        (edge, height)
+        for height, found in shares.items()
+        for edge in (min(found), max(found), math.nan)
+    ]
+    # nan: the line is broken there
+    panel.plot(*zip(*spans, strict=True), color=color, linewidth=1.5, alpha=0.6)
+    panel.plot(
+        [median(found) for found in shares.values()],
+        list(shares),
+        marker,
+        color=color,
+        markersize=5,
+    )
 
 
 def _mark(panels):
     """Put numbers on the logarithmic axis: as many as there is room for."""
     least, most = panels[0].get_xlim()
     for subs in SUBDIVISIONS:
-        ticks = [sub * 10**power for power in range(-4, 8) for sub in subs if least <= sub * 10.0**power <= most]
+        ticks = [
+            sub * 10**power
+            for power in range(-4, 8)
+            for sub in subs
+            if least <= sub * 10.0**power <= most
+        ]
         if len(ticks) >= LEAST_TICKS:
             break
     for panel in panels:
@@ -131,9 +182,13 @@ WIDE = 100
 
 
 def growth(lines):
-    """Draw what something costs by how many workers there are: a panel for each unit; None if no cost is known at three sizes."""
+    """Draw what something costs by how many workers there are: a panel for each unit; None if no
+    cost is known at three sizes.
+    """
     curves = {key: points for key, points in curves_of(lines).items() if len(points) > 1}
-    units = list(dict.fromkeys(unit for (_, unit), points in curves.items() if len(points) >= LEAST_SIZES))
+    units = list(
+        dict.fromkeys(unit for (_, unit), points in curves.items() if len(points) >= LEAST_SIZES)
+    )
     if not units:
         return None
     figure = Figure((WIDTH, 4.2), layout="constrained")
@@ -143,12 +198,25 @@ def growth(lines):
         for at, (label, points) in enumerate(shown.items()):
             marker, color = _look(at)
             sizes = sorted(points)
-            panel.plot(sizes, [median(points[size]) for size in sizes], "-" + marker, color=color, label=label)
+            panel.plot(
+                sizes,
+                [median(points[size]) for size in sizes],
+                "-" + marker,
+                color=color,
+                label=label,
+            )
             panel.vlines(
-                sizes, [min(points[size]) for size in sizes], [max(points[size]) for size in sizes], color=color, alpha=0.6
+                sizes,
+                [min(points[size]) for size in sizes],
+                [max(points[size]) for size in sizes],
+                color=color,
+                alpha=0.6,
             )
         panel.set_xscale("log")
-        least, most = (edge(median(values) for points in shown.values() for values in points.values()) for edge in (min, max))
+        least, most = (
+            edge(median(values) for points in shown.values() for values in points.values())
+            for edge in (min, max)
+        )
         if most > WIDE * least:
             panel.set_yscale("log")
         else:
@@ -165,7 +233,8 @@ def growth(lines):
 def curves_of(lines):
     """Return what is known at several sizes: (what, unit) -> number of workers -> values.
 
-    The size is read from the end of a line's words: "an event, 1,000 workers". What it is held against may be another size.
+    The size is read from the end of a line's words: "an event, 1,000 workers". What it is held
+    against may be another size.
     """
     curves = {}
     for line in lines:

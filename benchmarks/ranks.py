@@ -23,7 +23,9 @@ def torchrun(size):
 
 
 def accelerate(size):
-    """Return how Python starts so many ranks by Accelerate. On CPUs its `--cpu` starts several by MPI only, and this by torch."""
+    """Return how Python starts so many ranks by Accelerate. On CPUs its `--cpu` starts several by
+    MPI only, and this by torch.
+    """
     several = ["--multi_gpu"] if size > 1 else []
     return ["-m", "accelerate.commands.launch", *several, f"--num_processes={size}", *ACCELERATE]
 
@@ -35,7 +37,8 @@ def plain(size):
 
 @contextlib.contextmanager
 def waiting_ranks(start, size):
-    """Have ranks started by `start(port)`; give a function that asks all of them the same, and returns what they answer.
+    """Have ranks started by `start(port)`; give a function that asks all of them the same, and
+    returns what they answer.
 
     An answer is a list of numbers for each rank. The first call waits until they are there.
     """
@@ -60,19 +63,33 @@ def waiting_ranks(start, size):
 
 
 def by_program(launch, kind, size, num_threads=1):
-    """Return a function that starts so many ranks of a kind by a launcher, and returns how to end them."""
-    environment = {**os.environ, "PYTHONPATH": search_path(), "OMP_NUM_THREADS": str(num_threads), "RANKS": str(size)}
+    """Return a function that starts so many ranks of a kind by a launcher, and returns how to end
+    them.
+    """
+    environment = {
+        **os.environ,
+        "PYTHONPATH": search_path(),
+        "OMP_NUM_THREADS": str(num_threads),
+        "RANKS": str(size),
+    }
     return lambda port: [_started([*launch(size), "-m", WAITING, kind, str(port)], environment)]
 
 
 def by_hand(size, num_threads=1):
-    """Return a function that starts so many ranks without a launcher, and returns how to end them."""
+    """Return a function that starts so many ranks without a launcher, and returns how to end
+    them.
+    """
 
     def start(port):
         with socket.create_server(("127.0.0.1", 0)) as server:
             meeting = server.getsockname()[1]
         shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(meeting)}
-        environment = {**os.environ, **shared, "PYTHONPATH": search_path(), "OMP_NUM_THREADS": str(num_threads)}
+        environment = {
+            **os.environ,
+            **shared,
+            "PYTHONPATH": search_path(),
+            "OMP_NUM_THREADS": str(num_threads),
+        }
         program = ["-m", WAITING, "torchrun", str(port)]
         return [_started(program, {**environment, "RANK": str(rank)}) for rank in range(size)]
 
@@ -81,7 +98,13 @@ def by_hand(size, num_threads=1):
 
 def _started(arguments, environment):
     folder = tempfile.TemporaryDirectory(prefix="raypool-benchmark-")  # torchrun leaves one behind
-    command, environment = [sys.executable, "-W", "ignore", *arguments], {**environment, "TMPDIR": folder.name}
+    command, environment = (
+        [sys.executable, "-W", "ignore", *arguments],
+        {
+            **environment,
+            "TMPDIR": folder.name,
+        },
+    )
     process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL)
     return lambda: _end(process, folder)
 
@@ -97,7 +120,9 @@ def _end(process, folder):
 
 
 def by_ray_train(size):
-    """Return a function that starts so many ranks by Ray Train, on the Ray of this process, and returns how to end them."""
+    """Return a function that starts so many ranks by Ray Train, on the Ray of this process, and
+    returns how to end them.
+    """
 
     def start(port):
         fit = threading.Thread(target=_fit, args=(size, port))
@@ -112,9 +137,13 @@ def _fit(size, port):
     from ray.train.torch import TorchTrainer
 
     with tempfile.TemporaryDirectory() as folder:
-        scaling = ScalingConfig(num_workers=size, resources_per_worker={"memory": 1})  # the cores are taken
+        # the cores are taken
+        scaling = ScalingConfig(num_workers=size, resources_per_worker={"memory": 1})
         TorchTrainer(
-            _wait, train_loop_config={"port": port}, scaling_config=scaling, run_config=RunConfig(storage_path=folder)
+            _wait,
+            train_loop_config={"port": port},
+            scaling_config=scaling,
+            run_config=RunConfig(storage_path=folder),
         ).fit()
 
 

@@ -1,4 +1,6 @@
-"""What was measured is kept: a file for each benchmark, with every raw number, from which the page is made."""
+"""What was measured is kept: a file for each benchmark, with every raw number, from which the page
+is made.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""One benchmark after the other: what comes next and how long it may take is said, and one that fails does not end the others."""
+"""One benchmark after the other: what comes next and how long it may take is said, and one that
+fails does not end the others.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,15 @@ class Run:
         self._num_begun = 0
 
     def measure_all(self):
-        """Measure first what is in processes of its own, then what takes part in a session on Ray."""
+        """Measure first what is in processes of its own, then what takes part in a session on
+        Ray.
+        """
         known = [took for name in self.names if (took := duration_s(name)) is not None]
         if known:
-            say(f"{len(self.names)} benchmarks, of which {len(known)} took {minutes(sum(known))} when they were last measured")
+            say(
+                f"{len(self.names)} benchmarks, of which {len(known)} took {minutes(sum(known))}"
+                " when they were last measured"
+            )
         for name in self.names:
             if name not in ON_RAY:
                 try:
@@ -41,7 +48,9 @@ class Run:
         self._measure_on_ray([name for name in self.names if name in ON_RAY])
 
     def _measure_on_ray(self, left):
-        """Measure in one session; in a new one after a failure, as nobody knows what that has left behind."""
+        """Measure in one session; in a new one after a failure, as nobody knows what that has left
+        behind.
+        """
         while left:
             try:
                 with session() as parties:
@@ -60,7 +69,14 @@ class Run:
         started, here = time.perf_counter(), machine()
         lines = import_module(f"benchmarks.bench_{name}").run(*arguments)
         took = round(time.perf_counter() - started, 1)
-        keep(kept_as or name, title, described_by(name), lines, {**here, **(described or {}), "workers": WORKERS}, took)
+        keep(
+            kept_as or name,
+            title,
+            described_by(name),
+            lines,
+            {**here, **(described or {}), "workers": WORKERS},
+            took,
+        )
         say(f"[{self._num_begun}/{len(self.names)}] {name}: took {minutes(took)}")
         self.found += lines
 

@@ -1,7 +1,8 @@
-"""Scripts as users run them: each in a fresh process with nothing set for it, watched from outside until it is over.
+"""Scripts as users run them: each in a fresh process with nothing set for it, watched from outside
+until it is over.
 
-Processor time is that of all its processes, as seen four times a second: what one does in its last moments is missed. Memory is
-the most that they had together (PSS).
+Processor time is that of all its processes, as seen four times a second: what one does in its last
+moments is missed. Memory is the most that they had together (PSS).
 """
 
 from __future__ import annotations
@@ -24,14 +25,18 @@ from raypool.backends.ray.session import ENVIRONMENT
 
 LOOK_S = 0.25
 RESTS = 20
-"""To weigh a process takes the kernel 10 ms; weighing all rests so many times as long, or it would slow down who has many."""
+"""To weigh a process takes the kernel 10 ms; weighing all rests so many times as long, or it would
+slow down who has many.
+"""
 
 LIMIT_S = 240.0
 """No script may take longer [s]."""
 
 
 class Finished(NamedTuple):
-    """What has come of a script: when it was started (Unix time [s]), and what its last line says."""
+    """What has come of a script: when it was started (Unix time [s]), and what its last line
+    says.
+    """
 
     started_at: float
     took_us: float
@@ -41,15 +46,24 @@ class Finished(NamedTuple):
 
 
 def run_script(name, arguments, more=()):
-    """Run a program in a process of its own; `arguments` are Python's, `more` variables that it is to have."""
+    """Run a program in a process of its own; `arguments` are Python's, `more` variables that it is
+    to have.
+    """
     with tempfile.TemporaryDirectory(prefix="raypool-benchmark-") as folder:
-        users = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}  # none of what we set for Ray
-        places = {"HOME": folder, "TMPDIR": folder, "RAY_TMPDIR": tempfile.gettempdir()}  # Ray's sockets need short names
+        # none of what we set for Ray
+        users = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
+        # Ray's sockets need short names
+        places = {"HOME": folder, "TMPDIR": folder, "RAY_TMPDIR": tempfile.gettempdir()}
         environment = {**users, "PYTHONPATH": search_path(), **places, **dict(more)}
         command = [sys.executable, "-W", "ignore", *arguments]
         started, started_at = time.perf_counter(), time.time()
         process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command,
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         seen = Seen()
         watcher = threading.Thread(target=seen.watch, args=(psutil.Process(process.pid),))
@@ -69,7 +83,9 @@ def run_script(name, arguments, more=()):
 
 
 class Seen:
-    """What was seen of a process and all its descendants: the processor time of each [s], and the most memory of all [bytes]."""
+    """What was seen of a process and all its descendants: the processor time of each [s], and the
+    most memory of all [bytes].
+    """
 
     def __init__(self):
         self.cpu_s = {}
@@ -103,8 +119,17 @@ def _weight(process):
 
 
 def lines_of(module):
-    """Return how many lines of code a module of the benchmarks has, without its docstrings and empty lines."""
+    """Return how many lines of code a module of the benchmarks has, without its docstrings and
+    empty lines.
+    """
     source = (ROOT / "benchmarks" / f"{module.replace('.', '/')}.py").read_text()
-    texts = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
+    texts = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    ]
     told = {number for node in texts for number in range(node.lineno, node.end_lineno + 1)}
-    return sum(bool(line.strip()) and number not in told for number, line in enumerate(source.splitlines(), start=1))
+    return sum(
+        bool(line.strip()) and number not in told
+        for number, line in enumerate(source.splitlines(), start=1)
+    )

@@ -1,4 +1,6 @@
-"""One Ray for everybody: the same workers' niceness and the same cores for raypool and for what it is held against."""
+"""One Ray for everybody: the same workers' niceness and the same cores for raypool and for what it
+is held against.
+"""
 
 from __future__ import annotations
 

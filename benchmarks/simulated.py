@@ -1,6 +1,8 @@
-"""The scheduler alone in simulated time, under loads of several kinds: what it costs, and how good its schedules are.
+"""The scheduler alone in simulated time, under loads of several kinds: what it costs, and how good
+its schedules are.
 
-Nothing but `Scheduler` and a heap of events that lie ahead, whose cost is not counted. Every outcome is checked.
+Nothing but `Scheduler` and a heap of events that lie ahead, whose cost is not counted. Every
+outcome is checked.
 """
 
 from __future__ import annotations
@@ -27,8 +29,10 @@ PAGE_BYTES = resource.getpagesize()
 class Load:
     """What is to be done, and what goes wrong.
 
-    `tail`: the exponent of a Pareto distribution of the items' times (at most 100 s), else they take `least_s` to twice that.
-    `slow`: this part of the workers is five times slower. `p_loss`: a call loses its worker, half way; those of gangs do not.
+    `tail`: the exponent of a Pareto distribution of the items' times (at most 100 s), else they
+        take `least_s` to twice that.
+    `slow`: this part of the workers is five times slower. `p_loss`: a call loses its worker, half
+        way; those of gangs do not.
     `gang_each`: so many tasks, then a gang.
     """
 
@@ -59,7 +63,9 @@ class Load:
         return self.gang_each > 0 and number % self.gang_each == 0
 
     def bound_s(self, work_s: float, longest_s: float, num_workers: int) -> float:
-        """Return what no schedule could be faster than: all work on all workers, or the longest item on the fastest of them."""
+        """Return what no schedule could be faster than: all work on all workers, or the longest
+        item on the fastest of them.
+        """
         return max(work_s / sum(map(self.speed, range(num_workers))), longest_s)
 
 
@@ -117,10 +123,12 @@ class Course:
         return self._load.bound_s(self._work_s, self._longest_s, self._num_workers)
 
     def guarantee_s(self):
-        """Return what list scheduling never takes longer than, where workers are alike: at most 2 - 1/m times the optimum.
+        """Return what list scheduling never takes longer than, where workers are alike: at most 2 -
+        1/m times the optimum.
 
         Source:
-            R. L. Graham, Bounds on multiprocessing timing anomalies, SIAM Journal on Applied Mathematics 17 (1969).
+            R. L. Graham, Bounds on multiprocessing timing anomalies, SIAM Journal on Applied
+            Mathematics 17 (1969).
         """
         return self._work_s / self._num_workers + (1 - 1 / self._num_workers) * self._longest_s
 
@@ -176,13 +184,19 @@ class Course:
         may_be_lost = self._load.p_loss > 0 and not self._load.is_gang(piece.task_id)
         if may_be_lost and self._random.random() < self._load.p_loss:
             self._lost[piece.task_id] = self._lost.get(piece.task_id, 0) + 1
-            self._later(now + self._load.item_s(self._random) / 2, m.WorkerLost(call.worker_id, LossReason.EXIT))
+            self._later(
+                now + self._load.item_s(self._random) / 2,
+                m.WorkerLost(call.worker_id, LossReason.EXIT),
+            )
             return
         item_s = self._load.item_s(self._random)
         self._work_s += item_s
         self._longest_s = max(self._longest_s, item_s)
         took_s = item_s / self._load.speed(self._places[call.worker_id])
-        self._later(now + took_s, m.AttemptFinished(call.worker_id, call.attempt_id, (Report(1, busy_s=took_s),)))
+        self._later(
+            now + took_s,
+            m.AttemptFinished(call.worker_id, call.attempt_id, (Report(1, busy_s=took_s),)),
+        )
 
     def _settle(self, items, now):
         self._outcomes[items.task_id] += items.stop - items.start
@@ -193,11 +207,19 @@ class Course:
         heappush(self._ahead, (at, self._count, event))
 
     def _check(self):
-        """Make sure that each item has one outcome, and that those have failed that have lost their workers too often."""
-        wrong = [number for number, outcomes in enumerate(self._outcomes) if outcomes != self._spec(number).size]
+        """Make sure that each item has one outcome, and that those have failed that have lost their
+        workers too often.
+        """
+        wrong = [
+            number
+            for number, outcomes in enumerate(self._outcomes)
+            if outcomes != self._spec(number).size
+        ]
         assert not wrong, f"tasks without just one outcome for each item: {wrong[:5]}"
         num_doomed = sum(losses > TaskSpec(0, 0).retries for losses in self._lost.values())
-        assert self._num_failed == num_doomed, f"{self._num_failed} items have failed, and not {num_doomed}"
+        assert self._num_failed == num_doomed, (
+            f"{self._num_failed} items have failed, and not {num_doomed}"
+        )
 
 
 def _resident_bytes():

@@ -1,4 +1,6 @@
-"""Trainings that are too small to fill a GPU, and what is timed of them; importable by workers. On a CPU all of it runs too."""
+"""Trainings that are too small to fill a GPU, and what is timed of them; importable by workers. On
+a CPU all of it runs too.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,22 @@ WARM_UP = 20
 def mlp():
     """Return a network of three layers: 335 thousand parameters."""
     linear, relu = torch.nn.Linear, torch.nn.ReLU
-    return torch.nn.Sequential(linear(784, 256), relu(), linear(256, 512), relu(), linear(512, CLASSES))
+    return torch.nn.Sequential(
+        linear(784, 256), relu(), linear(256, 512), relu(), linear(512, CLASSES)
+    )
 
 
 def cnn():
     """Return a small convolutional network for images of 28 by 28."""
     layer, relu, pool = torch.nn.Conv2d, torch.nn.ReLU, torch.nn.MaxPool2d
-    body = (layer(1, 16, 3, padding=1), relu(), pool(2), layer(16, 32, 3, padding=1), relu(), pool(2))
+    body = (
+        layer(1, 16, 3, padding=1),
+        relu(),
+        pool(2),
+        layer(16, 32, 3, padding=1),
+        relu(),
+        pool(2),
+    )
     return torch.nn.Sequential(*body, torch.nn.Flatten(), torch.nn.Linear(32 * 7 * 7, CLASSES))
 
 
@@ -41,11 +52,15 @@ class Training:
     steps: int
 
 
-TRAININGS = {"MLP": Training(mlp, (784,), 128, 500), "small CNN": Training(cnn, (1, 28, 28), 128, 400)}
+TRAININGS = {
+    "MLP": Training(mlp, (784,), 128, 500),
+    "small CNN": Training(cnn, (1, 28, 28), 128, 400),
+}
 
 
 def train(seed, name, steps=None, log=None):
-    """Train one network on the worker's device; return its first loss, its last loss, and how much memory it took [bytes].
+    """Train one network on the worker's device; return its first loss, its last loss, and how much
+    memory it took [bytes].
 
     `log(step, loss)` is called in each step.
     """
@@ -84,7 +99,7 @@ def has_mps():
     return PIPES in os.environ or runs_in(USUAL)
 
 
-# --- what a log costs -------------------------------------------------------------------------------------------------
+# --- what a log costs -----------------------------------------------------------------------------
 
 
 def nothing(name, steps):
@@ -111,14 +126,15 @@ def step_us(name, steps, log):
     return (time.perf_counter() - started) / steps * 1e6
 
 
-# --- what a transfer costs --------------------------------------------------------------------------------------------
+# --- what a transfer costs ------------------------------------------------------------------------
 
 
 def transfer_us(num_bytes, kind, device=None):
-    """Return what it takes to bring so many bytes to the device [us]: the mean of as many as take a while.
+    """Return what it takes to bring so many bytes to the device [us]: the mean of as many as take a
+    while.
 
-    The kinds: "pageable" memory, as tensors are by default; "pinned", in which they lie already, and several are on their way at
-    once; "through pinned", which they are copied into first.
+    The kinds: "pageable" memory, as tensors are by default; "pinned", in which they lie already,
+    and several are on their way at once; "through pinned", which they are copied into first.
     """
     device = current_task().device if device is None else device
     x = torch.ones(num_bytes // 4)

@@ -1,4 +1,6 @@
-"""How systems take a generator that never ends, and give its results one by one while they draw from it."""
+"""How systems take a generator that never ends, and give its results one by one while they draw
+from it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ AHEAD = 16
 
 
 class Drawn:
-    """The negative numbers, one after the other without end, and how many were drawn; after `stop` there are no more."""
+    """The negative numbers, one after the other without end, and how many were drawn; after `stop`
+    there are no more.
+    """
 
     def __init__(self):
         self.count = 0
@@ -65,7 +69,9 @@ def actor_stream(num_workers):
     actors = [ray.remote(Actor).options(num_cpus=0).remote() for _ in range(num_workers)]
     turns = itertools.cycle(actors)
     try:
-        yield lambda fn, items: in_order(lambda item: next(turns).call.remote(fn, item), ray.get, items, AHEAD * num_workers)
+        yield lambda fn, items: in_order(
+            lambda item: next(turns).call.remote(fn, item), ray.get, items, AHEAD * num_workers
+        )
     finally:
         for actor in actors:
             ray.kill(actor)
@@ -96,7 +102,8 @@ def mpire_stream(num_workers):
     from mpire import WorkerPool
 
     with WorkerPool(num_workers, start_method="spawn", keep_alive=True) as pool:
-        yield lambda fn, items: pool.imap(fn, items, chunk_size=1)  # it could not cut a list without end itself
+        # it could not cut a list without end itself
+        yield lambda fn, items: pool.imap(fn, items, chunk_size=1)
 
 
 @contextlib.contextmanager
@@ -107,8 +114,11 @@ def joblib_stream(num_workers):
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what was begun and is not wanted any more is counted here anyway
-            yield lambda fn, items: Parallel(num_workers, return_as="generator")(delayed(fn)(item) for item in items)
+            # what was begun and is not wanted any more is counted here anyway
+            warnings.simplefilter("ignore")
+            yield lambda fn, items: Parallel(num_workers, return_as="generator")(
+                delayed(fn)(item) for item in items
+            )
     finally:
         get_reusable_executor().shutdown(kill_workers=True)
 

@@ -1,4 +1,6 @@
-"""Which benchmarks there are, in the order of the page; each is the `run` of a module `bench_<name>`."""
+"""Which benchmarks there are, in the order of the page; each is the `run` of a module
+`bench_<name>`.
+"""
 
 from __future__ import annotations
 
@@ -55,14 +57,39 @@ SHORT = (
 """What `make bench` runs: ten minutes on two cores."""
 
 ON_RAY = frozenset(
-    {"parfor", "futures", "gap", "skew", "cancel", "closure", "report", "queue", "spmd", "train", "durable", "joblib"}
+    {
+        "parfor",
+        "futures",
+        "gap",
+        "skew",
+        "cancel",
+        "closure",
+        "report",
+        "queue",
+        "spmd",
+        "train",
+        "durable",
+        "joblib",
+    }
 )
-"""Those that take part in one session on Ray. The others are in processes of their own, and come first."""
+"""Those that take part in one session on Ray. The others are in processes of their own, and come
+first.
+"""
 
 ON_GPU = "gpu"
 """By itself, on a machine that has one."""
 
 MATRICES = frozenset(
-    {"peers", "sweep", "peers_long", "peers_data", "peers_start", "peers_setup", "peers_faults", "many", "launchers"}
+    {
+        "peers",
+        "sweep",
+        "peers_long",
+        "peers_data",
+        "peers_start",
+        "peers_setup",
+        "peers_faults",
+        "many",
+        "launchers",
+    }
 )
 """Those of many systems: the page has a row for each of these, and no row for each line."""

@@ -1,11 +1,12 @@
-"""Systems that take calls one by one, each as it is opened and ended: what it does when a call is stopped, or a worker killed.
+"""Systems that take calls one by one, each as it is opened and ended: what it does when a call is
+stopped, or a worker killed.
 
-`stop` ends a call that runs, and `renew` makes the system usable after a worker has died, each by the best way that it has; None
-where it has none.
+`stop` ends a call that runs, and `renew` makes the system usable after a worker has died, each by
+the best way that it has; None where it has none.
 
-Two peers have no calls of their own to end or to lose, and no workers of their own either. Ray's ActorPool is given actors that
-are there, and gives their results in order: see the bare actors. joblib's calls belong to a loop: its workers are loky's, or on
-Ray those of Ray's Pool.
+Two peers have no calls of their own to end or to lose, and no workers of their own either. Ray's
+ActorPool is given actors that are there, and gives their results in order: see the bare actors.
+joblib's calls belong to a loop: its workers are loky's, or on Ray those of Ray's Pool.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class Executor:
     def renew(self):
         """Open another: one with a dead process takes nothing more."""
         num_workers, initializer = self._opening
-        self._pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"), initializer)
+        self._pool = ProcessPoolExecutor(
+            num_workers, multiprocessing.get_context("spawn"), initializer
+        )
         self.submit = self._pool.submit
 
     def result(self, call, timeout=None):
@@ -143,7 +146,9 @@ class Actors:
         import ray
 
         num_workers, initializer = self._opening
-        self._actors = [ray.remote(Actor).options(num_cpus=0).remote(initializer) for _ in range(num_workers)]
+        self._actors = [
+            ray.remote(Actor).options(num_cpus=0).remote(initializer) for _ in range(num_workers)
+        ]
         self._number = 0
 
     def submit(self, fn, *args):
@@ -229,7 +234,9 @@ class Mpire:
         self.renew()
 
     def close(self):
-        """End it after what is queued: that is sooner over than `terminate`, which waits longer for its processes."""
+        """End it after what is queued: that is sooner over than `terminate`, which waits longer for
+        its processes.
+        """
         self._pool.stop_and_join()
 
 
@@ -243,7 +250,12 @@ class Dask:
     def _open(self, num_workers, initializer):
         from distributed import Client, LocalCluster
 
-        settings = {"n_workers": num_workers, "threads_per_worker": 1, "dashboard_address": None, "silence_logs": "CRITICAL"}
+        settings = {
+            "n_workers": num_workers,
+            "threads_per_worker": 1,
+            "dashboard_address": None,
+            "silence_logs": "CRITICAL",
+        }
         self._cluster = LocalCluster(**settings)
         self._client = Client(self._cluster)
         if initializer is not None:
@@ -258,7 +270,9 @@ class Dask:
         return call.result(timeout)
 
     def stop(self, _call):
-        """End all processes, and open another cluster: its `restart` has left us without a worker at times (2026.8)."""
+        """End all processes, and open another cluster: its `restart` has left us without a worker
+        at times (2026.8).
+        """
         self.close()
         self._open(*self._opening)
 

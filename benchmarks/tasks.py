@@ -1,4 +1,6 @@
-"""What the workers run: importable functions, so that every pool sends a name and no pool sends code."""
+"""What the workers run: importable functions, so that every pool sends a name and no pool sends
+code.
+"""
 
 import os
 import queue
@@ -44,7 +46,9 @@ def reports(count):
 
 
 def steps_with_reports(count, step_s):
-    """Do something for a while, and report, again and again; return the cost of each report [us]."""
+    """Do something for a while, and report, again and again; return the cost of each report
+    [us].
+    """
     costs = []
     for step in range(count):
         until = time.perf_counter() + step_s
@@ -80,7 +84,9 @@ def train_reports(count):
             ray.train.report({"step": step, "loss": 0.5})
         ray.train.report({"took_s": time.perf_counter() - started})
 
-    run = TorchTrainer(loop, train_loop_config={"count": count}, scaling_config=ScalingConfig(num_workers=0)).fit()
+    run = TorchTrainer(
+        loop, train_loop_config={"count": count}, scaling_config=ScalingConfig(num_workers=0)
+    ).fit()
     return run.metrics["took_s"] / count * 1e6
 
 
@@ -162,7 +168,9 @@ MODEL = None
 
 
 def build_model(folder, seconds, num_bytes):
-    """Make what is expensive to make, for all that this process runs; leave a file for each time."""
+    """Make what is expensive to make, for all that this process runs; leave a file for each
+    time.
+    """
     global MODEL
     Path(folder, uuid.uuid4().hex).touch()
     time.sleep(seconds)

@@ -87,7 +87,9 @@ def first_step():
 
 
 def steady(name, num_steps, prepare):
-    """Train on one batch, again and again; return what a step takes [us], and of the cores [us], and the loss in the end."""
+    """Train on one batch, again and again; return what a step takes [us], and of the cores [us],
+    and the loss in the end.
+    """
     size, num_ranks = SIZES[name], dist.get_world_size() if dist.is_initialized() else 1
     model = network_of(size)
     model, optimizer, backward = prepare(model, optimizer_of(model))
@@ -115,13 +117,16 @@ def steady_in_ray(config):
 
 
 def reduced(num_bytes, repeats, all_reduce=dist.all_reduce):
-    """Return what it takes to add up tensors of so many bytes, the median of some [us], alone in a list."""
+    """Return what it takes to add up tensors of so many bytes, the median of some [us], alone in a
+    list.
+    """
     x = torch.empty(num_bytes // 4)
     return [median(sum_us(x, all_reduce) for _ in range(repeats))]
 
 
 def sum_us(x, all_reduce):
-    """Return what it takes to add up tensors like this one [us]; make sure that every number is the sum over the ranks.
+    """Return what it takes to add up tensors like this one [us]; make sure that every number is the
+    sum over the ranks.
 
     Raises:
         WrongAnswersError: One is not.
@@ -134,7 +139,9 @@ def sum_us(x, all_reduce):
     took = (time.perf_counter() - started) * 1e6
     least, most = (edge.item() for edge in x.aminmax())
     if not least == most == size * (size + 1) / 2:
-        raise WrongAnswersError(f"an all_reduce of the ranks' numbers 1 to {size} gives {least:g} to {most:g}")
+        raise WrongAnswersError(
+            f"an all_reduce of the ranks' numbers 1 to {size} gives {least:g} to {most:g}"
+        )
     return took
 
 
@@ -147,9 +154,11 @@ def reduced_by_torch(context, num_bytes, repeats):
 
 
 def by_hand(config):
-    """Train as `pool.fit` does, the shortest way: a fresh order in each epoch, each rank its part of every batch, one report.
+    """Train as `pool.fit` does, the shortest way: a fresh order in each epoch, each rank its part
+    of every batch, one report.
 
-    Return the weights in the end: the orders are those of `pool.fit`, so the weights have to be, too.
+    Return the weights in the end: the orders are those of `pool.fit`, so the weights have to be,
+    too.
     """
     import ray.train
 
@@ -172,7 +181,9 @@ def by_hand(config):
 
 
 def by_loader(config):
-    """Train the same as Ray Train's examples do: with a DataLoader, and a loss that is looked at in every step."""
+    """Train the same as Ray Train's examples do: with a DataLoader, and a loss that is looked at in
+    every step.
+    """
     import ray.train
     from ray.train.torch import prepare_data_loader
     from torch.utils.data import DataLoader, TensorDataset
@@ -180,7 +191,9 @@ def by_loader(config):
     size = SIZES[config["size"]]
     dataset = TensorDataset(*size.samples())
     world_size = ray.train.get_context().get_world_size()
-    loader = prepare_data_loader(DataLoader(dataset, batch_size=size.batch // world_size, shuffle=True))
+    loader = prepare_data_loader(
+        DataLoader(dataset, batch_size=size.batch // world_size, shuffle=True)
+    )
     model = prepared(size.network())
     optimizer = optimizer_of(model)
     for epoch in range(size.epochs + 1):
@@ -193,7 +206,8 @@ def by_loader(config):
 
 
 def reports(config):
-    """Report with checkpoints from rank 0; `config["counts"]` has pairs of how many bytes (0: none), and how often.
+    """Report with checkpoints from rank 0; `config["counts"]` has pairs of how many bytes (0:
+    none), and how often.
 
     Return what a report takes [us] for each of these: the median, without the first.
     """
@@ -217,11 +231,17 @@ def _report_us(num_bytes, count):
 
 
 def heavy():
-    """Return a model of images that is small to send and takes long to use: 38 million multiplications for each image."""
+    """Return a model of images that is small to send and takes long to use: 38 million
+    multiplications for each image.
+    """
     convolution = torch.nn.Conv2d
-    middle = [layer for _ in range(4) for layer in (convolution(64, 64, 3, padding=1), torch.nn.ReLU())]
+    middle = [
+        layer for _ in range(4) for layer in (convolution(64, 64, 3, padding=1), torch.nn.ReLU())
+    ]
     head = (torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(64, CLASSES))
-    return torch.nn.Sequential(convolution(3, 64, 3, padding=1), torch.nn.ReLU(), *middle, *head).eval()
+    return torch.nn.Sequential(
+        convolution(3, 64, 3, padding=1), torch.nn.ReLU(), *middle, *head
+    ).eval()
 
 
 def images(number):

@@ -1,11 +1,14 @@
-"""A pool of two levels in simulated time: a root hands blocks of items to drivers, each with a `Scheduler` and its workers.
+"""A pool of two levels in simulated time: a root hands blocks of items to drivers, each with a
+`Scheduler` and its workers.
 
-A driver is a server: each call to a worker takes it so long, one after the other, and each message it handles; so is the root,
-for each message. A driver asks for more while it still has something, names what has come back since, and gets half of its share
-of what is left (factoring, Hummel and others 1992), so that blocks shrink. If a driver is lost, the root hands out again what it
-has not been told of: such items may run twice, and the first outcome counts. With one driver, which has all from the beginning,
-this is the pool of one level. The loads are those of `simulated.py`: an item of theirs may be a gang, all of whose ranks run in
-one driver; a worker that is lost is replaced by its driver, and the root hears nothing of it but the outcome.
+A driver is a server: each call to a worker takes it so long, one after the other, and each message
+it handles; so is the root, for each message. A driver asks for more while it still has something,
+names what has come back since, and gets half of its share of what is left (factoring, Hummel and
+others 1992), so that blocks shrink. If a driver is lost, the root hands out again what it has not
+been told of: such items may run twice, and the first outcome counts. With one driver, which has all
+from the beginning, this is the pool of one level. The loads are those of `simulated.py`: an item of
+theirs may be a gang, all of whose ranks run in one driver; a worker that is lost is replaced by its
+driver, and the root hears nothing of it but the outcome.
 """
 
 from __future__ import annotations
@@ -33,7 +36,9 @@ LEAST_BLOCK = 0.25
 
 @dataclass(frozen=True)
 class Costs:
-    """How long things take [s]: a driver for a call, anybody for a message, the root for each item that one names, the way."""
+    """How long things take [s]: a driver for a call, anybody for a message, the root for each item
+    that one names, the way.
+    """
 
     call_s: float
     message_s: float = 0.001
@@ -43,7 +48,9 @@ class Costs:
 
 @dataclass
 class Outcome:
-    """How it went. `ends`: how often an outcome of an item was counted; `runs`: how often it was run to its end (all ranks)."""
+    """How it went. `ends`: how often an outcome of an item was counted; `runs`: how often it was
+    run to its end (all ranks).
+    """
 
     makespan_s: float
     bound_s: float
@@ -81,11 +88,14 @@ class Driver:
     server: Server = field(default_factory=Server)
     num_events: int = 0
     places: dict[int, int] = field(default_factory=dict)  # by worker
-    idle_at: dict[int, float] = field(default_factory=dict)  # by worker: short items are sent before the last has ended
+    # by worker: short items are sent before the last has ended
+    idle_at: dict[int, float] = field(default_factory=dict)
     blocks: list[range] = field(default_factory=list)  # of items, by task
-    missing: dict[int, int] = field(default_factory=dict)  # ranks of a gang that have not come back, by task
+    # ranks of a gang that have not come back, by task
+    missing: dict[int, int] = field(default_factory=dict)
     waiting: int = 0  # items that have not come back, and ranks
-    news: list[int] = field(default_factory=list)  # items that have, and of which the root was not told
+    # items that have, and of which the root was not told
+    news: list[int] = field(default_factory=list)
     owed: dict[int, None] = field(default_factory=dict)  # items that the root waits for
     is_asking: bool = False
     is_lost: bool = False
@@ -94,7 +104,8 @@ class Driver:
 def simulate(durations, num_workers, num_drivers, costs, lost=(), load=LOADS["even"]):
     """Run items of these durations [s]; `lost`: (when [s], which driver) goes with all its workers.
 
-    `load` says which items are gangs, each of whose ranks takes so long, which workers are slow, and which calls lose theirs.
+    `load` says which items are gangs, each of whose ranks takes so long, which workers are slow,
+    and which calls lose theirs.
     """
     return _Simulation(durations, num_workers, num_drivers, costs, load).run(lost)
 
@@ -106,7 +117,8 @@ class _Simulation:
         self._load = load
         self._random = Random(0)
         self._num_workers = num_workers
-        self._num_ranks = max(1, min(RANKS, num_workers // max(2, num_drivers)))  # a gang fits into each driver
+        # a gang fits into each driver
+        self._num_ranks = max(1, min(RANKS, num_workers // max(2, num_drivers)))
         self._root = Server()
         self._left: list[range] = [range(len(durations))]
         self._num_left = len(durations)
@@ -116,7 +128,11 @@ class _Simulation:
         self._count = self._num_messages = 0
         self._now = self._end_s = 0.0
         self._handling_s = self._root_s = 0.0
-        self._ends, self._runs, self._failed = bytearray(len(durations)), bytearray(len(durations)), set()
+        self._ends, self._runs, self._failed = (
+            bytearray(len(durations)),
+            bytearray(len(durations)),
+            set(),
+        )
 
     def run(self, lost):
         for driver in self._drivers:
@@ -134,19 +150,23 @@ class _Simulation:
         busy = [server.busy_s / max(self._end_s, 1e-9) for server in servers]
         events = [driver.num_events for driver in self._drivers]
         counts = (self._num_messages, self._ends, self._runs, self._failed)
-        return Outcome(self._end_s, self._bound_s(), *counts, busy, events, self._handling_s, self._root_s)
+        return Outcome(
+            self._end_s, self._bound_s(), *counts, busy, events, self._handling_s, self._root_s
+        )
 
     def _bound_s(self):
         """Return what no schedule of what has run could be faster than."""
         ran = [item for item in range(len(self._durations)) if self._runs[item]]
         work_s = sum(self._durations[item] * self._width(item) for item in ran)
-        return self._load.bound_s(work_s, max((self._durations[item] for item in ran), default=0.0), self._num_workers)
+        return self._load.bound_s(
+            work_s, max((self._durations[item] for item in ran), default=0.0), self._num_workers
+        )
 
     def _width(self, item):
         """Return how many workers an item takes."""
         return self._num_ranks if self._load.is_gang(item) else 1
 
-    # --- the root -----------------------------------------------------------------------------------------------------
+    # --- the root ---------------------------------------------------------------------------------
 
     def _hear(self, driver, news):
         """Take in what a driver says when it asks for more, or has come to an end."""
@@ -192,7 +212,9 @@ class _Simulation:
         return parts
 
     def _lose(self, driver):
-        """Hand out again what was with a driver that is lost, to whoever asks and to those that have stopped asking."""
+        """Hand out again what was with a driver that is lost, to whoever asks and to those that
+        have stopped asking.
+        """
         driver.is_lost = True
         self._left += [range(item, item + 1) for item in driver.owed]
         self._num_left += len(driver.owed)
@@ -200,7 +222,7 @@ class _Simulation:
         for other in self._drivers:
             self._ask_if_low(other)
 
-    # --- a driver -----------------------------------------------------------------------------------------------------
+    # --- a driver ---------------------------------------------------------------------------------
 
     def _receive(self, driver, block):
         if driver.is_lost:
@@ -210,7 +232,11 @@ class _Simulation:
         for part in block:
             for is_gang, items in groupby(part, self._load.is_gang):
                 alike = list(items)
-                for run in [range(item, item + 1) for item in alike] if is_gang else [range(alike[0], alike[-1] + 1)]:
+                for run in (
+                    [range(item, item + 1) for item in alike]
+                    if is_gang
+                    else [range(alike[0], alike[-1] + 1)]
+                ):
                     self._submit(driver, run, is_gang, now)
         self._ask_if_low(driver)
 
@@ -222,11 +248,17 @@ class _Simulation:
         if is_gang:
             driver.missing[task_id] = size
         self._tell(
-            driver, m.TaskSubmitted(TaskSpec(task_id, is_gang, size, is_gang=is_gang, chunk_size=None if is_gang else 1)), now
+            driver,
+            m.TaskSubmitted(
+                TaskSpec(task_id, is_gang, size, is_gang=is_gang, chunk_size=None if is_gang else 1)
+            ),
+            now,
         )
 
     def _ask_if_low(self, driver):
-        """Ask for more before there is nothing left, while the root has something; tell it of the rest when all is done."""
+        """Ask for more before there is nothing left, while the root has something; tell it of the
+        rest when all is done.
+        """
         low = driver.waiting - driver.num_workers < LOW_WATER * driver.num_workers
         wants = low and self._num_left > 0
         is_done = driver.waiting == 0 and driver.news
@@ -266,7 +298,9 @@ class _Simulation:
         elif isinstance(command, m.StartWorker):
             driver.places[command.worker_id] = command.place
             if now > 0:  # all are there when it begins
-                self._later(now + START_S, self._come_back, driver, m.WorkerReady(command.worker_id))
+                self._later(
+                    now + START_S, self._come_back, driver, m.WorkerReady(command.worker_id)
+                )
         elif isinstance(command, m.SetTimer) and command.kind != "ready":
             self._later(command.at, self._come_back, driver, m.TimerFired(*command[1:]))
 
@@ -300,10 +334,17 @@ class _Simulation:
             return  # the worker will be lost before it comes to this
         if may_be_lost and self._random.random() < self._load.p_loss:
             driver.idle_at[command.worker_id] = inf
-            self._later(started + took_s / 2, self._come_back, driver, m.WorkerLost(command.worker_id, LossReason.EXIT))
+            self._later(
+                started + took_s / 2,
+                self._come_back,
+                driver,
+                m.WorkerLost(command.worker_id, LossReason.EXIT),
+            )
             return
         driver.idle_at[command.worker_id] = started + took_s
-        event = m.AttemptFinished(command.worker_id, command.attempt_id, (Report(1, busy_s=took_s),))
+        event = m.AttemptFinished(
+            command.worker_id, command.attempt_id, (Report(1, busy_s=took_s),)
+        )
         self._later(started + took_s + self._costs.latency_s, self._come_back, driver, event)
 
     def _later(self, at, call, *arguments):

@@ -1,7 +1,9 @@
-"""A convolutional network that reads digits, trained on all workers of a pool without a loop of one's own.
+"""A convolutional network that reads digits, trained on all workers of a pool without a loop of
+one's own.
 
-`pool.fit` takes a network, data, a loss and options, as MATLAB's trainnet does. Each mini-batch is shared out among the workers,
-and what comes out is what one worker would have come to. Then all workers read the test images. Run it with
+`pool.fit` takes a network, data, a loss and options, as MATLAB's trainnet does. Each mini-batch is
+shared out among the workers, and what comes out is what one worker would have come to. Then all
+workers read the test images. Run it with
 
     python examples/fit_digits.py
 

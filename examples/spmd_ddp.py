@@ -1,7 +1,7 @@
 """Data parallel training: torch's DistributedDataParallel on all workers of a pool.
 
-Each rank trains on its share of every batch, and DDP averages the gradients, so that all keep the same model: the one that a
-single process comes to with the whole batch. Run it with
+Each rank trains on its share of every batch, and DDP averages the gradients, so that all keep the
+same model: the one that a single process comes to with the whole batch. Run it with
 
     python examples/spmd_ddp.py
 
@@ -18,24 +18,33 @@ BATCH_SIZE = 64
 
 def make_model():
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(4, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)).double()
+    return torch.nn.Sequential(
+        torch.nn.Linear(4, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)
+    ).double()
 
 
 def make_batches(steps):
-    inputs = torch.randn(steps, BATCH_SIZE, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    inputs = torch.randn(
+        steps, BATCH_SIZE, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
     return inputs, inputs.sum(dim=-1, keepdim=True).sin()
 
 
 def train(ctx, steps):
-    """Train on every rank of an spmd call; return the loss at each step, and the parameters at the end."""
+    """Train on every rank of an spmd call; return the loss at each step, and the parameters at the
+    end.
+    """
     torch.set_num_threads(1)  # the other cores are for the other ranks
     device_ids = [ctx.device] if ctx.device.type == "cuda" else None
     model = DistributedDataParallel(make_model().to(ctx.device), device_ids=device_ids)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     losses = []
     for inputs, targets in zip(*make_batches(steps), strict=True):
-        share = slice(ctx.rank, None, ctx.world_size)  # of two ranks one takes the even rows, the other one the odd
-        loss = torch.nn.functional.mse_loss(model(inputs[share].to(ctx.device)), targets[share].to(ctx.device))
+        # of two ranks one takes the even rows, the other one the odd
+        share = slice(ctx.rank, None, ctx.world_size)
+        loss = torch.nn.functional.mse_loss(
+            model(inputs[share].to(ctx.device)), targets[share].to(ctx.device)
+        )
         optimizer.zero_grad()
         loss.backward()  # DDP averages the gradients of all ranks here
         optimizer.step()
@@ -62,8 +71,14 @@ def main(steps=200):
         losses, parameters = pool.spmd(train, steps)[0]
     losses_alone, parameters_alone = train_alone(steps)
     for step in range(0, steps, 50):
-        print(f"step {step:3}: loss {losses[step]:.6f} on two ranks, {losses_alone[step]:.6f} in one process")
-    difference = max((ours - theirs).abs().max().item() for ours, theirs in zip(parameters, parameters_alone, strict=True))
+        print(
+            f"step {step:3}: loss {losses[step]:.6f} on two ranks, {losses_alone[step]:.6f} in one"
+            " process"
+        )
+    difference = max(
+        (ours - theirs).abs().max().item()
+        for ours, theirs in zip(parameters, parameters_alone, strict=True)
+    )
     print(f"After {steps} steps the parameters differ by {difference:.0e} at most.")
 
 

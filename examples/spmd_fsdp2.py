@@ -1,6 +1,7 @@
 """Sharded training: torch's FSDP2 (`fully_shard`) on all workers of a pool.
 
-Each rank holds its part only of every parameter, gradient and state of the optimizer, and gathers a layer while it computes with
+Each rank holds its part only of every parameter, gradient and state of the optimizer, and gathers a
+layer while it computes with
 it: for models that are too large for one GPU. Each trains on its share of the batch. Run it with
 
     python examples/spmd_fsdp2.py
@@ -24,12 +25,16 @@ def make_model():
 
 
 def make_batches(steps):
-    inputs = torch.randn(steps, BATCH_SIZE, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    inputs = torch.randn(
+        steps, BATCH_SIZE, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
     return inputs, inputs.mean(dim=-1, keepdim=True).sin()
 
 
 def train(ctx, steps):
-    """Train on every rank of an spmd call; return the losses, the whole parameters, and how many of them this rank held."""
+    """Train on every rank of an spmd call; return the losses, the whole parameters, and how many of
+    them this rank held.
+    """
     torch.set_num_threads(1)  # the other cores are for the other ranks
     mesh = init_device_mesh(ctx.device.type, (ctx.world_size,))
     model = make_model().to(ctx.device)
@@ -43,11 +48,15 @@ def train(ctx, steps):
 
 
 def fit(model, steps, share, device):
-    """Train on some rows of every batch; return the loss at each step. Nothing here knows of ranks."""
+    """Train on some rows of every batch; return the loss at each step. Nothing here knows of
+    ranks.
+    """
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     losses = []
     for inputs, targets in zip(*make_batches(steps), strict=True):
-        loss = torch.nn.functional.mse_loss(model(inputs[share].to(device)), targets[share].to(device))
+        loss = torch.nn.functional.mse_loss(
+            model(inputs[share].to(device)), targets[share].to(device)
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -70,8 +79,14 @@ def main(steps=60):
     for rank, (_, _, held) in enumerate(results):
         print(f"Rank {rank} held {held:,} of {total:,} parameters.")
     for step in range(0, steps, 20):
-        print(f"step {step:3}: loss {losses[step]:.6f} on two ranks, {losses_alone[step]:.6f} in one process")
-    difference = max((ours - theirs).abs().max().item() for ours, theirs in zip(parameters, parameters_alone, strict=True))
+        print(
+            f"step {step:3}: loss {losses[step]:.6f} on two ranks, {losses_alone[step]:.6f} in one"
+            " process"
+        )
+    difference = max(
+        (ours - theirs).abs().max().item()
+        for ours, theirs in zip(parameters, parameters_alone, strict=True)
+    )
     print(f"After {steps} steps the parameters differ by {difference:.0e} at most.")
 
 

@@ -1,16 +1,17 @@
 """JAX in a pool: one JAX over all workers, told of them by `ctx.jax_options()`.
 
-Each rank gives its share of the rows of an array, which JAX then knows as one, spread over all ranks; what is computed with it
-under `jax.jit` is divided among them. Run it with
+Each rank gives its share of the rows of an array, which JAX then knows as one, spread over all
+ranks; what is computed with it under `jax.jit` is divided among them. Run it with
 
     pip install jax
     python examples/spmd_jax.py
 
 on two workers: CPUs here, and GPUs without a change where there are two.
 
-JAX looks for its devices once in a process. So that the next call can connect again, `disconnect` lets JAX forget them, and with
-them its arrays: return NumPy arrays, as `train` does. It waits for the other ranks, so it does not stand in a `finally`: a rank
-that fails has to end at once. After that the JAX of the others is of no use, or ends its process: open another pool.
+JAX looks for its devices once in a process. So that the next call can connect again, `disconnect`
+lets JAX forget them, and with them its arrays: return NumPy arrays, as `train` does. It waits for
+the other ranks, so it does not stand in a `finally`: a rank that fails has to end at once. After
+that the JAX of the others is of no use, or ends its process: open another pool.
 """
 
 import numpy as np
@@ -36,7 +37,9 @@ def disconnect():
 
 
 def train(ctx, steps):
-    """Train on every rank of an spmd call; return how many devices JAX saw, the losses, and the weights at the end."""
+    """Train on every rank of an spmd call; return how many devices JAX saw, the losses, and the
+    weights at the end.
+    """
     import jax
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -45,11 +48,15 @@ def train(ctx, steps):
     mesh = Mesh(np.array(jax.devices()), ("ranks",))
     by_rows = NamedSharding(mesh, PartitionSpec("ranks"))
     share = np.split(np.arange(64), ctx.world_size)[ctx.rank]
-    inputs, targets = (jax.make_array_from_process_local_data(by_rows, part[share]) for part in make_data())
+    inputs, targets = (
+        jax.make_array_from_process_local_data(by_rows, part[share]) for part in make_data()
+    )
 
     @jax.jit
     def step(weights, inputs, targets):
-        loss, gradient = jax.value_and_grad(lambda weights: ((inputs @ weights - targets) ** 2).mean())(weights)
+        loss, gradient = jax.value_and_grad(
+            lambda weights: ((inputs @ weights - targets) ** 2).mean()
+        )(weights)
         return weights - 0.1 * gradient, loss
 
     weights, losses = np.zeros(WEIGHTS.shape), []
@@ -78,8 +85,14 @@ def main(steps=40):
     losses_alone, weights_alone = train_alone(steps)
     print(f"JAX saw {num_devices} devices.")
     for step in range(0, steps, 10):
-        print(f"step {step:2}: loss {losses[step]:.6f} on two ranks, {losses_alone[step]:.6f} in one process")
-    print(f"After {steps} steps the weights differ by {np.abs(weights - weights_alone).max():.0e} at most.")
+        print(
+            f"step {step:2}: loss {losses[step]:.6f} on two ranks, {losses_alone[step]:.6f} in one"
+            " process"
+        )
+    print(
+        f"After {steps} steps the weights differ by {np.abs(weights - weights_alone).max():.0e} at"
+        " most."
+    )
 
 
 if __name__ == "__main__":

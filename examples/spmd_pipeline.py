@@ -1,7 +1,8 @@
-"""Pipeline parallel: each worker of a pool holds some layers of one model, by `torch.distributed.pipelining`.
+"""Pipeline parallel: each worker of a pool holds some layers of one model, by
+`torch.distributed.pipelining`.
 
-A batch goes through in pieces, so that the stages compute at the same time: while the second has the first piece, the first has
-the next one. Run it with
+A batch goes through in pieces, so that the stages compute at the same time: while the second has
+the first piece, the first has the next one. Run it with
 
     python examples/spmd_pipeline.py
 
@@ -29,7 +30,9 @@ def make_batch():
 
 
 def train(ctx):
-    """Go forward and back on every rank of an spmd call; return the loss (of the last rank) and the gradients of its layers."""
+    """Go forward and back on every rank of an spmd call; return the loss (of the last rank) and the
+    gradients of its layers.
+    """
     torch.set_num_threads(1)  # the other cores are for the other ranks
     inputs, targets = make_batch()
     first, last = (LAYERS * rank // ctx.world_size for rank in (ctx.rank, ctx.rank + 1))
@@ -38,7 +41,9 @@ def train(ctx):
     schedule = Schedule1F1B(stage, PIECES, loss_fn=torch.nn.functional.mse_loss)
     losses = []
     batch = (inputs.to(ctx.device),) if stage.is_first else ()
-    schedule.step(*batch, **({"target": targets.to(ctx.device), "losses": losses} if stage.is_last else {}))
+    schedule.step(
+        *batch, **({"target": targets.to(ctx.device), "losses": losses} if stage.is_last else {})
+    )
     gradients = [weights.grad.cpu() for weights in layers.parameters()]
     return torch.stack(losses).mean().item() if stage.is_last else None, gradients
 
@@ -60,7 +65,10 @@ def main():
     for rank, (_, gradients) in enumerate(results):
         print(f"Rank {rank} held {sum(gradient.numel() for gradient in gradients):,} parameters.")
     gradients = [gradient for _, part in results for gradient in part]
-    difference = max((ours - theirs).abs().max().item() for ours, theirs in zip(gradients, gradients_alone, strict=True))
+    difference = max(
+        (ours - theirs).abs().max().item()
+        for ours, theirs in zip(gradients, gradients_alone, strict=True)
+    )
     print(f"The gradients differ by {difference:.0e} at most.")
 
 

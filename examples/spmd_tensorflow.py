@@ -1,15 +1,18 @@
-"""TensorFlow in a pool: its MultiWorkerMirroredStrategy on all workers, told of them by `ctx.tf_config()`.
+"""TensorFlow in a pool: its MultiWorkerMirroredStrategy on all workers, told of them by
+`ctx.tf_config()`.
 
-Each rank trains on its share of the data, and TensorFlow averages the gradients by its own collectives. Run it with
+Each rank trains on its share of the data, and TensorFlow averages the gradients by its own
+collectives. Run it with
 
     pip install tensorflow
     python examples/spmd_tensorflow.py
 
 on two workers: CPUs here, and GPUs without a change where there are two.
 
-A process can belong to one cluster of TensorFlow's only, as long as it lives; a strategy for another one would wait for ever. So
-`connect` makes it once, it stays on the workers as a Composite, and any number of calls use it. If a worker is lost, open another
-pool. (Keras 3 cannot `fit` with this strategy, so the loop is written out.)
+A process can belong to one cluster of TensorFlow's only, as long as it lives; a strategy for
+another one would wait for ever. So `connect` makes it once, it stays on the workers as a Composite,
+and any number of calls use it. If a worker is lost, open another pool. (Keras 3 cannot `fit` with
+this strategy, so the loop is written out.)
 """
 
 import numpy as np
@@ -33,18 +36,23 @@ def make_data():
 
 
 def train(ctx, strategy, steps):
-    """Train on every rank of an spmd call; return the loss at each step, and the weights at the end."""
+    """Train on every rank of an spmd call; return the loss at each step, and the weights at the
+    end.
+    """
     import tensorflow as tf
 
     share = slice(ctx.rank, None, ctx.world_size)
     inputs, targets = (tf.constant(part[share]) for part in make_data())
     with strategy.scope():
-        weights = tf.Variable(tf.zeros(WEIGHTS.shape, tf.float64))  # TensorFlow keeps it the same on all ranks
+        # TensorFlow keeps it the same on all ranks
+        weights = tf.Variable(tf.zeros(WEIGHTS.shape, tf.float64))
 
     def replica(inputs, targets):
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean((inputs @ weights - targets) ** 2)
-        gradient = tf.distribute.get_replica_context().all_reduce("MEAN", tape.gradient(loss, weights))
+        gradient = tf.distribute.get_replica_context().all_reduce(
+            "MEAN", tape.gradient(loss, weights)
+        )
         weights.assign_sub(0.1 * gradient)
         return loss
 
@@ -74,8 +82,14 @@ def main(steps=40):
         losses, weights = pool.spmd(train, strategies, steps)[0]
     losses_alone, weights_alone = train_alone(steps)
     for step in range(0, steps, 10):
-        print(f"step {step:2}: loss {losses[step]:.6f} on two ranks, {losses_alone[step]:.6f} in one process")
-    print(f"After {steps} steps the weights differ by {np.abs(weights - weights_alone).max():.0e} at most.")
+        print(
+            f"step {step:2}: loss {losses[step]:.6f} on two ranks, {losses_alone[step]:.6f} in one"
+            " process"
+        )
+    print(
+        f"After {steps} steps the weights differ by {np.abs(weights - weights_alone).max():.0e} at"
+        " most."
+    )
 
 
 if __name__ == "__main__":

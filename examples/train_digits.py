@@ -1,8 +1,10 @@
-"""A convolutional network that reads digits, trained by Ray Train's own functions on all workers of a pool.
+"""A convolutional network that reads digits, trained by Ray Train's own functions on all workers of
+a pool.
 
-`train_loop` is an ordinary loop for Ray Train: a `TorchTrainer` would run it as it stands. `pool.train` runs it in the pool's
-workers, which are there already. After each epoch it keeps a checkpoint, from which the training goes on if a worker is lost, or
-if this script is run again with the same folder:
+`train_loop` is an ordinary loop for Ray Train: a `TorchTrainer` would run it as it stands.
+`pool.train` runs it in the pool's workers, which are there already. After each epoch it keeps a
+checkpoint, from which the training goes on if a worker is lost, or if this script is run again with
+the same folder:
 
     python examples/train_digits.py [FOLDER]
 
@@ -56,7 +58,8 @@ def train_loop(config):
     train_set, test_set = load_data()
     test_set = [part.to(ray.train.torch.get_device()) for part in test_set]
     net = make_net()
-    model = ray.train.torch.prepare_model(net)  # on this rank's device, and in DistributedDataParallel
+    # on this rank's device, and in DistributedDataParallel
+    model = ray.train.torch.prepare_model(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.9)
     batch_size = BATCH_SIZE // context.get_world_size()
     loader = DataLoader(TensorDataset(*train_set), batch_size, shuffle=True, drop_last=True)
@@ -82,19 +85,26 @@ def train_loop(config):
         with tempfile.TemporaryDirectory() as folder:
             state = {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
             torch.save(state, Path(folder, "state.pt"))
-            is_first = context.get_world_rank() == 0  # all ranks have the same: one of them keeps it
-            ray.train.report(metrics, checkpoint=Checkpoint.from_directory(folder) if is_first else None)
+            # all ranks have the same: one of them keeps it
+            is_first = context.get_world_rank() == 0
+            ray.train.report(
+                metrics, checkpoint=Checkpoint.from_directory(folder) if is_first else None
+            )
 
 
 def main(folder=None, epochs=10):
     with parpool(2) as pool:
-        options = RunOptions(run_dir=folder, keep_checkpoints=2, best_metric="accuracy", best_mode="max")
+        options = RunOptions(
+            run_dir=folder, keep_checkpoints=2, best_metric="accuracy", best_mode="max"
+        )
         result = pool.train(train_loop, {"lr": 0.05, "epochs": epochs}, options=options).result()
     print(result.metrics_frame.drop(columns=["time", "attempt"]))
     print(f"The last checkpoint is {result.checkpoint.path}")
 
     net = make_net()  # here, from the best checkpoint
-    net.load_state_dict(torch.load(Path(result.best_checkpoint.path, "state.pt"), weights_only=True)["net"])
+    net.load_state_dict(
+        torch.load(Path(result.best_checkpoint.path, "state.pt"), weights_only=True)["net"]
+    )
     _, test_set = load_data()
     print(f"The best network reads {accuracy(net, *test_set):.1%} of the images right.")
 

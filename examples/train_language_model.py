@@ -1,7 +1,9 @@
-"""A small transformer that learns to write as scikit-learn's documentation does, with its parameters spread over all workers.
+"""A small transformer that learns to write as scikit-learn's documentation does, with its
+parameters spread over all workers.
 
-The text, 15,000 characters, are the descriptions of the data sets that scikit-learn ships. With strategy="fsdp" each worker holds
-only its part of every parameter, gradient and state of the optimizer: for models that are too large for one GPU. Run it with
+The text, 15,000 characters, are the descriptions of the data sets that scikit-learn ships. With
+strategy="fsdp" each worker holds only its part of every parameter, gradient and state of the
+optimizer: for models that are too large for one GPU. Run it with
 
     python examples/train_language_model.py
 
@@ -48,7 +50,9 @@ class Block(torch.nn.Module):
         self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(WIDTH) for _ in range(2))
         self.queries_keys_values = torch.nn.Linear(WIDTH, 3 * WIDTH)
         self.mix = torch.nn.Linear(WIDTH, WIDTH)
-        self.think = torch.nn.Sequential(torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.GELU(), torch.nn.Linear(4 * WIDTH, WIDTH))
+        self.think = torch.nn.Sequential(
+            torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.GELU(), torch.nn.Linear(4 * WIDTH, WIDTH)
+        )
 
     def forward(self, x):  # noqa: D102
         heads = self.queries_keys_values(self.norms[0](x)).unflatten(-1, (3, HEADS, -1))
@@ -100,9 +104,15 @@ def main(max_epochs=12):
         max_epochs=max_epochs,
     )
     with parpool(2) as pool:
-        result = pool.fit(lambda: LanguageModel(len(windows.alphabet)), windows, loss, options).result()
+        result = pool.fit(
+            lambda: LanguageModel(len(windows.alphabet)), windows, loss, options
+        ).result()
     print(result.metrics_frame[["epoch", "loss"]])
-    print("".join(windows.alphabet[code] for code in write(result.model, windows[0][0].tolist()[:1], 300)))
+    print(
+        "".join(
+            windows.alphabet[code] for code in write(result.model, windows[0][0].tolist()[:1], 300)
+        )
+    )
 
 
 if __name__ == "__main__":

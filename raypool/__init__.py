@@ -1,4 +1,5 @@
-"""Many models at once, one on each GPU: MATLAB's parpool, parfor and parfeval for people who train models in Python, on Ray.
+"""Many models at once, one on each GPU: MATLAB's parpool, parfor and parfeval for people who train
+models in Python, on Ray.
 
 >>> from raypool import parpool
 >>> with parpool(2, profile="threads", quiet=True) as pool:
@@ -49,7 +50,14 @@ if typing.TYPE_CHECKING:
     from raypool.results import Results
     from raypool.spmd.composite import Composite
     from raypool.spmd.context import SpmdContext
-    from raypool.task import CurrentTask, MetricBuffer, current_task, load_checkpoint, report, save_checkpoint
+    from raypool.task import (
+        CurrentTask,
+        MetricBuffer,
+        current_task,
+        load_checkpoint,
+        report,
+        save_checkpoint,
+    )
     from raypool.train.runs import RunOptions, TrainingResult, TrainingRun
     from raypool.train.scaling import ScalingReport, scaling_report
     from raypool.train.training_options import TrainingOptions
@@ -200,8 +208,8 @@ _HOMES = {
     "scaling_report": "raypool.train.scaling",
     "wait": "raypool.futures",
 }
-"""Where each name is from. It is imported when somebody asks for it: each process of a pool begins with `import raypool`, and
-those of workers need little of what a driver needs.
+"""Where each name is from. It is imported when somebody asks for it: each process of a pool begins
+with `import raypool`, and those of workers need little of what a driver needs.
 """
 
 

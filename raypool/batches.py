@@ -1,12 +1,16 @@
-"""`batch`: a function that a cluster runs as a job by itself; `find_job` and `Job` give its outputs later.
+"""`batch`: a function that a cluster runs as a job by itself; `find_job` and `Job` give its outputs
+later.
 
-**There** the call goes as a module of the job's runtime environment: handed in through the dashboard with the job, like the
-user's own code, and not in its command or its variables, which the dashboard shows.
+**There** the call goes as a module of the job's runtime environment: handed in through the
+dashboard with the job, like the user's own code, and not in its command or its variables, which the
+dashboard shows.
 
-**Back** comes one file, named after the job: a line with a checksum, and the pickled value or exception, so nothing is unpickled
-but what the job has written. The checksum is an HMAC, whose key those have who may look at the job, by the cluster's token. The
-file lies at `outputs`, or else on the disk of the job's node; from there the dashboard, whose port is the only one that can be
-reached for certain, hands it to those with the token. In the job's log everybody who reads logs would see it.
+**Back** comes one file, named after the job: a line with a checksum, and the pickled value or
+exception, so nothing is unpickled but what the job has written. The checksum is an HMAC, whose key
+those have who may look at the job, by the cluster's token. The file lies at `outputs`, or else on
+the disk of the job's node; from there the dashboard, whose port is the only one that can be reached
+for certain, hands it to those with the token. In the job's log everybody who reads logs would see
+it.
 """
 
 from __future__ import annotations
@@ -60,7 +64,9 @@ Workers = int | tuple[int, int]
 
 
 class BatchCall(NamedTuple):
-    """What a job is to do: call `fn(*args)`, with a pool of so many workers open (None: without one), as the profile says."""
+    """What a job is to do: call `fn(*args)`, with a pool of so many workers open (None: without
+    one), as the profile says.
+    """
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
@@ -76,30 +82,35 @@ def batch(
     name: str | None = None,
     outputs: str | None = None,
 ) -> Job:
-    """Let a cluster call `fn(*args)` by itself, with a pool of its own; this process, and this machine, need not stay.
+    """Let a cluster call `fn(*args)` by itself, with a pool of its own; this process, and this
+    machine, need not stay.
 
-    The call is handed in as a job of Ray's through the dashboard of the cluster. It runs on the head, in a process of its own;
-    `raypool.gcp()` is its pool there, whose workers are wherever the cluster has room. What it prints goes to the job's log.
-    The functions of modules that are not installed there have to be in the profile's `working_dir`.
+    The call is handed in as a job of Ray's through the dashboard of the cluster. It runs on the
+    head, in a process of its own; `raypool.gcp()` is its pool there, whose workers are wherever the
+    cluster has room. What it prints goes to the job's log. The functions of modules that are not
+    installed there have to be in the profile's `working_dir`.
 
     Args:
         fn: What to call. Use `functools.partial` for keyword arguments.
-        *args: What with. They travel with the job, to all its nodes: give large data by the address of where they lie.
-        pool: So many workers, or `(least, most)`, are opened before the call and end after it. None: no pool is opened; `fn` can
-            open one itself.
-        profile: Which cluster (`jobs_address`, `token_file`), and what the workers get; its name, or a `Profile`. "local": the
-            Ray of this machine that has a dashboard, as `ray start --head` starts one.
+        *args: What with. They travel with the job, to all its nodes: give large data by the address
+            of where they lie.
+        pool: So many workers, or `(least, most)`, are opened before the call and end after it.
+            None: no pool is opened; `fn` can open one itself.
+        profile: Which cluster (`jobs_address`, `token_file`), and what the workers get; its name,
+            or a `Profile`. "local": the Ray of this machine that has a dashboard, as `ray start
+            --head` starts one.
         name: What to call the job. None: as the function.
-        outputs: A folder or URL ("gs://bucket/folder", "s3://...", a path that all machines share) for what it returns, which
-            then is there as long as that place. None: the disk of the node that it ran on; there they are as long as the
-            cluster's Ray runs, and can be read with the cluster's token only.
+        outputs: A folder or URL ("gs://bucket/folder", "s3://...", a path that all machines share)
+            for what it returns, which then is there as long as that place. None: the disk of the
+            node that it ran on; there they are as long as the cluster's Ray runs, and can be read
+            with the cluster's token only.
 
     Returns:
         The job. `raypool.find_job(job.id)` gives it to another process.
 
     Raises:
-        ResourceError: The cluster could never have room for the pool. Where an autoscaler could make room, the job itself says so
-            if it could not.
+        ResourceError: The cluster could never have room for the pool. Where an autoscaler could
+            make room, the job itself says so if it could not.
         CloudError: The cluster does not answer, or refuses the job.
         SerializationError: The function or its arguments cannot travel.
         InvalidValueError, InvalidTypeError: An argument cannot work.
@@ -121,17 +132,28 @@ def batch(
     from raypool.cluster.jobs import KEY, Jobs, PackedCall, new_id
 
     if not callable(fn):
-        raise InvalidTypeError(f"{fn!r} is not a function, so that it cannot be called. Give it first: batch(fn, *args).")
+        raise InvalidTypeError(
+            f"{fn!r} is not a function, so that it cannot be called. Give it first: batch(fn,"
+            " *args)."
+        )
     checked_range(pool, "pool")
     settings = _checked_profile(profile)
     outputs = _checked_place(outputs)
-    nothing: dict[str, Any] = {"address": None, "jobs_address": None, "token_file": None, "tls": None, "working_dir": None}
-    as_there = dataclasses.replace(settings, packages=(), trace=None, **nothing)  # it is there already, and what is shipped, too
+    nothing: dict[str, Any] = {
+        "address": None,
+        "jobs_address": None,
+        "token_file": None,
+        "tls": None,
+        "working_dir": None,
+    }
+    # it is there already, and what is shipped, too
+    as_there = dataclasses.replace(settings, packages=(), trace=None, **nothing)
     body = snapshot(BatchCall(fn, args, pool, as_there), "a call to a cluster")
     if len(body) >= MOST_BYTES:
         raise CloudError(
-            f"The function and its arguments are {len(body) / 2**20:.0f} MiB, and at most {MOST_BYTES / 2**20:.0f} MiB can be "
-            "handed in with a job. Put the data where the cluster can read them, and give their address."
+            f"The function and its arguments are {len(body) / 2**20:.0f} MiB, and at most"
+            f" {MOST_BYTES / 2**20:.0f} MiB can be handed in with a job. Put the data where the"
+            " cluster can read them, and give their address."
         )
     jobs = Jobs(settings)
     _check_room(jobs, pool, settings)
@@ -143,7 +165,9 @@ def batch(
         (module / CALL).write_bytes(pickle.dumps((_versions(), job_id, key, outputs, body)))
         metadata = {KEY: key} | ({OUTPUTS: outputs} if outputs is not None else {})
         call = PackedCall(job_id, str(module), metadata)
-        jobs.submit([jobs.python, "-m", "raypool.batches"], name=name or function_name(fn), call=call)
+        jobs.submit(
+            [jobs.python, "-m", "raypool.batches"], name=name or function_name(fn), call=call
+        )
     return Job(jobs, jobs.look(job_id))
 
 
@@ -170,8 +194,8 @@ def _checked_profile(profile: str | Profile) -> Profile:
     settings = resolve_profile(profile, {})
     if settings.backend != "ray":
         raise InvalidValueError(
-            f"profile={profile!r} is this process itself, which a job is to outlive. It needs a Ray with a dashboard: that of a "
-            "cluster, or of `ray start --head` on this machine."
+            f"profile={profile!r} is this process itself, which a job is to outlive. It needs a Ray"
+            " with a dashboard: that of a cluster, or of `ray start --head` on this machine."
         )
     return settings
 
@@ -183,11 +207,19 @@ def _checked_place(outputs: str | None) -> str | None:
     if outputs is None:
         return None
     if not isinstance(outputs, str):
-        raise InvalidTypeError(f"outputs={outputs!r} is not a folder or URL, such as 'gs://bucket/folder'.")
+        raise InvalidTypeError(
+            f"outputs={outputs!r} is not a folder or URL, such as 'gs://bucket/folder'."
+        )
     if "://" not in outputs and not outputs.startswith("/"):
-        raise InvalidValueError(f"outputs={outputs!r} is neither a URL, such as 'gs://bucket/folder', nor a path from / on.")
+        raise InvalidValueError(
+            f"outputs={outputs!r} is neither a URL, such as 'gs://bucket/folder', nor a path from"
+            " / on."
+        )
     if urllib.parse.urlsplit(outputs).password is not None:
-        raise InvalidValueError("outputs= has a password in it, which the dashboard would show. Let the machines' account do.")
+        raise InvalidValueError(
+            "outputs= has a password in it, which the dashboard would show. Let the machines'"
+            " account do."
+        )
     filesystem(outputs, "outputs")
     return outputs.rstrip("/")
 
@@ -203,7 +235,10 @@ def _check_room(jobs: Jobs, pool: Workers | None, profile: Profile) -> None:
     least, _ = profile.sized(*checked_range(pool, "pool")) if pool is not None else (None, None)
     if least is None:
         return
-    nodes = [{"Resources": node["resources_total"], "Labels": node["labels"]} for node in jobs.dashboard.nodes()]
+    nodes = [
+        {"Resources": node["resources_total"], "Labels": node["labels"]}
+        for node in jobs.dashboard.nodes()
+    ]
     for kind in profile.kinds:
         demand = demand_of(kind, profile.gpus is not None, profile.workers_per_gpu, nodes)
         number = profile.listed.count(kind) or least
@@ -213,9 +248,9 @@ def _check_room(jobs: Jobs, pool: Workers | None, profile: Profile) -> None:
             each = ", ".join(f"{amount:g} {name}" for name, amount in demand.bundle.items())
             where = f"{len(nodes)} node{'s' if len(nodes) != 1 else ''}, no autoscaler"
             raise ResourceError(
-                f"The job's pool could never open: {number} workers are asked for, and the cluster has room for {room} "
-                f"({each} for each; {there:g} {demand.kind} on {where}). "
-                f"Ask for at most {room}, or for less for each worker.",
+                f"The job's pool could never open: {number} workers are asked for, and the cluster"
+                f" has room for {room} ({each} for each; {there:g} {demand.kind} on {where}). Ask"
+                f" for at most {room}, or for less for each worker.",
                 requested=number,
                 available=room,
                 holders=(),
@@ -257,7 +292,9 @@ class Job:
 
     @property
     def exit_code(self) -> int | None:
-        """With what its process has ended, negative after a signal; None before, and if it never began."""
+        """With what its process has ended, negative after a signal; None before, and if it never
+        began.
+        """
         return self._look().exit_code
 
     @property
@@ -267,26 +304,35 @@ class Job:
 
     @property
     def diary(self) -> str:
-        """What the function has printed so far, and whatever else its process has; what workers print stands in their futures.
+        """What the function has printed so far, and whatever else its process has; what workers
+        print stands in their futures.
 
         Source:
             MATLAB R2025b, diary of a parallel.Job.
         """
-        # Two lines are Ray's own; the second is written late, so that what a quick one prints may stand before it.
-        text = self._jobs.log(self.id).replace(f"Running entrypoint for job {self.id}: {self._info.command}\n", "", 1)
+        # Two lines are Ray's own; the second is written late, so that what a quick one prints may
+        # stand before it.
+        text = self._jobs.log(self.id).replace(
+            f"Running entrypoint for job {self.id}: {self._info.command}\n", "", 1
+        )
         first, _, rest = text.partition("\n")
         return rest if first.endswith("-- Runtime env is setting up.") else text
 
     @property
     def outputs_at(self) -> str:
-        """Where its outputs lie, or will: the folder or URL that was given, else where on its node."""
+        """Where its outputs lie, or will: the folder or URL that was given, else where on its
+        node.
+        """
         from raypool.cluster.jobs import OUTPUTS_FOLDER
 
         self._key()  # raises the error for a job without outputs
         place = self._info.metadata.get(OUTPUTS)
         if place is not None:
             return f"{place}/{self.id}"
-        return f"{OUTPUTS_FOLDER}/{self.id} in the folder of Ray's session on node {self._look().node or 'of the head'}"
+        return (
+            f"{OUTPUTS_FOLDER}/{self.id} in the folder of Ray's session on node"
+            f" {self._look().node or 'of the head'}"
+        )
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for its end, at most so long; return whether it has ended."""
@@ -306,7 +352,10 @@ class Job:
             CloudError: Its cluster does not answer, or does not have the outputs any more.
         """
         if not self.wait(timeout_s):
-            raise TimeoutError(f"Job {self.id} ({self.name}) has not ended after timeout_s={timeout_s:g}; it goes on.")
+            raise TimeoutError(
+                f"Job {self.id} ({self.name}) has not ended after timeout_s={timeout_s:g}; it"
+                " goes on."
+            )
         if self._info.state == "cancelled":
             raise CancelledError(f"Job {self.id} ({self.name}) was cancelled.")
         value, error = self._fetch()
@@ -339,7 +388,8 @@ class Job:
         key = self._info.metadata.get(KEY)
         if key is None:
             raise CloudError(
-                f"Job {self.id} has no outputs: it was not handed in by raypool.batch. What it printed is in its diary."
+                f"Job {self.id} has no outputs: it was not handed in by raypool.batch. What it"
+                " printed is in its diary."
             )
         return key
 
@@ -352,22 +402,24 @@ class Job:
             except FileNotFoundError:
                 if self._info.exit_code == 0:
                     raise CloudError(
-                        f"The outputs of job {self.id} are not there any more, or this machine does not see them: the job has "
-                        f"put them on {self.outputs_at}."
+                        f"The outputs of job {self.id} are not there any more, or this machine does"
+                        f" not see them: the job has put them on {self.outputs_at}."
                     ) from None
                 self._outcome = None, self._unsaid()
             else:
                 if (opened := _opened(key, data)) is None:
                     raise CloudError(
-                        f"What lies at {self.outputs_at} ({len(data)} bytes) is not what job {self.id} has written: its checksum "
-                        "is another one, and it was not opened. Either it has not arrived in whole (try again), or somebody has "
-                        "changed it."
+                        f"What lies at {self.outputs_at} ({len(data)} bytes) is not what job"
+                        f" {self.id} has written: its checksum is another one, and it was not"
+                        " opened. Either it has not arrived in whole (try again), or somebody has"
+                        " changed it."
                     )
                 self._outcome = self._unpickled(*opened)
         return self._outcome
 
     def _read(self) -> bytes:
-        """Read what lies at the place that was given, or else on the disk of its node: also if that place had failed there.
+        """Read what lies at the place that was given, or else on the disk of its node: also if that
+        place had failed there.
 
         Raises:
             FileNotFoundError: It is on neither.
@@ -389,14 +441,17 @@ class Job:
                 return self._jobs.dashboard.outputs(self._info.node, self.id)
         if isinstance(not_there, FileNotFoundError):
             raise not_there
-        raise CloudError(f"The outputs at {self.outputs_at} cannot be read from here: {not_there}.") from not_there
+        raise CloudError(
+            f"The outputs at {self.outputs_at} cannot be read from here: {not_there}."
+        ) from not_there
 
     def _unpickled(self, kind: str, body: memoryview) -> tuple[Any, BaseException | None]:
         from raypool.backends.ray.packing import unpack_failure
 
         if kind == "error":
             error, text = unpack_failure(bytes(body))
-            with contextlib.suppress(Exception):  # it is the user's class, and may refuse attributes
+            # it is the user's class, and may refuse attributes
+            with contextlib.suppress(Exception):
                 error.add_note(f"raypool: job {self.id} ({self.name})")
                 if error.__cause__ is None and text is not None:
                     error.__cause__ = RemoteTraceback(text)
@@ -405,8 +460,9 @@ class Job:
             return pickle.loads(body), None
         except Exception as error:
             raise SerializationError(
-                f"The outputs of job {self.id} have arrived but cannot be unpickled here ({type(error).__name__}: {error}). "
-                "Their classes must be importable in this process too, and Python be of the version there.",
+                f"The outputs of job {self.id} have arrived but cannot be unpickled here"
+                f" ({type(error).__name__}: {error}). Their classes must be importable in this"
+                " process too, and Python be of the version there.",
                 what="the outputs of a job",
             ) from error
 
@@ -414,18 +470,30 @@ class Job:
         """Return the error for a job that has left no outcome."""
         printed = self.diary.strip().splitlines()
         if self._info.exit_code is None:
-            return TaskError(f"Job {self.id} ({self.name}) could not be started: {self._info.message.strip()}")
-        if any("No module named 'raypool'" in line or "No module named raypool" in line for line in printed):
-            hint = "Raypool is not installed there: install it on the cluster, or name it in the profile's packages."
+            return TaskError(
+                f"Job {self.id} ({self.name}) could not be started: {self._info.message.strip()}"
+            )
+        if any(
+            "No module named 'raypool'" in line or "No module named raypool" in line
+            for line in printed
+        ):
+            hint = (
+                "Raypool is not installed there: install it on the cluster, or name it in the"
+                " profile's packages."
+            )
         else:
-            hint = "Something has killed it, or ended its process. It printed last: " + " / ".join(printed[-3:])
+            hint = "Something has killed it, or ended its process. It printed last: " + " / ".join(
+                printed[-3:]
+            )
         return TaskError(
-            f"Job {self.id} ({self.name}) has ended with exit code {self._info.exit_code} and has left nothing. {hint}"
+            f"Job {self.id} ({self.name}) has ended with exit code {self._info.exit_code} and has"
+            f" left nothing. {hint}"
         )
 
 
 def _sealed(key: str, kind: str, body: bytes) -> bytes:
-    """Return a file for what a job leaves, a "value" or an "error": a line with the kind and the checksum, and the body.
+    """Return a file for what a job leaves, a "value" or an "error": a line with the kind and the
+    checksum, and the body.
 
     Example:
         >>> _opened("key", _sealed("key", "value", b"abc"))[0]
@@ -437,7 +505,9 @@ def _sealed(key: str, kind: str, body: bytes) -> bytes:
 
 
 def _opened(key: str, data: bytes) -> tuple[str, memoryview] | None:
-    """Return the kind and the body of what was sealed; None if this is not what was sealed with this key."""
+    """Return the kind and the body of what was sealed; None if this is not what was sealed with
+    this key.
+    """
     line = data[: data.find(b"\n") + 1]
     kind, body = line.partition(b" ")[0].decode(errors="replace"), memoryview(data)[len(line) :]
     expected = f"{kind} {_checksum(key, kind, body)}\n"
@@ -450,7 +520,7 @@ def _checksum(key: str, kind: str, body: bytes | memoryview) -> str:
     return checksum.hexdigest()
 
 
-# --- part that runs on the cluster ------------------------------------------------------------------------------------
+# --- part that runs on the cluster ----------------------------------------------------------------
 
 
 def run() -> Any:
@@ -460,7 +530,9 @@ def run() -> Any:
     from raypool.worker.runner import finished
 
     join_ray(None)
-    versions, job_id, key, outputs, body = pickle.loads(importlib.resources.files(CALL).joinpath(CALL).read_bytes())
+    versions, job_id, key, outputs, body = pickle.loads(
+        importlib.resources.files(CALL).joinpath(CALL).read_bytes()
+    )
     place: str | None = None
     code: Any = 1
     try:
@@ -468,7 +540,11 @@ def run() -> Any:
         if outputs is not None:
             _try_out(outputs, job_id)
         place = outputs
-        with parpool(call.pool, profile=call.profile) if call.pool is not None else contextlib.nullcontext():
+        with (
+            parpool(call.pool, profile=call.profile)
+            if call.pool is not None
+            else contextlib.nullcontext()
+        ):
             value = finished(call.fn(*call.args))
         outcome, code = _sealed(key, "value", snapshot(value, "a result back")), 0
     except SystemExit as error:
@@ -482,28 +558,39 @@ def run() -> Any:
 
 
 def _versions() -> dict[str, str]:
-    """Return what has to be the same on both sides: functions travel as code of one version of Python."""
-    return {"Python": f"{sys.version_info.major}.{sys.version_info.minor}", "raypool": version("raypool")}
+    """Return what has to be the same on both sides: functions travel as code of one version of
+    Python.
+    """
+    return {
+        "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "raypool": version("raypool"),
+    }
 
 
 def _loaded(body: bytes, theirs: dict[str, str]) -> BatchCall:
     """Return a call that was packed by these versions.
 
     Raises:
-        CloudError: Python or raypool is of another version here, or a module of the function's is missing.
+        CloudError: Python or raypool is of another version here, or a module of the function's is
+            missing.
     """
     ours = _versions()
     if theirs != ours:
-        words = ", ".join(f"{name} {theirs[name]} there and {ours[name]} here" for name in ours if theirs[name] != ours[name])
+        words = ", ".join(
+            f"{name} {theirs[name]} there and {ours[name]} here"
+            for name in ours
+            if theirs[name] != ours[name]
+        )
         raise CloudError(
-            f"A function and its outputs travel between the same versions only: {words}. Install the same on both sides."
+            f"A function and its outputs travel between the same versions only: {words}. Install"
+            " the same on both sides."
         )
     try:
         return pickle.loads(body)  # type: ignore[no-any-return]
     except ImportError as error:
         raise CloudError(
-            f"The function cannot be loaded on the cluster: {error}. Ship the folder that has the module with the profile's "
-            "working_dir, or name the package in its packages."
+            f"The function cannot be loaded on the cluster: {error}. Ship the folder that has the"
+            " module with the profile's working_dir, or name the package in its packages."
         ) from error
 
 
@@ -518,8 +605,9 @@ def _try_out(place: str, job_id: str) -> None:
         files.delete_file(name)
     except Exception as error:
         raise CloudError(
-            f"The function was not called: its outputs are to go to {place}, where the cluster cannot write: {error}. "
-            "Make sure that the place exists, and that the account of the machines may write there."
+            f"The function was not called: its outputs are to go to {place}, where the cluster"
+            f" cannot write: {error}. Make sure that the place exists, and that the account of the"
+            " machines may write there."
         ) from error
 
 
@@ -532,7 +620,10 @@ def _leave(data: bytes, job_id: str, place: str | None) -> None:
             _put(data, job_id, place)
         except Exception:
             traceback.print_exc()
-            sys.stderr.write(f"raypool: {place} could be written to before, and cannot now; what comes is left on this node\n")
+            sys.stderr.write(
+                f"raypool: {place} could be written to before, and cannot now; what comes is left"
+                " on this node\n"
+            )
         else:
             return
     draft = make_outputs_folder() / f"{job_id}.draft"

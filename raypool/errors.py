@@ -1,4 +1,5 @@
-"""All errors of raypool, in one tree; reasons of failed tasks; checks of extras and of whole numbers.
+"""All errors of raypool, in one tree; reasons of failed tasks; checks of extras and of whole
+numbers.
 
 ::
 
@@ -23,14 +24,14 @@
     ├── CloudError           a cluster file, job or node request was refused
     └── InternalError        raypool's own mistake
 
-`TaskCancelled` is not in the tree: it is raised inside a task that is cancelled while it runs, and is a `BaseException`, so
-that ``except Exception`` does not catch it.
+`TaskCancelled` is not in the tree: it is raised inside a task that is cancelled while it runs, and
+is a `BaseException`, so that ``except Exception`` does not catch it.
 
-Exceptions of the user's own are raised as themselves, never wrapped. `TaskTimeoutError` is deliberately no
-`TimeoutError`, which means that a *wait* ran out while the task continues.
+Exceptions of the user's own are raised as themselves, never wrapped. `TaskTimeoutError` is
+deliberately no `TimeoutError`, which means that a *wait* ran out while the task continues.
 
-A message states the fact with its numbers, then the likely cause, then the next step. Fields are keyword-only and survive
-pickling.
+A message states the fact with its numbers, then the likely cause, then the next step. Fields are
+keyword-only and survive pickling.
 """
 
 from __future__ import annotations
@@ -110,7 +111,9 @@ class InvalidTypeError(RaypoolError, TypeError):
 
 
 class ResourceError(RaypoolError):
-    """More was asked for than there is: `.requested`, `.available` (counts) and `.holders` (who has the rest)."""
+    """More was asked for than there is: `.requested`, `.available` (counts) and `.holders` (who has
+    the rest).
+    """
 
     requested: float
     available: float
@@ -118,7 +121,9 @@ class ResourceError(RaypoolError):
 
 
 class StartupError(RaypoolError, BrokenExecutor):
-    """A worker did not come up in time, or failed its check at the start; nothing of the pool is left behind."""
+    """A worker did not come up in time, or failed its check at the start; nothing of the pool is
+    left behind.
+    """
 
 
 class PoolClosedError(RaypoolError, RuntimeError):
@@ -134,24 +139,32 @@ class QueueClosedError(RaypoolError, RuntimeError):
 
 
 class JournalError(RaypoolError):
-    """The folder of a durable run (`.run_dir`) is in use, was made for something else, or cannot be written."""
+    """The folder of a durable run (`.run_dir`) is in use, was made for something else, or cannot be
+    written.
+    """
 
     run_dir: str
 
 
 class TaskError(RaypoolError):
-    """A task ended without a value, and without an exception that could be brought back as itself."""
+    """A task ended without a value, and without an exception that could be brought back as
+    itself.
+    """
 
 
 class WorkerLostError(TaskError):
-    """The worker died while it ran the task, and the retries are used up: `.reason` (a `LossReason`), `.attempts`."""
+    """The worker died while it ran the task, and the retries are used up: `.reason` (a
+    `LossReason`), `.attempts`.
+    """
 
     reason: LossReason
     attempts: int
 
 
 class SerializationError(TaskError, PicklingError):
-    """A function, argument, result or exception could not travel between processes; `.what` names the culprit."""
+    """A function, argument, result or exception could not travel between processes; `.what` names
+    the culprit.
+    """
 
     what: str
 
@@ -161,9 +174,11 @@ class TaskTimeoutError(TaskError):
 
 
 class SpmdError(RaypoolError):
-    """Some ranks of an spmd call failed: `.failures` maps rank to exception, `.first_rank` is the one that failed first.
+    """Some ranks of an spmd call failed: `.failures` maps rank to exception, `.first_rank` is the
+    one that failed first.
 
-    Its `__cause__` is the exception of that rank. Ranks that were ended because of it are not among the failures.
+    Its `__cause__` is the exception of that rank. Ranks that were ended because of it are not among
+    the failures.
     """
 
     failures: dict[int, BaseException]
@@ -177,7 +192,9 @@ class CollectiveError(RaypoolError):
 
 
 class CompositeError(RaypoolError, IndexError):
-    """A part of a `Composite` is not there: it was never set, or its worker is gone. `.rank` is whose part it is."""
+    """A part of a `Composite` is not there: it was never set, or its worker is gone. `.rank` is
+    whose part it is.
+    """
 
     rank: int
 
@@ -185,8 +202,9 @@ class CompositeError(RaypoolError, IndexError):
 class RankInterrupted(RaypoolError):
     """A rank of an spmd call was ended because another one had failed, or the time was up.
 
-    `.at_hand` says which operation it was in, its number among the context's (0: none of these), and with
-    which other rank (None: with all); None if it was in none. `.place` is the line that it was at.
+    `.at_hand` says which operation it was in, its number among the context's (0: none of these),
+    and with which other rank (None: with all); None if it was in none. `.place` is the line that it
+    was at.
     """
 
     at_hand: tuple[str, int, int | None] | None
@@ -194,10 +212,12 @@ class RankInterrupted(RaypoolError):
 
 
 class TrainingError(RaypoolError):
-    """A training has failed: `.failures` maps rank to exception, `.first_rank` is the one that failed first.
+    """A training has failed: `.failures` maps rank to exception, `.first_rank` is the one that
+    failed first.
 
-    Its `__cause__` is the exception of that rank. `.result` is a `TrainingResult` with what was reported, and with
-    the last checkpoint, from which another run can resume (`RunOptions(start_from=error.result.checkpoint)`).
+    Its `__cause__` is the exception of that rank. `.result` is a `TrainingResult` with what was
+    reported, and with the last checkpoint, from which another run can resume
+    (`RunOptions(start_from=error.result.checkpoint)`).
     """
 
     failures: dict[int, BaseException]
@@ -210,21 +230,26 @@ class CloudError(RaypoolError):
 
 
 class InternalError(RaypoolError):
-    """Raypool's own mistake. `.story` holds the last events about the task or worker; report it with that."""
+    """Raypool's own mistake. `.story` holds the last events about the task or worker; report it
+    with that.
+    """
 
     story: tuple[str, ...]
 
 
 class TaskCancelled(BaseException):
-    """Raised inside a task that somebody cancels while it runs, or whose time is up, wherever it is in Python code.
+    """Raised inside a task that somebody cancels while it runs, or whose time is up, wherever it is
+    in Python code.
 
-    A task may tidy up in a ``finally`` clause. One that catches this and goes on is killed with its worker after
-    `cancel_grace_s`.
+    A task may tidy up in a ``finally`` clause. One that catches this and goes on is killed with its
+    worker after `cancel_grace_s`.
     """
 
 
 class RemoteTraceback(Exception):
-    """The traceback of an exception in a worker, as text; stands as the `__cause__` of the exception raised here."""
+    """The traceback of an exception in a worker, as text; stands as the `__cause__` of the
+    exception raised here.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -234,17 +259,19 @@ class RemoteTraceback(Exception):
         return f'\n"""\n{self.text}"""'
 
 
-# --- pickling of exceptions -------------------------------------------------------------------------------------------
+# --- pickling of exceptions -----------------------------------------------------------------------
 
 IS_HEAP_TYPE = 1 << 9
 """Set in `__flags__` of classes that are not built into Python (Py_TPFLAGS_HEAPTYPE)."""
 
 
 def reduced(error: BaseException) -> Any:
-    """Return what to pickle of an exception (see `object.__reduce__`), so that its class need not take back what it holds.
+    """Return what to pickle of an exception (see `object.__reduce__`), so that its class need not
+    take back what it holds.
 
-    Python would call the class with `error.args`: a constructor with other arguments fails then, or makes another text of the one
-    that is there. `NotImplemented` where Python's way is right: for its own classes, and for those that say how they are pickled.
+    Python would call the class with `error.args`: a constructor with other arguments fails then, or
+    makes another text of the one that is there. `NotImplemented` where Python's way is right: for
+    its own classes, and for those that say how they are pickled.
     """
     kind = type(error)
     if not kind.__flags__ & IS_HEAP_TYPE or kind in copyreg.dispatch_table:
@@ -280,7 +307,11 @@ class Portable:
         if way is NotImplemented:
             return self._error.__reduce_ex__(5)
         (kind, args), fields = way[1], way[2:]
-        return remade, (kind, _portable(args)), *({name: _portable(value) for name, value in each.items()} for each in fields)
+        return (
+            remade,
+            (kind, _portable(args)),
+            *({name: _portable(value) for name, value in each.items()} for each in fields),
+        )
 
 
 def _portable(value: Any) -> Any:
@@ -290,7 +321,7 @@ def _portable(value: Any) -> Any:
     return type(value)(map(_portable, value)) if type(value) in (list, tuple) else value
 
 
-# --- reasons of failures ----------------------------------------------------------------------------------------------
+# --- reasons of failures --------------------------------------------------------------------------
 
 GPU_OUT_OF_MEMORY = "gpu out of memory"
 OUT_OF_MEMORY = LossReason.OUT_OF_MEMORY.value
@@ -316,7 +347,9 @@ GPU_WORDS = (
     "_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_NOT_ENOUGH",
 )
-"""What libraries of CUDA's and ROCm's say by other exceptions, when a GPU has no memory left for them."""
+"""What libraries of CUDA's and ROCm's say by other exceptions, when a GPU has no memory left for
+them.
+"""
 
 HOST_WORDS = ("DefaultCPUAllocator: ", "Cannot allocate memory")
 """What torch, and the operating system, say when the machine has no memory left for them."""
@@ -325,9 +358,10 @@ HOST_WORDS = ("DefaultCPUAllocator: ", "Cannot allocate memory")
 def reason_of(error: BaseException) -> str:
     """Return why a task has failed that has raised this.
 
-    "gpu out of memory", "out of memory" (of the machine, or by `memory_bytes`), "timeout", "cancelled"; one of the values of
-    `LossReason` for a worker that was lost ("process ended", "node lost" and so on); for anything else "error". A call on several
-    ranks has the reason of the one that failed first.
+    "gpu out of memory", "out of memory" (of the machine, or by `memory_bytes`), "timeout",
+    "cancelled"; one of the values of `LossReason` for a worker that was lost ("process ended",
+    "node lost" and so on); for anything else "error". A call on several ranks has the reason of the
+    one that failed first.
 
     Example:
         >>> reason_of(MemoryError()), reason_of(RuntimeError("CUDA error: out of memory")), reason_of(KeyError("a"))
@@ -348,7 +382,10 @@ def reason_of(error: BaseException) -> str:
 def is_gpu_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that a GPU had no memory left; torch is not imported for that."""
     for kind in type(error).__mro__:
-        if kind.__name__ == "OutOfMemoryError" and kind.__module__.partition(".")[0] in GPU_LIBRARIES:
+        if (
+            kind.__name__ == "OutOfMemoryError"
+            and kind.__module__.partition(".")[0] in GPU_LIBRARIES
+        ):
             return True
     return isinstance(error, RuntimeError) and _says(error, GPU_WORDS)
 
@@ -370,7 +407,7 @@ def _says(error: BaseException, words: tuple[str, ...]) -> bool:
     return any(word in text for word in words)
 
 
-# --- extras of the package --------------------------------------------------------------------------------------------
+# --- extras of the package ------------------------------------------------------------------------
 
 PACKAGES = {"jinja2": "Jinja2", "sklearn": "scikit-learn"}
 """How pip calls modules that have another name there."""
@@ -398,15 +435,17 @@ def check_installed(extra: str, what: str, *modules: str) -> None:
         names = " and ".join(PACKAGES.get(name, name) for name in missing)
         verb = "is" if len(missing) == 1 else "are"
         raise ModuleNotFoundError(
-            f'{what} needs {names}, which {verb} not installed: pip install "raypool[{extra}]"', name=missing[0]
+            f'{what} needs {names}, which {verb} not installed: pip install "raypool[{extra}]"',
+            name=missing[0],
         )
 
 
-# --- whole numbers ----------------------------------------------------------------------------------------------------
+# --- whole numbers --------------------------------------------------------------------------------
 
 
 def whole_number(value: Any) -> int | None:
-    """Return a whole number (Python's, NumPy's, anything that is an index, but no bool) as `int`; else None.
+    """Return a whole number (Python's, NumPy's, anything that is an index, but no bool) as `int`;
+    else None.
 
     Example:
         >>> import numpy as np
@@ -414,7 +453,8 @@ def whole_number(value: Any) -> int | None:
         (3, None, None, None)
     """
     dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", ())
-    if isinstance(value, bool) or str(dtype).endswith("bool") or shape != ():  # torch takes bools and [3] for an index
+    # torch takes bools and [3] for an index
+    if isinstance(value, bool) or str(dtype).endswith("bool") or shape != ():
         return None
     try:
         return operator.index(value)

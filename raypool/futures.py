@@ -25,7 +25,14 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, ParamSpec, Pr
 from raypool.channel.feed import Feed
 from raypool.channel.queues import check_timeout
 from raypool.channel.records import Missing, Values
-from raypool.errors import CANCELLED, InvalidTypeError, InvalidValueError, TaskCancelled, reason_of, whole_number
+from raypool.errors import (
+    CANCELLED,
+    InvalidTypeError,
+    InvalidValueError,
+    TaskCancelled,
+    reason_of,
+    whole_number,
+)
 from raypool.worker.running import in_task
 
 if TYPE_CHECKING:
@@ -34,14 +41,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-# --- lean base class of futures ---------------------------------------------------------------------------------------
+# --- lean base class of futures -------------------------------------------------------------------
 
 
 class Meeting:
     """The lock of a future, and the lists of those that wait for it or are to be called.
 
-    It stands in for a `threading.Condition`, which takes ten times as much memory; it makes one once a
-    thread waits for this future.
+    It stands in for a `threading.Condition`, which takes ten times as much memory; it makes one
+    once a thread waits for this future.
     """
 
     __slots__ = ("_awaited", "_lock", "callbacks", "waiters")
@@ -129,11 +136,13 @@ ENDED = frozenset({IS_CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED})
 logger = logging.getLogger("raypool")
 
 
-# --- future of a task -------------------------------------------------------------------------------------------------
+# --- future of a task -----------------------------------------------------------------------------
 
 
 class Deferred:
-    """One of these values, brought here when somebody asks for it, and from then on nowhere else: who drops it, frees it."""
+    """One of these values, brought here when somebody asks for it, and from then on nowhere else:
+    who drops it, frees it.
+    """
 
     __slots__ = ("_position", "_value", "_values")
 
@@ -167,13 +176,15 @@ class Owner(Protocol):
 
 
 class Future(LeanFuture[T], Generic[T]):
-    """The handle of one task: a `concurrent.futures.Future` that also knows the task's state, metrics and output.
+    """The handle of one task: a `concurrent.futures.Future` that also knows the task's state,
+    metrics and output.
 
-    `concurrent.futures.wait` and `as_completed`, `asyncio.wrap_future` and `add_done_callback` take it as it is, and a coroutine
-    may `await` it. Its callbacks run in the pool's own thread, in which nothing else runs meanwhile: keep them short. Futures of
-    the same pool that have not ended cannot be waited for there: `result`, `fetch_next` and the like raise an error, but
-    `concurrent.futures.wait` and `as_completed` would wait forever. The functions of `after_each` and `after_all` may wait for
-    them.
+    `concurrent.futures.wait` and `as_completed`, `asyncio.wrap_future` and `add_done_callback` take
+    it as it is, and a coroutine may `await` it. Its callbacks run in the pool's own thread, in
+    which nothing else runs meanwhile: keep them short. Futures of the same pool that have not ended
+    cannot be waited for there: `result`, `fetch_next` and the like raise an error, but
+    `concurrent.futures.wait` and `as_completed` would wait forever. The functions of `after_each`
+    and `after_all` may wait for them.
 
     Attributes:
         name: What the caller named the work, or the function's name.
@@ -182,11 +193,11 @@ class Future(LeanFuture[T], Generic[T]):
         started_at: When its (last) run began, None before.
         finished_at: When it ended, None before.
         stop_requested: Whether `request_stop` was called.
-        worker_replaced: Whether its cancellation has cost the worker. False: the task has stopped, and the worker continues.
-            True: it did not stop in time, and was killed with its worker, which is replaced. None: not known yet, or it was
-            not cancelled while it ran.
-        peak_memory_bytes: The most that its worker had of its (first) GPU's memory while it ran [bytes]; None before its end,
-            or if it had none.
+        worker_replaced: Whether its cancellation has cost the worker. False: the task has stopped,
+            and the worker continues. True: it did not stop in time, and was killed with its worker,
+            which is replaced. None: not known yet, or it was not cancelled while it ran.
+        peak_memory_bytes: The most that its worker had of its (first) GPU's memory while it ran
+            [bytes]; None before its end, or if it had none.
         read: Whether `fetch_next` or `fetch_outputs` has delivered it.
     """
 
@@ -223,15 +234,19 @@ class Future(LeanFuture[T], Generic[T]):
         self.read = False
         self.duration_s: float | None = None
         self.peak_memory_bytes: int | None = None
-        self._unopened: BaseException | Literal[False] | None = None  # why its value can't be opened; None: not tried
+        # why its value can't be opened; None: not tried
+        self._unopened: BaseException | Literal[False] | None = None
         self.stop_requested = False
         self.worker_replaced: bool | None = None
-        self.on_ask = on_ask  # the pool's own: told of a cancellation, and of a wish for an early end
+        # the pool's own: told of a cancellation, and of a wish for an early end
+        self.on_ask = on_ask
         self.owners: tuple[Owner, ...] = ()  # likewise: who must not wait for it
         self.task_id = -1  # likewise
         self.feed: Feed | None = None  # likewise: made when the task says something
-        self.catch_up: Callable[[], Feed | None] | None = None  # likewise: waits for what it said before it ended
-        self.whole: Future[Any] | None = None  # likewise: what this is only a part of, and what is shown instead
+        # likewise: waits for what it said before it ended
+        self.catch_up: Callable[[], Feed | None] | None = None
+        # likewise: what this is only a part of, and what is shown instead
+        self.whole: Future[Any] | None = None
         self._is_notified = False
 
     @property
@@ -257,7 +272,8 @@ class Future(LeanFuture[T], Generic[T]):
 
     @property
     def reason(self) -> str | None:
-        """Why it has no value, in a word or two, such as "cancelled" or "gpu out of memory"; None until then, or if it has one.
+        """Why it has no value, in a word or two, such as "cancelled" or "gpu out of memory"; None
+        until then, or if it has one.
 
         See `raypool.errors.reason_of` for all reasons. Never waits.
         """
@@ -277,8 +293,9 @@ class Future(LeanFuture[T], Generic[T]):
     def metrics(self) -> pd.DataFrame:
         """What the task has reported so far (`raypool.report`), all of it once it has ended.
 
-        A row for each report, in order: `time` (UTC), `attempt`, then the metrics in the order in which they first appear. A
-        metric that is called like one of those two is in "reported_NAME". Empty if it has reported nothing.
+        A row for each report, in order: `time` (UTC), `attempt`, then the metrics in the order in
+        which they first appear. A metric that is called like one of those two is in
+        "reported_NAME". Empty if it has reported nothing.
 
         Example:
             >>> from raypool import parpool, report
@@ -291,12 +308,15 @@ class Future(LeanFuture[T], Generic[T]):
 
     @property
     def diary(self) -> str:
-        """What the task has printed so far, to `sys.stdout` and `sys.stderr` alike; all of it once it has ended.
+        """What the task has printed so far, to `sys.stdout` and `sys.stderr` alike; all of it once
+        it has ended.
 
-        A task that runs again (its worker was lost, perhaps by another task in the same call, or by `retry_on`) has what it
-        printed each time; the line "[raypool: it runs again]" stands between. The newest MiB is kept; a first line says how much
-        is missing before that. On Ray it is what the whole worker process writes from Python, in whatever thread; with "threads"
-        and "inline", what the task's own thread writes. What native code prints by itself is not in it.
+        A task that runs again (its worker was lost, perhaps by another task in the same call, or by
+        `retry_on`) has what it printed each time; the line "[raypool: it runs again]" stands
+        between. The newest MiB is kept; a first line says how much is missing before that. On Ray
+        it is what the whole worker process writes from Python, in whatever thread; with "threads"
+        and "inline", what the task's own thread writes. What native code prints by itself is not in
+        it.
 
         Source:
             MATLAB R2025b, Diary of a parallel.Future.
@@ -321,25 +341,28 @@ class Future(LeanFuture[T], Generic[T]):
         Raises:
             TimeoutError: It has not ended by then; it keeps running.
             concurrent.futures.CancelledError: It was cancelled.
-            InvalidValueError: It has not ended, and this is a callback of its own pool, which would wait for itself.
+            InvalidValueError: It has not ended, and this is a callback of its own pool, which would
+                wait for itself.
             Exception: What the task raised, as itself.
         """
         error = None
         try:
-            # Not the base's `result`, which before Python 3.14 takes an error that is false for none.
+            # Not the base's `result`, which before Python 3.14 takes an error that is false for
+            # none.
             error = self.exception(timeout)
             if error is not None:
                 raise error
             value: Any = self._result
             return value.fetch() if type(value) is Deferred else value  # type: ignore[no-any-return]
         finally:
-            del self, error  # else the error's traceback would hold them, and they the error: a cycle
+            # else the error's traceback would hold them, and they the error: a cycle
+            del self, error
 
     def __await__(self) -> Generator[Any, None, T]:
         """Wait for the result in an asyncio program, whose event loop goes on meanwhile.
 
-        As with `asyncio.wrap_future`: if the coroutine that waits is cancelled, so is this. A value that is still elsewhere is
-        fetched and opened in another thread.
+        As with `asyncio.wrap_future`: if the coroutine that waits is cancelled, so is this. A value
+        that is still elsewhere is fetched and opened in another thread.
 
         Example:
             >>> import asyncio
@@ -376,7 +399,8 @@ class Future(LeanFuture[T], Generic[T]):
         return self.result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return the exception that the task ended with, None if it ended well, waiting at most `timeout` seconds.
+        """Return the exception that the task ended with, None if it ended well, waiting at most
+        `timeout` seconds.
 
         A value that has arrived and cannot be unpickled here counts as a `SerializationError`.
         """
@@ -388,7 +412,8 @@ class Future(LeanFuture[T], Generic[T]):
         return self._either(error)
 
     def _get_snapshot(self) -> tuple[bool, bool, T | None, BaseException | None]:
-        """Return what asyncio asks for from Python 3.14 on: whether it is done, and cancelled, its result and its exception.
+        """Return what asyncio asks for from Python 3.14 on: whether it is done, and cancelled, its
+        result and its exception.
 
         The base's would hand out what stands for a value that is still elsewhere.
         """
@@ -400,7 +425,8 @@ class Future(LeanFuture[T], Generic[T]):
         return True, False, None if error is not None else self.result(), error
 
     def check_wait(self, timeout: float | None) -> None:
-        """Make sure that this thread does not wait for what only it can bring to an end. For the pool, while that is to come.
+        """Make sure that this thread does not wait for what only it can bring to an end. For the
+        pool, while that is to come.
 
         Raises:
             InvalidValueError: It would, forever or until the time is up.
@@ -410,12 +436,15 @@ class Future(LeanFuture[T], Generic[T]):
         for owner in self.owners:
             if owner.is_own_thread:
                 raise InvalidValueError(
-                    f"{self.name!r} cannot be waited for here: this is the thread of its own pool (the callback of a future runs "
-                    "in it, say), which would wait for itself. Use raypool.after_each, or another thread."
+                    f"{self.name!r} cannot be waited for here: this is the thread of its own pool"
+                    " (the callback of a future runs in it, say), which would wait for itself. Use"
+                    " raypool.after_each, or another thread."
                 )
 
     def _either(self, error: BaseException | None) -> BaseException | None:
-        """Return the error of the task, or why its value cannot be opened; an error may be false, one of `len` 0, say."""
+        """Return the error of the task, or why its value cannot be opened; an error may be false,
+        one of `len` 0, say.
+        """
         if error is not None or self._unopened is False:
             return error
         return self._unopened
@@ -428,22 +457,28 @@ class Future(LeanFuture[T], Generic[T]):
             return self.set_running_or_notify_cancel()
 
     def notify_cancelled(self) -> None:
-        """Tell those who wait for several futures that this one is cancelled; twice does nothing. For the pool."""
+        """Tell those who wait for several futures that this one is cancelled; twice does nothing.
+        For the pool.
+        """
         with self._condition:
             if not self._is_notified:
                 self._is_notified = True
                 self.set_running_or_notify_cancel()
 
     def add_done_callback(self, fn: Callable[[concurrent.futures.Future[T]], object]) -> None:
-        """Call `fn(self)` when it has ended, at once if it has; what `fn` raises is logged and otherwise ignored."""
+        """Call `fn(self)` when it has ended, at once if it has; what `fn` raises is logged and
+        otherwise ignored.
+        """
         super().add_done_callback(functools.partial(_call_back, fn))
 
     def cancel(self) -> bool:
         """Cancel it, also while it runs; return whether it is cancelled.
 
-        For everybody here it is cancelled at once, and what it may still return is dropped. One that runs is interrupted where it
-        is in its Python code (`TaskCancelled` is raised there), and its worker takes the next task. If it has not ended after the
-        profile's `cancel_grace_s`, it is killed, and its worker replaced on the same GPU: `worker_replaced` says which it was.
+        For everybody here it is cancelled at once, and what it may still return is dropped. One
+        that runs is interrupted where it is in its Python code (`TaskCancelled` is raised there),
+        and its worker takes the next task. If it has not ended after the profile's
+        `cancel_grace_s`, it is killed, and its worker replaced on the same GPU: `worker_replaced`
+        says which it was.
         """
         with self._condition:
             if self.cancelled():
@@ -456,7 +491,9 @@ class Future(LeanFuture[T], Generic[T]):
         return True
 
     def _turn_cancelled(self) -> bool:
-        """Do what the standard library does for a future that waits, also for one that runs; its callbacks find it complete."""
+        """Do what the standard library does for a future that waits, also for one that runs; its
+        callbacks find it complete.
+        """
         if self._state == PENDING:
             self._state = IS_CANCELLED
         elif self._state == RUNNING and self.on_ask is not None:
@@ -471,10 +508,12 @@ class Future(LeanFuture[T], Generic[T]):
         return True
 
     def request_stop(self) -> bool:
-        """Ask the task to end early by itself: `current_task().should_stop` becomes true in it, and what it returns then counts.
+        """Ask the task to end early by itself: `current_task().should_stop` becomes true in it, and
+        what it returns then counts.
 
         Returns:
-            Whether it had not ended. One that waits still runs, and finds the wish from its first line on.
+            Whether it had not ended. One that waits still runs, and finds the wish from its first
+            line on.
 
         Example:
             >>> from raypool import current_task, parpool
@@ -502,7 +541,9 @@ class Future(LeanFuture[T], Generic[T]):
         return f"<Future {self.name!r}: {self.state}{where}>"
 
     def __reduce__(self) -> Any:
-        raise InvalidTypeError("A future belongs to the process that made it. Send its result instead.")
+        raise InvalidTypeError(
+            "A future belongs to the process that made it. Send its result instead."
+        )
 
 
 def _call_back(fn: Callable[[Any], object], future: Any) -> None:
@@ -510,7 +551,8 @@ def _call_back(fn: Callable[[Any], object], future: Any) -> None:
         fn(future)
     except Exception:
         raise  # the standard library logs it
-    except BaseException as error:  # which it lets through, into the thread of the pool: that of `future.result()`, say
+    except BaseException as error:
+        # which it lets through, into the thread of the pool: that of `future.result()`, say
         if isinstance(error, TaskCancelled) and in_task():
             raise  # in a serial pool of a task: it means the task
         logger.exception("A callback of %r has failed.", future)
@@ -531,7 +573,7 @@ def owners_of(futures: Iterable[Future[Any]]) -> tuple[Owner, ...]:
     return tuple(dict.fromkeys(owner for future in futures for owner in future.owners))
 
 
-# --- several futures as one -------------------------------------------------------------------------------------------
+# --- several futures as one -----------------------------------------------------------------------
 
 
 def _joined_feed(futures: Sequence[Future[Any]]) -> Feed:
@@ -542,7 +584,9 @@ def _joined_feed(futures: Sequence[Future[Any]]) -> Feed:
 
 
 class _Whole(Future[list[Any]]):
-    """A future of the results of others, its parts; it runs when one of them does, and until the last has ended."""
+    """A future of the results of others, its parts; it runs when one of them does, and until the
+    last has ended.
+    """
 
     parts: Sequence[Future[Any]] = ()
 
@@ -552,7 +596,9 @@ class _Whole(Future[list[Any]]):
 
 
 class _Gathered:
-    """The results of futures that have ended well, brought here when somebody asks, and not in the thread of the pool."""
+    """The results of futures that have ended well, brought here when somebody asks, and not in the
+    thread of the pool.
+    """
 
     __slots__ = ("_futures",)
 
@@ -565,7 +611,9 @@ class _Gathered:
 
 
 def _first_error(futures: Sequence[Future[Any]]) -> BaseException | None:
-    """Return the first error of these, which have ended, as far as it is known without a look at their values."""
+    """Return the first error of these, which have ended, as far as it is known without a look at
+    their values.
+    """
     for future in futures:
         error = CancelledError() if future.cancelled() else future.error
         if error is not None:
@@ -574,13 +622,16 @@ def _first_error(futures: Sequence[Future[Any]]) -> BaseException | None:
 
 
 def cancel_each(futures: Reversible[Future[Any]]) -> None:
-    """Cancel those that have not ended, the last first: a worker that becomes free would begin with the next that waits."""
+    """Cancel those that have not ended, the last first: a worker that becomes free would begin with
+    the next that waits.
+    """
     for future in reversed(futures):
         future.cancel()
 
 
 def gather(futures: Sequence[Future[Any]], name: str) -> Future[list[Any]]:
-    """Return a future of all their results, in this order; it fails with the first of their errors when all have ended.
+    """Return a future of all their results, in this order; it fails with the first of their errors
+    when all have ended.
 
     Its metrics and its diary are theirs, those of one after those of the other.
     """
@@ -608,7 +659,9 @@ def gather(futures: Sequence[Future[Any]], name: str) -> Future[list[Any]]:
                 return
         if not whole.start():
             return
-        whole.started_at = min((future.started_at for future in futures if future.started_at is not None), default=None)
+        whole.started_at = min(
+            (future.started_at for future in futures if future.started_at is not None), default=None
+        )
         whole.finished_at = datetime.now(UTC)
         whole.attempts = max(future.attempts for future in futures)
         error = _first_error(futures)
@@ -625,7 +678,7 @@ def gather(futures: Sequence[Future[Any]], name: str) -> Future[list[Any]]:
     return whole
 
 
-# --- results of `map` -------------------------------------------------------------------------------------------------
+# --- results of `map` -----------------------------------------------------------------------------
 
 
 P = ParamSpec("P")
@@ -634,8 +687,8 @@ P = ParamSpec("P")
 class MapResults(Iterator[T], Generic[T]):
     """What `PoolView.map` returns.
 
-    It continues after a failed call. The calls that are left are cancelled by `close`, when the time is up,
-    and when the iterator is dropped after its first result.
+    It continues after a failed call. The calls that are left are cancelled by `close`, when the
+    time is up, and when the iterator is dropped after its first result.
 
     Args:
         submit: Submits the call with these arguments.
@@ -658,7 +711,8 @@ class MapResults(Iterator[T], Generic[T]):
         self._futures: deque[Future[T]] = deque()
         self._timeout = timeout
         self._ends_at = None if timeout is None else time.monotonic() + timeout
-        self._calls: Iterator[Future[T]] = map(submit, rows)  # holds the pool and the user's iterables
+        # holds the pool and the user's iterables
+        self._calls: Iterator[Future[T]] = map(submit, rows)
         self._why: Exception | None = None  # raised where the next call would have been
         try:
             while (buffersize is None or len(self._futures) < buffersize) and self._hand_in():
@@ -670,7 +724,8 @@ class MapResults(Iterator[T], Generic[T]):
     def _hand_in(self) -> bool:
         """Hand in the next call; return whether there was one."""
         count = len(self._futures)
-        self._futures.extend(itertools.islice(self._calls, 1))  # no Ctrl-C can come between: a call that is not in here is lost
+        # no Ctrl-C can come between: a call that is not in here is lost
+        self._futures.extend(itertools.islice(self._calls, 1))
         if len(self._futures) == count:
             self._calls = iter(())
             return False
@@ -680,25 +735,32 @@ class MapResults(Iterator[T], Generic[T]):
         self._has_begun = True
         try:
             self._hand_in()
-        except Exception as error:  # of the user's iterable, or since nothing can be submitted any more
+        except Exception as error:
+            # of the user's iterable, or since nothing can be submitted any more
             self._calls, self._why = iter(()), error
-        except BaseException:  # Ctrl-C: a row that was drawn in this instant would be missing without a word
+        except BaseException:
+            # Ctrl-C: a row that was drawn in this instant would be missing without a word
             self.close()
             raise
         if not self._futures:
             self._raise_end()
         future = self._futures.popleft()
         try:
-            return future.result(None if self._ends_at is None else self._ends_at - time.monotonic())
+            return future.result(
+                None if self._ends_at is None else self._ends_at - time.monotonic()
+            )
         except StopIteration as error:
-            raise RuntimeError("A call of map raised StopIteration, which would end the loop over the results.") from error
+            raise RuntimeError(
+                "A call of map raised StopIteration, which would end the loop over the results."
+            ) from error
         except TimeoutError as error:
             if error is future.error:  # the call's own
                 raise
             self._futures.appendleft(future)
             self.close()
             raise TimeoutError(
-                f"A result of map had not come {self._timeout:g} s after the call of map. What was left is cancelled."
+                f"A result of map had not come {self._timeout:g} s after the call of map. What was"
+                " left is cancelled."
             ) from None
         except BaseException:
             if not future.done():  # Ctrl-C
@@ -706,7 +768,9 @@ class MapResults(Iterator[T], Generic[T]):
                 self.close()
             raise
         finally:
-            del self, future  # the traceback of an error would hold them, and what is left is cancelled when nobody does
+            # the traceback of an error would hold them, and what is left is cancelled when nobody
+            # does
+            del self, future
 
     def _raise_end(self) -> NoReturn:
         why, self._why = self._why, None
@@ -719,7 +783,8 @@ class MapResults(Iterator[T], Generic[T]):
         """Cancel what is left; nothing more comes."""
         self._calls, self._why = iter(()), None
         while self._futures:
-            self._futures.pop().cancel()  # the last first, as `cancel_each` does; if Ctrl-C comes, the rest is still here
+            # the last first, as `cancel_each` does; if Ctrl-C comes, the rest is still here
+            self._futures.pop().cancel()
 
     def __del__(self) -> None:
         if self._has_begun:
@@ -727,7 +792,9 @@ class MapResults(Iterator[T], Generic[T]):
 
 
 def unless_interrupted(submit: Callable[P, Future[T]]) -> Callable[P, Future[T]]:
-    """Let Ctrl-C in a call that runs inline end the submission of further calls: it means all of them."""
+    """Let Ctrl-C in a call that runs inline end the submission of further calls: it means all of
+    them.
+    """
 
     def submit_unless(*args: P.args, **kwargs: P.kwargs) -> Future[T]:
         future = submit(*args, **kwargs)
@@ -742,7 +809,9 @@ def unless_interrupted(submit: Callable[P, Future[T]]) -> Callable[P, Future[T]]
 
 
 def checked_buffersize(chunksize: Any, buffersize: Any) -> int | None:
-    """Return `buffersize` as Python's `int`; raise the error for a size that the standard library would refuse too."""
+    """Return `buffersize` as Python's `int`; raise the error for a size that the standard library
+    would refuse too.
+    """
     if not isinstance(chunksize, int) and whole_number(chunksize) is None:  # it takes True
         raise InvalidTypeError(f"chunksize must be an integer. It is {chunksize!r}.")
     if chunksize < 1:
@@ -756,7 +825,7 @@ def checked_buffersize(chunksize: Any, buffersize: Any) -> int | None:
     return int(buffersize)
 
 
-# --- functions over several futures -----------------------------------------------------------------------------------
+# --- functions over several futures ---------------------------------------------------------------
 
 
 _reading = threading.Lock()
@@ -764,7 +833,8 @@ _reading = threading.Lock()
 
 
 def fetch_next(futures: Sequence[Future[T]], timeout_s: float | None = None) -> tuple[int, T]:
-    """Return the next result that has not been read, in the order in which they end, with its place in `futures`.
+    """Return the next result that has not been read, in the order in which they end, with its place
+    in `futures`.
 
     Args:
         futures: Futures of any pools, also those of `after_each`.
@@ -773,7 +843,8 @@ def fetch_next(futures: Sequence[Future[T]], timeout_s: float | None = None) -> 
     Raises:
         ValueError: All have been read.
         TimeoutError: None has ended in time; nothing is marked as read.
-        InvalidValueError: This is a callback of a pool that one of them waits for, and none has ended.
+        InvalidValueError: This is a callback of a pool that one of them waits for, and none has
+            ended.
         Exception: The task's own exception, or `CancelledError`; the future counts as read.
 
     Source:
@@ -793,14 +864,17 @@ def fetch_next(futures: Sequence[Future[T]], timeout_s: float | None = None) -> 
             unread = [future for future in checked if not future.read]
             if not unread:
                 raise InvalidValueError("There is no future left to read.")
-            ended = [future for future in unread if future._state in ENDED]  # `done`, without its lock
+            # `done`, without its lock
+            ended = [future for future in unread if future._state in ENDED]
             if ended:
                 first = _first_of(ended)
                 first.read = True
                 break
         left_s = None if until is None else max(0.0, until - time.monotonic())
         if not _wait(unread, left_s, concurrent.futures.FIRST_COMPLETED).done:
-            raise TimeoutError(f"None of {len(unread)} futures has ended within {timeout_s} s; they go on.")
+            raise TimeoutError(
+                f"None of {len(unread)} futures has ended within {timeout_s} s; they go on."
+            )
     return checked.index(first), first.result()
 
 
@@ -819,7 +893,8 @@ def fetch_outputs(futures: Sequence[Future[T]], stack: bool = False) -> Any:
         stack: Return one NumPy array, the results one below the other, instead of a list.
 
     Raises:
-        InvalidValueError: The results have shapes that do not stack; each is still there in its future.
+        InvalidValueError: The results have shapes that do not stack; each is still there in its
+            future.
         Exception: The first exception among them.
 
     Source:
@@ -843,18 +918,21 @@ def fetch_outputs(futures: Sequence[Future[T]], stack: bool = False) -> Any:
     widths = {row.shape[1:] for row in rows}
     if len(widths) > 1:
         raise InvalidValueError(
-            f"The results do not stack: their rows have the shapes {sorted(widths)}. Use stack=False for a list."
+            f"The results do not stack: their rows have the shapes {sorted(widths)}. Use"
+            " stack=False for a list."
         )
     return np.concatenate(rows)
 
 
 def wait(futures: Sequence[Future[Any]], timeout_s: float | None = None) -> bool:
-    """Wait until all have ended, in whatever way; return whether they have, after at most `timeout_s` seconds.
+    """Wait until all have ended, in whatever way; return whether they have, after at most
+    `timeout_s` seconds.
 
     What became of them raises nothing here.
 
     Raises:
-        InvalidValueError: This is a callback of a pool that one of them waits for: it would wait for itself.
+        InvalidValueError: This is a callback of a pool that one of them waits for: it would wait
+            for itself.
 
     Source:
         MATLAB R2025b, wait.
@@ -869,21 +947,28 @@ def wait(futures: Sequence[Future[Any]], timeout_s: float | None = None) -> bool
     return not _wait(_checked(futures), timeout_s).not_done
 
 
-def after_each(futures: Sequence[Future[Any]], fn: Callable[[Any], T], pass_future: bool = False) -> list[Future[T]]:
-    """Call `fn(value)` here for each of these futures when it has ended; return a future of each of these calls.
+def after_each(
+    futures: Sequence[Future[Any]], fn: Callable[[Any], T], pass_future: bool = False
+) -> list[Future[T]]:
+    """Call `fn(value)` here for each of these futures when it has ended; return a future of each of
+    these calls.
 
-    The calls are made in this process, by one thread for all of them, one after the other in the order in which the futures end:
-    `fn` may write to a file or draw without a lock, and the next call waits as long as it takes. A future that fails or is
-    cancelled is skipped: `fn` is not called, and the new future ends with the same error, or cancelled. What is returned can be
-    waited for, read, cancelled (as long as `fn` has not begun) and given to `after_each` and `after_all` again.
+    The calls are made in this process, by one thread for all of them, one after the other in the
+    order in which the futures end: `fn` may write to a file or draw without a lock, and the next
+    call waits as long as it takes. A future that fails or is cancelled is skipped: `fn` is not
+    called, and the new future ends with the same error, or cancelled. What is returned can be
+    waited for, read, cancelled (as long as `fn` has not begun) and given to `after_each` and
+    `after_all` again.
 
     Args:
         futures: Futures of any pools, also those of `after_each`.
-        fn: A function of a value. Within it, results of its own kind cannot be waited for: the thread would wait for itself.
+        fn: A function of a value. Within it, results of its own kind cannot be waited for: the
+            thread would wait for itself.
         pass_future: Give `fn` the futures themselves instead; then none is skipped.
 
     Raises:
-        InvalidTypeError: Something is not a future, or `fn` is not callable. What `fn` raises is the new future's exception.
+        InvalidTypeError: Something is not a future, or `fn` is not callable. What `fn` raises is
+            the new future's exception.
 
     Source:
         MATLAB R2025b, afterEach (which returns one future for all).
@@ -899,20 +984,24 @@ def after_each(futures: Sequence[Future[Any]], fn: Callable[[Any], T], pass_futu
     return [_after_one(future, fn, pass_future) for future in _checked(futures)]
 
 
-def after_all(futures: Sequence[Future[Any]] | Future[Any], fn: Callable[[Any], T], pass_future: bool = False) -> Future[T]:
+def after_all(
+    futures: Sequence[Future[Any]] | Future[Any], fn: Callable[[Any], T], pass_future: bool = False
+) -> Future[T]:
     """Call `fn(values)` here when all of these futures have ended; return a future of that call.
 
-    `values` is the list of their values, in the order of `futures`; those of futures that failed or were cancelled are left out.
-    The call is made by the thread that makes the calls of `after_each`.
+    `values` is the list of their values, in the order of `futures`; those of futures that failed or
+    were cancelled are left out. The call is made by the thread that makes the calls of
+    `after_each`.
 
     Args:
-        futures: Futures of any pools, also those of `after_each`. A single one counts by itself: `fn` is called with its value,
-            and not at all if it fails.
+        futures: Futures of any pools, also those of `after_each`. A single one counts by itself:
+            `fn` is called with its value, and not at all if it fails.
         fn: A function of a list of values.
         pass_future: Give `fn` the list of the futures (or the single one) instead.
 
     Raises:
-        InvalidTypeError: Something is not a future, or `fn` is not callable. What `fn` raises is the new future's exception.
+        InvalidTypeError: Something is not a future, or `fn` is not callable. What `fn` raises is
+            the new future's exception.
 
     Source:
         MATLAB R2025b, afterAll (which does not call `fn` if one has failed).
@@ -930,7 +1019,11 @@ def after_all(futures: Sequence[Future[Any]] | Future[Any], fn: Callable[[Any], 
     checked = _checked(futures)
 
     def call() -> T:
-        return fn(checked if pass_future else [future.result() for future in checked if _has_value(future)])
+        return fn(
+            checked
+            if pass_future
+            else [future.result() for future in checked if _has_value(future)]
+        )
 
     follower: _Follower[T] = _Follower(_name_of(fn))
     follower.owners = owners_of(checked)
@@ -974,7 +1067,9 @@ class _Follower(Future[T]):
     """A future of a call that runs in this process when other futures have ended."""
 
     def cancel(self) -> bool:
-        """Cancel it if its call has not begun; return whether it is cancelled. What runs in this process cannot be stopped."""
+        """Cancel it if its call has not begun; return whether it is cancelled. What runs in this
+        process cannot be stopped.
+        """
         if not super().cancel():
             return False
         self.notify_cancelled()
@@ -990,7 +1085,8 @@ class _Follower(Future[T]):
         error: BaseException | None = None
         try:
             value = call()
-        except BaseException as raised:  # also one that would end this thread: other futures wait for it
+        except BaseException as raised:
+            # also one that would end this thread: other futures wait for it
             error = raised
         self.duration_s = time.perf_counter() - before
         self.finished_at = datetime.now(UTC)
@@ -1000,15 +1096,16 @@ class _Follower(Future[T]):
             self.set_exception(error)
 
     def check_wait(self, timeout: float | None) -> None:
-        """Make sure that neither the thread of the calls waits for it, nor that of a pool whose future it comes after.
+        """Make sure that neither the thread of the calls waits for it, nor that of a pool whose
+        future it comes after.
 
         Raises:
             InvalidValueError: It would, forever.
         """
         if timeout is None and _dispatcher.is_here:
             raise InvalidValueError(
-                f"The function of an after_each or after_all waits for {self.name!r}, which can only run after it. "
-                "Chain them instead: give its future to after_all."
+                f"The function of an after_each or after_all waits for {self.name!r}, which can"
+                " only run after it. Chain them instead: give its future to after_all."
             )
         super().check_wait(timeout)
 
@@ -1022,7 +1119,8 @@ class _Dispatcher:
     def __init__(self) -> None:
         self._calls: deque[Callable[[], None]] = deque()
         self._thread: threading.Thread | None = None
-        self._lock = threading.RLock()  # reentrant: the collector may end a pool, and so call `put`, within `put`
+        # reentrant: the collector may end a pool, and so call `put`, within `put`
+        self._lock = threading.RLock()
 
     @property
     def is_here(self) -> bool:
@@ -1033,9 +1131,12 @@ class _Dispatcher:
         """Make a call, soon, in its turn; it must not raise."""
         with self._lock:
             self._calls.append(call)
-            if self._thread is not None and self._thread.is_alive():  # in a forked child it is not alive
+            # in a forked child it is not alive
+            if self._thread is not None and self._thread.is_alive():
                 return
-            self._thread = threading.Thread(target=self._make_calls, name="raypool-callbacks", daemon=False)
+            self._thread = threading.Thread(
+                target=self._make_calls, name="raypool-callbacks", daemon=False
+            )
             try:
                 self._thread.start()
                 return
@@ -1057,7 +1158,11 @@ class _Dispatcher:
 _dispatcher = _Dispatcher()
 
 
-def _wait(futures: Sequence[Future[Any]], timeout_s: float | None, until: str = concurrent.futures.ALL_COMPLETED) -> Any:
+def _wait(
+    futures: Sequence[Future[Any]],
+    timeout_s: float | None,
+    until: str = concurrent.futures.ALL_COMPLETED,
+) -> Any:
     for future in futures:
         if future._state not in ENDED:
             future.check_wait(timeout_s)

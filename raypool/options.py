@@ -11,7 +11,13 @@ from types import FunctionType
 from typing import Any
 
 from raypool.core.policy import LONGEST_RETRY_DELAY_S
-from raypool.errors import InvalidTypeError, InvalidValueError, checked_count, optional_count, whole_number
+from raypool.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    checked_count,
+    optional_count,
+    whole_number,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,14 +37,18 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.retries is None:
-            raise InvalidTypeError("retries=None is not a whole number. Give 0 to run every item at most once.")
+            raise InvalidTypeError(
+                "retries=None is not a whole number. Give 0 to run every item at most once."
+            )
         object.__setattr__(self, "retries", checked_count("retries", self.retries, least=0))
         object.__setattr__(self, "worker", optional_count("worker", self.worker, least=0))
         check_seconds("timeout_s", self.timeout_s)
         check_seconds("mismatch_timeout_s", self.mismatch_timeout_s)
         check_delay("retry_delay_s", self.retry_delay_s)
         if not isinstance(self.fresh_process, bool):
-            raise InvalidTypeError(f"fresh_process={self.fresh_process!r} is neither True nor False.")
+            raise InvalidTypeError(
+                f"fresh_process={self.fresh_process!r} is neither True nor False."
+            )
         priority = whole_number(self.priority)
         if priority is None:
             raise InvalidTypeError(f"priority={self.priority!r} is not a whole number.")
@@ -47,7 +57,9 @@ class Options:
         kinds = (self.retry_on,) if isinstance(self.retry_on, type) else self.retry_on
         kinds = tuple(kinds) if isinstance(kinds, Iterable) else (kinds,)
         if not all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in kinds):
-            raise InvalidTypeError(f"retry_on={self.retry_on!r} is not an exception type, or a list or tuple of them.")
+            raise InvalidTypeError(
+                f"retry_on={self.retry_on!r} is not an exception type, or a list or tuple of them."
+            )
         object.__setattr__(self, "retry_on", kinds)
         object.__setattr__(self, "checkpoints", checked_home(self.checkpoints))
 
@@ -71,25 +83,31 @@ def checked_home(home: Any) -> str | None:
     scheme, _, place = text.partition("://")
     if not scheme or ("://" in text and not place.strip("/")):
         raise InvalidValueError(
-            f'checkpoints={text!r} names no place. Give the path of a folder, or a URL with a bucket: "s3://bucket/sweep".'
+            f"checkpoints={text!r} names no place. Give the path of a folder, or a URL with a"
+            ' bucket: "s3://bucket/sweep".'
         )
     if isinstance(home, str) and "://" in text:
         return text.rstrip("/")
     folder = Path(text).expanduser().absolute()
     if folder.exists() and not folder.is_dir():
-        raise InvalidValueError(f"checkpoints={text!r} is a file. Name a folder, which need not be there yet.")
+        raise InvalidValueError(
+            f"checkpoints={text!r} is a file. Name a folder, which need not be there yet."
+        )
     return str(folder)
 
 
 def check_callable(fn: Any) -> None:
     """Raise the error for something that is to be called and cannot be."""
     if not callable(fn):
-        raise InvalidTypeError(f"{fn!r} is not callable. Give the function itself, and its arguments after it.")
+        raise InvalidTypeError(
+            f"{fn!r} is not callable. Give the function itself, and its arguments after it."
+        )
     for code in (fn,) if type(fn) is FunctionType else (fn, type(fn).__call__):
         if inspect.isgeneratorfunction(code) or inspect.isasyncgenfunction(code):
             raise InvalidTypeError(
-                f"{getattr(fn, '__qualname__', fn)!r} has a yield in it: a call runs nothing and returns a generator, which "
-                "cannot leave the worker. Return a list, or hand on values while it runs with raypool.report or a DataQueue."
+                f"{getattr(fn, '__qualname__', fn)!r} has a yield in it: a call runs nothing and"
+                " returns a generator, which cannot leave the worker. Return a list, or hand on"
+                " values while it runs with raypool.report or a DataQueue."
             )
 
 
@@ -106,16 +124,23 @@ def check_seconds(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidTypeError(f"{name}={value!r} is not a number of seconds.")
     if not value > 0:
-        raise InvalidValueError(f"{name}={value!r} leaves no time. Give seconds above 0, or None for no limit.")
+        raise InvalidValueError(
+            f"{name}={value!r} leaves no time. Give seconds above 0, or None for no limit."
+        )
 
 
 def check_delay(name: str, value: Any) -> None:
-    """Raise the error for a delay [s] that is no number, below zero, or longer than any delay becomes."""
+    """Raise the error for a delay [s] that is no number, below zero, or longer than any delay
+    becomes.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InvalidTypeError(f"{name}={value!r} is not a number of seconds. Give 0 to wait for nothing.")
+        raise InvalidTypeError(
+            f"{name}={value!r} is not a number of seconds. Give 0 to wait for nothing."
+        )
     if not 0 <= value <= LONGEST_RETRY_DELAY_S:
         raise InvalidValueError(
-            f"{name}={value!r} is not between 0 and {LONGEST_RETRY_DELAY_S:g} s, the longest that anything waits."
+            f"{name}={value!r} is not between 0 and {LONGEST_RETRY_DELAY_S:g} s, the longest that"
+            " anything waits."
         )
 
 
@@ -125,14 +150,20 @@ def worker_numbers(workers: Any, numbers: Sequence[int]) -> list[int]:
         named = [_number_of(worker) for worker in workers]
     except TypeError:
         raise InvalidTypeError(
-            f"workers={workers!r} is not a list of workers, such as pool.workers[:2], or of their numbers."
+            f"workers={workers!r} is not a list of workers, such as pool.workers[:2], or of their"
+            " numbers."
         ) from None
     wanted: list[int] = []
     for worker, number in named:
         if number is None:
-            raise InvalidTypeError(f"workers has {worker!r} in it, which is neither a worker nor the number of one.")
+            raise InvalidTypeError(
+                f"workers has {worker!r} in it, which is neither a worker nor the number of one."
+            )
         if number not in numbers:
-            raise InvalidValueError(f"There is no worker {number} here. There are: {', '.join(map(str, numbers)) or 'none'}.")
+            raise InvalidValueError(
+                f"There is no worker {number} here. There are:"
+                f" {', '.join(map(str, numbers)) or 'none'}."
+            )
         if number in wanted:
             raise InvalidValueError(f"Worker {number} is named twice. Name each worker once.")
         wanted.append(number)

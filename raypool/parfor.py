@@ -55,61 +55,74 @@ class LoopVerbs:
         run_dir: str | os.PathLike[str] | None = None,
         rerun: Literal["failed", "missing", "all"] = "failed",
     ) -> Any:
-        """Call `fn(item)` for every item, on all workers at once, and return the results in the order of the items.
+        """Call `fn(item)` for every item, on all workers at once, and return the results in the
+        order of the items.
 
-        Each worker takes the next item when it is free. Items that take milliseconds share calls; longer ones go one by one.
-        While many items wait, one that takes less than 0.25 s may queue up behind the item that its worker runs; so items
-        must not wait for one another (use `spmd` for that). An item runs at least once, and again if its worker is lost
-        (up to `retries` times); its result counts exactly once. Inside a task the loop runs serially, in the task.
+        Each worker takes the next item when it is free. Items that take milliseconds share calls;
+        longer ones go one by one. While many items wait, one that takes less than 0.25 s may queue
+        up behind the item that its worker runs; so items must not wait for one another (use `spmd`
+        for that). An item runs at least once, and again if its worker is lost (up to `retries`
+        times); its result counts exactly once. Inside a task the loop runs serially, in the task.
 
         Args:
-            fn: Any function of one argument, also with `async def`. It is shipped to each worker once, with the variables that
-                it captures; all items on a worker share these. Copy a captured model or array before changing it
-                (`copy.deepcopy(model)`): otherwise later items on that worker see the change.
-            items: A list or other iterable, also an endless generator (at most a few items per worker are drawn
-                ahead), a DataFrame of pandas or polars (each row a dict), or a number `n` for `range(n)`.
-            on_error: "stop": the first failure ends the loop and is raised. "raise": all items run, then the first is raised.
-                "collect": all items run; failures are in the table. None: "raise" with `run_dir`, else "stop".
-            reduce: Fold the values with this function of two arguments, in the order of the items, and return the result
-                instead: it is the same on any number of workers, to the last bit.
+            fn: Any function of one argument, also with `async def`. It is shipped to each worker
+                once, with the variables that it captures; all items on a worker share these. Copy a
+                captured model or array before changing it (`copy.deepcopy(model)`): otherwise later
+                items on that worker see the change.
+            items: A list or other iterable, also an endless generator (at most a few items per
+                worker are drawn ahead), a DataFrame of pandas or polars (each row a dict), or a
+                number `n` for `range(n)`.
+            on_error: "stop": the first failure ends the loop and is raised. "raise": all items run,
+                then the first is raised. "collect": all items run; failures are in the table. None:
+                "raise" with `run_dir`, else "stop".
+            reduce: Fold the values with this function of two arguments, in the order of the items,
+                and return the result instead: it is the same on any number of workers, to the last
+                bit.
             init: The first operand of `reduce`; None begins with the first value.
-            cost: How long each item will take, roughly and in any unit: a number for each, or a function of the item. The most
-                expensive items go first, so that no long one begins when the others are done. Nothing else changes. It
-                needs a list of items, not a generator.
+            cost: How long each item will take, roughly and in any unit: a number for each, or a
+                function of the item. The most expensive items go first, so that no long one begins
+                when the others are done. Nothing else changes. It needs a list of items, not a
+                generator.
             max_workers: Use at most so many workers; 0 runs serially in this process.
-            chunk_size: Send so many items in a call, however long they take. None: by measured time.
-            seed: Give every item its own random numbers, which depend on the seed and the item's number only: those of Python's,
-                NumPy's and torch's global generators, of all generators that `fn` finds in global variables, its closure,
-                default arguments or a partial (`rng = np.random.default_rng(0)` of a script, say), and `current_task().seed`.
-                In this process (profiles "inline" and "threads") generators are put back afterwards.
-            progress: Show the progress of the loop. None: a live display below the cell of a notebook, or on a terminal;
-                elsewhere lines on standard error, the first after ten seconds. True: lines from the beginning, too.
-                False: nothing. Or `tqdm`, or another function that makes a progress bar: it is called as
-                `progress(total=..., desc=...)`, and what it returns has `update(n)` and optionally
-                `set_postfix(failed=...)` and `close()`.
-            echo: Show the output of items as it arrives, on standard output: each line after the number of its item. None: in a
-                notebook, unless the items run in this process, which shows their output anyway. `Results.diary` has the
-                output of each item in any case.
+            chunk_size: Send so many items in a call, however long they take. None: by measured
+                time.
+            seed: Give every item its own random numbers, which depend on the seed and the item's
+                number only: those of Python's, NumPy's and torch's global generators, of all
+                generators that `fn` finds in global variables, its closure, default arguments or a
+                partial (`rng = np.random.default_rng(0)` of a script, say), and
+                `current_task().seed`. In this process (profiles "inline" and "threads") generators
+                are put back afterwards.
+            progress: Show the progress of the loop. None: a live display below the cell of a
+                notebook, or on a terminal; elsewhere lines on standard error, the first after ten
+                seconds. True: lines from the beginning, too. False: nothing. Or `tqdm`, or another
+                function that makes a progress bar: it is called as `progress(total=..., desc=...)`,
+                and what it returns has `update(n)` and optionally `set_postfix(failed=...)` and
+                `close()`.
+            echo: Show the output of items as it arrives, on standard output: each line after the
+                number of its item. None: in a notebook, unless the items run in this process, which
+                shows their output anyway. `Results.diary` has the output of each item in any case.
             name: What to call the loop in messages and displays.
-            run_dir: Save the result of each item in this folder, before it is reported. The same call later, with the same
-                items in any order, more of them or fewer, resumes from there: also after the machine went down. Items are
-                identified by their content, `fn` by its name. Beside the journal are, for each item, its reports and output, and
-                its `current_task().checkpoint_dir`; if items use that, all machines of the pool have to see this folder, or
-                `pool.options(checkpoints=...)` names a URL for it.
-            rerun: Which items run if `run_dir` has results: "failed": failed and missing items; "missing": only items without an
-                outcome; "all": all items. Checkpoints of the items stay in any case.
+            run_dir: Save the result of each item in this folder, before it is reported. The same
+                call later, with the same items in any order, more of them or fewer, resumes from
+                there: also after the machine went down. Items are identified by their content, `fn`
+                by its name. Beside the journal are, for each item, its reports and output, and its
+                `current_task().checkpoint_dir`; if items use that, all machines of the pool have to
+                see this folder, or `pool.options(checkpoints=...)` names a URL for it.
+            rerun: Which items run if `run_dir` has results: "failed": failed and missing items;
+                "missing": only items without an outcome; "all": all items. Checkpoints of the items
+                stay in any case.
 
         Returns:
             `Results`: the values in order, and a table of them; with `reduce` the folded value.
 
         Raises:
-            Exception: What `fn` raised, as itself, with a note of the item, worker and attempt, the remote traceback as its
-                cause, and `.results`, everything that has finished.
+            Exception: What `fn` raised, as itself, with a note of the item, worker and attempt, the
+                remote traceback as its cause, and `.results`, everything that has finished.
             WorkerLostError: An item has lost its worker too often.
             SerializationError: `fn` or an item cannot be sent; it names the variable.
             PoolClosedError: The pool was shut down.
-            JournalError: `run_dir` is in use by somebody else, was made by another function or with another seed, or cannot be
-                written; if only at the end, `.results` has all values.
+            JournalError: `run_dir` is in use by somebody else, was made by another function or with
+                another seed, or cannot be written; if only at the end, `.results` has all values.
 
         Source:
             MATLAB R2025b, parfor; concurrent.futures.
@@ -131,7 +144,9 @@ class LoopVerbs:
         if on_error is None:
             on_error = "stop" if run_dir is None else "raise"
         if on_error not in ("stop", "raise", "collect"):
-            raise InvalidValueError(f"on_error={on_error!r} is none of 'stop', 'raise' and 'collect'.")
+            raise InvalidValueError(
+                f"on_error={on_error!r} is none of 'stop', 'raise' and 'collect'."
+            )
         check_progress(progress)
         if not (echo is None or isinstance(echo, bool)):
             raise InvalidTypeError(f"echo={echo!r} is neither True, False nor None.")
@@ -142,9 +157,13 @@ class LoopVerbs:
         if rerun not in RERUNS:
             raise InvalidValueError(f"rerun={rerun!r} is none of 'failed', 'missing' and 'all'.")
         if rerun != "failed" and run_dir is None:
-            raise InvalidValueError(f"rerun={rerun!r} needs run_dir, the folder of the run that is to go on.")
+            raise InvalidValueError(
+                f"rerun={rerun!r} needs run_dir, the folder of the run that is to go on."
+            )
         if reduce is not None and not callable(reduce):
-            raise InvalidTypeError(f"reduce={reduce!r} is not callable. Give a function of two values.")
+            raise InvalidTypeError(
+                f"reduce={reduce!r} is not callable. Give a function of two values."
+            )
         sequence = listed(items)
         order = None if cost is None else longest_first(sequence, cost)
         if max_workers == 0:
@@ -156,8 +175,14 @@ class LoopVerbs:
             engine.warn_of_generators(fn)
         fn_id, label = function.fn_id, name or self._options.name or function.name
         options, where = self._options, self._where(engine)
-        home = None if options.checkpoints is None else (str(options.checkpoints), checkpoint_owner(fn))
-        how = LoopOptions(label, options.retry_on, seed, on_error == "stop", chunk_size is not None, order, home)
+        home = (
+            None
+            if options.checkpoints is None
+            else (str(options.checkpoints), checkpoint_owner(fn))
+        )
+        how = LoopOptions(
+            label, options.retry_on, seed, on_error == "stop", chunk_size is not None, order, home
+        )
 
         def make_spec(task_id: int, size: int, is_open: bool) -> TaskSpec:
             return TaskSpec(
@@ -177,9 +202,17 @@ class LoopVerbs:
                 chunk_size=chunk_size,
             )
 
-        work = LoopWork(function, (), how) if run_dir is None else durable_loop(fn, function, how, run_dir, rerun)
+        work = (
+            LoopWork(function, (), how)
+            if run_dir is None
+            else durable_loop(fn, function, how, run_dir, rerun)
+        )
         del function  # the traceback of an error would keep it in workers
-        with contextlib.closing(work), watched(progress, label, engine) as view, echoed(echo, work, engine) as lines:
+        with (
+            contextlib.closing(work),
+            watched(progress, label, engine) as view,
+            echoed(echo, work, engine) as lines,
+        ):
             watchers = [watcher for watcher in (lines, view) if watcher is not None]
             results = LoopRun(engine, work, watchers).run(sequence, make_spec)
         raise_if_failed(work, results, on_error)
@@ -195,7 +228,8 @@ class LoopVerbs:
 
 
 def checkpoint_owner(fn: Callable[[Any], Any]) -> str:
-    """Return what the names of folders for checkpoints begin with: others for other functions, and for other values in a partial.
+    """Return what the names of folders for checkpoints begin with: others for other functions, and
+    for other values in a partial.
 
     Values that are no plain data do not count: they may have another key after a restart.
     """
@@ -211,7 +245,11 @@ def checkpoint_owner(fn: Callable[[Any], Any]) -> str:
 
 
 def durable_loop(
-    fn: Callable[[Any], Any], function: Function, how: LoopOptions, run_dir: Any, rerun: Literal["failed", "missing", "all"]
+    fn: Callable[[Any], Any],
+    function: Function,
+    how: LoopOptions,
+    run_dir: Any,
+    rerun: Literal["failed", "missing", "all"],
 ) -> LoopWork:
     """Return a loop that keeps what becomes of its items in a folder.
 
@@ -226,27 +264,36 @@ def durable_loop(
         raise InvalidTypeError(f"run_dir={run_dir!r} is not a path. Give the name of a folder.")
     path = os.fspath(run_dir)
     if not path:
-        raise InvalidValueError("run_dir='' is empty. Give the name of a folder, which need not be there yet.")
+        raise InvalidValueError(
+            "run_dir='' is empty. Give the name of a folder, which need not be there yet."
+        )
     try:
         os.fsencode(path)
     except ValueError as error:  # half of a character
-        raise InvalidValueError(f"run_dir={path!r} cannot be the name of a folder: {error}.") from error
+        raise InvalidValueError(
+            f"run_dir={path!r} cannot be the name of a folder: {error}."
+        ) from error
     if "\0" in path:
         raise InvalidValueError(f"run_dir={path!r} cannot be the name of a folder: it has a NUL.")
     if "://" in path:
         raise InvalidValueError(
-            f"run_dir={path!r} is a URL. The journal needs a folder of this machine; options(checkpoints=...) takes URLs."
+            f"run_dir={path!r} is a URL. The journal needs a folder of this machine;"
+            " options(checkpoints=...) takes URLs."
         )
     if os.path.isfile(os.path.expanduser(path)):  # noqa: PTH111, PTH113
-        raise InvalidValueError(f"run_dir={path!r} is a file. Name a folder, which need not be there yet.")
+        raise InvalidValueError(
+            f"run_dir={path!r} is a file. Name a folder, which need not be there yet."
+        )
     return DurableLoop.open(fn, function, how, run_dir, rerun)
 
 
-# --- one loop in the calling thread -----------------------------------------------------------------------------------
+# --- one loop in the calling thread ---------------------------------------------------------------
 
 
 LOOK_AHEAD = 16
-"""How many items per worker are drawn ahead from a generator: enough to share calls, few enough to stay lazy."""
+"""How many items per worker are drawn ahead from a generator: enough to share calls, few enough to
+stay lazy.
+"""
 
 TICK_S = 0.1
 """How often a progress display is updated [s]."""
@@ -269,7 +316,10 @@ def listed(items: Any) -> Sequence[Any] | Iterator[Any]:
         InvalidTypeError: They are not iterable.
     """
     if isinstance(items, bool):
-        raise InvalidTypeError(f"items={items!r} is not iterable. Give a list, a DataFrame, a generator or a number of items.")
+        raise InvalidTypeError(
+            f"items={items!r} is not iterable. Give a list, a DataFrame, a generator or a number of"
+            " items."
+        )
     number = whole_number(items)
     if number is not None:
         if number < 0:
@@ -287,29 +337,43 @@ def listed(items: Any) -> Sequence[Any] | Iterator[Any]:
         iterator = iter(items)
     except TypeError:
         raise InvalidTypeError(
-            f"items={items!r} is not iterable. Give a list, a DataFrame, a generator or a number of items."
+            f"items={items!r} is not iterable. Give a list, a DataFrame, a generator or a number of"
+            " items."
         ) from None
     return list(iterator) if hasattr(items, "__len__") else iterator
 
 
 def longest_first(items: Sequence[Any] | Iterator[Any], cost: Any) -> list[int] | None:
-    """Return the numbers of the items, the one that costs most first, equal ones as they are; None if that is their order.
+    """Return the numbers of the items, the one that costs most first, equal ones as they are; None
+    if that is their order.
 
     Raises:
-        InvalidValueError: The items come from a generator; there are not as many numbers as items, or one is NaN.
+        InvalidValueError: The items come from a generator; there are not as many numbers as items,
+            or one is NaN.
         InvalidTypeError: `cost` is neither numbers nor a function that gives them.
         Exception: What a function has raised, with a note of the item.
     """
     if isinstance(items, Iterator):
-        raise InvalidValueError("cost= needs to know all items before the first one runs: give a list instead of a generator.")
-    costs = [_cost(cost, index, item) for index, item in enumerate(items)] if callable(cost) else _listed_costs(cost)
+        raise InvalidValueError(
+            "cost= needs to know all items before the first one runs: give a list instead of a"
+            " generator."
+        )
+    costs = (
+        [_cost(cost, index, item) for index, item in enumerate(items)]
+        if callable(cost)
+        else _listed_costs(cost)
+    )
     if len(costs) != len(items):
-        raise InvalidValueError(f"cost= has {len(costs)} numbers for {len(items)} items. Give one for each.")
+        raise InvalidValueError(
+            f"cost= has {len(costs)} numbers for {len(items)} items. Give one for each."
+        )
     for index, value in enumerate(costs):
         if not isinstance(value, numbers.Real):
             raise InvalidTypeError(f"The cost of item {index} is {value!r}, which is not a number.")
         if not value <= math.inf:
-            raise InvalidValueError(f"The cost of item {index} is NaN, which is neither more nor less than others.")
+            raise InvalidValueError(
+                f"The cost of item {index} is NaN, which is neither more nor less than others."
+            )
     order = sorted(range(len(costs)), key=costs.__getitem__, reverse=True)
     return None if order == list(range(len(costs))) else order
 
@@ -323,8 +387,12 @@ def _cost(cost: Callable[[Any], Any], index: int, item: Any) -> Any:
 
 
 def _listed_costs(cost: Any) -> list[Any]:
-    if isinstance(cost, (str, bytes, Mapping)) or not (hasattr(cost, "__len__") and hasattr(cost, "__getitem__")):
-        raise InvalidTypeError(f"cost={cost!r} is neither a number for each item nor a function that returns one.")
+    if isinstance(cost, (str, bytes, Mapping)) or not (
+        hasattr(cost, "__len__") and hasattr(cost, "__getitem__")
+    ):
+        raise InvalidTypeError(
+            f"cost={cost!r} is neither a number for each item nor a function that returns one."
+        )
     return list(cost)
 
 
@@ -356,16 +424,19 @@ class LoopRun:
         self._show_at = 0.0
         self._total: int | None = None  # not known before a generator has ended
 
-    def run(self, items: Sequence[Any] | Iterator[Any], make_spec: Callable[[int, int, bool], TaskSpec]) -> Results:
+    def run(
+        self, items: Sequence[Any] | Iterator[Any], make_spec: Callable[[int, int, bool], TaskSpec]
+    ) -> Results:
         """Run all items and return their results; a first failure is not raised here.
 
-        Interrupted (Ctrl-C, here or in an item that runs inline, or an error in the generator), it cancels what is queued and
-        raises; what had finished is in the exception's `results`.
+        Interrupted (Ctrl-C, here or in an item that runs inline, or an error in the generator), it
+        cancels what is queued and raises; what had finished is in the exception's `results`.
         """
         work = self._work
         if self._driver.is_own_thread:
             raise InvalidValueError(
-                "A loop cannot run in the callback of a future: the pool would wait for itself. Use a thread."
+                "A loop cannot run in the callback of a future: the pool would wait for itself. Use"
+                " a thread."
             )
         try:
             if isinstance(items, Iterator):
@@ -374,7 +445,9 @@ class LoopRun:
                 check_travels(items, self._backend, work.label)
                 size = work.take(items)
                 self._total = len(items)
-                self._task_id = self._driver.submit(work, lambda task_id: make_spec(task_id, size, False))
+                self._task_id = self._driver.submit(
+                    work, lambda task_id: make_spec(task_id, size, False)
+                )
             self._wait(lambda: work.is_done)
             work.catch_up()
             self._records.wait()  # what items have logged stands before what the caller logs next
@@ -390,7 +463,8 @@ class LoopRun:
                 self._note_rest(error)
             raise
         finally:
-            work.on_settled = None  # the results hold the work for as long as they live, and need none of what showed it
+            # the results hold the work for as long as they live, and need none of what showed it
+            work.on_settled = None
         return self.results()
 
     def _write_rest(self, error: BaseException) -> None:
@@ -405,16 +479,21 @@ class LoopRun:
             error.add_note(f"raypool: {self._work.trouble}")
 
     def _feed(self, items: Iterator[Any], make_spec: Callable[[int, int, bool], TaskSpec]) -> None:
-        """Draw from a generator, never more than the look-ahead before the first item without a result."""
+        """Draw from a generator, never more than the look-ahead before the first item without a
+        result.
+        """
         work, driver = self._work, self._driver
         work.take([])
         self._task_id = driver.submit(work, lambda task_id: make_spec(task_id, 0, True))
-        # One by one: the next item may take long to come, or even wait for what becomes of this one.
+        # One by one: the next item may take long to come, or even wait for what becomes of this
+        # one.
         for item in items:
             check_travels((item,), self._backend, work.label, first=len(work.items))
             if work.add(item):
                 driver.post(ItemsAdded(self._task_id, 1, is_open=True))
-            self._wait(lambda: work.is_done or len(work.items) - work.num_settled < self._look_ahead())
+            self._wait(
+                lambda: work.is_done or len(work.items) - work.num_settled < self._look_ahead()
+            )
             if work.is_done:
                 return
         self._total = len(work.items)
@@ -452,8 +531,8 @@ class LoopRun:
         is_kept = work.run_dir is not None and work.trouble is None
         kept = f", and in {work.run_dir}: the same call goes on from there" if is_kept else ""
         error.add_note(
-            f"raypool: {count} {of} of {work.label} had finished; they are in the exception's .results "
-            f"(at a prompt: sys.last_value.results){kept}."
+            f"raypool: {count} {of} of {work.label} had finished; they are in the exception's"
+            f" .results (at a prompt: sys.last_value.results){kept}."
         )
 
     def results(self) -> Results:
@@ -476,7 +555,9 @@ class LoopRun:
         if any(type(value) is Missing for value in values):
             _move_missing(values, errors)
         rows = functools.partial(_rows, work, segments, lost, errors)
-        return Results(items, values, rows, errors, work.caught_up, lambda: [*work.misses], work.diary)
+        return Results(
+            items, values, rows, errors, work.caught_up, lambda: [*work.misses], work.diary
+        )
 
 
 def _move_missing(values: list[Any], errors: dict[int, BaseException]) -> None:
@@ -486,9 +567,16 @@ def _move_missing(values: list[Any], errors: dict[int, BaseException]) -> None:
             errors[index] = value.error
 
 
-def _rows(work: LoopWork, segments: list[Segment], lost: list[Lost], errors: Container[int]) -> list[Row]:
-    """Return a row for each item. Made only when somebody looks: for short items it costs more than they do."""
-    rows = [Row() if index not in work.restored else work.restored[index].row for index in range(len(work.items))]
+def _rows(
+    work: LoopWork, segments: list[Segment], lost: list[Lost], errors: Container[int]
+) -> list[Row]:
+    """Return a row for each item. Made only when somebody looks: for short items it costs more than
+    they do.
+    """
+    rows = [
+        Row() if index not in work.restored else work.restored[index].row
+        for index in range(len(work.items))
+    ]
     for piece, result, worker in segments:
         starts = list(itertools.accumulate(result.durations_s, initial=result.started_at))
         for position, index in enumerate(work.numbers(piece), piece.start - result.start):
@@ -521,7 +609,9 @@ def is_serial(engine: Engine) -> bool:
 def watched(
     progress: bool | Callable[..., Any] | None, label: str, engine: Engine
 ) -> contextlib.AbstractContextManager[Watcher | None]:
-    """Show the progress of a loop while the context lasts, if that is wanted; not in a task, where nobody sees it."""
+    """Show the progress of a loop while the context lasts, if that is wanted; not in a task, where
+    nobody sees it.
+    """
     if progress is False or in_task():
         return contextlib.nullcontext()
     from raypool.views.progress import watched as watched_by_somebody
@@ -531,7 +621,9 @@ def watched(
 
 @contextlib.contextmanager
 def echoed(echo: bool | None, work: LoopWork, engine: Engine) -> Iterator[Watcher | None]:
-    """Show the output of items while the context lasts, if that is wanted; not in a task, where nobody sees it."""
+    """Show the output of items while the context lasts, if that is wanted; not in a task, where
+    nobody sees it.
+    """
     if in_task() or not (_is_unseen_in_notebook(engine) if echo is None else echo):
         yield None
         return
@@ -548,7 +640,9 @@ def echoed(echo: bool | None, work: LoopWork, engine: Engine) -> Iterator[Watche
 
 
 def _is_unseen_in_notebook(engine: Engine) -> bool:
-    """Whether this is a notebook that shows nothing of what items print; in this process, what they print is shown anyway."""
+    """Whether this is a notebook that shows nothing of what items print; in this process, what they
+    print is shown anyway.
+    """
     from raypool.views.kernel import notebook_shell
 
     return engine.profile.backend == "ray" and notebook_shell() is not None
@@ -562,8 +656,8 @@ def check_progress(progress: Any) -> None:
     """
     if not (progress is None or isinstance(progress, bool) or callable(progress)):
         raise InvalidTypeError(
-            f"progress={progress!r} is neither True, False nor None, nor something that makes a progress bar. Give tqdm, say: "
-            "progress=tqdm."
+            f"progress={progress!r} is neither True, False nor None, nor something that makes a"
+            " progress bar. Give tqdm, say: progress=tqdm."
         )
 
 
@@ -578,9 +672,14 @@ def raise_if_failed(work: LoopWork, results: Results, on_error: str) -> None:
     if error is None and is_complete:
         error = next(iter(results.errors.values()))
         with contextlib.suppress(Exception):  # it is the user's class, and may refuse attributes
-            error.add_note(f"raypool: {len(results.errors):,} of {len(results):,} items failed; .results has the others.")
+            error.add_note(
+                f"raypool: {len(results.errors):,} of {len(results):,} items failed; .results has"
+                " the others."
+            )
     if error is None:
-        error = concurrent.futures.CancelledError(f"The loop {work.label} was cancelled; what had finished is in .results.")
+        error = concurrent.futures.CancelledError(
+            f"The loop {work.label} was cancelled; what had finished is in .results."
+        )
     attach(error, results)
     raise error
 

@@ -23,11 +23,32 @@ from raypool.channel.records import WorkerInfo, function_name
 from raypool.channel.store import ValueStore
 from raypool.channel.traffic import TransferBytes
 from raypool.core.messages import CancelRequested
-from raypool.engine.engine import Engine, Where, open_engine, serial_engine, submit_call, submit_function
+from raypool.engine.engine import (
+    Engine,
+    Where,
+    open_engine,
+    serial_engine,
+    submit_call,
+    submit_function,
+)
 from raypool.engine.overview import device_table, running
 from raypool.engine.work import Work
-from raypool.errors import InvalidTypeError, InvalidValueError, PoolClosedError, ResourceError, checked_count, optional_count
-from raypool.futures import Future, MapResults, cancel_each, checked_buffersize, gather, unless_interrupted
+from raypool.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    PoolClosedError,
+    ResourceError,
+    checked_count,
+    optional_count,
+)
+from raypool.futures import (
+    Future,
+    MapResults,
+    cancel_each,
+    checked_buffersize,
+    gather,
+    unless_interrupted,
+)
 from raypool.options import Options, check_callable, worker_numbers
 from raypool.parfor import LoopVerbs, is_serial
 from raypool.profile_files import resolve_profile
@@ -46,14 +67,20 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-# --- verbs of a pool --------------------------------------------------------------------------------------------------
+# --- verbs of a pool ------------------------------------------------------------------------------
 
 
 class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
-    """The verbs of a pool, with given options. `ParallelPool` is one itself; `options` returns others of the same pool."""
+    """The verbs of a pool, with given options. `ParallelPool` is one itself; `options` returns
+    others of the same pool.
+    """
 
     def __init__(
-        self, engine: Engine, options: Options, pool: PoolView | None = None, places: tuple[int, ...] | None = None
+        self,
+        engine: Engine,
+        options: Options,
+        pool: PoolView | None = None,
+        places: tuple[int, ...] | None = None,
     ) -> None:
         self._engine = engine
         self._options = options
@@ -66,22 +93,27 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
         """Return a view of this pool whose verbs use other options.
 
         Args:
-            **changes: `retries`: how often an item runs again after its worker was lost; 0 means that no item ever runs twice.
-                `retry_on`: exception types of the user's own after which an item runs again too; without a delay that may be on
-                the same worker, at once. `retry_delay_s`: it waits so long [s] before it runs for the second time, twice as long
-                before each further one, at most 300 s. `timeout_s`: an item that runs longer [s] is stopped as by
-                `Future.cancel`, and fails with `TaskTimeoutError`. With `workers_per_gpu="auto"` an item that found too little
-                GPU memory beside others runs again whatever `retries` says, and its wait for the GPU is part of its time.
-                `mismatch_timeout_s`: ranks (`spmd`, `train` and `fit` in the warm lane) that have waited for each other this long
-                [s] in places where they can't meet fail with a `CollectiveError`; None: never. One has ended or is in
-                `ray.train.report`, say, and another is in a collective of torch's. A rank that computes may take any time.
-                `fresh_process`: an item runs in a process in which nothing has run before, and which ends after it, whatever it
-                leaves behind there (it costs a worker's start; in pools of this process it means nothing). `priority`: higher
-                goes first; equal ones go in the order in which they were submitted. `worker`: run on the worker with this
-                number only; if that one is lost, so is the task. `name`: what to call the work in messages and displays.
-                `checkpoints`: a folder that all machines of the pool see, or a URL ("gs://..."), in which
-                `current_task().checkpoint_dir` of each item is kept, for whoever submits an equal one later too (of the same
-                function, with equal arguments); equal calls that run at the same time share it.
+            **changes: `retries`: how often an item runs again after its worker was lost; 0 means
+                that no item ever runs twice. `retry_on`: exception types of the user's own after
+                which an item runs again too; without a delay that may be on the same worker, at
+                once. `retry_delay_s`: it waits so long [s] before it runs for the second time,
+                twice as long before each further one, at most 300 s. `timeout_s`: an item that runs
+                longer [s] is stopped as by `Future.cancel`, and fails with `TaskTimeoutError`. With
+                `workers_per_gpu="auto"` an item that found too little GPU memory beside others runs
+                again whatever `retries` says, and its wait for the GPU is part of its time.
+                `mismatch_timeout_s`: ranks (`spmd`, `train` and `fit` in the warm lane) that have
+                waited for each other this long [s] in places where they can't meet fail with a
+                `CollectiveError`; None: never. One has ended or is in `ray.train.report`, say, and
+                another is in a collective of torch's. A rank that computes may take any time.
+                `fresh_process`: an item runs in a process in which nothing has run before, and
+                which ends after it, whatever it leaves behind there (it costs a worker's start; in
+                pools of this process it means nothing). `priority`: higher goes first; equal ones
+                go in the order in which they were submitted. `worker`: run on the worker with this
+                number only; if that one is lost, so is the task. `name`: what to call the work in
+                messages and displays. `checkpoints`: a folder that all machines of the pool see, or
+                a URL ("gs://..."), in which `current_task().checkpoint_dir` of each item is kept,
+                for whoever submits an equal one later too (of the same function, with equal
+                arguments); equal calls that run at the same time share it.
 
         Raises:
             InvalidTypeError: There is no such option.
@@ -95,7 +127,9 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
         known = Options.__slots__
         unknown = [name for name in changes if name not in known]
         if unknown:
-            raise InvalidTypeError(f"There is no option {', '.join(unknown)}. There are: {', '.join(known)}.")
+            raise InvalidTypeError(
+                f"There is no option {', '.join(unknown)}. There are: {', '.join(known)}."
+            )
         return PoolView(self._engine, replace(self._options, **changes), pool=self)
 
     def __reduce__(self) -> Any:
@@ -109,8 +143,9 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
         self._check_open()
         if self._places is not None and not self._numbers():
             raise ResourceError(
-                "This part of the pool has no workers: requested 1, available 0. "
-                "Nothing fitted when it was made, or the pool has become smaller since; use the pool itself, or its other part.",
+                "This part of the pool has no workers: requested 1, available 0. Nothing fitted"
+                " when it was made, or the pool has become smaller since; use the pool itself, or"
+                " its other part.",
                 requested=1,
                 available=0,
                 holders=(),
@@ -125,18 +160,30 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
             self._engine.check_open()
 
     def _numbers(self) -> list[int]:
-        """Return the numbers of the workers that this view is of, in order, without those that are to end."""
+        """Return the numbers of the workers that this view is of, in order, without those that are
+        to end.
+        """
         workers = self._engine.driver.scheduler.workers
-        there = [place.place for place in list(workers.places.values()) if place.worker_id not in workers.retiring]
+        there = [
+            place.place
+            for place in list(workers.places.values())
+            if place.worker_id not in workers.retiring
+        ]
         return sorted(there if self._places is None else set(there).intersection(self._places))
 
     def _workers(self) -> list[WorkerInfo]:
         """Return the workers that this view is of, in order."""
         workers = self._engine.workers()
-        return workers if self._places is None else [worker for worker in workers if worker.index in self._places]
+        return (
+            workers
+            if self._places is None
+            else [worker for worker in workers if worker.index in self._places]
+        )
 
     def _where(self, engine: Engine) -> Where:
-        """Return where work is to run; what runs serially, in a task, runs where it is, and has no process of its own."""
+        """Return where work is to run; what runs serially, in a task, runs where it is, and has no
+        process of its own.
+        """
         number = self._options.worker
         is_fresh = self._options.fresh_process and engine.profile.backend == "ray"
         if engine is not self._engine:
@@ -145,21 +192,26 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
             return Where(None, self._places, is_fresh)
         numbers = self._numbers()
         if number not in numbers:
-            raise InvalidValueError(f"There is no worker {number}. There are: {', '.join(map(str, numbers))}.")
+            raise InvalidValueError(
+                f"There is no worker {number}. There are: {', '.join(map(str, numbers))}."
+            )
         return Where(None, (number,), is_fresh) if is_fresh else Where(number)
 
     def device_table(self) -> pd.DataFrame:
-        """Return the GPUs of the machines that the workers are on, as they are now, whoever uses them: a row for each.
+        """Return the GPUs of the machines that the workers are on, as they are now, whoever uses
+        them: a row for each.
 
-        No CUDA context is made: the agents of the nodes ask the GPUs' driver. What that does not say is NA; and of a node that
-        does not answer within 3 s all that changes is (memory, utilisation, temperature, processes). With "threads" and
-        "inline", and in a task, it is the table of this machine.
+        No CUDA context is made: the agents of the nodes ask the GPUs' driver. What that does not
+        say is NA; and of a node that does not answer within 3 s all that changes is (memory,
+        utilisation, temperature, processes). With "threads" and "inline", and in a task, it is the
+        table of this machine.
 
         Returns:
-            A table with the column `host`, those of `gpu_device_table` but for the last (`index`, `name`, `uuid`, `total_bytes`,
-            `used_bytes`, `free_bytes`, `utilisation`, `temperature_c`, `processes`, ...), `workers` (the numbers of this pool's
-            workers on the GPU, or of this part's) and `running` (what each of these runs, None for one that is idle). It is
-            empty where there is no GPU.
+            A table with the column `host`, those of `gpu_device_table` but for the last (`index`,
+            `name`, `uuid`, `total_bytes`, `used_bytes`, `free_bytes`, `utilisation`,
+            `temperature_c`, `processes`, ...), `workers` (the numbers of this pool's workers on the
+            GPU, or of this part's) and `running` (what each of these runs, None for one that is
+            idle). It is empty where there is no GPU.
 
         Example:
             >>> from raypool import parpool
@@ -171,15 +223,18 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
             engine = serial_engine()
             return device_table(engine.backend.devices(), {}, [0])
         self._check_open()
-        return device_table(self._engine.backend.devices(), running(self._engine.driver), self._numbers())
+        return device_table(
+            self._engine.backend.devices(), running(self._engine.driver), self._numbers()
+        )
 
-    # --- single calls -------------------------------------------------------------------------------------------------
+    # --- single calls -----------------------------------------------------------------------------
 
     def parfeval(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         """Call `fn(*args, **kwargs)` on the next free worker; return a future at once.
 
-        The arguments are sent as they are now: later changes to them have no effect. Inside a task the call runs at once. A
-        coroutine that `fn` returns (`async def`) runs on the worker, in an event loop of its own.
+        The arguments are sent as they are now: later changes to them have no effect. Inside a task
+        the call runs at once. A coroutine that `fn` returns (`async def`) runs on the worker, in an
+        event loop of its own.
 
         Raises:
             InvalidTypeError: `fn` cannot be called, or is a generator function.
@@ -211,30 +266,34 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
         chunksize: int = 1,
         buffersize: int | None = None,
     ) -> MapResults[T]:
-        """Call `fn` with the first of each iterable, the second of each, and so on; return the results in this order, lazily.
+        """Call `fn` with the first of each iterable, the second of each, and so on; return the
+        results in this order, lazily.
 
-        A call that fails raises its error where its result would be; the next result follows. When the iterator is
-        dropped after its first result, at `close()`, or when the time is up, the other calls are
-        cancelled, running ones included.
+        A call that fails raises its error where its result would be; the next result follows. When
+        the iterator is dropped after its first result, at `close()`, or when the time is up, the
+        other calls are cancelled, running ones included.
 
         Args:
             fn: Any function; it is shipped to each worker once.
             *iterables: The arguments. The shortest iterable sets the number of calls.
-            timeout: How long to wait for a result, from now on [s]; then `TimeoutError` is raised. None: as long as it takes.
+            timeout: How long to wait for a result, from now on [s]; then `TimeoutError` is raised.
+                None: as long as it takes.
             chunksize: Changes nothing: short calls travel together by measured time.
-            buffersize: At most so many calls are ahead of the results that were taken, so the iterables may be without end.
-                None: all are submitted now.
+            buffersize: At most so many calls are ahead of the results that were taken, so the
+                iterables may be without end. None: all are submitted now.
 
         Returns:
             An iterator over the values, with a method `close`.
 
         Raises:
-            InvalidValueError, InvalidTypeError: `chunksize` or `buffersize` is not a number above 0.
+            InvalidValueError, InvalidTypeError: `chunksize` or `buffersize` is not a number above
+                0.
             SerializationError: The function or an argument cannot be sent; it names the variable.
             PoolClosedError: The pool was shut down.
 
         Source:
-            concurrent.futures.Executor.map of Python 3.14; it goes on after an error, as the built-in `map` does.
+            concurrent.futures.Executor.map of Python 3.14; it goes on after an error, as the
+            built-in `map` does.
 
         Example:
             >>> from raypool import parpool
@@ -252,7 +311,8 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
         def submit(args: tuple[Any, ...]) -> Future[T]:
             if engine is self._engine:
                 self._check_open()
-            if self._options.checkpoints is not None:  # what is kept is known by the function itself
+            # what is kept is known by the function itself
+            if self._options.checkpoints is not None:
                 return submit_call(engine, fn, args, {}, self._options, where)
             return submit_function(engine, function, args, {}, self._options, where)
 
@@ -264,14 +324,18 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
         """How many workers there are; dask and others read it of an executor."""
         return len(self._numbers())
 
-    def parfeval_on_all(self, fn: Callable[..., T], /, *args: Any, sticky: bool = False, **kwargs: Any) -> Future[list[T]]:
-        """Call `fn(*args, **kwargs)` once on every worker; return a future of the values in the order of the workers.
+    def parfeval_on_all(
+        self, fn: Callable[..., T], /, *args: Any, sticky: bool = False, **kwargs: Any
+    ) -> Future[list[T]]:
+        """Call `fn(*args, **kwargs)` once on every worker; return a future of the values in the
+        order of the workers.
 
         Args:
             fn: Any function.
             *args: What to call it with.
-            sticky: Also call it on every worker that comes later, before anything else runs there: one that replaces another,
-                or is started again after `idle_timeout_s`, or makes the pool larger.
+            sticky: Also call it on every worker that comes later, before anything else runs there:
+                one that replaces another, or is started again after `idle_timeout_s`, or makes the
+                pool larger.
             **kwargs: What to call it with.
 
         Source:
@@ -288,8 +352,10 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
         name = self._options.name or function_name(fn)
         if sticky:
             fn = functools.partial(call_once, uuid.uuid4().hex, fn)
-            self._begin_with(functools.partial(fn, *args, **kwargs))  # first: a worker that starts now gets both, and makes one
-        # Bound to the place, not to the worker that is there now: one that replaces it will do as well.
+            # first: a worker that starts now gets both, and makes one
+            self._begin_with(functools.partial(fn, *args, **kwargs))
+        # Bound to the place, not to the worker that is there now: one that replaces it will do as
+        # well.
         options = replace(self._options, worker=None, name=name, checkpoints=None)
         futures: list[Future[T]] = []
         try:
@@ -303,35 +369,50 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
             raise
 
     def _begin_with(self, fn: Callable[[], object]) -> Callable[[], None]:
-        """Let every worker that comes later call a function before anything else; return what takes that back."""
+        """Let every worker that comes later call a function before anything else; return what takes
+        that back.
+        """
         engine = self._engine_here()
-        setup = engine.function(fn if self._places is None else functools.partial(_call_in, self._places, fn))
+        setup = engine.function(
+            fn if self._places is None else functools.partial(_call_in, self._places, fn)
+        )
         engine.driver.setups.append(setup)
         return functools.partial(engine.driver.setups.remove, setup)
 
-    # --- spmd ---------------------------------------------------------------------------------------------------------
+    # --- spmd -------------------------------------------------------------------------------------
 
-    def spmd(self, fn: Callable[..., Any], /, *args: Any, workers: int | Iterable[int | WorkerInfo] | None = None) -> Composite:
-        """Call `fn(context, *args)` on all workers at the same time, each of which is a rank; return what they keep.
+    def spmd(
+        self,
+        fn: Callable[..., Any],
+        /,
+        *args: Any,
+        workers: int | Iterable[int | WorkerInfo] | None = None,
+    ) -> Composite:
+        """Call `fn(context, *args)` on all workers at the same time, each of which is a rank;
+        return what they keep.
 
-        The ranks are in one process group, through which `context` (an `SpmdContext`) lets them talk: `context.all_reduce(x)` and
-        the like, and `torch.distributed` as it is, so that DDP, FSDP and tensor parallel work. The group stays warm for the next
-        call. No rank begins before all their workers are free, and later work waits for them; no rank ever runs
-        twice. Inside a task there is one rank, right there.
+        The ranks are in one process group, through which `context` (an `SpmdContext`) lets them
+        talk: `context.all_reduce(x)` and the like, and `torch.distributed` as it is, so that DDP,
+        FSDP and tensor parallel work. The group stays warm for the next call. No rank begins before
+        all their workers are free, and later work waits for them; no rank ever runs twice. Inside a
+        task there is one rank, right there.
 
         Args:
             fn: Any function whose first argument is the context.
-            *args: What else to call it with, the same for each rank; of a `Composite` each gets its own part, where it is.
-            workers: Those that are to be ranks: how many, or which, by number or as they stand in `pool.workers`, rank 0 first.
-                0: a single rank, in this process. None: the workers of the first `Composite` among `args`; without one, all.
+            *args: What else to call it with, the same for each rank; of a `Composite` each gets its
+                own part, where it is.
+            workers: Those that are to be ranks: how many, or which, by number or as they stand in
+                `pool.workers`, rank 0 first. 0: a single rank, in this process. None: the workers
+                of the first `Composite` among `args`; without one, all.
 
         Returns:
-            A `Composite`: what each rank has returned, still on its worker. `composite[rank]` fetches one.
+            A `Composite`: what each rank has returned, still on its worker. `composite[rank]`
+            fetches one.
 
         Raises:
-            SpmdError: A rank has failed or was lost, ranks have waited for each other in different places
-                (`options(mismatch_timeout_s=...)`), or the time was up (`options(timeout_s=...)`). The other ranks were ended,
-                and their workers go on.
+            SpmdError: A rank has failed or was lost, ranks have waited for each other in different
+                places (`options(mismatch_timeout_s=...)`), or the time was up
+                (`options(timeout_s=...)`). The other ranks were ended, and their workers go on.
             ResourceError: There are fewer workers than were asked for.
             InvalidValueError: A `Composite` is on other workers than the call.
             CompositeError: An argument is a `Composite` of which a part is not there.
@@ -351,7 +432,8 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
         if self._engine.driver.is_own_thread and not future.done():
             future.cancel()
             raise InvalidValueError(
-                "An spmd call cannot be waited for in the callback of a future: the pool would wait for itself. Use spmd_async."
+                "An spmd call cannot be waited for in the callback of a future: the pool would wait"
+                " for itself. Use spmd_async."
             )
         try:
             return future.result()
@@ -360,7 +442,11 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
             raise
 
     def spmd_async(
-        self, fn: Callable[..., Any], /, *args: Any, workers: int | Iterable[int | WorkerInfo] | None = None
+        self,
+        fn: Callable[..., Any],
+        /,
+        *args: Any,
+        workers: int | Iterable[int | WorkerInfo] | None = None,
     ) -> Future[Composite]:
         """Do as `spmd` does, but return at once: a future of the `Composite`.
 
@@ -374,16 +460,23 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
             2
         """
         from raypool.spmd.call import submit_spmd
-        from raypool.spmd.composite import workers_of  # imported late: it would add a fifth to the time of `import raypool`
+
+        # imported late: it would add a fifth to the time of `import raypool`
+        from raypool.spmd.composite import workers_of
 
         check_callable(fn)
         if self._options.fresh_process:
-            raise InvalidValueError("fresh_process=True does not go with spmd, whose ranks stay together from call to call.")
+            raise InvalidValueError(
+                "fresh_process=True does not go with spmd, whose ranks stay together from call to"
+                " call."
+            )
         engine, size, places = self._ranks(workers_of(args) if workers is None else workers)
         return submit_spmd(engine, fn, args, self._options, size, places)
 
     def _ranks(self, workers: Any) -> tuple[Engine, int, tuple[int, ...] | None]:
-        """Return where ranks are to run, how many there are, and the only places that they may have, rank 0 first (None: any)."""
+        """Return where ranks are to run, how many there are, and the only places that they may
+        have, rank 0 first (None: any).
+        """
         from raypool.spmd.call import choose_ranks
 
         engine = self._engine_here()
@@ -406,7 +499,7 @@ def _serial_view() -> PoolView:
     return PoolView(serial_engine(), Options())
 
 
-# --- workers, queue and parts of a pool -------------------------------------------------------------------------------
+# --- workers, queue and parts of a pool -----------------------------------------------------------
 
 
 Works = list[tuple[int, Work]]
@@ -414,7 +507,9 @@ Works = list[tuple[int, Work]]
 
 
 class TaskQueue:
-    """The calls that have not ended (`parfeval`, `spmd_async`), of a pool or a part, as they are at the moment of asking."""
+    """The calls that have not ended (`parfeval`, `spmd_async`), of a pool or a part, as they are at
+    the moment of asking.
+    """
 
     def __init__(self, works: Callable[[], Works]) -> None:
         self._works = works
@@ -443,7 +538,9 @@ def _whole_of(future: Future[Any]) -> Future[Any]:
 
 
 class StaffedView(PoolView):
-    """A view that shows its workers: all of the pool's (`ParallelPool`), or some of them (`PoolPart`)."""
+    """A view that shows its workers: all of the pool's (`ParallelPool`), or some of them
+    (`PoolPart`).
+    """
 
     @property
     def workers(self) -> list[WorkerInfo]:
@@ -462,7 +559,9 @@ class StaffedView(PoolView):
 
     @property
     def busy(self) -> bool:
-        """Whether anything is queued or running, a cancelled task that has not stopped yet included."""
+        """Whether anything is queued or running, a cancelled task that has not stopped yet
+        included.
+        """
         return bool(self._works()) or any(worker.state == "busy" for worker in self.workers)
 
     @property
@@ -476,16 +575,25 @@ class StaffedView(PoolView):
         return self._engine.is_over
 
     def _works(self) -> Works:
-        """Return what has been submitted and has not ended, as far as it is bound to these workers."""
+        """Return what has been submitted and has not ended, as far as it is bound to these
+        workers.
+        """
         self._engine.driver.barrier()
         works = list(self._engine.driver.works.items())
         if self._places is None:
             return works
         own, tasks = set(self._places), self._engine.driver.scheduler.backlog.tasks
-        specs = {task_id: task.spec for task_id, _ in works if (task := tasks.get(task_id)) is not None}
-        wanted = {task_id: spec.places if spec.place is None else (spec.place,) for task_id, spec in specs.items()}
+        specs = {
+            task_id: task.spec for task_id, _ in works if (task := tasks.get(task_id)) is not None
+        }
+        wanted = {
+            task_id: spec.places if spec.place is None else (spec.place,)
+            for task_id, spec in specs.items()
+        }
         return [
-            (task_id, work) for task_id, work in works if (places := wanted.get(task_id)) is not None and own.issuperset(places)
+            (task_id, work)
+            for task_id, work in works
+            if (places := wanted.get(task_id)) is not None and own.issuperset(places)
         ]
 
     @property
@@ -493,14 +601,16 @@ class StaffedView(PoolView):
         """The value store, shared by the process that opened the pool, its tasks and its parts."""
         return self._engine.store
 
-    def constant(self, source: T | Callable[[], T], cleanup: Callable[[T], object] | None = None) -> Constant[T]:
+    def constant(
+        self, source: T | Callable[[], T], cleanup: Callable[[T], object] | None = None
+    ) -> Constant[T]:
         """Return a value that every worker receives, or builds, once, however many tasks use it.
 
         Args:
-            source: The value; or a function without arguments (or a class) that makes it, called on each worker at the first
-                use there.
-            cleanup: Called with the value when a worker that has used it ends: with the pool, when that gets smaller, or after
-                `idle_timeout_s`. A process that dies can't call it.
+            source: The value; or a function without arguments (or a class) that makes it, called on
+                each worker at the first use there.
+            cleanup: Called with the value when a worker that has used it ends: with the pool, when
+                that gets smaller, or after `idle_timeout_s`. A process that dies can't call it.
 
         Raises:
             SerializationError: The value or the function cannot be sent.
@@ -516,23 +626,27 @@ class StaffedView(PoolView):
             [9, 4]
         """
         self._check_open()
-        constant: Constant[T] = new_constant(self._engine.opener(content_of(source, cleanup), "the constant"))
+        constant: Constant[T] = new_constant(
+            self._engine.opener(content_of(source, cleanup), "the constant")
+        )
         self._engine.constants.append(constant.key)
         return constant
 
     def transfer_bytes(self) -> TransferBytes:
         """Count what goes to each worker and what comes from it while a `with` block runs.
 
-        What is counted are functions, arguments and results, as they travel (pickled). A large one (from 64 KiB on) goes through
-        Ray's object store: it counts as sent when the worker has opened it, which for a function or a constant is once, and as
-        received when somebody asks for the result, so one that nobody has asked for has not been moved yet. What tasks put into
-        queues and the store goes other ways and is not counted; nor is what Ray itself says to its workers. With "threads" and
-        "inline" nothing is moved.
+        What is counted are functions, arguments and results, as they travel (pickled). A large one
+        (from 64 KiB on) goes through Ray's object store: it counts as sent when the worker has
+        opened it, which for a function or a constant is once, and as received when somebody asks
+        for the result, so one that nobody has asked for has not been moved yet. What tasks put into
+        queues and the store goes other ways and is not counted; nor is what Ray itself says to its
+        workers. With "threads" and "inline" nothing is moved.
 
         Returns:
-            A context manager; what it gives has `to_frame()`, a table with the columns `sent_bytes` and `received_bytes` and a
-            row for each worker, and `total`, the same two numbers for all of them. Both can be read at any time, and stay as
-            they are from the end of the block on.
+            A context manager; what it gives has `to_frame()`, a table with the columns `sent_bytes`
+            and `received_bytes` and a row for each worker, and `total`, the same two numbers for
+            all of them. Both can be read at any time, and stay as they are from the end of the
+            block on.
 
         Source:
             MATLAB R2025b, ticBytes, tocBytes.
@@ -565,33 +679,48 @@ class StaffedView(PoolView):
             self._engine.driver.post(CancelRequested(task_id))
 
     def delete(self) -> None:
-        """Cancel queued calls and unfinished loops, wait for single calls that run, and release everything.
+        """Cancel queued calls and unfinished loops, wait for single calls that run, and release
+        everything.
 
         Twice does nothing.
         """
         self.shutdown(cancel_futures=True)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self.shutdown(cancel_futures=kind is not None)
 
     def __repr__(self) -> str:
         count = f"{self.num_workers} worker" + ("s" if self.num_workers != 1 else "")
-        return f"<{type(self).__name__}: {'closed' if self.is_closed else f'{count}, {self.idle_workers} idle'}>"
+        return (
+            f"<{type(self).__name__}:"
+            f" {'closed' if self.is_closed else f'{count}, {self.idle_workers} idle'}>"
+        )
 
-    # --- partition ----------------------------------------------------------------------------------------------------
+    # --- partition --------------------------------------------------------------------------------
 
     def partition(
-        self, *, per_gpu: int | None = None, per_host: int | None = None, workers: Iterable[int | WorkerInfo] | None = None
+        self,
+        *,
+        per_gpu: int | None = None,
+        per_host: int | None = None,
+        workers: Iterable[int | WorkerInfo] | None = None,
     ) -> tuple[PoolPart, PoolPart]:
         """Choose some of the workers; return them as a part of the pool, and the others as another.
 
-        Each part has the verbs of a pool, for its own workers, and both can be used at the same time; so can the pool, for all of
-        them. The workers stay the pool's: one that is replaced stays in its part, those that `resize` adds are in neither. Parts
-        can be parted further. If nothing fits, as where there is no GPU, the part is empty (`num_workers` is 0): that is no error
-        until it is asked to do something.
+        Each part has the verbs of a pool, for its own workers, and both can be used at the same
+        time; so can the pool, for all of them. The workers stay the pool's: one that is replaced
+        stays in its part, those that `resize` adds are in neither. Parts can be parted further. If
+        nothing fits, as where there is no GPU, the part is empty (`num_workers` is 0): that is no
+        error until it is asked to do something.
 
         Args:
-            per_gpu: So many workers for each GPU, as far as there are: 1 gives each GPU to a single worker.
+            per_gpu: So many workers for each GPU, as far as there are: 1 gives each GPU to a single
+                worker.
             per_host: So many workers for each machine, as far as there are.
             workers: These ones, by number or as they stand in `workers`.
 
@@ -619,7 +748,8 @@ class StaffedView(PoolView):
         }
         if len(given) != 1:
             raise InvalidTypeError(
-                f"partition() takes one of per_gpu=, per_host= and workers=, and was given {' and '.join(given) or 'none'}."
+                "partition() takes one of per_gpu=, per_host= and workers=, and was given"
+                f" {' and '.join(given) or 'none'}."
             )
         per_gpu = optional_count("per_gpu", per_gpu, least=1)
         per_host = optional_count("per_host", per_host, least=1)
@@ -637,9 +767,11 @@ class StaffedView(PoolView):
 
 
 class PoolPart(StaffedView):
-    """Some of the workers of a pool, with the verbs of a pool. Made by `partition`, which says what it is for.
+    """Some of the workers of a pool, with the verbs of a pool. Made by `partition`, which says what
+    it is for.
 
-    Its `queue`, `busy` and `cancel_all` cover the work that may run only on its own workers, whoever submitted it.
+    Its `queue`, `busy` and `cancel_all` cover the work that may run only on its own workers,
+    whoever submitted it.
     """
 
     def __init__(self, pool: StaffedView, places: Sequence[int]) -> None:
@@ -653,7 +785,9 @@ class PoolPart(StaffedView):
 
     def _check_open(self) -> None:
         if self._is_over:
-            raise PoolClosedError("This part of the pool was shut down. Make another with partition().")
+            raise PoolClosedError(
+                "This part of the pool was shut down. Make another with partition()."
+            )
         super()._check_open()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -669,10 +803,14 @@ class PoolPart(StaffedView):
             if cancel_futures and not (isinstance(work.holder, Future) and work.holder.running()):
                 self._cancel(task_id, work)
         if wait and not in_task() and not self._engine.driver.is_own_thread:
-            concurrent.futures.wait([work.holder for _, work in works if isinstance(work.holder, Future)])
+            concurrent.futures.wait(
+                [work.holder for _, work in works if isinstance(work.holder, Future)]
+            )
 
     def __reduce__(self) -> Any:
-        """Let a function that refers to it travel: on the worker it finds a pool that runs serially."""
+        """Let a function that refers to it travel: on the worker it finds a pool that runs
+        serially.
+        """
         return _serial_part, ()
 
 
@@ -684,8 +822,12 @@ def _gpu_names(worker: WorkerInfo) -> Sequence[Hashable]:
     return worker.gpu_uuids or [(worker.host, gpu) for gpu in worker.gpus]
 
 
-def _picked(workers: Iterable[WorkerInfo], names: Callable[[WorkerInfo], Sequence[Hashable]], limit: int) -> list[int]:
-    """Return the first workers of which no more than `limit` have any one name; those without a name are left out."""
+def _picked(
+    workers: Iterable[WorkerInfo], names: Callable[[WorkerInfo], Sequence[Hashable]], limit: int
+) -> list[int]:
+    """Return the first workers of which no more than `limit` have any one name; those without a
+    name are left out.
+    """
     counts: Counter[Hashable] = Counter()
     picked = []
     for worker in workers:
@@ -696,7 +838,7 @@ def _picked(workers: Iterable[WorkerInfo], names: Callable[[WorkerInfo], Sequenc
     return picked
 
 
-# --- pool -------------------------------------------------------------------------------------------------------------
+# --- pool -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -721,10 +863,12 @@ class Statistics:
 
 
 class ParallelPool(StaffedView):
-    """Workers that each hold a GPU (or a core) for as long as the pool lives. Open one with `parpool`.
+    """Workers that each hold a GPU (or a core) for as long as the pool lives. Open one with
+    `parpool`.
 
-    A `concurrent.futures.Executor`, with MATLAB's verbs beside the standard ones. As a context manager it waits for its work at
-    the end; if the block ends with an error, queued work is cancelled. Safe to use from several threads.
+    A `concurrent.futures.Executor`, with MATLAB's verbs beside the standard ones. As a context
+    manager it waits for its work at the end; if the block ends with an error, queued work is
+    cancelled. Safe to use from several threads.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -757,7 +901,8 @@ class ParallelPool(StaffedView):
     def resize(self, num_workers: int) -> None:
         """Give the pool this many workers.
 
-        New ones are up on return. Free ones are given back first; a busy one ends after what it is running.
+        New ones are up on return. Free ones are given back first; a busy one ends after what it is
+        running.
 
         Raises:
             ResourceError: There are fewer; the pool stays as it is.
@@ -771,11 +916,17 @@ class ParallelPool(StaffedView):
 
         Args:
             wait: Return only then.
-            cancel_futures: Cancel queued work. An unfinished loop counts as queued: its running items are given up.
+            cancel_futures: Cancel queued work. An unfinished loop counts as queued: its running
+                items are given up.
         """
         self._engine.shutdown(wait, cancel_queued=cancel_futures)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         is_interrupted = kind is not None and not issubclass(kind, Exception)
         if is_interrupted:
             self._engine.shutdown(wait=True, cancel_queued=True, cancel_running=True)
@@ -795,30 +946,37 @@ def parpool(
     initargs: Iterable[Any] = (),
     **changes: Any,
 ) -> ParallelPool:
-    """Open a pool of workers, each with a GPU of its own (or a core), and print one line that says what was started.
+    """Open a pool of workers, each with a GPU of its own (or a core), and print one line that says
+    what was started.
 
-    Inside a task there is one worker, the task's own thread. Of what is asked for, it takes what it begins and ends with:
-    `initializer`, `setup` and `teardown`, also those of a `Profile`; not those of a name, whose file may not be there.
+    Inside a task there is one worker, the task's own thread. Of what is asked for, it takes what it
+    begins and ends with: `initializer`, `setup` and `teardown`, also those of a `Profile`; not
+    those of a name, whose file may not be there.
 
     Args:
-        num_workers: Exactly so many, or `(least, most)` for as many as there are in that range. None: one for each GPU that this
-            process may use; without a GPU, one for each physical core; where the profile's `resources` is a list, one for each
-            entry.
-        profile: "local" (Ray: the one that runs in this process, else a new one on this machine), "threads" or "inline" (in this
-            process, without Ray); the name of one in a file raypool.toml (`[profiles.NAME]`) or pyproject.toml
-            (`[tool.raypool.profiles.NAME]`) of this folder or the nearest one above; or a `Profile`.
-        initializer: A function that runs once in each worker before anything else, with `initargs`: the standard library's way to
-            say `setup=functools.partial(initializer, *initargs)`.
+        num_workers: Exactly so many, or `(least, most)` for as many as there are in that range.
+            None: one for each GPU that this process may use; without a GPU, one for each physical
+            core; where the profile's `resources` is a list, one for each entry.
+        profile: "local" (Ray: the one that runs in this process, else a new one on this machine),
+            "threads" or "inline" (in this process, without Ray); the name of one in a file
+            raypool.toml (`[profiles.NAME]`) or pyproject.toml (`[tool.raypool.profiles.NAME]`) of
+            this folder or the nearest one above; or a `Profile`.
+        initializer: A function that runs once in each worker before anything else, with `initargs`:
+            the standard library's way to say `setup=functools.partial(initializer, *initargs)`.
         initargs: What to call it with.
-        **changes: Single fields of the profile, such as `gpus=[0, 2]` or `resources=WorkerResources(gpus=0.5)`.
+        **changes: Single fields of the profile, such as `gpus=[0, 2]` or
+            `resources=WorkerResources(gpus=0.5)`.
 
     Raises:
-        ResourceError: There is less than was asked for; it says what was requested, what is available and who holds the rest.
-        StartupError: A worker did not come up, or its `setup` or `initializer` failed; it is a `BrokenExecutor` too.
+        ResourceError: There is less than was asked for; it says what was requested, what is
+            available and who holds the rest.
+        StartupError: A worker did not come up, or its `setup` or `initializer` failed; it is a
+            `BrokenExecutor` too.
         InvalidValueError, InvalidTypeError: An argument cannot work.
 
     Source:
-        MATLAB R2025b, parpool; concurrent.futures.ProcessPoolExecutor for `initializer` and `initargs`.
+        MATLAB R2025b, parpool; concurrent.futures.ProcessPoolExecutor for `initializer` and
+        `initargs`.
 
     Example:
         >>> with parpool(2, profile="threads") as pool:
@@ -826,7 +984,9 @@ def parpool(
         raypool: 2 workers (threads of this process)
         2
     """
-    pool = open_pool(num_workers, profile=profile, initializer=initializer, initargs=initargs, **changes)
+    pool = open_pool(
+        num_workers, profile=profile, initializer=initializer, initargs=initargs, **changes
+    )
     if not in_task():
         _note_current(pool)
     return pool
@@ -840,7 +1000,9 @@ def open_pool(
     initargs: Iterable[Any] = (),
     **changes: Any,
 ) -> ParallelPool:
-    """Do as `parpool` does, for code that ends the pool itself: it never becomes the current one (`gcp`)."""
+    """Do as `parpool` does, for code that ends the pool itself: it never becomes the current one
+    (`gcp`).
+    """
     asked = checked_range(num_workers)
     if initializer is not None:
         changes = _with_setup(initializer, initargs, changes)
@@ -863,7 +1025,9 @@ def open_pool(
 
 
 def _pool_in_task(profile: str | Profile, changes: dict[str, Any]) -> ParallelPool:
-    """Return a serial pool that begins and ends as was asked for; the file that a name stands in may not be here."""
+    """Return a serial pool that begins and ends as was asked for; the file that a name stands in
+    may not be here.
+    """
     given = profile if isinstance(profile, Profile) else Profile()
     setup, teardown = (changes.get(name, getattr(given, name)) for name in ("setup", "teardown"))
     return ParallelPool(serial_engine(setup=setup, teardown=teardown))
@@ -873,9 +1037,14 @@ def _with_setup(initializer: Any, initargs: Any, changes: dict[str, Any]) -> dic
     """Return the changes of a profile with `setup` in the words of the standard library."""
     check_callable(initializer)
     if "setup" in changes:
-        raise InvalidValueError("setup and initializer are two names of one thing. Give one function that calls both.")
+        raise InvalidValueError(
+            "setup and initializer are two names of one thing. Give one function that calls both."
+        )
     if not isinstance(initargs, Iterable):
-        raise InvalidTypeError(f"initargs={initargs!r} is not a list or tuple of arguments. Of one argument it is (argument,).")
+        raise InvalidTypeError(
+            f"initargs={initargs!r} is not a list or tuple of arguments. Of one argument it is"
+            " (argument,)."
+        )
     return {**changes, "setup": functools.partial(initializer, *initargs)}
 
 
@@ -907,8 +1076,15 @@ def gcp(create: bool = True) -> ParallelPool | None:
     return _made_here
 
 
-def fit(model: Any, data: Any, loss: Callable[..., Any], options: TrainingOptions | None = None, **arguments: Any) -> TrainingRun:
-    """Train a model on all workers of the current pool, which is opened if there is none; see `PoolView.fit`.
+def fit(
+    model: Any,
+    data: Any,
+    loss: Callable[..., Any],
+    options: TrainingOptions | None = None,
+    **arguments: Any,
+) -> TrainingRun:
+    """Train a model on all workers of the current pool, which is opened if there is none; see
+    `PoolView.fit`.
 
     Example:
         >>> import torch
@@ -930,7 +1106,11 @@ _current_lock = threading.Lock()
 
 def _note_current(pool: ParallelPool) -> None:
     with _current_lock:
-        _opened[:] = [reference for reference in _opened if (other := reference()) is not None and not other.is_closed]
+        _opened[:] = [
+            reference
+            for reference in _opened
+            if (other := reference()) is not None and not other.is_closed
+        ]
         _opened.append(weakref.ref(pool))
 
 
@@ -942,7 +1122,11 @@ def _described(engine: Engine) -> str:
     workers = engine.workers()
     count = f"{len(workers)} worker" + ("s" if len(workers) != 1 else "")
     if engine.profile.backend != "ray":
-        where = "threads of this process" if engine.profile.backend == "threads" else "inline in this process"
+        where = (
+            "threads of this process"
+            if engine.profile.backend == "threads"
+            else "inline in this process"
+        )
         return f"{count} ({where})"
     hosts = []
     for host in dict.fromkeys(worker.host for worker in workers):
@@ -959,7 +1143,8 @@ def _duration(settings: Profile, started: float) -> str:
 
 
 def checked_range(num_workers: Any, name: str = "num_workers") -> tuple[int | None, int | None]:
-    """Return the least and the most of a number of workers that may be a range; `name` is what the argument is called.
+    """Return the least and the most of a number of workers that may be a range; `name` is what the
+    argument is called.
 
     Raises:
         InvalidValueError, InvalidTypeError: It is neither.

@@ -62,7 +62,9 @@ def resolve_profile(profile: str | Profile, changes: Mapping[str, Any]) -> Profi
     known = [entry.name for entry in fields(Profile)]
     unknown = [name for name in changes if name not in known]
     if unknown:
-        raise InvalidTypeError(f"A profile has no field {', '.join(unknown)}. It has: {', '.join(known)}.")
+        raise InvalidTypeError(
+            f"A profile has no field {', '.join(unknown)}. It has: {', '.join(known)}."
+        )
     return replace(profile, **changes)
 
 
@@ -86,8 +88,8 @@ def named_profile(name: str) -> Profile:
     names = [other for other in file.profiles if other not in BUILT_IN] if file is not None else []
     others = f"; in {file.path}: {', '.join(names)}" if file is not None and names else ""
     raise InvalidValueError(
-        f"There is no profile {name!r}. There are: {', '.join(BUILT_IN)}{others}. "
-        "A table [profiles.NAME] in a file raypool.toml, in this folder or further up, makes another."
+        f"There is no profile {name!r}. There are: {', '.join(BUILT_IN)}{others}. A table"
+        " [profiles.NAME] in a file raypool.toml, in this folder or further up, makes another."
     )
 
 
@@ -95,7 +97,8 @@ def nearest_file() -> ProfileFile | None:
     """Return the first file that has profiles, from the working directory upwards, if there is one.
 
     Raises:
-        InvalidValueError: A file on the way cannot be read, or has something else where the profiles should be.
+        InvalidValueError: A file on the way cannot be read, or has something else where the
+            profiles should be.
         InvalidTypeError: It has profiles that are no tables.
     """
     try:
@@ -123,7 +126,9 @@ def _read(path: Path, within: Keys) -> ProfileFile:
         raise InvalidValueError(f"{path} is not valid TOML: {error}.") from None
     for key in within:
         content = content.get(key, {}) if isinstance(content, dict) else {}
-    file = ProfileFile(path, text, within, content.get("profiles", {}) if isinstance(content, dict) else {})
+    file = ProfileFile(
+        path, text, within, content.get("profiles", {}) if isinstance(content, dict) else {}
+    )
     file.check(content)
     return file
 
@@ -141,9 +146,15 @@ class ProfileFile:
         """Make sure that there is nothing but profiles, and that each is a table."""
         for key in content:
             if key != "profiles":
-                self._refuse(InvalidValueError, (*self.within, key), f"there is no setting {key!r}. There are: profiles.")
+                self._refuse(
+                    InvalidValueError,
+                    (*self.within, key),
+                    f"there is no setting {key!r}. There are: profiles.",
+                )
         if not isinstance(self.profiles, dict):
-            self._refuse(InvalidTypeError, (*self.within, "profiles"), "profiles is not a table of profiles.")
+            self._refuse(
+                InvalidTypeError, (*self.within, "profiles"), "profiles is not a table of profiles."
+            )
         for name, table in self.profiles.items():
             keys = (*self.within, "profiles", name)
             if not isinstance(table, dict):
@@ -153,22 +164,33 @@ class ProfileFile:
         """Return a profile of this file.
 
         Raises:
-            InvalidValueError: Its name is that of a built-in one; or a field is unknown, or has a value that cannot work.
+            InvalidValueError: Its name is that of a built-in one; or a field is unknown, or has a
+                value that cannot work.
             InvalidTypeError: A field is of a wrong kind.
         """
         keys = (*self.within, "profiles", name)
         if name in BUILT_IN:
-            self._refuse(InvalidValueError, keys, f"the profile {name!r} is built in. Give yours another name.")
+            self._refuse(
+                InvalidValueError,
+                keys,
+                f"the profile {name!r} is built in. Give yours another name.",
+            )
         return self._made(Profile, self.profiles[name], keys, "a profile")
 
     def _made(self, cls: type[T], table: Mapping[str, Any], keys: Keys, what: str) -> T:
-        """Make an object of a table; each entry is tried by itself first, so that it can be named."""
+        """Make an object of a table; each entry is tried by itself first, so that it can be
+        named.
+        """
         known = [entry.name for entry in fields(cls)]  # type: ignore[arg-type]
         values: dict[str, Any] = {}
         for key, entry in table.items():
             at = (*keys, key)
             if key not in known:
-                self._refuse(InvalidValueError, at, f"{what} has no field {key!r}. It has: {', '.join(known)}.")
+                self._refuse(
+                    InvalidValueError,
+                    at,
+                    f"{what} has no field {key!r}. It has: {', '.join(known)}.",
+                )
             values[key] = self._value(key, entry, at)
             self._try(cls, {key: values[key]}, at)
         return self._try(cls, values, keys)
@@ -188,8 +210,13 @@ class ProfileFile:
             if isinstance(entry, dict):
                 return self._made(WorkerResources, entry, keys, "resources")
             if isinstance(entry, list) and all(isinstance(each, dict) for each in entry):
-                return [self._made(WorkerResources, each, (*keys, number), "resources") for number, each in enumerate(entry)]
-            self._refuse(InvalidTypeError, keys, f"resources={entry!r} is not a table, nor a list of tables.")
+                return [
+                    self._made(WorkerResources, each, (*keys, number), "resources")
+                    for number, each in enumerate(entry)
+                ]
+            self._refuse(
+                InvalidTypeError, keys, f"resources={entry!r} is not a table, nor a list of tables."
+            )
         if key == "tls":
             return self._tls(entry, keys)
         if key in ("token_file", "working_dir") and isinstance(entry, str):
@@ -199,12 +226,20 @@ class ProfileFile:
     def _tls(self, entry: Any, keys: Keys) -> Tls:
         names = [field.name for field in fields(Tls)]
         if not isinstance(entry, dict):
-            self._refuse(InvalidTypeError, keys, f"tls={entry!r} is not a table with {', '.join(names)}.")
+            self._refuse(
+                InvalidTypeError, keys, f"tls={entry!r} is not a table with {', '.join(names)}."
+            )
         for name, path in entry.items():
             if name not in names:
-                self._refuse(InvalidValueError, (*keys, name), f"tls has no field {name!r}. It has: {', '.join(names)}.")
+                self._refuse(
+                    InvalidValueError,
+                    (*keys, name),
+                    f"tls has no field {name!r}. It has: {', '.join(names)}.",
+                )
             if not isinstance(path, str):
-                self._refuse(InvalidTypeError, (*keys, name), f"{name}={path!r} is not the path of a file.")
+                self._refuse(
+                    InvalidTypeError, (*keys, name), f"{name}={path!r} is not the path of a file."
+                )
         missing = [name for name in names if name not in entry]
         if missing:
             self._refuse(InvalidValueError, keys, f"tls lacks {' and '.join(missing)}.")
@@ -215,26 +250,34 @@ class ProfileFile:
 
     def _function(self, key: str, entry: Any, keys: Keys) -> Any:
         if not isinstance(entry, str) or ":" not in entry:
-            self._refuse(InvalidTypeError, keys, f'{key}={entry!r} names no function. Write "module:function".')
+            self._refuse(
+                InvalidTypeError,
+                keys,
+                f'{key}={entry!r} names no function. Write "module:function".',
+            )
         try:
             return pkgutil.resolve_name(entry)
         except Exception as error:  # it imports a module of the user's
             self._refuse(
                 InvalidValueError,
                 keys,
-                f"{key}={entry!r} could not be imported: {type(error).__name__}: {error}. It has to be, here and on the workers.",
+                f"{key}={entry!r} could not be imported: {type(error).__name__}: {error}. It has to"
+                " be, here and on the workers.",
                 error,
             )
 
-    def _refuse(self, kind: type[RaypoolError], keys: Keys, text: str, cause: Exception | None = None) -> NoReturn:
+    def _refuse(
+        self, kind: type[RaypoolError], keys: Keys, text: str, cause: Exception | None = None
+    ) -> NoReturn:
         raise kind(f"{self.path}, line {line_of(self.text, keys)}: {text}") from cause
 
 
 def line_of(text: str, keys: Keys) -> int:
-    r"""Return the line, from 1, in which the entry at `keys` begins, in a TOML text that is valid and has it.
+    r"""Return the line, from 1, in which the entry at `keys` begins, in a TOML text that is valid
+    and has it.
 
-    The parser does not say. But the text up to the end of a statement is valid by itself, and the first such piece that has the
-    entry ends with the statement that made it.
+    The parser does not say. But the text up to the end of a statement is valid by itself, and the
+    first such piece that has the entry ends with the statement that made it.
 
     Example:
         >>> line_of("[a]\nb = 1\nc = [\n  2,\n]\n", ("a", "c"))

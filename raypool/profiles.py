@@ -1,7 +1,7 @@
 """Profiles: where a pool runs, and what each worker gets; invalid values are refused at once.
 
-`Profile` is a profile, `WorkerResources` the resources of one worker, and `Tls` the certificates of a
-cluster. Also here: their checks, and labels of machines.
+`Profile` is a profile, `WorkerResources` the resources of one worker, and `Tls` the certificates of
+a cluster. Also here: their checks, and labels of machines.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from raypool.gpus.devices import FAST_LINKS, Inventory
 from raypool.gpus.nvml import NvmlInventory
 
 FAST_MULTINODE = {"NCCL_IB_DISABLE": "0", FAST_LINKS: "1"}
-"""What `fast_multinode` sets for all workers; the second lets each worker look for the interfaces of its own machine."""
+"""What `fast_multinode` sets for all workers; the second lets each worker look for the interfaces
+of its own machine.
+"""
 
 CLIENT = "ray://"
 """What an address begins with by which Ray Client is meant."""
@@ -33,7 +35,9 @@ PINNING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 BACKENDS = ("ray", "threads", "inline")
 
 SLACK = -0.01, 0.02
-"""From too much to too little of a GPU that fractions may take which were rounded: 0.33 is a third, 0.167 a sixth."""
+"""From too much to too little of a GPU that fractions may take which were rounded: 0.33 is a third,
+0.167 a sixth.
+"""
 
 LEAST_GPUS = 0.0001
 """Ray counts no smaller parts."""
@@ -49,12 +53,14 @@ LABEL_VALUE = re.compile(r"(?P<no>!?)(in\((?P<several>[^()]+)\)|(?P<one>[^()!]*)
 
 @dataclass(frozen=True, kw_only=True)
 class Tls:
-    """The certificates of a cluster whose connections are encrypted: each side shows one, and checks the other's.
+    """The certificates of a cluster whose connections are encrypted: each side shows one, and
+    checks the other's.
 
     Args:
         certificate: The file with this machine's certificate, PEM.
         key: The file with the private key that belongs to it.
-        authority: The file with the certificate of the authority that has signed those of all machines.
+        authority: The file with the certificate of the authority that has signed those of all
+            machines.
 
     Raises:
         InvalidTypeError: One of them is not the path of a file.
@@ -82,19 +88,24 @@ class WorkerResources:
     """What one worker gets of a machine.
 
     Args:
-        gpus: GPUs for each worker. A fraction puts several workers on one GPU, which the pool then holds whole, so that it has to
-            divide it: 0.5, 0.33, 0.25. None: one, where there are GPUs, else none.
-        cpus: CPU cores, as Ray counts them. None: one for a worker without a GPU, none for one with.
-        memory_bytes: Main memory that Ray sets aside, and that the worker may use, with all that it has started [bytes]: one that
-            uses more is ended and replaced, as one that has died. Values in Ray's object store and other shared memory do not
-            count. None: as much as there is.
-        accelerator_type: Only on nodes with this kind of accelerator, by Ray's name for it ("T4", "H100", ...).
-        labels: Only on nodes with these labels, such as `{"market-type": "spot"}`; a value may be one of Ray's operators: "!spot"
-            (also where there is no such label), "in(a, b)" or "!in(a, b)".
+        gpus: GPUs for each worker. A fraction puts several workers on one GPU, which the pool then
+            holds whole, so that it has to divide it: 0.5, 0.33, 0.25. None: one, where there are
+            GPUs, else none.
+        cpus: CPU cores, as Ray counts them. None: one for a worker without a GPU, none for one
+            with.
+        memory_bytes: Main memory that Ray sets aside, and that the worker may use, with all that it
+            has started [bytes]: one that uses more is ended and replaced, as one that has died.
+            Values in Ray's object store and other shared memory do not count. None: as much as
+            there is.
+        accelerator_type: Only on nodes with this kind of accelerator, by Ray's name for it ("T4",
+            "H100", ...).
+        labels: Only on nodes with these labels, such as `{"market-type": "spot"}`; a value may be
+            one of Ray's operators: "!spot" (also where there is no such label), "in(a, b)" or
+            "!in(a, b)".
 
     Raises:
-        InvalidValueError: A count is negative, a GPU count above 1 is not whole, one below 1 does not divide a GPU, or a label is
-            none that a node can have.
+        InvalidValueError: A count is negative, a GPU count above 1 is not whole, one below 1 does
+            not divide a GPU, or a label is none that a node can have.
 
     Example:
         >>> WorkerResources(gpus=0.5).workers_per_gpu
@@ -117,15 +128,21 @@ class WorkerResources:
                 raise InvalidTypeError(f"WorkerResources({name}={value!r}) is not a number.")
             object.__setattr__(self, name, number)
             if not number >= 0:
-                raise InvalidValueError(f"WorkerResources({name}={value!r}) is negative. Give 0 or more, or leave it out.")
+                raise InvalidValueError(
+                    f"WorkerResources({name}={value!r}) is negative. Give 0 or more, or leave it"
+                    " out."
+                )
         if self.accelerator_type is not None and not isinstance(self.accelerator_type, str):
-            raise InvalidTypeError(f"WorkerResources(accelerator_type={self.accelerator_type!r}) is not a name, such as 'H100'.")
+            raise InvalidTypeError(
+                f"WorkerResources(accelerator_type={self.accelerator_type!r}) is not a name, such"
+                " as 'H100'."
+            )
         _check_texts("labels", self.labels, "labels")
         _check_labels(self.labels)
         if self.gpus is not None and self.gpus > 1 and self.gpus != int(self.gpus):
             raise InvalidValueError(
-                f"WorkerResources(gpus={self.gpus}) would share a second GPU in part, which Ray cannot do. "
-                "Give a whole number, or a fraction below 1."
+                f"WorkerResources(gpus={self.gpus}) would share a second GPU in part, which Ray"
+                " cannot do. Give a whole number, or a fraction below 1."
             )
         if self.gpus is not None and 0 < self.gpus < 1:
             _check_fraction(self.gpus)
@@ -143,15 +160,21 @@ def _check_fraction(gpus: float) -> None:
         InvalidValueError: It is such.
     """
     if gpus < LEAST_GPUS:
-        raise InvalidValueError(f"WorkerResources(gpus={gpus!r}) is less than {LEAST_GPUS}, the least that Ray counts.")
+        raise InvalidValueError(
+            f"WorkerResources(gpus={gpus!r}) is less than {LEAST_GPUS}, the least that Ray counts."
+        )
     if SLACK[0] <= 1 - round(1 / gpus) * gpus <= SLACK[1]:
         return
     share = int(1 / gpus)
     rest = 1 - share * gpus
-    workers = f"{share} such workers take {share * gpus:.3g} of it" if share > 1 else f"one such worker takes {gpus:.3g} of it"
+    workers = (
+        f"{share} such workers take {share * gpus:.3g} of it"
+        if share > 1
+        else f"one such worker takes {gpus:.3g} of it"
+    )
     raise InvalidValueError(
-        f"WorkerResources(gpus={gpus!r}) does not divide a GPU: {workers}, and {rest:.2g} would lie idle. "
-        f"The nearest that do are {_part(share)} and {_part(share + 1)}."
+        f"WorkerResources(gpus={gpus!r}) does not divide a GPU: {workers}, and {rest:.2g} would lie"
+        f" idle. The nearest that do are {_part(share)} and {_part(share + 1)}."
     )
 
 
@@ -169,58 +192,72 @@ def _check_texts(name: str, mapping: Any, kind: str) -> None:
         raise InvalidTypeError(f"{name}={mapping!r} is not a mapping of names to texts.")
     for key, value in mapping.items():
         if not isinstance(key, str) or not isinstance(value, str):
-            raise InvalidTypeError(f"{name} has {key!r}: {value!r}. Names and values of {kind} are texts.")
+            raise InvalidTypeError(
+                f"{name} has {key!r}: {value!r}. Names and values of {kind} are texts."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Where a pool runs and what its workers get; `parpool` takes one, or its name (see `raypool.profile_files`).
+    """Where a pool runs and what its workers get; `parpool` takes one, or its name (see
+    `raypool.profile_files`).
 
     Args:
-        backend: "ray" (processes), "threads" or "inline" (both in this process, without Ray; at most 1,024 workers).
-        address: A Ray cluster to connect to: "ray://HOST:10001" from any machine that reaches it (Ray Client), "HOST:6379" on a
-            machine that is one of its nodes. None: the Ray that runs in this process, else a new one on this machine.
-        token_file: The file with the token that the cluster asks for. None: as Ray finds it (RAY_AUTH_TOKEN,
-            RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token).
+        backend: "ray" (processes), "threads" or "inline" (both in this process, without Ray; at
+            most 1,024 workers).
+        address: A Ray cluster to connect to: "ray://HOST:10001" from any machine that reaches it
+            (Ray Client), "HOST:6379" on a machine that is one of its nodes. None: the Ray that runs
+            in this process, else a new one on this machine.
+        token_file: The file with the token that the cluster asks for. None: as Ray finds it
+            (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token).
         tls: The certificates for a cluster whose connections are encrypted.
-        working_dir: A folder that all workers have as a copy, and as their working directory, so that they can import its
-            modules. What its .gitignore and .rayignore name stays here.
+        working_dir: A folder that all workers have as a copy, and as their working directory, so
+            that they can import its modules. What its .gitignore and .rayignore name stays here.
         packages: What `pip` is to install for the workers, as in a requirements file.
-        jobs_address: Where jobs are submitted: the URL of the cluster's dashboard. None: see `jobs_url`.
-        resources: What each worker gets; or a list of that, one for each worker, in the order of the workers. The pool then has
-            exactly so many: `[WorkerResources(gpus=0)] * 6 + [WorkerResources(gpus=1)] * 2`.
-        gpus: Only these GPUs of this machine, by index; on a cluster a mapping of machines (their names, addresses or Ray's node
-            ids) to such lists, `{"lab-3": [0, 2]}`. None: any.
-        min_free_memory_bytes: Only GPUs of which nobody uses so much: those that somebody else fills are left out, and named
-            [bytes]. None: any.
-        workers_per_gpu: How many workers share a GPU at most, each with its part of the GPU's memory, which it cannot exceed
-            through torch; workers are spread over the GPUs evenly. "auto": one on each at first (a number of workers that is
-            asked for is a number of GPUs), then as many as fit, by what the last items have needed, 16 at most; an item that
-            finds too little memory beside others runs again alone, at no charge to its `retries`. None: by the `gpus` of
-            `resources`. It means nothing where there is no GPU.
-        mps: Let the workers that share a GPU compute at the same time, by NVIDIA's Multi-Process Service, which is started and
-            stopped with the pool where it can be; elsewhere they take turns.
-        max_leftover_bytes: How much more of a GPU's memory a worker may use after a task than before it, but for what was built
-            for `pool.constant`, by `setup`, or is kept in a `Composite`; above it is replaced before the next task [bytes]. None:
-            a tenth of its part of the GPU's memory.
+        jobs_address: Where jobs are submitted: the URL of the cluster's dashboard. None: see
+            `jobs_url`.
+        resources: What each worker gets; or a list of that, one for each worker, in the order of
+            the workers. The pool then has exactly so many: `[WorkerResources(gpus=0)] * 6 +
+            [WorkerResources(gpus=1)] * 2`.
+        gpus: Only these GPUs of this machine, by index; on a cluster a mapping of machines (their
+            names, addresses or Ray's node ids) to such lists, `{"lab-3": [0, 2]}`. None: any.
+        min_free_memory_bytes: Only GPUs of which nobody uses so much: those that somebody else
+            fills are left out, and named [bytes]. None: any.
+        workers_per_gpu: How many workers share a GPU at most, each with its part of the GPU's
+            memory, which it cannot exceed through torch; workers are spread over the GPUs evenly.
+            "auto": one on each at first (a number of workers that is asked for is a number of
+            GPUs), then as many as fit, by what the last items have needed, 16 at most; an item that
+            finds too little memory beside others runs again alone, at no charge to its `retries`.
+            None: by the `gpus` of `resources`. It means nothing where there is no GPU.
+        mps: Let the workers that share a GPU compute at the same time, by NVIDIA's Multi-Process
+            Service, which is started and stopped with the pool where it can be; elsewhere they take
+            turns.
+        max_leftover_bytes: How much more of a GPU's memory a worker may use after a task than
+            before it, but for what was built for `pool.constant`, by `setup`, or is kept in a
+            `Composite`; above it is replaced before the next task [bytes]. None: a tenth of its
+            part of the GPU's memory.
         env: Environment variables of the workers; they are set before anything else happens there.
-        fast_multinode: Set up the workers for machines that are joined by InfiniBand: NCCL may use it (NCCL_IB_DISABLE=0), and
-            where a machine has IP interfaces over it, NCCL uses these (NCCL_SOCKET_IFNAME), not the one by which rank 0 is
-            reached. What `env` says counts first, and so does an NCCL_SOCKET_IFNAME of the machine's. It changes nothing on
+        fast_multinode: Set up the workers for machines that are joined by InfiniBand: NCCL may use
+            it (NCCL_IB_DISABLE=0), and where a machine has IP interfaces over it, NCCL uses these
+            (NCCL_SOCKET_IFNAME), not the one by which rank 0 is reached. What `env` says counts
+            first, and so does an NCCL_SOCKET_IFNAME of the machine's. It changes nothing on
             machines without InfiniBand; see docs/several_gpus.md.
-        setup: A function without arguments that runs once in each worker process, before its first task; also in one that
-            replaces another. If it raises, the worker does not start. What it leaves in global variables is there for tasks that
-            travel by value (of a script or a notebook) too, except for a variable that has changed in this process since: of that
+        setup: A function without arguments that runs once in each worker process, before its first
+            task; also in one that replaces another. If it raises, the worker does not start. What
+            it leaves in global variables is there for tasks that travel by value (of a script or a
+            notebook) too, except for a variable that has changed in this process since: of that
             they see the new value.
-        teardown: A function without arguments that runs once in each worker process at its orderly end: not in one that was
-            killed.
+        teardown: A function without arguments that runs once in each worker process at its orderly
+            end: not in one that was killed.
         start_timeout_s: Longest wait for resources, and for a worker to come up [s].
-        idle_timeout_s: After so long without work the workers end and their memory is free; the next call starts them again
-            [s]. None: never.
-        cancel_grace_s: Time for a cancelled task to end [s]; then its process is killed and replaced.
+        idle_timeout_s: After so long without work the workers end and their memory is free; the
+            next call starts them again [s]. None: never.
+        cancel_grace_s: Time for a cancelled task to end [s]; then its process is killed and
+            replaced.
         retries: How often an item runs again after its worker was lost.
         quiet: Do not print the line that says what was started.
-        trace: Record the scheduler's events in this file (JSON lines), for `raypool.testing.replay`.
+        trace: Record the scheduler's events in this file (JSON lines), for
+            `raypool.testing.replay`.
         inventory: Tells the GPUs of a machine; for tests, and for GPUs that NVML does not know.
 
     Raises:
@@ -228,8 +265,9 @@ class Profile:
         InvalidValueError: A field has a value that cannot work.
 
     Source:
-        MATLAB R2025b, parcluster and the properties of its cluster profiles; IdleTimeout of parallel.ProcessPool [there in min];
-        PARALLEL_SERVER_FAST_MULTINODE_GPU_COMMUNICATION. NVIDIA NCCL, Environment Variables.
+        MATLAB R2025b, parcluster and the properties of its cluster profiles; IdleTimeout of
+        parallel.ProcessPool [there in min]; PARALLEL_SERVER_FAST_MULTINODE_GPU_COMMUNICATION.
+        NVIDIA NCCL, Environment Variables.
 
     Example:
         >>> Profile(gpus=(0, 2), start_timeout_s=10).gpus
@@ -272,7 +310,8 @@ class Profile:
 
     @property
     def worker_env(self) -> dict[str, str]:
-        """The environment variables that worker processes start with, besides those of their machine.
+        """The environment variables that worker processes start with, besides those of their
+        machine.
 
         Example:
             >>> Profile(fast_multinode=True, env={"NCCL_IB_HCA": "mlx5"}).worker_env["NCCL_IB_DISABLE"]
@@ -282,7 +321,8 @@ class Profile:
 
     @property
     def is_remote(self) -> bool:
-        """Whether this process stands outside of the cluster, and speaks with it through Ray Client.
+        """Whether this process stands outside of the cluster, and speaks with it through Ray
+        Client.
 
         Example:
             >>> Profile(address="ray://head:10001").is_remote, Profile(address="10.0.0.7:6379").is_remote
@@ -292,10 +332,12 @@ class Profile:
 
     @property
     def jobs_url(self) -> str:
-        """Where jobs are submitted: `jobs_address`, else port 8265 of this machine, where the dashboard or a tunnel to it is.
+        """Where jobs are submitted: `jobs_address`, else port 8265 of this machine, where the
+        dashboard or a tunnel to it is.
 
         Raises:
-            InvalidValueError: The cluster is on another machine, whose dashboard, as a rule, only that machine itself reaches.
+            InvalidValueError: The cluster is on another machine, whose dashboard, as a rule, only
+                that machine itself reaches.
 
         Example:
             >>> Profile(address="ray://127.0.0.1:10001").jobs_url
@@ -303,11 +345,15 @@ class Profile:
         """
         if self.jobs_address is not None:
             return self.jobs_address
-        if self.address in (None, "auto") or str(self.address).removeprefix(CLIENT).partition(":")[0] in LOOPBACK:
+        if (
+            self.address in (None, "auto")
+            or str(self.address).removeprefix(CLIENT).partition(":")[0] in LOOPBACK
+        ):
             return f"http://127.0.0.1:{DASHBOARD_PORT}"
         raise InvalidValueError(
-            f"Where jobs for {self.address} are handed in is not known: a dashboard listens on its own machine only. "
-            f"Open a tunnel (raypool cluster connect) and set jobs_address to its end here, http://127.0.0.1:{DASHBOARD_PORT}."
+            f"Where jobs for {self.address} are handed in is not known: a dashboard listens on its"
+            " own machine only. Open a tunnel (raypool cluster connect) and set jobs_address to"
+            f" its end here, http://127.0.0.1:{DASHBOARD_PORT}."
         )
 
     @property
@@ -323,10 +369,15 @@ class Profile:
             >>> len(Profile(resources=[WorkerResources(gpus=0)] * 6 + [WorkerResources(gpus=1)] * 2).kinds)
             2
         """
-        return (self.resources,) if isinstance(self.resources, WorkerResources) else tuple(dict.fromkeys(self.resources))
+        return (
+            (self.resources,)
+            if isinstance(self.resources, WorkerResources)
+            else tuple(dict.fromkeys(self.resources))
+        )
 
     def sized(self, least: int | None, most: int | None) -> tuple[int | None, int | None]:
-        """Return how many workers a pool has that is to have between `least` and `most` (None: not said).
+        """Return how many workers a pool has that is to have between `least` and `most` (None: not
+        said).
 
         Raises:
             InvalidValueError: `resources` names another number of them.
@@ -341,13 +392,13 @@ class Profile:
         if least is not None and most is not None and not least <= number <= most:
             asked = f"{least}" if least == most else f"{least} to {most}"
             raise InvalidValueError(
-                f"num_workers asks for {asked}, but resources=[...] says what each of {number} workers gets. "
-                "Leave num_workers out, or give one WorkerResources for all."
+                f"num_workers asks for {asked}, but resources=[...] says what each of {number}"
+                " workers gets. Leave num_workers out, or give one WorkerResources for all."
             )
         return number, number
 
 
-# --- checks of a profile ----------------------------------------------------------------------------------------------
+# --- checks of a profile --------------------------------------------------------------------------
 
 
 def _check(profile: Profile) -> None:
@@ -362,9 +413,15 @@ def _check(profile: Profile) -> None:
     _check_kinds(profile)
     pinning = [name for name in profile.env if name in PINNING]
     if pinning:
-        raise InvalidValueError(f"env sets {pinning[0]}, which the pool sets for each worker. Choose GPUs with gpus=[...].")
+        raise InvalidValueError(
+            f"env sets {pinning[0]}, which the pool sets for each worker. Choose GPUs with"
+            " gpus=[...]."
+        )
     if not profile.start_timeout_s > 0:
-        raise InvalidValueError(f"start_timeout_s={profile.start_timeout_s!r} leaves no time to start. Give seconds above 0.")
+        raise InvalidValueError(
+            f"start_timeout_s={profile.start_timeout_s!r} leaves no time to start. Give seconds"
+            " above 0."
+        )
     if profile.idle_timeout_s is not None and not profile.idle_timeout_s > 0:
         raise InvalidValueError(
             f"idle_timeout_s={profile.idle_timeout_s!r} would end workers that were just started. "
@@ -372,34 +429,50 @@ def _check(profile: Profile) -> None:
         )
     if not profile.cancel_grace_s >= 0:
         raise InvalidValueError(
-            f"cancel_grace_s={profile.cancel_grace_s!r} is negative. Give 0 to kill what is cancelled at once."
+            f"cancel_grace_s={profile.cancel_grace_s!r} is negative. Give 0 to kill what is"
+            " cancelled at once."
         )
     if profile.retries < 0:
-        raise InvalidValueError(f"retries={profile.retries!r} is negative. Give 0 to run every item at most once.")
+        raise InvalidValueError(
+            f"retries={profile.retries!r} is negative. Give 0 to run every item at most once."
+        )
     _check_address(profile)
     _check_sharing(profile)
 
 
 def _check_address(profile: Profile) -> None:
-    """Refuse addresses of another form, and what cannot be had of a cluster that this machine is no node of."""
+    """Refuse addresses of another form, and what cannot be had of a cluster that this machine is no
+    node of.
+    """
     if profile.address is not None and "://" in profile.address and not profile.is_remote:
-        raise InvalidValueError(f"address={profile.address!r} is neither 'ray://HOST:10001' nor 'HOST:6379'.")
-    if profile.jobs_address is not None and not profile.jobs_address.startswith(("http://", "https://")):
-        raise InvalidValueError(f"jobs_address={profile.jobs_address!r} is not a URL, such as 'http://127.0.0.1:8265'.")
+        raise InvalidValueError(
+            f"address={profile.address!r} is neither 'ray://HOST:10001' nor 'HOST:6379'."
+        )
+    if profile.jobs_address is not None and not profile.jobs_address.startswith(
+        ("http://", "https://")
+    ):
+        raise InvalidValueError(
+            f"jobs_address={profile.jobs_address!r} is not a URL, such as 'http://127.0.0.1:8265'."
+        )
     if profile.is_remote and isinstance(profile.gpus, tuple):
         raise InvalidValueError(
-            f"gpus={list(profile.gpus)} are GPUs of this machine, which is no node of {profile.address}. "
-            "Say of which machine: gpus={'lab-3': [0, 2]}."
+            f"gpus={list(profile.gpus)} are GPUs of this machine, which is no node of"
+            f" {profile.address}. Say of which machine: gpus={{'lab-3': [0, 2]}}."
         )
 
 
 def _checked_packages(packages: Any) -> tuple[str, ...]:
     """Return what `pip` is to install, as it is kept."""
     if isinstance(packages, (str, bytes)) or not isinstance(packages, Sequence):
-        raise InvalidTypeError(f"packages={packages!r} is not a list of what pip is to install, such as ['scikit-learn>=1.5'].")
+        raise InvalidTypeError(
+            f"packages={packages!r} is not a list of what pip is to install, such as"
+            " ['scikit-learn>=1.5']."
+        )
     for package in packages:
         if not isinstance(package, str) or not package.strip():
-            raise InvalidTypeError(f"packages has {package!r} in it, which names no package for pip.")
+            raise InvalidTypeError(
+                f"packages has {package!r} in it, which names no package for pip."
+            )
     return tuple(packages)
 
 
@@ -425,9 +498,14 @@ def _check_kinds(profile: Profile) -> None:
 
 def _check_connection_kinds(profile: Profile) -> None:
     if profile.address is not None and not isinstance(profile.address, str):
-        raise InvalidTypeError(f"address={profile.address!r} is not the address of a Ray cluster, such as '10.0.0.7:6379'.")
+        raise InvalidTypeError(
+            f"address={profile.address!r} is not the address of a Ray cluster, such as"
+            " '10.0.0.7:6379'."
+        )
     if profile.jobs_address is not None and not isinstance(profile.jobs_address, str):
-        raise InvalidTypeError(f"jobs_address={profile.jobs_address!r} is not a URL, such as 'http://127.0.0.1:8265'.")
+        raise InvalidTypeError(
+            f"jobs_address={profile.jobs_address!r} is not a URL, such as 'http://127.0.0.1:8265'."
+        )
     if profile.tls is not None and not isinstance(profile.tls, Tls):
         raise InvalidTypeError(f"tls={profile.tls!r} is not a Tls(certificate=, key=, authority=).")
     for name in ("token_file", "working_dir", "trace"):
@@ -444,26 +522,34 @@ def _check_sharing(profile: Profile) -> None:
         if value is None:
             continue
         if whole_number(value) is None:
-            raise InvalidTypeError(f"{name}={value!r} is not a whole number of bytes, such as 8 * 2**30.")
+            raise InvalidTypeError(
+                f"{name}={value!r} is not a whole number of bytes, such as 8 * 2**30."
+            )
         object.__setattr__(profile, name, checked_count(name, value, least))
     per_gpu = profile.workers_per_gpu
     if per_gpu is not None and per_gpu != "auto":
         number = whole_number(per_gpu)
         if number is None:
-            raise InvalidTypeError(f"workers_per_gpu={per_gpu!r} is neither a whole number nor 'auto'.")
+            raise InvalidTypeError(
+                f"workers_per_gpu={per_gpu!r} is neither a whole number nor 'auto'."
+            )
         if number < 1:
-            raise InvalidValueError(f"workers_per_gpu={number} leaves no worker. Give 1 or more, or 'auto'.")
+            raise InvalidValueError(
+                f"workers_per_gpu={number} leaves no worker. Give 1 or more, or 'auto'."
+            )
         object.__setattr__(profile, "workers_per_gpu", number)
     sized = [kind.gpus for kind in profile.kinds if kind.gpus]
     if per_gpu is not None and sized:
         raise InvalidValueError(
-            f"workers_per_gpu={per_gpu!r} says how many workers share a GPU, and so does gpus={sized[0]:g} in resources. "
-            "Give one of the two."
+            f"workers_per_gpu={per_gpu!r} says how many workers share a GPU, and so does"
+            f" gpus={sized[0]:g} in resources. Give one of the two."
         )
 
 
 def _check_plain_call(name: str, fn: Any) -> None:
-    """Refuse what cannot be called without arguments, as far as that can be known without calling it."""
+    """Refuse what cannot be called without arguments, as far as that can be known without calling
+    it.
+    """
     if fn is None:
         return
     if not callable(fn):
@@ -476,19 +562,28 @@ def _check_plain_call(name: str, fn: Any) -> None:
         signature.bind()
     except TypeError as error:
         raise InvalidTypeError(
-            f"{name}={getattr(fn, '__name__', fn)} cannot be called without arguments: {error}. Bind them with functools.partial."
+            f"{name}={getattr(fn, '__name__', fn)} cannot be called without arguments: {error}."
+            " Bind them with functools.partial."
         ) from None
 
 
 def _checked_resources(resources: Any) -> tuple[WorkerResources, ...]:
     """Return a list of what each worker gets, as it is kept."""
     if not isinstance(resources, Sequence) or isinstance(resources, (str, bytes)):
-        raise InvalidTypeError(f"resources={resources!r} is not a WorkerResources, nor a list of them, one for each worker.")
+        raise InvalidTypeError(
+            f"resources={resources!r} is not a WorkerResources, nor a list of them, one for each"
+            " worker."
+        )
     for entry in resources:
         if not isinstance(entry, WorkerResources):
-            raise InvalidTypeError(f"resources has {entry!r} in it, which is not a WorkerResources.")
+            raise InvalidTypeError(
+                f"resources has {entry!r} in it, which is not a WorkerResources."
+            )
     if not resources:
-        raise InvalidValueError("resources=[] names no worker. Give one WorkerResources for all workers, or one for each.")
+        raise InvalidValueError(
+            "resources=[] names no worker. Give one WorkerResources for all workers, or one for"
+            " each."
+        )
     return tuple(resources)
 
 
@@ -498,13 +593,14 @@ def _check_chosen(kinds: Sequence[WorkerResources]) -> None:
         kinds = [kind for kind in kinds if kind.gpus != 0]
         if len(kinds) != 1:
             raise InvalidValueError(
-                f"gpus= chooses single GPUs, but resources=[...] names {len(kinds)} kinds of worker with a GPU. "
-                "Name one such kind, beside workers with gpus=0."
+                f"gpus= chooses single GPUs, but resources=[...] names {len(kinds)} kinds of worker"
+                " with a GPU. Name one such kind, beside workers with gpus=0."
             )
     wanted = kinds[0].gpus
     if wanted is not None and not 0 < wanted <= 1:
         raise InvalidValueError(
-            f"gpus= chooses single GPUs, but each worker is to have {wanted:g} (resources.gpus). Set one of the two."
+            f"gpus= chooses single GPUs, but each worker is to have {wanted:g} (resources.gpus)."
+            " Set one of the two."
         )
 
 
@@ -514,9 +610,13 @@ def _checked_gpus(gpus: Any) -> tuple[int, ...] | dict[str, tuple[int, ...]]:
         return _checked_indices(gpus)
     for machine in gpus:
         if not isinstance(machine, str):
-            raise InvalidTypeError(f"gpus has {machine!r} in it, which is not the name of a machine.")
+            raise InvalidTypeError(
+                f"gpus has {machine!r} in it, which is not the name of a machine."
+            )
     if not gpus:
-        raise InvalidValueError("gpus={} names no GPU. For workers without one, use resources=WorkerResources(gpus=0).")
+        raise InvalidValueError(
+            "gpus={} names no GPU. For workers without one, use resources=WorkerResources(gpus=0)."
+        )
     return {machine: _checked_indices(indices) for machine, indices in gpus.items()}
 
 
@@ -524,37 +624,50 @@ def _checked_indices(gpus: Any) -> tuple[int, ...]:
     try:
         given = tuple(gpus)
     except TypeError:
-        raise InvalidTypeError(f"gpus={gpus!r} is not a list of GPU indices, such as [0, 2].") from None
+        raise InvalidTypeError(
+            f"gpus={gpus!r} is not a list of GPU indices, such as [0, 2]."
+        ) from None
     indices: list[int] = []
     for entry in given:
         index = whole_number(entry)
         if index is None:
-            raise InvalidTypeError(f"GPU index {entry!r} is not an integer. GPUs are numbered from 0.")
+            raise InvalidTypeError(
+                f"GPU index {entry!r} is not an integer. GPUs are numbered from 0."
+            )
         if index < 0:
             raise InvalidValueError(f"GPU index {index} is negative. GPUs are numbered from 0.")
         if index in indices:
-            raise InvalidValueError(f"GPU {index} is named twice in gpus={list(given)}. Name each GPU once.")
+            raise InvalidValueError(
+                f"GPU {index} is named twice in gpus={list(given)}. Name each GPU once."
+            )
         indices.append(index)
     if not indices:
-        raise InvalidValueError("gpus=[] names no GPU. For workers without one, use resources=WorkerResources(gpus=0).")
+        raise InvalidValueError(
+            "gpus=[] names no GPU. For workers without one, use resources=WorkerResources(gpus=0)."
+        )
     return tuple(indices)
 
 
-# --- labels of machines -----------------------------------------------------------------------------------------------
+# --- labels of machines ---------------------------------------------------------------------------
 
 
 def has_labels(labels: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
-    """Whether a machine with these labels has all that are wanted. One that lacks a label has no value of it.
+    """Whether a machine with these labels has all that are wanted. One that lacks a label has no
+    value of it.
 
     Example:
         >>> has_labels({"market": "spot"}, {"market": "in(spot, reserved)", "region": "!eu"})
         True
     """
-    return all((labels.get(name) in _label_values(value)) != value.startswith("!") for name, value in wanted.items())
+    return all(
+        (labels.get(name) in _label_values(value)) != value.startswith("!")
+        for name, value in wanted.items()
+    )
 
 
 def for_ray(wanted: Mapping[str, str]) -> dict[str, str]:
-    """Return wanted labels as Ray understands them: to Ray (2.60) the blank of "in(a, b)" is part of the value, which none has.
+    """Return wanted labels as Ray understands them: to Ray (2.60) the blank of "in(a, b)" is part
+    of the value, which none has.
 
     Example:
         >>> for_ray({"market": "in(spot, reserved)"})
@@ -573,11 +686,13 @@ def _check_labels(wanted: Mapping[str, str]) -> None:
         prefix, slash, word = name.rpartition("/")
         if not LABEL_WORD.fullmatch(word) or (slash and not LABEL_PREFIX.fullmatch(prefix)):
             raise InvalidValueError(
-                f"labels has the name {name!r}, which no label can have. "
-                "A name has letters and digits, with - _ . between them, and perhaps a domain and a slash before it."
+                f"labels has the name {name!r}, which no label can have. A name has letters and"
+                " digits, with - _ . between them, and perhaps a domain and a slash before it."
             )
         values = _label_values(value)
-        if not values or not all(entry == value == "" or LABEL_WORD.fullmatch(entry) for entry in values):
+        if not values or not all(
+            entry == value == "" or LABEL_WORD.fullmatch(entry) for entry in values
+        ):
             raise InvalidValueError(
                 f"labels has {name!r}: {value!r}, which is no value that a label can have. "
                 'Give one ("spot"), what it is not ("!spot"), or several ("in(a, b)", "!in(a, b)").'
@@ -589,4 +704,8 @@ def _label_values(wanted: str) -> list[str]:
     found = LABEL_VALUE.fullmatch(wanted)
     if found is None:
         return []
-    return [found["one"]] if found["several"] is None else [entry.removeprefix(" ") for entry in found["several"].split(",")]
+    return (
+        [found["one"]]
+        if found["several"] is None
+        else [entry.removeprefix(" ") for entry in found["several"].split(",")]
+    )

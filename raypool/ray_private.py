@@ -1,11 +1,14 @@
-"""Every private name that raypool imports from Ray, and what it is needed for: an update of Ray begins here.
+"""Every private name that raypool imports from Ray, and what it is needed for: an update of Ray
+begins here.
 
-Private attributes of Ray's objects are where the objects are: actors' ids and the connection of Ray Client in
-`backends/ray/client.py` and `session.py`, `JobSubmissionClient._do_request` in `cluster/jobs.py`, and the scripts that
-`cli/doctor.py` and `cluster/jobs.py` run in other processes.
+Private attributes of Ray's objects are where the objects are: actors' ids and the connection of Ray
+Client in `backends/ray/client.py` and `session.py`, `JobSubmissionClient._do_request` in
+`cluster/jobs.py`, and the scripts that `cli/doctor.py` and `cluster/jobs.py` run in other
+processes.
 
-All were checked on Ray 2.60. A name is imported when somebody asks for it, so this module costs nothing, and where a Ray lacks
-one, only the code that asks for it fails (or does without, where it says so).
+All were checked on Ray 2.60. A name is imported when somebody asks for it, so this module costs
+nothing, and where a Ray lacks one, only the code that asks for it fails (or does without, where it
+says so).
 
 >>> from raypool.ray_private import GCS_STORAGE_MAX_SIZE
 >>> GCS_STORAGE_MAX_SIZE
@@ -27,47 +30,84 @@ class PrivateName(NamedTuple):
 
 
 NAMES = {
-    # --- Ray of this process ------------------------------------------------------------------------------------------
+    # --- Ray of this process ----------------------------------------------------------------------
     "worker": PrivateName(
         "ray._private.worker",
         None,
-        "Its `global_worker` knows the node, the store and dead actors, its `_global_node` the session's folder; public calls "
-        "would start a Ray, or need a dashboard. Its `print_to_stdstream` prints about workers that die.",
+        "Its `global_worker` knows the node, the store and dead actors, its `_global_node` the"
+        " session's folder; public calls would start a Ray, or need a dashboard. Its"
+        " `print_to_stdstream` prints about workers that die.",
     ),
-    "state": PrivateName("ray._private.state", None, "Actors, jobs and draining nodes: the public state API needs a dashboard."),
+    "state": PrivateName(
+        "ray._private.state",
+        None,
+        "Actors, jobs and draining nodes: the public state API needs a dashboard.",
+    ),
     "ray_constants": PrivateName(
         "ray._private.ray_constants",
         None,
         "What Ray has read from the environment as it was imported, and names of its settings.",
     ),
-    "node": PrivateName("ray._private.node", None, "Starts the dashboard's server: `ray.init` has no way to leave that out."),
-    "parameter": PrivateName("ray._private.parameter", None, "Options of `ray start` that `ray.init` does not have."),
-    "utils": PrivateName("ray._private.utils", None, "Decides which of Ray's agents is started."),
-    "Config": PrivateName("ray._raylet", "Config", "Reads Ray's settings from the environment again."),
-    "AuthenticationTokenLoader": PrivateName("ray._raylet", "AuthenticationTokenLoader", "Reads the token again."),
-    "get_accelerator_manager_for_resource": PrivateName(
-        "ray._private.accelerators", "get_accelerator_manager_for_resource", "GPUs that are not NVIDIA's."
+    "node": PrivateName(
+        "ray._private.node",
+        None,
+        "Starts the dashboard's server: `ray.init` has no way to leave that out.",
     ),
-    # --- Ray on another machine ---------------------------------------------------------------------------------------
-    "GcsClient": PrivateName("ray._raylet", "GcsClient", "Asks a control store without joining its cluster, and drains nodes."),
+    "parameter": PrivateName(
+        "ray._private.parameter", None, "Options of `ray start` that `ray.init` does not have."
+    ),
+    "utils": PrivateName("ray._private.utils", None, "Decides which of Ray's agents is started."),
+    "Config": PrivateName(
+        "ray._raylet", "Config", "Reads Ray's settings from the environment again."
+    ),
+    "AuthenticationTokenLoader": PrivateName(
+        "ray._raylet", "AuthenticationTokenLoader", "Reads the token again."
+    ),
+    "get_accelerator_manager_for_resource": PrivateName(
+        "ray._private.accelerators",
+        "get_accelerator_manager_for_resource",
+        "GPUs that are not NVIDIA's.",
+    ),
+    # --- Ray on another machine -------------------------------------------------------------------
+    "GcsClient": PrivateName(
+        "ray._raylet",
+        "GcsClient",
+        "Asks a control store without joining its cluster, and drains nodes.",
+    ),
     "init_grpc_channel": PrivateName(
-        "ray._private.grpc_utils", "init_grpc_channel", "Asks a server of Ray Client whether it is there, with token and TLS."
+        "ray._private.grpc_utils",
+        "init_grpc_channel",
+        "Asks a server of Ray Client whether it is there, with token and TLS.",
     ),
     "GCS_STORAGE_MAX_SIZE": PrivateName(
-        "ray._private.runtime_env.packaging", "GCS_STORAGE_MAX_SIZE", "How large a working_dir may be [bytes]."
+        "ray._private.runtime_env.packaging",
+        "GCS_STORAGE_MAX_SIZE",
+        "How large a working_dir may be [bytes].",
     ),
     "_dir_travel": PrivateName(
-        "ray._private.runtime_env.packaging", "_dir_travel", "Which files of a working_dir travel: .gitignore and .rayignore."
+        "ray._private.runtime_env.packaging",
+        "_dir_travel",
+        "Which files of a working_dir travel: .gitignore and .rayignore.",
     ),
     "_NODE_PROVIDERS": PrivateName(
-        "ray.autoscaler._private.providers", "_NODE_PROVIDERS", "Which providers Ray's launcher knows."
+        "ray.autoscaler._private.providers",
+        "_NODE_PROVIDERS",
+        "Which providers Ray's launcher knows.",
     ),
-    "prepare_config": PrivateName("ray.autoscaler._private.util", "prepare_config", "Ray's own check of a cluster's file."),
-    "validate_config": PrivateName("ray.autoscaler._private.util", "validate_config", "Ray's own check of a cluster's file."),
-    # --- Ray Train ----------------------------------------------------------------------------------------------------
-    "device_manager": PrivateName("ray.air._internal.device_manager", None, "The device that Ray Train gives a rank."),
+    "prepare_config": PrivateName(
+        "ray.autoscaler._private.util", "prepare_config", "Ray's own check of a cluster's file."
+    ),
+    "validate_config": PrivateName(
+        "ray.autoscaler._private.util", "validate_config", "Ray's own check of a cluster's file."
+    ),
+    # --- Ray Train --------------------------------------------------------------------------------
+    "device_manager": PrivateName(
+        "ray.air._internal.device_manager", None, "The device that Ray Train gives a rank."
+    ),
     "StorageContext": PrivateName(
-        "ray.train.v2._internal.execution.storage", "StorageContext", "The folder of a run, as `ray.train.report` sees it."
+        "ray.train.v2._internal.execution.storage",
+        "StorageContext",
+        "The folder of a run, as `ray.train.report` sees it.",
     ),
     "LocalTrainFnUtils": PrivateName(
         "ray.train.v2._internal.execution.train_fn_utils",
@@ -77,18 +117,29 @@ NAMES = {
     "DistributedTrainFnUtils": PrivateName(
         "ray.train.v2._internal.execution.train_fn_utils",
         "DistributedTrainFnUtils",
-        "What `ray.train` finds in a rank of the managed lane: ours is asked by `ray.train.report` first.",
+        "What `ray.train` finds in a rank of the managed lane: ours is asked by `ray.train.report`"
+        " first.",
     ),
-    "get_train_fn_utils": PrivateName("ray.train.v2._internal.execution.train_fn_utils", "get_train_fn_utils", "Likewise."),
-    "set_train_fn_utils": PrivateName("ray.train.v2._internal.execution.train_fn_utils", "set_train_fn_utils", "Likewise."),
+    "get_train_fn_utils": PrivateName(
+        "ray.train.v2._internal.execution.train_fn_utils", "get_train_fn_utils", "Likewise."
+    ),
+    "set_train_fn_utils": PrivateName(
+        "ray.train.v2._internal.execution.train_fn_utils", "set_train_fn_utils", "Likewise."
+    ),
     "ControllerCallback": PrivateName(
-        "ray.train.v2._internal.execution.callback", "ControllerCallback", "The only way to hear who the controller is."
+        "ray.train.v2._internal.execution.callback",
+        "ControllerCallback",
+        "The only way to hear who the controller is.",
     ),
     "ReportCallback": PrivateName(
-        "ray.train.v2._internal.execution.callback", "ReportCallback", "The only way to hear which checkpoints were kept."
+        "ray.train.v2._internal.execution.callback",
+        "ReportCallback",
+        "The only way to hear which checkpoints were kept.",
     ),
     "WorkerGroupCallback": PrivateName(
-        "ray.train.v2._internal.execution.callback", "WorkerGroupCallback", "The only way to reach the ranks before they begin."
+        "ray.train.v2._internal.execution.callback",
+        "WorkerGroupCallback",
+        "The only way to reach the ranks before they begin.",
     ),
     "CHECKPOINT_MANAGER_SNAPSHOT_FILENAME": PrivateName(
         "ray.train.v2._internal.constants",

@@ -20,7 +20,17 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-RUN_COLUMNS = ("status", "duration_s", "started_at", "worker", "gpu", "attempts", "peak_memory_bytes", "reason", "error")
+RUN_COLUMNS = (
+    "status",
+    "duration_s",
+    "started_at",
+    "worker",
+    "gpu",
+    "attempts",
+    "peak_memory_bytes",
+    "reason",
+    "error",
+)
 """Columns of `Results.to_frame` that raypool adds."""
 
 STATUSES = ("finished", "failed", "cancelled", "missing")
@@ -30,8 +40,8 @@ STATUSES = ("finished", "failed", "cancelled", "missing")
 class Row:
     """What is known of one item.
 
-    `status` is "finished", "failed", or "cancelled" where it never got an outcome; "missing" where a journal knows the item and
-    has no outcome of it that can be had back.
+    `status` is "finished", "failed", or "cancelled" where it never got an outcome; "missing" where
+    a journal knows the item and has no outcome of it that can be had back.
     """
 
     status: str = "cancelled"
@@ -61,7 +71,9 @@ class Span(NamedTuple):
 
 
 class Miss(NamedTuple):
-    """An attempt at an item that did not give its outcome: it was "lost" with its worker, "retried", or "cancelled"."""
+    """An attempt at an item that did not give its outcome: it was "lost" with its worker,
+    "retried", or "cancelled".
+    """
 
     item: int
     row: Row
@@ -149,9 +161,10 @@ class Results(Sequence[Any]):
     def metrics(self) -> pd.DataFrame:
         """What the items have reported while they ran (`raypool.report`).
 
-        A row for each report, in the order of the items and then of the reports: `time` (UTC), `item` (its number), `attempt`,
-        then the metrics in the order in which they first appear. A metric that is called like one of the first three is in
-        "reported_NAME". An item that ran again after its worker was lost has the rows of both attempts.
+        A row for each report, in the order of the items and then of the reports: `time` (UTC),
+        `item` (its number), `attempt`, then the metrics in the order in which they first appear. A
+        metric that is called like one of the first three is in "reported_NAME". An item that ran
+        again after its worker was lost has the rows of both attempts.
 
         Example:
             >>> from raypool import parpool, report
@@ -167,12 +180,15 @@ class Results(Sequence[Any]):
 
     @property
     def diary(self) -> Sequence[str]:
-        r"""What each item has printed, to `sys.stdout` and `sys.stderr` alike: `results.diary[i]` is that of item `i`.
+        r"""What each item has printed, to `sys.stdout` and `sys.stderr` alike: `results.diary[i]`
+        is that of item `i`.
 
-        It is what the item printed when it ran last: the last attempt, if it ran more than once. The newest MiB of each item is
-        kept, and the newest 64 MiB of the whole loop: beyond that, the items that printed longest ago lose theirs. A first line
-        says how much is missing. With `run_dir`, an item that ran in an earlier call has what is in its `diary.txt`, the text of
-        all its attempts; so has every item in `load_results`. As in `Future.diary`, what native code prints by itself is missing.
+        It is what the item printed when it ran last: the last attempt, if it ran more than once.
+        The newest MiB of each item is kept, and the newest 64 MiB of the whole loop: beyond that,
+        the items that printed longest ago lose theirs. A first line says how much is missing. With
+        `run_dir`, an item that ran in an earlier call has what is in its `diary.txt`, the text of
+        all its attempts; so has every item in `load_results`. As in `Future.diary`, what native
+        code prints by itself is missing.
 
         Source:
             MATLAB R2025b, Diary of a parallel.Future.
@@ -191,16 +207,18 @@ class Results(Sequence[Any]):
     def to_frame(self) -> pd.DataFrame:
         """Return the table: one row an item, with its configuration, its values and how it ran.
 
-        A dict, dataclass, named tuple, `argparse.Namespace`, `SimpleNamespace`, attrs class or pydantic model gives a column a
-        key, anything else one column ("item", "value"). Missing items and values leave their cells empty; until an item has
-        finished, that is the column "value". A key that a configuration and a value share appears as "result_KEY" for the value.
-        Then come `status`, `duration_s` [s], `started_at` (Unix time [s]),
-        `worker`, `gpu`, `attempts`, `peak_memory_bytes` (the most that its worker had of its GPU's memory while it ran, or while
-        the short items ran that shared a call with it; empty if it had none), `reason` (None of what has finished; see
-        `raypool.errors.reason_of`) and `error` (the exception's type and text).
+        A dict, dataclass, named tuple, `argparse.Namespace`, `SimpleNamespace`, attrs class or
+        pydantic model gives a column a key, anything else one column ("item", "value"). Missing
+        items and values leave their cells empty; until an item has finished, that is the column
+        "value". A key that a configuration and a value share appears as "result_KEY" for the value.
+        Then come `status`, `duration_s` [s], `started_at` (Unix time [s]), `worker`, `gpu`,
+        `attempts`, `peak_memory_bytes` (the most that its worker had of its GPU's memory while it
+        ran, or while the short items ran that shared a call with it; empty if it had none),
+        `reason` (None of what has finished; see `raypool.errors.reason_of`) and `error` (the
+        exception's type and text).
 
-        Spreadsheets run cells that begin with = + - @ as formulas: before you open `to_frame().to_csv(path)` in one, look at the
-        texts that others can choose, errors included.
+        Spreadsheets run cells that begin with = + - @ as formulas: before you open
+        `to_frame().to_csv(path)` in one, look at the texts that others can choose, errors included.
         """
         import pandas as pd
 
@@ -208,7 +226,9 @@ class Results(Sequence[Any]):
         configs = self._configs()
         finished = [row.status == "finished" for row in self._rows]
         values = _columns(self._values, "value", taken | set(configs), "result_", finished)
-        run: dict[str, Any] = {name: [getattr(row, name) for row in self._rows] for name in RUN_COLUMNS[:-2]}
+        run: dict[str, Any] = {
+            name: [getattr(row, name) for row in self._rows] for name in RUN_COLUMNS[:-2]
+        }
         for name in ("worker", "gpu", "peak_memory_bytes"):
             run[name] = pd.array(run[name], dtype="Int64")
         run["reason"] = [self._reason(index) for index in range(len(self))]
@@ -229,13 +249,15 @@ class Results(Sequence[Any]):
     def attempts(self) -> pd.DataFrame:
         """When and where each item ran, each time that it did.
 
-        A row for each attempt, in the order of the items and then of time: `item` (its number), `attempt`, `status` ("finished",
-        "failed"; "lost" with its worker; "retried", since it raised what `retry_on` names; "cancelled" while it ran),
-        `started_at` (Unix time [s]), `duration_s` [s], `worker`, `gpu`, `host`, `run` (with which call it ran, of those that
-        had the same `run_dir`) and `error`. Of an attempt without an outcome the driver knows when its worker came to the call
-        and when that had ended: items that shared a call, the last of which may not have begun, all have the time of that.
-        What waited in a worker behind it has no row if it was cancelled; if the worker was lost, and the item is charged an
-        attempt, one without a time, since nobody knows whether it had begun. `started_at` is NaN where it is not known.
+        A row for each attempt, in the order of the items and then of time: `item` (its number),
+        `attempt`, `status` ("finished", "failed"; "lost" with its worker; "retried", since it
+        raised what `retry_on` names; "cancelled" while it ran), `started_at` (Unix time [s]),
+        `duration_s` [s], `worker`, `gpu`, `host`, `run` (with which call it ran, of those that had
+        the same `run_dir`) and `error`. Of an attempt without an outcome the driver knows when its
+        worker came to the call and when that had ended: items that shared a call, the last of which
+        may not have begun, all have the time of that. What waited in a worker behind it has no row
+        if it was cancelled; if the worker was lost, and the item is charged an attempt, one without
+        a time, since nobody knows whether it had begun. `started_at` is NaN where it is not known.
 
         Example:
             >>> from raypool import parpool
@@ -246,12 +268,16 @@ class Results(Sequence[Any]):
         """
         import pandas as pd
 
-        entries = sorted(self._all_attempts(), key=lambda entry: (entry.item, entry.row.run, entry.row.attempts))
+        entries = sorted(
+            self._all_attempts(), key=lambda entry: (entry.item, entry.row.run, entry.row.attempts)
+        )
         columns: dict[str, Any] = {"item": [entry.item for entry in entries]}
         columns["attempt"] = [entry.row.attempts for entry in entries]
         columns["status"] = [entry.row.status for entry in entries]
         for name in ("started_at", "duration_s"):
-            columns[name] = pd.array([getattr(entry.row, name) for entry in entries], dtype="float64")
+            columns[name] = pd.array(
+                [getattr(entry.row, name) for entry in entries], dtype="float64"
+            )
         for name in ("worker", "gpu"):
             columns[name] = pd.array([getattr(entry.row, name) for entry in entries], dtype="Int64")
         columns["host"] = [entry.row.host for entry in entries]
@@ -264,16 +290,24 @@ class Results(Sequence[Any]):
         for index, row in enumerate(self._rows):
             if row.attempts and row.status in ("finished", "failed"):
                 is_lost = isinstance(self._errors.get(index), WorkerLostError)
-                yield Miss(index, dataclasses.replace(row, status="lost") if is_lost else row, self._described(index))
+                yield Miss(
+                    index,
+                    dataclasses.replace(row, status="lost") if is_lost else row,
+                    self._described(index),
+                )
         yield from self._get_misses()
 
-    def timeline(self, path: str | os.PathLike[str] | None = None, *, title: str | None = None) -> Figure:
-        """Draw a timeline: a bar for each attempt at an item, in the row of its worker. Gaps are idle time.
+    def timeline(
+        self, path: str | os.PathLike[str] | None = None, *, title: str | None = None
+    ) -> Figure:
+        """Draw a timeline: a bar for each attempt at an item, in the row of its worker. Gaps are
+        idle time.
 
         Args:
-            path: Write it to this file, too: an image by its suffix (".png", ".svg", ".pdf" and others of matplotlib); ".json":
-                as a Chrome trace, for https://ui.perfetto.dev or chrome://tracing (a process for each host, a thread for each
-                worker, times in microseconds).
+            path: Write it to this file, too: an image by its suffix (".png", ".svg", ".pdf" and
+                others of matplotlib); ".json": as a Chrome trace, for https://ui.perfetto.dev or
+                chrome://tracing (a process for each host, a thread for each worker, times in
+                microseconds).
             title: The title of the figure.
 
         Returns:
@@ -306,10 +340,12 @@ class Results(Sequence[Any]):
     def report(self, path: str | os.PathLike[str], *, title: str | None = None) -> Path:
         """Write an HTML report of the loop: one file that any browser opens, also offline.
 
-        It has a summary, the table of the items (to sort, filter and search), the failures with their tracebacks, learning curves
-        of what was reported, parallel coordinates of the configurations, what ran when on each worker with its idle time, and
-        how well the workers were used. Where there is too much to draw, it says what was left out. What was in the file before
-        stays until the new page is complete. Like the files of a `run_dir` it is for its owner only (mode 0600).
+        It has a summary, the table of the items (to sort, filter and search), the failures with
+        their tracebacks, learning curves of what was reported, parallel coordinates of the
+        configurations, what ran when on each worker with its idle time, and how well the workers
+        were used. Where there is too much to draw, it says what was left out. What was in the file
+        before stays until the new page is complete. Like the files of a `run_dir` it is for its
+        owner only (mode 0600).
 
         Args:
             path: Where to; it ends in ".html" or ".htm".
@@ -319,7 +355,8 @@ class Results(Sequence[Any]):
             Where it is.
 
         Raises:
-            ModuleNotFoundError: plotly, itables or Jinja2 is missing; they come with `raypool[plots]`.
+            ModuleNotFoundError: plotly, itables or Jinja2 is missing; they come with
+                `raypool[plots]`.
             InvalidValueError: The path does not end in ".html" or ".htm".
             OSError: The file cannot be written.
 
@@ -335,28 +372,39 @@ class Results(Sequence[Any]):
 
         target = Path(path).expanduser().absolute()
         report.check_suffix(target)
-        story = report.Story(self.to_frame(), self.attempts, self.metrics, list(self._configs()), RUN_COLUMNS, self.errors)
+        story = report.Story(
+            self.to_frame(),
+            self.attempts,
+            self.metrics,
+            list(self._configs()),
+            RUN_COLUMNS,
+            self.errors,
+        )
         report.write(story, target, title)
         return target
 
     def _configs(self) -> dict[str, list[Any]]:
         """Return the items by columns, as `to_frame` calls them."""
-        are_there = [item is not None for item in self._items]  # a run that is damaged may have lost some
+        # a run that is damaged may have lost some
+        are_there = [item is not None for item in self._items]
         return _columns(self._items, "item", set(RUN_COLUMNS), "item_", are_there)
 
     def best(self, column: str, mode: Literal["min", "max"] | None = None) -> pd.Series[Any]:
-        """Return the row of the finished item with the best number in a column; its `name` is the item's number.
+        """Return the row of the finished item with the best number in a column; its `name` is the
+        item's number.
 
         NaN, infinities and texts never win; of equal numbers the first does.
 
         Args:
-            column: A column of `to_frame`; of a column of dicts a key, as the report has it: "acc.val".
-            mode: Whether the smallest ("min") or the largest number ("max") is the best. None: "min" if a word of the column's
-                name is loss or error, "max" if one is accuracy (acc) or score.
+            column: A column of `to_frame`; of a column of dicts a key, as the report has it:
+                "acc.val".
+            mode: Whether the smallest ("min") or the largest number ("max") is the best. None:
+                "min" if a word of the column's name is loss or error, "max" if one is accuracy
+                (acc) or score.
 
         Raises:
-            InvalidValueError: There is no such column, no finished item has a finite number in it, or its name does not say what
-                is best.
+            InvalidValueError: There is no such column, no finished item has a finite number in it,
+                or its name does not say what is best.
         """
         from raypool.views.drawing import spread
         from raypool.views.words import number_in
@@ -366,7 +414,9 @@ class Results(Sequence[Any]):
         frame = self.to_frame()
         columns = spread(frame, map(str, frame))
         if column not in columns:
-            raise InvalidValueError(f"There is no column {column!r}. There are: {', '.join(columns)}.")
+            raise InvalidValueError(
+                f"There is no column {column!r}. There are: {', '.join(columns)}."
+            )
         is_best = {"min": min, "max": max}[mode or _direction(column)]
         values = {
             index: number_in(value)
@@ -389,8 +439,12 @@ def _direction(column: str) -> Literal["min", "max"]:
         ('min', 'max', 'max')
     """
     words = {word.lower() for word in re.findall("[A-Z]?[a-z]+|[A-Z]+", column)}
-    is_small, is_large = not words.isdisjoint({"loss", "error"}), not words.isdisjoint({"accuracy", "acc", "score"})
-    if is_small == is_large or "neg" in words:  # scikit-learn's neg_log_loss is the better the larger it is
+    is_small, is_large = (
+        not words.isdisjoint({"loss", "error"}),
+        not words.isdisjoint({"accuracy", "acc", "score"}),
+    )
+    # scikit-learn's neg_log_loss is the better the larger it is
+    if is_small == is_large or "neg" in words:
         raise InvalidValueError(
             f"The name {column!r} does not say whether small or large numbers are good. "
             f"Say it: best({column!r}, mode='min') or best({column!r}, mode='max')."
@@ -424,7 +478,9 @@ def _restored(  # noqa: PLR0913, PLR0917 - as in pickles of older versions
     diaries: Sequence[str] | None = None,  # likewise
 ) -> Results:
     texts = [""] * len(values) if diaries is None else diaries
-    return Results(items, values, lambda: rows, errors, lambda: feed, lambda: list(misses), texts.__getitem__)
+    return Results(
+        items, values, lambda: rows, errors, lambda: feed, lambda: list(misses), texts.__getitem__
+    )
 
 
 class Diaries(Sequence[str]):
@@ -443,7 +499,9 @@ class Diaries(Sequence[str]):
     def __getitem__(self, index: slice) -> list[str]: ...
     def __getitem__(self, index: int | slice) -> str | list[str]:
         number = self._numbers[index]
-        return self._get(number) if isinstance(number, int) else [self._get(each) for each in number]
+        return (
+            self._get(number) if isinstance(number, int) else [self._get(each) for each in number]
+        )
 
     def __repr__(self) -> str:
         return f"<Diaries of {len(self)} items>"
@@ -452,12 +510,26 @@ class Diaries(Sequence[str]):
 def _columns(
     entries: Sequence[Any], single: str, taken: set[str], prefix: str, are_there: Sequence[bool]
 ) -> dict[str, list[Any]]:
-    """Spread entries over columns by key; those that are not there give empty cells, and if none is, one column of these."""
-    rows = [fields_of(entry) if is_there else {} for entry, is_there in zip(entries, are_there, strict=True)]
+    """Spread entries over columns by key; those that are not there give empty cells, and if none
+    is, one column of these.
+    """
+    rows = [
+        fields_of(entry) if is_there else {}
+        for entry, is_there in zip(entries, are_there, strict=True)
+    ]
     if not any(are_there) or any(row is None for row in rows):
         name = single if single not in taken else prefix + single
-        return {name: [entry if is_there else None for entry, is_there in zip(entries, are_there, strict=True)]}
-    names = {key: column_name(key) for key in dict.fromkeys(key for row in rows for key in row or {})}
+        return {
+            name: [
+                entry if is_there else None
+                for entry, is_there in zip(entries, are_there, strict=True)
+            ]
+        }
+    names = {
+        key: column_name(key) for key in dict.fromkeys(key for row in rows for key in row or {})
+    }
     keys = dict.fromkeys(names.values())
     cells = [{names[key]: value for key, value in (row or {}).items()} for row in rows]
-    return {(prefix + key if key in taken else key): [row.get(key) for row in cells] for key in keys}
+    return {
+        (prefix + key if key in taken else key): [row.get(key) for row in cells] for key in keys
+    }

@@ -1,4 +1,6 @@
-"""What a user's function can do in a task: `current_task`, `report`, checkpoints, `MetricBuffer`."""
+"""What a user's function can do in a task: `current_task`, `report`, checkpoints,
+`MetricBuffer`.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,10 @@ class CurrentTask:
 
     Attributes:
         index: The item's number in its loop, from 0; 0 for a single call.
-        attempt: The number of this attempt at the item, from 1; above 1 only after a worker was lost or by `retry_on`.
-        seed: The item's own 64-bit seed, if the loop was given one; the same on any number of workers.
+        attempt: The number of this attempt at the item, from 1; above 1 only after a worker was
+            lost or by `retry_on`.
+        seed: The item's own 64-bit seed, if the loop was given one; the same on any number of
+            workers.
         worker: The worker's number in its pool, from 0.
         gpu: The GPU's index on its machine, None without one.
         name: What the caller named the work, None if nothing.
@@ -48,36 +52,43 @@ class CurrentTask:
 
     @property
     def should_stop(self) -> bool:
-        """Whether to end early and return what you have: on `request_stop`, or before the machine goes away.
+        """Whether to end early and return what you have: on `request_stop`, or before the machine
+        goes away.
 
-        After `future.request_stop()` the value that you return counts. Before the machine goes away it does not: the item runs
-        again elsewhere, which does not count as a retry, and resumes from its `checkpoint_dir`, if that is kept where other
-        machines find it (`run_dir=`, `options(checkpoints=...)`). That holds for items that have read this property since
-        the notice; an item that has not, and ends, is finished.
+        After `future.request_stop()` the value that you return counts. Before the machine goes away
+        it does not: the item runs again elsewhere, which does not count as a retry, and resumes
+        from its `checkpoint_dir`, if that is kept where other machines find it (`run_dir=`,
+        `options(checkpoints=...)`). That holds for items that have read this property since the
+        notice; an item that has not, and ends, is finished.
 
-        Reading it costs next to nothing; a training loop may do it at every step. In a loop that `pool.train` runs it becomes
-        true for all ranks at once, by a `ray.train.report`, so that none continues without the others. An item that may run
-        only once (`retries=0`) is not told that its machine is about to go.
+        Reading it costs next to nothing; a training loop may do it at every step. In a loop that
+        `pool.train` runs it becomes true for all ranks at once, by a `ray.train.report`, so that
+        none continues without the others. An item that may run only once (`retries=0`) is not told
+        that its machine is about to go.
         """
         note = self._note
         if note is None:
             return False
-        is_asked = (note.should_stop or note.is_leaving) if note.agreed_stop is None else note.agreed_stop
+        is_asked = (
+            (note.should_stop or note.is_leaving) if note.agreed_stop is None else note.agreed_stop
+        )
         if is_asked and note.is_leaving:
             note.has_heard = True
         return is_asked
 
     def on_preempt(self, fn: Callable[[], object]) -> None:
-        """Register a function to be called once, when this machine is about to go (preemption of a spot machine, say).
+        """Register a function to be called once, when this machine is about to go (preemption of a
+        spot machine, say).
 
-        For code whose loop cannot check `should_stop`: save a checkpoint, or let the loop end.
-        It is called in the thread of the task, between two lines of Python, as a signal's handler is (never in the midst of
-        `save_checkpoint` or of an import); so it may find a model in the middle of an optimizer's step. Time is short:
-        about 20 seconds on Compute Engine, two minutes on EC2. What it raises is printed, and changes nothing. After the
-        call the item runs again elsewhere, whatever it still returns; that does not count as a retry.
+        For code whose loop cannot check `should_stop`: save a checkpoint, or let the loop end. It
+        is called in the thread of the task, between two lines of Python, as a signal's handler is
+        (never in the midst of `save_checkpoint` or of an import); so it may find a model in the
+        middle of an optimizer's step. Time is short: about 20 seconds on Compute Engine, two
+        minutes on EC2. What it raises is printed, and changes nothing. After the call the item runs
+        again elsewhere, whatever it still returns; that does not count as a retry.
 
-        If it is known already, the function is called at once. Without a pool, on the backends "threads" and "inline" and with
-        `retries=0` it never is.
+        If it is known already, the function is called at once. Without a pool, on the backends
+        "threads" and "inline" and with `retries=0` it never is.
 
         Args:
             fn: Takes no arguments.
@@ -102,51 +113,68 @@ class CurrentTask:
             2
         """
         if not callable(fn):
-            raise InvalidTypeError(f"on_preempt got a {type(fn).__name__}, which can't be called. Give it a function.")
+            raise InvalidTypeError(
+                f"on_preempt got a {type(fn).__name__}, which can't be called. Give it a function."
+            )
         note = self._note
         if note is not None:
-            note.on_leave = [*(each for each in note.on_leave if each[0] == note.index), (note.index, fn)]
+            note.on_leave = [
+                *(each for each in note.on_leave if each[0] == note.index),
+                (note.index, fn),
+            ]
             if note.is_leaving:
                 note.leave()
 
     @property
     def store(self) -> ValueStore:
-        """The values that all tasks of the pool may put and read; outside a pool, a store of this process."""
+        """The values that all tasks of the pool may put and read; outside a pool, a store of this
+        process.
+        """
         from raypool.channel.store import store_here
 
         return store_here()
 
     @property
     def checkpoint_dir(self) -> Path:
-        """The item's own folder for checkpoints, which exists: the next attempt finds what this one leaves in it.
+        """The item's own folder for checkpoints, which exists: the next attempt finds what this one
+        leaves in it.
 
-        In a loop with a `run_dir` it is in that folder, and stays; with `options(checkpoints=...)` it is there instead. If that
-        is a URL, this is a local copy, which `save_checkpoint` and the end of the item upload. Without either it is a temporary
-        folder of the machine, which goes with the pool; outside a pool, of this process.
+        In a loop with a `run_dir` it is in that folder, and stays; with `options(checkpoints=...)`
+        it is there instead. If that is a URL, this is a local copy, which `save_checkpoint` and the
+        end of the item upload. Without either it is a temporary folder of the machine, which goes
+        with the pool; outside a pool, of this process.
 
         Raises:
-            InvalidValueError: The `run_dir` (or `checkpoints=...`) is a folder that this machine does not share with the one that
-                opened the pool.
+            InvalidValueError: The `run_dir` (or `checkpoints=...`) is a folder that this machine
+                does not share with the one that opened the pool.
         """
         from raypool.worker.folders import folder_of_process
 
         note = self._note
-        return folder_of_process() if note is None or note.folders is None else note.folders.folder(note, self.index)
+        return (
+            folder_of_process()
+            if note is None or note.folders is None
+            else note.folders.folder(note, self.index)
+        )
 
     @property
     def device(self) -> torch.device:
-        """The `torch.device` to train on: the worker's GPU if it has one that CUDA can use, else the CPU."""
+        """The `torch.device` to train on: the worker's GPU if it has one that CUDA can use, else
+        the CPU.
+        """
         import torch
 
         if (self.gpu is not None or not in_task()) and torch.cuda.is_available():
-            return torch.device("cuda", torch.cuda.current_device())  # Ray Train shows a rank all GPUs of a training
+            # Ray Train shows a rank all GPUs of a training
+            return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
 
 def current_task() -> CurrentTask:
     """Return what is known of the task that is running here.
 
-    Outside a pool this is item 0, attempt 1, on the best device of this machine, so that a function runs unchanged by itself.
+    Outside a pool this is item 0, attempt 1, on the best device of this machine, so that a function
+    runs unchanged by itself.
 
     Example:
         >>> current_task().index, current_task().attempt
@@ -159,7 +187,7 @@ def current_task() -> CurrentTask:
     return CurrentTask(note.index, note.attempt, seed, note.worker, note.gpu, note.name, note)
 
 
-# --- metrics ----------------------------------------------------------------------------------------------------------
+# --- metrics --------------------------------------------------------------------------------------
 
 
 NUMBERS = frozenset({int, float, bool, type(None)})
@@ -172,17 +200,18 @@ MAX_METRIC_TEXT = 256
 def report(**metrics: float | str | None) -> None:
     """Report metrics of the task: values by name, as often as you like.
 
-    A moment later they appear in the table `metrics` of the task's future, or of the loop's `Results`; the display of a loop
-    shows the last ones. It takes some microseconds and never waits. Outside a pool, and in the forked processes of a
-    DataLoader, it checks the values and does nothing else, so that a function runs unchanged by itself.
+    A moment later they appear in the table `metrics` of the task's future, or of the loop's
+    `Results`; the display of a loop shows the last ones. It takes some microseconds and never
+    waits. Outside a pool, and in the forked processes of a DataLoader, it checks the values and
+    does nothing else, so that a function runs unchanged by itself.
 
     Args:
-        metrics: Numbers (Python's or NumPy's) and short texts (at most 256 characters), in units of your own. None is a missing
-            value.
+        metrics: Numbers (Python's or NumPy's) and short texts (at most 256 characters), in units of
+            your own. None is a missing value.
 
     Raises:
-        InvalidTypeError: A value is neither. A tensor: give it to a `MetricBuffer`, or report `tensor.item()`, which waits
-            for the GPU.
+        InvalidTypeError: A value is neither. A tensor: give it to a `MetricBuffer`, or report
+            `tensor.item()`, which waits for the GPU.
         InvalidValueError: A text is too long.
 
     Source:
@@ -217,7 +246,8 @@ def checked_metric(name: str, value: Any) -> float | str | None:
     if isinstance(value, str):
         if len(value) > MAX_METRIC_TEXT:
             raise InvalidValueError(
-                f"report({name}=...) got a text of {len(value):,} characters; {MAX_METRIC_TEXT} fit. print() it."
+                f"report({name}=...) got a text of {len(value):,} characters; {MAX_METRIC_TEXT}"
+                " fit. print() it."
             )
         return str.__str__(value)
     if isinstance(value, float):
@@ -225,17 +255,28 @@ def checked_metric(name: str, value: Any) -> float | str | None:
     if isinstance(value, int):
         return value if isinstance(value, bool) else int(value)
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, (numpy.generic, numpy.ndarray)) and value.ndim == 0 and value.dtype.kind in "biuf":
+    if (
+        numpy is not None
+        and isinstance(value, (numpy.generic, numpy.ndarray))
+        and value.ndim == 0
+        and value.dtype.kind in "biuf"
+    ):
         return value.item()  # type: ignore[no-any-return]
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
-        step = f"Give it to a raypool.MetricBuffer, or report {name}.item(), which waits for the GPU if it is there."
+        step = (
+            f"Give it to a raypool.MetricBuffer, or report {name}.item(), which waits for the GPU"
+            " if it is there."
+        )
     else:
         step = "Report single numbers or short texts."
-    raise InvalidTypeError(f"report({name}=...) got a {type(value).__name__}, which is neither a number nor a text. {step}")
+    raise InvalidTypeError(
+        f"report({name}=...) got a {type(value).__name__}, which is neither a number nor a text."
+        f" {step}"
+    )
 
 
-# --- checkpoint files -------------------------------------------------------------------------------------------------
+# --- checkpoint files -----------------------------------------------------------------------------
 
 
 FILE = "checkpoint.pt"
@@ -244,13 +285,15 @@ PathLike = str | os.PathLike[str]
 
 
 def save_checkpoint(state: Any, path: PathLike | None = None) -> Path:
-    """Save something with `torch.save`, in one step: the file of before stays until the new one is complete, and on the disk.
+    """Save something with `torch.save`, in one step: the file of before stays until the new one is
+    complete, and on the disk.
 
     A task that is cancelled meanwhile ends when it is saved.
 
     Args:
-        state: What `torch.load(weights_only=True)` gives back: tensors, numbers, texts, and lists and dicts of those, as all
-            `state_dict()` are. Anything else is refused here, not when it is needed.
+        state: What `torch.load(weights_only=True)` gives back: tensors, numbers, texts, and lists
+            and dicts of those, as all `state_dict()` are. Anything else is refused here, not when
+            it is needed.
         path: The file; None: "checkpoint.pt" in the task's `current_task().checkpoint_dir`.
 
     Returns:
@@ -261,7 +304,8 @@ def save_checkpoint(state: Any, path: PathLike | None = None) -> Path:
         OSError: It cannot be written: the disk is full, say. The file of before stays.
 
     Source:
-        torch.save, torch.load; the order of temporary file, fsync and rename is that of LWN 457667, "Ensuring data reaches disk".
+        torch.save, torch.load; the order of temporary file, fsync and rename is that of LWN 457667,
+        "Ensuring data reaches disk".
 
     Example:
         >>> import tempfile
@@ -289,7 +333,8 @@ def load_checkpoint(path: PathLike | None = None, map_location: Any = "cpu") -> 
         map_location: On which device its tensors are to be; see `torch.load`.
 
     Raises:
-        InvalidValueError: The file is damaged, or has something in it that is not loaded for safety.
+        InvalidValueError: The file is damaged, or has something in it that is not loaded for
+            safety.
     """
     import torch
 
@@ -303,16 +348,17 @@ def load_checkpoint(path: PathLike | None = None, map_location: Any = "cpu") -> 
     except Exception as error:  # whatever a damaged file makes torch do
         if _is_forbidden(error):
             raise InvalidValueError(
-                f"The checkpoint {file} holds something else than tensors, numbers, texts, and lists and dicts of those "
-                f"({_forbidden(error)}): it was not written by save_checkpoint, and code in it could run here. If you trust "
-                "whoever has written it: torch.load(file, weights_only=False)."
+                f"The checkpoint {file} holds something else than tensors, numbers, texts, and"
+                f" lists and dicts of those ({_forbidden(error)}): it was not written by"
+                " save_checkpoint, and code in it could run here. If you trust whoever has written"
+                " it: torch.load(file, weights_only=False)."
             ) from error
         if "map_location" in str(error):  # it was saved on a device that is not here
             raise
         reason = str(error).partition("\n")[0].partition(". ")[0].rstrip(".") or "it ends too early"
         raise InvalidValueError(
-            f"The checkpoint {file} ({file.stat().st_size:,} bytes) is damaged, or none of torch's: {reason}. "
-            "Delete it to begin anew, or put a complete copy in its place."
+            f"The checkpoint {file} ({file.stat().st_size:,} bytes) is damaged, or none of torch's:"
+            f" {reason}. Delete it to begin anew, or put a complete copy in its place."
         ) from error
 
 
@@ -362,7 +408,8 @@ def _dump(state: Any, stream: IO[bytes], file: Path) -> None:
         raise
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise InvalidTypeError(
-            f"The checkpoint {file} cannot be saved: {error}. Save state_dict(), tensors, numbers and texts."
+            f"The checkpoint {file} cannot be saved: {error}. Save state_dict(), tensors, numbers"
+            " and texts."
         ) from error
 
 
@@ -374,9 +421,10 @@ def _check_loads(spare: Path, file: Path) -> None:
         torch.load(spare, map_location="meta", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         raise InvalidTypeError(
-            f"The checkpoint {file} was not saved: it could not be loaded again, since that executes no code of what is in it "
-            f"({_forbidden(error)}). Save tensors, numbers and texts, in lists and dicts: float(x) for a NumPy number, "
-            "torch.from_numpy(x) for an array, state_dict() for a model."
+            f"The checkpoint {file} was not saved: it could not be loaded again, since that"
+            f" executes no code of what is in it ({_forbidden(error)}). Save tensors, numbers and"
+            " texts, in lists and dicts: float(x) for a NumPy number, torch.from_numpy(x) for an"
+            " array, state_dict() for a model."
         ) from error
 
 
@@ -387,7 +435,11 @@ def _is_forbidden(error: Exception) -> bool:
 def _forbidden(error: Exception) -> str:
     """Return the name of what torch does not load for safety."""
     words = str(error).split()
-    return words[words.index("GLOBAL") + 1].strip(".,") if "GLOBAL" in words else "of a kind that torch does not name"
+    return (
+        words[words.index("GLOBAL") + 1].strip(".,")
+        if "GLOBAL" in words
+        else "of a kind that torch does not name"
+    )
 
 
 @contextlib.contextmanager
@@ -400,7 +452,7 @@ def _removed(spare: Path) -> Iterator[None]:
         raise
 
 
-# --- metrics on the GPU -----------------------------------------------------------------------------------------------
+# --- metrics on the GPU ---------------------------------------------------------------------------
 
 
 Place = tuple[int, str]
@@ -410,23 +462,25 @@ Place = tuple[int, str]
 class MetricBuffer:
     """Collects the metrics of each step where they are, and reports many steps at once.
 
-    `report(loss=loss.item())` in each step makes the CPU wait until the GPU has finished all queued work, and the GPU wait
-    for new work from the CPU. A buffer takes the tensor itself, and neither waits. When it is full, the values of all its
-    steps come to the CPU in one transfer (one for each dtype and device that they are of), and each step is reported by itself,
-    with the time at which it was added. They are the same numbers as of `.item()`.
+    `report(loss=loss.item())` in each step makes the CPU wait until the GPU has finished all queued
+    work, and the GPU wait for new work from the CPU. A buffer takes the tensor itself, and neither
+    waits. When it is full, the values of all its steps come to the CPU in one transfer (one for
+    each dtype and device that they are of), and each step is reported by itself, with the time at
+    which it was added. They are the same numbers as of `.item()`.
 
-    Use it as a context manager, which flushes at its end: otherwise the last steps are not reported. Outside a pool nobody
-    listens to reports; `flush` returns what it has brought.
+    Use it as a context manager, which flushes at its end: otherwise the last steps are not
+    reported. Outside a pool nobody listens to reports; `flush` returns what it has brought.
 
     Args:
-        size: After so many steps it flushes by itself. What is shown while a task runs is so many steps old at most.
+        size: After so many steps it flushes by itself. What is shown while a task runs is so many
+            steps old at most.
 
     Raises:
         InvalidValueError: `size` is not a count of at least 1.
 
     Source:
-        Zhang, Lipton, Li, Smola, "Dive into Deep Learning", section 6.7 (GPUs), side notes, and its exercise 3: a log that is
-        kept on the GPU, and moved as a whole.
+        Zhang, Lipton, Li, Smola, "Dive into Deep Learning", section 6.7 (GPUs), side notes, and its
+        exercise 3: a log that is kept on the GPU, and moved as a whole.
 
     Example:
         >>> import torch
@@ -445,11 +499,16 @@ class MetricBuffer:
     def __init__(self, size: int = 100) -> None:
         number = whole_number(size)
         if number is None or number < 1:
-            raise InvalidValueError(f"MetricBuffer(size={size!r}) holds no step. Give the number of steps that it is to hold.")
+            raise InvalidValueError(
+                f"MetricBuffer(size={size!r}) holds no step. Give the number of steps that it is to"
+                " hold."
+            )
         self._size = number
         self._moments: list[float] = []
         self._steps: list[dict[str, Any]] = []
-        self._tensors: defaultdict[tuple[torch.device, torch.dtype], list[tuple[Place, torch.Tensor]]] = defaultdict(list)
+        self._tensors: defaultdict[
+            tuple[torch.device, torch.dtype], list[tuple[Place, torch.Tensor]]
+        ] = defaultdict(list)
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -467,10 +526,15 @@ class MetricBuffer:
         tensors = {name: value for name, value in metrics.items() if _is_tensor(value)}
         for name, tensor in tensors.items():
             _check(name, tensor)
-        # A tensor leaves a gap, so that all metrics of the step are in the order in which they were given.
-        step = {name: None if name in tensors else checked_metric(name, value) for name, value in metrics.items()}
+        # A tensor leaves a gap, so that all metrics of the step are in the order in which they were
+        # given.
+        step = {
+            name: None if name in tensors else checked_metric(name, value)
+            for name, value in metrics.items()
+        }
         for name, tensor in tensors.items():
-            # A copy, also on the device: `total += loss` in the next step must not change what was added in this one.
+            # A copy, also on the device: `total += loss` in the next step must not change what was
+            # added in this one.
             value = tensor.detach().reshape(()).clone()
             self._tensors[value.device, value.dtype].append(((len(self._steps), name), value))
         self._steps.append(step)
@@ -479,11 +543,14 @@ class MetricBuffer:
             self.flush()
 
     def flush(self) -> list[dict[str, float | str | None]]:
-        """Bring to the CPU what waits here, and report it; return it, one dict for each step, from the oldest on."""
+        """Bring to the CPU what waits here, and report it; return it, one dict for each step, from
+        the oldest on.
+        """
         import torch
 
         moments, steps, tensors = self._moments, self._steps, self._tensors
-        self._moments, self._steps, self._tensors = [], [], defaultdict(list)  # what fails below is not tried again
+        # what fails below is not tried again
+        self._moments, self._steps, self._tensors = [], [], defaultdict(list)
         for entries in tensors.values():
             values = torch.stack([value for _, value in entries]).tolist()
             for ((number, name), _), value in zip(entries, values, strict=True):
@@ -495,8 +562,14 @@ class MetricBuffer:
     def __enter__(self) -> MetricBuffer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # After an error the last steps are what one wants to see most; but a GPU that has failed gives nothing any more.
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # After an error the last steps are what one wants to see most; but a GPU that has failed
+        # gives nothing any more.
         with contextlib.nullcontext() if error is None else contextlib.suppress(Exception):
             self.flush()
 
@@ -508,7 +581,12 @@ def _is_tensor(value: Any) -> bool:
 
 def _check(name: str, tensor: torch.Tensor) -> None:
     if tensor.numel() != 1 or tensor.is_complex():
-        kind = "complex" if tensor.is_complex() else f"of {tensor.numel():,} elements, shape {tuple(tensor.shape)}"
+        kind = (
+            "complex"
+            if tensor.is_complex()
+            else f"of {tensor.numel():,} elements, shape {tuple(tensor.shape)}"
+        )
         raise InvalidTypeError(
-            f"add({name}=...) got a tensor that is {kind}. Add single numbers: its mean(), its norm(), or each by its own name."
+            f"add({name}=...) got a tensor that is {kind}. Add single numbers: its mean(), its"
+            " norm(), or each by its own name."
         )

@@ -1,6 +1,8 @@
-"""What all tests share: a Ray with pretended GPUs, a check that nothing is left behind, ways to wait, and other processes.
+"""What all tests share: a Ray with pretended GPUs, a check that nothing is left behind, ways to
+wait, and other processes.
 
-Nothing in the tests sleeps to let something happen: a task waits at a `Gate`, a test waits by `eventually`, both with a deadline.
+Nothing in the tests sleeps to let something happen: a task waits at a `Gate`, a test waits by
+`eventually`, both with a deadline.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ from raypool.backends.ray.session import ENVIRONMENT, without_helpers
 from raypool.cluster.connect import make_token
 from tests.leaks import GRACE_S, MARK, no_process_or_file_is_left, nothing_is_left, poll  # noqa: F401 - fixtures
 from tests.shared_pool import shared
-from tests.time_limits import pytest_exception_interact, pytest_timeout_set_timer  # noqa: F401 - hooks
+from tests.time_limits import (
+    pytest_exception_interact,  # noqa: F401 - a hook
+    pytest_timeout_set_timer,  # noqa: F401 - a hook
+)
 
 os.environ.update(ENVIRONMENT)  # before anything imports Ray, which reads its settings then
 os.environ["RAY_raylet_start_wait_time_s"] = "300"  # noqa: SIM112 - Ray gives a node 30 s; beside others it needs more
@@ -48,19 +53,22 @@ CI_FOLDERS = {HERE / "integration": "ci", HERE / "faults": "ci", HERE / "chaos":
 
 
 def pytest_collection_finish() -> None:
-    """Spare the collector what is there for good, 1,500,000 objects: it took a second at the end of each file to look at them."""
+    """Spare the collector what is there for good, 1,500,000 objects: it took a second at the end of
+    each file to look at them.
+    """
     gc.collect()
     gc.freeze()
 
 
-# --- lanes and processes ------------------------------------------------------------------------------------------------
+# --- lanes and processes --------------------------------------------------------------------------
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from tests.turns import Turns
 
-    config.option.loadscopereorder = False  # by the number of tests: how long they take is another matter
+    # by the number of tests: how long they take is another matter
+    config.option.loadscopereorder = False
     return Turns(config, log)
 
 
@@ -79,7 +87,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = in_turn(items)
 
 
-# --- session ----------------------------------------------------------------------------------------------------------
+# --- session --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -90,7 +98,7 @@ def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-# --- waiting ----------------------------------------------------------------------------------------------------------
+# --- waiting --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
@@ -115,7 +123,9 @@ class Gate:
 
 @dataclass(frozen=True)
 class Marks:
-    """What tasks have noted down, each note in a file of its own, so that it outlives whoever wrote it."""
+    """What tasks have noted down, each note in a file of its own, so that it outlives whoever wrote
+    it.
+    """
 
     folder: Path
 
@@ -131,7 +141,9 @@ class Marks:
 
 @pytest.fixture
 def make_gate(tmp_path: Path) -> Iterator[Callable[[], Gate]]:
-    """Make gates; those that the test has left shut are opened at its end, so that no task waits on."""
+    """Make gates; those that the test has left shut are opened at its end, so that no task waits
+    on.
+    """
     gates: list[Gate] = []
 
     def make() -> Gate:
@@ -161,7 +173,8 @@ def marks(tmp_path: Path) -> Marks:
 def press_ctrl_c() -> Iterator[Callable[[], None]]:
     """Give what lets Ctrl-C reach the main thread, from another one.
 
-    Pressed in the instant in which the main thread begins to wait, Python hears of it only when that ends; other signals wake it.
+    Pressed in the instant in which the main thread begins to wait, Python hears of it only when
+    that ends; other signals wake it.
     """
     main = threading.main_thread().ident
     assert main is not None
@@ -189,7 +202,10 @@ def overlap(frame: Any) -> int:
     """Return how many items ran at once at most, by the timeline."""
     ran = frame.dropna(subset="started_at")
     starts = [(start, 1) for start in ran["started_at"]]
-    ends = [(start + duration, -1) for start, duration in zip(ran["started_at"], ran["duration_s"], strict=True)]
+    ends = [
+        (start + duration, -1)
+        for start, duration in zip(ran["started_at"], ran["duration_s"], strict=True)
+    ]
     return max(itertools.accumulate(step for _, step in sorted(starts + ends)))
 
 
@@ -199,7 +215,7 @@ def most_at_once() -> Callable[[Any], int]:
     return overlap
 
 
-# --- Ray in this process ----------------------------------------------------------------------------------------------
+# --- Ray in this process --------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
@@ -227,8 +243,12 @@ def ray_session() -> Iterator[None]:
 
 
 @pytest.fixture
-def shared_pool(request: pytest.FixtureRequest, ray_session: None, by_value: None) -> Iterator[ParallelPool]:
-    """Lend the pool that tests on Ray share. A test may kill its workers, or close it, but has to leave nothing to do."""
+def shared_pool(
+    request: pytest.FixtureRequest, ray_session: None, by_value: None
+) -> Iterator[ParallelPool]:
+    """Lend the pool that tests on Ray share. A test may kill its workers, or close it, but has to
+    leave nothing to do.
+    """
     pool = shared.open()
     before = pool.num_workers
     failed = request.session.testsfailed
@@ -241,14 +261,16 @@ def shared_pool(request: pytest.FixtureRequest, ray_session: None, by_value: Non
 
 @pytest.fixture(autouse=True, scope="module")
 def by_value(request: pytest.FixtureRequest) -> None:
-    """Let functions of the test modules travel as a user's script would: the workers can't import these modules."""
+    """Let functions of the test modules travel as a user's script would: the workers can't import
+    these modules.
+    """
     if "ray" in sys.modules and request.module.__name__ in sys.modules:
         from ray import cloudpickle
 
         cloudpickle.register_pickle_by_value(request.module)
 
 
-# --- other processes --------------------------------------------------------------------------------------------------
+# --- other processes ------------------------------------------------------------------------------
 
 
 class Started:
@@ -278,7 +300,10 @@ class Started:
         alive = []
         for process in psutil.process_iter():
             try:
-                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == self.mark:
+                if (
+                    process.status() != psutil.STATUS_ZOMBIE
+                    and process.environ().get(MARK) == self.mark
+                ):
                     alive.append(process)
             except psutil.Error:
                 continue
@@ -297,7 +322,9 @@ class Started:
 
 @pytest.fixture
 def start_python() -> Iterator[Callable[..., Started]]:
-    """Start Python on some code, in a process of its own, with Ray's settings as a user has them."""
+    """Start Python on some code, in a process of its own, with Ray's settings as a user has
+    them.
+    """
     started: list[Started] = []
 
     def start(code: str, **env: str) -> Started:

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md"), ROOT / "benchmarks/RESULTS.md"])
+DOCUMENTS = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("examples/*.md"),
+        ROOT / "benchmarks/RESULTS.md",
+    ]
+)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -27,7 +34,10 @@ class Block:
 def blocks_of(document: str, language: str | None = None) -> list[Block]:
     """Return the blocks of a document, of all languages or of one, from the top down."""
     text = (ROOT / document).read_text()
-    found = [Block(document, heading_above(text[: match.start()]), match[1], match[2]) for match in FENCE.finditer(text)]
+    found = [
+        Block(document, heading_above(text[: match.start()]), match[1], match[2])
+        for match in FENCE.finditer(text)
+    ]
     return [block for block in found if language in (None, block.language)]
 
 
@@ -38,7 +48,11 @@ def heading_above(text: str) -> str:
 
 def all_blocks(language: str | None = None) -> list[Block]:
     """Return the blocks of all documents."""
-    return [block for path in DOCUMENTS for block in blocks_of(path.relative_to(ROOT).as_posix(), language)]
+    return [
+        block
+        for path in DOCUMENTS
+        for block in blocks_of(path.relative_to(ROOT).as_posix(), language)
+    ]
 
 
 def commands_of(document: str) -> list[str]:

@@ -1,7 +1,9 @@
-"""Stands for nvidia-cuda-mps-control in tests: started with -d it forks a daemon, else it passes a command on to that.
+"""Stands for nvidia-cuda-mps-control in tests: started with -d it forks a daemon, else it passes a
+command on to that.
 
-Tests copy it into a folder, under NVIDIA's name. The file `mode` beside it says what goes wrong: "fails" (-d does), "serverless"
-(no server comes up), "stubborn" (neither the daemon nor its server ends when it is told to).
+Tests copy it into a folder, under NVIDIA's name. The file `mode` beside it says what goes wrong:
+"fails" (-d does), "serverless" (no server comes up), "stubborn" (neither the daemon nor its server
+ends when it is told to).
 """
 
 import contextlib
@@ -58,7 +60,10 @@ def daemon() -> None:
     os.setsid()
     if os.fork():
         os._exit(0)
-    log(f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')} {oct(PIPES.stat().st_mode & 0o777)}")
+    log(
+        f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')}"
+        f" {oct(PIPES.stat().st_mode & 0o777)}"
+    )
     signal.signal(signal.SIGTERM, signal.SIG_IGN if mode() == "stubborn" else signal.SIG_DFL)
     servers: list[int] = []
     with socket.socket(socket.AF_UNIX) as listener:

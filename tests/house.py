@@ -1,4 +1,6 @@
-"""How much there is of raypool, and how it hangs together: `python -m tests.house [folder of another checkout]`."""
+"""How much there is of raypool, and how it hangs together: `python -m tests.house [folder of
+another checkout]`.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,11 @@ class Module(NamedTuple):
 
 
 def modules(package: Path) -> list[Module]:
-    return [Module(path, text, ast.parse(text)) for path in sorted(package.rglob("*.py")) for text in [path.read_text()]]
+    return [
+        Module(path, text, ast.parse(text))
+        for path in sorted(package.rglob("*.py"))
+        for text in [path.read_text()]
+    ]
 
 
 def lines_of_code(text: str) -> tuple[int, int]:
@@ -89,7 +95,11 @@ def definitions(tree: ast.Module, kinds: tuple[type, ...]) -> Iterator[ast.AST]:
 def length(node: ast.AST) -> int:
     """Return how many lines a definition has, without its docstring."""
     body = node.body  # type: ignore[attr-defined]
-    doc = body[0] if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant) else None
+    doc = (
+        body[0]
+        if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)
+        else None
+    )
     return node.end_lineno - node.lineno + 1 - (doc.end_lineno - doc.lineno + 1 if doc else 0)  # type: ignore[attr-defined]
 
 
@@ -109,20 +119,31 @@ def uses_private_ray(tree: ast.Module) -> bool:
 
 
 def used_once(all_modules: list[Module]) -> tuple[int, int]:
-    """Return how many private functions stand in one place besides their own, and how many functions there are."""
+    """Return how many private functions stand in one place besides their own, and how many
+    functions there are.
+    """
     once = functions = 0
     for module in all_modules:
         words = Counter(re.findall(r"\w+", module.text))
-        names = [node.name for node in ast.walk(module.tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        names = [
+            node.name
+            for node in ast.walk(module.tree)
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        ]
         functions += len(names)
-        once += sum(words[name] == 2 for name in names if name.startswith("_") and not name.startswith("__"))
+        once += sum(
+            words[name] == 2 for name in names if name.startswith("_") and not name.startswith("__")
+        )
     return once, functions
 
 
 def cycles(all_modules: list[Module], package: Path) -> list[list[str]]:
     """Return the sets of modules that import each other, at whatever place in the code."""
     names = {module_name(module.path, package): module for module in all_modules}
-    edges = {name: {found for found in imported(module.tree, names) if found != name} for name, module in names.items()}
+    edges = {
+        name: {found for found in imported(module.tree, names) if found != name}
+        for name, module in names.items()
+    }
     edges.pop("raypool", None)  # the face of the package imports everything
     return [group for group in components(edges) if len(group) > 1]
 
@@ -173,23 +194,37 @@ def components(edges: dict[str, set[str]]) -> list[list[str]]:
 
 
 def classes_named_twice(all_modules: list[Module]) -> list[str]:
-    names = Counter(node.name for module in all_modules for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef))
+    names = Counter(
+        node.name
+        for module in all_modules
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ClassDef)
+    )
     return sorted(name for name, count in names.items() if count > 1 and not name.startswith("_"))
 
 
 def files_named_twice(all_modules: list[Module]) -> list[str]:
     names = Counter(module.path.name for module in all_modules)
-    return sorted(name for name, count in names.items() if count > 1 and name not in ("__init__.py", "base.py"))
+    return sorted(
+        name
+        for name, count in names.items()
+        if count > 1 and name not in ("__init__.py", "base.py")
+    )
 
 
 def files_with_private_ray(all_modules: list[Module], package: Path) -> list[str]:
-    return [module_name(module.path, package) for module in all_modules if uses_private_ray(module.tree)]
+    return [
+        module_name(module.path, package) for module in all_modules if uses_private_ray(module.tree)
+    ]
 
 
 def measure(checkout: Path) -> Iterator[tuple[str, object]]:
     package = checkout / "raypool"
     found = modules(package)
-    yield "text without indentation [MB]", round(sum(len(line.strip()) for m in found for line in m.text.splitlines()) / 1e6, 3)
+    yield (
+        "text without indentation [MB]",
+        round(sum(len(line.strip()) for m in found for line in m.text.splitlines()) / 1e6, 3),
+    )
     yield "modules", len(found)
     yield "modules at the top level", sum(module.path.parent == package for module in found)
     yield "sets of modules that import each other", len(cycles(found, package))
@@ -198,16 +233,26 @@ def measure(checkout: Path) -> Iterator[tuple[str, object]]:
     yield "files that use private names of Ray", len(files_with_private_ray(found, package))
     once, functions = used_once(found)
     yield "private functions used once, of all [%]", round(100 * once / functions, 1)
-    code, comments = (sum(numbers) for numbers in zip(*(lines_of_code(module.text) for module in found), strict=True))
+    code, comments = (
+        sum(numbers)
+        for numbers in zip(*(lines_of_code(module.text) for module in found), strict=True)
+    )
     yield "comments per 100 lines of code", round(100 * comments / code, 1)
     design = (checkout / "DESIGN.md").read_text()
     yield "DESIGN.md, lines and longest", (design.count("\n"), max(map(len, design.splitlines())))
     yield "longest line", max(len(line) for module in found for line in module.text.splitlines())
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    yield "functions over 60 lines", sum(length(node) > 60 for module in found for node in definitions(module.tree, kinds))
+    yield (
+        "functions over 60 lines",
+        sum(length(node) > 60 for module in found for node in definitions(module.tree, kinds)),
+    )
     yield (
         "classes over 400 lines",
-        sum(length(node) > 400 for module in found for node in definitions(module.tree, (ast.ClassDef,))),
+        sum(
+            length(node) > 400
+            for module in found
+            for node in definitions(module.tree, (ast.ClassDef,))
+        ),
     )
     traced = subprocess.run(
         [sys.executable, "-c", TRACED],

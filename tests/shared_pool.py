@@ -1,4 +1,6 @@
-"""The pool on Ray that tests share, so that only tests about opening, closing or killing a pool open one."""
+"""The pool on Ray that tests share, so that only tests about opening, closing or killing a pool
+open one.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,12 @@ class SharedPool:
 
         if self._pool is None or self._pool.is_closed:
             self._pool = parpool(3, quiet=True)
-            # What a first call starts in the driver (the threads of the exchange, say) stays as long as the pool.
+            # What a first call starts in the driver (the threads of the exchange, say) stays as
+            # long as the pool.
             assert list(self._pool.spmd(lambda context: context.all_reduce(1))) == [3, 3, 3]
-            self.folder = Path(self._pool.parfeval(lambda: str(current_task().checkpoint_dir)).result(60)).parent.parent
+            self.folder = Path(
+                self._pool.parfeval(lambda: str(current_task().checkpoint_dir)).result(300)
+            ).parent.parent
             assert poll(self.is_at_rest)  # a result may be there a moment before its worker is idle
         return self._pool
 
@@ -35,7 +40,11 @@ class SharedPool:
     def is_at_rest(self) -> bool:
         """Whether nothing is left to do, and all workers are up."""
         pool = self._pool
-        return pool is None or pool.is_closed or (not pool.busy and {worker.state for worker in pool.workers} == {"idle"})
+        return (
+            pool is None
+            or pool.is_closed
+            or (not pool.busy and {worker.state for worker in pool.workers} == {"idle"})
+        )
 
     def close(self) -> None:
         """End it, and wait until Ray has all GPUs back."""
@@ -46,7 +55,9 @@ class SharedPool:
             import ray
 
             pool.delete()
-            assert poll(lambda: ray.available_resources().get("GPU") == ray.cluster_resources()["GPU"])
+            assert poll(
+                lambda: ray.available_resources().get("GPU") == ray.cluster_resources()["GPU"]
+            )
 
 
 shared = SharedPool()

@@ -1,1 +1,3 @@
-"""One training, written for each launcher as its documentation would have it; model, data and steps are the same."""
+"""One training, written for each launcher as its documentation would have it; model, data and steps
+are the same.
+"""

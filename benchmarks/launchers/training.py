@@ -23,7 +23,9 @@ def network():
 
 
 def loader():
-    """Return all that there is, in batches as a rank takes them; whoever launches gives each rank its share of these."""
+    """Return all that there is, in batches as a rank takes them; whoever launches gives each rank
+    its share of these.
+    """
     return DataLoader(TensorDataset(*SIZE.samples()), batch_size=SIZE.batch // RANKS)
 
 

@@ -14,7 +14,10 @@ from benchmarks.trainings import reduced, steady
 
 def serve(port, prepare):
     """Do what is asked for, until nothing is: train, or put numbers together."""
-    with socket.create_connection(("127.0.0.1", port)) as connection, connection.makefile("rw") as asked:
+    with (
+        socket.create_connection(("127.0.0.1", port)) as connection,
+        connection.makefile("rw") as asked,
+    ):
         while words := asked.readline().split():
             match words:
                 case ["train", name, num_steps]:
@@ -26,11 +29,17 @@ def serve(port, prepare):
 
 @contextmanager
 def torchrun():
-    """Be a rank of torch's own launcher, or one that was started by hand with the same variables."""
+    """Be a rank of torch's own launcher, or one that was started by hand with the same
+    variables.
+    """
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    yield lambda model, optimizer: (torch.nn.parallel.DistributedDataParallel(model), optimizer, torch.Tensor.backward)
+    yield lambda model, optimizer: (
+        torch.nn.parallel.DistributedDataParallel(model),
+        optimizer,
+        torch.Tensor.backward,
+    )
     dist.destroy_process_group()
 
 
@@ -55,5 +64,7 @@ def fabric():
 
 
 if __name__ == "__main__":
-    with {"torchrun": torchrun, "accelerate": accelerate, "fabric": fabric}[sys.argv[1]]() as prepare:
+    with {"torchrun": torchrun, "accelerate": accelerate, "fabric": fabric}[
+        sys.argv[1]
+    ]() as prepare:
         serve(int(sys.argv[2]), prepare)

@@ -1,7 +1,9 @@
-"""The training of the sweeps: the demo's fully connected networks, on its data, for as many epochs; four of each.
+"""The training of the sweeps: the demo's fully connected networks, on its data, for as many epochs;
+four of each.
 
-It is written out here, without raypool, so that no other system imports that; a test holds it against the demo's own. The demo's
-convolutional networks are left out: with them there would be no time for five turns.
+It is written out here, without raypool, so that no other system imports that; a test holds it
+against the demo's own. The demo's convolutional networks are left out: with them there would be no
+time for five turns.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ CONFIGS = [
 
 @functools.cache
 def digits():
-    """Return the images (N, 1, 8, 8) to train on and to test with, and what digit each is (N); once in a process."""
+    """Return the images (N, 1, 8, 8) to train on and to test with, and what digit each is (N); once
+    in a process.
+    """
     images, labels = load_digits(return_X_y=True)
     images = images.reshape(-1, 1, 8, 8).astype("float32") / 16
     parts = train_test_split(images, labels, test_size=0.2, stratify=labels, random_state=0)
@@ -37,12 +41,19 @@ def digits():
 
 def network(width):
     """Return a network with two hidden layers of this width."""
-    hidden = [torch.nn.Linear(64, width), torch.nn.ReLU(), torch.nn.Linear(width, width), torch.nn.ReLU()]
+    hidden = [
+        torch.nn.Linear(64, width),
+        torch.nn.ReLU(),
+        torch.nn.Linear(width, width),
+        torch.nn.ReLU(),
+    ]
     return torch.nn.Sequential(torch.nn.Flatten(), *hidden, torch.nn.Linear(width, 10))
 
 
 def train(config):
-    """Train one network; return the share of the digits that it reads right, of those that it was not trained on."""
+    """Train one network; return the share of the digits that it reads right, of those that it was
+    not trained on.
+    """
     torch.set_num_threads(1)  # the other cores are for the other workers
     torch.manual_seed(config["seed"])
     images, test_images, labels, test_labels = digits()

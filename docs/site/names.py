@@ -17,7 +17,13 @@ import raypool
 WORDS = {"parpool", "parfor", "parfeval", "spmd"}
 """Names that mean ours also where they stand alone; `report` or `gpu` alone may be a column of a table."""
 
-VARIABLES = {"pool": "ParallelPool", "results": "Results", "future": "Future", "job": "Future", "run": "TrainingRun"}
+VARIABLES = {
+    "pool": "ParallelPool",
+    "results": "Results",
+    "future": "Future",
+    "job": "Future",
+    "run": "TrainingRun",
+}
 """What the documents call a thing, and its class."""
 
 
@@ -72,7 +78,11 @@ def identifier_of(code: str) -> str | None:
 
 def member(owner: str, name: str) -> str | None:
     """Return where a method or property stands; fields stand in the table of their class."""
-    kinds = [kind for kind in getattr(getattr(raypool, owner), "__mro__", ()) if kind.__module__.startswith("raypool")]
+    kinds = [
+        kind
+        for kind in getattr(getattr(raypool, owner), "__mro__", ())
+        if kind.__module__.startswith("raypool")
+    ]
     found = next((vars(kind)[name] for kind in kinds if name in vars(kind)), None)
     if not name.startswith("_") and (inspect.isfunction(found) or isinstance(found, property)):
         return f"raypool.{owner}.{name}"

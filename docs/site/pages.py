@@ -33,14 +33,21 @@ class Shown(File):
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Take the repository for the folder of documents; what the theme and plugins bring stays."""
     brought = [file for file in files if file.src_dir != config.docs_dir]
-    here = [File(uri, str(ROOT), config.site_dir, config.use_directory_urls) for uri in uris(DOCUMENTS + GIVEN)]
+    here = [
+        File(uri, str(ROOT), config.site_dir, config.use_directory_urls)
+        for uri in uris(DOCUMENTS + GIVEN)
+    ]
     shown = [page for uri in uris(SHOWN) for page in pages_of(uri, config)]
     return Files([*brought, *here, *shown])
 
 
 def uris(patterns: list[str]) -> list[str]:
     """Return the paths that match, as links have them."""
-    return [path.relative_to(ROOT).as_posix() for pattern in patterns for path in sorted(ROOT.glob(pattern))]
+    return [
+        path.relative_to(ROOT).as_posix()
+        for pattern in patterns
+        for path in sorted(ROOT.glob(pattern))
+    ]
 
 
 def pages_of(uri: str, config: MkDocsConfig) -> list[File]:
@@ -49,7 +56,10 @@ def pages_of(uri: str, config: MkDocsConfig) -> list[File]:
         return [Shown.generated(config, uri, content=program(ROOT / uri))]
     text, resources = nbconvert.MarkdownExporter().from_filename(str(ROOT / uri))
     folder = uri.rpartition("/")[0]
-    pictures = [File.generated(config, f"{folder}/{name}", content=data) for name, data in resources["outputs"].items()]
+    pictures = [
+        File.generated(config, f"{folder}/{name}", content=data)
+        for name, data in resources["outputs"].items()
+    ]
     return [Shown.generated(config, uri, content=text), *pictures]
 
 

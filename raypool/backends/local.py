@@ -1,8 +1,8 @@
 """The backends "inline" and "threads": they run user code in this process, without Ray.
 
-With "inline" a task runs in the thread that submits it. The ranks of a gang run at the same time: the
-first in that thread, each other in one of its own. With "threads" each worker is a thread: the same
-results as on Ray, milliseconds to start, and a debugger stops in the function.
+With "inline" a task runs in the thread that submits it. The ranks of a gang run at the same time:
+the first in that thread, each other in one of its own. With "threads" each worker is a thread: the
+same results as on Ray, milliseconds to start, and a debugger stops in the function.
 """
 
 from __future__ import annotations
@@ -22,16 +22,43 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raypool.backends.base import Post
 from raypool.channel.capture import listening
-from raypool.channel.records import Failure, Function, GpuMemory, LocalValues, NodeDevices, Part, Refusal, SliceResult, WorkerInfo
+from raypool.channel.records import (
+    Failure,
+    Function,
+    GpuMemory,
+    LocalValues,
+    NodeDevices,
+    Part,
+    Refusal,
+    SliceResult,
+    WorkerInfo,
+)
 from raypool.channel.store import FindWay, way_finder_here
-from raypool.core.messages import AttemptFinished, AttemptNarrowed, CancelRequested, Signal, TimerFired, WorkerLost, WorkerReady
+from raypool.core.messages import (
+    AttemptFinished,
+    AttemptNarrowed,
+    CancelRequested,
+    Signal,
+    TimerFired,
+    WorkerLost,
+    WorkerReady,
+)
 from raypool.errors import LossReason, ResourceError
 from raypool.gpus.table import gpus_here
 from raypool.profiles import Profile
 from raypool.worker.checkpoint_folders import CheckpointFolders, temporary_here
 from raypool.worker.folders import TemporaryFolder
 from raypool.worker.interrupts import ThreadGuard, TimeLimit
-from raypool.worker.runner import Early, Narrowed, OpenCall, RawResult, Surroundings, Watch, run_parts, set_up
+from raypool.worker.runner import (
+    Early,
+    Narrowed,
+    OpenCall,
+    RawResult,
+    Surroundings,
+    Watch,
+    run_parts,
+    set_up,
+)
 from raypool.worker.running import Say, Way, end_thread, in_task
 
 if TYPE_CHECKING:
@@ -39,16 +66,20 @@ if TYPE_CHECKING:
 
 
 KEPT_INTERRUPTS = 64
-"""So many tasks that Ctrl-C has ended are kept in mind; each is needed until the driver comes to handle what is posted next."""
+"""So many tasks that Ctrl-C has ended are kept in mind; each is needed until the driver comes to
+handle what is posted next.
+"""
 
 NOT_STOPPED = (
-    "%s has run longer than its timeout_s=%g and does not stop: it is in native code, or goes on after TaskCancelled. In this "
-    "process nothing can end it: it has failed, and the call returns when it does. On Ray its worker would be replaced "
-    "(profile='local')."
+    "%s has run longer than its timeout_s=%g and does not stop: it is in native code, or goes on"
+    " after TaskCancelled. In this process nothing can end it: it has failed, and the call returns"
+    " when it does. On Ray its worker would be replaced (profile='local')."
 )
 
 MOST_WORKERS = 1024
-"""So many workers a pool in this process may have: each takes a thread, and thousands of them bring a machine to a halt."""
+"""So many workers a pool in this process may have: each takes a thread, and thousands of them bring
+a machine to a halt.
+"""
 
 logger = logging.getLogger("raypool")
 
@@ -62,7 +93,8 @@ class Rank(NamedTuple):
 
 
 class InlineBackend:
-    """Runs each call at once, in the calling thread; a rank other than the first in a thread of its own.
+    """Runs each call at once, in the calling thread; a rank other than the first in a thread of its
+    own.
 
     Args:
         profile: How long a cancelled task has to end, and what workers end with.
@@ -77,7 +109,14 @@ class InlineBackend:
     _limits_time = True
     _has_warned = False  # of what does not stop
 
-    def __init__(self, profile: Profile, post: Post, say: Say, default_workers: int = 1, find_way: FindWay | None = None) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        post: Post,
+        say: Say,
+        default_workers: int = 1,
+        find_way: FindWay | None = None,
+    ) -> None:
         self._profile = profile
         self._post = post
         self._say = say
@@ -86,11 +125,15 @@ class InlineBackend:
         self._places: set[int] = set()  # claimed, with a worker or without
         self._workers: dict[int, WorkerInfo] = {}  # by worker id
         self._guards: dict[int, ThreadGuard] = {}
-        self._early: dict[int, Early] = {}  # by worker id, where calls run while others may be told of them
-        self._set_ups: set[int] = set()  # workers whose setup has succeeded, so that they have something to tear down
-        self._ranks: dict[int, list[Rank]] = {}  # of gangs whose first rank has not come back, by task
+        # by worker id, where calls run while others may be told of them
+        self._early: dict[int, Early] = {}
+        # workers whose setup has succeeded, so that they have something to tear down
+        self._set_ups: set[int] = set()
+        # of gangs whose first rank has not come back, by task
+        self._ranks: dict[int, list[Rank]] = {}
         self._broken_up: set[int] = set()  # those of them of which a rank has failed
-        # Tasks that Ctrl-C has ended in an item, the last few: the driver ends each of them soon after this call is over.
+        # Tasks that Ctrl-C has ended in an item, the last few: the driver ends each of them soon
+        # after this call is over.
         self._interrupted: deque[int] = deque(maxlen=KEPT_INTERRUPTS)
         self._exchange: LocalExchange | None = None  # made when somebody asks for the store
         self._making = threading.Lock()
@@ -100,18 +143,27 @@ class InlineBackend:
         self._find_way = find_way or (way_finder_here() if in_task() else self._way_of_own)
 
     def find_way(self) -> Way:
-        """Return the way to the exchange: that of the pool in whose task this was made, or one of its own."""
+        """Return the way to the exchange: that of the pool in whose task this was made, or one of
+        its own.
+        """
         return self._find_way()
 
     def devices(self) -> list[NodeDevices]:
-        """Return the GPUs of this machine; which of them a worker uses is up to the functions that it runs."""
-        return [NodeDevices(platform.node(), gpus_here(self._profile.inventory)[0], list(self._workers.values()))]
+        """Return the GPUs of this machine; which of them a worker uses is up to the functions that
+        it runs.
+        """
+        return [
+            NodeDevices(
+                platform.node(), gpus_here(self._profile.inventory)[0], list(self._workers.values())
+            )
+        ]
 
     def gpu_memory(self, take: Callable[[dict[int, GpuMemory]], object]) -> None:
         """Do nothing: it is unknown which GPU a worker uses, if any."""
 
     def _way_of_own(self) -> Way:
-        from raypool.channel.exchange import LocalExchange  # which imports asyncio, for the few who need it
+        # which imports asyncio, for the few who need it
+        from raypool.channel.exchange import LocalExchange
 
         with self._making:
             if self._exchange is None:
@@ -135,8 +187,9 @@ class InlineBackend:
         available = MOST_WORKERS - len(self._places)
         if count > available:
             raise ResourceError(
-                f"Workers: requested {count}, available {available}. A pool in this process may have {MOST_WORKERS}, since each "
-                'takes a thread. Ask for fewer, or take processes: profile="local", or address= for those of a cluster.',
+                f"Workers: requested {count}, available {available}. A pool in this process may"
+                f" have {MOST_WORKERS}, since each takes a thread. Ask for fewer, or take"
+                ' processes: profile="local", or address= for those of a cluster.',
                 requested=count,
                 available=available,
                 holders=(),
@@ -160,7 +213,10 @@ class InlineBackend:
         try:
             set_up([setup.packed for setup in setups], info)
         except (Exception, SystemExit) as error:
-            self._post(WorkerLost(worker_id, LossReason.START), Refusal(f"its setup failed, {type(error).__name__}: {error}"))
+            self._post(
+                WorkerLost(worker_id, LossReason.START),
+                Refusal(f"its setup failed, {type(error).__name__}: {error}"),
+            )
         else:
             self._set_ups.add(worker_id)
             self._post(WorkerReady(worker_id), info)
@@ -195,12 +251,23 @@ class InlineBackend:
         return value
 
     def run(
-        self, worker_id: int, attempt_id: int, parts: Sequence[Part], functions: Sequence[Function], behind: int | None
+        self,
+        worker_id: int,
+        attempt_id: int,
+        parts: Sequence[Part],
+        functions: Sequence[Function],
+        behind: int | None,
     ) -> None:
-        """Run the call now. The first rank of a gang has to come last: the others have ended when it returns."""
+        """Run the call now. The first rank of a gang has to come last: the others have ended when
+        it returns.
+        """
         part = parts[0]
         limit: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if part.timeout_s is not None and self._limits_time and not (part.is_rank and part.start > 0):
+        if (
+            part.timeout_s is not None
+            and self._limits_time
+            and not (part.is_rank and part.start > 0)
+        ):
             limit = self._limit(worker_id, attempt_id, part, part.timeout_s)
         call = (worker_id, attempt_id, parts, functions, contextlib.nullcontext())
         if not part.is_rank:
@@ -209,7 +276,9 @@ class InlineBackend:
             return
         thread = None
         if part.start > 0:
-            thread = threading.Thread(target=self._call, args=call, name=f"raypool-rank-{part.start}", daemon=True)
+            thread = threading.Thread(
+                target=self._call, args=call, name=f"raypool-rank-{part.start}", daemon=True
+            )
         self._ranks.setdefault(part.task_id, []).append(Rank(worker_id, attempt_id, thread))
         if part.task_id in self._broken_up:
             self._break_up(part.task_id)
@@ -250,13 +319,18 @@ class InlineBackend:
                 guard.interrupt_here(attempt_id, part.task_id, frame)
 
         def tell() -> None:
-            self._post(TimerFired("timeout", worker_id, attempt_id), None)  # first: what comes back then is late
+            # first: what comes back then is late
+            self._post(TimerFired("timeout", worker_id, attempt_id), None)
 
         return TimeLimit(timeout_s, self._profile.cancel_grace_s, tell, interrupt, warn, on_signal)
 
     def _guards_of(self, part: Part, guard: ThreadGuard) -> list[ThreadGuard]:
         """Return the guards of what a call takes part in: of all ranks, or its own."""
-        return [self._guards[rank.worker_id] for rank in self._ranks.get(part.task_id, ())] if part.is_rank else [guard]
+        return (
+            [self._guards[rank.worker_id] for rank in self._ranks.get(part.task_id, ())]
+            if part.is_rank
+            else [guard]
+        )
 
     def _wait_for_ranks(self, task_id: int) -> None:
         for rank in self._ranks[task_id]:
@@ -268,7 +342,9 @@ class InlineBackend:
                     self._break_up(task_id)
 
     def _break_up(self, task_id: int) -> None:
-        """Stop all ranks of a gang, now that one has failed: the driver, whose thread runs the first, can't say so."""
+        """Stop all ranks of a gang, now that one has failed: the driver, whose thread runs the
+        first, can't say so.
+        """
         ranks = self._ranks.get(task_id, [])
         if ranks:
             self._broken_up.add(task_id)  # for those that have still to come
@@ -285,7 +361,9 @@ class InlineBackend:
         functions: Sequence[Function],
         guard: contextlib.AbstractContextManager[Any],
     ) -> bool:
-        """Run a call and post what became of it; False if that has failed, and its worker with it."""
+        """Run a call and post what became of it; False if that has failed, and its worker with
+        it.
+        """
         known = {function.fn_id: function.packed for function in functions}
         try:
             with guard:
@@ -303,8 +381,12 @@ class InlineBackend:
                 )
                 with listening():
                     raw = self._run_parts(attempt_id, parts, here)
-        except Exception as error:  # raypool's own mistake, not the user's: nobody may be left waiting
-            self._post(WorkerLost(worker_id, LossReason.UNKNOWN), f"raypool failed in it, {type(error).__name__}: {error}")
+        except Exception as error:
+            # raypool's own mistake, not the user's: nobody may be left waiting
+            self._post(
+                WorkerLost(worker_id, LossReason.UNKNOWN),
+                f"raypool failed in it, {type(error).__name__}: {error}",
+            )
             self._break_up(parts[0].task_id)
             return False
         is_broken_up = parts[0].is_rank and (bool(raw[0].errors) or not raw[0].done)
@@ -313,13 +395,19 @@ class InlineBackend:
             self._break_up(parts[0].task_id)
         return True
 
-    def _run_parts(self, attempt_id: int, parts: Sequence[Part], here: Surroundings) -> list[RawResult]:
-        """Run slices; of a task that Ctrl-C has ended nothing begins any more, also not what was dealt out with it."""
+    def _run_parts(
+        self, attempt_id: int, parts: Sequence[Part], here: Surroundings
+    ) -> list[RawResult]:
+        """Run slices; of a task that Ctrl-C has ended nothing begins any more, also not what was
+        dealt out with it.
+        """
         if any(part.task_id in self._interrupted for part in parts):
             return [RawResult(part.start) for part in parts]
         raw = run_parts(attempt_id, parts, here)
         self._interrupted.extend(
-            part.task_id for part, result in zip(parts, raw, strict=True) if result.is_interrupted and not part.is_rank
+            part.task_id
+            for part, result in zip(parts, raw, strict=True)
+            if result.is_interrupted and not part.is_rank
         )
         return raw
 
@@ -345,21 +433,27 @@ def _as_is(items: Any) -> Any:
 
 
 def result_of(raw: RawResult) -> SliceResult:
-    """Return what became of a slice. Its errors go along: their tracebacks hold the frames that hold `raw`."""
+    """Return what became of a slice. Its errors go along: their tracebacks hold the frames that
+    hold `raw`.
+    """
     failures = {index: Failure(raw.errors.pop(index), None) for index in list(raw.errors)}
-    result = SliceResult(raw.start, raw.done, LocalValues(raw.values), 0, failures, raw.durations_s, raw.started_at)
+    result = SliceResult(
+        raw.start, raw.done, LocalValues(raw.values), 0, failures, raw.durations_s, raw.started_at
+    )
     result.is_interrupted = raw.is_interrupted
     return result
 
 
-# --- backend "threads" ------------------------------------------------------------------------------------------------
+# --- backend "threads" ----------------------------------------------------------------------------
 
 
 TEARDOWN_TIMEOUT_S = 10.0
 """How long the teardown of a worker may take [s]."""
 
 END_TIMEOUT_S = 1.0
-"""A pool that closes waits this long for functions that are still running, after it has cancelled them [s]."""
+"""A pool that closes waits this long for functions that are still running, after it has cancelled
+them [s].
+"""
 
 
 class ThreadsBackend(InlineBackend):
@@ -372,7 +466,8 @@ class ThreadsBackend(InlineBackend):
         self._calls: dict[int, queue.SimpleQueue[Callable[[], bool] | None]] = {}
         self._threads: dict[int, threading.Thread] = {}
         self._seeding = threading.Lock()
-        self._graces: dict[int, list[threading.Timer]] = {}  # by attempt: they give up what does not stop
+        # by attempt: they give up what does not stop
+        self._graces: dict[int, list[threading.Timer]] = {}
         self._watch = Watch()
 
     def start_worker(self, worker_id: int, place: int, setups: Sequence[Function]) -> None:
@@ -381,15 +476,23 @@ class ThreadsBackend(InlineBackend):
             self._forget(other)
         calls = self._calls[worker_id] = queue.SimpleQueue()
         name = f"raypool-worker-{place}"
-        thread = self._threads[worker_id] = threading.Thread(target=_work, args=(calls,), name=name, daemon=True)
+        thread = self._threads[worker_id] = threading.Thread(
+            target=_work, args=(calls,), name=name, daemon=True
+        )
         thread.start()
         self._early[worker_id] = Early(self._watch, functools.partial(self._tell_early, worker_id))
         info = self._note(worker_id, place)  # now, so that it can be ended from now on
         calls.put(lambda: self._set_up(worker_id, info, setups))
 
     def _forget(self, worker_id: int) -> None:
-        """End a thread, after what it is running; wait for its teardown, if it is free to run it."""
-        worker, guard, calls = self._workers.pop(worker_id), self._guards.pop(worker_id), self._calls.pop(worker_id)
+        """End a thread, after what it is running; wait for its teardown, if it is free to run
+        it.
+        """
+        worker, guard, calls = (
+            self._workers.pop(worker_id),
+            self._guards.pop(worker_id),
+            self._calls.pop(worker_id),
+        )
         thread = self._threads.pop(worker_id)
         del self._early[worker_id]
         calls.put(lambda: self._tear_down(worker_id, worker))
@@ -398,7 +501,9 @@ class ThreadsBackend(InlineBackend):
             thread.join(TEARDOWN_TIMEOUT_S)
             if thread.is_alive():
                 logger.warning(
-                    "The teardown of worker %d had not ended after %g s, and is not waited for.", worker.index, TEARDOWN_TIMEOUT_S
+                    "The teardown of worker %d had not ended after %g s, and is not waited for.",
+                    worker.index,
+                    TEARDOWN_TIMEOUT_S,
                 )
 
     def signal(self, worker_id: int, attempt_id: int, task_id: int, wish: Signal) -> None:
@@ -410,7 +515,9 @@ class ThreadsBackend(InlineBackend):
 
         def give_up() -> None:
             if guard.is_at_hand(attempt_id, task_id) and worker_id in self._guards:
-                self._post(WorkerLost(worker_id, LossReason.STOPPED), "a cancelled task did not stop")
+                self._post(
+                    WorkerLost(worker_id, LossReason.STOPPED), "a cancelled task did not stop"
+                )
 
         timer = threading.Timer(min(self._profile.cancel_grace_s, threading.TIMEOUT_MAX), give_up)
         timer.daemon = True
@@ -433,11 +540,17 @@ class ThreadsBackend(InlineBackend):
                 timer.cancel()
 
     def run(
-        self, worker_id: int, attempt_id: int, parts: Sequence[Part], functions: Sequence[Function], behind: int | None
+        self,
+        worker_id: int,
+        attempt_id: int,
+        parts: Sequence[Part],
+        functions: Sequence[Function],
+        behind: int | None,
     ) -> None:
         """Hand the call to the thread.
 
-        The global random generators belong to the whole process, so items that want them seeded run one at a time.
+        The global random generators belong to the whole process, so items that want them seeded run
+        one at a time.
         """
         is_seeded = any(part.seed is not None for part in parts)
         guard = self._seeding if is_seeded else contextlib.nullcontext()
@@ -445,14 +558,19 @@ class ThreadsBackend(InlineBackend):
 
         def call() -> bool:
             if early.is_behind(behind):
-                self._post(AttemptFinished(worker_id, attempt_id, ()), [result_of(RawResult(part.start)) for part in parts])
+                self._post(
+                    AttemptFinished(worker_id, attempt_id, ()),
+                    [result_of(RawResult(part.start)) for part in parts],
+                )
                 return True
             return self._call(worker_id, attempt_id, parts, functions, guard)
 
         self._calls[worker_id].put(call)
 
     def _tell_early(self, worker_id: int, call: OpenCall, narrowed: Narrowed) -> None:
-        """Report the finished items of a call that lasts, and drop them: the user may want them freed."""
+        """Report the finished items of a call that lasts, and drop them: the user may want them
+        freed.
+        """
         kept, results = narrowed.kept, [result_of(result) for result in narrowed.results]
         self._post(AttemptNarrowed(worker_id, narrowed.attempt_id, (), kept), results)
         call.let_go(narrowed)
@@ -463,7 +581,8 @@ class ThreadsBackend(InlineBackend):
         workers = [(thread, self._guards[worker_id]) for worker_id, thread in self._threads.items()]
         super().close()
         give_up_at = time.monotonic() + END_TIMEOUT_S
-        for thread, guard in workers:  # a daemon thread in native code can abort the process when the interpreter shuts down
+        # a daemon thread in native code can abort the process when the interpreter shuts down
+        for thread, guard in workers:
             is_free = guard.is_free
             thread.join(TEARDOWN_TIMEOUT_S if is_free else max(0.0, give_up_at - time.monotonic()))
 

@@ -1,4 +1,6 @@
-"""Pickling by value what a script defines: what cloudpickle leaves out, and help for multiprocessing."""
+"""Pickling by value what a script defines: what cloudpickle leaves out, and help for
+multiprocessing.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,16 @@ from raypool.worker.running import in_worker_process
 from raypool.worker.setup_globals import function_in
 
 NAMED: dict[type, Callable[[Any], tuple[Any, ...]]] = {
-    functools._lru_cache_wrapper: lambda value: (_cached, (value.__wrapped__, value.cache_parameters()), vars(value)),
-    typing.NewType: lambda value: (typing.NewType, (value.__name__, value.__supertype__), vars(value)),
+    functools._lru_cache_wrapper: lambda value: (
+        _cached,
+        (value.__wrapped__, value.cache_parameters()),
+        vars(value),
+    ),
+    typing.NewType: lambda value: (
+        typing.NewType,
+        (value.__name__, value.__supertype__),
+        vars(value),
+    ),
     typing.ParamSpec: lambda value: (typing.ParamSpec, (value.__name__,)),
     typing.TypeVarTuple: lambda value: (typing.TypeVarTuple, (value.__name__,)),
 }
@@ -28,7 +38,9 @@ NAMED: dict[type, Callable[[Any], tuple[Any, ...]]] = {
 
 
 def reduced(value: Any) -> Any:
-    """Return how to make a value elsewhere, as a pickler's `reducer_override` does; `NotImplemented` if it needs no help."""
+    """Return how to make a value elsewhere, as a pickler's `reducer_override` does;
+    `NotImplemented` if it needs no help.
+    """
     kind = type(value)
     if kind in NAMED and not _is_importable(value):
         return NAMED[kind](value)
@@ -36,43 +48,56 @@ def reduced(value: Any) -> Any:
         return weakref.WeakKeyDictionary, (dict(value),)
     if sys.version_info < (3, 12) and isinstance(value, functools.cached_property):  # it has a lock
         return copyreg.__newobj__, (kind,), vars(value) | {"lock": None}, None, None, _set_with_lock  # type: ignore[attr-defined]
-    if "multiprocessing.managers" in sys.modules and isinstance(value, multiprocessing.managers.BaseProxy):
+    if "multiprocessing.managers" in sys.modules and isinstance(
+        value, multiprocessing.managers.BaseProxy
+    ):
         make, arguments = value.__reduce__()
         return _proxy, (make, *arguments[:-1], arguments[-1] | {"authkey": bytes(value._authkey)})  # type: ignore[attr-defined]
     return NotImplemented
 
 
 def _proxy(make: Callable[..., Any], *arguments: Any) -> Any:
-    """Return a proxy of a manager, with its key: other proxies that are got from it have none, and use that of the process."""
+    """Return a proxy of a manager, with its key: other proxies that are got from it have none, and
+    use that of the process.
+    """
     if in_worker_process():
         multiprocessing.current_process().authkey = arguments[-1]["authkey"]
     try:
         return make(*arguments)
     except OSError as error:
         error.add_note(
-            "raypool: this worker cannot reach the multiprocessing.Manager() whose proxy was sent. One without an address= is "
-            "reached on its own machine only. Use a raypool.DataQueue or pool.store, which reach all machines."
+            "raypool: this worker cannot reach the multiprocessing.Manager() whose proxy was sent."
+            " One without an address= is reached on its own machine only. Use a raypool.DataQueue"
+            " or pool.store, which reach all machines."
         )
         raise
 
 
 _globals: dict[str, dict[str, Any]] = {}
-"""By module, the global variables that functions of a script share in this process where multiprocessing has brought them."""
+"""By module, the global variables that functions of a script share in this process where
+multiprocessing has brought them.
+"""
 
 _last_run: dict[str, weakref.ref[types.FunctionType]] = {}
-"""By module, the function that ran last in this worker. It is not kept: its global variables may be large."""
+"""By module, the function that ran last in this worker. It is not kept: its global variables may be
+large.
+"""
 
 
 def teach_multiprocessing() -> None:
-    """Let what a script defines travel to processes that this one starts by `multiprocessing`, and back.
+    """Let what a script defines travel to processes that this one starts by `multiprocessing`, and
+    back.
 
-    In a worker the script is not `__main__`, so its functions and classes are found under no name there.
+    In a worker the script is not `__main__`, so its functions and classes are found under no name
+    there.
     """
     ForkingPickler.reducer_override = _reduced_for_child  # type: ignore[method-assign]
 
 
 def note_globals(fn: Callable[..., Any]) -> None:
-    """Let functions that come to forked children of this process join the global variables of the one that is about to run."""
+    """Let functions that come to forked children of this process join the global variables of the
+    one that is about to run.
+    """
     function = function_in(fn)
     if function is not None:
         _last_run[function.__module__] = weakref.ref(function)
@@ -90,7 +115,12 @@ def _reduced_for_child(pickler: Any, value: Any) -> Any:
             make, args, *state, set_state = by_value
             if isinstance(value, type):
                 return _class_in_child, (make, *args), *state, set_state
-            return _function_in_child, (value.__module__, make, *args), *state, functools.partial(_set_in_child, set_state)
+            return (
+                _function_in_child,
+                (value.__module__, make, *args),
+                *state,
+                functools.partial(_set_in_child, set_state),
+            )
     elif by_value is NotImplemented and type(value) not in pickler.dispatch_table:
         reduce = cloudpickle.CloudPickler.dispatch_table.get(type(value))
         return NotImplemented if reduce is None else reduce(value)
@@ -102,17 +132,25 @@ def _class_in_child(make: Callable[..., Any], *args: Any) -> Any:
     return make(*args)
 
 
-def _function_in_child(module: str, make: Callable[..., Any], code: Any, variables: dict[str, Any], *args: Any) -> Any:
+def _function_in_child(
+    module: str, make: Callable[..., Any], code: Any, variables: dict[str, Any], *args: Any
+) -> Any:
     teach_multiprocessing()
     function = _last_run[module]() if module in _last_run else None
     shared = _globals.setdefault(module, variables) if function is None else function.__globals__
     return make(code, shared, *args)
 
 
-def _set_in_child(set_state: Callable[..., None], function: Any, state: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    """Let a function have what it brings, except for global variables that are there: what an initializer has set stays."""
+def _set_in_child(
+    set_state: Callable[..., None], function: Any, state: tuple[dict[str, Any], dict[str, Any]]
+) -> None:
+    """Let a function have what it brings, except for global variables that are there: what an
+    initializer has set stays.
+    """
     there = function.__globals__
-    state[1]["__globals__"] = {name: value for name, value in state[1]["__globals__"].items() if name not in there}
+    state[1]["__globals__"] = {
+        name: value for name, value in state[1]["__globals__"].items() if name not in there
+    }
     set_state(function, state)
 
 
@@ -128,7 +166,9 @@ def _set_with_lock(value: Any, state: dict[str, Any]) -> None:
 def _is_importable(value: Any) -> bool:
     """Whether other processes find a value in its module, as cloudpickle judges of functions."""
     name = value.__module__
-    if name == "__main__" or any(f"{name}.".startswith(f"{by_value}.") for by_value in _registered()):
+    if name == "__main__" or any(
+        f"{name}.".startswith(f"{by_value}.") for by_value in _registered()
+    ):
         return False
     found: Any = sys.modules.get(name)
     for part in getattr(value, "__qualname__", value.__name__).split("."):
@@ -139,4 +179,6 @@ def _is_importable(value: Any) -> bool:
 def _registered() -> set[str]:
     """Return the modules whose contents the user wants to travel by value."""
     cloudpickles = filter(None, map(sys.modules.get, ("cloudpickle", "ray.cloudpickle")))
-    return set().union(*(cloudpickle.list_registry_pickle_by_value() for cloudpickle in cloudpickles))
+    return set().union(
+        *(cloudpickle.list_registry_pickle_by_value() for cloudpickle in cloudpickles)
+    )

@@ -1,7 +1,8 @@
 """Captures the output of tasks: it goes on to the original stream, and to the feed of the task.
 
 A worker process has these streams for as long as it lives. In a process that also runs other code
-("threads", "inline") they are installed while a task runs; output outside of tasks just passes through.
+("threads", "inline") they are installed while a task runs; output outside of tasks just passes
+through.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ _writing = _Writing()
 class Echo:
     """A stream in place of another: it passes everything on, and reports what a task writes.
 
-    It may pass text on to another `Echo`, through a stream that a library (colorama, say) has put between.
+    It may pass text on to another `Echo`, through a stream that a library (colorama, say) has put
+    between.
     """
 
     def __init__(self, name: str, original: Any) -> None:
@@ -58,7 +60,8 @@ class Echo:
             is_shown = bool(note.say(note, "text", text)) or is_shown
         if is_shown:
             return len(text)
-        _writing.note = here  # should it stay, as somebody stops the task in this instant, then for that one alone
+        # should it stay, as somebody stops the task in this instant, then for that one alone
+        _writing.note = here
         try:
             return self.original.write(text)  # type: ignore[no-any-return]
         except (OSError, ValueError) as error:
@@ -97,9 +100,13 @@ def _stream(name: str) -> Any:
 
 
 def _is_closed(stream: Any, error: OSError | ValueError) -> bool:
-    """Whether a stream has failed since an earlier task has closed it, or its descriptor: the next one cannot help that."""
+    """Whether a stream has failed since an earlier task has closed it, or its descriptor: the next
+    one cannot help that.
+    """
     try:
-        return bool(getattr(stream, "closed", False)) or (isinstance(error, OSError) and error.errno == errno.EBADF)
+        return bool(getattr(stream, "closed", False)) or (
+            isinstance(error, OSError) and error.errno == errno.EBADF
+        )
     except ValueError:  # it was detached
         return True
 
@@ -107,8 +114,9 @@ def _is_closed(stream: Any, error: OSError | ValueError) -> bool:
 _num_listeners = 0
 _switching = threading.Lock()
 _recent: deque[Echo] = deque(maxlen=8)
-"""Up to Python 3.13, `print` writes its text and the end of the line to a stream that it holds no reference to: the last ones
-live on, for a thread that is at it while another takes its stream away, which would crash the process."""
+"""Up to Python 3.13, `print` writes its text and the end of the line to a stream that it holds no
+reference to: the last ones live on, for a thread that is at it while another takes its stream away,
+which would crash the process."""
 
 
 def install() -> None:
@@ -120,7 +128,9 @@ def install() -> None:
 
 
 def remove() -> None:
-    """Undo one `install`; after the last, the streams are as they were, unless somebody else has changed them."""
+    """Undo one `install`; after the last, the streams are as they were, unless somebody else has
+    changed them.
+    """
     global _num_listeners
     with _switching:
         _num_listeners -= 1
@@ -151,7 +161,9 @@ def streams() -> tuple[Any, ...]:
 
 
 def mend(before: tuple[Any, ...]) -> None:
-    """Put the streams back that were there before a task, where it has left none, or one that cannot be written."""
+    """Put the streams back that were there before a task, where it has left none, or one that
+    cannot be written.
+    """
     for name, good, stream in zip(STREAMS, before, streams(), strict=True):
         if stream is not good and good is not None and not _is_usable(stream):
             setattr(sys, name, good)
@@ -169,7 +181,9 @@ def _put_on() -> None:
     for name in STREAMS:
         stream = getattr(sys, name, None)
         if stream is not None and not isinstance(stream, Echo):
-            echo = next((echo for echo in _recent if echo.original is stream and echo._name == name), None) or Echo(name, stream)
+            echo = next(
+                (echo for echo in _recent if echo.original is stream and echo._name == name), None
+            ) or Echo(name, stream)
             _keep(echo)
             setattr(sys, name, echo)
 
@@ -208,7 +222,10 @@ def add_last_lines(error: BaseException, text: str) -> None:
           epoch 1
           loading 90 %
     """
-    lines = [line.rstrip().rpartition("\r")[2][:MAX_LINE] for line in text[-KEPT_TEXT:].rstrip().split("\n")[-MAX_LINES:]]
+    lines = [
+        line.rstrip().rpartition("\r")[2][:MAX_LINE]
+        for line in text[-KEPT_TEXT:].rstrip().split("\n")[-MAX_LINES:]
+    ]
     if any(lines):
         with contextlib.suppress(Exception):  # it is the user's class, and may refuse attributes
             error.add_note("\n  ".join(["raypool: it printed last:", *lines]))

@@ -1,7 +1,9 @@
-"""Finds the random generators and models that a function captures (closure, global variables, arguments).
+"""Finds the random generators and models that a function captures (closure, global variables,
+arguments).
 
-A function takes a copy of each to its worker. Copies of a generator would give all workers the same numbers, so each item seeds
-its own. A model that a function changes stays unchanged in the script, so raypool warns.
+A function takes a copy of each to its worker. Copies of a generator would give all workers the same
+numbers, so each item seeds its own. A model that a function changes stays unchanged in the script,
+so raypool warns.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ INSIDE: Sequence[tuple[type, Sequence[str]]] = (
     (staticmethod, ["__func__"]),
     (classmethod, ["__func__"]),
     (types.MethodType, ["__func__", "__self__"]),
-    (types.BuiltinMethodType, ["__self__"]),  # of a module's function the module, which leads nowhere
+    # of a module's function the module, which leads nowhere
+    (types.BuiltinMethodType, ["__self__"]),
     (property, ["fget"]),
 )
 """The attributes in which such values hold others."""
@@ -58,7 +61,11 @@ class Generator(NamedTuple):
             return self.value.getstate()
         if _is_torchs(self.value):
             return self.value.get_state()
-        return self.value.get_state(legacy=False) if hasattr(self.value, "get_state") else self.value.__getstate__()
+        return (
+            self.value.get_state(legacy=False)
+            if hasattr(self.value, "get_state")
+            else self.value.__getstate__()
+        )
 
     def set_state(self, state: Any) -> None:
         """Let it draw those numbers again."""
@@ -77,7 +84,8 @@ def _set_numpys(value: Any, seeds: np.random.SeedSequence) -> None:
         bits = getattr(np.random, value.get_state(legacy=False)["bit_generator"])
         value.set_state(np.random.RandomState(bits(seeds)).get_state(legacy=False))
     else:
-        value.__setstate__(type(value)(seeds).__getstate__())  # not only its state: `spawn` goes by the seeds
+        # not only its state: `spawn` goes by the seeds
+        value.__setstate__(type(value)(seeds).__getstate__())
 
 
 def _is_torchs(value: Any) -> bool:
@@ -86,11 +94,13 @@ def _is_torchs(value: Any) -> bool:
 
 
 def generators_of(fn: Any) -> list[Generator]:
-    """Return the generators that a function uses, always in the same order: NumPy's, torch's and `random.Random`.
+    """Return the generators that a function uses, always in the same order: NumPy's, torch's and
+    `random.Random`.
 
-    They are found in its global variables, closure, default arguments and partial arguments, in the object of a method, and in
-    what is found there: other functions and classes of the user's, lists, tuples and dicts. Global generators
-    (`np.random.normal`) do not count, nor do those that a function makes or imports while it runs.
+    They are found in its global variables, closure, default arguments and partial arguments, in the
+    object of a method, and in what is found there: other functions and classes of the user's,
+    lists, tuples and dicts. Global generators (`np.random.normal`) do not count, nor do those that
+    a function makes or imports while it runs.
     """
     known = _global_ones()
     found = []
@@ -102,14 +112,18 @@ def generators_of(fn: Any) -> list[Generator]:
 
 
 class CapturedModels:
-    """The torch modules that a function captures, found in the same places, and what its parameters were when it was found."""
+    """The torch modules that a function captures, found in the same places, and what its parameters
+    were when it was found.
+    """
 
     def __init__(self, fn: Any) -> None:
         models = _search(fn, _model_in) if "torch" in sys.modules else ()
         self._models = [(name, model, _version(model)) for name, model in models]
 
     def changed(self) -> str | None:
-        """Return the name of one whose parameters were changed, once: its variable, if it has one, else its class."""
+        """Return the name of one whose parameters were changed, once: its variable, if it has one,
+        else its class.
+        """
         for name, model, version in self._models:
             if _version(model) != version:
                 self._models = []
@@ -118,9 +132,13 @@ class CapturedModels:
 
 
 def _version(model: Any) -> int:
-    """Return a number that grows as the parameters change. What a fused optimizer does is not counted, but leaves gradients."""
+    """Return a number that grows as the parameters change. What a fused optimizer does is not
+    counted, but leaves gradients.
+    """
     try:
-        return sum(parameter._version + (parameter.grad is not None) for parameter in model.parameters())
+        return sum(
+            parameter._version + (parameter.grad is not None) for parameter in model.parameters()
+        )
     except Exception:  # tensors that were made in inference mode have no version
         return 0
 
@@ -130,8 +148,11 @@ def _model_in(value: Any) -> Any:
 
 
 def _search(fn: Any, pick: Callable[[Any], Any]) -> Iterator[tuple[str, Any]]:
-    """Yield what `pick` makes of the values that a function captures, unless that is None, with the names of their variables."""
-    seen: dict[int, Any] = {}  # by identity; what is in here stays, so that nothing else has its identity
+    """Yield what `pick` makes of the values that a function captures, unless that is None, with the
+    names of their variables.
+    """
+    # by identity; what is in here stays, so that nothing else has its identity
+    seen: dict[int, Any] = {}
     left = deque([("", fn)])
     while left and len(seen) < MOST_VALUES:
         name, value = left.popleft()
@@ -149,7 +170,9 @@ def _search(fn: Any, pick: Callable[[Any], Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _generator_in(value: Any) -> Any:
-    """Return the generator that a value is, if it is one; of NumPy's `Generator` what the numbers come from."""
+    """Return the generator that a value is, if it is one; of NumPy's `Generator` what the numbers
+    come from.
+    """
     if isinstance(value, random.Random):
         return None if isinstance(value, random.SystemRandom) else value
     numpys = sys.modules.get("numpy.random")
@@ -188,14 +211,20 @@ def _parts(value: Any, pick: Callable[[Any], Any]) -> Iterator[tuple[str, Any]]:
         yield from (("", part) for part in parts if len(value) <= MOST_ENTRIES)
     elif isinstance(value, type):
         kinds = value.__mro__ if is_users(value.__module__) else ()
-        yield from (entry for kind in kinds if is_users(kind.__module__) for entry in vars(kind).items())
+        yield from (
+            entry for kind in kinds if is_users(kind.__module__) for entry in vars(kind).items()
+        )
     elif not isinstance(value, types.ModuleType):
         yield from _parts_of_object(value, pick)
 
 
 def _parts_of_function(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
     yield "", vars(fn).get("__wrapped__")
-    yield from zip(reversed(fn.__code__.co_varnames[: fn.__code__.co_argcount]), reversed(fn.__defaults__ or ()), strict=False)
+    yield from zip(
+        reversed(fn.__code__.co_varnames[: fn.__code__.co_argcount]),
+        reversed(fn.__defaults__ or ()),
+        strict=False,
+    )
     yield from (fn.__kwdefaults__ or {}).items()
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=False):
         try:
@@ -208,24 +237,40 @@ def _parts_of_function(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
         value: Any = fn.__globals__.get(names[0])
         for name in names[1:]:
             value = vars(value).get(name) if isinstance(value, types.ModuleType) else value
-        yield names[-1] if isinstance(fn.__globals__.get(names[0]), types.ModuleType) else names[0], value
+        yield (
+            (names[-1] if isinstance(fn.__globals__.get(names[0]), types.ModuleType) else names[0]),
+            value,
+        )
 
 
 def _parts_of_object(value: Any, pick: Callable[[Any], Any]) -> Iterator[tuple[str, Any]]:
-    """Yield what an object holds: one of a class of the user's all, any other what is looked for in its own attributes."""
+    """Yield what an object holds: one of a class of the user's all, any other what is looked for in
+    its own attributes.
+    """
     kind, own = type(value), getattr(value, "__dict__", {})
     if is_users(kind.__module__):
-        slots = [name for base in kind.__mro__ for name in getattr(base, "__slots__", ()) if isinstance(name, str)]
+        slots = [
+            name
+            for base in kind.__mro__
+            for name in getattr(base, "__slots__", ())
+            if isinstance(name, str)
+        ]
         yield from own.items()
         yield from ((name, getattr(value, name, None)) for name in slots)
         yield "", kind
     else:
-        yield from ((name, part) for name, part in own.items() if pick(part) is not None or name == "__wrapped__")
+        yield from (
+            (name, part)
+            for name, part in own.items()
+            if pick(part) is not None or name == "__wrapped__"
+        )
 
 
 @functools.lru_cache(1024)
 def _variables(code: types.CodeType) -> Sequence[tuple[str, ...]]:
-    """Return the global variables that code and the functions in it read, each with the attributes that are read of it there."""
+    """Return the global variables that code and the functions in it read, each with the attributes
+    that are read of it there.
+    """
     found: dict[tuple[str, ...], None] = {}
     chain: tuple[str, ...] = ()
     for step in dis.get_instructions(code):
@@ -247,7 +292,7 @@ def _variables(code: types.CodeType) -> Sequence[tuple[str, ...]]:
 def changed_model(name: str, model: str) -> str:
     """Return what to say of a function that has changed a model that it captures."""
     return (
-        f"{name} has changed {model}, a model that it captures. Each worker has its own copy: the model in this process is "
-        "unchanged, and an item sees the changes of earlier items on its worker. Make the model in the function, or return it "
-        "(or its state_dict())."
+        f"{name} has changed {model}, a model that it captures. Each worker has its own copy: the"
+        " model in this process is unchanged, and an item sees the changes of earlier items on its"
+        " worker. Make the model in the function, or return it (or its state_dict())."
     )

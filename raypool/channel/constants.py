@@ -1,4 +1,6 @@
-"""Constants of a pool (`pool.constant`): one value on each worker, received or built at its first use."""
+"""Constants of a pool (`pool.constant`): one value on each worker, received or built at its first
+use.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ from raypool.worker.setup_globals import call_setup
 
 T = TypeVar("T")
 
-BUILDERS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, type)
+BUILDERS = (
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    functools.partial,
+    type,
+)
 """What counts as a builder. A model is callable too, but it is a value."""
 
 
@@ -29,10 +37,12 @@ class Content(NamedTuple):
 
 
 class Constant(Generic[T]):
-    """A value that each worker receives, or builds, once: at the first use of `value` there. Made by `pool.constant`.
+    """A value that each worker receives, or builds, once: at the first use of `value` there. Made
+    by `pool.constant`.
 
-    It travels in closures and arguments at the cost of a name. A worker that replaces a lost one receives or builds it anew. What
-    an item changes in it stays on its worker, where later items see it: train a copy of a model.
+    It travels in closures and arguments at the cost of a name. A worker that replaces a lost one
+    receives or builds it anew. What an item changes in it stays on its worker, where later items
+    see it: train a copy of a model.
 
     Example:
         >>> from raypool import parpool
@@ -47,7 +57,8 @@ class Constant(Generic[T]):
 
     def __init__(self, *_: object, **__: object) -> None:
         raise InvalidTypeError(
-            "A constant is made by the pool that it belongs to: write pool.constant(...) instead of Constant(...)."
+            "A constant is made by the pool that it belongs to: write pool.constant(...) instead of"
+            " Constant(...)."
         )
 
     @property
@@ -63,7 +74,10 @@ class Constant(Generic[T]):
             if self.key not in _kept:
                 with kept.on_purpose():
                     content = self._open_content()
-                    _kept[self.key] = (content.source() if content.is_builder else content.source, content.cleanup)
+                    _kept[self.key] = (
+                        content.source() if content.is_builder else content.source,
+                        content.cleanup,
+                    )
             held: T = _kept[self.key][0]
             return held
 
@@ -91,7 +105,9 @@ def content_of(source: Any, cleanup: Callable[[Any], object] | None) -> Content:
         InvalidTypeError: `cleanup` cannot be called.
     """
     if cleanup is not None and not callable(cleanup):
-        raise InvalidTypeError(f"cleanup={cleanup!r} is not callable. Give a function of the value.")
+        raise InvalidTypeError(
+            f"cleanup={cleanup!r} is not callable. Give a function of the value."
+        )
     return Content(source, isinstance(source, BUILDERS), cleanup)
 
 
@@ -99,7 +115,8 @@ def discard(keys: Sequence[str]) -> None:
     """Remove constants from this process, and clean up those that were used here.
 
     Raises:
-        Exception: What the first cleanup has raised that failed; the others were called all the same.
+        Exception: What the first cleanup has raised that failed; the others were called all the
+            same.
     """
     errors = []
     for key in keys:
@@ -129,7 +146,9 @@ _called = threading.local()  # a worker is a thread: of its own process, or of t
 
 
 def call_once(key: str, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Call a function unless this worker has called it under this key before; return what it has returned then."""
+    """Call a function unless this worker has called it under this key before; return what it has
+    returned then.
+    """
     results: dict[tuple[str, int], T] = _called.__dict__.setdefault("results", {})
     note = note_here()
     place = (key, 0 if note is None else note.worker)  # "inline", several workers share a thread

@@ -1,4 +1,5 @@
-"""The exchange of a pool: what its processes ask while tasks run (queues, the store, meetings of ranks).
+"""The exchange of a pool: what its processes ask while tasks run (queues, the store, meetings of
+ranks).
 
 `Exchange` runs in an event loop: of a node agent on Ray, or of a thread of this process
 (`LocalExchange`). Its methods return expected failures (no such key, a closed queue) and raise
@@ -21,7 +22,9 @@ from typing import Any
 from raypool.errors import PoolClosedError
 
 END_TIMEOUT_S = 2.0
-"""How long the end of a queue waits for processes to say that they know of it: one that was killed never does [s]."""
+"""How long the end of a queue waits for processes to say that they know of it: one that was killed
+never does [s].
+"""
 
 MAX_CHANGES = 100_000
 """When so many changes of the store wait for a listener, it has gone with its process."""
@@ -29,7 +32,9 @@ MAX_CHANGES = 100_000
 POOL_ENDED = "What the tasks of a pool share has gone: the pool was shut down. Read it before."
 
 LOOK_AGAIN_S = 0.05
-"""Waits are cut into pieces of this length [s]: a thread notices a cancellation only while it runs Python code."""
+"""Waits are cut into pieces of this length [s]: a thread notices a cancellation only while it runs
+Python code.
+"""
 
 PassOn = Callable[[str, int, bytes], object]
 
@@ -38,8 +43,8 @@ class Exchange:
     """The one place where all processes of a pool ask.
 
     Args:
-        pass_on: Hands a value that is offered to a queue to the process that has opened the pool: queue, ticket, value. What
-            becomes of it is said by `answer(ticket, outcome)`.
+        pass_on: Hands a value that is offered to a queue to the process that has opened the pool:
+            queue, ticket, value. What becomes of it is said by `answer(ticket, outcome)`.
     """
 
     def __init__(self, pass_on: PassOn) -> None:
@@ -50,7 +55,7 @@ class Exchange:
         self._shelf = Shelf()
         self._new_groups: dict[int, NewGroup] = {}
 
-    # --- queues -------------------------------------------------------------------------------------------------------
+    # --- queues -----------------------------------------------------------------------------------
 
     async def offer(self, queue: str, value: bytes) -> str:
         """Offer a value to a queue with a limit; return what became of it, when there was room."""
@@ -82,25 +87,31 @@ class Exchange:
         return await self._ends.wait(worker_id, known, number)
 
     async def end_queue(self, queue: str) -> dict[int, int]:
-        """End a queue; return, when all workers know it, the newest batch of what each had put before."""
+        """End a queue; return, when all workers know it, the newest batch of what each had put
+        before.
+        """
         return await self._ends.end(queue)
 
     async def forget(self, worker_id: int) -> None:
         """Note that a worker has gone: nobody need wait for it."""
         self._ends.forget(worker_id)
 
-    # --- the store ----------------------------------------------------------------------------------------------------
+    # --- the store --------------------------------------------------------------------------------
 
     async def store(self, key: str | None, verb: str, *args: Any) -> Any:
-        """Ask the store, if its key is this one (None: whatever it is); return a list of the answer, None if it is another."""
+        """Ask the store, if its key is this one (None: whatever it is); return a list of the
+        answer, None if it is another.
+        """
         if key not in (None, self._shelf.key):
             return None
         return [await getattr(self._shelf, verb)(*args)]
 
-    # --- ranks --------------------------------------------------------------------------------------------------------
+    # --- ranks ------------------------------------------------------------------------------------
 
     async def meet(self, number: int, rank: int, world_size: int, said: Any) -> list[Any]:
-        """Wait until all ranks of a new group have called this; return what each has said, by rank."""
+        """Wait until all ranks of a new group have called this; return what each has said, by
+        rank.
+        """
         group = self._new_groups.setdefault(number, NewGroup())
         group.said[rank] = said
         try:
@@ -121,14 +132,17 @@ class NewGroup:
 
 
 class QueueEnds:
-    """Tells workers which queues were closed. Queues with a limit do not need it: their workers ask each time."""
+    """Tells workers which queues were closed. Queues with a limit do not need it: their workers ask
+    each time.
+    """
 
     def __init__(self) -> None:
         self._workers: dict[str, set[int]] = {}  # by queue
         self._ended: set[str] = set()
         self._news: dict[int, list[str]] = {}  # by worker
         self._rung: dict[int, asyncio.Event] = {}
-        self._unaware: dict[str, set[int]] = {}  # of queues that are being closed: who does not know yet
+        # of queues that are being closed: who does not know yet
+        self._unaware: dict[str, set[int]] = {}
         self._numbers: dict[str, dict[int, int]] = {}
         self._all_know: dict[str, asyncio.Event] = {}
 
@@ -263,7 +277,9 @@ class Shelf:
             watcher.rung.set()
 
     async def changes(self, number: int) -> list[Any] | None:
-        """Return the keys that were put or removed since this was asked last, waiting for one; None after `unwatch`."""
+        """Return the keys that were put or removed since this was asked last, waiting for one; None
+        after `unwatch`.
+        """
         watcher = self._watchers.get(number)
         if watcher is None:
             return None
@@ -285,7 +301,9 @@ def _to_nobody(queue: str, ticket: int, value: bytes) -> None:
 
 
 class LocalExchange:
-    """An exchange in a thread of this process, for pools whose tasks run here. Values do not travel: they are what they are."""
+    """An exchange in a thread of this process, for pools whose tasks run here. Values do not
+    travel: they are what they are.
+    """
 
     def __init__(self, pass_on: PassOn = _to_nobody) -> None:
         self._lock = threading.Lock()
@@ -326,8 +344,11 @@ class LocalExchange:
             if self._loop is None:
                 self._start()
             assert self._loop is not None
-            # The coroutine is made no earlier: a task that is cancelled while it waits above would leave it without anybody.
-            return asyncio.run_coroutine_threadsafe(getattr(self._exchange, method)(*args), self._loop)
+            # The coroutine is made no earlier: a task that is cancelled while it waits above would
+            # leave it without anybody.
+            return asyncio.run_coroutine_threadsafe(
+                getattr(self._exchange, method)(*args), self._loop
+            )
 
     def _start(self) -> None:
         started = threading.Event()
@@ -337,7 +358,9 @@ class LocalExchange:
             started.set()
             await self._ended.wait()
 
-        threading.Thread(target=asyncio.run, args=(live(),), name="raypool-exchange", daemon=True).start()
+        threading.Thread(
+            target=asyncio.run, args=(live(),), name="raypool-exchange", daemon=True
+        ).start()
         started.wait()
 
     def close(self) -> None:
@@ -351,7 +374,10 @@ class LocalExchange:
     def leave(self) -> None:
         """Answer nobody: this is a forked child, and the thread has not come along."""
         self._lock = threading.Lock()
-        self._closed = "A forked child process (of a DataLoader, say) cannot use the store of a pool. Use it in the task itself."
+        self._closed = (
+            "A forked child process (of a DataLoader, say) cannot use the store of a pool. Use it"
+            " in the task itself."
+        )
 
 
 _all_local: weakref.WeakSet[LocalExchange] = weakref.WeakSet()

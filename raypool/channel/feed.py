@@ -30,7 +30,9 @@ RECENT_BYTES = 16 * 1024
 """How much of each record stays in memory."""
 
 SEGMENT_BYTES = 256 * 1024 * 1024
-"""A file of the spool is this long at most; it is gone with the last feed that has something in it."""
+"""A file of the spool is this long at most; it is gone with the last feed that has something in
+it.
+"""
 
 ROWS_AT_ONCE = 256
 """So many rows are pickled together: by itself, each would bring its names along."""
@@ -39,10 +41,14 @@ TEXT_BYTES = 1024 * 1024
 """How much output is kept, the newest."""
 
 LOOP_TEXT_BYTES = 64 * TEXT_BYTES
-"""So much of what all items of a loop have printed is kept: beyond that, those that printed longest ago lose theirs."""
+"""So much of what all items of a loop have printed is kept: beyond that, those that printed longest
+ago lose theirs.
+"""
 
 PIECE_BYTES = 4096
-"""What an item prints is put together in pieces of about this size: a line that is an object takes twice its size."""
+"""What an item prints is put together in pieces of about this size: a line that is an object takes
+twice its size.
+"""
 
 AGAIN = b"\n[raypool: it runs again]\n"
 """The line between the output of one attempt and the next."""
@@ -58,7 +64,9 @@ Last: TypeAlias = "dict[int, tuple[int, dict[str, Any]]]"
 
 
 class TemporaryFile:
-    """A file without a name, written at its end. It is closed, and so gone, when nobody holds a piece of it any more."""
+    """A file without a name, written at its end. It is closed, and so gone, when nobody holds a
+    piece of it any more.
+    """
 
     def __init__(self) -> None:
         self.file = tempfile.TemporaryFile(prefix="raypool-", buffering=0)  # noqa: SIM115
@@ -92,9 +100,13 @@ class FileBytes:
         """Return them."""
         data = b""
         while len(data) < self._size:
-            more = os.pread(self._segment.file.fileno(), self._size - len(data), self._start + len(data))
+            more = os.pread(
+                self._segment.file.fileno(), self._size - len(data), self._start + len(data)
+            )
             if not more:
-                raise OSError(f"A temporary file of raypool's is {self._size - len(data)} bytes too short.")
+                raise OSError(
+                    f"A temporary file of raypool's is {self._size - len(data)} bytes too short."
+                )
             data += more
         return data
 
@@ -107,7 +119,9 @@ class Spool:
         self._lock = threading.RLock()
 
     def add(self, data: bytes) -> FileBytes | bytes:
-        """Put something away; where the disk is full, or the process ends and has closed its files, it stays in memory."""
+        """Put something away; where the disk is full, or the process ends and has closed its files,
+        it stays in memory.
+        """
         with self._lock:
             try:
                 if self._segment is None or self._segment.size >= SEGMENT_BYTES:
@@ -132,8 +146,9 @@ os.register_at_fork(after_in_child=_new_spool)
 class Record:
     """Bytes that are added at the end, and forgotten at the beginning.
 
-    A thread that adds some may be interrupted at any call (its task is cancelled): so where something moves
-    from one attribute to another, the two assignments follow each other without a call between them.
+    A thread that adds some may be interrupted at any call (its task is cancelled): so where
+    something moves from one attribute to another, the two assignments follow each other without a
+    call between them.
     """
 
     __slots__ = ("_pieces", "_recent_size", "recent", "size")
@@ -161,7 +176,9 @@ class Record:
             self._recent_size = 0
 
     def forget(self, keep_bytes: int) -> int:
-        """Let go of old pieces, as long as at least so much is left; return how many bytes are gone."""
+        """Let go of old pieces, as long as at least so much is left; return how many bytes are
+        gone.
+        """
         gone = 0
         while self._pieces and self.size - len(self._pieces[0]) >= keep_bytes:
             gone += len(self._pieces[0])
@@ -169,7 +186,9 @@ class Record:
         return gone
 
     def parts(self) -> list[FileBytes | bytes]:
-        """Return all that is kept, in order; to be read by `read`, without holding up whoever adds more."""
+        """Return all that is kept, in order; to be read by `read`, without holding up whoever adds
+        more.
+        """
         return [*self._pieces, b"".join(self.recent)]
 
 
@@ -179,12 +198,23 @@ def read(parts: Iterable[FileBytes | bytes]) -> Iterator[bytes]:
 
 
 class Feed:
-    """What a task, or all items of a loop, reported and printed so far. Any thread may add and read.
+    """What a task, or all items of a loop, reported and printed so far. Any thread may add and
+    read.
 
-    What is printed inside it, by a finalizer that happens to run then, is added too: its lock may be taken twice.
+    What is printed inside it, by a finalizer that happens to run then, is added too: its lock may
+    be taken twice.
     """
 
-    __slots__ = ("__weakref__", "_calls", "_last", "_lock", "_missing", "_new_rows", "_rows", "_text")
+    __slots__ = (
+        "__weakref__",
+        "_calls",
+        "_last",
+        "_lock",
+        "_missing",
+        "_new_rows",
+        "_rows",
+        "_text",
+    )
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -222,15 +252,20 @@ class Feed:
         for item, (attempt, values) in last.items():
             known_attempt, known = self._last.pop(item, (attempt, None))
             values = {name: value for name, value in values.items() if value is not None}
-            # Whoever reads it has the old one: what is shown never changes under the reader's hands.
-            self._last[item] = (attempt, {**known, **values} if known is not None and known_attempt == attempt else values)
+            # Whoever reads it has the old one: what is shown never changes under the reader's
+            # hands.
+            self._last[item] = (
+                attempt,
+                {**known, **values} if known is not None and known_attempt == attempt else values,
+            )
         while len(self._last) > LAST_ITEMS:
             del self._last[next(iter(self._last))]
 
     def add_text(self, text: str, num_missing: int = 0, item: int = 0, call_id: int = 0) -> None:
         """Take what was printed; `num_missing` characters before it were not sent.
 
-        A line says where an item began again: without it, what it has printed twice would look like a mistake.
+        A line says where an item began again: without it, what it has printed twice would look like
+        a mistake.
         """
         with self._lock:
             if self._calls.setdefault(item, call_id) < call_id:
@@ -254,7 +289,9 @@ class Feed:
             self._missing += self._text.forget(TEXT_BYTES)
 
     def last(self, item: int, attempt: int) -> dict[str, Any]:
-        """Return the newest value of each metric of an item in this attempt, empty if it has reported nothing (lately)."""
+        """Return the newest value of each metric of an item in this attempt, empty if it has
+        reported nothing (lately).
+        """
         with self._lock:
             known_attempt, values = self._last.get(item, (attempt, {}))
         return values if known_attempt == attempt else {}
@@ -263,12 +300,13 @@ class Feed:
         """Return the table of what was reported.
 
         Args:
-            column: What to call the numbers of the items of a loop, or of ranks, which the rows are in the order of; None: it is
-                of a single call.
+            column: What to call the numbers of the items of a loop, or of ranks, which the rows are
+                in the order of; None: it is of a single call.
 
         Returns:
-            A row for each report, in order: `time` (UTC), the number, `attempt`, then the metrics in the order in which they
-            first appear. A metric that is called like one of the first columns is in "reported_NAME".
+            A row for each report, in order: `time` (UTC), the number, `attempt`, then the metrics
+            in the order in which they first appear. A metric that is called like one of the first
+            columns is in "reported_NAME".
         """
         import numpy as np
         import pandas as pd
@@ -287,11 +325,16 @@ class Feed:
             values = pd.DataFrame(list(metrics), index=head.index)
         except UnicodeEncodeError:  # there are halves of characters
             names = dict.fromkeys(name for row in metrics for name in row)
-            values = table({column_name(name): [row.get(name, math.nan) for row in metrics] for name in names}, head.index)
+            values = table(
+                {column_name(name): [row.get(name, math.nan) for row in metrics] for name in names},
+                head.index,
+            )
         return head.join(values.rename(columns={name: f"reported_{name}" for name in head}))
 
     def text(self) -> str:
-        """Return what was printed, of which the newest MiB is kept; the first line says how much is missing, if anything is."""
+        """Return what was printed, of which the newest MiB is kept; the first line says how much is
+        missing, if anything is.
+        """
         with self._lock:
             missing, parts = self._missing, self._text.parts()
         return _as_text(b"".join(read(parts)), missing)
@@ -346,7 +389,8 @@ class LoopFeed(Feed):
     def __init__(self) -> None:
         super().__init__()
         self.on_text: Callable[[int, str], object] | None = None
-        self._printed: dict[int, Printed] = {}  # by item; the one that printed longest ago comes first
+        # by item; the one that printed longest ago comes first
+        self._printed: dict[int, Printed] = {}
         self._forgotten: dict[int, Printed] = {}  # items whose text had to go, without a piece
         self._num_bytes = 0
 
@@ -407,7 +451,7 @@ def _unpickled(data: bytes) -> Iterator[Row]:
         yield from pickle.load(file)
 
 
-# --- tables of users' values ------------------------------------------------------------------------------------------
+# --- tables of users' values ----------------------------------------------------------------------
 
 
 def table(columns: Mapping[str, Any], index: pd.Index[Any]) -> pd.DataFrame:
@@ -422,19 +466,27 @@ def table(columns: Mapping[str, Any], index: pd.Index[Any]) -> pd.DataFrame:
 
     try:
         return pd.DataFrame(columns, index=index)
-    except UnicodeEncodeError:  # pandas keeps texts as UTF-8 where Arrow is installed, which has no such halves
-        return pd.DataFrame({name: _as_objects(column) for name, column in columns.items()}, index=index)
+    except UnicodeEncodeError:
+        # pandas keeps texts as UTF-8 where Arrow is installed, which has no such halves
+        return pd.DataFrame(
+            {name: _as_objects(column) for name, column in columns.items()}, index=index
+        )
 
 
 def _as_objects(column: Any) -> Any:
     import pandas as pd
 
     is_list = isinstance(column, list)
-    return pd.Series(column, dtype=object) if is_list and any(isinstance(entry, str) for entry in column) else column
+    return (
+        pd.Series(column, dtype=object)
+        if is_list and any(isinstance(entry, str) for entry in column)
+        else column
+    )
 
 
 def fields_of(value: Any) -> Mapping[Any, Any] | None:
-    """Return what a configuration holds, by name: of a mapping, dataclass, named tuple, namespace, attrs class or pydantic model.
+    """Return what a configuration holds, by name: of a mapping, dataclass, named tuple, namespace,
+    attrs class or pydantic model.
 
     Returns:
         None for anything else.
@@ -451,7 +503,9 @@ def fields_of(value: Any) -> Mapping[Any, Any] | None:
     if pydantic is not None and isinstance(value, pydantic.BaseModel):
         return dict(pydantic.BaseModel.__iter__(value))  # its own __iter__ may give something else
     kind: Any = type(value)
-    names: Iterable[str] | None = getattr(kind, "_fields", None) if issubclass(kind, tuple) else None
+    names: Iterable[str] | None = (
+        getattr(kind, "_fields", None) if issubclass(kind, tuple) else None
+    )
     if dataclasses.is_dataclass(kind):
         names = (field.name for field in dataclasses.fields(kind))
     elif hasattr(kind, "__attrs_attrs__"):
@@ -460,7 +514,8 @@ def fields_of(value: Any) -> Mapping[Any, Any] | None:
 
 
 def column_name(key: Any) -> str:
-    r"""Return how a column for a key is called: halves of characters are written out, since a table's names are UTF-8.
+    r"""Return how a column for a key is called: halves of characters are written out, since a
+    table's names are UTF-8.
 
     Example:
         >>> column_name("lr"), column_name(3), column_name("half: \ud83d")

@@ -1,7 +1,7 @@
 """The hub: delivers reports, output and log records of tasks to their feeds, queues and loggers.
 
-It is in the process that has opened the pool. Batches of one worker arrive in two ways, by themselves
-or with the answers to calls, so the hub first puts them in order by their numbers.
+It is in the process that has opened the pool. Batches of one worker arrive in two ways, by
+themselves or with the answers to calls, so the hub first puts them in order by their numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from raypool.worker.running import Running
 logger = logging.getLogger("raypool")
 
 CATCH_UP_S = 5.0
-"""How long a reader waits for messages that were sent before a task ended, and have not arrived [s]."""
+"""How long a reader waits for messages that were sent before a task ended, and have not arrived
+[s].
+"""
 
 MAX_EARLY = 100
 """When so many batches wait for an earlier one, that counts as lost."""
@@ -36,7 +38,8 @@ class Holder(Protocol):
 
 
 class Hub:
-    """Delivers what tasks send. Holders are referred to weakly: what arrives for one that is gone is dropped.
+    """Delivers what tasks send. Holders are referred to weakly: what arrives for one that is gone
+    is dropped.
 
     `on_early` takes reports about calls that last: worker, message.
     """
@@ -44,11 +47,15 @@ class Hub:
     on_early: Callable[[int, bytes], object] | None = None
 
     def __init__(self) -> None:
-        self._holders: weakref.WeakValueDictionary[int, Holder] = weakref.WeakValueDictionary()  # by task
-        self._lock = threading.RLock()  # by itself it can be taken without leaving it locked when a task is cancelled just then
+        # by task
+        self._holders: weakref.WeakValueDictionary[int, Holder] = weakref.WeakValueDictionary()
+        # by itself it can be taken without leaving it locked when a task is cancelled just then
+        self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._arrived: dict[int, int] = {}  # by worker: the newest batch before which none is missing
-        self._early: dict[int, dict[int, bytes]] = {}  # by worker and number: what waits for a batch before it
+        # by worker: the newest batch before which none is missing
+        self._arrived: dict[int, int] = {}
+        # by worker and number: what waits for a batch before it
+        self._early: dict[int, dict[int, bytes]] = {}
         self._awaited: dict[int, int] = {}  # by worker: the newest batch that somebody may wait for
         self._gone: set[int] = set()  # workers of which nothing is worth waiting for
         self._is_closed = False
@@ -59,7 +66,9 @@ class Hub:
         self._holders[task_id] = holder
 
     def say(self, note: Running, kind: str, payload: Any) -> bool:
-        """Take what a task in this process says: its reports ("metrics") or what it prints ("text"). See `Running`."""
+        """Take what a task in this process says: its reports ("metrics") or what it prints
+        ("text"). See `Running`.
+        """
         feed = self._feed_of(note.task_id)
         if feed is None:
             return False
@@ -82,7 +91,9 @@ class Hub:
             self._take_in_order(worker_id)
 
     def waiter(self, worker_id: int, number: int) -> Callable[[], None] | None:
-        """Return a function that waits until this batch of a worker has come, and all before it; None if they have."""
+        """Return a function that waits until this batch of a worker has come, and all before it;
+        None if they have.
+        """
         with self._changed:
             if self._has_come(worker_id, number):
                 return None
@@ -112,12 +123,15 @@ class Hub:
         self.records.wait()
 
     def _has_come(self, worker_id: int, number: int) -> bool:
-        return self._arrived.get(worker_id, 0) >= number or worker_id in self._gone or self._is_closed
+        return (
+            self._arrived.get(worker_id, 0) >= number or worker_id in self._gone or self._is_closed
+        )
 
     def _wait(self, worker_id: int, number: int) -> None:
         with self._changed:
             if not self._changed.wait_for(lambda: self._has_come(worker_id, number), CATCH_UP_S):
-                while any(early <= number for early in self._early.get(worker_id, ())):  # else they would arrive out of order
+                # else they would arrive out of order
+                while any(early <= number for early in self._early.get(worker_id, ())):
                     self._skip(worker_id)
                     self._take_in_order(worker_id)
                 self._arrived[worker_id] = max(self._arrived.get(worker_id, 0), number)
@@ -162,7 +176,9 @@ class Hub:
         elif kind == "text" and feed is not None:
             feed.add_text(*rest)
         elif kind not in ("metrics", "text"):
-            raise InternalError(f"A worker says something of a kind that nobody knows: {kind!r}.", story=())
+            raise InternalError(
+                f"A worker says something of a kind that nobody knows: {kind!r}.", story=()
+            )
 
     def _feed_of(self, task_id: int) -> Feed | None:
         holder = self._holders.get(task_id)

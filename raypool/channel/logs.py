@@ -1,7 +1,8 @@
-"""Log records of tasks in other processes: they go to the loggers of the same name in the driver's process.
+"""Log records of tasks in other processes: they go to the loggers of the same name in the driver's
+process.
 
-The levels of the driver's loggers travel with a call whenever they have changed, so a worker makes and
-sends only the records that the driver's loggers take.
+The levels of the driver's loggers travel with a call whenever they have changed, so a worker makes
+and sends only the records that the driver's loggers take.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ WAIT_S = 5.0
 
 
 class Levels(NamedTuple):
-    """The levels of this process's loggers that were set ("" is the root), and the level that is disabled for all of them."""
+    """The levels of this process's loggers that were set ("" is the root), and the level that is
+    disabled for all of them.
+    """
 
     by_name: dict[str, int]
     disabled: int = 0
@@ -52,11 +55,16 @@ _levels = Levels({})
 def levels_here() -> Levels:
     """Return the levels of this process: the same object as before, if none has changed."""
     global _levels
-    # `logging` empties this private dictionary of each logger when any level changes: else every call would look at all loggers.
+    # `logging` empties this private dictionary of each logger when any level changes: else every
+    # call would look at all loggers.
     if 0 not in _probe._cache:  # type: ignore[attr-defined]
         _probe._cache[0] = True  # type: ignore[attr-defined]
         loggers = list(logging.root.manager.loggerDict.items())
-        by_name = {name: logger.level for name, logger in loggers if isinstance(logger, logging.Logger) and logger.level}
+        by_name = {
+            name: logger.level
+            for name, logger in loggers
+            if isinstance(logger, logging.Logger) and logger.level
+        }
         levels = Levels({"": logging.root.level, **by_name}, logging.root.manager.disable)
         if levels != _levels:
             _levels = levels
@@ -64,25 +72,29 @@ def levels_here() -> Levels:
 
 
 class Forwarder:
-    """Sends what tasks log in this worker process. The worker's own handlers, if there are any, have it too.
+    """Sends what tasks log in this worker process. The worker's own handlers, if there are any,
+    have it too.
 
-    It stands where a logger calls its handlers: a handler on the root would not hear loggers that do not propagate, and would
-    make a task's `logging.basicConfig` do nothing.
+    It stands where a logger calls its handlers: a handler on the root would not hear loggers that
+    do not propagate, and would make a task's `logging.basicConfig` do nothing.
     """
 
     def __init__(self) -> None:
         self._levels: Levels | None = None  # not before the first call
-        self._changed: dict[str, tuple[int, int]] = {}  # by logger: the level that it had, and the one that it got here
+        # by logger: the level that it had, and the one that it got here
+        self._changed: dict[str, tuple[int, int]] = {}
         self._call_handlers = call_handlers = logging.Logger.callHandlers
         self._basic_config = basic_config = logging.basicConfig
 
         def send_or_call(logger: logging.Logger, record: logging.LogRecord) -> None:
             is_sent = self._send(record)
-            if not is_sent or logger.hasHandlers():  # else it would be printed too, by the handler of last resort
+            # else it would be printed too, by the handler of last resort
+            if not is_sent or logger.hasHandlers():
                 call_handlers(logger, record)
 
         def unless_by_itself(**options: Any) -> None:
-            # `logging.info` and the like call it where the root has no handler: what is sent would be printed here too.
+            # `logging.info` and the like call it where the root has no handler: what is sent would
+            # be printed here too.
             if sys._getframe(1).f_globals is not vars(logging):
                 basic_config(**options)
 
@@ -96,7 +108,9 @@ class Forwarder:
         logging.basicConfig = self._basic_config
 
     def heed(self, levels: Levels) -> None:
-        """Let loggers make what the driver's take: a level that was set in this process is lowered for that, and never raised."""
+        """Let loggers make what the driver's take: a level that was set in this process is lowered
+        for that, and never raised.
+        """
         for name, (own, changed) in self._changed.items():
             logger = logging.getLogger(name)
             if logger.level == changed:
@@ -113,7 +127,11 @@ class Forwarder:
     def _send(self, record: logging.LogRecord) -> bool:
         """Send a record of a task's; return whether it goes to the driver."""
         note = note_here()
-        if note is None or self._levels is None or not self._levels.take(record.name, record.levelno):
+        if (
+            note is None
+            or self._levels is None
+            or not self._levels.take(record.name, record.levelno)
+        ):
             return False
         *_, note = notes_here()  # of a loop in a task, the task
         if note.task_id < 0:
@@ -129,13 +147,19 @@ class Forwarder:
 
 
 def packed(record: logging.LogRecord, worker: int, item: int) -> bytes:
-    """Pickle a record with its text; a field that is no plain data goes beside that, pickled, as text, or both."""
+    """Pickle a record with its text; a field that is no plain data goes beside that, pickled, as
+    text, or both.
+    """
     fields = {**record.__dict__, "msg": record.getMessage(), "args": None, "exc_info": None}
     if record.exc_info and not record.exc_text:
         fields["exc_text"] = logging.Formatter().formatException(record.exc_info)
     fields.setdefault("worker", worker)
     fields.setdefault("item", item)
-    others = {name: _described(fields.pop(name)) for name in list(fields) if type(fields[name]) not in PLAIN}
+    others = {
+        name: _described(fields.pop(name))
+        for name in list(fields)
+        if type(fields[name]) not in PLAIN
+    }
     return pickle.dumps((fields, others), protocol=5)
 
 
@@ -162,7 +186,8 @@ def unpacked(payload: bytes) -> logging.LogRecord:
 
 
 class Records:
-    """Hands records that have come from workers to the loggers here, in a thread of its own: a handler may take long.
+    """Hands records that have come from workers to the loggers here, in a thread of its own: a
+    handler may take long.
 
     The thread begins with a record, and ends after a silence.
     """

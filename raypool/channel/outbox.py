@@ -1,7 +1,7 @@
 """The outbox of a worker: it collects reports, output and log records, and sends them in batches.
 
-Adding an entry takes about a microsecond. A thread sends the entries, at once after a pause and then
-every `INTERVAL_S`; what is left when a call ends travels with its answer.
+Adding an entry takes about a microsecond. A thread sends the entries, at once after a pause and
+then every `INTERVAL_S`; what is left when a call ends travels with its answer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ RETRY_S = 1.0
 """How soon a batch that could not be sent is tried again [s]."""
 
 LINE_S = 0.001
-"""`print` writes a line, then its end: so long that is waited for [s], or lines of others would come between."""
+"""`print` writes a line, then its end: so long that is waited for [s], or lines of others would
+come between.
+"""
 
 LOOK_AGAIN_S = 0.002
 
@@ -45,19 +47,22 @@ class Outbox:
     """Sends entries from any thread of this process.
 
     Args:
-        send: Takes a batch (numbers count from 1) to those who listen, and returns when it may have another: until then what is
-            said waits, and whoever says it too, once `MAX_ENTRIES` or `MAX_BYTES` wait. What it raises is tried again.
+        send: Takes a batch (numbers count from 1) to those who listen, and returns when it may have
+            another: until then what is said waits, and whoever says it too, once `MAX_ENTRIES` or
+            `MAX_BYTES` wait. What it raises is tried again.
     """
 
     def __init__(self, send: Callable[[int, bytes], object]) -> None:
         self._send = send
-        # Simple queues and plain locks only: a signal may interrupt a thread that adds an entry, and raise there.
+        # Simple queues and plain locks only: a signal may interrupt a thread that adds an entry,
+        # and raise there.
         self._entries: queue.SimpleQueue[Entry] = queue.SimpleQueue()
         self._bell: queue.SimpleQueue[str] = queue.SimpleQueue()  # what the first entry is
         self._is_resting = False  # the thread waits for the bell
         self._num_bytes = 0
         self._counting = threading.Lock()
-        self._latest: dict[str, deque[bytes]] = {}  # by queue: of those that keep only the newest few
+        # by queue: of those that keep only the newest few
+        self._latest: dict[str, deque[bytes]] = {}
         self._number = 0
         self._taking = threading.Lock()
         self._gets_through = True
@@ -84,7 +89,8 @@ class Outbox:
         self._put((kind, key, payload), len(payload))
 
     def send_latest(self, key: str, maxsize: int, payload: bytes) -> None:
-        """Send to a queue of which only the newest few values matter: others that wait are dropped, so this never waits.
+        """Send to a queue of which only the newest few values matter: others that wait are dropped,
+        so this never waits.
 
         Raises:
             InvalidValueError: This is a forked child of the process that the outbox belongs to.
@@ -92,7 +98,8 @@ class Outbox:
         self._check_here()
         with self._counting:
             if key not in self._latest:
-                self._entries.put(("latest", key, b""))  # first: if a signal interrupts here, an entry for nothing does no harm
+                # first: if a signal interrupts here, an entry for nothing does no harm
+                self._entries.put(("latest", key, b""))
                 self._latest[key] = deque(maxlen=maxsize)
             self._latest[key].append(payload)
         self._ring("latest")
@@ -100,8 +107,8 @@ class Outbox:
     def _check_here(self) -> None:
         if not self._is_here:
             raise InvalidValueError(
-                "A forked child of a worker cannot send anything to the pool. Send it from the task itself, "
-                "or start the child with multiprocessing's method 'spawn' and a pipe."
+                "A forked child of a worker cannot send anything to the pool. Send it from the task"
+                " itself, or start the child with multiprocessing's method 'spawn' and a pipe."
             )
 
     def _put(self, entry: Entry, size: int) -> None:
@@ -123,7 +130,9 @@ class Outbox:
         return self._num_bytes >= MAX_BYTES or self._entries.qsize() >= MAX_ENTRIES
 
     def _wait_for_room(self) -> bool:
-        """Wait for room; return False (and drop entries) if nothing gets through: the training must not stall."""
+        """Wait for room; return False (and drop entries) if nothing gets through: the training must
+        not stall.
+        """
         while self._is_full():
             if not self._gets_through or self._closed.is_set():
                 return False
@@ -131,15 +140,19 @@ class Outbox:
         return True
 
     def flush(self) -> tuple[int, bytes]:
-        """Take what waits: return the newest batch's number, and that batch, or b"" if the thread has sent it.
+        """Take what waits: return the newest batch's number, and that batch, or b"" if the thread
+        has sent it.
 
-        It is to travel with the answer to a call: so a short task that reports costs no message of its own.
+        It is to travel with the answer to a call: so a short task that reports costs no message of
+        its own.
         """
         with self._taking:
             return self._take()
 
     def drain(self, timeout_s: float) -> None:
-        """Send what waits, now, and wait until nothing is on its way: this process is about to end."""
+        """Send what waits, now, and wait until nothing is on its way: this process is about to
+        end.
+        """
         number, batch = self.flush()
         if batch:
             self._deliver(number, batch)
@@ -191,9 +204,12 @@ class Outbox:
             try:
                 self._send(number, batch)
             except Exception as error:
-                is_new, self._gets_through = self._gets_through, False  # first: what is logged here goes through here too
+                # first: what is logged here goes through here too
+                is_new, self._gets_through = self._gets_through, False
                 if is_new:
-                    logger.warning("What tasks say does not get through: %r. It is tried again.", error)
+                    logger.warning(
+                        "What tasks say does not get through: %r. It is tried again.", error
+                    )
                 self._closed.wait(RETRY_S)
             else:
                 self._gets_through = True
@@ -216,7 +232,8 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 def packed(entries: list[Entry]) -> bytes:
-    """Put entries together as a batch: the rows of a task's metrics pickled by themselves, what an item printed in one piece.
+    """Put entries together as a batch: the rows of a task's metrics pickled by themselves, what an
+    item printed in one piece.
 
     Example:
         >>> batch = packed([("text", 7, 0, 1, "a"), ("metrics", 7, 0, 1, 12.5, {"loss": 2}), ("text", 7, 0, 1, "b")])

@@ -1,10 +1,13 @@
-"""Data queues: values from tasks to the process that made the queue, in each sender's order, none lost.
+"""Data queues: values from tasks to the process that made the queue, in each sender's order, none
+lost.
 
 A queue (`QueueOwner`) lives in the process that has made it. Elsewhere it is a key (`QueueProxy`);
 values put there travel here::
 
-    worker: put ──▶ link.send ──▶ the pool's agent ──▶ hub ──▶ deliver(key, payload)            without a limit, or "latest"
-    worker: put ──▶ link.ask("offer") ──▶ Exchange ──▶ offer(key, payload, answer) ──▶ answer   with a limit: it waits for room
+    worker: put ──▶ link.send ──▶ the pool's agent ──▶ hub ──▶ deliver(key, payload)
+        without a limit, or "latest"
+    worker: put ──▶ link.ask("offer") ──▶ Exchange ──▶ offer(key, payload, answer) ──▶ answer   with
+        a limit: it waits for room
 
 In pools of this process ("threads", "inline") it is the same object everywhere.
 """
@@ -40,25 +43,31 @@ T = TypeVar("T")
 
 
 class DataQueue(Generic[T]):
-    """A queue from tasks to the process that made it: tasks `put`; it reads with `get`, in a loop, or by `after_each`.
+    """A queue from tasks to the process that made it: tasks `put`; it reads with `get`, in a loop,
+    or by `after_each`.
 
-    It goes to tasks like any value: in an argument, in a closure, in a list. What a task puts arrives while the task runs, in the
-    order in which it was put there; nothing is lost, also not what was put just before a task ended or was cancelled. (A worker
-    that is killed may take with it what it has put in its last tenth of a second.) On Ray, what is sent is what the value
-    is at `put`; in pools of this process it is the value itself.
+    It goes to tasks like any value: in an argument, in a closure, in a list. What a task puts
+    arrives while the task runs, in the order in which it was put there; nothing is lost, also not
+    what was put just before a task ended or was cancelled. (A worker that is killed may take with
+    it what it has put in its last tenth of a second.) On Ray, what is sent is what the value is at
+    `put`; in pools of this process it is the value itself.
 
-    A queue that nobody holds any more, and that has no listeners, is forgotten: what is still put is dropped.
+    A queue that nobody holds any more, and that has no listeners, is forgotten: what is still put
+    is dropped.
 
     Args:
-        maxsize: With "block", at most so many values wait to be read, put by whomever; `put` waits until there is room. With
-            "latest", the newest so many are kept (one, if None). None: no limit.
-        policy: What to do when it is full: "block" the one who puts, or keep the "latest" and drop the oldest.
+        maxsize: With "block", at most so many values wait to be read, put by whomever; `put` waits
+            until there is room. With "latest", the newest so many are kept (one, if None). None: no
+            limit.
+        policy: What to do when it is full: "block" the one who puts, or keep the "latest" and drop
+            the oldest.
 
     Raises:
         InvalidValueError, InvalidTypeError: An argument cannot work.
 
     Source:
-        MATLAB R2025b, parallel.pool.DataQueue and PollableDataQueue; the limit is that of Python's `queue.Queue`.
+        MATLAB R2025b, parallel.pool.DataQueue and PollableDataQueue; the limit is that of Python's
+        `queue.Queue`.
 
     Example:
         >>> from raypool import parpool
@@ -72,7 +81,9 @@ class DataQueue(Generic[T]):
         ((0, 1.0), (1, 0.5))
     """
 
-    def __init__(self, maxsize: int | None = None, policy: Literal["block", "latest"] = "block") -> None:
+    def __init__(
+        self, maxsize: int | None = None, policy: Literal["block", "latest"] = "block"
+    ) -> None:
         if policy not in ("block", "latest"):
             raise InvalidValueError(f"policy={policy!r} is neither 'block' nor 'latest'.")
         if maxsize is not None:
@@ -80,31 +91,37 @@ class DataQueue(Generic[T]):
             if number is None:
                 raise InvalidTypeError(f"maxsize={maxsize!r} is not a whole number.")
             if number < 1:
-                raise InvalidValueError(f"maxsize={number} is less than 1. Leave it out for a queue without a limit.")
+                raise InvalidValueError(
+                    f"maxsize={number} is less than 1. Leave it out for a queue without a limit."
+                )
             maxsize = number
         if policy == "latest":
             maxsize = maxsize or 1
         key = uuid.uuid4().hex
         self._set_up(key, maxsize, policy, QueueOwner(key, maxsize, policy == "latest"))
 
-    def _set_up(self, key: str, maxsize: int | None, policy: str, end: QueueOwner | QueueProxy) -> None:
+    def _set_up(
+        self, key: str, maxsize: int | None, policy: str, end: QueueOwner | QueueProxy
+    ) -> None:
         self._key, self._maxsize, self._policy = key, maxsize, policy
         self._end = end
         if isinstance(end, QueueOwner):
             _here[key] = self
             weakref.finalize(self, end.abandon).atexit = False
 
-    # --- methods for tasks and the owner ------------------------------------------------------------------------------
+    # --- methods for tasks and the owner ----------------------------------------------------------
 
     def put(self, value: T) -> None:
         """Put a value in. It waits only where the queue has a limit, is full, and is to "block".
 
-        In a pool with profile "inline" the task runs in the thread that has asked for it: read in another, or by `after_each`.
+        In a pool with profile "inline" the task runs in the thread that has asked for it: read in
+        another, or by `after_each`.
 
         Raises:
             QueueClosedError: The queue was closed; also while it waited for room.
             SerializationError: The value cannot be sent; it names the variable.
-            InvalidValueError: This process is neither the one that has made the queue nor a worker of its pools.
+            InvalidValueError: This process is neither the one that has made the queue nor a worker
+                of its pools.
             PoolClosedError: The pool has ended meanwhile.
         """
         self._end.put(value)
@@ -123,7 +140,7 @@ class DataQueue(Generic[T]):
         """Whether it was closed, as far as is known here."""
         return self._end.is_closed
 
-    # --- methods for the owner ----------------------------------------------------------------------------------------
+    # --- methods for the owner --------------------------------------------------------------------
 
     def get(self, timeout_s: float | None = None) -> T:
         """Return the value that has waited longest, waiting for one if there is none.
@@ -134,7 +151,8 @@ class DataQueue(Generic[T]):
         Raises:
             TimeoutError: Nothing came in this time.
             QueueClosedError: The queue was closed, and everything in it was read.
-            SerializationError: The value has come and cannot be unpickled here; the next `get` goes on behind it.
+            SerializationError: The value has come and cannot be unpickled here; the next `get` goes
+                on behind it.
             InvalidValueError: This is a task, or the queue has listeners, which get everything.
 
         Example:
@@ -172,14 +190,16 @@ class DataQueue(Generic[T]):
                 yield self.get()
 
     def after_each(self, fn: Callable[[T], object]) -> Listener:
-        """Call `fn(value)` for each value: first for those that wait already, then for each that comes.
+        """Call `fn(value)` for each value: first for those that wait already, then for each that
+        comes.
 
-        It is called in a thread of the queue's, for one value after the other. What it raises is logged and stops nothing. Each
-        of several listeners gets every value that is handed out while it is there. A queue with listeners lives until they
-        are removed, or it is closed.
+        It is called in a thread of the queue's, for one value after the other. What it raises is
+        logged and stops nothing. Each of several listeners gets every value that is handed out
+        while it is there. A queue with listeners lives until they are removed, or it is closed.
 
         Returns:
-            The listener; call its `remove()` when it is to get no more. What comes when none is left waits in the queue.
+            The listener; call its `remove()` when it is to get no more. What comes when none is
+            left waits in the queue.
 
         Raises:
             InvalidTypeError: `fn` cannot be called.
@@ -204,10 +224,12 @@ class DataQueue(Generic[T]):
         return owner.listen(fn)
 
     def close(self) -> None:
-        """Let nothing more in: from now on `put` raises `QueueClosedError`, in workers too. What is in it can still be read.
+        """Let nothing more in: from now on `put` raises `QueueClosedError`, in workers too. What is
+        in it can still be read.
 
-        Those who wait for room get that error now. It returns when everything that was put before is here, and
-        the listeners have had it (unless a listener calls it). A closed queue cannot be opened again; twice does nothing.
+        Those who wait for room get that error now. It returns when everything that was put before
+        is here, and the listeners have had it (unless a listener calls it). A closed queue cannot
+        be opened again; twice does nothing.
 
         Raises:
             InvalidValueError: This is a task.
@@ -221,7 +243,8 @@ class DataQueue(Generic[T]):
         owner = self._end
         if isinstance(owner, QueueProxy) or (in_task() and not owner.is_of_task):
             raise InvalidValueError(
-                f"{verb}() was called in a task. A queue is read and closed where it was made; in tasks, call put()."
+                f"{verb}() was called in a task. A queue is read and closed where it was made; in"
+                " tasks, call put()."
             )
         return owner
 
@@ -235,11 +258,15 @@ class DataQueue(Generic[T]):
 
     def __repr__(self) -> str:
         limit = "" if self._maxsize is None else f" of at most {self._maxsize}"
-        where = f"{len(self._end.values)} values wait" if isinstance(self._end, QueueOwner) else "made in another process"
+        where = (
+            f"{len(self._end.values)} values wait"
+            if isinstance(self._end, QueueOwner)
+            else "made in another process"
+        )
         return f"<DataQueue{limit}: {where}{', closed' if self.is_closed else ''}>"
 
 
-# --- queues of this process -------------------------------------------------------------------------------------------
+# --- queues of this process -----------------------------------------------------------------------
 
 _here: weakref.WeakValueDictionary[str, DataQueue[Any]] = weakref.WeakValueDictionary()  # by key
 
@@ -252,7 +279,9 @@ def deliver(key: str, pickled: bytes) -> None:
 
 
 def offer(key: str, pickled: bytes, answer: Answer) -> None:
-    """Take what a worker wants to put into a queue as soon as there is room; `answer` is told "taken" or "closed" then."""
+    """Take what a worker wants to put into a queue as soon as there is room; `answer` is told
+    "taken" or "closed" then.
+    """
     queue = _here.get(key)
     if queue is not None and isinstance(queue._end, QueueOwner):
         queue._end.offer(Packed(pickled), answer)
@@ -271,7 +300,9 @@ def drop_source(source: Source) -> None:
         sources.remove(source)
 
 
-def _arrived(key: str, maxsize: int | None, policy: str, is_of_task: bool, is_closed: bool) -> DataQueue[Any]:
+def _arrived(
+    key: str, maxsize: int | None, policy: str, is_of_task: bool, is_closed: bool
+) -> DataQueue[Any]:
     queue = _here.get(key)
     if queue is None:
         queue = DataQueue.__new__(DataQueue)
@@ -302,10 +333,12 @@ def check_timeout(timeout_s: Any) -> None:
     if not isinstance(timeout_s, numbers.Real) or isinstance(timeout_s, bool):
         raise InvalidTypeError(f"timeout_s={timeout_s!r} is not a number of seconds.")
     if not float(timeout_s) >= 0:
-        raise InvalidValueError(f"timeout_s={timeout_s} is no time to wait. Give 0 to look only, None to wait forever.")
+        raise InvalidValueError(
+            f"timeout_s={timeout_s} is no time to wait. Give 0 to look only, None to wait forever."
+        )
 
 
-# --- owner: the process that reads and closes a queue -----------------------------------------------------------------
+# --- owner: the process that reads and closes a queue ---------------------------------------------
 
 
 Answer = Callable[[str], object]
@@ -315,17 +348,22 @@ TAKEN, CLOSED = "taken", "closed"
 """What becomes of a value that was offered."""
 
 LINGER_S = 0.5
-"""How long the thread of the listeners waits for another value before it ends [s]; the next value starts another."""
+"""How long the thread of the listeners waits for another value before it ends [s]; the next value
+starts another.
+"""
 
 LOOK_AGAIN_S = 0.05
-"""Waits are cut into pieces of this length [s]: a thread notices a cancellation only while it runs Python code."""
+"""Waits are cut into pieces of this length [s]: a thread notices a cancellation only while it runs
+Python code.
+"""
 
 PATIENCE_S = 10.0
 """When nothing was read for so long, a warning tells what `put` waits for [s]."""
 
 NOBODY_READS = (
-    "put() has waited for room in a queue of at most %d values for %g s, in which nobody has read any. Read in another thread "
-    "than the one that puts: with profile='inline', tasks run in the one that asks for them."
+    "put() has waited for room in a queue of at most %d values for %g s, in which nobody has read"
+    " any. Read in another thread than the one that puts: with profile='inline', tasks run in the"
+    " one that asks for them."
 )
 
 logger = logging.getLogger("raypool")
@@ -335,7 +373,9 @@ class Source(Way, Protocol):
     """A pool whose workers put values into queues of this process."""
 
     def catch_up(self, sent: dict[int, int]) -> None:
-        """Wait for what calls that have ended had said before, and for these batches (by worker id)."""
+        """Wait for what calls that have ended had said before, and for these batches (by worker
+        id).
+        """
 
 
 class Listener:
@@ -356,7 +396,9 @@ class Listener:
         try:
             self._fn(*values)
         except BaseException:  # also sys.exit(): the thread has values for others
-            logger.exception("The listener %r has failed; it is called again all the same.", self._fn)
+            logger.exception(
+                "The listener %r has failed; it is called again all the same.", self._fn
+            )
 
 
 class Packed:
@@ -380,14 +422,17 @@ def opened(entry: Any) -> Any:
         return pickle.loads(entry.pickled)
     except Exception as error:
         raise SerializationError(
-            f"A value has come through a queue but cannot be unpickled here ({type(error).__name__}: {error}). "
-            "Its class must be importable in this process too.",
+            "A value has come through a queue but cannot be unpickled here"
+            f" ({type(error).__name__}: {error}). Its class must be importable in this process"
+            " too.",
             what="a value of a queue",
         ) from error
 
 
 class _Putter:
-    """A value that waits for room. `bell` wakes the thread that put it, or `answer` tells another process."""
+    """A value that waits for room. `bell` wakes the thread that put it, or `answer` tells another
+    process.
+    """
 
     __slots__ = ("answer", "bell", "entry", "outcome")
 
@@ -424,8 +469,9 @@ class QueueOwner:
         self._num_taken = 0
         self._putters: deque[_Putter] = deque()
         self._listeners: list[Listener] = []
-        # Reentrant: the queue may be collected, and so call `abandon`, in a thread that holds the lock. And whoever takes it
-        # may be interrupted at any line: that does not leave a plain lock locked, as it would a condition.
+        # Reentrant: the queue may be collected, and so call `abandon`, in a thread that holds the
+        # lock. And whoever takes it may be interrupted at any line: that does not leave a plain
+        # lock locked, as it would a condition.
         self._lock = threading.RLock()
         self._filled = threading.Condition(self._lock)  # readers wait for it: something has arrived
         self._emptied = threading.Condition(self._lock)  # `close` waits for it
@@ -433,7 +479,7 @@ class QueueOwner:
         self._server: threading.Thread | None = None
         self._is_handing_out = False
 
-    # --- values that arrive -------------------------------------------------------------------------------------------
+    # --- values that arrive -----------------------------------------------------------------------
 
     def put(self, value: Any) -> None:
         """Put a value in, waiting for room."""
@@ -498,7 +544,7 @@ class QueueOwner:
             self._serve()
         self._filled.notify()
 
-    # --- values that are taken ----------------------------------------------------------------------------------------
+    # --- values that are taken --------------------------------------------------------------------
 
     def take(self, timeout_s: float | None, waited_s: float | None = None) -> Any:
         """Return the oldest entry."""
@@ -507,8 +553,8 @@ class QueueOwner:
             while True:
                 if self._listeners:
                     raise InvalidValueError(
-                        f"get() was called, but the queue has {len(self._listeners)} listeners, which get everything. "
-                        "Remove them, or read in them."
+                        f"get() was called, but the queue has {len(self._listeners)} listeners,"
+                        " which get everything. Remove them, or read in them."
                     )
                 if self.values:
                     entry, admitted = self._pop()
@@ -517,7 +563,9 @@ class QueueOwner:
                     raise QueueClosedError("The queue was closed, and everything in it was read.")
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
-                    raise TimeoutError(f"Nothing was put into the queue within {waited_s or timeout_s:g} s.")
+                    raise TimeoutError(
+                        f"Nothing was put into the queue within {waited_s or timeout_s:g} s."
+                    )
                 self._filled.wait(min(left_s, 10 * LOOK_AGAIN_S))
         _tell(admitted)
         return entry
@@ -534,7 +582,7 @@ class QueueOwner:
             admitted.append(putter)
         return entry, admitted
 
-    # --- listeners ----------------------------------------------------------------------------------------------------
+    # --- listeners --------------------------------------------------------------------------------
 
     def listen(self, fn: Callable[[Any], object]) -> Listener:
         """Add a listener."""
@@ -556,7 +604,9 @@ class QueueOwner:
             self._emptied.notify_all()
 
     def _serve(self) -> None:
-        self._server = threading.Thread(target=self._hand_out, name=f"raypool-queue-{self.key[:8]}", daemon=True)
+        self._server = threading.Thread(
+            target=self._hand_out, name=f"raypool-queue-{self.key[:8]}", daemon=True
+        )
         self._server.start()
 
     def _hand_out(self) -> None:
@@ -566,7 +616,9 @@ class QueueOwner:
                 self._is_handing_out = False
                 if not self.values:
                     self._emptied.notify_all()  # whoever closes it
-                self._filled.wait_for(lambda: self.values or not self._listeners or self.is_closed, LINGER_S)
+                self._filled.wait_for(
+                    lambda: self.values or not self._listeners or self.is_closed, LINGER_S
+                )
                 if not (self.values and self._listeners):
                     self._server = None
                     return
@@ -580,7 +632,9 @@ class QueueOwner:
     def _hand_over(self, entry: Any, listeners: tuple[Listener, ...]) -> None:
         try:
             value = opened(entry)
-        except BaseException:  # also what code of the user's raises when it is unpickled: the thread has values for others
+        except BaseException:
+            # also what code of the user's raises when it is unpickled: the thread has values for
+            # others
             logger.exception("No listener gets this value.")
             return
         is_had = False
@@ -594,14 +648,15 @@ class QueueOwner:
                     self.values.appendleft(entry)
                     self._filled.notify()
 
-    # --- close --------------------------------------------------------------------------------------------------------
+    # --- close ------------------------------------------------------------------------------------
 
     def catch_up(self) -> bool:
         """Wait for what tasks that have ended had put; return whether there could be any."""
         if not self.has_travelled or not sources:
             return False
         for source in tuple(sources):
-            with contextlib.suppress(PoolClosedError, WorkerLostError):  # nothing more can come from there
+            # nothing more can come from there
+            with contextlib.suppress(PoolClosedError, WorkerLostError):
                 source.catch_up({})
         return True
 
@@ -616,7 +671,8 @@ class QueueOwner:
         try:
             if is_first and self.has_travelled:
                 for source in tuple(sources):
-                    with contextlib.suppress(PoolClosedError, WorkerLostError):  # nothing more can come from there
+                    # nothing more can come from there
+                    with contextlib.suppress(PoolClosedError, WorkerLostError):
                         source.catch_up(source.ask("end_queue", self.key))
         finally:
             with self._lock:
@@ -651,10 +707,13 @@ def _tell(putters: list[_Putter]) -> None:
 
 def closed_error() -> QueueClosedError:
     """Return the error for `put` into a closed queue."""
-    return QueueClosedError("The queue was closed, so nothing more can be put into it. Whoever has made it wants no more.")
+    return QueueClosedError(
+        "The queue was closed, so nothing more can be put into it. Whoever has made it wants no"
+        " more."
+    )
 
 
-# --- proxy: a queue in a worker ---------------------------------------------------------------------------------------
+# --- proxy: a queue in a worker -------------------------------------------------------------------
 
 
 class QueueProxy:
@@ -673,8 +732,9 @@ class QueueProxy:
         way = link()
         if way is None or self.is_of_task:
             raise InvalidValueError(
-                "This process is neither the one that has made the queue nor a worker of a pool of its own, so nothing can be "
-                "put here. Make the queue where the pool is opened, and put into it in tasks."
+                "This process is neither the one that has made the queue nor a worker of a pool of"
+                " its own, so nothing can be put here. Make the queue where the pool is opened, and"
+                " put into it in tasks."
             )
         if self.is_closed:
             raise closed_error()
@@ -684,7 +744,8 @@ class QueueProxy:
         else:
             self._join(way)
             self._send(way, pickled)
-        # It may have been closed in this instant. What was sent before this process has said that it knows still counts.
+        # It may have been closed in this instant. What was sent before this process has said that
+        # it knows still counts.
         if self.is_closed:
             raise closed_error()
 
@@ -715,7 +776,8 @@ def _hear_of_ends(way: Link) -> None:
     global _heard
     if _heard is not way:
         threading.Thread(target=_hear, args=(way,), name="raypool-queue-ends", daemon=True).start()
-        _heard = way  # after it: if a signal interrupts here, there are two threads, which does no harm
+        # after it: if a signal interrupts here, there are two threads, which does no harm
+        _heard = way
 
 
 def _hear(way: Link) -> None:

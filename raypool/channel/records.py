@@ -1,4 +1,6 @@
-"""Records that pass between the driver and the backends: workers, functions, slices and their results."""
+"""Records that pass between the driver and the backends: workers, functions, slices and their
+results.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,14 @@ class WorkerInfo:
     """A worker of a pool, as it was at the moment of asking.
 
     Attributes:
-        index: Its number in the pool, from 0; the same for the process that replaces it after a crash.
+        index: Its number in the pool, from 0; the same for the process that replaces it after a
+            crash.
         host: The name of its machine.
         pid: Its process.
         gpus: The indices of its GPUs on that machine.
         gpu_uuids: Their UUIDs, as far as NVML knows them.
-        gpu_name: What kind of card its (first) GPU is, such as "NVIDIA H200"; None without one, or where NVML does not know it.
+        gpu_name: What kind of card its (first) GPU is, such as "NVIDIA H200"; None without one, or
+            where NVML does not know it.
         state: "starting", "idle", "busy" or "lost".
     """
 
@@ -47,7 +51,8 @@ class WorkerInfo:
 
     @property
     def devices(self) -> tuple[str | tuple[str, int], ...]:
-        """What tells each of its GPUs from all others: its UUID, where these are known, else its host and index.
+        """What tells each of its GPUs from all others: its UUID, where these are known, else its
+        host and index.
 
         Example:
             >>> WorkerInfo(0, "lab-3", 7, gpus=(2,)).devices, WorkerInfo(0, "lab-3", 7, gpus=(2,), gpu_uuids=("GPU-1",)).devices
@@ -73,7 +78,9 @@ class Refusal(str):
 
 
 class NodeDevices(NamedTuple):
-    """The GPUs of a machine at the moment of asking (None: it does not answer), and the pool's workers there."""
+    """The GPUs of a machine at the moment of asking (None: it does not answer), and the pool's
+    workers there.
+    """
 
     host: str
     cards: Sequence[GpuDevice] | None
@@ -81,14 +88,17 @@ class NodeDevices(NamedTuple):
 
 
 class GpuMemory(NamedTuple):
-    """How much memory of some GPUs is in use, by whomever, and how much they have (None: that is not known) [bytes]."""
+    """How much memory of some GPUs is in use, by whomever, and how much they have (None: that is
+    not known) [bytes].
+    """
 
     used_bytes: int
     total_bytes: int | None
 
 
 class Function:
-    """A user's function on its way: packed once, shipped to each worker once, known there by `fn_id`.
+    """A user's function on its way: packed once, shipped to each worker once, known there by
+    `fn_id`.
 
     `project`: the user's modules as they were when it was packed, where it travels.
     """
@@ -115,14 +125,17 @@ def function_name(fn: Any) -> str:
 class Part(NamedTuple):
     """One slice, ready to travel.
 
-    `items`, packed: a list with one entry for each item; with `is_call` each entry is `(args, kwargs)` for the function, else it
-    is the function's one argument. `start`: the number of the first. `seed`: of the loop. `stops_on_error`: what comes after an
-    item that fails is not wanted. `is_fixed`: the user has said how many items a call takes, so none is handed back.
-    `should_stop`: somebody has asked for an early end before it began. `numbers`: those that the user calls the items by, where
-    they do not simply follow each other from `start` on. `is_rank`: others run beside it, and may wait for it. `checkpoints`: a
-    path or URL, and the name there of each item's folder for checkpoints. `turn`: which part of its GPU's memory the process may
-    have meanwhile, and whether nothing else may run on that GPU; None where workers take no turns. `timeout_s`: how long its one
-    item may take [s], for a backend whose calls hold up the driver, which could not end them in time.
+    `items`, packed: a list with one entry for each item; with `is_call` each entry is `(args,
+    kwargs)` for the function, else it is the function's one argument. `start`: the number of the
+    first. `seed`: of the loop. `stops_on_error`: what comes after an item that fails is not wanted.
+    `is_fixed`: the user has said how many items a call takes, so none is handed back.
+    `should_stop`: somebody has asked for an early end before it began. `numbers`: those that the
+    user calls the items by, where they do not simply follow each other from `start` on. `is_rank`:
+    others run beside it, and may wait for it. `checkpoints`: a path or URL, and the name there of
+    each item's folder for checkpoints. `turn`: which part of its GPU's memory the process may have
+    meanwhile, and whether nothing else may run on that GPU; None where workers take no turns.
+    `timeout_s`: how long its one item may take [s], for a backend whose calls hold up the driver,
+    which could not end them in time.
     """
 
     task_id: int
@@ -145,7 +158,9 @@ class Part(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """An exception in a task: the exception, and its traceback there as text (None if it was raised in this process)."""
+    """An exception in a task: the exception, and its traceback there as text (None if it was raised
+    in this process).
+    """
 
     error: BaseException
     remote_traceback: str | None
@@ -156,11 +171,15 @@ class SliceResult:
     """What became of one slice.
 
     It began with item number `start`, and `done` of its items have an outcome. Their values are
-    `values.get()[offset : offset + done]`; `failures` maps such numbers to what went wrong instead. `durations_s` has one entry
-    for each; the first began at `started_at` (Unix time [s]). `catch_up` waits until all that was reported meanwhile has arrived;
-    None if it has. `peak_memory_bytes`: the most that the process had of its GPU's memory meanwhile, None if it used none.
-    `crowded_out`: those of the failed items that had no room beside other workers on their GPU, and are to run again, alone.
-    `is_interrupted`: the `KeyboardInterrupt` among the failures is Ctrl-C, pressed in the user's own thread, where it ran.
+    `values.get()[offset : offset + done]`; `failures` maps such numbers to what went wrong instead.
+    `durations_s` has one entry for each; the first began at `started_at` (Unix time [s]).
+    `catch_up` waits until all that was reported meanwhile has arrived; None if it has.
+    `peak_memory_bytes`: the most that the process had of its GPU's memory meanwhile, None if it
+    used none.
+    `crowded_out`: those of the failed items that had no room beside other workers on their GPU, and
+    are to run again, alone.
+    `is_interrupted`: the `KeyboardInterrupt` among the failures is Ctrl-C, pressed in the user's
+        own thread, where it ran.
     """
 
     start: int
@@ -176,7 +195,8 @@ class SliceResult:
     is_interrupted: bool = False
 
     def within(self, start: int, stop: int) -> SliceResult:
-        """Return what became of these items only, of which the last may not have been begun; itself, if that is all.
+        """Return what became of these items only, of which the last may not have been begun;
+        itself, if that is all.
 
         Example:
             >>> whole = SliceResult(5, 3, LocalValues(list("abc")), 0, {}, array("d", [1.0, 2.0, 4.0]), started_at=100.0)
@@ -193,14 +213,22 @@ class SliceResult:
             start=start,
             done=done,
             offset=self.offset + skipped,
-            failures={index: failure for index, failure in self.failures.items() if start <= index < stop},
+            failures={
+                index: failure for index, failure in self.failures.items() if start <= index < stop
+            },
             durations_s=self.durations_s[skipped : skipped + done],
             started_at=self.started_at + sum(self.durations_s[:skipped]),
         )
 
     def to_retry(self, wants_retry: Callable[[BaseException], bool]) -> tuple[int, ...]:
-        """Return which of the failed items the user wants to run again, as `wants_retry` says of an exception."""
-        failed = [(index, failure) for index, failure in sorted(self.failures.items()) if index not in self.crowded_out]
+        """Return which of the failed items the user wants to run again, as `wants_retry` says of an
+        exception.
+        """
+        failed = [
+            (index, failure)
+            for index, failure in sorted(self.failures.items())
+            if index not in self.crowded_out
+        ]
         return tuple(index for index, failure in failed if wants_retry(failure.error))
 
 
@@ -226,14 +254,24 @@ def all_failed(start: int, stop: int, error: BaseException) -> SliceResult:
     """Return the result of a slice whose items have all failed with one error."""
     count = stop - start
     failures = dict.fromkeys(range(start, stop), Failure(error, None))
-    return SliceResult(start, count, LocalValues([None] * count), 0, failures, array("d", bytes(8 * count)), time.time())
+    return SliceResult(
+        start,
+        count,
+        LocalValues([None] * count),
+        0,
+        failures,
+        array("d", bytes(8 * count)),
+        time.time(),
+    )
 
 
 class Values(Protocol):
     """The return values of a call, which may still be elsewhere."""
 
     def get(self) -> list[Any]:
-        """Return them, one for each item of the call (None for a failed one, `Missing` for one that can't be opened)."""
+        """Return them, one for each item of the call (None for a failed one, `Missing` for one that
+        can't be opened).
+        """
 
 
 class Missing(NamedTuple):
@@ -259,4 +297,8 @@ def named(numbers: Sequence[int]) -> str:
         return f"item {first}"
     if isinstance(numbers, range):
         return f"items {first} to {last}"
-    return f"items {first} and {last}" if len(numbers) == 2 else f"items {first}, {numbers[1]} and {len(numbers) - 2:,} more"
+    return (
+        f"items {first} and {last}"
+        if len(numbers) == 2
+        else f"items {first}, {numbers[1]} and {len(numbers) - 2:,} more"
+    )

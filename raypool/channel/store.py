@@ -1,4 +1,6 @@
-"""The value store (`pool.store`): values by name that the pool's owner and all its tasks put and read."""
+"""The value store (`pool.store`): values by name that the pool's owner and all its tasks put and
+read.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,15 @@ FindWay = Callable[[], Way]
 class ValueStore:
     """Values by name, of one pool: `pool.store`, and in its tasks `current_task().store`.
 
-    Every task, and the process that opened the pool, may put, read and remove at any time; the last `put` wins. On Ray, what is
-    kept is what the value is at `put`, and who reads gets a copy; in pools of this process it is the value itself. The values
-    are in the memory of one process beside the workers, and go with the pool. Outside a pool `current_task().store` is a
-    store of this process, so that a function runs unchanged by itself.
+    Every task, and the process that opened the pool, may put, read and remove at any time; the last
+    `put` wins. On Ray, what is kept is what the value is at `put`, and who reads gets a copy; in
+    pools of this process it is the value itself. The values are in the memory of one process beside
+    the workers, and go with the pool. Outside a pool `current_task().store` is a store of this
+    process, so that a function runs unchanged by itself.
 
-    Keys are texts, whole numbers, or tuples of them. Every method may raise `PoolClosedError`: the pool has
-    ended; or `WorkerLostError`: the process that kept the values was lost, and the values with it.
+    Keys are texts, whole numbers, or tuples of them. Every method may raise `PoolClosedError`: the
+    pool has ended; or `WorkerLostError`: the process that kept the values was lost, and the values
+    with it.
 
     Source:
         MATLAB R2025b, ValueStore.
@@ -49,9 +53,10 @@ class ValueStore:
 
     def __init__(self, way: Way, key: str | None = None) -> None:
         self._way = way
-        self._key = key  # by which the store is known, where it matters; None: whatever store there is
+        # by which the store is known, where it matters; None: whatever store there is
+        self._key = key
 
-    # --- single values ------------------------------------------------------------------------------------------------
+    # --- single values ----------------------------------------------------------------------------
 
     def put(self, key: Any, value: Any) -> None:
         """Put a value in, instead of any that was there. `store[key] = value` does the same.
@@ -124,7 +129,7 @@ class ValueStore:
             raise TimeoutError(f"Nobody has put {key!r} into the store within {timeout_s:g} s.")
         return self._way.unpack(packed)
 
-    # --- keys ---------------------------------------------------------------------------------------------------------
+    # --- keys -------------------------------------------------------------------------------------
 
     def keys(self) -> list[Any]:
         """Return the keys that there are, in the order in which they were put first."""
@@ -146,16 +151,18 @@ class ValueStore:
         except (PoolClosedError, WorkerLostError):
             return "<ValueStore: closed>"
 
-    # --- changes ------------------------------------------------------------------------------------------------------
+    # --- changes ----------------------------------------------------------------------------------
 
     def on_change(self, fn: Callable[[ValueStore, Any], object]) -> Listener:
-        """Call `fn(store, key)` here after each time that anybody puts or removes a value: `key in store` tells which.
+        """Call `fn(store, key)` here after each time that anybody puts or removes a value: `key in
+        store` tells which.
 
-        It is called in a thread of its own, in the order of the changes; a value may have changed again by then. What it
-        raises is logged and stops nothing.
+        It is called in a thread of its own, in the order of the changes; a value may have changed
+        again by then. What it raises is logged and stops nothing.
 
         Returns:
-            The listener; call its `remove()` when it is to hear of no more. The end of the pool ends it too.
+            The listener; call its `remove()` when it is to hear of no more. The end of the pool
+            ends it too.
 
         Raises:
             InvalidTypeError: `fn` cannot be called.
@@ -174,34 +181,43 @@ class ValueStore:
             ('model', True)
         """
         if not callable(fn):
-            raise InvalidTypeError(f"{fn!r} is not callable. Give a function of the store and a key.")
+            raise InvalidTypeError(
+                f"{fn!r} is not callable. Give a function of the store and a key."
+            )
         number = self._ask("watch")
         listener = Listener(fn, lambda _: self._unwatch(number))
-        threading.Thread(target=self._pass_on, args=(number, listener), name="raypool-store", daemon=True).start()
+        threading.Thread(
+            target=self._pass_on, args=(number, listener), name="raypool-store", daemon=True
+        ).start()
         return listener
 
     def _pass_on(self, number: int, listener: Listener) -> None:
         """Tell a listener what has changed, until it is removed or the pool has ended."""
-        with contextlib.suppress(PoolClosedError, WorkerLostError):  # the end of the store ends its listeners
+        # the end of the store ends its listeners
+        with contextlib.suppress(PoolClosedError, WorkerLostError):
             while (keys := self._ask("changes", number)) is not None:
                 for key in keys:
                     if listener.is_removed:
                         return
                     listener.call(self, key)
             if not listener.is_removed:
-                logger.warning("A listener of a store is too slow: too many changes wait for it. It hears of no more.")
+                logger.warning(
+                    "A listener of a store is too slow: too many changes wait for it. It hears of"
+                    " no more."
+                )
 
     def _unwatch(self, number: int) -> None:
         with contextlib.suppress(PoolClosedError, WorkerLostError):  # the store has ended
             self._ask("unwatch", number)
 
-    # --- connection to the exchange -----------------------------------------------------------------------------------
+    # --- connection to the exchange ---------------------------------------------------------------
 
     def _ask(self, verb: str, *args: Any) -> Any:
         answer = self._way.ask("store", self._key, verb, *args)
         if answer is None:
             raise InvalidValueError(
-                "This is the store of another pool than the one whose task this is. Use current_task().store, or send the value."
+                "This is the store of another pool than the one whose task this is. Use"
+                " current_task().store, or send the value."
             )
         return answer[0]
 
@@ -234,7 +250,9 @@ def store_here() -> ValueStore:
 
 
 def way_finder_here() -> FindWay:
-    """Return what finds the exchange of the pool whose task this is; outside a pool, one of this process."""
+    """Return what finds the exchange of the pool whose task this is; outside a pool, one of this
+    process.
+    """
     note = note_here()
     return _link_or_own if note is None or note.find_way is None else note.find_way
 
@@ -257,4 +275,6 @@ def _check_key(key: Any) -> None:
     parts = key if type(key) is tuple else (key,)
     for part in parts:
         if not isinstance(part, (str, int)) or isinstance(part, bool):  # True would be 1
-            raise InvalidTypeError(f"The key {key!r} is neither a text nor a whole number, nor a tuple of them.")
+            raise InvalidTypeError(
+                f"The key {key!r} is neither a text nor a whole number, nor a tuple of them."
+            )

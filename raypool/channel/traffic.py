@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 
 class Bytes(NamedTuple):
-    """How many bytes have gone to a worker, or to all of them, and how many have come from there."""
+    """How many bytes have gone to a worker, or to all of them, and how many have come from
+    there.
+    """
 
     sent_bytes: int
     received_bytes: int
@@ -22,7 +24,9 @@ NONE = Bytes(0, 0)
 
 
 class Traffic:
-    """Counts what goes to each worker of a pool and what comes from there, since the pool was opened. From any thread."""
+    """Counts what goes to each worker of a pool and what comes from there, since the pool was
+    opened. From any thread.
+    """
 
     def __init__(self) -> None:
         self._counts: dict[int, Bytes] = {}  # by place
@@ -41,7 +45,8 @@ class Traffic:
 
 
 class TransferBytes:
-    """How many bytes have gone to each worker and come from it while a `with` block has run; see `ParallelPool.transfer_bytes`.
+    """How many bytes have gone to each worker and come from it while a `with` block has run; see
+    `ParallelPool.transfer_bytes`.
 
     It can be read within the block, too: what has gone so far.
     """
@@ -59,35 +64,53 @@ class TransferBytes:
         self._before = self._traffic.counts()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self._present = self._there()
         self._after = self._traffic.counts()
 
     def _there(self) -> Sequence[int]:
         """Return the numbers of the workers that there are, or were at the beginning or the end."""
-        return self._present if self._after is not None else sorted({*self._present, *self._workers()})
+        return (
+            self._present if self._after is not None else sorted({*self._present, *self._workers()})
+        )
 
     def _moved(self) -> dict[int, Bytes]:
         after = self._traffic.counts() if self._after is None else self._after
         moved = {}
         for worker in self._there():
-            (sent, received), (sent_before, received_before) = after.get(worker, NONE), self._before.get(worker, NONE)
+            (sent, received), (sent_before, received_before) = (
+                after.get(worker, NONE),
+                self._before.get(worker, NONE),
+            )
             moved[worker] = Bytes(sent - sent_before, received - received_before)
         return moved
 
     @property
     def total(self) -> Bytes:
-        """What has gone to all of them and come from there: a pair of numbers, `sent_bytes` and `received_bytes`."""
+        """What has gone to all of them and come from there: a pair of numbers, `sent_bytes` and
+        `received_bytes`.
+        """
         moved = self._moved().values()
-        return Bytes(sum(each.sent_bytes for each in moved), sum(each.received_bytes for each in moved))
+        return Bytes(
+            sum(each.sent_bytes for each in moved), sum(each.received_bytes for each in moved)
+        )
 
     def to_frame(self) -> pd.DataFrame:
-        """Return a table with a row for each worker, by its number, and the columns `sent_bytes` and `received_bytes`."""
+        """Return a table with a row for each worker, by its number, and the columns `sent_bytes`
+        and `received_bytes`.
+        """
         import pandas as pd
 
         moved = self._moved()
         index = pd.Index(list(moved), dtype="int64", name="worker")
-        return pd.DataFrame(list(moved.values()), index=index, columns=list(Bytes._fields), dtype="int64")
+        return pd.DataFrame(
+            list(moved.values()), index=index, columns=list(Bytes._fields), dtype="int64"
+        )
 
     def __repr__(self) -> str:
         sent, received = self.total

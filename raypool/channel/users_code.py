@@ -1,7 +1,9 @@
-"""The user's own modules (not installed packages, not the standard library): their files and versions.
+"""The user's own modules (not installed packages, not the standard library): their files and
+versions.
 
-A worker imports what travels by name from files, once. The driver's process, which may have folders of its own on `sys.path`, and
-which may have reloaded a module since, says with the functions that it sends what it has itself (`Snapshot`); the worker follows.
+A worker imports what travels by name from files, once. The driver's process, which may have folders
+of its own on `sys.path`, and which may have reloaded a module since, says with the functions that
+it sends what it has itself (`Snapshot`); the worker follows.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ INSTALLED = frozenset({"site-packages", "dist-packages"})
 """Folders of installed packages, wherever they are."""
 
 PATCHERS = frozenset({"IPython.extensions.deduperreload.deduperreload", "jurigged"})
-"""Modules that change functions in place, without a reload, when a file has changed: `%autoreload 2`."""
+"""Modules that change functions in place, without a reload, when a file has changed: `%autoreload
+2`.
+"""
 
 CONSTANTS = (int, float, complex, str, bytes)
 
@@ -35,7 +39,9 @@ PYC_HEADER_BYTES = 16
 
 
 def is_users(module: str | None) -> bool:
-    """Return whether a module, by name, is of the user's project; a script, a notebook and what is not imported here are."""
+    """Return whether a module, by name, is of the user's project; a script, a notebook and what is
+    not imported here are.
+    """
     if module is None or module in ("__main__", "__mp_main__") or module not in sys.modules:
         return True
     file = getattr(sys.modules[module], "__file__", None)
@@ -46,19 +52,30 @@ def is_users(module: str | None) -> bool:
 def is_installed(file: str) -> bool:
     """Return whether a file or folder is of an installed package or the standard library."""
     path = Path(file).resolve()
-    return not INSTALLED.isdisjoint(path.parts) or not _libraries().isdisjoint([path, *path.parents])
+    return not INSTALLED.isdisjoint(path.parts) or not _libraries().isdisjoint(
+        [path, *path.parents]
+    )
 
 
 @functools.cache
 def _libraries() -> frozenset[Path]:
     """Return the folders of the standard library, of installed packages and of raypool itself."""
-    folders: list[str | Path] = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
-    zipped = Path(sysconfig.get_path("stdlib")).parent / f"python{sys.version_info.major}{sys.version_info.minor}.zip"
-    return frozenset(Path(folder).resolve() for folder in [*folders, zipped, Path(__file__).parents[1]])
+    folders: list[str | Path] = [
+        sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")
+    ]
+    zipped = (
+        Path(sysconfig.get_path("stdlib")).parent
+        / f"python{sys.version_info.major}{sys.version_info.minor}.zip"
+    )
+    return frozenset(
+        Path(folder).resolve() for folder in [*folders, zipped, Path(__file__).parents[1]]
+    )
 
 
 def folder_of(module: str) -> Path | None:
-    """Return the folder on the path in which this process finds a module, or its package; None if it does not find it."""
+    """Return the folder on the path in which this process finds a module, or its package; None if
+    it does not find it.
+    """
     package = module.partition(".")[0]
     try:
         spec = importlib.util.find_spec(package)
@@ -70,11 +87,13 @@ def folder_of(module: str) -> Path | None:
     return Path(places[0]).parent
 
 
-# --- driver's side ----------------------------------------------------------------------------------------------------
+# --- driver's side --------------------------------------------------------------------------------
 
 
 class Version(NamedTuple):
-    """Which source of a module is loaded, and how often it was loaded again: it imports from others what these have then."""
+    """Which source of a module is loaded, and how often it was loaded again: it imports from others
+    what these have then.
+    """
 
     digest: bytes  # empty: nobody knows, since the file was changed after that
     reloads: int
@@ -83,7 +102,8 @@ class Version(NamedTuple):
 class Snapshot(NamedTuple):
     """Which of the user's modules a process has loaded, by name, and where it would find others.
 
-    `before`, `after`: the user's folders on its `sys.path`, before those of the standard library and after them.
+    `before`, `after`: the user's folders on its `sys.path`, before those of the standard library
+        and after them.
     """
 
     number: int
@@ -94,7 +114,9 @@ class Snapshot(NamedTuple):
 
 
 class Project:
-    """Takes snapshots of this process; a new one only when something has changed. From any thread."""
+    """Takes snapshots of this process; a new one only when something has changed. From any
+    thread.
+    """
 
     def __init__(self) -> None:
         self._modules = Modules()
@@ -108,7 +130,9 @@ class Project:
             versions = self._modules.versions()
             newest = self._newest
             if (before, after) != (newest.before, newest.after) or versions is not newest.versions:
-                self._newest = newest._replace(number=newest.number + 1, before=before, after=after, versions=versions)
+                self._newest = newest._replace(
+                    number=newest.number + 1, before=before, after=after, versions=versions
+                )
             return self._newest
 
 
@@ -123,7 +147,8 @@ def _sorted_folders(path: tuple[Any, ...], here: str) -> tuple[tuple[str, ...], 
     is_after = False
     for entry in path:
         folder = here if entry == "" else entry
-        if not isinstance(folder, str) or folder.startswith("__editable__"):  # not a folder: a name for a finder
+        # not a folder: a name for a finder
+        if not isinstance(folder, str) or folder.startswith("__editable__"):
             continue
         if is_installed(folder):
             is_after = True
@@ -132,7 +157,7 @@ def _sorted_folders(path: tuple[Any, ...], here: str) -> tuple[tuple[str, ...], 
     return tuple(found[0]), tuple(found[1])
 
 
-# --- loaded modules ---------------------------------------------------------------------------------------------------
+# --- loaded modules -------------------------------------------------------------------------------
 
 
 def _newest_import() -> tuple[int, str]:
@@ -141,7 +166,9 @@ def _newest_import() -> tuple[int, str]:
 
 
 class Loaded(NamedTuple):
-    """A module as it was loaded. A reload gives it another `spec`; what changes it in place, other functions."""
+    """A module as it was loaded. A reload gives it another `spec`; what changes it in place, other
+    functions.
+    """
 
     module: types.ModuleType
     spec: Any
@@ -151,7 +178,9 @@ class Loaded(NamedTuple):
 
 
 class Modules:
-    """Knows the versions of the user's modules that this process has loaded. It reads a file once for each version."""
+    """Knows the versions of the user's modules that this process has loaded. It reads a file once
+    for each version.
+    """
 
     def __init__(self) -> None:
         self._loaded: dict[str, Loaded] = {}
@@ -159,9 +188,12 @@ class Modules:
         self._newest: Any = None
 
     def versions(self) -> Mapping[str, Version]:
-        """Return them by name, those first that others import; the same object if nothing has changed."""
+        """Return them by name, those first that others import; the same object if nothing has
+        changed.
+        """
         modules = sys.modules
-        is_patched = any(name in modules for name in PATCHERS)  # not a set's `isdisjoint`, which goes through all modules
+        # not a set's `isdisjoint`, which goes through all modules
+        is_patched = any(name in modules for name in PATCHERS)
         changed = [
             (name, known, module)
             for name, known in self._loaded.items()
@@ -188,7 +220,9 @@ class Modules:
         """See what has become of a module; of one whose reload has failed, nothing."""
         if module is None:
             del self._loaded[name]
-            self._versions = {key: version for key, version in self._versions.items() if key != name}
+            self._versions = {
+                key: version for key, version in self._versions.items() if key != name
+            }
         elif module is not known.module or _differ(_contents(module), known.contents):
             self._take(name, module, known.version.reloads + 1)
         else:
@@ -196,10 +230,17 @@ class Modules:
 
 
 def _loaded(module: types.ModuleType, reloads: int) -> Loaded | None:
-    """Return what is known of a module that was loaded just now; None if it comes from no file of Python code."""
+    """Return what is known of a module that was loaded just now; None if it comes from no file of
+    Python code.
+    """
     spec = getattr(module, "__spec__", None)
     file = getattr(module, "__file__", None)
-    if spec is None or not file or not file.endswith(".py") or getattr(spec, "_initializing", False):
+    if (
+        spec is None
+        or not file
+        or not file.endswith(".py")
+        or getattr(spec, "_initializing", False)
+    ):
         return None
     try:
         with Path(file).open("rb") as opened:
@@ -207,7 +248,13 @@ def _loaded(module: types.ModuleType, reloads: int) -> Loaded | None:
     except OSError:
         return None
     digest = _digest(source) if _is_as_loaded(module, about, source) else b""
-    return Loaded(module, spec, (about.st_mtime_ns, about.st_size), _contents(module), Version(digest, reloads))
+    return Loaded(
+        module,
+        spec,
+        (about.st_mtime_ns, about.st_size),
+        _contents(module),
+        Version(digest, reloads),
+    )
 
 
 def _digest(source: bytes) -> bytes:
@@ -215,18 +262,25 @@ def _digest(source: bytes) -> bytes:
 
 
 def _is_as_loaded(module: types.ModuleType, about: os.stat_result, source: bytes) -> bool:
-    """Return whether a file is as it was when a module was loaded, by what Python has noted in the compiled file then.
+    """Return whether a file is as it was when a module was loaded, by what Python has noted in the
+    compiled file then.
 
     True where it notes nothing.
     """
     cached = getattr(module, "__cached__", None)
-    if type(module.__loader__) is not importlib.machinery.SourceFileLoader or sys.dont_write_bytecode or not cached:
+    if (
+        type(module.__loader__) is not importlib.machinery.SourceFileLoader
+        or sys.dont_write_bytecode
+        or not cached
+    ):
         return True
     try:
         compiled = Path(cached).read_bytes()
     except OSError:
         return True
-    flags, seconds, size = (int.from_bytes(compiled[start : start + 4], "little") for start in (4, 8, 12))
+    flags, seconds, size = (
+        int.from_bytes(compiled[start : start + 4], "little") for start in (4, 8, 12)
+    )
     if (
         flags
         or (seconds, size) == (int(about.st_mtime) & 0xFFFFFFFF, about.st_size & 0xFFFFFFFF)
@@ -235,21 +289,25 @@ def _is_as_loaded(module: types.ModuleType, about: os.stat_result, source: bytes
         return True
     try:  # a checkout may have put the same file there once more
         return bool(
-            marshal.loads(compiled[PYC_HEADER_BYTES:]) == compile(source, str(module.__file__), "exec", dont_inherit=True)
+            marshal.loads(compiled[PYC_HEADER_BYTES:])
+            == compile(source, str(module.__file__), "exec", dont_inherit=True)
         )
     except Exception:
         return False
 
 
 def _contents(module: types.ModuleType) -> list[Any]:
-    """Return what is other after a change: the objects themselves, so that no later one is taken for one of them."""
+    """Return what is other after a change: the objects themselves, so that no later one is taken
+    for one of them.
+    """
     found: list[Any] = []
     for name, value in list(vars(module).items()):
         if name.startswith("__"):  # the import system's own, which a reload that fails changes too
             continue
         if isinstance(value, type) and value.__module__ == module.__name__:
             found += [_code_in(part) for part in list(vars(value).values())]
-        if isinstance(value, (types.FunctionType, type, *CONSTANTS)):  # a model would stay in memory
+        # a model would stay in memory
+        if isinstance(value, (types.FunctionType, type, *CONSTANTS)):
             found.append(_code_in(value))
     return found
 
@@ -263,7 +321,9 @@ def _code_in(value: Any) -> Any:
 
 
 def _differ(some: list[Any], others: list[Any]) -> bool:
-    return len(some) != len(others) or any(one is not other for one, other in zip(some, others, strict=True))
+    return len(some) != len(others) or any(
+        one is not other for one, other in zip(some, others, strict=True)
+    )
 
 
 def _is_edited(known: Loaded) -> bool:
@@ -275,7 +335,7 @@ def _is_edited(known: Loaded) -> bool:
     return (about.st_mtime_ns, about.st_size) != known.stat
 
 
-# --- worker's side ----------------------------------------------------------------------------------------------------
+# --- worker's side --------------------------------------------------------------------------------
 
 
 class Follower:
@@ -300,21 +360,31 @@ class Follower:
             folders = (*snapshot.before, *snapshot.after)
             self._added = set(folders).difference(own)
             others = [entry for entry in own if entry not in snapshot.before]
-            sys.path[:] = [*snapshot.before, *others, *(entry for entry in snapshot.after if entry not in own)]
+            sys.path[:] = [
+                *snapshot.before,
+                *others,
+                *(entry for entry in snapshot.after if entry not in own),
+            ]
         importlib.invalidate_caches()
 
     def outdated(self) -> list[types.ModuleType]:
-        """Return the modules that the other process has loaded anew, and whose files are what it has; what others need first."""
+        """Return the modules that the other process has loaded anew, and whose files are what it
+        has; what others need first.
+        """
         found, different = [], self._different()
         for name, wanted in ({} if self._snapshot is None else self._snapshot.versions).items():
             is_older = self._reloads.get(name, wanted.reloads) < wanted.reloads
-            if (is_older or name in different) and _digest_of_file(sys.modules.get(name)) == wanted.digest:
+            if (is_older or name in different) and _digest_of_file(
+                sys.modules.get(name)
+            ) == wanted.digest:
                 found.append(sys.modules[name])
                 self._reloads[name] = wanted.reloads
         return found
 
     def others(self) -> list[tuple[str, str]]:
-        """Return the modules of other versions that were loaded since this was asked last, and their files."""
+        """Return the modules of other versions that were loaded since this was asked last, and
+        their files.
+        """
         if (newest := _newest_import()) == self._newest:
             return []
         self._newest = newest
@@ -322,8 +392,15 @@ class Follower:
 
     def _different(self) -> list[str]:
         """Return the modules that come from another source than in the other process."""
-        wanted, here = {} if self._snapshot is None else self._snapshot.versions, self._modules.versions()
-        return [name for name, version in wanted.items() if name in here and here[name].digest != version.digest]
+        wanted, here = (
+            ({} if self._snapshot is None else self._snapshot.versions),
+            self._modules.versions(),
+        )
+        return [
+            name
+            for name, version in wanted.items()
+            if name in here and here[name].digest != version.digest
+        ]
 
 
 def _digest_of_file(module: types.ModuleType | None) -> bytes | None:
@@ -334,25 +411,40 @@ def _digest_of_file(module: types.ModuleType | None) -> bytes | None:
 
 
 def reload_all(modules: Iterable[types.ModuleType]) -> None:
-    """Reload modules; other modules of the user's that have imported something from them get that anew.
+    """Reload modules; other modules of the user's that have imported something from them get that
+    anew.
 
     Raises:
         Exception: What one of them has raised.
     """
     for module in modules:
-        before = {name: value for name, value in vars(module).items() if isinstance(value, (types.FunctionType, type))}
+        before = {
+            name: value
+            for name, value in vars(module).items()
+            if isinstance(value, (types.FunctionType, type))
+        }
         importlib.reload(module)
         new = {id(value): vars(module).get(name, value) for name, value in before.items()}
         for name, other in list(sys.modules.items()):
             if other is not module and is_users(name):
-                with contextlib.suppress(Exception):  # what stands in the place of a module may refuse
-                    vars(other).update({key: new[id(value)] for key, value in list(vars(other).items()) if id(value) in new})
+                # what stands in the place of a module may refuse
+                with contextlib.suppress(Exception):
+                    vars(other).update(
+                        {
+                            key: new[id(value)]
+                            for key, value in list(vars(other).items())
+                            if id(value) in new
+                        }
+                    )
 
 
 def different_module(name: str, file: str, host: str) -> str:
-    """Return what to say of a module of which workers on a machine run another version than this process has loaded."""
+    """Return what to say of a module of which workers on a machine run another version than this
+    process has loaded.
+    """
     return (
-        f"Workers on {host} run another version of the module {name} than this process: {file} there is not what was imported "
-        f"here. If it was edited since, call importlib.reload({name}) here. If that machine has its own copy, update it, or let "
-        "working_dir= send it."
+        f"Workers on {host} run another version of the module {name} than this process: {file}"
+        " there is not what was imported here. If it was edited since, call"
+        f" importlib.reload({name}) here. If that machine has its own copy, update it, or let"
+        " working_dir= send it."
     )

@@ -34,16 +34,25 @@ def cluster() -> None:
 
 
 @cluster.command()
-@click.option("--gpu", metavar="KIND", help="Only machines that may have GPUs of this kind: T4, A100, nvidia-tesla-t4, ...")
+@click.option(
+    "--gpu",
+    metavar="KIND",
+    help="Only machines that may have GPUs of this kind: T4, A100, nvidia-tesla-t4, ...",
+)
 @click.option(
     "--catalogue",
     "name",
     type=click.Choice(["gce", "aws", "ai-platform-2021"]),
     default="gce",
     show_default=True,
-    help="Whose: Google Compute Engine's, Amazon EC2's, or those of Google's AI Platform Training of 2021.",
+    help=(
+        "Whose: Google Compute Engine's, Amazon EC2's, or those of Google's AI Platform Training of"
+        " 2021."
+    ),
 )
-@click.option("--json", "is_json", is_flag=True, help="As JSON, with the zones of each kind of GPU.")
+@click.option(
+    "--json", "is_json", is_flag=True, help="As JSON, with the zones of each kind of GPU."
+)
 def machines(gpu: str | None, name: str, is_json: bool) -> None:
     """List kinds of machines, and which GPUs go with them.
 
@@ -64,29 +73,76 @@ def machines(gpu: str | None, name: str, is_json: bool) -> None:
 
 
 @cluster.command()
-@click.option("--provider", type=click.Choice(PROVIDERS), required=True, help="Who has the machines.")
+@click.option(
+    "--provider", type=click.Choice(PROVIDERS), required=True, help="Who has the machines."
+)
 @click.option("--name", default="raypool", show_default=True, help="What to call the cluster.")
 @click.option("--project", help="The project that pays (GCP).")
-@click.option("--zone", help="Where: us-central1-a (GCP), us-west-2a (AWS). Default: one that has the GPUs.")
-@click.option("--gpu", help="The kind of GPU of the workers. Default: what --machine comes with, else T4.")
-@click.option("--gpus", type=click.IntRange(min=1), help="How many each worker has.  [default: 1]")
-@click.option("--machine", help="The kind of machine of the workers. Default: the smallest that has these GPUs.")
-@click.option("--head-machine", help="The kind of machine of the head, which has no GPU.")
-@click.option("--min", "least", type=click.IntRange(min=0), default=0, show_default=True, help="So many workers at least.")
-@click.option("--max", "most", type=click.IntRange(min=1), default=4, show_default=True, help="So many workers at most.")
-@click.option("--spot/--on-demand", default=True, show_default=True, help="Whether workers may be taken back: cheap.")
-@click.option("--host", "hosts", multiple=True, help="A machine on premises, the head first; for each one.")
-@click.option("--ssh-user", default="ubuntu", show_default=True, help="Who logs in on the machines.")
-@click.option("--ssh-key", help="The file with that user's private key.")
-@click.option("--package", "packages", multiple=True, help="What pip installs there instead of raypool and Ray; for each one.")
-@click.option("--python", help="The version of Python there, such as 3.11. Default: the one here.")
-@click.option("--job", metavar="COMMAND", help="Kubernetes: a cluster for this command only, which ends with it.")
 @click.option(
-    "--out", type=click.Path(dir_okay=False, path_type=Path), default="cluster.yaml", show_default=True, help="The file."
+    "--zone", help="Where: us-central1-a (GCP), us-west-2a (AWS). Default: one that has the GPUs."
+)
+@click.option(
+    "--gpu", help="The kind of GPU of the workers. Default: what --machine comes with, else T4."
+)
+@click.option("--gpus", type=click.IntRange(min=1), help="How many each worker has.  [default: 1]")
+@click.option(
+    "--machine",
+    help="The kind of machine of the workers. Default: the smallest that has these GPUs.",
+)
+@click.option("--head-machine", help="The kind of machine of the head, which has no GPU.")
+@click.option(
+    "--min",
+    "least",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="So many workers at least.",
+)
+@click.option(
+    "--max",
+    "most",
+    type=click.IntRange(min=1),
+    default=4,
+    show_default=True,
+    help="So many workers at most.",
+)
+@click.option(
+    "--spot/--on-demand",
+    default=True,
+    show_default=True,
+    help="Whether workers may be taken back: cheap.",
+)
+@click.option(
+    "--host", "hosts", multiple=True, help="A machine on premises, the head first; for each one."
+)
+@click.option(
+    "--ssh-user", default="ubuntu", show_default=True, help="Who logs in on the machines."
+)
+@click.option("--ssh-key", help="The file with that user's private key.")
+@click.option(
+    "--package",
+    "packages",
+    multiple=True,
+    help="What pip installs there instead of raypool and Ray; for each one.",
+)
+@click.option("--python", help="The version of Python there, such as 3.11. Default: the one here.")
+@click.option(
+    "--job",
+    metavar="COMMAND",
+    help="Kubernetes: a cluster for this command only, which ends with it.",
+)
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default="cluster.yaml",
+    show_default=True,
+    help="The file.",
 )
 @click.option("--force", "is_forced", is_flag=True, help="Write over a file that is there.")
 @click.pass_context
-def init(context: click.Context, /, out: Path, job: str | None, is_forced: bool, **wishes: Any) -> None:
+def init(
+    context: click.Context, /, out: Path, job: str | None, is_forced: bool, **wishes: Any
+) -> None:
     """Write the file of a cluster, ready to be looked through and started.
 
     Nothing is asked of any provider, and nothing is made.
@@ -95,10 +151,18 @@ def init(context: click.Context, /, out: Path, job: str | None, is_forced: bool,
     from raypool.cluster.drafts import Draft
 
     given = _given(context)
-    if strange := [option.opts[0] for option in given if wishes["provider"] not in ONLY.get(option.name or "", PROVIDERS)]:
-        raise click.UsageError(f"{', '.join(strange)} does not go with --provider {wishes['provider']}.")
+    if strange := [
+        option.opts[0]
+        for option in given
+        if wishes["provider"] not in ONLY.get(option.name or "", PROVIDERS)
+    ]:
+        raise click.UsageError(
+            f"{', '.join(strange)} does not go with --provider {wishes['provider']}."
+        )
     if out.exists() and not is_forced:
-        raise click.UsageError(f"{out} is there already. Say --force to write over it, or --out with another name.")
+        raise click.UsageError(
+            f"{out} is there already. Say --force to write over it, or --out with another name."
+        )
     try:
         text = text_of(Draft(**wishes).plan(), _command(context, given), out.name, job, warn=_warn)
         save(text, out, is_forced)
@@ -114,7 +178,11 @@ def _warn(text: str) -> None:
 def _given(context: click.Context) -> list[click.Parameter]:
     """Return the options that were given."""
     command_line = ParameterSource.COMMANDLINE
-    return [option for option in context.command.params if context.get_parameter_source(option.name or "") == command_line]
+    return [
+        option
+        for option in context.command.params
+        if context.get_parameter_source(option.name or "") == command_line
+    ]
 
 
 def _command(context: click.Context, given: list[click.Parameter]) -> str:
@@ -134,14 +202,18 @@ def _words(option: click.Parameter, value: Any) -> list[str]:
 
 
 @cluster.command()
-@click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument(
+    "files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path)
+)
 def validate(files: tuple[Path, ...]) -> None:
     """Check files of clusters and of training jobs, before money is spent.
 
-    Each FILE may be one for Ray's launcher (Google Cloud, AWS, on premises), one for KubeRay, or the config.yaml of a training
-    job. Reports every mistake with its line (status 2), and warns of machines, GPUs and zones that the catalogues here do not
-    have: each catalogue is of a day, and yours may be newer. The Kubernetes that kubectl reaches checks files for KubeRay
-    (kubectl apply --dry-run=server). No cloud is asked, and nothing is made.
+    Each FILE may be one for Ray's launcher (Google Cloud, AWS, on premises), one for KubeRay, or
+    the config.yaml of a training job. Reports every mistake with its line (status 2), and warns of
+    machines, GPUs and zones that the catalogues here do not
+    have: each catalogue is of a day, and yours may be newer. The Kubernetes that kubectl reaches
+    checks files for KubeRay (kubectl apply --dry-run=server). No cloud is asked, and nothing is
+    made.
     """
     problems = []
     for file in files:
@@ -171,7 +243,9 @@ def _check(file: Path) -> None:
             _warn(warning)
 
 
-FILE = click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path), default="cluster.yaml")
+FILE = click.argument(
+    "file", type=click.Path(exists=True, dir_okay=False, path_type=Path), default="cluster.yaml"
+)
 
 
 @cluster.command()
@@ -180,8 +254,9 @@ FILE = click.argument("file", type=click.Path(exists=True, dir_okay=False, path_
 def up(file: Path, yes: bool) -> None:
     """Start the cluster of FILE (cluster.yaml), or change one that runs into what FILE says.
 
-    The file is checked before. On a cluster that runs, Ray is started anew, and all that runs there ends; you are asked before.
-    Machines of a cloud cost money from now on, until `raypool cluster down`.
+    The file is checked before. On a cluster that runs, Ray is started anew, and all that runs there
+    ends; you are asked before. Machines of a cloud cost money from now on, until `raypool cluster
+    down`.
     """
     from raypool.cluster import launcher
 
@@ -191,15 +266,23 @@ def up(file: Path, yes: bool) -> None:
         raise click.UsageError(str(error)) from error
     with _failures():
         if not yes and launcher.is_running(file):
-            click.confirm(f"The cluster of {file} runs already. Start its Ray anew, and end all that runs there?", abort=True)
+            click.confirm(
+                f"The cluster of {file} runs already. Start its Ray anew, and end all that runs"
+                " there?",
+                abort=True,
+            )
         launcher.up(file)
-    echo(f"The head runs. Next: raypool cluster connect {file}; at last: raypool cluster down {file}")
+    echo(
+        f"The head runs. Next: raypool cluster connect {file}; at last: raypool cluster down {file}"
+    )
 
 
 @cluster.command()
 @FILE
 def status(file: Path) -> None:
-    """Say which machines the cluster of FILE (cluster.yaml) has, which are coming, and what is in use."""
+    """Say which machines the cluster of FILE (cluster.yaml) has, which are coming, and what is in
+    use.
+    """
     from raypool.cluster import launcher
 
     with _failures():
@@ -226,7 +309,8 @@ def down(file: Path, yes: bool) -> None:
 @FILE
 @click.option("--name", default="raypool", show_default=True, help="What to call the profile.")
 def connect(file: Path, name: str) -> None:
-    """Keep a tunnel to the cluster of FILE (cluster.yaml) open until Ctrl-C, for pools and jobs from this machine.
+    """Keep a tunnel to the cluster of FILE (cluster.yaml) open until Ctrl-C, for pools and jobs
+    from this machine.
 
     Prints the profile that goes into raypool.toml; then parpool(profile="raypool") runs there.
     """

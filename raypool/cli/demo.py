@@ -54,7 +54,9 @@ def mlp(width: int) -> nn.Module:
 
 
 def cnn(width: int) -> nn.Module:
-    """Return a convolutional network; its channels are normalized in 8 groups, so the width is 8, 16, 24, ..."""
+    """Return a convolutional network; its channels are normalized in 8 groups, so the width is 8,
+    16, 24, ...
+    """
     return nn.Sequential(
         nn.Conv2d(1, width, kernel_size=3, padding=1),
         nn.GroupNorm(8, width),
@@ -76,12 +78,15 @@ CONFIGS: list[dict[str, Any]] = [
     for network, width in (("mlp", 32), ("mlp", 128), ("cnn", 8), ("cnn", 32))
     for lr in (0.0003, 0.001, 0.01)
 ]
-MISTAKE = {"network": "cnn", "width": 36, "lr": 0.001}  # so that you see one: 36 is no multiple of 8
+# so that you see one: 36 is no multiple of 8
+MISTAKE = {"network": "cnn", "width": 36, "lr": 0.001}
 CONFIGS.append(MISTAKE)
 
 
 def train(config: dict[str, Any], digits: Digits) -> dict[str, Any]:
-    """Train one network; return how well it reads digits that it was not trained on, after the last epoch."""
+    """Train one network; return how well it reads digits that it was not trained on, after the last
+    epoch.
+    """
     torch.set_num_threads(1)  # the other cores are for the other workers
     device = current_task().device  # this worker's own GPU, or the CPU
     images, labels, test_images, test_labels = (part.to(device) for part in digits)
@@ -114,7 +119,8 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 def run(num_workers: int | None = None, profile: str = "local", out: Path = Path()) -> bool:
-    """Train all networks at once; print the table, and write `results.csv` and `learning_curves.png`.
+    """Train all networks at once; print the table, and write `results.csv` and
+    `learning_curves.png`.
 
     Args:
         num_workers: See `parpool`.
@@ -134,18 +140,28 @@ def run(num_workers: int | None = None, profile: str = "local", out: Path = Path
     out.mkdir(parents=True, exist_ok=True)
     digits = load_digits()
     say = partial(SafeConsole(highlight=False).print, soft_wrap=True)
-    say(f"{len(CONFIGS)} networks learn to read {len(digits.train_images):,} images of handwritten digits.")
+    say(
+        f"{len(CONFIGS)} networks learn to read {len(digits.train_images):,} images of handwritten"
+        " digits."
+    )
     with parpool(num_workers, profile=profile) as pool:
-        results = pool.parfor(partial(train, digits=digits), CONFIGS, on_error="collect", seed=0, name="training")
+        results = pool.parfor(
+            partial(train, digits=digits), CONFIGS, on_error="collect", seed=0, name="training"
+        )
     if len(results.errors) == len(results):
         raise results.errors[0]
 
-    frame = results.to_frame().sort_values("accuracy", ascending=False)  # failed ones have none, and go last
+    # failed ones have none, and go last
+    frame = results.to_frame().sort_values("accuracy", ascending=False)
     say(Padding(table(frame), (1, 0)))
     for index in results.errors:
         say(Text(f"Failed: {named(CONFIGS[index])}: {frame.error[index]}", style="red"))
     best = frame.iloc[0]
-    say(f"Best: {named(best)}: {best.accuracy:.1%} of {len(digits.test_images)} other images read right.", style="bold green")
+    say(
+        f"Best: {named(best)}: {best.accuracy:.1%} of {len(digits.test_images)} other images read"
+        " right.",
+        style="bold green",
+    )
     csv, picture = out / "results.csv", out / "learning_curves.png"
     frame.drop(columns="curve").convert_dtypes().to_csv(csv)
     draw(frame, picture)
@@ -154,12 +170,16 @@ def run(num_workers: int | None = None, profile: str = "local", out: Path = Path
 
 
 def load_digits() -> Digits:
-    """Return the 1,797 images of the UCI handwritten digits that scikit-learn ships, a fifth of them for the test."""
+    """Return the 1,797 images of the UCI handwritten digits that scikit-learn ships, a fifth of
+    them for the test.
+    """
     from sklearn import datasets, model_selection
 
     images, labels = datasets.load_digits(return_X_y=True)
     images = images.reshape(-1, 1, 8, 8).astype("float32") / 16
-    parts = model_selection.train_test_split(images, labels, test_size=0.2, stratify=labels, random_state=0)
+    parts = model_selection.train_test_split(
+        images, labels, test_size=0.2, stratify=labels, random_state=0
+    )
     train_images, test_images, train_labels, test_labels = map(torch.as_tensor, parts)
     return Digits(train_images, train_labels, test_images, test_labels)
 
@@ -172,11 +192,30 @@ def named(config: Any) -> str:
 def table(frame: pd.DataFrame) -> Table:
     """Return the table to print: the best first, failures last."""
     shown = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
-    for name in ("rank", "network", "width", "lr", "accuracy", "loss", "parameters", "seconds", "worker", "GPU", "status"):
-        shown.add_column(name, justify="left" if name in ("network", "status") else "right", no_wrap=True)
+    for name in (
+        "rank",
+        "network",
+        "width",
+        "lr",
+        "accuracy",
+        "loss",
+        "parameters",
+        "seconds",
+        "worker",
+        "GPU",
+        "status",
+    ):
+        shown.add_column(
+            name, justify="left" if name in ("network", "status") else "right", no_wrap=True
+        )
     for rank, (_, row) in enumerate(frame.iterrows(), 1):
         is_done = row.status == "finished"
-        outcome = (f"{row.accuracy:.4f}", f"{row.loss:.4f}", f"{row.parameters:,.0f}", f"{row.seconds:.1f}")
+        outcome = (
+            f"{row.accuracy:.4f}",
+            f"{row.loss:.4f}",
+            f"{row.parameters:,.0f}",
+            f"{row.seconds:.1f}",
+        )
         shown.add_row(
             *(str(rank) if is_done else "", row.network, str(row.width), f"{row.lr:g}"),
             *(outcome if is_done else ("", "", "", f"{row.duration_s:.1f}")),
@@ -187,7 +226,9 @@ def table(frame: pd.DataFrame) -> Table:
 
 
 def draw(frame: pd.DataFrame, path: Path) -> None:
-    """Draw the learning curves: a panel for each kind of network; the legends have the best network first."""
+    """Draw the learning curves: a panel for each kind of network; the legends have the best network
+    first.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 5), layout="constrained")
@@ -197,8 +238,16 @@ def draw(frame: pd.DataFrame, path: Path) -> None:
         rows = finished[finished.network == network]
         widths, rates = sorted(set(rows.width)), sorted(set(rows.lr))
         for _, row in rows.iterrows():
-            style = {"color": f"C{rates.index(row.lr)}", "linestyle": ("--", "-")[widths.index(row.width)]}
-            axes.plot(range(1, EPOCHS + 1), row.curve, **style, label=f"{row.accuracy:.1%}  width {row.width}, lr {row.lr:g}")
+            style = {
+                "color": f"C{rates.index(row.lr)}",
+                "linestyle": ("--", "-")[widths.index(row.width)],
+            }
+            axes.plot(
+                range(1, EPOCHS + 1),
+                row.curve,
+                **style,
+                label=f"{row.accuracy:.1%}  width {row.width}, lr {row.lr:g}",
+            )
         axes.set(title=network.upper(), xlabel="epoch", xlim=(1, EPOCHS), ylim=(0.6, 1.005))
         axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
         axes.grid(alpha=0.3)

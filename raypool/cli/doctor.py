@@ -53,7 +53,9 @@ except Exception:
     pass
 print(json.dumps(told))
 """
-"""Ray's own reckoning of this machine, with what a cgroup leaves of it. Private names, checked on Ray 2.60; ours does without."""
+"""Ray's own reckoning of this machine, with what a cgroup leaves of it. Private names, checked on
+Ray 2.60; ours does without.
+"""
 
 TORCH = """
 import json, torch
@@ -65,13 +67,17 @@ print(json.dumps(told))
 NVML_ADVICE = {
     4: "Give this user the right to use /dev/nvidia*.",  # no permission
     9: "Load it: sudo modprobe nvidia; if that fails, sudo dmesg says why.",  # driver not loaded
-    12: "Install the driver; a container gets it from its machine: docker run --gpus all.",  # no library
-    18: "The driver was updated while it was in use. Restart this machine.",  # library and kernel differ
+    # no library
+    12: "Install the driver; a container gets it from its machine: docker run --gpus all.",
+    # library and kernel differ
+    18: "The driver was updated while it was in use. Restart this machine.",
 }
 """By the number of NVML's error."""
 
 PCI = Path("/sys/bus/pci/devices")
-"""The devices on the bus: the files vendor (0x10de: NVIDIA) and class (0x03...: a display) of each are there without a driver."""
+"""The devices on the bus: the files vendor (0x10de: NVIDIA) and class (0x03...: a display) of each
+are there without a driver.
+"""
 
 KERNEL_DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -82,7 +88,9 @@ MOST_SOCKET_LETTERS = 107
 """The greatest length of a socket's path (Linux, unix(7))."""
 
 MOST_FILES, FEWEST_FILES = 65536, 4096
-"""Ray raises the limit of open files to the first by itself, as far as it may; below the second it warns."""
+"""Ray raises the limit of open files to the first by itself, as far as it may; below the second it
+warns.
+"""
 
 FEWEST_PORTS = 1000
 
@@ -113,7 +121,9 @@ class Finding(NamedTuple):
 
 
 class NvidiaDriver(NamedTuple):
-    """NVIDIA's driver: its version, and the newest CUDA that it runs; or the number and text of NVML's error."""
+    """NVIDIA's driver: its version, and the newest CUDA that it runs; or the number and text of
+    NVML's error.
+    """
 
     version: str = ""
     cuda: tuple[int, int] = (0, 0)
@@ -133,7 +143,14 @@ def imported(code: str) -> Import:
     """Run code that imports a library in another process; return the JSON of its last line."""
     arguments, limit_s = [sys.executable, "-c", code], IMPORT_TIMEOUT_S
     try:
-        done = subprocess.run(arguments, capture_output=True, text=True, timeout=limit_s, stdin=subprocess.DEVNULL, check=False)
+        done = subprocess.run(
+            arguments,
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         return Import({}, f"it took longer than {limit_s:.0f} s")
     said = done.stderr.strip().splitlines()
@@ -141,7 +158,9 @@ def imported(code: str) -> Import:
         return Import({}, said[-1] if said else f"the process ended with status {done.returncode}")
     warnings = [line.partition("Warning: ")[2] for line in said if "Warning:" in line]
     try:
-        return Import(json.loads(done.stdout.splitlines()[-1]), warning=warnings[-1] if warnings else "")
+        return Import(
+            json.loads(done.stdout.splitlines()[-1]), warning=warnings[-1] if warnings else ""
+        )
     except (ValueError, IndexError):
         return Import({}, "it does not say what it is")
 
@@ -176,11 +195,16 @@ class Measured:
                     library.nvmlShutdown()
         except library.NVMLError as error:
             return NvidiaDriver(code=error.value, error=str(error))
-        return NvidiaDriver(version.decode() if isinstance(version, bytes) else version, (number // 1000, number % 1000 // 10))
+        return NvidiaDriver(
+            version.decode() if isinstance(version, bytes) else version,
+            (number // 1000, number % 1000 // 10),
+        )
 
     @cached_property
     def gpus(self) -> tuple[list[GpuDevice], Sequence[int | None]]:
-        """All GPUs, and the indices of those that a process started here sees (None: may be any)."""
+        """All GPUs, and the indices of those that a process started here sees (None: may be
+        any).
+        """
         return gpus_here(self.inventory)
 
 
@@ -212,7 +236,7 @@ def examine(inventory: Inventory | None = None) -> Iterator[Finding]:
             yield Finding(name, "warning", f"could not be checked: {type(error).__name__}: {error}")
 
 
-# --- Python and its packages ------------------------------------------------------------------------------------------
+# --- Python and its packages ----------------------------------------------------------------------
 
 
 @check("Python")
@@ -223,7 +247,9 @@ def _python(_: Measured) -> Iterator[Judgment]:
 @check("packages")
 def _packages(_: Measured) -> Iterator[Judgment]:
     requirements = [Requirement(text) for text in importlib.metadata.requires("raypool") or ()]
-    required = [one for one in requirements if one.marker is None or one.marker.evaluate({"extra": ""})]
+    required = [
+        one for one in requirements if one.marker is None or one.marker.evaluate({"extra": ""})
+    ]
     wrong = {}
     for requirement in required:
         try:
@@ -231,7 +257,9 @@ def _packages(_: Measured) -> Iterator[Judgment]:
         except importlib.metadata.PackageNotFoundError:
             version = None
         if version is None or not requirement.specifier.contains(version, prereleases=True):
-            wrong[f"'{requirement.name}{requirement.specifier}'"] = f"{requirement.name} is {version or 'missing'}"
+            wrong[f"'{requirement.name}{requirement.specifier}'"] = (
+                f"{requirement.name} is {version or 'missing'}"
+            )
     if wrong:
         yield "problem", ", ".join(wrong.values()), "pip install " + " ".join(wrong)
     else:
@@ -250,12 +278,16 @@ def _torch(machine: Measured) -> Iterator[Judgment]:
 
 def _import(name: str, found: Import) -> Judgment:
     if found.error:
-        return "problem", f"cannot be imported: {found.error}", f"Reinstall it: pip install --force-reinstall {name}"
+        return (
+            "problem",
+            f"cannot be imported: {found.error}",
+            f"Reinstall it: pip install --force-reinstall {name}",
+        )
     cuda = found.told.get("cuda")
     return "ok", found.told["version"] + (f", built for CUDA {cuda}" if cuda else "")
 
 
-# --- GPUs -------------------------------------------------------------------------------------------------------------
+# --- GPUs -----------------------------------------------------------------------------------------
 
 
 @check("NVIDIA driver")
@@ -285,12 +317,17 @@ def _gpus(machine: Measured) -> Iterator[Judgment]:
         yield "ok", "none"
     elif not seen:
         said = said or "the environment"
-        yield "warning", f"{names}; none is visible here, by {said}", f"Change {said}, if they are to be used."
+        yield (
+            "warning",
+            f"{names}; none is visible here, by {said}",
+            f"Change {said}, if they are to be used.",
+        )
     else:
         numbers = ", ".join("?" if index is None else str(index) for index in seen)
         yield "ok", names + (f"; visible here, by {said}: {numbers}" if said else "")
     for gpu in devices:
-        if gpu.index not in seen or gpu.uuid is None:  # little is known of GPUs that are not NVIDIA's
+        # little is known of GPUs that are not NVIDIA's
+        if gpu.index not in seen or gpu.uuid is None:
             continue
         if gpu.total_bytes is None or gpu.used_bytes is None:
             advice = "sudo dmesg | grep -i xid says what happened to it; it may need a reset."
@@ -318,12 +355,24 @@ def _torch_on_gpus(machine: Measured) -> Iterator[Judgment]:
         yield "ok", "no NVIDIA GPU can be used here"
         return
     name, cuda, archs = f"torch {torch.told['version']}", torch.told["cuda"], torch.told["archs"]
-    runs = f"the driver runs CUDA up to {_dotted(newest)}" if any(newest) else "which CUDA the driver runs is unknown"
-    lacking = [gpu for gpu in gpus if gpu.compute_capability is not None and not _has_code(archs, gpu.compute_capability)]
+    runs = (
+        f"the driver runs CUDA up to {_dotted(newest)}"
+        if any(newest)
+        else "which CUDA the driver runs is unknown"
+    )
+    lacking = [
+        gpu
+        for gpu in gpus
+        if gpu.compute_capability is not None and not _has_code(archs, gpu.compute_capability)
+    ]
     if not cuda:
         index = f"https://download.pytorch.org/whl/cu{newest[0] or ''}..."
         advice = f"pip install torch --index-url {index}, which https://pytorch.org says in full."
-        yield "problem", f"{name} was built without CUDA, so {len(gpus)} GPU(s) cannot be used; {runs}", advice
+        yield (
+            "problem",
+            f"{name} was built without CUDA, so {len(gpus)} GPU(s) cannot be used; {runs}",
+            advice,
+        )
     elif not torch.told["available"] and any(newest) and int(cuda.partition(".")[0]) > newest[0]:
         advice = f"Update the driver, or install a torch for CUDA {newest[0]}."
         yield "problem", f"{name} was built for CUDA {cuda}; {runs}", advice
@@ -332,31 +381,47 @@ def _torch_on_gpus(machine: Measured) -> Iterator[Judgment]:
         fact = f"torch sees no GPU{said}; {name} was built for CUDA {cuda}; {runs}"
         yield "problem", fact, "nvidia-smi shows what the driver sees."
     elif lacking:
-        strange = ", ".join(f"GPU {gpu.index} ({gpu.name}, {_dotted(gpu.compute_capability)})" for gpu in lacking)
-        advice = "Install a torch that has (https://pytorch.org), or leave them out: parpool(gpus=[...])."
+        strange = ", ".join(
+            f"GPU {gpu.index} ({gpu.name}, {_dotted(gpu.compute_capability)})" for gpu in lacking
+        )
+        advice = (
+            "Install a torch that has (https://pytorch.org), or leave them out:"
+            " parpool(gpus=[...])."
+        )
         yield "problem", f"{name} has no code for {strange}; it has {', '.join(archs)}", advice
     else:
         yield "ok", f"built for CUDA {cuda}; {runs}"
 
 
 def _has_code(archs: Sequence[str], capability: tuple[int, int]) -> bool:
-    """Whether one of the codes in a library runs on a GPU: machine code on the same major version, PTX on all that are newer."""
+    """Whether one of the codes in a library runs on a GPU: machine code on the same major version,
+    PTX on all that are newer.
+    """
     for arch in archs:
         match = re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", arch)
-        if match and (int(match[2]), int(match[3])) <= capability and (match[1] == "compute" or int(match[2]) == capability[0]):
+        if (
+            match
+            and (int(match[2]), int(match[3])) <= capability
+            and (match[1] == "compute" or int(match[2]) == capability[0])
+        ):
             return True
     return False
 
 
-# --- the machine ------------------------------------------------------------------------------------------------------
+# --- the machine ----------------------------------------------------------------------------------
 
 
 @check("cores")
 def _cores(machine: Measured) -> Iterator[Judgment]:
     """Say how many cores a cgroup, an affinity mask or SLURM leaves."""
     usable, num_gpus = usable_cpus(), len(machine.gpus[1])
-    fact = f"{usable} of {os.cpu_count() or 1} may be used here" + (f", for {num_gpus} GPUs" if num_gpus else "")
-    advice = "Each worker needs one: give the container or the job more (docker run --cpus, sbatch --cpus-per-task)."
+    fact = f"{usable} of {os.cpu_count() or 1} may be used here" + (
+        f", for {num_gpus} GPUs" if num_gpus else ""
+    )
+    advice = (
+        "Each worker needs one: give the container or the job more (docker run --cpus, sbatch"
+        " --cpus-per-task)."
+    )
     yield "warning" if usable < num_gpus else "ok", fact, advice
 
 
@@ -378,9 +443,15 @@ def _shared_memory(machine: Measured) -> Iterator[Judgment]:
     except FileNotFoundError:
         yield "problem", "there is no /dev/shm", "Mount it: mount -t tmpfs tmpfs /dev/shm."
         return
-    fact = f"{_gib(free)} are free in /dev/shm" + ("" if store is None else f", and the object store would take {_gib(store)}")
+    fact = f"{_gib(free)} are free in /dev/shm" + (
+        "" if store is None else f", and the object store would take {_gib(store)}"
+    )
     room = f"docker run --shm-size={(store or 0) / 1e9 + 1:.0f}g, or remove old files."
-    yield "warning" if free < (store or 0) else "ok", fact, f"Ray puts it on the disk, which is slow. Make room: {room}"
+    yield (
+        "warning" if free < (store or 0) else "ok",
+        fact,
+        f"Ray puts it on the disk, which is slow. Make room: {room}",
+    )
 
 
 @check("Ray's files")
@@ -394,21 +465,33 @@ def _rays_files(_: Measured) -> Iterator[Judgment]:
     if not os.access(there, os.W_OK | os.X_OK):
         yield "problem", f"{folder} cannot be written", elsewhere
     elif letters > most:
-        yield "problem", f"{folder} has {letters} letters, and the sockets there allow {most}", elsewhere
+        yield (
+            "problem",
+            f"{folder} has {letters} letters, and the sockets there allow {most}",
+            elsewhere,
+        )
     else:
-        is_full, is_low = usage.free < 0.05 * usage.total, usage.free < max(0.1 * usage.total, 2**30)
+        is_full, is_low = (
+            usage.free < 0.05 * usage.total,
+            usage.free < max(0.1 * usage.total, 2**30),
+        )
         advice = f"Ray writes nothing to a disk that is 95 % full. Make room. {elsewhere}"
         yield "problem" if is_full else "warning" if is_low else "ok", fact, advice
 
 
 @check("open files")
 def _open_files(_: Measured) -> Iterator[Judgment]:
-    soft, hard = (sys.maxsize if limit < 0 else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
+    soft, hard = (
+        sys.maxsize if limit < 0 else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
+    )
     reached = max(soft, min(hard, MOST_FILES))
     if soft == sys.maxsize:
         yield "ok", "no limit"
     elif reached < FEWEST_FILES:
-        advice = "Raise it: ulimit -n 65536, docker run --ulimit nofile=65536, or LimitNOFILE= of the service."
+        advice = (
+            "Raise it: ulimit -n 65536, docker run --ulimit nofile=65536, or LimitNOFILE= of the"
+            " service."
+        )
         yield "warning", f"{reached:,} at most, and Ray asks for {FEWEST_FILES:,}", advice
     else:
         yield "ok", f"{soft:,}" + (f", which Ray raises to {reached:,}" if reached > soft else "")
@@ -416,16 +499,24 @@ def _open_files(_: Measured) -> Iterator[Judgment]:
 
 @check("ports")
 def _ports(_: Measured) -> Iterator[Judgment]:
-    """Look for ports: a pool's own Ray takes free ones of the loopback, a head has some of its own."""
+    """Look for ports: a pool's own Ray takes free ones of the loopback, a head has some of its
+    own.
+    """
     try:
         with socket.socket() as trial:
             trial.bind(("127.0.0.1", 0))
     except OSError as error:
-        advice = "Ray's processes talk to each other there: bring the loopback up (ip link set lo up)."
+        advice = (
+            "Ray's processes talk to each other there: bring the loopback up (ip link set lo up)."
+        )
         yield "problem", f"nothing can listen on 127.0.0.1: {error.strerror}", advice
         return
-    first, last = map(int, (_text(Path("/proc/sys/net/ipv4/ip_local_port_range")) or "32768 60999").split())
-    connections = [(one.laddr.port, one.status, one.pid) for one in psutil.net_connections("tcp") if one.laddr]
+    first, last = map(
+        int, (_text(Path("/proc/sys/net/ipv4/ip_local_port_range")) or "32768 60999").split()
+    )
+    connections = [
+        (one.laddr.port, one.status, one.pid) for one in psutil.net_connections("tcp") if one.laddr
+    ]
     total = last - first + 1
     free = total - len({port for port, _, _ in connections if first <= port <= last})
     listening = {port: pid for port, status, pid in connections if status == psutil.CONN_LISTEN}
@@ -434,7 +525,10 @@ def _ports(_: Measured) -> Iterator[Judgment]:
     if free < FEWEST_PORTS:
         yield "warning", fact, "Widen the range: sysctl net.ipv4.ip_local_port_range='15000 65000'."
     elif taken:
-        advice = "Pools of this machine do not need these; `ray start --head` does, or others by its options."
+        advice = (
+            "Pools of this machine do not need these; `ray start --head` does, or others by its"
+            " options."
+        )
         yield "warning", f"{fact}; of those of a head are taken: {', '.join(taken)}", advice
     else:
         yield "ok", f"{fact}, and so are those of a head"
@@ -447,7 +541,7 @@ def _named(pid: int | None) -> str:
         return f"process {pid}"
 
 
-# --- profiles, token and address --------------------------------------------------------------------------------------
+# --- profiles, token and address ------------------------------------------------------------------
 
 
 @check("profiles")
@@ -464,7 +558,11 @@ def _token(_: Measured) -> Iterator[Judgment]:
     path = token_path()
     there = next(place for place in (path, *path.parents) if place.exists())
     if "RAY_AUTH_TOKEN" not in os.environ and not os.access(there, os.W_OK):
-        yield "problem", f"{path} cannot be written", "Name a file that can be written: export RAY_AUTH_TOKEN_PATH=..."
+        yield (
+            "problem",
+            f"{path} cannot be written",
+            "Name a file that can be written: export RAY_AUTH_TOKEN_PATH=...",
+        )
 
 
 @check("Ray's address")

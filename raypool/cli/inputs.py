@@ -28,16 +28,18 @@ Config = dict[str, Any]
 def read_configs(path: Path) -> list[Config]:
     r"""Return the configurations in a file, each a dict.
 
-    Of a CSV file, which is read by pandas, the first line names the columns, and each further line is a configuration. What all
-    cells of a column can be, they are: integers, numbers, true or false, else text. An empty cell is None: it is there to say
-    that there is nothing; a line that ends too early is an error. In JSON lines each line is an object. A YAML file is a list of
+    Of a CSV file, which is read by pandas, the first line names the columns, and each further line
+    is a configuration. What all cells of a column can be, they are: integers, numbers, true or
+    false, else text. An empty cell is None: it is there to say that there is nothing; a line that
+    ends too early is an error. In JSON lines each line is an object. A YAML file is a list of
     mappings, in which numbers are those of YAML 1.2: 1e-3 is one, 1:30 is text.
 
     Args:
         path: The file; what it is called ends in .csv, .jsonl, .yaml or .yml.
 
     Raises:
-        InvalidValueError: It cannot be read, has nothing in it, or something else than configurations; the line is said.
+        InvalidValueError: It cannot be read, has nothing in it, or something else than
+            configurations; the line is said.
 
     Example:
         >>> import tempfile
@@ -48,7 +50,9 @@ def read_configs(path: Path) -> list[Config]:
     """
     parse = PARSERS.get(path.suffix.lower())
     if parse is None:
-        raise InvalidValueError(f"{path} is none of {', '.join(PARSERS)}, by its name. Give it the one that it is.")
+        raise InvalidValueError(
+            f"{path} is none of {', '.join(PARSERS)}, by its name. Give it the one that it is."
+        )
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -61,7 +65,7 @@ def read_configs(path: Path) -> list[Config]:
     return configs
 
 
-# --- tables -----------------------------------------------------------------------------------------------------------
+# --- tables ---------------------------------------------------------------------------------------
 
 
 def _from_csv(text: str, name: str) -> list[Config]:
@@ -85,7 +89,9 @@ def _from_csv(text: str, name: str) -> list[Config]:
 
 
 def _check_table(text: str, name: str) -> list[str]:
-    """Make sure that each line has a cell for each column, which pandas does not mind; return the names of the columns."""
+    """Make sure that each line has a cell for each column, which pandas does not mind; return the
+    names of the columns.
+    """
     reader = csv.reader(io.StringIO(text), skipinitialspace=True, strict=True)
     header: list[str] = []
     try:
@@ -93,25 +99,34 @@ def _check_table(text: str, name: str) -> list[str]:
             if not row:
                 continue
             if not header:
-                header = _checked_header([cell.strip() for cell in row], f"{name}, line {reader.line_num}")
+                header = _checked_header(
+                    [cell.strip() for cell in row], f"{name}, line {reader.line_num}"
+                )
             elif len(row) != len(header):
                 _refuse_row(row, header, f"{name}, line {reader.line_num}")
     except csv.Error as error:
-        raise InvalidValueError(f"{name}, line {reader.line_num}: this is not CSV: {error}.") from None
+        raise InvalidValueError(
+            f"{name}, line {reader.line_num}: this is not CSV: {error}."
+        ) from None
     return header
 
 
 def _checked_header(header: list[str], place: str) -> list[str]:
     if len(header) == 1 and (other := next((mark for mark in ";\t" if mark in header[0]), None)):
-        raise InvalidValueError(f"{place}: the columns are separated by {other!r}. Separate them by commas.")
+        raise InvalidValueError(
+            f"{place}: the columns are separated by {other!r}. Separate them by commas."
+        )
     for number, column in enumerate(header, 1):
         if not column:
             raise InvalidValueError(
-                f"{place}: column {number} has no name. The first line names the columns; pandas writes it so by "
-                "to_csv(path, index=False)."
+                f"{place}: column {number} has no name. The first line names the columns; pandas"
+                " writes it so by to_csv(path, index=False)."
             )
         if _is_number(column):
-            raise InvalidValueError(f"{place}: {column!r} is no name of a column. The first line has to name the columns.")
+            raise InvalidValueError(
+                f"{place}: {column!r} is no name of a column. The first line has to name the"
+                " columns."
+            )
     _refuse_twice(header, place)
     return header
 
@@ -120,11 +135,12 @@ def _refuse_row(row: list[str], header: list[str], place: str) -> None:
     if len(row) < len(header):
         missing = ", ".join(header[len(row) :])
         raise InvalidValueError(
-            f"{place}: {len(row)} cells for {len(header)} columns; {missing} is missing. An empty cell, which stands for None, "
-            "needs its comma too."
+            f"{place}: {len(row)} cells for {len(header)} columns; {missing} is missing. An empty"
+            " cell, which stands for None, needs its comma too."
         )
     raise InvalidValueError(
-        f"{place}: {len(row)} cells for {len(header)} columns. Put a cell that has a comma in it in quotation marks."
+        f"{place}: {len(row)} cells for {len(header)} columns. Put a cell that has a comma in it in"
+        " quotation marks."
     )
 
 
@@ -132,7 +148,9 @@ def _refuse_twice(names: Iterable[Any], place: str) -> None:
     """Make sure that no name is there twice: the second would silently win."""
     for name, count in Counter(names).items():
         if count > 1:
-            raise InvalidValueError(f"{place}: the name {name!r} is there twice. Give each value a name of its own.")
+            raise InvalidValueError(
+                f"{place}: the name {name!r} is there twice. Give each value a name of its own."
+            )
 
 
 def _is_number(text: str) -> bool:
@@ -143,7 +161,7 @@ def _is_number(text: str) -> bool:
     return text.lower().lstrip("+-") not in ("nan", "inf", "infinity")
 
 
-# --- lists ------------------------------------------------------------------------------------------------------------
+# --- lists ----------------------------------------------------------------------------------------
 
 
 def _from_json_lines(text: str, name: str) -> list[Config]:
@@ -157,9 +175,13 @@ def _from_json_lines(text: str, name: str) -> list[Config]:
         except InvalidValueError:
             raise
         except (ValueError, RecursionError) as error:
-            raise InvalidValueError(f"{place}: this is not JSON: {error}. Each line is an object.") from None
+            raise InvalidValueError(
+                f"{place}: this is not JSON: {error}. Each line is an object."
+            ) from None
         if not isinstance(config, dict):
-            raise InvalidValueError(f'{place}: {config!r:.100} is not an object, such as {{"lr": 0.1}}.')
+            raise InvalidValueError(
+                f'{place}: {config!r:.100} is not an object, such as {{"lr": 0.1}}.'
+            )
         configs.append(config)
     return configs
 
@@ -173,11 +195,14 @@ YAML_1_2 = {
     "null": "~|null|Null|NULL|",
     "bool": "true|True|TRUE|false|False|FALSE",
     "int": "[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+",
-    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+    "float": (
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+    ),
     "merge": "<<",
 }
-"""How what is no text is written; the first that fits counts. Source: YAML 1.2.2, 10.3.2, the
-core schema; `<<` is of YAML 1.1. PyYAML keeps to that, in which 010 is 8, 1:30 is 90 and off is false, but 1e-3 is text."""
+"""How what is no text is written; the first that fits counts. Source: YAML 1.2.2, 10.3.2, the core
+schema; `<<` is of YAML 1.1. PyYAML keeps to that, in which 010 is 8, 1:30 is 90 and off is false,
+but 1e-3 is text."""
 
 YAML_MERGE = "tag:yaml.org,2002:merge"
 """The tag of <<, which takes over the names of other mappings; those may be overridden."""
@@ -195,7 +220,8 @@ def _from_yaml(text: str, name: str) -> list[Config]:
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise InvalidValueError(
-            f"{name}, line {line}: this is not YAML: the character {error.character:#04x} is none of text."
+            f"{name}, line {line}: this is not YAML: the character {error.character:#04x} is none"
+            " of text."
         ) from None
     except yaml.MarkedYAMLError as error:
         place = f", line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
@@ -205,28 +231,41 @@ def _from_yaml(text: str, name: str) -> list[Config]:
     if content is None:
         return []
     if not isinstance(content, list):
-        raise InvalidValueError(f"{name} is a {type(content).__name__}, and not a list: each configuration begins with a dash.")
+        raise InvalidValueError(
+            f"{name} is a {type(content).__name__}, and not a list: each configuration begins with"
+            " a dash."
+        )
     for entry, config in zip(node.value, content, strict=True):
         if not isinstance(config, dict):
             line = entry.start_mark.line + 1
-            raise InvalidValueError(f"{name}, line {line}: {config!r:.100} is not a mapping, such as lr: 0.1.")
+            raise InvalidValueError(
+                f"{name}, line {line}: {config!r:.100} is not a mapping, such as lr: 0.1."
+            )
     return content
 
 
 def _yaml_loader(file: str) -> Any:
-    """Return a class that takes for numbers what YAML 1.2 takes for them, and refuses a name that is there twice."""
+    """Return a class that takes for numbers what YAML 1.2 takes for them, and refuses a name that
+    is there twice.
+    """
     import yaml
 
     class Loader(yaml.SafeLoader):
         def compose_mapping_node(self, anchor: Any) -> Any:
             node = super().compose_mapping_node(anchor)
-            names = (key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != YAML_MERGE)
+            names = (
+                key.value
+                for key, _ in node.value
+                if isinstance(key, yaml.ScalarNode) and key.tag != YAML_MERGE
+            )
             _refuse_twice(names, f"{file}, line {node.start_mark.line + 1}")
             return node
 
     Loader.yaml_implicit_resolvers = {}  # none of PyYAML's
     for kind, pattern in YAML_1_2.items():
-        Loader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(rf"(?:{pattern})\Z"), None)
+        Loader.add_implicit_resolver(
+            f"tag:yaml.org,2002:{kind}", re.compile(rf"(?:{pattern})\Z"), None
+        )
     Loader.add_constructor("tag:yaml.org,2002:int", _yaml_int)
     Loader.add_constructor("tag:yaml.org,2002:float", _yaml_float)
     return Loader
@@ -250,22 +289,22 @@ PARSERS: dict[str, Callable[[str, str], list[Config]]] = {
 """How files are read, by how their names end."""
 
 
-# --- functions by name: "module:function", or "file.py:function" ------------------------------------------------------
+# --- functions by name: "module:function", or "file.py:function" ----------------------------------
 
 
 def find_function(target: str) -> Callable[[Any], Any]:
     """Return the function of one argument that is named so.
 
-    The module is looked for in this folder first, as by `python -m`. The file is imported under its own name, with its folder to
-    find others in, as by `python file.py`; what stands under `if __name__ == "__main__":` does not run. Workers that start here
-    find the same.
+    The module is looked for in this folder first, as by `python -m`. The file is imported under its
+    own name, with its folder to find others in, as by `python file.py`; what stands under `if
+    __name__ == "__main__":` does not run. Workers that start here find the same.
 
     Args:
         target: "module:function", "package.module:function" or "folder/file.py:function".
 
     Raises:
-        InvalidValueError: It is not of that form; there is no such module, file or function, and names near it are said; or the
-            module cannot be imported.
+        InvalidValueError: It is not of that form; there is no such module, file or function, and
+            names near it are said; or the module cannot be imported.
         InvalidTypeError: It is no function, or not one of one argument.
 
     Example:
@@ -277,10 +316,16 @@ def find_function(target: str) -> Callable[[Any], Any]:
     """
     place, _, name = target.rpartition(":")
     if not place or not name:
-        raise InvalidValueError(f"{target!r} does not say which function of which module. Write module:function, as train:main.")
+        raise InvalidValueError(
+            f"{target!r} does not say which function of which module. Write module:function, as"
+            " train:main."
+        )
     if not place.endswith(".py") and ("/" in place or not all(place.split("."))):
         near = f" Did you mean {place}.py:{name}?" if Path(f"{place}.py").is_file() else ""
-        raise InvalidValueError(f"{place!r} is no name of a module, as package.train, and no file, as folder/train.py.{near}")
+        raise InvalidValueError(
+            f"{place!r} is no name of a module, as package.train, and no file, as"
+            f" folder/train.py.{near}"
+        )
     module = _file(Path(place)) if place.endswith(".py") else _module(place)
     function: Callable[[Any], Any] = _member(module, name, place)
     _check_call(function, target)
@@ -297,7 +342,8 @@ def _module(name: str) -> ModuleType:
             raise _broken(name, error) from error
         parent, _, last = error.name.rpartition(".")
         raise InvalidValueError(
-            f"There is no module {error.name!r}, here in {Path.cwd()} or installed.{_near(last, _modules_of(parent))}"
+            f"There is no module {error.name!r}, here in {Path.cwd()} or"
+            f" installed.{_near(last, _modules_of(parent))}"
         ) from None
     except KeyboardInterrupt:
         raise
@@ -312,8 +358,8 @@ def _refuse_another(module: ModuleType, name: str, path: Path) -> None:
     """Refuse a file of this folder if another module of its name is imported already."""
     if path.is_file() and _origin(module) not in (path, path.with_suffix("") / "__init__.py"):
         raise InvalidValueError(
-            f"{name!r} is the name of {_origin(module) or 'a module of Python'}, which was imported first, and of {path}. "
-            "Give the file another name."
+            f"{name!r} is the name of {_origin(module) or 'a module of Python'}, which was imported"
+            f" first, and of {path}. Give the file another name."
         )
 
 
@@ -327,11 +373,14 @@ def _file(path: Path) -> ModuleType:
     """Import a file under its own name."""
     if not path.is_file():
         there = path.parent.glob("*.py") if path.parent.is_dir() else ()
-        raise InvalidValueError(f"There is no file {str(path)!r}.{_near(path.name, [other.name for other in there])}")
+        raise InvalidValueError(
+            f"There is no file {str(path)!r}.{_near(path.name, [other.name for other in there])}"
+        )
     path = path.resolve()
     if "." in path.stem:
         raise InvalidValueError(
-            f"{path.name!r} cannot be the name of a module: there is a dot in it. Give the file another name."
+            f"{path.name!r} cannot be the name of a module: there is a dot in it. Give the file"
+            " another name."
         )
     _look_in(path.parent)
     _let_workers_look_in(path.parent)
@@ -344,8 +393,8 @@ def _file(path: Path) -> ModuleType:
     other = _origin(module)
     if other != path:
         raise InvalidValueError(
-            f"{path.name!r} cannot be imported: {path.stem!r} is also the name of {other or 'a module of Python'}. "
-            "Give the file another name."
+            f"{path.name!r} cannot be imported: {path.stem!r} is also the name of"
+            f" {other or 'a module of Python'}. Give the file another name."
         )
     return module
 
@@ -357,7 +406,9 @@ def _look_in(folder: Path) -> None:
 
 
 def _let_workers_look_in(folder: Path) -> None:
-    """Let workers of a Ray started here find modules in a folder; they search the current one anyway."""
+    """Let workers of a Ray started here find modules in a folder; they search the current one
+    anyway.
+    """
     others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if folder != Path.cwd() and str(folder) not in others:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, others)])
@@ -365,10 +416,23 @@ def _let_workers_look_in(folder: Path) -> None:
 
 def _broken(name: str, error: BaseException) -> InvalidValueError:
     """Return the error for a module whose import fails, with the module's own lines."""
-    foreign = (__file__, importlib.__file__, "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in foreign]
+    foreign = (
+        __file__,
+        importlib.__file__,
+        "<frozen importlib._bootstrap>",
+        "<frozen importlib._bootstrap_external>",
+    )
+    own = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename not in foreign
+    ]
     where = f", in line {own[-1].lineno} of {own[-1].filename}" if own else ""
-    hint = " Name it by its package instead: package.module:function." if "no known parent package" in str(error) else ""
+    hint = (
+        " Name it by its package instead: package.module:function."
+        if "no known parent package" in str(error)
+        else ""
+    )
     said = f"{type(error).__name__}: {error}".rstrip(": ")
     return InvalidValueError(f"{name} cannot be imported: {said}{where}.{hint}")
 
@@ -379,11 +443,15 @@ def _member(module: ModuleType, name: str, place: str) -> Any:
     for part in name.split("."):
         if not hasattr(value, part):
             there = getattr(value, "__dict__", {})  # a text or a number has none
-            functions = [key for key, entry in there.items() if callable(entry) and not key.startswith("_")]
+            functions = [
+                key for key, entry in there.items() if callable(entry) and not key.startswith("_")
+            ]
             raise InvalidValueError(f"{place} has no function {name!r}.{_near(part, functions)}")
         value = getattr(value, part)
     if not callable(value):
-        raise InvalidTypeError(f"{place}:{name} is {value!r:.100}, and not a function, so that it cannot be called.")
+        raise InvalidTypeError(
+            f"{place}:{name} is {value!r:.100}, and not a function, so that it cannot be called."
+        )
     return value
 
 
@@ -397,8 +465,9 @@ def _check_call(function: Callable[..., Any], target: str) -> None:
         signature.bind({})
     except TypeError:
         raise InvalidTypeError(
-            f"{target}{signature} cannot be called with one argument, the configuration, which is a dict. "
-            "Write it as def train(config), and take what it needs from there: config['lr']."
+            f"{target}{signature} cannot be called with one argument, the configuration, which is a"
+            " dict. Write it as def train(config), and take what it needs from there:"
+            " config['lr']."
         ) from None
 
 
@@ -422,19 +491,26 @@ def check_takes_whole(function: Callable[[Any], Any], configs: Iterable[Mapping[
     if first != "config" and any(first in config for config in configs):
         name = getattr(function, "__name__", "train")
         raise InvalidTypeError(
-            f"{name}{signature} would get the whole configuration, a dict, as {first}, which is a value in it. "
-            f"Write it as def {name}(config), and take what it needs from there: config[{first!r}]."
+            f"{name}{signature} would get the whole configuration, a dict, as {first}, which is a"
+            f" value in it. Write it as def {name}(config), and take what it needs from there:"
+            f" config[{first!r}]."
         )
 
 
 def _modules_of(package: str) -> list[str]:
-    """Return the names of the modules in a package; of none, those that can be imported from here."""
+    """Return the names of the modules in a package; of none, those that can be imported from
+    here.
+    """
     paths = getattr(sys.modules.get(package), "__path__", []) if package else None
-    return [module.name for module in pkgutil.iter_modules(paths) if not module.name.startswith("_")]
+    return [
+        module.name for module in pkgutil.iter_modules(paths) if not module.name.startswith("_")
+    ]
 
 
 def _near(name: str, others: Iterable[str]) -> str:
-    """Return the hint with names similar to a name; without any, with all names if these are few."""
+    """Return the hint with names similar to a name; without any, with all names if these are
+    few.
+    """
     known = sorted(set(others))
     near = difflib.get_close_matches(name, known, n=3)
     if near:

@@ -20,9 +20,20 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 def which_cluster(command: Command) -> Command:
     """Give a command the options that say which cluster is meant."""
     options = (
-        click.option("--profile", default="local", show_default=True, help="Which cluster: a profile of raypool.toml."),
-        click.option("--address", metavar="URL", help="Its dashboard, instead of the profile's jobs_address."),
-        click.option("--token-file", metavar="FILE", help="The file with its token, instead of the profile's token_file."),
+        click.option(
+            "--profile",
+            default="local",
+            show_default=True,
+            help="Which cluster: a profile of raypool.toml.",
+        ),
+        click.option(
+            "--address", metavar="URL", help="Its dashboard, instead of the profile's jobs_address."
+        ),
+        click.option(
+            "--token-file",
+            metavar="FILE",
+            help="The file with its token, instead of the profile's token_file.",
+        ),
     )
     for option in reversed(options):
         command = option(command)
@@ -36,21 +47,52 @@ def job() -> None:
 
 @job.command(context_settings={"ignore_unknown_options": True})
 @which_cluster
-@click.option("--working-dir", metavar="DIR", help="A folder that goes along; the command starts in its copy.")
-@click.option("--package", "packages", multiple=True, metavar="NAME", help="What pip is to install for it; may be repeated.")
+@click.option(
+    "--working-dir", metavar="DIR", help="A folder that goes along; the command starts in its copy."
+)
+@click.option(
+    "--package",
+    "packages",
+    multiple=True,
+    metavar="NAME",
+    help="What pip is to install for it; may be repeated.",
+)
 @click.option("--name", help="What to call it.")
-@click.option("--env", multiple=True, metavar="NAME=VALUE", help="Set a variable; the dashboard shows it, so none with a secret.")
-@click.option("--cpus", type=click.FloatRange(min=0), default=0, help="Cores kept for the command itself, beside any pool.")
-@click.option("--gpus", type=click.FloatRange(min=0), default=0, help="GPUs likewise. A pool that it opens takes its own.")
-@click.option("--follow/--no-wait", default=True, show_default=True, help="Show what it prints until it ends, or return at once.")
+@click.option(
+    "--env",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Set a variable; the dashboard shows it, so none with a secret.",
+)
+@click.option(
+    "--cpus",
+    type=click.FloatRange(min=0),
+    default=0,
+    help="Cores kept for the command itself, beside any pool.",
+)
+@click.option(
+    "--gpus",
+    type=click.FloatRange(min=0),
+    default=0,
+    help="GPUs likewise. A pool that it opens takes its own.",
+)
+@click.option(
+    "--follow/--no-wait",
+    default=True,
+    show_default=True,
+    help="Show what it prints until it ends, or return at once.",
+)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def submit(command: tuple[str, ...], profile: str, **options: Any) -> None:
     """Hand in COMMAND as a job: `raypool job submit --working-dir . -- python train.py --lr 0.1`.
 
-    What follows -- arrives as it is. Prints the job's id; then, unless told --no-wait, what the job prints, and ends with the
-    exit code of the job. Ctrl-C ends the looking only: the job goes on.
+    What follows -- arrives as it is. Prints the job's id; then, unless told --no-wait, what the job
+    prints, and ends with the exit code of the job. Ctrl-C ends the looking only: the job goes on.
     """
-    shipped = {"working_dir": options.pop("working_dir"), "packages": options.pop("packages") or None}
+    shipped = {
+        "working_dir": options.pop("working_dir"),
+        "packages": options.pop("packages") or None,
+    }
     connection = {"jobs_address": options.pop("address"), "token_file": options.pop("token_file")}
     variables = _variables(options.pop("env"))
     follow = options.pop("follow")
@@ -66,7 +108,9 @@ def submit(command: tuple[str, ...], profile: str, **options: Any) -> None:
 @which_cluster
 @click.option("--json", "is_json", is_flag=True, help="As JSON.")
 @click.argument("job_id", required=False)
-def status(job_id: str | None, profile: str, address: str | None, token_file: str | None, is_json: bool) -> None:
+def status(
+    job_id: str | None, profile: str, address: str | None, token_file: str | None, is_json: bool
+) -> None:
     """Say how the job JOB_ID is doing; without one, how all are that the cluster knows."""
     with errors_said():
         jobs = _jobs(profile, jobs_address=address, token_file=token_file)
@@ -86,7 +130,9 @@ def status(job_id: str | None, profile: str, address: str | None, token_file: st
 @which_cluster
 @click.option("--follow", is_flag=True, help="Until it has ended; ends with its exit code.")
 @click.argument("job_id")
-def logs(job_id: str, profile: str, address: str | None, token_file: str | None, follow: bool) -> None:
+def logs(
+    job_id: str, profile: str, address: str | None, token_file: str | None, follow: bool
+) -> None:
     """Print what the job JOB_ID has printed."""
     with errors_said():
         jobs = _jobs(profile, jobs_address=address, token_file=token_file)
@@ -112,7 +158,11 @@ def _jobs(profile: str, **changes: Any) -> Jobs:
     from raypool.cluster.jobs import Jobs
     from raypool.profile_files import resolve_profile
 
-    return Jobs(resolve_profile(profile, {name: value for name, value in changes.items() if value is not None}))
+    return Jobs(
+        resolve_profile(
+            profile, {name: value for name, value in changes.items() if value is not None}
+        )
+    )
 
 
 def _follow_to_end(jobs: Jobs, job_id: str) -> None:
@@ -125,7 +175,8 @@ def _follow_to_end(jobs: Jobs, job_id: str) -> None:
         info = jobs.wait(job_id)
     except KeyboardInterrupt:
         echo(
-            f"\nJob {job_id} goes on. `raypool job logs --follow {job_id}` shows it, `raypool job stop {job_id}` ends it.",
+            f"\nJob {job_id} goes on. `raypool job logs --follow {job_id}` shows it, `raypool job"
+            f" stop {job_id}` ends it.",
             err=True,
         )
         raise SystemExit(INTERRUPTED) from None

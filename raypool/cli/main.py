@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 
 class Commands(click.Group):
-    """The group of commands: Ctrl-C ends them with status 130, and a closed pipe does not fail them."""
+    """The group of commands: Ctrl-C ends them with status 130, and a closed pipe does not fail
+    them.
+    """
 
     def main(self, *args: Any, **options: Any) -> Any:
         """Run as a program."""
@@ -58,8 +60,14 @@ main.add_command(report)
 
 
 @main.command()
-@click.option("--workers", type=click.IntRange(min=1), help="How many workers. Default: one per GPU, else one per core.")
-@click.option("--profile", default="local", show_default=True, help="Where to run: local, threads or inline.")
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    help="How many workers. Default: one per GPU, else one per core.",
+)
+@click.option(
+    "--profile", default="local", show_default=True, help="Where to run: local, threads or inline."
+)
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
@@ -77,12 +85,18 @@ def demo(workers: int | None, profile: str, out: Path) -> None:
 
 
 @main.command()
-@click.option("--json", "is_json", is_flag=True, help="As JSON: all that raypool.gpu_device_table tells; null means unknown.")
+@click.option(
+    "--json",
+    "is_json",
+    is_flag=True,
+    help="As JSON: all that raypool.gpu_device_table tells; null means unknown.",
+)
 @click.pass_obj
 def gpus(inventory: Inventory | None, is_json: bool) -> None:
     """Show the GPUs of this machine, and which of them are visible here.
 
-    What they are doing is as of now; no CUDA context is made. Those visible through CUDA_VISIBLE_DEVICES are marked.
+    What they are doing is as of now; no CUDA context is made. Those visible through
+    CUDA_VISIBLE_DEVICES are marked.
     """
     from raypool.gpus.table import NVIDIAS, gpu_device_table
     from raypool.views import tables
@@ -101,13 +115,19 @@ COLORS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 
 @main.command()
-@click.option("--json", "is_json", is_flag=True, help="As JSON: a list with check, state, fact and advice of each.")
+@click.option(
+    "--json",
+    "is_json",
+    is_flag=True,
+    help="As JSON: a list with check, state, fact and advice of each.",
+)
 @click.pass_obj
 def doctor(inventory: Inventory | None, is_json: bool) -> None:
     """Check this machine for problems.
 
-    Each check is ok, a warning (pools work, but not as well as they could) or a problem, with what to do about it. Nothing is
-    started, and no CUDA context is made. Ends with 1 if there is a problem.
+    Each check is ok, a warning (pools work, but not as well as they could) or a problem, with what
+    to do about it. Nothing is started, and no CUDA context is made. Ends with 1 if there is a
+    problem.
     """
     from raypool.cli.doctor import examine
 
@@ -116,7 +136,10 @@ def doctor(inventory: Inventory | None, is_json: bool) -> None:
         findings.append(finding)
         if not is_json:
             click.secho(f"{finding.state:8}", fg=COLORS[finding.state], nl=False)
-            echo(f" {finding.check:14} {finding.fact}" + (f"\n{'':23} {finding.advice}" if finding.advice else ""))
+            echo(
+                f" {finding.check:14} {finding.fact}"
+                + (f"\n{'':23} {finding.advice}" if finding.advice else "")
+            )
     counts = Counter(finding.state for finding in findings)
     if is_json:
         echo(json.dumps([finding._asdict() for finding in findings], indent=2))
@@ -128,13 +151,16 @@ def doctor(inventory: Inventory | None, is_json: bool) -> None:
 @main.command()
 @click.argument("run_dir", type=RunFolder(exists=True, file_okay=False, path_type=Path))
 @click.argument("item")
-@click.option("--debug", is_flag=True, help="Run it under pdb; on an exception, open post-mortem debugging.")
+@click.option(
+    "--debug", is_flag=True, help="Run it under pdb; on an exception, open post-mortem debugging."
+)
 def replay(run_dir: Path, item: str, debug: bool) -> None:
     """Run one item of a durable run again, alone and in this process.
 
-    ITEM is its number in the table of raypool.load_results(RUN_DIR), or the name of its folder in RUN_DIR/items, or how that
-    begins. The function is imported by its name, as it is now. Nothing in RUN_DIR changes. Prints what the item returns
-    (status 0), or the traceback of what it raises (status 1).
+    ITEM is its number in the table of raypool.load_results(RUN_DIR), or the name of its folder in
+    RUN_DIR/items, or how that begins. The function is imported by its name, as it is now. Nothing
+    in RUN_DIR changes. Prints what the item returns (status 0), or the traceback of what it raises
+    (status 1).
     """
     from raypool.journal.replay import replaying
 
@@ -147,7 +173,11 @@ def _shown(again: Replay, debug: bool) -> int:
     """Run an item and print its outcome."""
     import pdb
 
-    echo(f"Item {again.number} ({again.key}) of {again.name}, attempt {again.attempt}: {again.item!r}", err=True)
+    echo(
+        f"Item {again.number} ({again.key}) of {again.name}, attempt {again.attempt}:"
+        f" {again.item!r}",
+        err=True,
+    )
     try:
         value = again.run(pdb.Pdb().runcall) if debug else again.run()
     except (KeyboardInterrupt, SystemExit):
@@ -156,7 +186,10 @@ def _shown(again: Replay, debug: bool) -> int:
         return 1
     except BaseException as error:
         place = error.__traceback__
-        while place is not None and place.tb_frame.f_globals.get("__name__", "").split(".")[0] in ("raypool", "bdb"):
+        while place is not None and place.tb_frame.f_globals.get("__name__", "").split(".")[0] in (
+            "raypool",
+            "bdb",
+        ):
             place = place.tb_next
         echo("".join(traceback.format_exception(error.with_traceback(place))).rstrip(), err=True)
         if debug:

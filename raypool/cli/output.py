@@ -12,7 +12,13 @@ from typing import Any, TextIO
 
 import click
 
-from raypool.errors import InvalidTypeError, InvalidValueError, JournalError, RaypoolError, ResourceError
+from raypool.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    JournalError,
+    RaypoolError,
+    ResourceError,
+)
 from raypool.views.words import printable
 
 WRONG_USE = (InvalidValueError, InvalidTypeError, JournalError, ResourceError)
@@ -33,7 +39,7 @@ def errors_said() -> Iterator[None]:
         raise click.ClickException(str(error)) from error
 
 
-# --- output: safe texts, and readers that leave early -----------------------------------------------------------------
+# --- output: safe texts, and readers that leave early ---------------------------------------------
 #
 # After the reader has gone (`head`, say), the command continues, and exits with its usual status.
 
@@ -66,7 +72,10 @@ def echo(text: str, *, err: bool = False, color: str | None = None) -> None:
 @contextlib.contextmanager
 def readers_may_go() -> Iterator[None]:
     """Let a command outlive the readers of its standard output and standard error."""
-    with contextlib.redirect_stdout(_outlet(sys.stdout)), contextlib.redirect_stderr(_outlet(sys.stderr)):
+    with (
+        contextlib.redirect_stdout(_outlet(sys.stdout)),
+        contextlib.redirect_stderr(_outlet(sys.stderr)),
+    ):
         try:
             yield
         finally:
@@ -83,7 +92,11 @@ def has_reader() -> bool:
 def _outlet(stream: TextIO) -> TextIO:
     """Return a stream into the same pipe that drops unread output; other streams stay."""
     file = _file_of(stream)
-    if file is None or not isinstance(stream, io.TextIOWrapper) or not stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
+    if (
+        file is None
+        or not isinstance(stream, io.TextIOWrapper)
+        or not stat.S_ISFIFO(os.fstat(file.fileno()).st_mode)
+    ):
         return stream
     stream.flush()
     pipe = _Pipe(file.fileno(), "w", closefd=False)

@@ -1,4 +1,6 @@
-"""The command line for training jobs: `raypool submit`, with the options that `gcloud ai-platform jobs submit training` had."""
+"""The command line for training jobs: `raypool submit`, with the options that `gcloud ai-platform
+jobs submit training` had.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +39,17 @@ class Passing(click.Command):
         return [*super().collect_usage_pieces(context), "[-- ARGS...]"]
 
 
-def _accelerator(context: click.Context, option: click.Parameter, value: str | None) -> dict[str, Any] | None:
+def _accelerator(
+    context: click.Context, option: click.Parameter, value: str | None
+) -> dict[str, Any] | None:
     """Return GPUs, which gcloud takes as `count=4,type=nvidia-tesla-t4`, as files have them."""
     if value is None:
         return None
     parts = dict(part.partition("=")[::2] for part in value.split(","))
     if set(parts) != {"count", "type"} or not parts["count"].isdecimal():
-        raise click.BadParameter(f"{value!r} is not like count=4,type=nvidia-tesla-t4.", context, option)
+        raise click.BadParameter(
+            f"{value!r} is not like count=4,type=nvidia-tesla-t4.", context, option
+        )
     return {"count": int(parts["count"]), "type": parts["type"]}
 
 
@@ -52,24 +58,48 @@ def _tier(_context: click.Context, _option: click.Parameter, value: str | None) 
     return None if value is None else value.upper().replace("-", "_")
 
 
-ROLES = {"master": "master", "worker": "worker", "parameter-server": "parameterServer", "evaluator": "evaluator"}
+ROLES = {
+    "master": "master",
+    "worker": "worker",
+    "parameter-server": "parameterServer",
+    "evaluator": "evaluator",
+}
 """The roles of machines, as options call them, and as files do."""
 
 
 def _settings() -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]:
     """Return the options for entries of the file: the path of each, and its settings for click."""
     options: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-        "--scale-tier": (("scaleTier",), {"callback": _tier, "help": "custom, where machines are said, basic-gpu or basic."}),
+        "--scale-tier": (
+            ("scaleTier",),
+            {"callback": _tier, "help": "custom, where machines are said, basic-gpu or basic."},
+        ),
         "--region": (("region",), {"help": "Where the machines are to be: us-central1, ..."}),
-        "--job-dir": (("jobDir",), {"help": "Where outputs go: gs://BUCKET/... The script gets it, too."}),
+        "--job-dir": (
+            ("jobDir",),
+            {"help": "Where outputs go: gs://BUCKET/... The script gets it, too."},
+        ),
         "--module-name": (("pythonModule",), {"help": "The module, unless it is the argument."}),
     }
     for flag, role in ROLES.items():
         name = flag.replace("-", " ")
         if role != "master":
-            options[f"--{flag}-count"] = (f"{role}Count",), {"type": int, "help": f"How many {name}s there are."}
-        options[f"--{flag}-machine-type"] = (f"{role}Type",), {"help": f"The kind of machine of a {name}."}
-        gpus = {"metavar": "count=N,type=KIND", "callback": _accelerator, "help": f"The GPUs of a {name}."}
+            options[f"--{flag}-count"] = (
+                (f"{role}Count",),
+                {
+                    "type": int,
+                    "help": f"How many {name}s there are.",
+                },
+            )
+        options[f"--{flag}-machine-type"] = (
+            (f"{role}Type",),
+            {"help": f"The kind of machine of a {name}."},
+        )
+        gpus = {
+            "metavar": "count=N,type=KIND",
+            "callback": _accelerator,
+            "help": f"The GPUs of a {name}.",
+        }
         options[f"--{flag}-accelerator"] = (f"{role}Config", "acceleratorConfig"), gpus
     return options
 
@@ -85,29 +115,71 @@ def _with_settings(command: Any) -> Any:
 
 @click.command(cls=Passing)
 @click.argument("script", metavar="[MODULE_OR_SCRIPT]", required=False)
-@click.option("--config", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="The job's config.yaml.")
-@_with_settings
-@click.option("--package-path", type=click.Path(path_type=Path), help="The folder of the module's package, such as trainer/.")
-@click.option("--package", "packages", multiple=True, help="What pip installs, besides raypool and Ray; for each one.")
 @click.option(
-    "--project", envvar=["GOOGLE_CLOUD_PROJECT", "CLOUDSDK_CORE_PROJECT"], help="The project that pays.", show_envvar=True
+    "--config",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="The job's config.yaml.",
 )
-@click.option("--zone", help="Where the machines are to be. Default: a zone of the region that has all their GPUs.")
-@click.option("--spot/--on-demand", "is_spot", help="Whether Google may take machines back, but the master: cheap.")
-@click.option("--name", help="What to call the job; its cluster, NAME-XXXXXX. Default: the file's jobId, else the script's name.")
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="The cluster's file.  [default: NAME-XXXXXX.yaml]")
-@click.option("--dry-run", "is_dry", is_flag=True, help="Check everything and write the cluster's file; make nothing.")
-@click.option("--keep", "is_kept", is_flag=True, help="Leave the cluster there when the job has ended.")
+@_with_settings
+@click.option(
+    "--package-path",
+    type=click.Path(path_type=Path),
+    help="The folder of the module's package, such as trainer/.",
+)
+@click.option(
+    "--package",
+    "packages",
+    multiple=True,
+    help="What pip installs, besides raypool and Ray; for each one.",
+)
+@click.option(
+    "--project",
+    envvar=["GOOGLE_CLOUD_PROJECT", "CLOUDSDK_CORE_PROJECT"],
+    help="The project that pays.",
+    show_envvar=True,
+)
+@click.option(
+    "--zone",
+    help="Where the machines are to be. Default: a zone of the region that has all their GPUs.",
+)
+@click.option(
+    "--spot/--on-demand",
+    "is_spot",
+    help="Whether Google may take machines back, but the master: cheap.",
+)
+@click.option(
+    "--name",
+    help=(
+        "What to call the job; its cluster, NAME-XXXXXX. Default: the file's jobId, else the"
+        " script's name."
+    ),
+)
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The cluster's file.  [default: NAME-XXXXXX.yaml]",
+)
+@click.option(
+    "--dry-run",
+    "is_dry",
+    is_flag=True,
+    help="Check everything and write the cluster's file; make nothing.",
+)
+@click.option(
+    "--keep", "is_kept", is_flag=True, help="Leave the cluster there when the job has ended."
+)
 @click.option("--profile", help="Run on the cluster of this profile, and make none.")
 @click.pass_context
 def submit(context: click.Context, /, **given: Any) -> None:
     """Run a training job on machines of its own, from its config.yaml, and end with its exit code.
 
-    MODULE_OR_SCRIPT is a file, train.py, or a module, trainer.task; the folder that it is in goes along. Options win over what
-    the file says of the same. What follows -- is for the script and is not looked at; it replaces the file's args.
+    MODULE_OR_SCRIPT is a file, train.py, or a module, trainer.task; the folder that it is in goes
+    along. Options win over what the file says of the same. What follows -- is for the script and is
+    not looked at; it replaces the file's args.
 
-    All is checked before anything is made (status 2). Then a cluster is made on Google Cloud; the script begins on its head once
-    all machines are there; what it prints is shown here; and when it has ended, so is the cluster.
+    All is checked before anything is made (status 2). Then a cluster is made on Google Cloud; the
+    script begins on its head once all machines are there; what it prints is shown here; and when it
+    has ended, so is the cluster.
     """
     from raypool.cluster.training_jobs import run_on, run_on_own
 
@@ -121,7 +193,11 @@ def submit(context: click.Context, /, **given: Any) -> None:
     if given["is_dry"]:
         return
     try:
-        status = run_on(profile, submission) if file is None else run_on_own(file, submission, is_kept=given["is_kept"])
+        status = (
+            run_on(profile, submission)
+            if file is None
+            else run_on_own(file, submission, is_kept=given["is_kept"])
+        )
     except RaypoolError as error:
         raise click.ClickException(str(error)) from error
     raise SystemExit(status)
@@ -137,16 +213,28 @@ def _submission(context: click.Context, given: dict[str, Any]) -> Submission:
     if given["config"] is not None:
         documents = read_documents(given["config"])
     else:  # on a cluster that is there, a job need not say what machines it wants
-        documents = documents_of("trainingInput: {scaleTier: BASIC}" if given["profile"] else "trainingInput: {}", "")
+        documents = documents_of(
+            "trainingInput: {scaleTier: BASIC}" if given["profile"] else "trainingInput: {}", ""
+        )
     if len(documents) != 1:
-        raise CloudError(f"{given['config']}: {len(documents)} documents are in it. A training job is one.")
-    options = {option: ((job_files.INPUT, *keys), _value(given, option)) for option, (keys, _) in SETTINGS.items()}
+        raise CloudError(
+            f"{given['config']}: {len(documents)} documents are in it. A training job is one."
+        )
+    options = {
+        option: ((job_files.INPUT, *keys), _value(given, option))
+        for option, (keys, _) in SETTINGS.items()
+    }
     training = job_files.read(
-        overridden(documents[0], {option: entry for option, entry in options.items() if entry[1] is not None})
+        overridden(
+            documents[0],
+            {option: entry for option, entry in options.items() if entry[1] is not None},
+        )
     )
     script = given["script"] or training.module
     if script is None:
-        raise CloudError("What to run is not said. Name a script, train.py, or a module, trainer.task.")
+        raise CloudError(
+            "What to run is not said. Name a script, train.py, or a module, trainer.task."
+        )
     found = find_script(script, given["package_path"])
     args = context.meta[ARGS]
     return Submission(
@@ -163,7 +251,9 @@ def _value(given: dict[str, Any], option: str) -> Any:
     return given[option.removeprefix("--").replace("-", "_")]
 
 
-def _target(context: click.Context, given: dict[str, Any], submission: Submission) -> tuple[Profile, Path | None]:
+def _target(
+    context: click.Context, given: dict[str, Any], submission: Submission
+) -> tuple[Profile, Path | None]:
     """Return the cluster to run on; or the file of the one that is to be made, which is written."""
     from dataclasses import replace
 
@@ -177,24 +267,32 @@ def _target(context: click.Context, given: dict[str, Any], submission: Submissio
         return replace(profile, packages=(*profile.packages, *given["packages"])), None
     if not given["is_dry"]:
         _check_for_real(given, submission.training)
-    cluster = own_name(submission.name)  # two jobs that share a script, or a name, share no machines
+    # two jobs that share a script, or a name, share no machines
+    cluster = own_name(submission.name)
     file = given["out"] or Path(f"{cluster}.yaml")
     save(_text(context, given, submission.training, cluster, file.name), file)
-    size = f"{submission.training.machines} machine(s) with {submission.training.gpus} GPU(s) in all"
+    size = (
+        f"{submission.training.machines} machine(s) with {submission.training.gpus} GPU(s) in all"
+    )
     submission.say(f"Wrote {file}: {size}.")
     return Profile(), file
 
 
 def _check_for_real(given: dict[str, Any], training: Training) -> None:
     if given["project"] is None:
-        raise CloudError("Which project pays is not said. Give --project, or set GOOGLE_CLOUD_PROJECT.")
+        raise CloudError(
+            "Which project pays is not said. Give --project, or set GOOGLE_CLOUD_PROJECT."
+        )
     if training.job_dir is not None and "://" not in training.job_dir and not given["is_kept"]:
         raise CloudError(
-            f"--job-dir {training.job_dir} is on a disk of the cluster, which goes with it. Give gs://BUCKET/..., or --keep."
+            f"--job-dir {training.job_dir} is on a disk of the cluster, which goes with it. Give"
+            " gs://BUCKET/..., or --keep."
         )
 
 
-def _text(context: click.Context, given: dict[str, Any], training: Training, name: str, file: str) -> str:
+def _text(
+    context: click.Context, given: dict[str, Any], training: Training, name: str, file: str
+) -> str:
     """Return the file of the cluster that a job wants, which has been checked."""
     from raypool.cluster.cluster_file import text_of, write
     from raypool.cluster.gcp import why_no_project
@@ -214,7 +312,10 @@ def _text(context: click.Context, given: dict[str, Any], training: Training, nam
         write(plan)
     except CloudError as error:  # machines of AI Platform that no longer exist
         role = "worker" if len(training.groups) > 1 else "master"
-        words = f"--scale-tier custom --{role}-machine-type n1-standard-8 --{role}-accelerator count=1,type=nvidia-tesla-t4"
+        words = (
+            f"--scale-tier custom --{role}-machine-type n1-standard-8 --{role}-accelerator"
+            " count=1,type=nvidia-tesla-t4"
+        )
         raise CloudError(f"{error} Options win over the file: {words}") from error
     command = shlex.join(["raypool", "submit", *context.meta[WORDS]])
     return text_of(plan, command, file, warn=lambda text: echo(f"warning: {text}", err=True))

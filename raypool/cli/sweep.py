@@ -43,28 +43,48 @@ class RunFolder(click.Path):
     required=True,
     help="Folder for the results: created if missing, resumed if there.",
 )
-@click.option("--workers", type=click.IntRange(min=1), help="How many workers. Default: one per GPU, else one per core.")
 @click.option(
-    "--profile", default="local", show_default=True, help="Where to run: local, threads, inline or one of raypool.toml."
+    "--workers",
+    type=click.IntRange(min=1),
+    help="How many workers. Default: one per GPU, else one per core.",
+)
+@click.option(
+    "--profile",
+    default="local",
+    show_default=True,
+    help="Where to run: local, threads, inline or one of raypool.toml.",
 )
 @click.option(
     "--rerun",
     type=click.Choice(["failed", "missing", "all"]),
     default="failed",
     show_default=True,
-    help="Which items run again if RUN_DIR has results: failed and missing ones, only missing ones, or all.",
+    help=(
+        "Which items run again if RUN_DIR has results: failed and missing ones, only missing ones,"
+        " or all."
+    ),
 )
-@click.option("--seed", type=click.IntRange(min=0), help="Give each item random numbers of its own, the same in each run.")
-@click.option("--json", "is_json", is_flag=True, help="Print the table as JSON: a list with an object for each item.")
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    help="Give each item random numbers of its own, the same in each run.",
+)
+@click.option(
+    "--json",
+    "is_json",
+    is_flag=True,
+    help="Print the table as JSON: a list with an object for each item.",
+)
 def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
     """Call a function with each configuration of a file.
 
-    MODULE:FUNCTION is what to call, train:main or train.py:main, on all workers at once; its only argument is a dict. CONFIGS is
-    a file: .csv, whose first line names the columns; .jsonl, with an object on each line; or .yaml, a list of mappings.
+    MODULE:FUNCTION is what to call, train:main or train.py:main, on all workers at once; its only
+    argument is a dict. CONFIGS is a file: .csv, whose first line names the columns; .jsonl, with an
+    object on each line; or .yaml, a list of mappings.
 
-    What has finished is kept in the folder of the run: the same command goes on from there. Prints the table on standard output
-    and all else on standard error. Ends with 0 if all items have finished, 1 if some have failed, 2 if it was used wrongly and
-    130 after Ctrl-C.
+    What has finished is kept in the folder of the run: the same command goes on from there. Prints
+    the table on standard output and all else on standard error. Ends with 0 if all items have
+    finished, 1 if some have failed, 2 if it was used wrongly and 130 after Ctrl-C.
     """
     from raypool.cli.inputs import check_takes_whole, find_function, read_configs
 
@@ -79,7 +99,12 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
 
             with parpool(options["workers"], profile=options["profile"]) as pool:
                 results: Results = pool.parfor(
-                    function, items, on_error="collect", run_dir=run_dir, rerun=options["rerun"], seed=options["seed"]
+                    function,
+                    items,
+                    on_error="collect",
+                    run_dir=run_dir,
+                    rerun=options["rerun"],
+                    seed=options["seed"],
                 )
         except KeyboardInterrupt as interrupt:
             _say_interrupted(interrupt, run_dir, len(items))
@@ -88,7 +113,11 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
     _show(frame, is_json)
     _say_failures(results.errors, items, run_dir)
     num_failed = len(results.errors)
-    echo(f"{len(items) - num_failed} of {len(items)} finished, {num_failed} failed. The run is in {run_dir}.", err=True)
+    echo(
+        f"{len(items) - num_failed} of {len(items)} finished, {num_failed} failed. The run is in"
+        f" {run_dir}.",
+        err=True,
+    )
     raise SystemExit(1 if num_failed else 0)
 
 
@@ -100,7 +129,8 @@ def _say_interrupted(interrupt: KeyboardInterrupt, run_dir: str, count: int) -> 
         return
     finished = int((results.to_frame()["status"] == "finished").sum())
     echo(
-        f"Interrupted: {finished} of {count} have finished, and are kept in {run_dir}. The same command goes on from there.",
+        f"Interrupted: {finished} of {count} have finished, and are kept in {run_dir}. The same"
+        " command goes on from there.",
         err=True,
     )
 
@@ -115,7 +145,10 @@ def _show(frame: pd.DataFrame, is_json: bool) -> None:
     tables.show(tables.sweep_as_table(frame))
     rest = len(frame) - tables.MOST_ROWS
     if rest > 0:
-        echo(f"and {rest:,} more: --json prints all, raypool.load_results(...).to_frame() has them.", err=True)
+        echo(
+            f"and {rest:,} more: --json prints all, raypool.load_results(...).to_frame() has them.",
+            err=True,
+        )
 
 
 def _say_failures(errors: dict[int, BaseException], items: list[Config], run_dir: str) -> None:
@@ -152,8 +185,9 @@ def _hint(error: BaseException, config: Config) -> str:
 def report(run_dir: Path, out: Path) -> None:
     """Write an HTML report of a durable run.
 
-    RUN_DIR is the folder that was given to `raypool sweep` or parfor; the run may still be going on. The page has the table,
-    learning curves, a timeline and how well the run scaled. It is one file, which needs no network.
+    RUN_DIR is the folder that was given to `raypool sweep` or parfor; the run may still be going
+    on. The page has the table, learning curves, a timeline and how well the run scaled. It is one
+    file, which needs no network.
     """
     from raypool.journal.reading import load_results
 
@@ -164,5 +198,7 @@ def report(run_dir: Path, out: Path) -> None:
         except ModuleNotFoundError as error:  # of an extra
             raise click.ClickException(str(error)) from error
         except OSError as error:
-            raise click.ClickException(f"{out} could not be written: {error.strerror or error}.") from error
+            raise click.ClickException(
+                f"{out} could not be written: {error.strerror or error}."
+            ) from error
     echo(f"Wrote {out}")

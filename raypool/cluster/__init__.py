@@ -1,1 +1,3 @@
-"""Clusters: files for them, written and checked; launching and connecting; jobs; notices of preemption."""
+"""Clusters: files for them, written and checked; launching and connecting; jobs; notices of
+preemption.
+"""

@@ -3,8 +3,8 @@
 Two of Ray's defaults are always replaced: an image of Ubuntu 18.04, and a security group that opens
 SSH to the whole internet, whatever rules it is given.
 
-Source: the reference of EC2's RunInstances, its pages "Spot Instances" and "Use the Instance Metadata Service"; Ray's
-`autoscaler/_private/aws/config.py`.
+Source: the reference of EC2's RunInstances, its pages "Spot Instances" and "Use the Instance
+Metadata Service"; Ray's `autoscaler/_private/aws/config.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ MARKETS = ("spot", "capacity-block")
 
 FIND_IMAGE = (
     "aws ssm get-parameter --region REGION --query Parameter.Value --output text",
-    "--name /aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-ubuntu-24.04/latest/ami-id",
+    (
+        "--name"
+        " /aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-ubuntu-24.04/latest/ami-id"
+    ),
 )
 """The command, in two lines, that prints the image to fill in: Ubuntu with NVIDIA's driver."""
 
@@ -39,13 +42,22 @@ def header(plan: ClusterPlan) -> list[str]:
     ask, name = FIND_IMAGE
     key = [f"{KEY}: the name that EC2 knows {plan.ssh_key} by."] if plan.ssh_key else []
     return [
-        f"{SECURITY_GROUP}: its ID (sg-...). It lets its own members in at every port, and your address at port 22: nothing",
+        (
+            f"{SECURITY_GROUP}: its ID (sg-...). It lets its own members in at every port, and your"
+            " address at port 22: nothing"
+        ),
         "else. Were it left out, Ray would make one that opens SSH to the whole internet.",
-        f"{IMAGE}: the ID (ami-...) of an Ubuntu with NVIDIA's driver, of the region. This prints the newest:",
+        (
+            f"{IMAGE}: the ID (ami-...) of an Ubuntu with NVIDIA's driver, of the region. This"
+            " prints the newest:"
+        ),
         f"    {ask.replace('REGION', plan.region or 'REGION')} \\",
         f"        {name}",
         *key,
-        "Workers have no role: for s3://, put `IamInstanceProfile: {Name: ...}` into their node_config.",
+        (
+            "Workers have no role: for s3://, put `IamInstanceProfile: {Name: ...}` into their"
+            " node_config."
+        ),
     ]
 
 
@@ -53,7 +65,8 @@ def write(plan: ClusterPlan) -> dict[str, Any]:
     """Return a file for Ray's launcher.
 
     Raises:
-        CloudError: The plan does not say where, or a machine cannot have the GPUs that it is to have.
+        CloudError: The plan does not say where, or a machine cannot have the GPUs that it is to
+            have.
 
     Example:
         >>> head = NodeGroup(name="head", machine="m6i.xlarge")
@@ -64,7 +77,9 @@ def write(plan: ClusterPlan) -> dict[str, Any]:
         ('us-west-2', {'CPU': 48, 'GPU': 4, 'accelerator_type:A10G': 1})
     """
     if plan.zone is None:
-        raise CloudError(f"The plan of {plan.name} does not say in which zone. Give one, such as us-west-2a.")
+        raise CloudError(
+            f"The plan of {plan.name} does not say in which zone. Give one, such as us-west-2a."
+        )
     provider = {
         "type": "aws",
         "region": plan.region,
@@ -80,8 +95,11 @@ def _instance(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
         "InstanceType": group.machine,
         "ImageId": IMAGE,
         "SecurityGroupIds": [SECURITY_GROUP],
-        "BlockDeviceMappings": [{"DeviceName": "/dev/sda1", "Ebs": {"VolumeSize": group.disk_gb, "VolumeType": "gp3"}}],
-        # The machine's credentials require a two-step request, which a tricked web client cannot make.
+        "BlockDeviceMappings": [
+            {"DeviceName": "/dev/sda1", "Ebs": {"VolumeSize": group.disk_gb, "VolumeType": "gp3"}}
+        ],
+        # The machine's credentials require a two-step request, which a tricked web client cannot
+        # make.
         "MetadataOptions": {"HttpTokens": "required", "HttpEndpoint": "enabled"},
     }
     if plan.ssh_key:
@@ -92,26 +110,43 @@ def _instance(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
 
 
 def check(findings: Findings) -> None:
-    """Note what EC2 would refuse of a file whose entries are of the right kinds, and what would cost money or safety unsaid."""
+    """Note what EC2 would refuse of a file whose entries are of the right kinds, and what would
+    cost money or safety unsaid.
+    """
     name = findings.at(("cluster_name",))
     if not re.fullmatch(rf"[A-Za-z0-9][-\w.]{{0,99}}|{PLACEHOLDER}.*", name):
         right = "letters, digits and - _ . only, and not more than 100 of them"
-        findings.add(("cluster_name",), f"cluster_name is {name!r}; the names of machines begin with it, so it may have {right}.")
+        findings.add(
+            ("cluster_name",),
+            f"cluster_name is {name!r}; the names of machines begin with it, so it may have"
+            f" {right}.",
+        )
     region = findings.at(("provider", "region"))
     if not re.fullmatch(rf"[a-z]{{2}}(-[a-z]+)+-\d|{PLACEHOLDER}.*", str(region)):
         findings.add(("provider", "region"), f"region is {region!r}; one is named like us-west-2.")
     for zone in (findings.at(("provider", "availability_zone")) or "").split(","):
-        if zone and not str(region).startswith(PLACEHOLDER) and not zone.strip().startswith((str(region), PLACEHOLDER)):
-            text = f"the zone {zone.strip()} is not in the region, which is {region}: its zones are {region}a and so on."
+        if (
+            zone
+            and not str(region).startswith(PLACEHOLDER)
+            and not zone.strip().startswith((str(region), PLACEHOLDER))
+        ):
+            text = (
+                f"the zone {zone.strip()} is not in the region, which is {region}: its zones are"
+                f" {region}a and so on."
+            )
             findings.add(("provider", "availability_zone"), text)
     if findings.at(("provider", "security_group")) is not None:
         text = (
-            "Ray opens SSH to the whole internet in the security group that it makes, whatever rules stand here. "
-            "Make one yourself and give its ID in each node_config, as SecurityGroupIds."
+            "Ray opens SSH to the whole internet in the security group that it makes, whatever"
+            " rules stand here. Make one yourself and give its ID in each node_config, as"
+            " SecurityGroupIds."
         )
         findings.add(("provider", "security_group"), text)
     if _validator() is None:
-        findings.doubt(("provider",), "boto3 is not installed here, so the names of EC2's settings were not checked.")
+        findings.doubt(
+            ("provider",),
+            "boto3 is not installed here, so the names of EC2's settings were not checked.",
+        )
     for name in findings.at(("available_node_types",)) or ():
         keys: Keys = ("available_node_types", name)
         _check_machine(findings, keys)
@@ -124,16 +159,23 @@ def _check_machine(findings: Findings, keys: Keys) -> None:
     at = (*keys, "node_config", "InstanceType")
     machine = findings.at(at)
     if not isinstance(machine, str):
-        findings.add((*keys, "node_config"), "InstanceType is missing in node_config: the kind of machine, such as g5.xlarge.")
+        findings.add(
+            (*keys, "node_config"),
+            "InstanceType is missing in node_config: the kind of machine, such as g5.xlarge.",
+        )
     elif not machine.startswith(PLACEHOLDER):
         try:
             shape = catalogue("aws").machine(machine)
         except CloudError as error:
             findings.doubt(at, str(error))
             return
-        launcher_file.check_resources(findings, keys, shape, shape.gpu, shape.gpus, is_filled_in=True)
+        launcher_file.check_resources(
+            findings, keys, shape, shape.gpu, shape.gpus, is_filled_in=True
+        )
         try:
-            catalogue("aws").check_place(str(findings.at(("provider", "region"))), *([shape.gpu] if shape.gpu else []))
+            catalogue("aws").check_place(
+                str(findings.at(("provider", "region"))), *([shape.gpu] if shape.gpu else [])
+            )
         except CloudError as error:
             findings.doubt(at, str(error))
 
@@ -146,11 +188,16 @@ def _check_entries(findings: Findings, config: Keys) -> None:
     validator = _validator()
     if validator is None:
         return
-    report = validator({name: value for name, value in (findings.at(config) or {}).items() if name != SUBNETS})
+    report = validator(
+        {name: value for name, value in (findings.at(config) or {}).items() if name != SUBNETS}
+    )
     for line in report.splitlines():
-        # 'Unknown parameter in Placement: "Zone", must be one of: ...', 'Invalid type for parameter Placement.Zone, value: ...'
+        # 'Unknown parameter in Placement: "Zone", must be one of: ...', 'Invalid type for parameter
+        # Placement.Zone, value: ...'
         where, _, known = line.partition(", must be one of: ")
-        way = re.sub("^.*(parameter in input|parameter in|parameter)", "", where.partition(", value")[0])
+        way = re.sub(
+            "^.*(parameter in input|parameter in|parameter)", "", where.partition(", value")[0]
+        )
         names = re.findall(r"\w+", way)
         at = (*config, *(int(name) if name.isdecimal() else name for name in names))
         findings.add(at, f"{where}{nearest(names[-1], known.split(', '))}" if known else f"{line}.")
@@ -158,14 +205,20 @@ def _check_entries(findings: Findings, config: Keys) -> None:
 
 @functools.cache
 def _validator() -> Callable[[dict[str, Any]], str] | None:
-    """Return a function for boto3's report on an instance's settings; None if it is not installed."""
+    """Return a function for boto3's report on an instance's settings; None if it is not
+    installed.
+    """
     try:
         from botocore.loaders import Loader
         from botocore.model import ServiceModel
         from botocore.validate import ParamValidator
     except ImportError:
         return None
-    wanted = ServiceModel(Loader().load_service_model("ec2", "service-2")).operation_model("RunInstances").input_shape
+    wanted = (
+        ServiceModel(Loader().load_service_model("ec2", "service-2"))
+        .operation_model("RunInstances")
+        .input_shape
+    )
     counts = {"MinCount": 1, "MaxCount": 1}  # Ray adds them
     return lambda config: str(ParamValidator().validate(config | counts, wanted).generate_report())
 
@@ -178,28 +231,42 @@ def _check_instance(findings: Findings, config: Keys) -> None:
 
     market = there("InstanceMarketOptions")
     if market is not None and there("InstanceMarketOptions", "MarketType") not in MARKETS:
-        findings.add((*config, "InstanceMarketOptions"), f"{market!r} is no market; it must be `MarketType: {MARKETS[0]}`.")
+        findings.add(
+            (*config, "InstanceMarketOptions"),
+            f"{market!r} is no market; it must be `MarketType: {MARKETS[0]}`.",
+        )
     if there("MetadataOptions", "HttpEndpoint") == "disabled":
         text = (
-            "without the service for metadata the head may make no machines, and nobody learns that a spot machine is taken "
-            "back. It must be enabled; `HttpTokens: required` makes it safe."
+            "without the service for metadata the head may make no machines, and nobody learns that"
+            " a spot machine is taken back. It must be enabled; `HttpTokens: required` makes it"
+            " safe."
         )
         findings.add((*config, "MetadataOptions", "HttpEndpoint"), text)
     if there("LaunchTemplate") is not None:
         return  # it may say what follows, and lies with Amazon
     has_file, name = findings.at(("auth", "ssh_private_key")) is not None, there("KeyName")
     if has_file and name is None and there("UserData") is None:
-        text = "KeyName is missing in node_config: the name that EC2 knows the key by that auth says to log in with."
+        text = (
+            "KeyName is missing in node_config: the name that EC2 knows the key by that auth says"
+            " to log in with."
+        )
         findings.add(config, text)
     elif name is not None and not has_file:
-        text = f"KeyName is {name!r}, and auth names no ssh_private_key, so Ray takes a key of its own. Name its file there."
+        text = (
+            f"KeyName is {name!r}, and auth names no ssh_private_key, so Ray takes a key of its"
+            " own. Name its file there."
+        )
         findings.add((*config, "KeyName"), text)
     if there("ImageId") in (None, "latest_dlami"):
         find = "`raypool cluster init --provider aws` writes the command that finds one"
-        findings.add(config, f"ImageId is missing in node_config: Ray would take an Ubuntu 18.04 of 2022; {find}.")
+        findings.add(
+            config,
+            f"ImageId is missing in node_config: Ray would take an Ubuntu 18.04 of 2022; {find}.",
+        )
     if not there("SecurityGroupIds") and there("NetworkInterfaces") is None:
         text = (
-            "SecurityGroupIds is missing in node_config: Ray would make a group that opens SSH to the whole internet. "
-            "Give one that lets in its own members, and your address at port 22."
+            "SecurityGroupIds is missing in node_config: Ray would make a group that opens SSH to"
+            " the whole internet. Give one that lets in its own members, and your address at"
+            " port 22."
         )
         findings.add(config, text)

@@ -1,4 +1,5 @@
-"""The start of a training job on its cluster's head: `python -m raypool.cluster.begin ... -- train.py`.
+"""The start of a training job on its cluster's head: `python -m raypool.cluster.begin ... --
+train.py`.
 
 First it checks that the folder for outputs is writable, instead of failing after hours of training.
 Then it waits until all machines have joined, so that the script's pool has all GPUs. At last it
@@ -30,12 +31,23 @@ BUCKET_PATIENCE = {"gs": "?retry_limit_seconds=20", "s3": ""}
 
 
 def main(words: Sequence[str]) -> None:
-    """Test the folder, wait for the machines, and become the script: Python's arguments after `--`."""
+    """Test the folder, wait for the machines, and become the script: Python's arguments after
+    `--`.
+    """
     at = words.index("--") if "--" in words else len(words)
-    parser = argparse.ArgumentParser(prog="python -m raypool.cluster.begin", description="Begin a training job on its cluster.")
+    parser = argparse.ArgumentParser(
+        prog="python -m raypool.cluster.begin", description="Begin a training job on its cluster."
+    )
     parser.add_argument("--job-dir", help="has to be writable from here")
-    parser.add_argument("--machines", type=int, default=1, help="so many have to be there, the head included")
-    parser.add_argument("--timeout-s", type=float, default=MACHINES_TIMEOUT_S, help="for so long they are waited for [s]")
+    parser.add_argument(
+        "--machines", type=int, default=1, help="so many have to be there, the head included"
+    )
+    parser.add_argument(
+        "--timeout-s",
+        type=float,
+        default=MACHINES_TIMEOUT_S,
+        help="for so long they are waited for [s]",
+    )
     options = parser.parse_args(words[:at])
     script = words[at + 1 :]
     if not script:
@@ -85,7 +97,9 @@ def machines_there() -> int:
 
     from raypool.ray_private import GcsClient
 
-    nodes = GcsClient(address=os.environ["RAY_ADDRESS"]).get_all_node_info(timeout=ANSWER_S).values()
+    nodes = (
+        GcsClient(address=os.environ["RAY_ADDRESS"]).get_all_node_info(timeout=ANSWER_S).values()
+    )
     return sum(node.state == GcsNodeInfo.ALIVE for node in nodes)
 
 
@@ -113,8 +127,9 @@ def wait_until(machines: int, count: Callable[[], int], timeout_s: float) -> Non
             sys.stdout.flush()
         elif time.monotonic() > deadline:
             raise CloudError(
-                f"{there} of {machines} machines are there after {timeout_s:g} s. The zone may have no more of them now, or your "
-                "quota there may allow no more: `raypool cluster status` shows what became of the others."
+                f"{there} of {machines} machines are there after {timeout_s:g} s. The zone may have"
+                " no more of them now, or your quota there may allow no more: `raypool cluster"
+                " status` shows what became of the others."
             )
         else:
             time.sleep(LOOK_S)

@@ -4,7 +4,8 @@ A file for the launcher is checked by Ray's own schema first. Then come rules fo
 accepts silently although they cannot work, or are open to everybody. At last Ray's own preparation
 of the file is run, without making anything.
 
-Source: Ray's `autoscaler/ray-schema.json`, `autoscaler/_private/util.py` and `autoscaler/*/defaults.yaml`.
+Source: Ray's `autoscaler/ray-schema.json`, `autoscaler/_private/util.py` and
+    `autoscaler/*/defaults.yaml`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ from raypool.cluster import aws, gcp, job_files, kubernetes, launcher_file, on_p
 from raypool.cluster.documents import PLACEHOLDER, Document, Findings, nearest, read_documents
 from raypool.errors import CloudError
 
-PROVIDERS: dict[str, Callable[[Findings], None]] = {"gcp": gcp.check, "aws": aws.check, "local": on_prem.check}
+PROVIDERS: dict[str, Callable[[Findings], None]] = {
+    "gcp": gcp.check,
+    "aws": aws.check,
+    "local": on_prem.check,
+}
 HEAD, WORKER = "head_start_ray_commands", "worker_start_ray_commands"
 
 
@@ -46,13 +51,19 @@ def check_file(path: str | Path) -> tuple[str, ...]:
     """
     documents = [document for document in read_documents(path) if document.content is not None]
     if not documents:
-        raise CloudError(f"{path}: there is nothing in it. `raypool cluster init` writes a file to begin with.")
+        raise CloudError(
+            f"{path}: there is nothing in it. `raypool cluster init` writes a file to begin with."
+        )
     is_for_kubernetes = any(kubernetes.is_manifest(document.content) for document in documents)
     warnings: list[str] = []
     problems = []
     for document in documents:
         content = document.content
-        is_foreign = isinstance(content, dict) and "apiVersion" in content and not kubernetes.is_manifest(content)
+        is_foreign = (
+            isinstance(content, dict)
+            and "apiVersion" in content
+            and not kubernetes.is_manifest(content)
+        )
         if is_for_kubernetes and is_foreign:
             continue  # an object of Kubernetes itself beside the cluster: a Secret, a Service
         try:
@@ -83,7 +94,10 @@ def check(document: Document) -> tuple[str, ...]:
     elif "provider" in content or "cluster_name" in content:
         _check_launcher(findings)
     else:
-        kinds = "a cluster for Ray's launcher has a provider, one on Kubernetes an apiVersion, a training job a trainingInput"
+        kinds = (
+            "a cluster for Ray's launcher has a provider, one on Kubernetes an apiVersion, a"
+            " training job a trainingInput"
+        )
         findings.add((), f"what this is cannot be seen: {kinds}.")
     return findings.finish()
 
@@ -98,19 +112,32 @@ def _check_launcher(findings: Findings) -> None:
         from raypool.ray_private import _NODE_PROVIDERS
 
         if provider not in _NODE_PROVIDERS:
-            findings.add(("provider", "type"), f"Ray knows no provider {provider!r}{nearest(str(provider), PROVIDERS)}")
+            findings.add(
+                ("provider", "type"),
+                f"Ray knows no provider {provider!r}{nearest(str(provider), PROVIDERS)}",
+            )
             return
-        findings.doubt(("provider", "type"), f"raypool has no rules for {provider}: its settings were checked by Ray only.")
+        findings.doubt(
+            ("provider", "type"),
+            f"raypool has no rules for {provider}: its settings were checked by Ray only.",
+        )
     findings.check_filled_in()
     for name, entry in (findings.at(("available_node_types",)) or {}).items():
         least, most = entry.get("min_workers", 0), entry.get("max_workers")
         if most is not None and least > most:
-            text = f"min_workers is {least}, more than max_workers, which is {most}: make one of them at most the other."
+            text = (
+                f"min_workers is {least}, more than max_workers, which is {most}: make one of them"
+                " at most the other."
+            )
             findings.add(("available_node_types", name, "min_workers"), text)
     _check_login(findings)
     for away, here in (findings.at(("file_mounts",)) or {}).items():
         # Only the token is made when the cluster is.
-        if here != launcher_file.TOKEN and not here.startswith(PLACEHOLDER) and not Path(here).expanduser().exists():
+        if (
+            here != launcher_file.TOKEN
+            and not here.startswith(PLACEHOLDER)
+            and not Path(here).expanduser().exists()
+        ):
             text = f"{away} is to be copied from {here}, and there is no such file or folder here."
             findings.add(("file_mounts", away), text)
     _check_commands(findings)
@@ -125,9 +152,15 @@ def _schema() -> Draft7Validator:
     ray = importlib.util.find_spec("ray")
     assert ray is not None
     assert ray.origin is not None
-    schema = json.loads((Path(ray.origin).parent / "autoscaler" / "ray-schema.json").read_text(encoding="utf-8"))
-    schema["properties"]["min_workers"] = {"type": "integer", "minimum": 0}  # goes with machines on premises
-    schema["properties"]["file_mounts"] = {"type": "object", "additionalProperties": {"type": "string"}}
+    schema = json.loads(
+        (Path(ray.origin).parent / "autoscaler" / "ray-schema.json").read_text(encoding="utf-8")
+    )
+    # goes with machines on premises
+    schema["properties"]["min_workers"] = {"type": "integer", "minimum": 0}
+    schema["properties"]["file_mounts"] = {
+        "type": "object",
+        "additionalProperties": {"type": "string"},
+    }
     return Draft7Validator(schema)
 
 
@@ -135,7 +168,10 @@ def _check_login(findings: Findings) -> None:
     """Check user and key of the login: SSH requires that only the owner can read the key."""
     user = findings.at(("auth", "ssh_user")) or ""
     if not re.fullmatch(rf"{PLACEHOLDER}.*|[A-Za-z_][-A-Za-z0-9_.@]*", user):
-        findings.add(("auth", "ssh_user"), f"ssh_user is {user!r}, which is no name of a user; one is like ubuntu.")
+        findings.add(
+            ("auth", "ssh_user"),
+            f"ssh_user is {user!r}, which is no name of a user; one is like ubuntu.",
+        )
     for name in ("ssh_private_key", "ssh_public_key"):
         given = findings.at(("auth", name))
         if given and not given.startswith(PLACEHOLDER):
@@ -143,7 +179,10 @@ def _check_login(findings: Findings) -> None:
             if not path.is_file():
                 findings.add(("auth", name), f"{name} is {path}, and there is no such file.")
             elif name == "ssh_private_key" and (mode := stat.S_IMODE(path.stat().st_mode)) & 0o077:
-                text = f"{path} can be read by others (mode {mode:o}), and SSH takes no such key: `chmod 600 {path}`."
+                text = (
+                    f"{path} can be read by others (mode {mode:o}), and SSH takes no such key:"
+                    f" `chmod 600 {path}`."
+                )
                 findings.add(("auth", name), text)
 
 
@@ -151,37 +190,71 @@ def _check_commands(findings: Findings) -> None:
     """Check the commands for the machines: they must be given, and require the token."""
     for name in ("setup_commands", HEAD, WORKER):
         if findings.at((name,)) is None:
-            end = "which installs an old version and opens the dashboard to everybody. `raypool cluster init` writes good ones."
+            end = (
+                "which installs an old version and opens the dashboard to everybody. `raypool"
+                " cluster init` writes good ones."
+            )
             findings.add((), f"{name} is missing: Ray would take its own, {end}")
     ports = {}
     for name in (HEAD, WORKER):
         commands = findings.at((name,)) or ()
-        starts = {number: text for number, text in enumerate(commands) if launcher_file.START in text}
+        starts = {
+            number: text for number, text in enumerate(commands) if launcher_file.START in text
+        }
         if commands and not starts:
             findings.add((name,), f"{name} does not start Ray: `{launcher_file.START}` is missing.")
         for number, text in starts.items():
             if not _has_token(text):
-                right = "Put `export RAY_AUTH_MODE=token;` before `ray start`, into the same command"
-                findings.add((name, number), f"Ray is started without a token: whoever reaches it can run code. {right}.")
-            elif launcher_file.TOKEN not in (findings.at(("file_mounts",)) or {}) and "RAY_AUTH_TOKEN" not in text:
+                right = (
+                    "Put `export RAY_AUTH_MODE=token;` before `ray start`, into the same command"
+                )
+                findings.add(
+                    (name, number),
+                    f"Ray is started without a token: whoever reaches it can run code. {right}.",
+                )
+            elif (
+                launcher_file.TOKEN not in (findings.at(("file_mounts",)) or {})
+                and "RAY_AUTH_TOKEN" not in text
+            ):
                 right = f"Put `{launcher_file.TOKEN}: {launcher_file.TOKEN}` under file_mounts"
-                findings.add((name, number), f"Ray wants a token, and none is copied to the machines. {right}.")
+                findings.add(
+                    (name, number),
+                    f"Ray wants a token, and none is copied to the machines. {right}.",
+                )
             if name == HEAD and "--autoscaling-config" not in text:
                 option = "--autoscaling-config=~/ray_bootstrap_config.yaml"
-                text = f"Ray is not told of this file, so no worker is ever made. Add `{option}` to `ray start`."
+                text = (
+                    f"Ray is not told of this file, so no worker is ever made. Add `{option}` to"
+                    " `ray start`."
+                )
                 findings.add((name, number), text)
-        ports[name] = re.search(r"--port[= ](\d+)" if name == HEAD else r"--address[= ]\S+?:(\d+)", "\n".join(starts.values()))
+        ports[name] = re.search(
+            r"--port[= ](\d+)" if name == HEAD else r"--address[= ]\S+?:(\d+)",
+            "\n".join(starts.values()),
+        )
     head, worker = ports[HEAD], ports[WORKER]
     if head and worker and head[1] != worker[1]:
-        findings.add((WORKER,), f"the workers look for the head at port {worker[1]}, and it listens at {head[1]}.")
+        findings.add(
+            (WORKER,),
+            f"the workers look for the head at port {worker[1]}, and it listens at {head[1]}.",
+        )
 
 
 def _has_token(command: str) -> bool:
-    """Say whether a command has Ray ask for a token: each is run by a shell of its own, what another one sets does not count."""
+    """Say whether a command has Ray ask for a token: each is run by a shell of its own, what
+    another one sets does not count.
+    """
     before = command.partition(launcher_file.START)[0]
     modes = re.findall(r"\bRAY_AUTH_MODE=[\"']?(\w*)", before)
-    is_exported = re.search(r"\bexport\s[^;&|\n]*RAY_AUTH_MODE|\bRAY_AUTH_MODE=[^\s;&|]+\s+([A-Za-z_]\w*=[^\s;&|]*\s+)*$", before)
-    return modes[-1:] == ["token"] and is_exported is not None and not re.search(r"\bunset\b[^;&|]*\bRAY_AUTH", before)
+    is_exported = re.search(
+        r"\bexport\s[^;&|\n]*RAY_AUTH_MODE|\bRAY_AUTH_MODE=[^\s;&|]+\s+([A-Za-z_]\w*=[^\s;&|]*\s+)*$",
+        before,
+    )
+    return (
+        modes[-1:] == ["token"]
+        and is_exported is not None
+        and not re.search(r"\bunset\b[^;&|]*\bRAY_AUTH", before)
+    )
 
 
 def _ask_ray(findings: Findings) -> None:

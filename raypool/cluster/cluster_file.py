@@ -23,11 +23,24 @@ COMMENTS = {
     "min_workers": "So many machines at least besides the head.",
     "max_workers": "So many machines at most besides the head.",
     "idle_timeout_minutes": "A machine that has had no work for so long is given back.",
-    "head_node_type": "The machine that the others join: it makes them when there is work for them, and gives them back.",
-    "available_node_types": "Kinds of machines: what Ray may give away of each, how many there are, and what they are.",
-    "file_mounts": "Everybody who connects has to show this token; it is copied to each machine, readable by its user only.",
-    "initialization_commands": "What is installed, and how: in an environment of its own, the same on every machine.",
-    "head_start_ray_commands": "Ray, with the token; its dashboard on the loopback only; who is silent for 8 s is given up.",
+    "head_node_type": (
+        "The machine that the others join: it makes them when there is work for them, and gives"
+        " them back."
+    ),
+    "available_node_types": (
+        "Kinds of machines: what Ray may give away of each, how many there are, and what they are."
+    ),
+    "file_mounts": (
+        "Everybody who connects has to show this token; it is copied to each machine, readable by"
+        " its user only."
+    ),
+    "initialization_commands": (
+        "What is installed, and how: in an environment of its own, the same on every machine."
+    ),
+    "head_start_ray_commands": (
+        "Ray, with the token; its dashboard on the loopback only; who is silent for 8 s is"
+        " given up."
+    ),
     "worker_start_ray_commands": "What runs on each worker.",
 }
 """The comments above entries of a launcher's file."""
@@ -50,7 +63,11 @@ WIDTH = 128
 
 
 def text_of(
-    plan: ClusterPlan, command: str, file: str, job: str | None = None, warn: Callable[[str], object] = lambda text: None
+    plan: ClusterPlan,
+    command: str,
+    file: str,
+    job: str | None = None,
+    warn: Callable[[str], object] = lambda text: None,
 ) -> str:
     """Return the file of a cluster.
 
@@ -62,13 +79,25 @@ def text_of(
         warn: Takes warnings on machines that the (dated) catalogues do not have.
 
     Raises:
-        CloudError: The plan cannot be carried out there, or something is wrong with the file, but for what is to be filled in.
+        CloudError: The plan cannot be carried out there, or something is wrong with the file, but
+            for what is to be filled in.
     """
     if job is not None and plan.provider != "kubernetes":
-        raise CloudError("A file that has its job in it is for Kubernetes. Elsewhere `raypool submit` makes a cluster for a job.")
+        raise CloudError(
+            "A file that has its job in it is for Kubernetes. Elsewhere `raypool submit` makes a"
+            " cluster for a job."
+        )
     content = write(plan) if job is None else kubernetes.write_job(plan, job)
-    names = dict.fromkeys(name for _, text in texts(content) for name in re.findall(rf"{PLACEHOLDER}[a-z][^<>]*>", text))
-    fill_in = [f"Fill in {', '.join(names)}.", *(aws.header(plan) if plan.provider == "aws" else [])] if names else []
+    names = dict.fromkeys(
+        name
+        for _, text in texts(content)
+        for name in re.findall(rf"{PLACEHOLDER}[a-z][^<>]*>", text)
+    )
+    fill_in = (
+        [f"Fill in {', '.join(names)}.", *(aws.header(plan) if plan.provider == "aws" else [])]
+        if names
+        else []
+    )
     header = [
         WHAT[plan.provider],
         "Made by:",
@@ -96,7 +125,8 @@ def text_of(
 
 
 def save(text: str, file: Path, is_forced: bool = False) -> None:
-    """Write a file. An existing one is replaced only if forced: it may be needed to end a running cluster.
+    """Write a file. An existing one is replaced only if forced: it may be needed to end a running
+    cluster.
 
     Raises:
         CloudError: It exists already, or cannot be written.
@@ -112,7 +142,9 @@ def save(text: str, file: Path, is_forced: bool = False) -> None:
         end = "perhaps as that of a cluster that runs. Give --out with another name"
         raise CloudError(f"{file} is there already, {end}.") from None
     except OSError as error:
-        raise CloudError(f"{file} could not be written: {error.strerror}. Give --out with another place.") from error
+        raise CloudError(
+            f"{file} could not be written: {error.strerror}. Give --out with another place."
+        ) from error
     finally:
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
@@ -139,7 +171,8 @@ def render(documents: Iterable[Mapping[str, Any]], header: Iterable[str]) -> str
 
     Args:
         documents: Its documents, in order.
-        header: Lines of the comment that it begins with: by which command it was made, and what is to be filled in.
+        header: Lines of the comment that it begins with: by which command it was made, and what is
+            to be filled in.
 
     Example:
         >>> print(render([{"cluster_name": "lab", "max_workers": 2}], ["Made by hand."]), end="")
@@ -150,14 +183,22 @@ def render(documents: Iterable[Mapping[str, Any]], header: Iterable[str]) -> str
         # So many machines at most besides the head.
         max_workers: 2
     """
-    lines = [part for line in header for part in line.splitlines()]  # a value may have line ends in it
+    # a value may have line ends in it
+    lines = [part for line in header for part in line.splitlines()]
     top = "".join(f"# {line}".rstrip() + "\n" for line in lines)
-    return top + "\n" + "\n---\n".join(_document(document).rstrip("\n") for document in documents) + "\n"
+    return (
+        top
+        + "\n"
+        + "\n---\n".join(_document(document).rstrip("\n") for document in documents)
+        + "\n"
+    )
 
 
 def _as_it_is_read(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     """Give a text of several lines as lines."""
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+    return dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+    )
 
 
 _Dumper.add_representer(str, _as_it_is_read)

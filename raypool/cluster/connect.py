@@ -1,4 +1,5 @@
-"""Connecting to a cluster: token, certificates and runtime environment, and checks with a quick error.
+"""Connecting to a cluster: token, certificates and runtime environment, and checks with a quick
+error.
 
 Ray itself would try for half a minute, or forever, and then not name the reason.
 """
@@ -27,7 +28,11 @@ CONNECT_TIMEOUT_S = 5.0
 ANSWER_S = 4.0
 """The time for Ray to answer [s]."""
 
-TLS_VARIABLES = {"certificate": "RAY_TLS_SERVER_CERT", "key": "RAY_TLS_SERVER_KEY", "authority": "RAY_TLS_CA_CERT"}
+TLS_VARIABLES = {
+    "certificate": "RAY_TLS_SERVER_CERT",
+    "key": "RAY_TLS_SERVER_KEY",
+    "authority": "RAY_TLS_CA_CERT",
+}
 
 
 _replaced: dict[str, tuple[str | None, str | None]] = {}  # by variable: the value before, and now
@@ -42,7 +47,8 @@ def prepare(profile: Profile) -> None:
         StartupError: A file does not exist, or is empty.
 
     Source:
-        Ray, Token authentication: RAY_AUTH_TOKEN counts before RAY_AUTH_TOKEN_PATH. Ray, TLS Authentication.
+        Ray, Token authentication: RAY_AUTH_TOKEN counts before RAY_AUTH_TOKEN_PATH. Ray, TLS
+        Authentication.
     """
     wanted = _variables(profile)
     for name, (before, since) in _replaced.items():
@@ -80,7 +86,10 @@ def _readable(entry: str | os.PathLike[str], name: str) -> str:
     try:
         is_empty = not path.read_bytes().strip()
     except OSError as error:
-        raise StartupError(f"{name}: {path} could not be read: {error.strerror}. Copy it from the head of the cluster.") from None
+        raise StartupError(
+            f"{name}: {path} could not be read: {error.strerror}. Copy it from the head of the"
+            " cluster."
+        ) from None
     if is_empty:
         raise StartupError(f"{name}: {path} is empty. Copy it from the head of the cluster.")
     return str(path)
@@ -113,7 +122,8 @@ def check(address: str) -> None:
         socket.create_connection((host, port), CONNECT_TIMEOUT_S).close()
     except OSError as error:
         raise StartupError(
-            f"Nobody answers at {address} ({error}). Check the address, and that Ray runs there and this machine may reach it."
+            f"Nobody answers at {address} ({error}). Check the address, and that Ray runs there and"
+            " this machine may reach it."
         ) from error
     _check_encryption(host, port, address)
     if address.startswith(CLIENT):
@@ -126,13 +136,13 @@ def _check_encryption(host: str, port: int, address: str) -> None:
     wants_tls = _wants_tls()
     if wants_tls and not speaks_tls(host, port):
         raise StartupError(
-            f"The connection is to be encrypted (tls), but what answers at {address} does not encrypt. "
-            "Leave tls (and RAY_USE_TLS) out, or start Ray there with RAY_USE_TLS=1."
+            f"The connection is to be encrypted (tls), but what answers at {address} does not"
+            " encrypt. Leave tls (and RAY_USE_TLS) out, or start Ray there with RAY_USE_TLS=1."
         )
     if not wants_tls and speaks_tls(host, port):
         raise StartupError(
-            f"What answers at {address} encrypts its connections, and this process has no certificate. "
-            "Give the profile one: tls=Tls(certificate=..., key=..., authority=...)."
+            f"What answers at {address} encrypts its connections, and this process has no"
+            " certificate. Give the profile one: tls=Tls(certificate=..., key=..., authority=...)."
         )
 
 
@@ -141,7 +151,9 @@ def _wants_tls() -> bool:
 
 
 def speaks_tls(host: str, port: int) -> bool:
-    """Whether the listener speaks TLS, whatever its identity, and whatever certificate it requires."""
+    """Whether the listener speaks TLS, whatever its identity, and whatever certificate it
+    requires.
+    """
     context = ssl.create_default_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -155,7 +167,7 @@ def speaks_tls(host: str, port: int) -> bool:
         return False
 
 
-# --- Ray's own services -----------------------------------------------------------------------------------------------
+# --- Ray's own services ---------------------------------------------------------------------------
 
 
 def _check_server(address: str, target: str) -> None:
@@ -168,7 +180,9 @@ def _check_server(address: str, target: str) -> None:
 
     with _token_as_here(address), init_grpc_channel(target) as channel:
         try:
-            RayletDriverStub(channel).ClusterInfo(ClusterInfoRequest(type=ClusterInfoType.PING), timeout=ANSWER_S)
+            RayletDriverStub(channel).ClusterInfo(
+                ClusterInfoRequest(type=ClusterInfoType.PING), timeout=ANSWER_S
+            )
         except grpc.RpcError as error:
             raise _refusal(address, error) from error
 
@@ -179,31 +193,38 @@ def _refusal(address: str, error: Any) -> StartupError:
     code, details = error.code(), str(error.details())
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return _bad_token(address)
-    if _wants_tls() and code is grpc.StatusCode.UNAVAILABLE:  # TLS is answered, but refuses this process
+    # TLS is answered, but refuses this process
+    if _wants_tls() and code is grpc.StatusCode.UNAVAILABLE:
         return StartupError(
-            f"{address} does not accept the certificate of this machine, or this machine not the one shown there ({details}). "
-            "Both have to be signed by the same authority, and the one there has to name the host of this address."
+            f"{address} does not accept the certificate of this machine, or this machine not the"
+            f" one shown there ({details}). Both have to be signed by the same authority, and the"
+            " one there has to name the host of this address."
         )
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return StartupError(
-            f"What answers at {address} is no server of Ray Client. It listens on port 10001, as a rule, of the cluster's head."
+            f"What answers at {address} is no server of Ray Client. It listens on port 10001, as a"
+            " rule, of the cluster's head."
         )
     return StartupError(
-        f"What answers at {address} is no server of Ray Client, or one that is not well ({code.name}: {details}). "
-        "It listens on port 10001, as a rule, of the cluster's head."
+        f"What answers at {address} is no server of Ray Client, or one that is not well"
+        f" ({code.name}: {details}). It listens on port 10001, as a rule, of the cluster's head."
     )
 
 
 def _bad_token(address: str) -> StartupError:
-    where = "RAY_AUTH_TOKEN" if "RAY_AUTH_TOKEN" in os.environ else os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")
+    where = (
+        "RAY_AUTH_TOKEN"
+        if "RAY_AUTH_TOKEN" in os.environ
+        else os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")
+    )
     if os.environ.get("RAY_AUTH_MODE") != "token":
         return StartupError(
             f"The cluster at {address} asks for a token, and this process has none. "
             "Copy ~/.ray/auth_token from its head, and name the file: token_file=..."
         )
     return StartupError(
-        f"The cluster at {address} does not accept the token in {where}: it is that of another cluster, or an old one. "
-        "Copy ~/.ray/auth_token from its head again."
+        f"The cluster at {address} does not accept the token in {where}: it is that of another"
+        " cluster, or an old one. Copy ~/.ray/auth_token from its head again."
     )
 
 
@@ -219,7 +240,9 @@ def _token_as_here(address: str) -> Iterator[None]:
 
 
 def _check_node(address: str) -> None:
-    """Check that this machine is a node: elsewhere Ray would look for its local process for minutes."""
+    """Check that this machine is a node: elsewhere Ray would look for its local process for
+    minutes.
+    """
     import psutil
     from ray.exceptions import RaySystemError, RpcError
 
@@ -230,16 +253,17 @@ def _check_node(address: str) -> None:
             nodes = GcsClient(address=address).get_all_node_info(timeout=ANSWER_S).values()
     except (RpcError, RaySystemError) as error:
         raise StartupError(
-            f"What answers at {address} is not Ray's control store, or one that is not well ({error}). "
-            "That listens on port 6379, as a rule, of the cluster's head."
+            f"What answers at {address} is not Ray's control store, or one that is not well"
+            f" ({error}). That listens on port 6379, as a rule, of the cluster's head."
         ) from error
     there = sorted({node.node_manager_address for node in nodes if node.state == 0})  # alive
     here = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
     if not here.intersection(there):
         head = host_and_port(address)[0]
         raise StartupError(
-            f"This machine is no node of the cluster at {address} (its nodes: {', '.join(there) or 'none'}), and only a node can "
-            f"join it there. From outside use Ray Client: address='{CLIENT}{head}:10001'."
+            f"This machine is no node of the cluster at {address} (its nodes:"
+            f" {', '.join(there) or 'none'}), and only a node can join it there. From outside use"
+            f" Ray Client: address='{CLIENT}{head}:10001'."
         )
 
 
@@ -250,13 +274,13 @@ def not_started(address: str | None, error: Exception) -> StartupError:
     if "Version mismatch" in str(error) and len(rays) == len(pythons) == 2:
         theirs, ours = (f"Ray {rays[side]} and Python {pythons[side]}" for side in (0, 1))
         return StartupError(
-            f"The cluster at {where} runs {theirs}, this process {ours}. "
-            "Both have to be the same, of Python the first two numbers: make an environment with those of the cluster."
+            f"The cluster at {where} runs {theirs}, this process {ours}. Both have to be the same,"
+            " of Python the first two numbers: make an environment with those of the cluster."
         )
     return StartupError(f"Ray could not be started or reached at {where}: {error}")
 
 
-# --- token of our own clusters ----------------------------------------------------------------------------------------
+# --- token of our own clusters --------------------------------------------------------------------
 
 
 def token_path() -> Path:
@@ -268,7 +292,8 @@ def make_token(path: Path | None = None) -> None:
     """Create a token file, readable by its owner only; Ray would create it readable by all.
 
     Args:
-        path: The file. None: where Ray on this machine looks for it, if the token is not in the environment.
+        path: The file. None: where Ray on this machine looks for it, if the token is not in the
+            environment.
     """
     if path is None:
         if "RAY_AUTH_TOKEN" in os.environ:
@@ -292,7 +317,7 @@ def make_token(path: Path | None = None) -> None:
         draft.unlink(missing_ok=True)
 
 
-# --- runtime environment of workers -----------------------------------------------------------------------------------
+# --- runtime environment of workers ---------------------------------------------------------------
 
 
 MIB = 2**20
@@ -335,16 +360,27 @@ def _check(folder: Path) -> None:
     total = sum(sizes.values())
     if total < min(LARGE_BYTES, GCS_STORAGE_MAX_SIZE):
         return
-    largest = ", ".join(f"{name} ({size / MIB:.0f} MiB)" for name, size in Counter(sizes).most_common(NAMED))
-    words = f"working_dir: {folder} has {total / MIB:.0f} MiB in {len(sizes)} entries; the largest: {largest}."
-    step = "What need not travel can be named in a file .rayignore there, which is written like a .gitignore."
+    largest = ", ".join(
+        f"{name} ({size / MIB:.0f} MiB)" for name, size in Counter(sizes).most_common(NAMED)
+    )
+    words = (
+        f"working_dir: {folder} has {total / MIB:.0f} MiB in {len(sizes)} entries; the largest:"
+        f" {largest}."
+    )
+    step = (
+        "What need not travel can be named in a file .rayignore there, which is written like a"
+        " .gitignore."
+    )
     if total >= GCS_STORAGE_MAX_SIZE:
-        raise InvalidValueError(f"{words} Ray takes {GCS_STORAGE_MAX_SIZE / MIB:.0f} MiB at most. {step}")
+        raise InvalidValueError(
+            f"{words} Ray takes {GCS_STORAGE_MAX_SIZE / MIB:.0f} MiB at most. {step}"
+        )
     logger.warning("%s All of it travels to the cluster. %s", words, step)
 
 
 def sizes_of(folder: Path) -> dict[str, int]:
-    """Return the size of each entry of a folder that would travel [bytes]: Ray packs files uncompressed.
+    """Return the size of each entry of a folder that would travel [bytes]: Ray packs files
+    uncompressed.
 
     Files named in .gitignore and .rayignore are left out. Their reader is private to Ray, checked
     on 2.60.

@@ -46,8 +46,14 @@ class Document:
         node, line = self.node, self.node.start_mark.line
         for key in keys:
             if isinstance(node, yaml.MappingNode):
-                entry = next(((name, value) for name, value in node.value if name.value == str(key)), None)
-            elif isinstance(node, yaml.SequenceNode) and isinstance(key, int) and key < len(node.value):
+                entry = next(
+                    ((name, value) for name, value in node.value if name.value == str(key)), None
+                )
+            elif (
+                isinstance(node, yaml.SequenceNode)
+                and isinstance(key, int)
+                and key < len(node.value)
+            ):
                 entry = node.value[key], node.value[key]
             else:
                 entry = None
@@ -57,7 +63,9 @@ class Document:
         return line + 1
 
     def place_of(self, keys: Keys) -> str:
-        """Return where the entry at `keys` stands, for an error to begin with: "cluster.yaml, line 3"."""
+        """Return where the entry at `keys` stands, for an error to begin with: "cluster.yaml, line
+        3".
+        """
         return f"{self.name}, line {self.line_of(keys)}"
 
 
@@ -84,8 +92,8 @@ def documents_of(text: str, name: str) -> list[Document]:
         name: What to call it in errors.
 
     Raises:
-        CloudError: It is not YAML; a mapping has a key twice, of which YAML would take the last, or one that is no text; or an
-            entry is part of itself.
+        CloudError: It is not YAML; a mapping has a key twice, of which YAML would take the last, or
+            one that is no text; or an entry is part of itself.
 
     Example:
         >>> [document] = documents_of("a:\n  b: 1\n", "some.yaml")
@@ -112,7 +120,9 @@ def documents_of(text: str, name: str) -> list[Document]:
 
 
 def _check_keys(node: yaml.Node, name: str, above: set[int]) -> None:
-    """Refuse duplicate and non-text keys, and aliases of an enclosing entry, all of which YAML accepts."""
+    """Refuse duplicate and non-text keys, and aliases of an enclosing entry, all of which YAML
+    accepts.
+    """
 
     def refuse(at: yaml.Node, text: str) -> None:
         raise CloudError(f"{name}, line {at.start_mark.line + 1}: {text}")
@@ -128,9 +138,15 @@ def _check_keys(node: yaml.Node, name: str, above: set[int]) -> None:
             refuse(key, f"YAML reads the name {key.value!r} as no text. Put it in quotes.")
         if key.value in lines and key.value != "<<":
             first = lines[key.value]
-            refuse(key, f"{key.value!r} stands here for the second time (the first is in line {first}). Keep one of them.")
+            refuse(
+                key,
+                f"{key.value!r} stands here for the second time (the first is in line {first})."
+                " Keep one of them.",
+            )
         lines[key.value] = key.start_mark.line + 1
-    children = [value for _, value in entries] or (node.value if isinstance(node, yaml.SequenceNode) else ())
+    children = [value for _, value in entries] or (
+        node.value if isinstance(node, yaml.SequenceNode) else ()
+    )
     for child in children:
         _check_keys(child, name, above | {id(node)})
 
@@ -199,7 +215,11 @@ class Findings:
             if error.validator == "additionalProperties":
                 self.check_keys(at, cast("dict[str, Any]", error.schema).get("properties", {}))
             elif error.validator == "enum":
-                self.add(at, f"{name} is {error.instance!r}{nearest(str(error.instance), map(str, allowed))}")
+                self.add(
+                    at,
+                    f"{name} is"
+                    f" {error.instance!r}{nearest(str(error.instance), map(str, allowed))}",
+                )
             else:
                 self.add(at, f"{name}: {error.message}.")
 
@@ -223,7 +243,8 @@ class Findings:
         for found in (self.problems, self.doubts):
             found.sort(key=lambda problem: self.document.line_of(problem.keys))
         told, warnings = (
-            tuple(f"{self.document.place_of(each.keys)}: {each.text}" for each in found) for found in (self.problems, self.doubts)
+            tuple(f"{self.document.place_of(each.keys)}: {each.text}" for each in found)
+            for found in (self.problems, self.doubts)
         )
         if self.problems:
             raise CloudError("\n".join(told), problems=tuple(self.problems), warnings=warnings)

@@ -28,7 +28,8 @@ class Draft:
         zone: The zone.
         gpu: The kind of GPU that workers have; None: what `machine` comes with, else T4.
         gpus: How many each worker has; None: as many as `machine` comes with, else 1.
-        machine: The kind of machine that workers are; None: the smallest with these GPUs and four vCPUs for each.
+        machine: The kind of machine that workers are; None: the smallest with these GPUs and four
+            vCPUs for each.
         head_machine: The kind of machine that the head is.
         least: So many workers are always there.
         most: So many at most.
@@ -66,12 +67,13 @@ class Draft:
         """Return the plan of the cluster.
 
         Raises:
-            CloudError: There is no such machine, it cannot have these GPUs, there would be more workers at least than at most,
-                or there is no such version of Python.
+            CloudError: There is no such machine, it cannot have these GPUs, there would be more
+                workers at least than at most, or there is no such version of Python.
         """
         if self.least > self.most:
             raise CloudError(
-                f"There are to be at least {self.least} workers and at most {self.most}: make the first at most the second."
+                f"There are to be at least {self.least} workers and at most {self.most}: make the"
+                " first at most the second."
             )
         if self.python is not None and not re.fullmatch(r"3\.\d+(\.\d+)?", self.python):
             raise CloudError(f"{self.python!r} is no version of Python; one is like 3.11.")
@@ -91,11 +93,15 @@ class Draft:
         return plan if self.python is None else replace(plan, python=self.python)
 
     def _worker(self) -> NodeGroup:
-        machine, gpu, gpus = self._machine() if self.provider in OF_PROVIDERS else ("", self.gpu, self.gpus or 1)
+        machine, gpu, gpus = (
+            self._machine() if self.provider in OF_PROVIDERS else ("", self.gpu, self.gpus or 1)
+        )
         most = max(len(self.hosts) - 1, 0) if self.provider == "on-prem" else self.most
         least = most if self.provider == "on-prem" else self.least
         spot = self.spot and self.provider != "on-prem"
-        return NodeGroup(name="worker", machine=machine, gpu=gpu, gpus=gpus, least=least, most=most, spot=spot)
+        return NodeGroup(
+            name="worker", machine=machine, gpu=gpu, gpus=gpus, least=least, most=most, spot=spot
+        )
 
     def _machine(self) -> tuple[str, str, int]:
         """Return the kind of machine that workers are, and the kind and number of its GPUs."""
@@ -113,7 +119,9 @@ class Draft:
             return None
         known = catalogue(OF_PROVIDERS[self.provider])
         places = known.zones(worker.gpu) if self.provider == "gcp" else known.regions(worker.gpu)
-        place = next((place for place in (*PLACES[self.provider], *places) if place in places), None)
+        place = next(
+            (place for place in (*PLACES[self.provider], *places) if place in places), None
+        )
         return f"{place}a" if place and self.provider == "aws" else place
 
 
@@ -123,9 +131,14 @@ def smallest(known: Catalogue, gpu: str, gpus: int) -> Machine:
     Raises:
         CloudError: No machine has so many.
     """
-    fit = [machine for machine in known.machines.values() if gpus in known.allowed(machine.name, gpu)]
+    fit = [
+        machine for machine in known.machines.values() if gpus in known.allowed(machine.name, gpu)
+    ]
     if not fit:
         counts = sorted({count for name in known.machines for count in known.allowed(name, gpu)})
         raise CloudError(f"No machine has {gpus} {gpu}; {one_of(counts)} can be had.")
     good = [machine for machine in fit if machine.vcpus >= CPUS_PER_GPU * gpus]
-    return min(good or fit, key=lambda machine: (machine.vcpus, "standard" not in machine.name, machine.memory_gb))
+    return min(
+        good or fit,
+        key=lambda machine: (machine.vcpus, "standard" not in machine.name, machine.memory_gb),
+    )

@@ -1,7 +1,8 @@
 """Clusters on Google Cloud: writes the file for Ray's launcher, and checks one.
 
-Source: the reference of Compute Engine's `instances.insert`, its pages "GPU machine types", "Spot VMs" and "Choose a disk type";
-Ray's `autoscaler/_private/gcp`; the rules for names are those of the pages "Naming resources" and "Label resources".
+Source: the reference of Compute Engine's `instances.insert`, its pages "GPU machine types", "Spot
+VMs" and "Choose a disk type"; Ray's `autoscaler/_private/gcp`; the rules for names are those of the
+pages "Naming resources" and "Label resources".
 """
 
 from __future__ import annotations
@@ -23,20 +24,27 @@ from raypool.errors import CloudError
 
 HEAD_IMAGE = "projects/ubuntu-os-cloud/global/images/family/ubuntu-2404-lts-amd64"
 GPU_IMAGE = "projects/deeplearning-platform-release/global/images/family/common-cu129-ubuntu-2404-nvidia-580"
-"""Ubuntu with NVIDIA's driver installed; it suits all GPUs but K80, which newer drivers do not support."""
+"""Ubuntu with NVIDIA's driver installed; it suits all GPUs but K80, which newer drivers do not
+support.
+"""
 
-# The families of machines that boot from these disks only. Others get pd-balanced: Compute Engine's own default are spinning
-# disks, which take minutes to read what is installed, and which newer machines do not have.
+# The families of machines that boot from these disks only. Others get pd-balanced: Compute Engine's
+# own default are spinning disks, which take minutes to read what is installed, and which newer
+# machines do not have.
 HYPERDISK_ONLY = ("a3-ultragpu-", "a4-", "a4x-", "g4-", "n4-", "c4-", "c4a-", "c4d-")
 
 STORAGE = "https://www.googleapis.com/auth/devstorage.read_write"
 
-NAME_LIMIT = 35  # Compute Engine takes 63 letters; Ray makes "ray-NAME-worker-12345678-compute" of the name
+# Compute Engine takes 63 letters; Ray makes "ray-NAME-worker-12345678-compute" of the name
+NAME_LIMIT = 35
 
 _ACCELERATOR = {
     "type": "object",
     "required": ["acceleratorType", "acceleratorCount"],
-    "properties": {"acceleratorType": {"type": "string"}, "acceleratorCount": {"type": "integer", "minimum": 1}},
+    "properties": {
+        "acceleratorType": {"type": "string"},
+        "acceleratorCount": {"type": "integer", "minimum": 1},
+    },
 }
 SHAPE = Draft7Validator(
     {
@@ -44,7 +52,12 @@ SHAPE = Draft7Validator(
         "required": ["machineType"],
         "properties": {
             "machineType": {"type": "string"},
-            "guestAccelerators": {"type": "array", "minItems": 1, "maxItems": 1, "items": _ACCELERATOR},
+            "guestAccelerators": {
+                "type": "array",
+                "minItems": 1,
+                "maxItems": 1,
+                "items": _ACCELERATOR,
+            },
             "scheduling": {"type": "object"},
         },
     }
@@ -56,7 +69,8 @@ def write(plan: ClusterPlan) -> dict[str, Any]:
     """Return a file for Ray's launcher.
 
     Raises:
-        CloudError: The plan does not say where, or a machine cannot have the GPUs that it is to have.
+        CloudError: The plan does not say where, or a machine cannot have the GPUs that it is to
+            have.
 
     Example:
         >>> head = NodeGroup(name="head", machine="n2-standard-4")
@@ -67,7 +81,10 @@ def write(plan: ClusterPlan) -> dict[str, Any]:
         {'CPU': 8, 'GPU': 1, 'accelerator_type:T4': 1}
     """
     if plan.zone is None:
-        raise CloudError(f"The plan of {plan.name} does not say in which zone. `raypool cluster machines --gpu T4` lists zones.")
+        raise CloudError(
+            f"The plan of {plan.name} does not say in which zone. `raypool cluster machines --gpu"
+            " T4` lists zones."
+        )
     provider = {
         "type": "gcp",
         "project_id": plan.project or "<your project>",
@@ -82,7 +99,9 @@ def _instance(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
     instance: dict[str, Any] = {"machineType": group.machine, "disks": [_disk(plan, group)]}
     gpu = catalogue("gce").gpu(group.gpu) if group.gpu else None
     if gpu and catalogue("gce").machine(group.machine).gpu is None:
-        instance["guestAccelerators"] = [{"acceleratorType": gpu.accelerator, "acceleratorCount": group.gpus}]
+        instance["guestAccelerators"] = [
+            {"acceleratorType": gpu.accelerator, "acceleratorCount": group.gpus}
+        ]
     if scheduling := _scheduling(group):
         instance["scheduling"] = scheduling
     if group is not plan.head:  # Ray gives the head an account that may make machines
@@ -104,7 +123,9 @@ def _disk(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
 
 
 def _scheduling(group: NodeGroup) -> dict[str, Any]:
-    """Return what is to happen when the machine below the instance is needed otherwise: those with GPUs cannot move elsewhere."""
+    """Return what is to happen when the machine below the instance is needed otherwise: those with
+    GPUs cannot move elsewhere.
+    """
     if group.spot:
         spot = {"provisioningModel": "SPOT", "instanceTerminationAction": "DELETE"}
         return {**spot, "onHostMaintenance": "TERMINATE", "automaticRestart": False}
@@ -116,33 +137,56 @@ def check(findings: Findings) -> None:
     name = findings.at(("cluster_name",))
     if not re.fullmatch(rf"[a-z][-a-z0-9]{{0,{NAME_LIMIT - 1}}}|{PLACEHOLDER}.*", name):
         right = f"lower-case letters, digits and dashes, a letter first, {NAME_LIMIT} at most"
-        findings.add(("cluster_name",), f"cluster_name is {name!r}; the names of machines begin with it, so it may have {right}.")
+        findings.add(
+            ("cluster_name",),
+            f"cluster_name is {name!r}; the names of machines begin with it, so it may have"
+            f" {right}.",
+        )
     zone = _check_place(findings)
     if _schema() is None:
-        text = "google-api-python-client is not installed here, so the names of Google's settings were not checked."
+        text = (
+            "google-api-python-client is not installed here, so the names of Google's settings were"
+            " not checked."
+        )
         findings.doubt(("provider",), text)
     for name in findings.at(("available_node_types",)) or ():
         keys: Keys = ("available_node_types", name)
         if not re.fullmatch(r"[a-z0-9_-]{1,63}", name):
-            findings.add(keys, f"{name!r} becomes a label of machines, which has lower-case letters, digits, - and _ only.")
+            findings.add(
+                keys,
+                f"{name!r} becomes a label of machines, which has lower-case letters, digits, - and"
+                " _ only.",
+            )
         _check_type(findings, keys, zone)
 
 
 def _check_place(findings: Findings) -> str | None:
     """Check project and zone; return the zone, None if it is not filled in."""
-    project, region, zone = (findings.at(("provider", name)) for name in ("project_id", "region", "availability_zone"))
+    project, region, zone = (
+        findings.at(("provider", name)) for name in ("project_id", "region", "availability_zone")
+    )
     for name, given in (("project_id", project), ("region", region), ("availability_zone", zone)):
         if not given:
             findings.add(("provider",), f"{name} is missing in provider.")
-    if isinstance(project, str) and not project.startswith(PLACEHOLDER) and (wrong := why_no_project(project)) is not None:
+    if (
+        isinstance(project, str)
+        and not project.startswith(PLACEHOLDER)
+        and (wrong := why_no_project(project)) is not None
+    ):
         findings.add(("provider", "project_id"), f"project_id is {wrong}")
     if not isinstance(zone, str) or zone.startswith(PLACEHOLDER):
         return None
     if not re.fullmatch(r"[a-z]+-[a-z]+\d+-[a-z]", zone):
-        findings.add(("provider", "availability_zone"), f"{zone!r} is no zone; one is named like us-central1-a.")
+        findings.add(
+            ("provider", "availability_zone"),
+            f"{zone!r} is no zone; one is named like us-central1-a.",
+        )
         return None
     if region is not None and region_of(zone) != region:
-        findings.add(("provider", "region"), f"region is {region!r}, and the zone {zone} lies in {region_of(zone)}.")
+        findings.add(
+            ("provider", "region"),
+            f"region is {region!r}, and the zone {zone} lies in {region_of(zone)}.",
+        )
     return zone
 
 
@@ -155,7 +199,10 @@ def why_no_project(project: str) -> str | None:
     """
     if re.fullmatch("([a-z.]+:)?[a-z][-a-z0-9]{4,28}[a-z0-9]", project):
         return None
-    return f"{project!r}; an ID has 6 to 30 lower-case letters, digits and dashes (`gcloud projects list`)."
+    return (
+        f"{project!r}; an ID has 6 to 30 lower-case letters, digits and dashes (`gcloud projects"
+        " list`)."
+    )
 
 
 def _check_type(findings: Findings, keys: Keys, zone: str | None) -> None:
@@ -167,35 +214,50 @@ def _check_type(findings: Findings, keys: Keys, zone: str | None) -> None:
     for at, text in texts(findings.at(config)):
         place = re.match(r"(?:https?://.*/)?(?:projects/[^/]+/)?zones/([^/]+)/", text)
         if place is not None and zone not in (None, place[1]):
-            findings.add((*config, *at), f"{at[-1]} is in {place[1]}, and the cluster is in {zone}: it must be the same zone.")
+            findings.add(
+                (*config, *at),
+                f"{at[-1]} is in {place[1]}, and the cluster is in {zone}: it must be the same"
+                " zone.",
+            )
     _check_gpus(findings, keys, zone)
 
 
 @functools.cache
 def _schema() -> Draft7Validator | None:
-    """Return Google's own description of an instance, which comes with the client that Ray's launcher needs; None without."""
+    """Return Google's own description of an instance, which comes with the client that Ray's
+    launcher needs; None without.
+    """
     client = importlib.util.find_spec("googleapiclient")
     if client is None or client.origin is None:
         return None
     file = Path(client.origin).with_name("discovery_cache") / "documents" / "compute.v1.json"
     known = json.loads(file.read_text(encoding="utf-8"))["schemas"]
-    known["Instance"]["properties"]["sourceInstanceTemplate"] = {"type": "string"}  # Ray hands it on apart from the instance
+    # Ray hands it on apart from the instance
+    known["Instance"]["properties"]["sourceInstanceTemplate"] = {"type": "string"}
     schemas = {name: _strict(schema) for name, schema in known.items()}
-    return Draft7Validator({"allOf": [{"$ref": "#/schemas/Instance"}, SHAPE.schema], "schemas": schemas})
+    return Draft7Validator(
+        {"allOf": [{"$ref": "#/schemas/Instance"}, SHAPE.schema], "schemas": schemas}
+    )
 
 
 def _strict(described: dict[str, Any]) -> dict[str, Any]:
-    """Return a part of Google's description as a JSON schema that takes no setting that it does not know."""
+    """Return a part of Google's description as a JSON schema that takes no setting that it does not
+    know.
+    """
     if "$ref" in described:
         return {"$ref": f"#/schemas/{described['$ref']}"}
     schema: dict[str, Any] = {}
-    schema |= {name: described[name] for name in ("type", "enum") if described.get(name, "any") != "any"}
+    schema |= {
+        name: described[name] for name in ("type", "enum") if described.get(name, "any") != "any"
+    }
     if described.get("format") in ("int64", "uint64"):
         schema["type"] = ["string", "integer"]  # JSON has no whole numbers of 64 bits
     if "items" in described:
         schema["items"] = _strict(described["items"])
     if "properties" in described:
-        schema["properties"] = {name: _strict(each) for name, each in described["properties"].items()}
+        schema["properties"] = {
+            name: _strict(each) for name, each in described["properties"].items()
+        }
         schema["additionalProperties"] = False
     return schema
 
@@ -208,7 +270,10 @@ def _check_gpus(findings: Findings, keys: Keys, zone: str | None) -> None:
     shape, kind, gpus = gce.machines.get(machine), None, 0
     if attached is not None:
         at = (*config, "guestAccelerators", 0, "acceleratorType")
-        kind, gpus = _gpu(findings, at, attached["acceleratorType"].rpartition("/")[2]), attached["acceleratorCount"]
+        kind, gpus = (
+            _gpu(findings, at, attached["acceleratorType"].rpartition("/")[2]),
+            attached["acceleratorCount"],
+        )
     elif shape is not None and shape.gpu is not None:
         kind, gpus = gce.gpu(shape.gpu), shape.gpus
     is_made_to_measure = re.fullmatch(r"([a-z]\w*-)?custom-\d+-\d+(-ext)?", machine) is not None
@@ -218,7 +283,10 @@ def _check_gpus(findings: Findings, keys: Keys, zone: str | None) -> None:
         if kind is not None and zone is not None:
             gce.check_place(zone, kind.name)
     except CloudError as error:
-        findings.doubt((*config, "machineType") if shape is None else ("provider", "availability_zone"), str(error))
+        findings.doubt(
+            (*config, "machineType") if shape is None else ("provider", "availability_zone"),
+            str(error),
+        )
     if shape is not None and kind is not None:
         try:
             gce.check(machine, kind.name, gpus)
@@ -230,7 +298,9 @@ def _check_gpus(findings: Findings, keys: Keys, zone: str | None) -> None:
 
 
 def _gpu(findings: Findings, keys: Keys, accelerator: str) -> Gpu | None:
-    """Return the GPU that Compute Engine calls so, None if that is not known; it knows no other spelling."""
+    """Return the GPU that Compute Engine calls so, None if that is not known; it knows no other
+    spelling.
+    """
     try:
         gpu = catalogue("gce").gpu(accelerator)
     except CloudError as error:
@@ -238,7 +308,9 @@ def _gpu(findings: Findings, keys: Keys, accelerator: str) -> Gpu | None:
         (findings.add if is_gone else findings.doubt)(keys, str(error))
         return None
     if gpu.accelerator != accelerator:
-        findings.add(keys, f"acceleratorType is {accelerator!r}; Compute Engine calls it {gpu.accelerator}.")
+        findings.add(
+            keys, f"acceleratorType is {accelerator!r}; Compute Engine calls it {gpu.accelerator}."
+        )
     return gpu
 
 
@@ -248,6 +320,13 @@ def _check_scheduling(findings: Findings, config: Keys, has_gpus: bool) -> None:
     at = (*config, "scheduling") if scheduling else config
     if (is_spot or has_gpus) and scheduling.get("onHostMaintenance") != "TERMINATE":
         which = "a spot machine" if is_spot else "a machine with GPUs"
-        findings.add(at, f"{which} cannot move elsewhere: scheduling must say `onHostMaintenance: TERMINATE`.")
+        findings.add(
+            at,
+            f"{which} cannot move elsewhere: scheduling must say `onHostMaintenance: TERMINATE`.",
+        )
     if is_spot and scheduling.get("automaticRestart") is not False:
-        findings.add(at, "a spot machine does not start again by itself: scheduling must say `automaticRestart: false`.")
+        findings.add(
+            at,
+            "a spot machine does not start again by itself: scheduling must say `automaticRestart:"
+            " false`.",
+        )

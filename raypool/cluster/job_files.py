@@ -1,4 +1,5 @@
-"""Training jobs: reads and checks `config.yaml` of AI Platform Training, and options that override it.
+"""Training jobs: reads and checks `config.yaml` of AI Platform Training, and options that override
+it.
 
 ::
 
@@ -16,8 +17,8 @@ a Ray cluster, where the job's script runs; workers, parameter servers and evalu
 of machines beside it, of fixed size.
 
 Source:
-    Google Cloud, AI Platform Training: "Using GPUs for training models in the cloud", and TrainingInput in the discovery document
-    of its API (ml.v1), which google-api-python-client has.
+    Google Cloud, AI Platform Training: "Using GPUs for training models in the cloud", and
+    TrainingInput in the discovery document of its API (ml.v1), which google-api-python-client has.
 """
 
 from __future__ import annotations
@@ -32,7 +33,12 @@ from raypool.cluster.machines import Catalogue, Machine, catalogue, why_no_zone
 from raypool.cluster.plan import ClusterPlan, NodeGroup
 from raypool.errors import CloudError
 
-GROUPS = {"master": "head", "worker": "worker", "parameterServer": "parameter-server", "evaluator": "evaluator"}
+GROUPS = {
+    "master": "head",
+    "worker": "worker",
+    "parameterServer": "parameter-server",
+    "evaluator": "evaluator",
+}
 """The groups of machines for the roles of a job; nodes have the label "raypool/role" with it."""
 
 INPUT = "trainingInput"
@@ -43,7 +49,9 @@ COUNTS = tuple(f"{role}Count" for role in GROUPS if role != "master")
 CONFIGS = tuple(f"{role}Config" for role in GROUPS)
 
 TIERS = {"BASIC": ("n1-standard-4", None, 0), "BASIC_GPU": ("n1-standard-8", "K80", 1)}
-"""The scale tiers that are one machine each: its kind, and its GPUs. CUSTOM says its machines itself."""
+"""The scale tiers that are one machine each: its kind, and its GPUs. CUSTOM says its machines
+itself.
+"""
 
 UNUSED = {
     "runtimeVersion": "machines get the versions that are installed here",
@@ -54,20 +62,42 @@ UNUSED = {
 """Settings that change nothing, and why."""
 
 UNABLE = {
-    "hyperparameters": "Let the script call raypool.parfor with a function that trains for one setting.",
+    "hyperparameters": (
+        "Let the script call raypool.parfor with a function that trains for one setting."
+    ),
     "packageUris": "--package-path sends your package along, and --package installs what it needs.",
     "scheduling": "`raypool job stop` ends a job.",
     "encryptionConfig": "Write the cluster's file with --dry-run, and add it to the disks there.",
-    "network": "Write the cluster's file with --dry-run, and add networkInterfaces to each node_config there.",
-    "serviceAccount": "Write the cluster's file with --dry-run, and add serviceAccounts to each node_config there.",
+    "network": (
+        "Write the cluster's file with --dry-run, and add networkInterfaces to each node_config"
+        " there."
+    ),
+    "serviceAccount": (
+        "Write the cluster's file with --dry-run, and add serviceAccounts to each node_config"
+        " there."
+    ),
 }
 """Settings that cannot be supported, and what to do instead."""
 
 UNABLE_OF_ROLES = dict.fromkeys(
-    ("imageUri", "containerCommand", "containerArgs", "tpuTfVersion"), "Machines run what --package installs, in no container."
+    ("imageUri", "containerCommand", "containerArgs", "tpuTfVersion"),
+    "Machines run what --package installs, in no container.",
 )
 
-KNOWN = frozenset({"scaleTier", "region", "jobDir", "pythonModule", "args", *TYPES, *COUNTS, *CONFIGS, *UNUSED, *UNABLE})
+KNOWN = frozenset(
+    {
+        "scaleTier",
+        "region",
+        "jobDir",
+        "pythonModule",
+        "args",
+        *TYPES,
+        *COUNTS,
+        *CONFIGS,
+        *UNUSED,
+        *UNABLE,
+    }
+)
 """All settings of a training job."""
 
 EXAMPLE = "{count: 4, type: NVIDIA_TESLA_T4}"
@@ -78,7 +108,8 @@ BUCKETS = {
 }
 """How buckets may be called.
 
-Source: Google Cloud Storage, "About Cloud Storage buckets"; Amazon S3, "General purpose bucket naming rules".
+Source: Google Cloud Storage, "About Cloud Storage buckets"; Amazon S3, "General purpose bucket
+    naming rules".
 """
 
 
@@ -128,7 +159,13 @@ class Training:
         return head.gpus + sum(group.gpus * group.most for group in workers)
 
     def plan(
-        self, *, name: str, project: str | None, zone: str, spot: bool = False, packages: tuple[str, ...] = ()
+        self,
+        *,
+        name: str,
+        project: str | None,
+        zone: str,
+        spot: bool = False,
+        packages: tuple[str, ...] = (),
     ) -> ClusterPlan:
         """Return the cluster that the job runs on.
 
@@ -162,7 +199,8 @@ def is_training(content: Any) -> bool:
 
 
 def check(document: Document) -> tuple[str, ...]:
-    """Make sure that a file describes a training job that can run, and return what is not used, and what may not be had.
+    """Make sure that a file describes a training job that can run, and return what is not used, and
+    what may not be had.
 
     Raises:
         CloudError: It does not; says all that is wrong, where, and what would be right.
@@ -173,7 +211,8 @@ def check(document: Document) -> tuple[str, ...]:
 def read(document: Document) -> Training:
     """Return the training job that a file describes.
 
-    Machines and GPUs are those of AI Platform Training; in a file that names any which it never had, today's of Compute Engine.
+    Machines and GPUs are those of AI Platform Training; in a file that names any which it never
+    had, today's of Compute Engine.
 
     Raises:
         CloudError: Something is wrong with it; says all that is, where, and what would be right.
@@ -209,16 +248,26 @@ def _check_outside(findings: Findings) -> None:
     """Note mistakes outside the settings of the job."""
     content = findings.at(())
     if not isinstance(content, dict):
-        findings.add((), f"{_shown(content)} stands here. A training job is a mapping with trainingInput.")
+        findings.add(
+            (), f"{_shown(content)} stands here. A training job is a mapping with trainingInput."
+        )
     elif INPUT not in content and is_training(content):
         first = next(name for name in content if name in KNOWN)
-        findings.add((first,), f"{first} belongs into trainingInput: write `trainingInput:` above it, and indent what that has.")
+        findings.add(
+            (first,),
+            f"{first} belongs into trainingInput: write `trainingInput:` above it, and indent what"
+            " that has.",
+        )
     else:
         findings.check_keys((), OUTSIDE)
         if INPUT not in content:
             findings.add((), "there is no trainingInput, which says what machines the job has.")
         elif not isinstance(content[INPUT], dict):
-            findings.add((INPUT,), f"trainingInput is {_shown(content[INPUT])}; it should have settings, such as scaleTier.")
+            findings.add(
+                (INPUT,),
+                f"trainingInput is {_shown(content[INPUT])}; it should have settings, such as"
+                " scaleTier.",
+            )
 
 
 def _check_unable(findings: Findings, keys: Keys, unable: dict[str, str]) -> None:
@@ -249,13 +298,16 @@ def _why_no_job_dir(job_dir: str) -> str | None:
         bucket = rest.partition("/")[0]
         if BUCKETS[scheme].fullmatch(bucket):
             return None
-        return f"{bucket!r} cannot be a bucket's name: three or more of a-z, 0-9, '-' and '.', a letter or digit at both ends."
+        return (
+            f"{bucket!r} cannot be a bucket's name: three or more of a-z, 0-9, '-' and '.', a"
+            " letter or digit at both ends."
+        )
     if job_dir.startswith("/"):
         return None
     return f"{job_dir!r} is neither gs://BUCKET/..., s3://BUCKET/... nor a path that begins with /."
 
 
-# --- machines ---------------------------------------------------------------------------------------------------------
+# --- machines -------------------------------------------------------------------------------------
 
 
 def _groups(findings: Findings) -> Iterator[NodeGroup]:
@@ -271,15 +323,27 @@ def _groups(findings: Findings) -> Iterator[NodeGroup]:
         yield NodeGroup(name=GROUPS["master"], machine=machine, gpu=gpu, gpus=gpus)
         for name in (*TYPES, *COUNTS, *CONFIGS):
             if findings.at((INPUT, name)) is not None:
-                findings.add((INPUT, name), f"{name} goes with scaleTier CUSTOM only; {tier} is one {machine}.")
+                findings.add(
+                    (INPUT, name),
+                    f"{name} goes with scaleTier CUSTOM only; {tier} is one {machine}.",
+                )
     elif tier is None:
-        findings.add((INPUT,), f"scaleTier is missing: CUSTOM, where the machines are said, or one of {', '.join(TIERS)}.")
+        findings.add(
+            (INPUT,),
+            "scaleTier is missing: CUSTOM, where the machines are said, or one of"
+            f" {', '.join(TIERS)}.",
+        )
     else:
-        findings.add((INPUT, "scaleTier"), f"there is no scaleTier {_shown(tier)} here{nearest(str(tier), ('CUSTOM', *TIERS))}")
+        findings.add(
+            (INPUT, "scaleTier"),
+            f"there is no scaleTier {_shown(tier)} here{nearest(str(tier), ('CUSTOM', *TIERS))}",
+        )
 
 
 def _catalogue(findings: Findings) -> Catalogue:
-    """Return the catalogue by which a file's machines are checked: today's if it knows them all, and the old one does not."""
+    """Return the catalogue by which a file's machines are checked: today's if it knows them all,
+    and the old one does not.
+    """
     then, today = catalogue("ai-platform-2021"), catalogue("gce")
     machines = [findings.at((INPUT, name)) for name in TYPES]
     gpus = [findings.at((INPUT, name, "acceleratorConfig", "type")) for name in CONFIGS]
@@ -315,19 +379,33 @@ def _group(findings: Findings, role: str, have: Catalogue) -> Iterator[NodeGroup
     gpu, gpus = _gpus(findings, role, machine, have)
     always = 0 if role == "master" else size
     kind = machine.compute or machine.name
-    group = NodeGroup(name=GROUPS[role], machine=kind, gpu=gpu, gpus=gpus, least=always, most=always)
-    yield group if (disk_gb := _disk_gb(findings, role)) is None else replace(group, disk_gb=disk_gb)
+    group = NodeGroup(
+        name=GROUPS[role], machine=kind, gpu=gpu, gpus=gpus, least=always, most=always
+    )
+    yield (
+        group if (disk_gb := _disk_gb(findings, role)) is None else replace(group, disk_gb=disk_gb)
+    )
 
 
 def _size(findings: Findings, role: str) -> int:
-    """Return how many machines a role has; 1, and a note, if what is said is no number of machines."""
+    """Return how many machines a role has; 1, and a note, if what is said is no number of
+    machines.
+    """
     keys = (INPUT, f"{role}Count")
     given = findings.at(keys)
     count = _whole(given)
     if given is None:
-        named = [name for name in (f"{role}Type", f"{role}Config") if findings.at((INPUT, name)) is not None]
+        named = [
+            name
+            for name in (f"{role}Type", f"{role}Config")
+            if findings.at((INPUT, name)) is not None
+        ]
         for name in named[:1]:
-            findings.add((INPUT, name), f"{name} is given, but no {role}Count: there would be none. Say how many there are.")
+            findings.add(
+                (INPUT, name),
+                f"{name} is given, but no {role}Count: there would be none. Say how many there"
+                " are.",
+            )
         return len(named[:1])
     if count is None or count < 0:
         findings.add(keys, f"{role}Count is {_shown(given)}; a whole number, 0 or more, would do.")
@@ -340,7 +418,9 @@ def _check_config(findings: Findings, role: str) -> None:
     keys = (INPUT, f"{role}Config")
     config = findings.at(keys)
     if config is not None and not isinstance(config, dict):
-        findings.add(keys, f"{role}Config is {_shown(config)}; it should have acceleratorConfig: {EXAMPLE}.")
+        findings.add(
+            keys, f"{role}Config is {_shown(config)}; it should have acceleratorConfig: {EXAMPLE}."
+        )
         return
     findings.check_keys(keys, ("acceleratorConfig", "diskConfig", *UNABLE_OF_ROLES))
     _check_unable(findings, keys, UNABLE_OF_ROLES)
@@ -353,18 +433,28 @@ def _disk_gb(findings: Findings, role: str) -> int | None:
     given = findings.at(keys)
     size = _whole(given)
     if given is not None and (size is None or size < 1):
-        findings.add(keys, f"bootDiskSizeGb is {_shown(given)}; a whole number of GB would do, such as 200.")
+        findings.add(
+            keys, f"bootDiskSizeGb is {_shown(given)}; a whole number of GB would do, such as 200."
+        )
     return size
 
 
-def _gpus(findings: Findings, role: str, machine: Machine, have: Catalogue) -> tuple[str | None, int]:
-    """Return kind and number of the GPUs of each machine of a role, and note if it cannot have them."""
+def _gpus(
+    findings: Findings, role: str, machine: Machine, have: Catalogue
+) -> tuple[str | None, int]:
+    """Return kind and number of the GPUs of each machine of a role, and note if it cannot have
+    them.
+    """
     keys = (INPUT, f"{role}Config", "acceleratorConfig")
     given = findings.at(keys)
     if machine.compute:
         if given is not None:
             has = f"{machine.gpus} {machine.gpu}" if machine.gpu else "no GPUs"
-            findings.add(keys, f"{machine.name} always has {has}. GPUs are attached to machines such as {machine.compute}.")
+            findings.add(
+                keys,
+                f"{machine.name} always has {has}. GPUs are attached to machines such as"
+                f" {machine.compute}.",
+            )
         return machine.gpu, machine.gpus
     if given is None:
         gpu, gpus = None, 0
@@ -381,7 +471,9 @@ def _gpus(findings: Findings, role: str, machine: Machine, have: Catalogue) -> t
 
 
 def _accelerator(findings: Findings, keys: Keys, given: Any) -> tuple[str | None, int]:
-    """Return the GPU that an acceleratorConfig asks for, in its spelling, and how many; (None, 0), and a note, if it is wrong."""
+    """Return the GPU that an acceleratorConfig asks for, in its spelling, and how many; (None, 0),
+    and a note, if it is wrong.
+    """
     if not isinstance(given, dict):
         findings.add(keys, f"acceleratorConfig is {_shown(given)}; {EXAMPLE} would do.")
         return None, 0
@@ -390,28 +482,38 @@ def _accelerator(findings: Findings, keys: Keys, given: Any) -> tuple[str | None
     if not isinstance(gpu, str):
         findings.add(keys, f"the type of GPU is {_shown(gpu)}; {EXAMPLE} would do.")
     if gpus is None or gpus < 1:
-        findings.add((*keys, "count"), f"the count of GPUs is {_shown(given.get('count'))}; a whole number, 1 or more, would do.")
+        findings.add(
+            (*keys, "count"),
+            f"the count of GPUs is {_shown(given.get('count'))}; a whole number, 1 or more,"
+            " would do.",
+        )
     elif isinstance(gpu, str):
         return gpu, gpus
     return None, 0
 
 
 def _check_legacy(findings: Findings, have: Catalogue) -> None:
-    """Note roles whose machines are legacy ones where the master's is not, or the other way round: the API refuses both."""
+    """Note roles whose machines are legacy ones where the master's is not, or the other way round:
+    the API refuses both.
+    """
     named = {name: findings.at((INPUT, name)) for name in TYPES}
     legacy = {
-        name: bool(have.machines[kind].compute) for name, kind in named.items() if isinstance(kind, str) and kind in have.machines
+        name: bool(have.machines[kind].compute)
+        for name, kind in named.items()
+        if isinstance(kind, str) and kind in have.machines
     }
     for name, is_legacy in legacy.items():
         if is_legacy != legacy.get("masterType", is_legacy):
             kinds = ("one of the legacy machines", "one of Compute Engine's")
             mine, masters = kinds if is_legacy else kinds[::-1]
             findings.add(
-                (INPUT, name), f"{named[name]} is {mine}, the master's {named['masterType']} {masters}. Use one sort for all."
+                (INPUT, name),
+                f"{named[name]} is {mine}, the master's {named['masterType']} {masters}. Use one"
+                " sort for all.",
             )
 
 
-# --- values -----------------------------------------------------------------------------------------------------------
+# --- values ---------------------------------------------------------------------------------------
 
 
 def _whole(value: Any) -> int | None:
@@ -432,8 +534,14 @@ def _text(findings: Findings, keys: Keys) -> str | None:
 def _args(findings: Findings) -> tuple[str, ...]:
     keys = (INPUT, "args")
     given = findings.at(keys)
-    if given is not None and (not isinstance(given, list) or not all(isinstance(each, str) for each in given)):
-        findings.add(keys, f'args is {_shown(given)}, not a list of texts. Numbers need quotes: ["--steps", "100"].')
+    if given is not None and (
+        not isinstance(given, list) or not all(isinstance(each, str) for each in given)
+    ):
+        findings.add(
+            keys,
+            f'args is {_shown(given)}, not a list of texts. Numbers need quotes: ["--steps",'
+            ' "100"].',
+        )
         return ()
     return tuple(given or ())
 
@@ -443,12 +551,13 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-# --- options of the command line that win over entries of a file ------------------------------------------------------
+# --- options of the command line that win over entries of a file ----------------------------------
 
 
 @dataclass(frozen=True)
 class Overridden(Document):
-    """A document of which single entries were said otherwise, by options of the command line: these win.
+    """A document of which single entries were said otherwise, by options of the command line: these
+    win.
 
     Attributes:
         options: The ways to these entries, with the options that gave them.
@@ -457,7 +566,9 @@ class Overridden(Document):
     options: Mapping[Keys, str] = field(default_factory=dict)
 
     def place_of(self, keys: Keys) -> str:
-        """Return where an entry was said: the option, or the line of the file; "the command line" if there is no file."""
+        """Return where an entry was said: the option, or the line of the file; "the command line"
+        if there is no file.
+        """
         for length in range(len(keys), 0, -1):
             if keys[:length] in self.options:
                 return self.options[keys[:length]]
@@ -484,11 +595,18 @@ def overridden(document: Document | None, options: Mapping[str, tuple[Keys, Any]
     content = document.content
     for keys, value in options.values():
         content = _replaced(content, keys, value)
-    return Overridden(document.name, content, document.node, {keys: option for option, (keys, _) in options.items()})
+    return Overridden(
+        document.name,
+        content,
+        document.node,
+        {keys: option for option, (keys, _) in options.items()},
+    )
 
 
 def _replaced(content: Any, keys: Keys, value: Any) -> Any:
-    """Return `content` with one entry replaced, and its own mappings as they were; what is no mapping is for `check` to tell."""
+    """Return `content` with one entry replaced, and its own mappings as they were; what is no
+    mapping is for `check` to tell.
+    """
     if not keys:
         return value
     if not isinstance(content, dict) and content is not None:

@@ -1,13 +1,15 @@
 """Jobs on a cluster: commands that its head runs, independently of this machine.
 
-Ray's `JobSubmissionClient` hands them in, asks for them and stops them, through the dashboard: the one port of a cluster that
-has to be reachable from elsewhere, as a rule through a tunnel. `Dashboard` adds what that client lacks: a time limit for every
-request, and care that nobody else sees the token.
+Ray's `JobSubmissionClient` hands them in, asks for them and stops them, through the dashboard: the
+one port of a cluster that has to be reachable from elsewhere, as a rule through a tunnel.
+`Dashboard` adds what that client lacks: a time limit for every request, and care that nobody else
+sees the token.
 
-Source: Ray's documentation, "Ray Jobs Overview" and "Python SDK". Checked on Ray 2.60: `dashboard/modules/dashboard_sdk.py`
-(all requests of the client go through `_do_request`), `job/` (job_manager.py: what a stop does, and where a job runs; common.py:
-the states), `state/state_head.py` and `reporter/reporter_head.py` (nodes, files, the autoscaler), `log/log_agent.py`
-(_resolve_filename follows links on purpose).
+Source: Ray's documentation, "Ray Jobs Overview" and "Python SDK". Checked on Ray 2.60:
+`dashboard/modules/dashboard_sdk.py` (all requests of the client go through `_do_request`), `job/`
+(job_manager.py: what a stop does, and where a job runs; common.py: the states),
+`state/state_head.py` and `reporter/reporter_head.py` (nodes, files, the autoscaler),
+`log/log_agent.py` (_resolve_filename follows links on purpose).
 """
 
 from __future__ import annotations
@@ -43,25 +45,39 @@ if TYPE_CHECKING:
 
 
 TIMEOUTS_S = {"GET": 8.0, "POST": 120.0, "DELETE": 120.0, "PUT": 1800.0}
-"""How long the dashboard may take for a request [s]. GET is a question; POST starts a job, for which an agent has to be found;
-PUT may send half a gigabyte through a tunnel."""
+"""How long the dashboard may take for a request [s]. GET is a question; POST starts a job, for
+which an agent has to be found; PUT may send half a gigabyte through a tunnel."""
 
 OUTPUTS_TIMEOUT_S, PAUSE_S = 600, 30.0
-"""How long outputs may take from another node to the dashboard, and how long they may pause on their way here [s]."""
+"""How long outputs may take from another node to the dashboard, and how long they may pause on
+their way here [s].
+"""
 
 HEAD_TIMEOUT_S = 20.0
-"""How long after its dashboard a head that has just been started may need until all of it is there [s]."""
+"""How long after its dashboard a head that has just been started may need until all of it is there
+[s].
+"""
 
 AUTOSCALER_TIMEOUT_S = 6.0
 """An autoscaler says what it does every five seconds [s]."""
 
 OUTPUTS_FOLDER = "raypool-outputs"
-"""What the folder for outputs is called in that of Ray's session on each node, and the link to it among Ray's logs."""
+"""What the folder for outputs is called in that of Ray's session on each node, and the link to it
+among Ray's logs.
+"""
 
 KEY = "raypool_key"
-"""What the key of the outputs' checksum is called in a job's metadata. Who knows it could forge outputs."""
+"""What the key of the outputs' checksum is called in a job's metadata. Who knows it could forge
+outputs.
+"""
 
-STATES = {"PENDING": "queued", "RUNNING": "running", "SUCCEEDED": "finished", "FAILED": "failed", "STOPPED": "cancelled"}
+STATES = {
+    "PENDING": "queued",
+    "RUNNING": "running",
+    "SUCCEEDED": "finished",
+    "FAILED": "failed",
+    "STOPPED": "cancelled",
+}
 """What Ray calls the states of a job, and what futures call them."""
 
 ENDED = ("finished", "failed", "cancelled")
@@ -73,10 +89,14 @@ PATIENCE_S = 60.0
 """The time for which a known cluster may be unreachable [s]: tunnels break, and laptops sleep."""
 
 STOP_TIMEOUT_S = 30.0
-"""A job has three seconds between the signals that ask it and make it end; more go by until the cluster says so [s]."""
+"""A job has three seconds between the signals that ask it and make it end; more go by until the
+cluster says so [s].
+"""
 
 STOPPING = "raypool_stop_"
-"""What the ids of jobs begin with that stop others; each is deleted after it, where Ray lets it be."""
+"""What the ids of jobs begin with that stop others; each is deleted after it, where Ray lets it
+be.
+"""
 
 STOPPER = """
 import asyncio, sys
@@ -93,7 +113,9 @@ async def stop(job_id):
 ray.init(log_to_driver=False, logging_level="ERROR")
 asyncio.run(stop(sys.argv[1]))
 """
-"""Ends a job that waits: Ray's own stop lets it wait on, since the one who would be told is not there yet."""
+"""Ends a job that waits: Ray's own stop lets it wait on, since the one who would be told is not
+there yet.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,10 +125,12 @@ class JobInfo:
     Attributes:
         id: Its id, which is one for all that ever ran on its cluster.
         name: What it was called, its id if nothing.
-        state: "queued" (it waits for a machine, or for its packages), "running", "finished", "failed" or "cancelled".
+        state: "queued" (it waits for a machine, or for its packages), "running", "finished",
+            "failed" or "cancelled".
         command: What runs.
         message: What Ray says of its state.
-        exit_code: With what its command has ended, negative after a signal; None before, and if it never began.
+        exit_code: With what its command has ended, negative after a signal; None before, and if it
+            never began.
         submitted_at: When it was handed in.
         finished_at: When it ended, None before.
         node: Ray's id of the node on which it runs, or ran.
@@ -131,7 +155,8 @@ class JobInfo:
 
     @property
     def exit_status(self) -> int:
-        """What a command that stands for the job ends with: what the job has ended with, 1 where there is no such number.
+        """What a command that stands for the job ends with: what the job has ended with, 1 where
+        there is no such number.
 
         Example:
             >>> at = {"submitted_at": None, "finished_at": None, "node": None, "metadata": {}}
@@ -175,14 +200,16 @@ _environment_lock = threading.Lock()
 class Dashboard(JobSubmissionClient):  # type: ignore[misc]
     """Ray's client for jobs, for the dashboard of a profile's cluster.
 
-    Every request has a time limit. The token goes along as a header, so that one process can ask several clusters; never in a URL
-    or a message, unencrypted to another machine, or to where a redirect leads.
+    Every request has a time limit. The token goes along as a header, so that one process can ask
+    several clusters; never in a URL or a message, unencrypted to another machine, or to where a
+    redirect leads.
 
     Args:
         profile: `jobs_address` says where it is, `token_file` and `tls` how to be let in.
 
     Raises:
-        CloudError: Nobody answers there, or not to this token; or the token would travel there for all to read.
+        CloudError: Nobody answers there, or not to this token; or the token would travel there for
+            all to read.
         InvalidValueError: The profile does not say where it is.
     """
 
@@ -191,18 +218,25 @@ class Dashboard(JobSubmissionClient):  # type: ignore[misc]
         self.url = (own or profile.jobs_url).rstrip("/")
         self._is_here = urllib.parse.urlsplit(self.url).hostname in LOOPBACK
         self._token_from, token = _token(profile)
-        if token and own is None and self.url.startswith("http:") and not self._is_here:  # `own` is in a network that Ray trusts
+        # `own` is in a network that Ray trusts
+        if token and own is None and self.url.startswith("http:") and not self._is_here:
             raise CloudError(
-                f"The token would travel to {self.url} unencrypted, for all on the way to read. "
-                "Open a tunnel (raypool cluster connect, kubectl port-forward) and name its end here as jobs_address "
-                "(http://127.0.0.1:8265), or an address with https.",
+                f"The token would travel to {self.url} unencrypted, for all on the way to read."
+                " Open a tunnel (raypool cluster connect, kubectl port-forward) and name its end"
+                " here as jobs_address (http://127.0.0.1:8265), or an address with https.",
                 status=None,
             )
         self._has_token = bool(token)
-        headers = {"Authorization": f"Bearer {token}" if token else ""}  # empty: Ray adds no token that it has read before
+        # empty: Ray adds no token that it has read before
+        headers = {"Authorization": f"Bearer {token}" if token else ""}
         authority = True if profile.tls is None else str(Path(profile.tls.authority).expanduser())
-        for name in ("dashboard.modules.dashboard_sdk", "dashboard.modules.job.sdk", "_private.runtime_env.packaging"):
-            logging.getLogger(f"ray.{name}").setLevel(logging.WARNING)  # they tell of every upload, and of each log's end
+        for name in (
+            "dashboard.modules.dashboard_sdk",
+            "dashboard.modules.job.sdk",
+            "_private.runtime_env.packaging",
+        ):
+            # they tell of every upload, and of each log's end
+            logging.getLogger(f"ray.{name}").setLevel(logging.WARNING)
         with _environment_lock:
             kept = {name: os.environ.pop(name) for name in OVERRIDING if name in os.environ}
             try:
@@ -211,7 +245,8 @@ class Dashboard(JobSubmissionClient):  # type: ignore[misc]
                 raise self._stranger() from error
             except RuntimeError as error:
                 raise CloudError(
-                    f"Ray's client for jobs cannot be used here: {error} Try: pip install raypool[cluster]"
+                    f"Ray's client for jobs cannot be used here: {error} Try: pip install"
+                    " raypool[cluster]"
                 ) from error
             finally:
                 os.environ.update(kept)
@@ -222,7 +257,8 @@ class Dashboard(JobSubmissionClient):  # type: ignore[misc]
         """Return what is answered there.
 
         Raises:
-            CloudError: Nobody answers, or not so; `.status` is the number of the answer, None if there was none.
+            CloudError: Nobody answers, or not so; `.status` is the number of the answer, None if
+                there was none.
         """
         answer = self._do_request("GET", path, params=query)
         try:
@@ -237,10 +273,18 @@ class Dashboard(JobSubmissionClient):  # type: ignore[misc]
             FileNotFoundError: It is not there.
             CloudError: As for `get`.
         """
-        query = {"node_id": node, "filename": f"{OUTPUTS_FOLDER}/{name}", "lines": -1, "timeout": OUTPUTS_TIMEOUT_S}
-        for _ in range(3):  # where there is no such file, an answer may also be empty: then Ray has missed that message
+        query = {
+            "node_id": node,
+            "filename": f"{OUTPUTS_FOLDER}/{name}",
+            "lines": -1,
+            "timeout": OUTPUTS_TIMEOUT_S,
+        }
+        # where there is no such file, an answer may also be empty: then Ray has missed that message
+        for _ in range(3):
             try:
-                if data := self._do_request("GET", "/api/v0/logs/file", params=query, timeout=PAUSE_S).content:
+                if data := self._do_request(
+                    "GET", "/api/v0/logs/file", params=query, timeout=PAUSE_S
+                ).content:
                     return bytes(data)
             except CloudError as error:
                 if getattr(error, "status", None) == 500 and "not found" in str(error):
@@ -249,36 +293,49 @@ class Dashboard(JobSubmissionClient):  # type: ignore[misc]
         raise FileNotFoundError(name)
 
     def nodes(self) -> list[dict[str, Any]]:
-        """Return the nodes of the cluster that are alive, as Ray's state API describes them; it has one at least, the head."""
+        """Return the nodes of the cluster that are alive, as Ray's state API describes them; it has
+        one at least, the head.
+        """
         deadline = time.monotonic() + HEAD_TIMEOUT_S
         while True:
             answer = self.get("/api/v0/nodes", detail=1, limit=10_000)
-            alive = [node for node in answer["data"]["result"]["result"] if node["state"] == "ALIVE"]
+            alive = [
+                node for node in answer["data"]["result"]["result"] if node["state"] == "ALIVE"
+            ]
             if alive or time.monotonic() > deadline:
                 return alive
             time.sleep(LOOK_S)
 
     def may_grow(self) -> bool:
-        """Return whether the cluster has an autoscaler, so that it could have more nodes than it has."""
+        """Return whether the cluster has an autoscaler, so that it could have more nodes than it
+        has.
+        """
         nodes = self.nodes()
         if any("ray.io/node-group" in node["labels"] for node in nodes):
             return True
-        own_kinds = {f"node{node['node_id']}" for node in nodes}  # without an autoscaler each node is of a kind of its own
+        # without an autoscaler each node is of a kind of its own
+        own_kinds = {f"node{node['node_id']}" for node in nodes}
         deadline = time.monotonic() + AUTOSCALER_TIMEOUT_S
         while time.monotonic() < deadline:
-            report = (self.get("/api/cluster_status")["data"]["clusterStatus"] or {}).get("autoscalerReport")
+            report = (self.get("/api/cluster_status")["data"]["clusterStatus"] or {}).get(
+                "autoscalerReport"
+            )
             if report is not None:
-                return any(kind.replace("_", "").lower() not in own_kinds for kind in report["activeNodes"])
+                return any(
+                    kind.replace("_", "").lower() not in own_kinds for kind in report["activeNodes"]
+                )
             time.sleep(LOOK_S)
         return False
 
     def tail(self, job_id: str) -> Iterator[str]:
-        """Yield what a job has printed and prints, and "" whenever it prints nothing for a while, until the stream ends.
+        """Yield what a job has printed and prints, and "" whenever it prints nothing for a while,
+        until the stream ends.
 
         The thread must have no running event loop, as that of a notebook has.
         """
         with asyncio.Runner() as runner:
-            runner.get_loop().set_exception_handler(lambda *_: None)  # it would tell that Ray's client leaves its connection open
+            # it would tell that Ray's client leaves its connection open
+            runner.get_loop().set_exception_handler(lambda *_: None)
             pieces = self.tail_job_logs(job_id)
 
             async def next_piece() -> str | None:
@@ -302,53 +359,68 @@ class Dashboard(JobSubmissionClient):  # type: ignore[misc]
             "timeout": TIMEOUTS_S[method],
             "allow_redirects": False,  # the token would go along
             "auth": lambda prepared: prepared,  # else an entry of ~/.netrc replaces the token
-            "proxies": {"http": None, "https": None, "all": None} if self._is_here else None,  # none reaches a tunnel's end
+            # none reaches a tunnel's end
+            "proxies": {"http": None, "https": None, "all": None} if self._is_here else None,
             **request,
         }
         try:
             answer = super()._do_request(method, endpoint, **request)
         except AuthenticationError as error:
             if self._has_token:
-                status, said = 403, f"does not know the token in {self._token_from}: it may be another cluster's."
+                status, said = (
+                    403,
+                    f"does not know the token in {self._token_from}: it may be another cluster's.",
+                )
             else:
                 status, said = 401, f"asks for a token, and there is none in {self._token_from}."
             raise CloudError(
-                f"The cluster at {self.url} {said} Copy ~/.ray/auth_token of its head, and name the copy with token_file=.",
+                f"The cluster at {self.url} {said} Copy ~/.ray/auth_token of its head, and name the"
+                " copy with token_file=.",
                 status=status,
             ) from error
         except OSError as error:  # all of requests' own are
             raise CloudError(
-                f"No dashboard of Ray answers at {self.url} ({_root(error)}). Is the tunnel open (raypool cluster connect)? "
-                "On this machine `ray start --head` starts a Ray that has one; the Ray that a pool starts for itself has none.",
+                f"No dashboard of Ray answers at {self.url} ({_root(error)}). Is the tunnel open"
+                " (raypool cluster connect)? On this machine `ray start --head` starts a Ray that"
+                " has one; the Ray that a pool starts for itself has none.",
                 status=None,
             ) from error
         status = answer.status_code
         if 300 <= status < 400:
             raise CloudError(
-                f"{self.url} sends on to another address ({status}), and the token goes nowhere else. "
-                "Name the dashboard itself as jobs_address.",
+                f"{self.url} sends on to another address ({status}), and the token goes nowhere"
+                " else. Name the dashboard itself as jobs_address.",
                 status=status,
             )
-        is_a_no = status == 404 and endpoint.startswith("/api/packages/")  # the client asks whether an upload is needed
+        # the client asks whether an upload is needed
+        is_a_no = status == 404 and endpoint.startswith("/api/packages/")
         if status >= 400 and not is_a_no:
             raise CloudError(f"{self.url} answers: {answer.text.strip() or status}", status=status)
         return answer
 
     def _stranger(self) -> CloudError:
-        return CloudError(f"What answers at {self.url} is no dashboard of Ray. Check jobs_address, and the tunnel.", status=None)
+        return CloudError(
+            f"What answers at {self.url} is no dashboard of Ray. Check jobs_address, and the"
+            " tunnel.",
+            status=None,
+        )
 
 
 def _token(profile: Profile) -> tuple[Path | str, str | None]:
     """Return where the token of a cluster is looked for, and the token, None if there is none."""
     if profile.token_file is None and "RAY_AUTH_TOKEN" in os.environ:
         return "RAY_AUTH_TOKEN", os.environ["RAY_AUTH_TOKEN"].strip()
-    path = Path(profile.token_file or os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser()
+    path = Path(
+        profile.token_file or os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")
+    ).expanduser()
     try:
         return path, path.read_text(encoding="utf-8").strip()
     except FileNotFoundError:
         if profile.token_file is None:
             return path, None
-        raise CloudError(f"There is no token in {path}. It is the file ~/.ray/auth_token of the cluster's head.") from None
+        raise CloudError(
+            f"There is no token in {path}. It is the file ~/.ray/auth_token of the cluster's head."
+        ) from None
 
 
 def _own_dashboard() -> str | None:
@@ -359,12 +431,15 @@ def _own_dashboard() -> str | None:
 
     if not ray.is_initialized() or ray.util.client.ray.is_connected():
         return None
-    url = worker.get_dashboard_url()  # the public way to it is the answer of ray.init, which another has got
+    # the public way to it is the answer of ray.init, which another has got
+    url = worker.get_dashboard_url()
     return f"http://{url}" if url else None
 
 
 def _root(error: BaseException) -> BaseException:
-    """Return what an error goes back to: requests wraps what the system says in three others, with addresses of objects."""
+    """Return what an error goes back to: requests wraps what the system says in three others, with
+    addresses of objects.
+    """
     while error.__context__ is not None:
         error = error.__context__
     return error
@@ -373,19 +448,24 @@ def _root(error: BaseException) -> BaseException:
 def make_outputs_folder() -> Path:
     """Make the folder on this node for what jobs leave, from where `Dashboard.outputs` reads it.
 
-    Only this user can enter it. It lies in the folder of Ray's session, and goes with it. Among Ray's logs there is only a link
-    to it, which Ray follows, and which those who collect logs do not.
+    Only this user can enter it. It lies in the folder of Ray's session, and goes with it. Among
+    Ray's logs there is only a link to it, which Ray follows, and which those who collect logs do
+    not.
     """
     from raypool.ray_private import worker
 
     session = Path(worker._global_node.get_session_dir_path())
     with suppress(FileExistsError):
-        (session / "logs" / OUTPUTS_FOLDER).symlink_to(f"../{OUTPUTS_FOLDER}", target_is_directory=True)
+        (session / "logs" / OUTPUTS_FOLDER).symlink_to(
+            f"../{OUTPUTS_FOLDER}", target_is_directory=True
+        )
     return make_private(session / OUTPUTS_FOLDER)
 
 
 class PackedCall(NamedTuple):
-    """The call of a job: its id, from `new_id`; a folder that it can import as a module; and metadata."""
+    """The call of a job: its id, from `new_id`; a folder that it can import as a module; and
+    metadata.
+    """
 
     job_id: str
     module: str
@@ -396,8 +476,8 @@ class Jobs:
     """The jobs of a cluster.
 
     Args:
-        profile: `jobs_address` is where the cluster's dashboard is; `token_file` and `tls` let us in; `working_dir` and
-            `packages` go along with each job, for its workers too.
+        profile: `jobs_address` is where the cluster's dashboard is; `token_file` and `tls` let us
+            in; `working_dir` and `packages` go along with each job, for its workers too.
 
     Raises:
         CloudError: Nobody answers there, or not to this token.
@@ -410,11 +490,15 @@ class Jobs:
 
     @property
     def python(self) -> str:
-        """The Python of the cluster: where the head is this machine, the one that runs here, which need not be on its PATH."""
+        """The Python of the cluster: where the head is this machine, the one that runs here, which
+        need not be on its PATH.
+        """
         if self._profile.packages:
             return "python"  # of the environment that they are installed into
         session = self.dashboard.get("/api/version")["session_name"]
-        lines = (" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
+        lines = (
+            " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])
+        )
         return sys.executable if any(session in line for line in lines) else "python"
 
     def submit(
@@ -429,13 +513,15 @@ class Jobs:
     ) -> str:
         """Hand in a job; return its id.
 
-        It runs on the head, unless it asks for CPUs or GPUs for itself. A pool that it opens takes its own; a job that keeps some
-        for itself has them beside its pool.
+        It runs on the head, unless it asks for CPUs or GPUs for itself. A pool that it opens takes
+        its own; a job that keeps some for itself has them beside its pool.
 
         Args:
-            command: The words of the command; each arrives as it is. "python" is the Python of the cluster.
+            command: The words of the command; each arrives as it is. "python" is the Python of the
+                cluster.
             name: What to call it.
-            env: Environment variables of the job and its workers. Whoever may look at the dashboard can read them.
+            env: Environment variables of the job and its workers. Whoever may look at the dashboard
+                can read them.
             cpus: Cores that are kept for the command itself, all on one node.
             gpus: GPUs likewise.
             call: What goes along besides.
@@ -444,7 +530,9 @@ class Jobs:
             CloudError: No node could ever run it, or the cluster refuses it.
         """
         if not command:
-            raise InvalidValueError("There is no command to run. Give one, such as ['python', 'train.py'].")
+            raise InvalidValueError(
+                "There is no command to run. Give one, such as ['python', 'train.py']."
+            )
         self._check_room(cpus, gpus)
         environment = runtime_env(self._profile)
         if call is not None:
@@ -462,7 +550,9 @@ class Jobs:
         )
 
     def _hand_in(self, *, submission_id: str, **request: Any) -> str:
-        """Hand in a job, also to a head that has just been started: it answers before it can take any."""
+        """Hand in a job, also to a head that has just been started: it answers before it can take
+        any.
+        """
         deadline = time.monotonic() + HEAD_TIMEOUT_S
         while True:
             try:
@@ -470,16 +560,19 @@ class Jobs:
             except (CloudError, RuntimeError, ValueError, OSError) as error:
                 if getattr(error, "status", 0) is None:
                     raise CloudError(
-                        f"{error} Whether it has taken job {submission_id} is not known; once it answers, "
-                        f"`raypool job status {submission_id}` says so.",
+                        f"{error} Whether it has taken job {submission_id} is not known; once it"
+                        f" answers, `raypool job status {submission_id}` says so.",
                         status=None,
                     ) from error
                 if "No available agent" not in str(error):
-                    raise CloudError(f"{self.dashboard.url} has not taken the job: {_last_line(error)}") from error
+                    raise CloudError(
+                        f"{self.dashboard.url} has not taken the job: {_last_line(error)}"
+                    ) from error
                 if time.monotonic() > deadline:
                     raise CloudError(
-                        f"The head at {self.dashboard.url} answers, but has taken no job for {HEAD_TIMEOUT_S:g} s: its dashboard "
-                        "agent is not there. Is another Ray on that machine, which has its port (52365)? See dashboard_agent.log."
+                        f"The head at {self.dashboard.url} answers, but has taken no job for"
+                        f" {HEAD_TIMEOUT_S:g} s: its dashboard agent is not there. Is another Ray"
+                        " on that machine, which has its port (52365)? See dashboard_agent.log."
                     ) from error
 
     def look(self, job_id: str) -> JobInfo:
@@ -493,23 +586,31 @@ class Jobs:
         except CloudError as error:
             if getattr(error, "status", None) == 404:
                 raise CloudError(
-                    f"There is no job {job_id!r} on the cluster at {self.dashboard.url}. A cluster that was started anew does "
-                    "not know those that were there before; `raypool job status` lists the ones it knows.",
+                    f"There is no job {job_id!r} on the cluster at {self.dashboard.url}. A cluster"
+                    " that was started anew does not know those that were there before; `raypool"
+                    " job status` lists the ones it knows.",
                     status=404,
                 ) from None
             raise
 
     def all(self) -> list[JobInfo]:
-        """Return how all jobs are doing that were handed in, the newest last; but for those that have stopped others."""
+        """Return how all jobs are doing that were handed in, the newest last; but for those that
+        have stopped others.
+        """
         known = self.dashboard.list_jobs()
-        submitted = [job for job in known if job.type == "SUBMISSION" and not job.submission_id.startswith(STOPPING)]
+        submitted = [
+            job
+            for job in known
+            if job.type == "SUBMISSION" and not job.submission_id.startswith(STOPPING)
+        ]
         return [JobInfo.of(job) for job in sorted(submitted, key=lambda job: job.start_time or 0)]
 
     def wait(self, job_id: str, timeout_s: float | None = None) -> JobInfo:
         """Wait for a job's end, at most so long; return how it is doing then.
 
         Raises:
-            CloudError: There is no such job, or its cluster has not answered for a minute, or when the time is up.
+            CloudError: There is no such job, or its cluster has not answered for a minute, or when
+                the time is up.
         """
         answered = time.monotonic()
         deadline = math.inf if timeout_s is None else answered + timeout_s
@@ -530,7 +631,8 @@ class Jobs:
         return str(self.dashboard.get_job_logs(_quoted(job_id)))
 
     def follow(self, job_id: str, seen: int = 0) -> Iterator[str]:
-        """Return what a job prints, as it comes, until it has ended; a connection that breaks is made again.
+        """Return what a job prints, as it comes, until it has ended; a connection that breaks is
+        made again.
 
         Args:
             job_id: The job.
@@ -556,9 +658,12 @@ class Jobs:
                 if self.look(job_id).has_ended:
                     yield self.log(job_id)[seen:]
                     return
-            except Exception as error:  # aiohttp's own, a RuntimeError of Ray's client or a CloudError
+            except Exception as error:
+                # aiohttp's own, a RuntimeError of Ray's client or a CloudError
                 if _is_answer(error) or time.monotonic() > answered + PATIENCE_S:
-                    raise CloudError(f"The log of job {job_id} cannot be followed any more: {_last_line(error)}") from error
+                    raise CloudError(
+                        f"The log of job {job_id} cannot be followed any more: {_last_line(error)}"
+                    ) from error
             time.sleep(LOOK_S)
 
     def stop(self, job_id: str) -> JobInfo:
@@ -577,13 +682,18 @@ class Jobs:
             self.dashboard.stop_job(_quoted(job_id))
             info = self.wait(job_id, STOP_TIMEOUT_S)
         if not info.has_ended:
-            raise CloudError(f"Job {job_id} has not ended within {STOP_TIMEOUT_S:g} s: {info.message} Look again later.")
+            raise CloudError(
+                f"Job {job_id} has not ended within {STOP_TIMEOUT_S:g} s: {info.message} Look again"
+                " later."
+            )
         return info
 
     def _stop_waiting(self, job_id: str) -> None:
         """End a waiting job by another job: Ray's own stop does not."""
         command = shlex.join([self.python, "-c", STOPPER, job_id])
-        stopper = self._hand_in(entrypoint=command, submission_id=f"{STOPPING}{uuid.uuid4().hex[:12]}")
+        stopper = self._hand_in(
+            entrypoint=command, submission_id=f"{STOPPING}{uuid.uuid4().hex[:12]}"
+        )
         if self.wait(stopper, STOP_TIMEOUT_S).has_ended:
             with suppress(CloudError):  # it may be deleted already
                 self.dashboard.delete_job(stopper)
@@ -594,16 +704,19 @@ class Jobs:
         if not wanted:
             return
         nodes = [node["resources_total"] for node in self.dashboard.nodes()]
-        if any(all(node.get(name, 0) >= amount for name, amount in wanted.items()) for node in nodes):
+        if any(
+            all(node.get(name, 0) >= amount for name, amount in wanted.items()) for node in nodes
+        ):
             return
         if not self.dashboard.may_grow():
             words = "; ".join(
-                f"{name}: requested {amount:g}, the largest node has {max((node.get(name, 0) for node in nodes), default=0):g}"
+                f"{name}: requested {amount:g}, the largest node has"
+                f" {max((node.get(name, 0) for node in nodes), default=0):g}"
                 for name, amount in wanted.items()
             )
             raise CloudError(
-                f"The job would wait forever: {words}. Its command runs on one node. Ask for less, or for nothing: "
-                "the pool that it opens takes its own."
+                f"The job would wait forever: {words}. Its command runs on one node. Ask for less,"
+                " or for nothing: the pool that it opens takes its own."
             )
 
 

@@ -5,9 +5,11 @@ groups. No watcher is needed beside the workers: where a machine is taken back, 
 pods to end first, and Ray, whose `ray start --block` is their first process, drains the node when
 it is told so.
 
-Source: KubeRay 1.7, `apis/ray/v1/raycluster_types.go`, `rayjob_types.go` and `controllers/ray/common/pod.go` (what the operator
-adds to a pod); Ray 2.60, `_private/node.py` (what it does at SIGTERM) and `autoscaler/_private/kuberay/autoscaling_config.py`
-(how the autoscaler reads the groups); GKE's pages "Spot VMs" (how long pods have) and "Run GPUs" (labels of its nodes).
+Source: KubeRay 1.7, `apis/ray/v1/raycluster_types.go`, `rayjob_types.go` and
+`controllers/ray/common/pod.go` (what the operator adds to a pod); Ray 2.60, `_private/node.py`
+(what it does at SIGTERM) and `autoscaler/_private/kuberay/autoscaling_config.py` (how the
+autoscaler reads the groups); GKE's pages "Spot VMs" (how long pods have) and "Run GPUs" (labels of
+its nodes).
 """
 
 from __future__ import annotations
@@ -22,22 +24,32 @@ from pathlib import Path
 from typing import Any
 
 from raypool.cluster.documents import OPEN, Findings, Keys, nearest
-from raypool.cluster.launcher_file import ACCELERATOR, CLIENT_PORT, DASHBOARD_PORT, HEALTH_CHECKS, PORT, ROLE
+from raypool.cluster.launcher_file import (
+    ACCELERATOR,
+    CLIENT_PORT,
+    DASHBOARD_PORT,
+    HEALTH_CHECKS,
+    PORT,
+    ROLE,
+)
 from raypool.cluster.machines import catalogue
 from raypool.cluster.plan import ClusterPlan, NodeGroup
 from raypool.errors import CloudError
 
 API = "ray.io/v1"
 GPU = "nvidia.com/gpu"  # what NVIDIA's device plugin calls the GPUs of a node
-DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"  # so long `ray start --block` drains after SIGTERM [s]
+# so long `ray start --block` drains after SIGTERM [s]
+DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 
 CODE = "<address of a zip of your code: https://...>"
 """What a job is still to be told: pods cannot see the folder that it is submitted from."""
 
-GRACE_S, SPOT_GRACE_S = 60, 15  # from SIGTERM to SIGKILL; GKE gives pods on spot machines 15 s, whatever they ask for
+# from SIGTERM to SIGKILL; GKE gives pods on spot machines 15 s, whatever they ask for
+GRACE_S, SPOT_GRACE_S = 60, 15
 END_S = 5  # of that, what Ray needs to end after draining
 
-LONGEST_NAME = {"RayCluster": 53, "RayJob": 47}  # the operator puts more behind it, and 63 is what Kubernetes allows
+# the operator puts more behind it, and 63 is what Kubernetes allows
+LONGEST_NAME = {"RayCluster": 53, "RayJob": 47}
 OTHERS = ("RayService", "RayCronJob")
 """KubeRay's other kinds, which only Kubernetes looks at."""
 
@@ -45,8 +57,8 @@ PATIENCE_S = 60
 """How long a cluster may take to answer `kubectl` [s]."""
 
 CPUS, MEMORY_GB = 3, 12
-"""What a pod asks for, and for each GPU if it has several, unless a plan says otherwise: it fits where a machine has 4 vCPUs and
-15 GB for each, of which Kubernetes keeps some."""
+"""What a pod asks for, and for each GPU if it has several, unless a plan says otherwise: it fits
+where a machine has 4 vCPUs and 15 GB for each, of which Kubernetes keeps some."""
 
 
 def write(plan: ClusterPlan) -> dict[str, Any]:
@@ -55,8 +67,8 @@ def write(plan: ClusterPlan) -> dict[str, Any]:
     Groups that may grow make it an autoscaled one.
 
     Args:
-        plan: The cluster. The GPUs of a group are asked for by GKE's label of its nodes where `gpu` names a kind, elsewhere from
-            whichever nodes have some.
+        plan: The cluster. The GPUs of a group are asked for by GKE's label of its nodes where `gpu`
+            names a kind, elsewhere from whichever nodes have some.
 
     Raises:
         CloudError: There is no GPU of a name.
@@ -67,7 +79,12 @@ def write(plan: ClusterPlan) -> dict[str, Any]:
         >>> cluster["kind"], cluster["spec"]["authOptions"], cluster["spec"]["workerGroupSpecs"][0]["maxReplicas"]
         ('RayCluster', {'mode': 'token'}, 9)
     """
-    return {"apiVersion": API, "kind": "RayCluster", "metadata": {"name": plan.name}, "spec": _cluster(plan)}
+    return {
+        "apiVersion": API,
+        "kind": "RayCluster",
+        "metadata": {"name": plan.name},
+        "spec": _cluster(plan),
+    }
 
 
 def write_job(plan: ClusterPlan, entrypoint: str) -> dict[str, Any]:
@@ -93,7 +110,8 @@ def write_job(plan: ClusterPlan, entrypoint: str) -> dict[str, Any]:
 
 
 def how_to_connect(name: str) -> list[str]:
-    """Return lines that say how the ports and the token of a RayCluster are had here, and the profile that uses them.
+    """Return lines that say how the ports and the token of a RayCluster are had here, and the
+    profile that uses them.
 
     Example:
         >>> how_to_connect("lab")[-1]
@@ -102,7 +120,10 @@ def how_to_connect(name: str) -> list[str]:
     token = f"~/.ray/{name}.token"
     secret = f"kubectl get secret {name} -o jsonpath='{{.data.auth_token}}'"
     return [
-        "The operator makes a token. Fetch it once; then keep the second command running while you work:",
+        (
+            "The operator makes a token. Fetch it once; then keep the second command running while"
+            " you work:"
+        ),
         f"  (umask 077; mkdir -p ~/.ray; {secret} | base64 -d > {token})",
         f"  kubectl port-forward service/{name}-head-svc {CLIENT_PORT} {DASHBOARD_PORT}",
         f'parpool(profile="{name}") finds the cluster where raypool.toml says:',
@@ -131,18 +152,25 @@ def _head(plan: ClusterPlan) -> dict[str, Any]:
     """Return the head's group; without GPUs it offers no resources, so tasks stay off it."""
     template = _template(plan, plan.head)
     [container] = template["spec"]["containers"]
-    container["env"] += [{"name": name, "value": str(value)} for name, value in HEALTH_CHECKS.items()]
+    container["env"] += [
+        {"name": name, "value": str(value)} for name, value in HEALTH_CHECKS.items()
+    ]
     container["ports"] = [
         {"name": "gcs-server", "containerPort": PORT},
         {"name": "dashboard", "containerPort": DASHBOARD_PORT},
         {"name": "client", "containerPort": CLIENT_PORT},
     ]
-    return {"rayStartParams": {} if plan.head.gpus else {"num-cpus": "0"}, "labels": _labels(plan.head), "template": template}
+    return {
+        "rayStartParams": {} if plan.head.gpus else {"num-cpus": "0"},
+        "labels": _labels(plan.head),
+        "template": template,
+    }
 
 
 def _workers(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
     template = _template(plan, group)
-    template["spec"]["automountServiceAccountToken"] = False  # user code needs no access to Kubernetes
+    # user code needs no access to Kubernetes
+    template["spec"]["automountServiceAccountToken"] = False
     # Ray finds the kind of a GPU where one is. The autoscaler has to know it before there is one.
     kind = {"resources": {f"accelerator_type:{group.gpu}": "1"}} if group.gpu else {}
     return {
@@ -184,7 +212,8 @@ def _template(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
 
 
 def image(plan: ClusterPlan, group: NodeGroup) -> str:
-    """Return the image of a group's pods: Ray's own, of this version of Ray and of the plan's Python, with CUDA where GPUs are.
+    """Return the image of a group's pods: Ray's own, of this version of Ray and of the plan's
+    Python, with CUDA where GPUs are.
 
     Example:
         >>> image(ClusterPlan(name="lab", provider="kubernetes", head=NodeGroup(name="head"), workers=(), python="3.12"),
@@ -195,16 +224,20 @@ def image(plan: ClusterPlan, group: NodeGroup) -> str:
 
 
 def _install(plan: ClusterPlan) -> dict[str, Any]:
-    """Return the command that installs a plan's packages; the operator puts `&& ulimit ...; ray start ...` behind it.
+    """Return the command that installs a plan's packages; the operator puts `&& ulimit ...; ray
+    start ...` behind it.
 
-    Without the exit Ray would start also where nothing could be installed, and fail later, without saying why.
+    Without the exit Ray would start also where nothing could be installed, and fail later, without
+    saying why.
     """
     packages = " ".join(shlex.quote(package) for package in plan.packages)
     return {"args": [f"pip install --no-cache-dir {packages} || exit 1"]} if packages else {}
 
 
 def _resources(group: NodeGroup) -> dict[str, Any]:
-    """Return what a pod asks for, and gets neither more nor less: memory that is lent beyond it is taken back by force."""
+    """Return what a pod asks for, and gets neither more nor less: memory that is lent beyond it is
+    taken back by force.
+    """
     beside = max(group.gpus, 1)
     cpus = group.cpus if group.cpus is not None else CPUS * beside
     memory_gb = group.memory_gb if group.memory_gb is not None else MEMORY_GB * beside
@@ -220,14 +253,23 @@ def _machines(group: NodeGroup) -> tuple[dict[str, str], list[dict[str, str]]]:
     if group.gpus:
         tolerations.append({"key": GPU, "operator": "Exists", "effect": "NoSchedule"})
     if group.gpu is not None:
-        selector["cloud.google.com/gke-accelerator"] = str(catalogue("gce").gpu(group.gpu).accelerator)
+        selector["cloud.google.com/gke-accelerator"] = str(
+            catalogue("gce").gpu(group.gpu).accelerator
+        )
     if group.spot:
         selector["cloud.google.com/gke-spot"] = "true"
-        tolerations.append({"key": "cloud.google.com/gke-spot", "operator": "Equal", "value": "true", "effect": "NoSchedule"})
+        tolerations.append(
+            {
+                "key": "cloud.google.com/gke-spot",
+                "operator": "Equal",
+                "value": "true",
+                "effect": "NoSchedule",
+            }
+        )
     return selector, tolerations
 
 
-# --- checks of manifests ----------------------------------------------------------------------------------------------
+# --- checks of manifests --------------------------------------------------------------------------
 
 
 def is_manifest(content: object) -> bool:
@@ -244,7 +286,10 @@ def check(findings: Findings) -> None:
         findings.add(("kind",), f"kind is {kind!r}{nearest(kind, (*LONGEST_NAME, *OTHERS))}")
         return
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?|<.*", name) or len(name) > LONGEST_NAME[kind]:
-        right = f"small letters, digits and -, a letter first and no - last, {LONGEST_NAME[kind]} at most"
+        right = (
+            f"small letters, digits and -, a letter first and no - last, {LONGEST_NAME[kind]} at"
+            " most"
+        )
         findings.add(("metadata", "name"), f"name is {name!r}; it must be {right}.")
     spec: Keys = ("spec",)
     if kind == "RayJob":
@@ -259,22 +304,34 @@ def _check_cluster(findings: Findings, spec: Keys) -> None:
     if not isinstance(findings.at((*spec, "headGroupSpec")), dict):
         findings.add(spec, "headGroupSpec is missing: the pod that the others join.")
     if findings.at((*spec, "authOptions", "mode")) != "token":
-        text = "nobody is asked for a token: whoever reaches Ray can run code. `authOptions: {mode: token}` makes one."
+        text = (
+            "nobody is asked for a token: whoever reaches Ray can run code. `authOptions: {mode:"
+            " token}` makes one."
+        )
         findings.doubt((*spec, "authOptions", "mode"), text)
     for at in (("serviceType",), ("headService", "spec", "type")):
         if (service := findings.at((*spec, "headGroupSpec", *at))) in ("LoadBalancer", "NodePort"):
-            text = f"{service} opens Ray's ports, unencrypted, to whoever reaches the nodes; `kubectl port-forward` does without."
+            text = (
+                f"{service} opens Ray's ports, unencrypted, to whoever reaches the nodes; `kubectl"
+                " port-forward` does without."
+            )
             findings.doubt((*spec, "headGroupSpec", *at), text)
     groups = findings.at((*spec, "workerGroupSpecs")) or []
     if not isinstance(groups, list):
-        findings.add((*spec, "workerGroupSpecs"), f"workerGroupSpecs is {groups!r}; it must be a list of groups.")
+        findings.add(
+            (*spec, "workerGroupSpecs"),
+            f"workerGroupSpecs is {groups!r}; it must be a list of groups.",
+        )
         return
     _check_gpus(findings, (*spec, "headGroupSpec"))
     for number in range(len(groups)):
         keys: Keys = (*spec, "workerGroupSpecs", number)
         least, most = (findings.at((*keys, name)) for name in ("minReplicas", "maxReplicas"))
         if isinstance(least, int) and isinstance(most, int) and least > most:
-            findings.add((*keys, "maxReplicas"), f"minReplicas is {least} and maxReplicas {most}; it must be {least} or more.")
+            findings.add(
+                (*keys, "maxReplicas"),
+                f"minReplicas is {least} and maxReplicas {most}; it must be {least} or more.",
+            )
         _check_gpus(findings, keys)
 
 
@@ -282,36 +339,56 @@ def _check_job(findings: Findings) -> None:
     """Look at what a RayJob runs."""
     entrypoint, mode = (findings.at(("spec", name)) for name in ("entrypoint", "submissionMode"))
     if not entrypoint and mode != "InteractiveMode":
-        findings.add(("spec",), "entrypoint is missing: the command to run, such as python train.py.")
+        findings.add(
+            ("spec",), "entrypoint is missing: the command to run, such as python train.py."
+        )
     environment = str(findings.at(("spec", "runtimeEnvYAML")))
     folder = re.search(r"^\s*working_dir:\s*[\"']?([^\"'\n]+)", environment, re.MULTILINE)
     if CODE in environment:
         findings.add(("spec", "runtimeEnvYAML"), f"{CODE} {OPEN}")
     elif folder and not re.match(r"\w+://|/", folder[1]):
-        text = f"working_dir is {folder[1]!r}, which pods do not have; it must be the address of a zip, or a folder of the image."
+        text = (
+            f"working_dir is {folder[1]!r}, which pods do not have; it must be the address of a"
+            " zip, or a folder of the image."
+        )
         findings.add(("spec", "runtimeEnvYAML"), text)
 
 
 def _check_gpus(findings: Findings, keys: Keys) -> None:
-    """Note a group of pods whose Ray is told of more GPUs than a pod gets: work would wait for them forever.
+    """Note a group of pods whose Ray is told of more GPUs than a pod gets: work would wait for them
+    forever.
 
     Ray is told by `rayStartParams` or `resources`; left out, it is told of the limits.
     """
     pod: Keys = (*keys, "template", "spec", "containers")
     containers = findings.at(pod)
     if findings.at(keys) is not None and not (isinstance(containers, list) and containers):
-        findings.add((*keys, "template"), "containers are missing in its template: what Ray runs in.")
+        findings.add(
+            (*keys, "template"), "containers are missing in its template: what Ray runs in."
+        )
         return
     limits = findings.at((*pod, 0, "resources", "limits"))
-    has = {str(name): str(count) for name, count in limits.items()} if isinstance(limits, dict) else {}
+    has = (
+        {str(name): str(count) for name, count in limits.items()}
+        if isinstance(limits, dict)
+        else {}
+    )
     if not has.get(GPU, "0").isdecimal():
-        text = f"{GPU} is {has[GPU]}; it must be a whole number. Workers share a GPU by workers_per_gpu of the pool's profile."
+        text = (
+            f"{GPU} is {has[GPU]}; it must be a whole number. Workers share a GPU by"
+            " workers_per_gpu of the pool's profile."
+        )
         findings.add((*pod, 0, "resources", "limits", GPU), text)
-    elif not any(re.search(r"gpu$|/mig-", name) for name in has if name != GPU):  # parts of GPUs, and those of other makers
+    elif not any(re.search(r"gpu$|/mig-", name) for name in has if name != GPU):
+        # parts of GPUs, and those of other makers
         for at in ((*keys, "resources", "GPU"), (*keys, "rayStartParams", "num-gpus")):
             told = str(findings.at(at))
             if told.isdecimal() and int(told) > int(has.get(GPU, 0)):
-                findings.add(at, f"Ray is told of {told} GPUs, and the pod has {has.get(GPU, 0)} by its limits. Leave it out.")
+                findings.add(
+                    at,
+                    f"Ray is told of {told} GPUs, and the pod has {has.get(GPU, 0)} by its limits."
+                    " Leave it out.",
+                )
 
 
 def ask(path: str | Path) -> tuple[str, ...]:
@@ -332,7 +409,9 @@ def ask(path: str | Path) -> tuple[str, ...]:
     answer = _kubectl("apply", "--dry-run=server", "-f", str(path))
     if answer is None:
         return (f"{unasked}: it did not answer within {PATIENCE_S} s.",)
-    told = tuple(f"{path}: Kubernetes: {line}" for line in answer.stderr.splitlines() if line.strip())
+    told = tuple(
+        f"{path}: Kubernetes: {line}" for line in answer.stderr.splitlines() if line.strip()
+    )
     if answer.returncode:
         raise CloudError("\n".join(told) or f"{path}: Kubernetes refuses it, and does not say why.")
     return told
@@ -342,6 +421,11 @@ def _kubectl(*words: str) -> subprocess.CompletedProcess[str] | None:
     """Run kubectl, which may ask for no password; None if it does not end in time."""
     with contextlib.suppress(subprocess.TimeoutExpired, OSError):
         return subprocess.run(
-            ["kubectl", *words], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+            ["kubectl", *words],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
         )
     return None

@@ -49,10 +49,11 @@ class _NotThereError(CloudError):
 
 
 def up(path: str | Path) -> None:
-    """Start a cluster, or change one that runs into what its file says; return when its head is there.
+    """Start a cluster, or change one that runs into what its file says; return when its head is
+    there.
 
-    The Ray of one that runs is started anew: what runs there ends. The file is checked before, and the token that it copies to
-    the machines is there then, readable by its owner only.
+    The Ray of one that runs is started anew: what runs there ends. The file is checked before, and
+    the token that it copies to the machines is there then, readable by its owner only.
 
     Raises:
         CloudError: Something is wrong with the file, or Ray's launcher has failed.
@@ -63,13 +64,17 @@ def up(path: str | Path) -> None:
     if token := _token(_content(path)):
         make_token(token)
         if "RAY_AUTH_TOKEN" in os.environ:
-            click.echo(f"RAY_AUTH_TOKEN is not taken: the token of the cluster is the one in {token}.", err=True)
+            click.echo(
+                f"RAY_AUTH_TOKEN is not taken: the token of the cluster is the one in {token}.",
+                err=True,
+            )
     with _launching(path):
         sdk.create_or_update_cluster(str(path), no_config_cache=True)
 
 
 def is_running(path: str | Path) -> bool:
-    """Whether a cluster has a head that runs; on premises, whether there is a Ray on that machine, whoever has started it.
+    """Whether a cluster has a head that runs; on premises, whether there is a Ray on that machine,
+    whoever has started it.
 
     Raises:
         CloudError: The provider, or the machine on premises, does not answer.
@@ -88,7 +93,8 @@ def is_running(path: str | Path) -> bool:
 
 
 def status(path: str | Path) -> str:
-    """Return what a cluster says of its machines: which there are, which are coming, what is in use.
+    """Return what a cluster says of its machines: which there are, which are coming, what is in
+    use.
 
     Raises:
         CloudError: It is not there, or does not answer.
@@ -107,8 +113,8 @@ def down(path: str | Path) -> None:
     """End a cluster, and give its machines back; those on premises stay, without Ray.
 
     Raises:
-        CloudError: Ray's launcher has failed: machines may be left, which cost money. On premises: Ray could not be stopped on
-            some machines.
+        CloudError: Ray's launcher has failed: machines may be left, which cost money. On premises:
+            Ray could not be stopped on some machines.
     """
     from ray.autoscaler import sdk
 
@@ -120,9 +126,11 @@ def down(path: str | Path) -> None:
         sdk.teardown_cluster(str(path))
 
 
-# --- on premises ------------------------------------------------------------------------------------------------------
-# Ray's launcher knows the head of such a cluster by a file in /tmp of the machine that has started it, and by that only: after a
-# restart, or from another machine, it finds nothing to end, and says that all went well. The addresses stand in the file.
+# --- on premises ----------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Ray's launcher knows the head of such a cluster by a file in /tmp of the machine that has started
+# it, and by that only: after a restart, or from another machine, it finds nothing to end, and says
+# that all went well. The addresses stand in the file.
 
 
 def _is_on_premises(content: dict[str, Any]) -> bool:
@@ -134,7 +142,10 @@ def _looks(path: str | Path, head: Login) -> bool:
     done = head.run(SEES_RAY)
     if done.returncode == UNREACHABLE:
         words = " ".join(done.stderr.split())
-        raise CloudError(f"{path}: the head, {head.host}, cannot be reached by SSH: {words}. Try `ssh {head.user}@{head.host}`.")
+        raise CloudError(
+            f"{path}: the head, {head.host}, cannot be reached by SSH: {words}. Try `ssh"
+            f" {head.user}@{head.host}`."
+        )
     return done.returncode == 0
 
 
@@ -143,12 +154,16 @@ def _status_on_premises(path: str | Path, head: Login) -> str:
         raise _no_ray(path, head)
     done = head.run(_in_shell(f"{TOKEN_MODE} PYTHONWARNINGS=ignore; ray status"))
     if done.returncode:
-        raise CloudError(f"{path}: the Ray on {head.host} does not answer: {' '.join(_said(done).split())}.")
+        raise CloudError(
+            f"{path}: the Ray on {head.host} does not answer: {' '.join(_said(done).split())}."
+        )
     return done.stdout
 
 
 def _no_ray(path: str | Path, head: Login) -> CloudError:
-    return CloudError(f"{path}: no Ray runs on the head, {head.host}. `raypool cluster up {path}` starts it.")
+    return CloudError(
+        f"{path}: no Ray runs on the head, {head.host}. `raypool cluster up {path}` starts it."
+    )
 
 
 def _in_shell(script: str) -> str:
@@ -161,7 +176,8 @@ def _said(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def _stop_everywhere(path: str | Path, content: dict[str, Any]) -> None:
-    """Stop Ray on all machines, from their head, which may be the only one that can be reached from here.
+    """Stop Ray on all machines, from their head, which may be the only one that can be reached from
+    here.
 
     The head's comes first, for it would start the others again.
     """
@@ -172,17 +188,21 @@ def _stop_everywhere(path: str | Path, content: dict[str, Any]) -> None:
     steps = [f"{stop} >&2 && echo {shlex.quote(first)}"]
     for host in others:
         target = shlex.quote(f"{head.user}@{host}")
-        steps.append(f"(ssh {key}{' '.join(OPTIONS)} {target} {shlex.quote(stop)} >&2 && echo {shlex.quote(host)}) &")
+        steps.append(
+            f"(ssh {key}{' '.join(OPTIONS)} {target} {shlex.quote(stop)} >&2 && echo"
+            f" {shlex.quote(host)}) &"
+        )
     done = head.run("\n".join([*steps, "wait"]))
     click.echo(_said(done), err=True)
     if left := [host for host in hosts if host not in done.stdout.split()]:
         raise CloudError(
-            f"{path}: Ray could not be stopped on {', '.join(left)}, and may run on there; what was said stands above. "
-            f"Look whether one can log in there by SSH (on workers, from the head), and say `raypool cluster down {path}` again."
+            f"{path}: Ray could not be stopped on {', '.join(left)}, and may run on there; what was"
+            " said stands above. Look whether one can log in there by SSH (on workers, from the"
+            f" head), and say `raypool cluster down {path}` again."
         )
 
 
-# --- input and output of Ray's launcher -------------------------------------------------------------------------------
+# --- input and output of Ray's launcher -----------------------------------------------------------
 
 
 def _content(path: str | Path) -> dict[str, Any]:
@@ -194,13 +214,19 @@ def _content(path: str | Path) -> dict[str, Any]:
     documents = read_documents(path)
     content = documents[0].content if documents else None
     if not isinstance(content, dict) or not isinstance(content.get("provider"), dict):
-        hint = " A cluster on Kubernetes is made by `kubectl apply`." if isinstance(content, dict) and "kind" in content else ""
+        hint = (
+            " A cluster on Kubernetes is made by `kubectl apply`."
+            if isinstance(content, dict) and "kind" in content
+            else ""
+        )
         raise CloudError(f"{path} is no file for Ray's launcher: it says no provider.{hint}")
     return content
 
 
 def _token(content: dict[str, Any]) -> Path | None:
-    """Return the file here that is copied to the machines as Ray's token; None if the cluster gets it in another way."""
+    """Return the file here that is copied to the machines as Ray's token; None if the cluster gets
+    it in another way.
+    """
     here = (content.get("file_mounts") or {}).get(TOKEN)
     return Path(here).expanduser() if isinstance(here, str) else None
 
@@ -220,18 +246,22 @@ def _head(path: str | Path, content: dict[str, Any]) -> Login:
             user, _ = auth["ssh_user"], provider["worker_ips"]
         except (KeyError, TypeError):
             raise CloudError(
-                f"{path} does not say which machines there are. `raypool cluster validate {path}` says more."
+                f"{path} does not say which machines there are. `raypool cluster validate {path}`"
+                " says more."
             ) from None
     else:
         with _launching(path):
-            auth = sdk.bootstrap_config(content)["auth"]  # with the key that the launcher has made, if it has
+            # with the key that the launcher has made, if it has
+            auth = sdk.bootstrap_config(content)["auth"]
             host, user = sdk.get_head_node_ip(str(path)), auth["ssh_user"]
     return Login(user, host, key=auth.get("ssh_private_key"), proxy=auth.get("ssh_proxy_command"))
 
 
 @contextlib.contextmanager
 def _launching(path: str | Path) -> Iterator[None]:
-    """Let Ray's launcher speak to the standard error, and say in one sentence what has become of it."""
+    """Let Ray's launcher speak to the standard error, and say in one sentence what has become of
+    it.
+    """
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
@@ -240,14 +270,16 @@ def _launching(path: str | Path) -> Iterator[None]:
         words = " ".join(text.split()) or type(error).__name__
         if words.startswith("Head node of cluster"):
             raise _NotThereError(
-                f"{path}: the cluster has no head that is ready. `raypool cluster up {path}` starts it."
+                f"{path}: the cluster has no head that is ready. `raypool cluster up {path}`"
+                " starts it."
             ) from error
         raise CloudError(
-            f"{path}: Ray's launcher has failed: {words.rstrip('.')}. What it has done until then stands above."
+            f"{path}: Ray's launcher has failed: {words.rstrip('.')}. What it has done until then"
+            " stands above."
         ) from error
 
 
-# --- tunnels ----------------------------------------------------------------------------------------------------------
+# --- tunnels --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -268,14 +300,24 @@ class Tunnel:
         Raises:
             CloudError: It has broken.
         """
-        raise CloudError(f"The tunnel has broken: {_last_words(self.ssh)}. `raypool cluster connect` opens another.")
+        raise CloudError(
+            f"The tunnel has broken: {_last_words(self.ssh)}. `raypool cluster connect` opens"
+            " another."
+        )
 
     def as_toml(self, name: str) -> str:
         """Return what goes into raypool.toml."""
         profile = self.profile
-        entries = {"address": profile.address, "jobs_address": profile.jobs_address, "token_file": profile.token_file}
+        entries = {
+            "address": profile.address,
+            "jobs_address": profile.jobs_address,
+            "token_file": profile.token_file,
+        }
         return "\n".join(
-            [f"[profiles.{json.dumps(name)}]", *(f"{key} = {json.dumps(value)}" for key, value in entries.items() if value)]
+            [
+                f"[profiles.{json.dumps(name)}]",
+                *(f"{key} = {json.dumps(value)}" for key, value in entries.items() if value),
+            ]
         )
 
 
@@ -284,7 +326,8 @@ def tunnel(path: str | Path) -> Iterator[Profile]:
     """Open a tunnel to the head of a cluster, for as long as the context is.
 
     Returns:
-        How to reach the cluster meanwhile: its Ray Client (`address`) and its jobs (`jobs_address`), on this machine's loopback.
+        How to reach the cluster meanwhile: its Ray Client (`address`) and its jobs
+        (`jobs_address`), on this machine's loopback.
 
     Raises:
         CloudError: There is no such cluster, or its head does not take us in.
@@ -299,15 +342,24 @@ def open_tunnel(path: str | Path) -> Iterator[Tunnel]:
     content = _content(path)
     head, token = _head(path, content), _token(content)
     client, jobs = _free_port(CLIENT_PORT), _free_port(DASHBOARD_PORT)
-    ways = [f"-L127.0.0.1:{here}:127.0.0.1:{there}" for here, there in ((client, CLIENT_PORT), (jobs, DASHBOARD_PORT))]
-    # The script runs when both ports are ssh's, and ends with the connection: whatever becomes of this process, nothing is left.
+    ways = [
+        f"-L127.0.0.1:{here}:127.0.0.1:{there}"
+        for here, there in ((client, CLIENT_PORT), (jobs, DASHBOARD_PORT))
+    ]
+    # The script runs when both ports are ssh's, and ends with the connection: whatever becomes of
+    # this process, nothing is left.
     command = head.command(f"{SEES_RAY} && echo {shlex.quote(OPEN)} && exec cat", "-T", *ways)
     pipe = subprocess.PIPE
-    ssh = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    ssh = subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    )
     address, url = f"ray://127.0.0.1:{client}", f"http://127.0.0.1:{jobs}"
     try:
         _wait_open(ssh, path, head)
-        yield Tunnel(Profile(address=address, jobs_address=url, token_file=str(token) if token else None), ssh)
+        yield Tunnel(
+            Profile(address=address, jobs_address=url, token_file=str(token) if token else None),
+            ssh,
+        )
     finally:
         _end(ssh)
         ssh.communicate()
@@ -327,7 +379,9 @@ def _last_words(ssh: subprocess.Popen[str]) -> str:
 
 
 def _wait_open(ssh: subprocess.Popen[str], path: str | Path, head: Login) -> None:
-    """Wait until ssh says that the tunnel is there; that a port answers could be somebody else's doing."""
+    """Wait until ssh says that the tunnel is there; that a port answers could be somebody else's
+    doing.
+    """
     assert ssh.stdout is not None
     timer = threading.Timer(TUNNEL_S, _end, (ssh,))
     timer.start()
@@ -341,7 +395,8 @@ def _wait_open(ssh: subprocess.Popen[str], path: str | Path, head: Login) -> Non
         raise _no_ray(path, head)
     words = f"it has not answered by SSH within {TUNNEL_S:g} s" if code < 0 else _last_words(ssh)
     raise CloudError(
-        f"{path}: there is no way to the head, {head.host}: {words}. Look whether it runs: `raypool cluster status`."
+        f"{path}: there is no way to the head, {head.host}: {words}. Look whether it runs: `raypool"
+        " cluster status`."
     )
 
 
@@ -354,7 +409,7 @@ def _free_port(wanted: int) -> int:
     raise CloudError("No port is free on this machine.")
 
 
-# --- logins by SSH, as by Ray's launcher ------------------------------------------------------------------------------
+# --- logins by SSH, as by Ray's launcher ----------------------------------------------------------
 #
 # Source: `SSHOptions` in Ray's `autoscaler/_private/command_runner.py`.
 
@@ -362,8 +417,8 @@ def _free_port(wanted: int) -> int:
 UNREACHABLE = 255
 """The exit status of ssh when it has not come to run the command."""
 
-# As Ray's launcher has it: the keys of machines that were made a minute ago are known to nobody, and addresses are used again.
-# The other end may be silent for 15 s, and for 10 s at the beginning.
+# As Ray's launcher has it: the keys of machines that were made a minute ago are known to nobody,
+# and addresses are used again. The other end may be silent for 15 s, and for 10 s at the beginning.
 _SETTINGS = {
     "BatchMode": "yes",
     "ConnectTimeout": "10",
@@ -407,4 +462,10 @@ class Login:
 
     def run(self, script: str) -> subprocess.CompletedProcess[str]:
         """Run a script of the shell there to its end."""
-        return subprocess.run(self.command(script), stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        return subprocess.run(
+            self.command(script),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )

@@ -1,10 +1,11 @@
-"""Files for Ray's launcher: the entries that all providers share, for installation and start of Ray.
+"""Files for Ray's launcher: the entries that all providers share, for installation and start of
+Ray.
 
 Every cluster requires a token, keeps the dashboard on the loopback, and notices a lost machine
 within seconds.
 
-Source: Ray's `autoscaler/_private/updater.py` (the commands are run in this order, each by a login shell) and the page
-"Cluster YAML Configuration Options" of its documentation.
+Source: Ray's `autoscaler/_private/updater.py` (the commands are run in this order, each by a login
+shell) and the page "Cluster YAML Configuration Options" of its documentation.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ DASHBOARD_PORT = 8265  # of the head, on its loopback only: jobs, through a tunn
 START = "ray start"  # what a command that starts Ray has in it
 
 ENVIRONMENT = "~/raypool-venv"
-"""The environment for all packages on a machine, apart from the image's, whose Python may differ."""
+"""The environment for all packages on a machine, apart from the image's, whose Python may
+differ.
+"""
 
 ROLE = "raypool/role"
 """The label that says which group a machine belongs to."""
@@ -36,12 +39,15 @@ ACCELERATOR = "ray.io/accelerator-type"
 """Ray's own label for the kind of GPU that a machine has."""
 
 UV = "0.13.9"
-"""The version of the tool that makes this environment, with the Python that it is for, and installs packages into it."""
+"""The version of the tool that makes this environment, with the Python that it is for, and installs
+packages into it.
+"""
 
 LAUNCHER_NEEDS = {"gcp": ("google-api-python-client>=2",), "aws": ("boto3",)}
 """The packages that Ray's launcher needs for a provider, also on the head."""
 
-# By default Ray takes 65 s to notice that a machine does not answer any more (5 times 3 s + 10 s); so it takes 8 s.
+# By default Ray takes 65 s to notice that a machine does not answer any more (5 times 3 s + 10 s);
+# so it takes 8 s.
 HEALTH_CHECKS = {
     "RAY_health_check_period_ms": 1000,
     "RAY_health_check_timeout_ms": 2000,
@@ -50,7 +56,8 @@ HEALTH_CHECKS = {
 
 
 def default_packages() -> tuple[str, ...]:
-    """Return what is installed on machines unless a plan says otherwise: raypool and Ray, of the versions of this machine.
+    """Return what is installed on machines unless a plan says otherwise: raypool and Ray, of the
+    versions of this machine.
 
     Both ends of a connection must have the same version of Ray.
     """
@@ -58,7 +65,9 @@ def default_packages() -> tuple[str, ...]:
 
 
 def launcher_file(
-    plan: ClusterPlan, provider: Mapping[str, Any], node_config: Callable[[NodeGroup], dict[str, Any]]
+    plan: ClusterPlan,
+    provider: Mapping[str, Any],
+    node_config: Callable[[NodeGroup], dict[str, Any]],
 ) -> dict[str, Any]:
     """Return a file for Ray's launcher, for a provider of whom machines are rented.
 
@@ -75,11 +84,16 @@ def launcher_file(
     return {
         "cluster_name": plan.name,
         "provider": dict(provider),
-        "auth": {"ssh_user": plan.ssh_user} | ({"ssh_private_key": plan.ssh_key} if plan.ssh_key else {}),
+        "auth": (
+            {"ssh_user": plan.ssh_user}
+            | ({"ssh_private_key": plan.ssh_key} if plan.ssh_key else {})
+        ),
         "max_workers": sum(group.most for group in plan.workers),
         "idle_timeout_minutes": plan.idle_minutes,
         "head_node_type": plan.head.name,
-        "available_node_types": {group.name: _node_type(plan, group, node_config(group)) for group in plan.groups},
+        "available_node_types": {
+            group.name: _node_type(plan, group, node_config(group)) for group in plan.groups
+        },
         **commands(plan),
     }
 
@@ -102,10 +116,13 @@ def _node_type(plan: ClusterPlan, group: NodeGroup, node_config: dict[str, Any])
 
 
 def _resources(plan: ClusterPlan, group: NodeGroup) -> dict[str, int]:
-    """Return the resources of a machine for Ray; none of a head without GPUs, so tasks stay off it."""
+    """Return the resources of a machine for Ray; none of a head without GPUs, so tasks stay off
+    it.
+    """
     if not group.gpus:
         return {"CPU": 0 if group is plan.head else _cpus(plan, group)}
-    kind = {f"accelerator_type:{group.gpu}": 1} if group.gpu else {}  # the machine says so itself, but only once it is there
+    # the machine says so itself, but only once it is there
+    kind = {f"accelerator_type:{group.gpu}": 1} if group.gpu else {}
     return {"CPU": _cpus(plan, group), "GPU": group.gpus, **kind}
 
 
@@ -116,10 +133,11 @@ def _cpus(plan: ClusterPlan, group: NodeGroup) -> int:
 
 
 def commands(plan: ClusterPlan, flags: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the entries of a launcher's file that say what is copied to, installed and started on machines.
+    """Return the entries of a launcher's file that say what is copied to, installed and started on
+    machines.
 
-    All of Ray's entries of that kind are there, also the empty ones: for what is missing, Ray takes defaults that open the
-    dashboard to everybody and install an old version of it.
+    All of Ray's entries of that kind are there, also the empty ones: for what is missing, Ray takes
+    defaults that open the dashboard to everybody and install an old version of it.
 
     Args:
         plan: The cluster.
@@ -137,7 +155,8 @@ def commands(plan: ClusterPlan, flags: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def setup_commands(plan: ClusterPlan) -> list[str]:
-    """Return the commands that install a plan's packages; none if it has none: then Ray has to be there, and on the PATH.
+    """Return the commands that install a plan's packages; none if it has none: then Ray has to be
+    there, and on the PATH.
 
     They may run again on a machine that has been set up.
     """
@@ -145,7 +164,10 @@ def setup_commands(plan: ClusterPlan) -> list[str]:
         return []
     path = f'export PATH="{ENVIRONMENT.replace("~", "$HOME")}/bin:$PATH"'
     return [
-        f"set -o pipefail; [ -x ~/.local/bin/uv ] || curl -LsSf https://astral.sh/uv/{UV}/install.sh | sh",
+        (
+            "set -o pipefail; [ -x ~/.local/bin/uv ] || curl -LsSf"
+            f" https://astral.sh/uv/{UV}/install.sh | sh"
+        ),
         f"~/.local/bin/uv venv --allow-existing --python {shlex.quote(plan.python)} {ENVIRONMENT}",
         *_install(plan, plan.packages),
         f"grep -qxF {shlex.quote(path)} ~/.bashrc || echo {shlex.quote(path)} >> ~/.bashrc",
@@ -154,7 +176,11 @@ def setup_commands(plan: ClusterPlan) -> list[str]:
 
 def _install(plan: ClusterPlan, packages: Iterable[str]) -> list[str]:
     names = " ".join(shlex.quote(package) for package in packages)
-    return [f"~/.local/bin/uv pip install --python {ENVIRONMENT}/bin/python {names}"] if plan.packages and names else []
+    return (
+        [f"~/.local/bin/uv pip install --python {ENVIRONMENT}/bin/python {names}"]
+        if plan.packages and names
+        else []
+    )
 
 
 def head_commands(flags: Iterable[str] = ()) -> list[str]:
@@ -169,33 +195,52 @@ def head_commands(flags: Iterable[str] = ()) -> list[str]:
         (True, True, True)
     """
     settings = [f"{name}={value}" for name, value in HEALTH_CHECKS.items()]
-    options = [f"--port={PORT}", "--dashboard-host=127.0.0.1", "--autoscaling-config=~/ray_bootstrap_config.yaml"]
+    options = [
+        f"--port={PORT}",
+        "--dashboard-host=127.0.0.1",
+        "--autoscaling-config=~/ray_bootstrap_config.yaml",
+    ]
     return ["ray stop", _start(settings, ["--head", *options, *flags])]
 
 
 def worker_commands(plan: ClusterPlan, flags: Iterable[str] = ()) -> list[str]:
-    """Return the commands that start Ray on a worker, and beside it the watcher for what the cloud says of the machine."""
+    """Return the commands that start Ray on a worker, and beside it the watcher for what the cloud
+    says of the machine.
+    """
     start = ["ray stop", _start([], [f"--address=$RAY_HEAD_IP:{PORT}", *flags])]
     return [*start, watcher(plan.provider)] if plan.provider in ("gcp", "aws") else start
 
 
 def _start(settings: Iterable[str], options: Iterable[str]) -> str:
     exports = " ".join(["RAY_AUTH_MODE=token", *settings])
-    # Without the first option Ray asks a person at the terminal whether it may report how it is used, and waits for the answer.
-    return f"ulimit -n 65536; export {exports}; ray start {' '.join(['--disable-usage-stats', *options])}"
+    # Without the first option Ray asks a person at the terminal whether it may report how it is
+    # used, and waits for the answer.
+    return (
+        f"ulimit -n 65536; export {exports}; ray start"
+        f" {' '.join(['--disable-usage-stats', *options])}"
+    )
 
 
 def watcher(cloud: str) -> str:
-    """Return the command that starts the watcher, which goes on when the shell has ended, and ends with the node.
+    """Return the command that starts the watcher, which goes on when the shell has ended, and ends
+    with the node.
 
     Args:
         cloud: "gcp" or "aws".
     """
-    return f"setsid nohup python -m raypool.cluster.preemption --cloud {cloud} </dev/null >~/raypool-preemption.log 2>&1 &"
+    return (
+        f"setsid nohup python -m raypool.cluster.preemption --cloud {cloud} </dev/null"
+        " >~/raypool-preemption.log 2>&1 &"
+    )
 
 
 def check_resources(
-    findings: Findings, keys: Keys, shape: Machine | None, gpu: str | None, gpus: int, is_filled_in: bool = False
+    findings: Findings,
+    keys: Keys,
+    shape: Machine | None,
+    gpu: str | None,
+    gpus: int,
+    is_filled_in: bool = False,
 ) -> None:
     """Note where a file for Ray's launcher tells Ray of a machine other than what it has.
 
@@ -215,9 +260,14 @@ def check_resources(
     if told != gpus:
         at = (*keys, "resources", "GPU") if "GPU" in resources else (*keys, "resources")
         has = f"{gpus} {gpu}" if gpus else "none"
-        findings.add(at, f"Ray is told of {told} GPUs, and the machine has {has}: it must be `GPU: {gpus}`.")
+        findings.add(
+            at, f"Ray is told of {told} GPUs, and the machine has {has}: it must be `GPU: {gpus}`."
+        )
     if shape and resources.get("CPU", 0) > shape.vcpus:
-        text = f"Ray is told of {resources['CPU']} CPUs, and {shape.name} has {shape.vcpus} vCPUs; that many at most."
+        text = (
+            f"Ray is told of {resources['CPU']} CPUs, and {shape.name} has {shape.vcpus} vCPUs;"
+            " that many at most."
+        )
         findings.add((*keys, "resources", "CPU"), text)
     label = findings.at((*keys, "labels", ACCELERATOR))
     if label is not None and label != gpu:

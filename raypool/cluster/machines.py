@@ -2,7 +2,8 @@
 
 There are three catalogues, each a TOML file in `catalogues` that names its sources:
 
-- "ai-platform-2021": what Google's AI Platform Training had in 2021, its legacy names (`complex_model_m_gpu`) among them;
+- "ai-platform-2021": what Google's AI Platform Training had in 2021, its legacy names
+  (`complex_model_m_gpu`) among them;
 - "gce": Google Compute Engine;
 - "aws": Amazon EC2.
 
@@ -28,7 +29,9 @@ NAMES = ("ai-platform-2021", "gce", "aws")
 """The catalogues there are."""
 
 WITH_ZONES = ("gce", "ai-platform-2021")
-"""Where zones are looked up: what either has is believed, since no list is ever complete, and today's go first."""
+"""Where zones are looked up: what either has is believed, since no list is ever complete, and
+today's go first.
+"""
 
 OF_PROVIDERS = {"gcp": "gce", "aws": "aws"}
 """Which catalogue has the machines of a provider today."""
@@ -42,9 +45,11 @@ class Machine:
         name: The provider's name for it.
         vcpus: How many vCPUs it has.
         memory_gb: Its main memory [GB].
-        gpu: The kind of the GPUs that it always comes with; None: GPUs may be attached to it, or cannot.
+        gpu: The kind of the GPUs that it always comes with; None: GPUs may be attached to it, or
+            cannot.
         gpus: How many it always comes with.
-        compute: For a legacy name of AI Platform Training, the Compute Engine machine that it stands for; else "".
+        compute: For a legacy name of AI Platform Training, the Compute Engine machine that it
+            stands for; else "".
     """
 
     name: str
@@ -57,7 +62,9 @@ class Machine:
 
 @dataclass(frozen=True)
 class Limit:
-    """So many GPUs may be attached to a machine with at most so many vCPUs and so much memory [GB]."""
+    """So many GPUs may be attached to a machine with at most so many vCPUs and so much memory
+    [GB].
+    """
 
     gpus: int
     vcpus: int
@@ -70,10 +77,13 @@ class Gpu:
 
     Attributes:
         name: Ray's name for it, "T4".
-        accelerator: The provider's name for it, "nvidia-tesla-t4"; None where only machines have names, as on AWS.
-        limits: With how many it may be attached to which machines, fewest first; none if it comes with its machines only.
+        accelerator: The provider's name for it, "nvidia-tesla-t4"; None where only machines have
+            names, as on AWS.
+        limits: With how many it may be attached to which machines, fewest first; none if it comes
+            with its machines only.
         zones: Where it is to be had.
-        regions: The regions of these; on AWS, whose zones have other names in each account, only they are known.
+        regions: The regions of these; on AWS, whose zones have other names in each account, only
+            they are known.
         retired: The day since which the provider has it no more.
     """
 
@@ -117,7 +127,10 @@ class Catalogue:
             CloudError: There is none.
         """
         if name not in self.machines:
-            raise CloudError(f"There is no machine {name!r} in the catalogue of {self.date}{_meant(name, self.machines)}")
+            raise CloudError(
+                f"There is no machine {name!r} in the catalogue of"
+                f" {self.date}{_meant(name, self.machines)}"
+            )
         return self.machines[name]
 
     def gpu(self, name: str) -> Gpu:
@@ -137,13 +150,17 @@ class Catalogue:
             if plain in (_plain(gpu.name), _plain(gpu.accelerator or "")):
                 if gpu.retired is not None:
                     raise CloudError(
-                        f"{gpu.name} GPUs cannot be had any more since {gpu.retired}. There are: {', '.join(there)}."
+                        f"{gpu.name} GPUs cannot be had any more since {gpu.retired}. There are:"
+                        f" {', '.join(there)}."
                     )
                 return gpu
-        raise CloudError(f"There is no GPU {name!r} in the catalogue of {self.date}{nearest(name, there)}")
+        raise CloudError(
+            f"There is no GPU {name!r} in the catalogue of {self.date}{nearest(name, there)}"
+        )
 
     def allowed(self, machine: str, gpu: str) -> tuple[int, ...]:
-        """Return how many GPUs of that kind the machine may have, or has; none: it cannot have them.
+        """Return how many GPUs of that kind the machine may have, or has; none: it cannot have
+        them.
 
         Raises:
             CloudError: There is no such machine, or no such GPU.
@@ -153,7 +170,11 @@ class Catalogue:
             return (shape.gpus,) if shape.gpu == kind.name else ()
         if not _attaches(shape):
             return ()
-        return tuple(each.gpus for each in kind.limits if shape.vcpus <= each.vcpus and shape.memory_gb <= each.memory_gb)
+        return tuple(
+            each.gpus
+            for each in kind.limits
+            if shape.vcpus <= each.vcpus and shape.memory_gb <= each.memory_gb
+        )
 
     def choices(self, machine: str) -> dict[str, tuple[int, ...]]:
         """Return which GPUs a machine may have, or has, by kind: how many.
@@ -165,7 +186,11 @@ class Catalogue:
             >>> catalogue("ai-platform-2021").choices("n1-highmem-32")
             {'K80': (4, 8), 'P4': (2, 4), 'P100': (2, 4), 'T4': (2, 4), 'V100': (4, 8)}
         """
-        counts = {gpu.name: self.allowed(machine, gpu.name) for gpu in self.gpus.values() if gpu.retired is None}
+        counts = {
+            gpu.name: self.allowed(machine, gpu.name)
+            for gpu in self.gpus.values()
+            if gpu.retired is None
+        }
         return {name: allowed for name, allowed in counts.items() if allowed}
 
     def check(self, machine: str, gpu: str | None, gpus: int) -> None:
@@ -187,12 +212,17 @@ class Catalogue:
         shape = self.machine(machine)
         if gpu is None or gpus == 0:
             if shape.gpu is not None:
-                raise CloudError(f"{machine} always comes with {shape.gpus} {shape.gpu}, and none is asked for.")
+                raise CloudError(
+                    f"{machine} always comes with {shape.gpus} {shape.gpu}, and none is asked for."
+                )
             return
         kind = self.gpu(gpu)
         counts = self.allowed(machine, kind.name)
         if gpus not in counts:
-            raise CloudError(f"{machine} cannot have {gpus} {kind.name}{self._instead(shape, kind, gpus, counts)}")
+            raise CloudError(
+                f"{machine} cannot have {gpus}"
+                f" {kind.name}{self._instead(shape, kind, gpus, counts)}"
+            )
 
     def _instead(self, shape: Machine, kind: Gpu, gpus: int, counts: tuple[int, ...]) -> str:
         """Return the end of the sentence that says what would do."""
@@ -201,7 +231,9 @@ class Catalogue:
         if counts:
             return f", but {one_of(counts)}. {self._with(kind, gpus)}"
         others = self.choices(shape.name)
-        return f". {self._with(kind, gpus)}" + (f" {shape.name} may have {one_of(others)}." if others else "")
+        return f". {self._with(kind, gpus)}" + (
+            f" {shape.name} may have {one_of(others)}." if others else ""
+        )
 
     def _with(self, kind: Gpu, gpus: int) -> str:
         """Return a sentence on where so many of a kind are to be had."""
@@ -209,10 +241,15 @@ class Catalogue:
         ending = "es" if gpus == 1 else ""
         for limit in kind.limits:
             if limit.gpus == gpus:
-                return f"{gpus} {kind.name} go{ending} with up to {limit.vcpus} vCPUs and {limit.memory_gb:g} GB."
+                return (
+                    f"{gpus} {kind.name} go{ending} with up to {limit.vcpus} vCPUs and"
+                    f" {limit.memory_gb:g} GB."
+                )
         if same := [machine.name for machine in fixed if machine.gpus == gpus]:
             return f"{gpus} {kind.name} come{ending[1:]} with {one_of(same)}."
-        numbers = sorted({limit.gpus for limit in kind.limits} | {machine.gpus for machine in fixed})
+        numbers = sorted(
+            {limit.gpus for limit in kind.limits} | {machine.gpus for machine in fixed}
+        )
         return f"No machine has {gpus} {kind.name}; {one_of(numbers)} can be had."
 
     def zones(self, *gpus: str) -> tuple[str, ...]:
@@ -225,7 +262,9 @@ class Catalogue:
         return _common(self.gpu(gpu).zones for gpu in gpus)
 
     def regions(self, *gpus: str) -> tuple[str, ...]:
-        """Return the regions that have GPUs of all these kinds, though perhaps in different zones."""
+        """Return the regions that have GPUs of all these kinds, though perhaps in different
+        zones.
+        """
         return _common(self.gpu(gpu).regions for gpu in gpus)
 
     def check_place(self, place: str, *gpus: str) -> None:
@@ -243,7 +282,9 @@ class Catalogue:
             known = kind.regions if place in self._regions or not kind.zones else kind.zones
             if known and place not in known:
                 near = [each for each in known if each[:-2] == place[:-2]]
-                where = f"Near it are {', '.join(near)}" if near else f"They are in {', '.join(known)}"
+                where = (
+                    f"Near it are {', '.join(near)}" if near else f"They are in {', '.join(known)}"
+                )
                 raise CloudError(f"As of {self.date}, {place} has no {kind.name} GPUs. {where}.")
 
     @property
@@ -265,7 +306,11 @@ def one_of(values: Iterable[object]) -> str:
 def _meant(name: str, known: Iterable[str]) -> str:
     """Return what was meant, without the hundreds that there are."""
     end = nearest(name, known)
-    return end if end.startswith(". Did") else ". `raypool cluster machines` lists those that there are."
+    return (
+        end
+        if end.startswith(". Did")
+        else ". `raypool cluster machines` lists those that there are."
+    )
 
 
 def _plain(name: str) -> str:
@@ -290,7 +335,11 @@ def catalogue(name: str) -> Catalogue:
     """
     if name not in NAMES:
         raise CloudError(f"There is no catalogue {name!r}{nearest(name, NAMES)}")
-    text = resources.files("raypool.cluster").joinpath("catalogues", f"{name}.toml").read_text(encoding="utf-8")
+    text = (
+        resources.files("raypool.cluster")
+        .joinpath("catalogues", f"{name}.toml")
+        .read_text(encoding="utf-8")
+    )
     return _parsed(name, tomllib.loads(text))
 
 
@@ -301,7 +350,11 @@ def _parsed(name: str, data: dict[str, Any]) -> Catalogue:
 
 
 def _gpu(name: str, entry: dict[str, Any]) -> Gpu:
-    zones = tuple(f"{region}-{letter}" for region, letters in entry.get("zones", {}).items() for letter in letters)
+    zones = tuple(
+        f"{region}-{letter}"
+        for region, letters in entry.get("zones", {}).items()
+        for letter in letters
+    )
     return Gpu(
         name,
         accelerator=entry.get("accelerator"),
@@ -312,11 +365,12 @@ def _gpu(name: str, entry: dict[str, Any]) -> Gpu:
     )
 
 
-# --- zones: one for all machines of a cluster -------------------------------------------------------------------------
+# --- zones: one for all machines of a cluster -----------------------------------------------------
 
 
 def zones_with(kinds: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the zones of Google's that are known to have GPUs of all these kinds, by Ray's names; none: of any kind.
+    """Return the zones of Google's that are known to have GPUs of all these kinds, by Ray's names;
+    none: of any kind.
 
     Example:
         >>> "us-central1-a" in zones_with(("T4", "V100")), zones_with(("K80", "H100"))
@@ -325,7 +379,9 @@ def zones_with(kinds: tuple[str, ...]) -> tuple[str, ...]:
     zones: dict[str, None] = {}
     for known in map(catalogue, WITH_ZONES):
         if not kinds:
-            zones |= dict.fromkeys(sorted({zone for gpu in known.gpus.values() for zone in gpu.zones}))
+            zones |= dict.fromkeys(
+                sorted({zone for gpu in known.gpus.values() for zone in gpu.zones})
+            )
         elif all(kind in known.gpus and known.gpus[kind].retired is None for kind in kinds):
             zones |= dict.fromkeys(known.zones(*kinds))
     return tuple(zones)
@@ -354,7 +410,10 @@ def why_no_zone(kinds: tuple[str, ...], region: str | None) -> str | None:
     dates = " and ".join(str(catalogue(name).date) for name in WITH_ZONES)
     where = f" of {region}" if region else ""
     regions = f"These regions have one: {', '.join(having)}" if having else "No region has one"
-    return f"the catalogues of {dates} have no zone{where} with {' and '.join(kinds) or 'GPUs'}. {regions}."
+    return (
+        f"the catalogues of {dates} have no zone{where} with {' and '.join(kinds) or 'GPUs'}."
+        f" {regions}."
+    )
 
 
 def choose_zone(kinds: tuple[str, ...], region: str | None, zone: str | None) -> str:
@@ -363,7 +422,8 @@ def choose_zone(kinds: tuple[str, ...], region: str | None, zone: str | None) ->
     Args:
         kinds: Kinds of GPUs.
         region: The region that was asked for; None: none was.
-        zone: The zone that was asked for, which is taken; None: the first one of the region that is known to have all kinds.
+        zone: The zone that was asked for, which is taken; None: the first one of the region that is
+            known to have all kinds.
 
     Raises:
         CloudError: The zone is not of the region; or none was said, and none can be chosen.
@@ -377,12 +437,17 @@ def choose_zone(kinds: tuple[str, ...], region: str | None, zone: str | None) ->
     """
     if zone is not None:
         if region is not None and region_of(zone) != region:
-            raise CloudError(f"{zone} is no zone of {region}, which was asked for, too. Leave one of them out.")
+            raise CloudError(
+                f"{zone} is no zone of {region}, which was asked for, too. Leave one of them out."
+            )
         return zone
     having = zones_with(kinds)
     if region is None:
         regions = sorted({region_of(each) for each in having})
-        raise CloudError(f"Neither region nor zone is said. Give --region; these have all: {', '.join(regions) or 'none'}.")
+        raise CloudError(
+            "Neither region nor zone is said. Give --region; these have all:"
+            f" {', '.join(regions) or 'none'}."
+        )
     if (why := why_no_zone(kinds, region)) is not None:
         raise CloudError(f"No zone can be chosen: {why} If you know one, give --zone.")
     return next(each for each in having if region_of(each) == region)

@@ -1,7 +1,7 @@
 """Clusters on premises, of existing machines: writes the file for Ray's launcher, and checks one.
 
-Source: Ray's `autoscaler/_private/local/config.py` and `node_provider.py`, and "Launching an On-Premise Cluster" in its
-documentation.
+Source: Ray's `autoscaler/_private/local/config.py` and `node_provider.py`, and "Launching an
+On-Premise Cluster" in its documentation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from raypool.cluster import launcher_file
 from raypool.cluster.documents import PLACEHOLDER, Findings
 from raypool.cluster.plan import ClusterPlan
 
-# Ray's newer autoscaler counts the head among the workers of such a cluster, without knowing of it: the last worker never comes.
+# Ray's newer autoscaler counts the head among the workers of such a cluster, without knowing of it:
+# the last worker never comes.
 OLD_AUTOSCALER = "RAY_enable_autoscaler_v2=0"
 
 PROVIDER = ("type", "head_ip", "worker_ips", "external_head_ip")
@@ -44,7 +45,10 @@ def write(plan: ClusterPlan, flags: Iterable[str] = ()) -> dict[str, Any]:
     return {
         "cluster_name": plan.name,
         "provider": {"type": "local", "head_ip": head, "worker_ips": workers},
-        "auth": {"ssh_user": plan.ssh_user} | ({"ssh_private_key": plan.ssh_key} if plan.ssh_key else {}),
+        "auth": (
+            {"ssh_user": plan.ssh_user}
+            | ({"ssh_private_key": plan.ssh_key} if plan.ssh_key else {})
+        ),
         "min_workers": len(workers),
         "max_workers": len(workers),
         **commands,
@@ -55,44 +59,78 @@ def write(plan: ClusterPlan, flags: Iterable[str] = ()) -> dict[str, Any]:
 def check(findings: Findings) -> None:
     """Note what is wrong with a file whose entries are of the right kinds."""
     if findings.at(("provider", "coordinator_address")):
-        text = "coordinator_address is for clusters that share machines, unknown here; name head_ip and worker_ips."
+        text = (
+            "coordinator_address is for clusters that share machines, unknown here; name head_ip"
+            " and worker_ips."
+        )
         findings.add(("provider", "coordinator_address"), text)
         return
     findings.check_keys(("provider",), PROVIDER)
     for name in NOT_HERE:
         if findings.at((name,)):
-            findings.add((name,), f"{name} is for machines that are made; these are there (type: local). Leave it out.")
+            findings.add(
+                (name,),
+                f"{name} is for machines that are made; these are there (type: local). Leave it"
+                " out.",
+            )
     _check_name(findings)
     _check_hosts(findings)
     _check_counts(findings)
-    starts = [text for text in findings.at(("head_start_ray_commands",)) or () if launcher_file.START in text]
+    starts = [
+        text
+        for text in findings.at(("head_start_ray_commands",)) or ()
+        if launcher_file.START in text
+    ]
     if any(OLD_AUTOSCALER not in text.partition(launcher_file.START)[0] for text in starts):
-        text = f"Ray would leave out one of the workers. Put `export {OLD_AUTOSCALER};` before `ray start`."
+        text = (
+            f"Ray would leave out one of the workers. Put `export {OLD_AUTOSCALER};` before `ray"
+            " start`."
+        )
         findings.add(("head_start_ray_commands",), text)
 
 
 def _check_name(findings: Findings) -> None:
     name = findings.at(("cluster_name",))
     if not re.fullmatch(r"[A-Za-z0-9][-A-Za-z0-9_.]*", name) and not name.startswith(PLACEHOLDER):
-        findings.add(("cluster_name",), f"cluster_name is {name!r}; files are named after it: letters, digits, dashes and dots.")
+        findings.add(
+            ("cluster_name",),
+            f"cluster_name is {name!r}; files are named after it: letters, digits, dashes and"
+            " dots.",
+        )
 
 
 def _check_hosts(findings: Findings) -> None:
     """Look at the addresses of the machines."""
     head, workers = findings.at(("provider", "head_ip")), findings.at(("provider", "worker_ips"))
     if head is None:
-        findings.add(("provider",), "head_ip is missing in provider: the address of the machine that the others join.")
+        findings.add(
+            ("provider",),
+            "head_ip is missing in provider: the address of the machine that the others join.",
+        )
     if workers is None:
-        findings.add(("provider",), "worker_ips is missing in provider: a list with the addresses of the other machines, or [].")
+        findings.add(
+            ("provider",),
+            "worker_ips is missing in provider: a list with the addresses of the other machines,"
+            " or [].",
+        )
     seen: set[object] = set()
-    for keys, host in [(("head_ip",), head), *((("worker_ips", number), host) for number, host in enumerate(workers or ()))]:
+    for keys, host in [
+        (("head_ip",), head),
+        *((("worker_ips", number), host) for number, host in enumerate(workers or ())),
+    ]:
         wrong = _wrong_with(host) if host is not None else None
         if wrong is not None:
             findings.add(("provider", *keys), wrong)
         elif host in seen:
-            findings.add(("provider", *keys), f"{host} is here for the second time: each machine is named once, also the head.")
+            findings.add(
+                ("provider", *keys),
+                f"{host} is here for the second time: each machine is named once, also the head.",
+            )
         elif workers and _is_loopback(host):
-            findings.add(("provider", *keys), f"{host} is each machine's own name for itself; name it as the others see it.")
+            findings.add(
+                ("provider", *keys),
+                f"{host} is each machine's own name for itself; name it as the others see it.",
+            )
         else:
             seen.add(host)
 
@@ -101,7 +139,9 @@ def _wrong_with(host: object) -> str | None:
     """Say what is wrong with an address, or the name of a machine; None if nothing is."""
     if isinstance(host, str) and (host.startswith(PLACEHOLDER) or _is_address(host)):
         return None
-    if isinstance(host, str) and re.fullmatch(r"(?=.*[A-Za-z])[A-Za-z0-9]([-A-Za-z0-9.]*[A-Za-z0-9])?", host):
+    if isinstance(host, str) and re.fullmatch(
+        r"(?=.*[A-Za-z])[A-Za-z0-9]([-A-Za-z0-9.]*[A-Za-z0-9])?", host
+    ):
         return None
     return f"{host!r} is neither an address, such as 10.0.0.7, nor the name of a machine."
 
@@ -115,17 +155,28 @@ def _is_address(host: str) -> bool:
 
 
 def _is_loopback(host: object) -> bool:
-    return host == "localhost" or (isinstance(host, str) and _is_address(host) and ipaddress.ip_address(host).is_loopback)
+    return host == "localhost" or (
+        isinstance(host, str) and _is_address(host) and ipaddress.ip_address(host).is_loopback
+    )
 
 
 def _check_counts(findings: Findings) -> None:
-    """Compare the numbers of workers with the machines that are named: Ray takes what fits, and says so in a log at most."""
+    """Compare the numbers of workers with the machines that are named: Ray takes what fits, and
+    says so in a log at most.
+    """
     there = len(findings.at(("provider", "worker_ips")) or ())
     least, most = (findings.at((name,)) for name in ("min_workers", "max_workers"))
     for name, number in (("min_workers", least), ("max_workers", most)):
         if number is not None and number > there:
-            findings.add((name,), f"{name} is {number}, and worker_ips names {there}: that many at most.")
+            findings.add(
+                (name,), f"{name} is {number}, and worker_ips names {there}: that many at most."
+            )
     if most is not None and most < there:
-        findings.add(("max_workers",), f"max_workers is {most}, and worker_ips names {there}: the others would never be used.")
+        findings.add(
+            ("max_workers",),
+            f"max_workers is {most}, and worker_ips names {there}: the others would never be used.",
+        )
     elif least is not None and most is not None and least > most:
-        findings.add(("min_workers",), f"min_workers is {least}, more than max_workers, which is {most}.")
+        findings.add(
+            ("min_workers",), f"min_workers is {least}, more than max_workers, which is {most}."
+        )

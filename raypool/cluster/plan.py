@@ -1,4 +1,6 @@
-"""`ClusterPlan`: the machines of a cluster, and their place. Files for all providers are written from it."""
+"""`ClusterPlan`: the machines of a cluster, and their place. Files for all providers are written
+from it.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,16 @@ class NodeGroup:
 
     Args:
         name: What to call the group: "head", "worker".
-        machine: The provider's name for the kind of machine; on Kubernetes, where pods say what they need, empty.
+        machine: The provider's name for the kind of machine; on Kubernetes, where pods say what
+            they need, empty.
         gpu: The kind of its GPUs by Ray's name for it ("T4", "A100", "H100"), None without any.
         gpus: How many each machine has.
         cpus: How many vCPUs each has; None: what the catalogue says.
         memory_gb: Its main memory [GB]; None: what the catalogue says.
         least: So many machines are always there.
         most: So many at most, while there is work for them.
-        spot: Whether the provider may take them back: cheap, with half a minute's or two minutes' notice.
+        spot: Whether the provider may take them back: cheap, with half a minute's or two minutes'
+            notice.
         disk_gb: Size of the disk of each [GB].
     """
 
@@ -53,8 +57,10 @@ class ClusterPlan:
         hosts: Addresses of the machines of a cluster on premises, the head's first.
         ssh_user: Who logs in on the machines.
         ssh_key: The file with that user's private key; None: SSH's own choice, or the launcher's.
-        packages: What `pip` installs on every machine, raypool and Ray included; none: all is there already.
-        python: The version of Python that it is installed for ("3.11"); the one here: Ray wants it the same at both ends.
+        packages: What `pip` installs on every machine, raypool and Ray included; none: all is there
+            already.
+        python: The version of Python that it is installed for ("3.11"); the one here: Ray wants it
+            the same at both ends.
         idle_minutes: After so long without work a machine is given back [min].
     """
 
@@ -87,4 +93,6 @@ class ClusterPlan:
         """
         if self.zone is None:
             return None
-        return self.zone.rpartition("-")[0] if self.provider == "gcp" else self.zone.rstrip("abcdef")
+        return (
+            self.zone.rpartition("-")[0] if self.provider == "gcp" else self.zone.rstrip("abcdef")
+        )

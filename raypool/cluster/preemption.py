@@ -1,4 +1,5 @@
-"""Watches for preemption of this machine, and tells Ray: `python -m raypool.cluster.preemption --cloud gcp`.
+"""Watches for preemption of this machine, and tells Ray: `python -m raypool.cluster.preemption
+--cloud gcp`.
 
 The watcher runs beside Ray on each worker machine of a cluster, and ends with Ray; the files that
 raypool writes start it. A notice becomes a drain of this node with a deadline: Ray places nothing
@@ -6,10 +7,11 @@ more there, and pools and trainings move elsewhere. Kubernetes needs no watcher:
 when its pod is asked to end.
 
 Source:
-    Compute Engine: "Spot VMs" (instance/preempted; up to 30 s) and "Handling GPU host maintenance events"
-    (instance/maintenance-event; 1 h with GPUs, 60 s without). Amazon EC2: "Spot Instance interruption notices"
-    (spot/instance-action; two minutes; to be looked at every 5 s) and "Scheduled events for your instances"
-    (events/maintenance/scheduled). Ray 2.60: `ray drain-node` in ray/scripts/scripts.py.
+    Compute Engine: "Spot VMs" (instance/preempted; up to 30 s) and "Handling GPU host maintenance
+    events" (instance/maintenance-event; 1 h with GPUs, 60 s without). Amazon EC2: "Spot Instance
+    interruption notices" (spot/instance-action; two minutes; to be looked at every 5 s) and
+    "Scheduled events for your instances" (events/maintenance/scheduled). Ray 2.60: `ray drain-node`
+    in ray/scripts/scripts.py.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ from raypool.errors import CloudError
 logger = logging.getLogger("raypool.cluster.preemption")
 
 ANSWER_TIMEOUT_S = 2.0
-"""The metadata server is a hop away, and answers in milliseconds; one that does not by then is asked again [s]."""
+"""The metadata server is a hop away, and answers in milliseconds; one that does not by then is
+asked again [s].
+"""
 
 MOST_BYTES = 64 * 1024
 """No answer of a metadata server is longer."""
@@ -67,7 +71,8 @@ class Notice(NamedTuple):
 
 
 class Metadata:
-    """A cloud's metadata server. It is never asked through a proxy: what answered then would be another machine's.
+    """A cloud's metadata server. It is never asked through a proxy: what answered then would be
+    another machine's.
 
     Args:
         url: Where it is.
@@ -83,7 +88,9 @@ class Metadata:
         Raises:
             OSError: It does not answer, or has a failure of its own.
         """
-        request = urllib.request.Request(f"{self._url}/{path}", headers=dict(headers), method=method)
+        request = urllib.request.Request(
+            f"{self._url}/{path}", headers=dict(headers), method=method
+        )
         try:
             with self._opener.open(request, timeout=ANSWER_TIMEOUT_S) as answer:
                 return str(answer.read(MOST_BYTES).decode(errors="replace")).strip()
@@ -105,7 +112,8 @@ class Cloud(Protocol):
 
 
 class Gce:
-    """Google Compute Engine: spot machines that are wanted, and hosts that are maintained, from which GPUs can't move.
+    """Google Compute Engine: spot machines that are wanted, and hosts that are maintained, from
+    which GPUs can't move.
 
     Args:
         url: Of the metadata server.
@@ -122,15 +130,20 @@ class Gce:
             return Notice("Compute Engine takes this spot machine back", time.time() + SPOT_S)
         if (self._ask("maintenance-event") or "").startswith("TERMINATE"):
             notice_s = HOUR_S if NVIDIA.exists() else MAINTENANCE_S
-            return Notice("Compute Engine stops this machine for maintenance", time.time() + notice_s)
+            return Notice(
+                "Compute Engine stops this machine for maintenance", time.time() + notice_s
+            )
         return None
 
     def _ask(self, name: str) -> str | None:
-        return self._metadata.ask(f"computeMetadata/v1/instance/{name}", {"Metadata-Flavor": "Google"})
+        return self._metadata.ask(
+            f"computeMetadata/v1/instance/{name}", {"Metadata-Flavor": "Google"}
+        )
 
 
 class Ec2:
-    """Amazon EC2, by version 2 of its metadata service: spot machines that are wanted, and events of the next hour.
+    """Amazon EC2, by version 2 of its metadata service: spot machines that are wanted, and events
+    of the next hour.
 
     A recommendation to rebalance is no notice: it says that a machine may go, and most do not.
 
@@ -145,7 +158,9 @@ class Ec2:
 
     def find_notice(self) -> Notice | None:
         """Ask whether this machine is about to go."""
-        token = self._metadata.ask("latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"}, "PUT")
+        token = self._metadata.ask(
+            "latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"}, "PUT"
+        )
         headers = {"X-aws-ec2-metadata-token": token or ""}
         if action := self._metadata.ask("latest/meta-data/spot/instance-action", headers):
             return _spot_notice(json.loads(action))
@@ -154,18 +169,24 @@ class Ec2:
 
 
 def _spot_notice(action: Mapping[str, str]) -> Notice:
-    """Return what is said of a spot machine: {"action": "terminate", "time": "2026-11-22T08:22:00Z"}."""
+    """Return what is said of a spot machine: {"action": "terminate", "time":
+    "2026-11-22T08:22:00Z"}.
+    """
     gone_at = datetime.fromisoformat(action["time"]).timestamp()
     return Notice(f"Amazon EC2 is about to {action['action']} this spot machine", gone_at)
 
 
 def _first_event(events: Sequence[Mapping[str, str]]) -> Notice | None:
-    """Return what is near: [{"Code": "system-reboot", "NotBefore": "21 Jan 2026 09:00:43 GMT", "State": "active"}]."""
+    """Return what is near: [{"Code": "system-reboot", "NotBefore": "21 Jan 2026 09:00:43 GMT",
+    "State": "active"}].
+    """
     notices = []
     for event in events:
         begins_at = email.utils.parsedate_to_datetime(event["NotBefore"]).timestamp()
         if event.get("State", "active") == "active" and begins_at - time.time() < HOUR_S:
-            notices.append(Notice(f"Amazon EC2 has scheduled {event['Code']} for this machine", begins_at))
+            notices.append(
+                Notice(f"Amazon EC2 has scheduled {event['Code']} for this machine", begins_at)
+            )
     return min(notices, key=lambda notice: notice.gone_at, default=None)
 
 
@@ -173,7 +194,8 @@ CLOUDS: dict[str, type[Gce] | type[Ec2]] = {"gcp": Gce, "aws": Ec2}
 
 
 class RayNode:
-    """Ray on this machine, found by its process (the raylet), which says where the head is and how it is spoken to.
+    """Ray on this machine, found by its process (the raylet), which says where the head is and how
+    it is spoken to.
 
     Args:
         raylet: The process.
@@ -210,7 +232,9 @@ class RayNode:
 
         client: Any = self._connect(address=self._address)
         reason = autoscaler_pb2.DRAIN_NODE_REASON_PREEMPTION
-        is_accepted, words = client.drain_node(self.node_id, reason, notice.words, int(notice.gone_at * 1000))
+        is_accepted, words = client.drain_node(
+            self.node_id, reason, notice.words, int(notice.gone_at * 1000)
+        )
         if not is_accepted:
             raise CloudError(f"Ray does not drain this node: {words}")
 
@@ -230,22 +254,30 @@ def find_ray(node_id: str | None = None) -> RayNode:
         if len(raylets) > 1:
             ids = ", ".join(_option(raylet, "node_id") for raylet in raylets)
             raise CloudError(
-                f"{len(raylets)} nodes of Ray run on this machine ({ids}). Say with --node which of them goes with it."
+                f"{len(raylets)} nodes of Ray run on this machine ({ids}). Say with --node which of"
+                " them goes with it."
             )
         if raylets:
             return RayNode(raylets[0])
         if time.monotonic() > deadline:
             raise CloudError(
-                f"Ray has not come up on this machine within {RAY_TIMEOUT_S:.0f} s. Start it first: ray start --address=..."
+                f"Ray has not come up on this machine within {RAY_TIMEOUT_S:.0f} s. Start it first:"
+                " ray start --address=..."
             )
         time.sleep(0.2)
 
 
 def _raylets() -> list[psutil.Process]:
-    """Return the processes of this user's nodes of Ray; one that has ended, and is not cleared away yet, has no command line."""
+    """Return the processes of this user's nodes of Ray; one that has ended, and is not cleared away
+    yet, has no command line.
+    """
     own = os.getuid()
     every = psutil.process_iter(["name", "uids", "cmdline"])
-    return [each for each in every if each.info["name"] == "raylet" and each.info["cmdline"] and each.info["uids"].real == own]
+    return [
+        each
+        for each in every
+        if each.info["name"] == "raylet" and each.info["cmdline"] and each.info["uids"].real == own
+    ]
 
 
 def _option(process: psutil.Process, name: str) -> str:
@@ -254,13 +286,16 @@ def _option(process: psutil.Process, name: str) -> str:
         words = process.cmdline()
     except psutil.Error:
         return ""
-    return next((word.removeprefix(f"--{name}=") for word in words if word.startswith(f"--{name}=")), "")
+    return next(
+        (word.removeprefix(f"--{name}=") for word in words if word.startswith(f"--{name}=")), ""
+    )
 
 
 def watch(cloud: Cloud, node: RayNode) -> None:
     """Tell Ray of each notice that brings the end of this machine nearer, until Ray has ended here.
 
-    Whatever goes wrong is said once and tried again: a metadata server that is absent, slow or broken, a head that restarts.
+    Whatever goes wrong is said once and tried again: a metadata server that is absent, slow or
+    broken, a head that restarts.
     """
     told: Notice | None = None
     trouble = ""
@@ -270,22 +305,38 @@ def watch(cloud: Cloud, node: RayNode) -> None:
             if notice is not None and (told is None or notice.gone_at < told.gone_at - EARLIER_S):
                 node.drain(notice)
                 told = notice
-                logger.warning("%s, in %.0f s: Ray drains this node.", notice.words, notice.gone_at - time.time())
+                logger.warning(
+                    "%s, in %.0f s: Ray drains this node.",
+                    notice.words,
+                    notice.gone_at - time.time(),
+                )
             words = ""
         except Exception as error:  # whatever it is, the next look may go well
             words = f"{type(error).__name__}: {error}"
         if words != trouble:
-            logger.warning(f"No notice can be had, or passed on ({words}); trying on." if words else "Well again.")
+            logger.warning(
+                f"No notice can be had, or passed on ({words}); trying on."
+                if words
+                else "Well again."
+            )
             trouble = words
         time.sleep(cloud.look_s)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Watch this machine; the exit status is 1 if there is no Ray to be told."""
-    parser = argparse.ArgumentParser(prog="python -m raypool.cluster.preemption", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m raypool.cluster.preemption", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--cloud", choices=CLOUDS, required=True, help="who has this machine")
-    parser.add_argument("--metadata", metavar="URL", help="where its metadata server is, if it is not where that always is")
-    parser.add_argument("--node", metavar="ID", help="Ray's id of the node, where several run on one machine")
+    parser.add_argument(
+        "--metadata",
+        metavar="URL",
+        help="where its metadata server is, if it is not where that always is",
+    )
+    parser.add_argument(
+        "--node", metavar="ID", help="Ray's id of the node, where several run on one machine"
+    )
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
     cloud = CLOUDS[options.cloud]

@@ -1,4 +1,6 @@
-"""Training jobs: their script, and running them on a cluster that is made for one job and then ended."""
+"""Training jobs: their script, and running them on a cluster that is made for one job and then
+ended.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,8 @@ def name_of(text: str) -> str:
 
 
 def own_name(name: str) -> str:
-    """Return a name for a cluster that nobody else's has: Ray's launcher restarts Ray on one that is there already.
+    """Return a name for a cluster that nobody else's has: Ray's launcher restarts Ray on one that
+    is there already.
 
     Example:
         >>> own_name("train") != own_name("train"), len(own_name("a" * NAME_LIMIT)) <= NAME_LIMIT
@@ -75,18 +78,24 @@ def find_script(name: str, package: Path | None = None) -> Script:
 
     Args:
         name: A file that ends with `.py`, or the name of a module.
-        package: The folder of the package that has it; the folder around that goes along. None: this folder does.
+        package: The folder of the package that has it; the folder around that goes along. None:
+            this folder does.
 
     Raises:
         CloudError: There is no such file or module.
     """
     folder = (package.resolve().parent if package is not None else Path.cwd()).resolve()
     if package is not None and not package.is_dir():
-        raise CloudError(f"--package-path {package} is no folder. It should be that of the package, such as trainer/.")
+        raise CloudError(
+            f"--package-path {package} is no folder. It should be that of the package, such as"
+            " trainer/."
+        )
     if name.endswith(".py"):
         file = Path(name).resolve()
         if not file.is_file():
-            raise CloudError(f"There is no file {name}. A module is named without .py, as in trainer.task.")
+            raise CloudError(
+                f"There is no file {name}. A module is named without .py, as in trainer.task."
+            )
         if not file.is_relative_to(folder):
             folder = file.parent
         return Script((str(file.relative_to(folder)),), folder)
@@ -95,9 +104,14 @@ def find_script(name: str, package: Path | None = None) -> Script:
 
 
 def _check_module(name: str, folder: Path) -> None:
-    """Make sure that a module is in the folder that goes along, or else is of a package that is installed."""
+    """Make sure that a module is in the folder that goes along, or else is of a package that is
+    installed.
+    """
     if not all(part.isidentifier() for part in name.split(".")):
-        raise CloudError(f"{name!r} is neither a file that ends with .py nor the name of a module, such as trainer.task.")
+        raise CloudError(
+            f"{name!r} is neither a file that ends with .py nor the name of a module, such as"
+            " trainer.task."
+        )
     place = folder.joinpath(*name.split("."))
     if place.with_name(f"{place.name}.py").is_file() or (place / "__main__.py").is_file():
         return
@@ -105,8 +119,8 @@ def _check_module(name: str, folder: Path) -> None:
     is_here = (folder / top).is_dir() or (folder / f"{top}.py").is_file()
     if is_here or importlib.util.find_spec(top) is None:
         raise CloudError(
-            f"There is no module {name} to run in {folder}, which goes along: neither {place}.py nor {place}/__main__.py. "
-            "--package-path names the folder of the package that has it."
+            f"There is no module {name} to run in {folder}, which goes along: neither {place}.py"
+            f" nor {place}/__main__.py. --package-path names the folder of the package that has it."
         )
 
 
@@ -127,18 +141,32 @@ def command(python: str, training: Training, script: Script, args: Sequence[str]
     """
     folder = [] if training.job_dir is None else ["--job-dir", training.job_dir]
     machines = ["--machines", str(training.machines)] if training.machines > 1 else []
-    return [python, "-m", "raypool.cluster.begin", *folder, *machines, "--", *script.words, *folder, *args]
+    return [
+        python,
+        "-m",
+        "raypool.cluster.begin",
+        *folder,
+        *machines,
+        "--",
+        *script.words,
+        *folder,
+        *args,
+    ]
 
 
 def packages_with(packages: Sequence[str]) -> tuple[str, ...]:
-    """Return what is installed on machines: these packages, and raypool and Ray as here, unless they are among them.
+    """Return what is installed on machines: these packages, and raypool and Ray as here, unless
+    they are among them.
 
     Example:
         >>> packages_with(["raypool @ git+https://host/fork.git", "timm"])[1:]
         ('raypool @ git+https://host/fork.git', 'timm')
     """
     named = {_project_of(package) for package in packages}
-    return (*(package for package in default_packages() if _project_of(package) not in named), *packages)
+    return (
+        *(package for package in default_packages() if _project_of(package) not in named),
+        *packages,
+    )
 
 
 def _project_of(package: str) -> str:
@@ -179,12 +207,15 @@ class Submission:
         Raises:
             CloudError: The cluster refuses it.
         """
-        job_id = jobs.submit(command(jobs.python, self.training, self.script, self.args), name=self.name)
+        job_id = jobs.submit(
+            command(jobs.python, self.training, self.script, self.args), name=self.name
+        )
         self.say(f"Job {job_id} is handed in. It goes on if this command is interrupted.")
         return job_id
 
     def follow(self, jobs: Jobs, job_id: str, seen: int = 0) -> int:
-        """Show what the job prints until it has ended, but for what was seen (characters), and return its exit status.
+        """Show what the job prints until it has ended, but for what was seen (characters), and
+        return its exit status.
 
         Raises:
             CloudError: The cluster does not answer any more.
@@ -200,7 +231,8 @@ def run_on(profile: Profile, submission: Submission) -> int:
     """Run a job on a cluster that is there, and return its exit status.
 
     Raises:
-        CloudError: The cluster has fewer GPUs than the job asks for; it refuses the job; or it does not answer (any more).
+        CloudError: The cluster has fewer GPUs than the job asks for; it refuses the job; or it does
+            not answer (any more).
     """
     jobs = submission.jobs(profile)
     _check_gpus(jobs, submission.training)
@@ -211,16 +243,18 @@ def _check_gpus(jobs: Jobs, training: Training) -> None:
     there = sum(node["resources_total"].get("GPU", 0) for node in jobs.dashboard.nodes())
     if there < training.gpus and not jobs.dashboard.may_grow():
         raise CloudError(
-            f"The job asks for {training.gpus} GPUs, and the cluster has {there:g}. Ask for fewer, or leave --profile out: "
-            "then it gets machines of its own."
+            f"The job asks for {training.gpus} GPUs, and the cluster has {there:g}. Ask for fewer,"
+            " or leave --profile out: then it gets machines of its own."
         )
 
 
 def run_on_own(file: Path, submission: Submission, *, is_kept: bool) -> int:
-    """Make the cluster of a file, run a job on it, end the cluster, and return the job's exit status.
+    """Make the cluster of a file, run a job on it, end the cluster, and return the job's exit
+    status.
 
-    A connection that is lost is made again. The cluster is left alone if the job may still be running, since what it has done so
-    far would be lost: after Ctrl-C, and when the connection is lost for good.
+    A connection that is lost is made again. The cluster is left alone if the job may still be
+    running, since what it has done so far would be lost: after Ctrl-C, and when the connection is
+    lost for good.
 
     Args:
         file: The file for Ray's launcher.
@@ -228,7 +262,8 @@ def run_on_own(file: Path, submission: Submission, *, is_kept: bool) -> int:
         is_kept: Leave the cluster there when the job has ended, too.
 
     Raises:
-        CloudError: The cluster does not come up, refuses the job, does not answer any more, or does not go away.
+        CloudError: The cluster does not come up, refuses the job, does not answer any more, or does
+            not go away.
     """
     job_id = status = None
     try:
@@ -239,18 +274,23 @@ def run_on_own(file: Path, submission: Submission, *, is_kept: bool) -> int:
     finally:
         if job_id is not None and status is None:
             submission.say(
-                f"Job {job_id} may go on. `raypool cluster connect {file}` makes a way to it, "
-                f"`raypool job logs --follow {job_id}` shows what it does, and `raypool job stop {job_id}` ends it."
+                f"Job {job_id} may go on. `raypool cluster connect {file}` makes a way to it,"
+                f" `raypool job logs --follow {job_id}` shows what it does, and `raypool job stop"
+                f" {job_id}` ends it."
             )
         if is_kept or (job_id is not None and status is None):
-            submission.say(f"The cluster is left there, and costs money, until `raypool cluster down {file}`.")
+            submission.say(
+                f"The cluster is left there, and costs money, until `raypool cluster down {file}`."
+            )
         else:
             _end(file, status)
     return status
 
 
 def _follow(file: Path, submission: Submission, job_id: str) -> int:
-    """Follow a job to its end, through one tunnel after the other: this machine may sleep, or be without a network."""
+    """Follow a job to its end, through one tunnel after the other: this machine may sleep, or be
+    without a network.
+    """
     seen = 0
 
     def show(text: str) -> None:
@@ -268,7 +308,10 @@ def _follow(file: Path, submission: Submission, job_id: str) -> int:
                 return counting.follow(jobs, job_id, seen)
         except CloudError as error:
             lost_at = lost_at or time.monotonic()
-            if getattr(error, "status", None) is not None or time.monotonic() - lost_at > PATIENCE_S:
+            if (
+                getattr(error, "status", None) is not None
+                or time.monotonic() - lost_at > PATIENCE_S
+            ):
                 raise
             submission.say(f"The connection to the cluster is lost, and made again: {error}")
             time.sleep(RETRY_S)
@@ -281,4 +324,7 @@ def _end(file: Path, status: int | None) -> None:
     except CloudError as error:
         if status is None:
             raise
-        raise CloudError(f"The job has ended with exit status {status}, but the cluster may still be there. {error}") from error
+        raise CloudError(
+            f"The job has ended with exit status {status}, but the cluster may still be there."
+            f" {error}"
+        ) from error

@@ -1,1 +1,3 @@
-"""The scheduler, which decides what a pool does next, without Ray, torch, threads, clocks or files."""
+"""The scheduler, which decides what a pool does next, without Ray, torch, threads, clocks or
+files.
+"""

@@ -1,4 +1,6 @@
-"""The tasks that have not ended, ordered by priority, then submission, and how they become calls."""
+"""The tasks that have not ended, ordered by priority, then submission, and how they become
+calls.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from raypool.core.policy import Pace
 from raypool.core.queue import Order, Queue
 
 MAX_IDLE_PACES = 256
-"""So many functions without a task keep their measured times; the ones idle for longest are forgotten."""
+"""So many functions without a task keep their measured times; the ones idle for longest are
+forgotten.
+"""
 
 
 class Aside(NamedTuple):
@@ -24,7 +28,8 @@ class Aside(NamedTuple):
 
 
 class Backlog:
-    """The tasks that have not ended, the queue of those that can be dispatched, and the pace of each function.
+    """The tasks that have not ended, the queue of those that can be dispatched, and the pace of
+    each function.
 
     An entry of a queue whose task has ended is stale, and dropped when it comes to the head.
     """
@@ -89,7 +94,9 @@ class Backlog:
         return task
 
     def land(self, piece: Slice, attempt_id: int) -> Task | None:
-        """Take a slice out of flight; return its task, or None if nobody waits for it: that has ended, or its time was over."""
+        """Take a slice out of flight; return its task, or None if nobody waits for it: that has
+        ended, or its time was over.
+        """
         task = self.tasks.get(piece.task_id)
         if task is None or not task.flights or task.flights.pop(attempt_id, None) is None:
             return None
@@ -139,11 +146,17 @@ class Backlog:
         return pieces
 
     def set_aside(self, task: Task, queue: Queue, count: int) -> Aside:
-        """Keep up to so many items at the head of a queue for others, so that something behind them comes first; not the last."""
+        """Keep up to so many items at the head of a queue for others, so that something behind them
+        comes first; not the last.
+        """
         if task.waiting > 1:
             return Aside([], task, self._skip(task, count))
         skipped: list[Task] = []
-        while count > len(skipped) and (head := self.head(queue)) is not None and _may_wait(head, task):
+        while (
+            count > len(skipped)
+            and (head := self.head(queue)) is not None
+            and _may_wait(head, task)
+        ):
             skipped.append(self.pop(queue))
         aside = Aside(skipped, task, None)
         head = self.head(queue)
@@ -193,20 +206,36 @@ class Backlog:
         before: Order | None = None,
         is_on_trial: bool = False,
     ) -> Attempt:
-        """Cut the next call from the head of a queue, and what follows it, for one of so many workers.
+        """Cut the next call from the head of a queue, and what follows it, for one of so many
+        workers.
 
-        Short tasks of one function share the call, each with one slice, as long as they stand one after the other; and `before`
-        something else, where the worker has to look elsewhere too. A worker on trial gets one item, unless the user wants more.
+        Short tasks of one function share the call, each with one slice, as long as they stand one
+        after the other; and `before` something else, where the worker has to look elsewhere too. A
+        worker on trial gets one item, unless the user wants more.
         """
         if task.again and task.is_suspect:
-            return Attempt((self._cut(task, queue, flight, room=task.size),), task.pace, True, task.spec.is_fresh)
+            return Attempt(
+                (self._cut(task, queue, flight, room=task.size),),
+                task.pace,
+                True,
+                task.spec.is_fresh,
+            )
         runs_alone = task.spec.runs_alone()
-        room = 1 if runs_alone else task.spec.chunk_size or (1 if is_on_trial else policy.chunk_size(task.pace, num_workers))
+        room = (
+            1
+            if runs_alone
+            else task.spec.chunk_size
+            or (1 if is_on_trial else policy.chunk_size(task.pace, num_workers))
+        )
         piece = self._cut(task, queue, flight, room)
         slices = [piece]
         while room := room - (piece.stop - piece.start):
             following = self.head(queue)
-            if following is None or following.spec.task_id == piece.task_id or not _may_share(task, following):
+            if (
+                following is None
+                or following.spec.task_id == piece.task_id
+                or not _may_share(task, following)
+            ):
                 break
             if before is not None and before < following.order:
                 break
@@ -216,7 +245,12 @@ class Backlog:
 
     def take_rank(self, gang: Task, flight: Flight) -> Attempt:
         """Cut the next rank from a gang."""
-        return Attempt((self._cut(gang, None, flight, room=1),), gang.pace, runs_alone=True, is_loan=gang.spec.is_loan)
+        return Attempt(
+            (self._cut(gang, None, flight, room=1),),
+            gang.pace,
+            runs_alone=True,
+            is_loan=gang.spec.is_loan,
+        )
 
     def _cut(self, task: Task, queue: Queue | None, flight: Flight, room: int) -> Slice:
         """Cut a slice of at most `room` items; a task that has no more to give leaves its queue."""
@@ -241,7 +275,9 @@ def _may_wait(task: Task, first: Task) -> bool:
 
 
 def _may_share(task: Task, following: Task) -> bool:
-    """Whether the next slice of `following` may go into a call that begins with a slice of `task`."""
+    """Whether the next slice of `following` may go into a call that begins with a slice of
+    `task`.
+    """
     spec, other = task.spec, following.spec
     return (
         spec.fn_id == other.fn_id

@@ -16,7 +16,9 @@ BUSY = WorkerState.BUSY  # Python 3.11 takes its time to look these up
 class Dispatcher:
     """Gives each free worker the first task, by priority and submission, that it may run."""
 
-    def __init__(self, backlog: Backlog, workers: Workers, outcomes: Outcomes, faults: FaultyPlaces) -> None:
+    def __init__(
+        self, backlog: Backlog, workers: Workers, outcomes: Outcomes, faults: FaultyPlaces
+    ) -> None:
         self._backlog = backlog
         self._workers = workers
         self._outcomes = outcomes
@@ -27,9 +29,15 @@ class Dispatcher:
     def give_out(self, now: float) -> list[m.Command]:
         """Give out work until no worker is free, or no task is left that may start.
 
-        Gangs collect at the same time if they can't want the same place: two could each hold what the other needs.
+        Gangs collect at the same time if they can't want the same place: two could each hold what
+        the other needs.
         """
-        backlog, workers, queue, waiting_gangs = self._backlog, self._workers, self._backlog.queue, self._backlog.waiting_gangs
+        backlog, workers, queue, waiting_gangs = (
+            self._backlog,
+            self._workers,
+            self._backlog.queue,
+            self._backlog.waiting_gangs,
+        )
         self._now = now
         self._out = []
         if workers.wait_for_gang:
@@ -37,10 +45,13 @@ class Dispatcher:
         while True:
             while waiting_gangs and self._see_to_gangs():
                 pass
-            if not (workers.idle or workers.check_lanes or workers.prefetch or workers.lanes_to_check):
+            if not (
+                workers.idle or workers.check_lanes or workers.prefetch or workers.lanes_to_check
+            ):
                 return self._out
             head = backlog.head(queue)
-            if head is not None and head.spec.is_gang:  # it can't collect yet; the workers that it wants are not idle
+            # it can't collect yet; the workers that it wants are not idle
+            if head is not None and head.spec.is_gang:
                 head = None
             called = self._first_called() if workers.lanes_to_check else None
             if called is not None and (head is None or called.order < head.order):
@@ -50,7 +61,10 @@ class Dispatcher:
             elif workers.check_lanes:
                 self._offer(workers.by_id[next(iter(workers.check_lanes))])
             elif (
-                head is not None and workers.prefetch and not workers.is_reserved and backlog.wants_look_ahead(head, workers.size)
+                head is not None
+                and workers.prefetch
+                and not workers.is_reserved
+                and backlog.wants_look_ahead(head, workers.size)
             ):
                 self._send(workers.by_id[next(iter(workers.prefetch))], head)
             else:
@@ -64,25 +78,38 @@ class Dispatcher:
             if head is not None and lane.idle_heap.first(workers.idle) is not None:
                 heads.append(head)
             else:
-                del workers.lanes_to_check[lane.key]  # a worker that becomes free there looks again by itself
+                # a worker that becomes free there looks again by itself
+                del workers.lanes_to_check[lane.key]
         return min(heads, key=lambda head: head.order, default=None)
 
     def _give(self, task: Task) -> None:
         """Give the first task of a queue to an idle worker."""
-        self._send(self._workers.first_idle(self._workers.idle_heap if task.lane is None else task.lane.idle_heap), task)
+        self._send(
+            self._workers.first_idle(
+                self._workers.idle_heap if task.lane is None else task.lane.idle_heap
+            ),
+            task,
+        )
 
     def _offer(self, worker: Worker) -> None:
-        """Let a free worker do what comes first: something in its lanes, the gang that collects, or the pool's next."""
+        """Let a free worker do what comes first: something in its lanes, the gang that collects, or
+        the pool's next.
+        """
         workers, backlog = self._workers, self._backlog
         del workers.check_lanes[worker.worker_id]
-        queues = [backlog.queue, *(lane.queue for lane in workers.places[worker.place].lanes.values())]
+        queues = [
+            backlog.queue,
+            *(lane.queue for lane in workers.places[worker.place].lanes.values()),
+        ]
         heads = [head for queue in queues if (head := backlog.head(queue)) is not None]
         first = min(heads, key=lambda head: head.order, default=None)
         gathering = workers.gathering_for(worker) if workers.waiting_gangs else None
         if first is None or first.spec.is_gang:
             may_run = False
         else:
-            may_run = gathering is None or (first.lane is not None and first.order < gathering.gang.order)
+            may_run = gathering is None or (
+                first.lane is not None and first.order < gathering.gang.order
+            )
         if may_run and first is not None:
             self._send(worker, first)
         elif gathering is not None:
@@ -95,10 +122,17 @@ class Dispatcher:
     def _send(self, worker: Worker, head: Task) -> None:
         """Send a worker the next call, from the queue of which this is the head."""
         backlog, workers = self._backlog, self._workers
-        queue, num_workers = (backlog.queue, workers.size) if head.lane is None else (head.lane.queue, len(head.lane.places))
+        queue, num_workers = (
+            (backlog.queue, workers.size)
+            if head.lane is None
+            else (head.lane.queue, len(head.lane.places))
+        )
         num_skipped, is_on_trial, aside = 0, False, None
         if workers.streaks:
-            num_skipped, is_on_trial = self._faults.num_to_skip(worker), self._faults.is_on_trial(worker)
+            num_skipped, is_on_trial = (
+                self._faults.num_to_skip(worker),
+                self._faults.is_on_trial(worker),
+            )
         if num_skipped:
             aside = backlog.set_aside(head, queue, num_skipped)
             head = backlog.head(queue) or head
@@ -107,19 +141,27 @@ class Dispatcher:
             self._out += workers.launch(worker, self._now)
         before = self._first_elsewhere(worker, queue) if workers.lanes else None
         attempt_id = workers.next_attempt_id
-        attempt = backlog.take(head, queue, (attempt_id, worker.worker_id), num_workers, before, is_on_trial)
+        attempt = backlog.take(
+            head, queue, (attempt_id, worker.worker_id), num_workers, before, is_on_trial
+        )
         if aside is not None:
             backlog.put_back(aside, queue)
         workers.engage(worker, attempt)
-        if not attempt.is_fresh or worker.state is not WorkerState.STARTING:  # else `begin` follows when it is ready
+        # else `begin` follows when it is ready
+        if not attempt.is_fresh or worker.state is not WorkerState.STARTING:
             self._out.append(self._call(worker, attempt_id, attempt))
             if attempt.runs_alone:
                 self._out += self._timer(worker, attempt_id, attempt)
 
     def _first_elsewhere(self, worker: Worker, queue: Queue) -> Order | None:
-        """Return what comes first for a worker besides this queue: a task of another queue, or a gang that collects."""
+        """Return what comes first for a worker besides this queue: a task of another queue, or a
+        gang that collects.
+        """
         workers = self._workers
-        queues = [self._backlog.queue, *(lane.queue for lane in workers.places[worker.place].lanes.values())]
+        queues = [
+            self._backlog.queue,
+            *(lane.queue for lane in workers.places[worker.place].lanes.values()),
+        ]
         heads = [self._backlog.head(other) for other in queues if other is not queue]
         orders = [head.order for head in heads if head is not None]
         gathering = workers.gathering_for(worker) if workers.waiting_gangs else None
@@ -128,10 +170,11 @@ class Dispatcher:
         return min(orders, default=None)
 
     def _see_to_gangs(self) -> bool:
-        """Let a gang go that has all its workers, or fail that never can, or begin to collect; False if there is none.
+        """Let a gang go that has all its workers, or fail that never can, or begin to collect;
+        False if there is none.
 
-        One that can't begin, since an earlier one collects or waits that could want the same place, keeps what comes after it
-        from the workers that it wants.
+        One that can't begin, since an earlier one collects or waits that could want the same place,
+        keeps what comes after it from the workers that it wants.
         """
         workers = self._workers
         for gathering in workers.waiting_gangs.values():
@@ -154,8 +197,14 @@ class Dispatcher:
     def _called_gangs(self) -> list[Task]:
         """Return the gangs whose turn it is, in their order."""
         backlog = self._backlog
-        heads = [backlog.head(queue) for queue in (backlog.queue, *(lane.queue for lane in self._workers.lanes.values()))]
-        return sorted((head for head in heads if head is not None and head.spec.is_gang), key=lambda gang: gang.order)
+        heads = [
+            backlog.head(queue)
+            for queue in (backlog.queue, *(lane.queue for lane in self._workers.lanes.values()))
+        ]
+        return sorted(
+            (head for head in heads if head is not None and head.spec.is_gang),
+            key=lambda gang: gang.order,
+        )
 
     def _may_collect(self, gang: Task, before: list[Task]) -> bool:
         head = self._backlog.head(self._backlog.queue)
@@ -179,11 +228,16 @@ class Dispatcher:
         self._out += [m.RunGang(tuple(runs), is_loan), *timers]
 
     def begin(self, worker: Worker, now: float) -> list[m.Command]:
-        """Send a worker that has come up the call that it was started for, unless nobody wants that any more."""
+        """Send a worker that has come up the call that it was started for, unless nobody wants that
+        any more.
+        """
         ((attempt_id, attempt),) = worker.attempts.items()
         self._now, self._out = now, []
         if attempt.slices[0].task_id in self._backlog.tasks:
-            self._out += [self._call(worker, attempt_id, attempt), *self._timer(worker, attempt_id, attempt)]
+            self._out += [
+                self._call(worker, attempt_id, attempt),
+                *self._timer(worker, attempt_id, attempt),
+            ]
         else:
             del worker.attempts[attempt_id]
             attempt.pace.running -= 1
@@ -197,7 +251,11 @@ class Dispatcher:
 
     def _timer(self, worker: Worker, attempt_id: int, attempt: Attempt) -> list[m.Command]:
         """Return the timer of a call whose time is limited."""
-        timeout_s = self._backlog.tasks[attempt.slices[0].task_id].spec.timeout_s if attempt.runs_alone else None
+        timeout_s = (
+            self._backlog.tasks[attempt.slices[0].task_id].spec.timeout_s
+            if attempt.runs_alone
+            else None
+        )
         if timeout_s is None:
             return []
         return [m.SetTimer(self._now + timeout_s, "timeout", worker.worker_id, attempt_id)]

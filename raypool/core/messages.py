@@ -1,6 +1,7 @@
 """The scheduler's messages: events (facts, in the past tense) and commands (imperatives).
 
-All are plain tuples of ids, sizes and kinds, so that they can be compared, written as JSON and replayed.
+All are plain tuples of ids, sizes and kinds, so that they can be compared, written as JSON and
+replayed.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from raypool.errors import LossReason
 class Signal(Enum):
     """What a running task is told.
 
-    STOP: end by yourself, and return what you have. CANCEL: you are interrupted. LEAVE: your machine is about to go; save what
-    you have and come back, you run again elsewhere.
+    STOP: end by yourself, and return what you have. CANCEL: you are interrupted. LEAVE: your
+    machine is about to go; save what you have and come back, you run again elsewhere.
     """
 
     STOP = "stop"
@@ -24,7 +25,7 @@ class Signal(Enum):
     LEAVE = "leave"
 
 
-# --- events -----------------------------------------------------------------------------------------------------------
+# --- events ---------------------------------------------------------------------------------------
 
 
 class TaskSubmitted(NamedTuple):
@@ -42,13 +43,17 @@ class ItemsAdded(NamedTuple):
 
 
 class CancelRequested(NamedTuple):
-    """The task was cancelled: queued items never run, running ones are interrupted, and late results are dropped."""
+    """The task was cancelled: queued items never run, running ones are interrupted, and late
+    results are dropped.
+    """
 
     task_id: int
 
 
 class StopRequested(NamedTuple):
-    """Whatever runs of the task now should end by itself and return what it has; that counts as any result."""
+    """Whatever runs of the task now should end by itself and return what it has; that counts as any
+    result.
+    """
 
     task_id: int
 
@@ -60,7 +65,9 @@ class WorkerReady(NamedTuple):
 
 
 class WorkerLost(NamedTuple):
-    """A worker is gone. `was_idle`: it died before it began what was sent to it, so that is not charged."""
+    """A worker is gone. `was_idle`: it died before it began what was sent to it, so that is not
+    charged.
+    """
 
     worker_id: int
     reason: LossReason
@@ -68,9 +75,11 @@ class WorkerLost(NamedTuple):
 
 
 class PlaceLeaving(NamedTuple):
-    """A place will be gone soon. It takes nothing more; what runs there is told, and has until `at` to end (None: no limit).
+    """A place will be gone soon. It takes nothing more; what runs there is told, and has until `at`
+    to end (None: no limit).
 
-    `is_kept`: the pool has no other place, so this one stays, and moves to another node later; what runs is told.
+    `is_kept`: the pool has no other place, so this one stays, and moves to another node later; what
+        runs is told.
     """
 
     place: int
@@ -88,8 +97,8 @@ class PlaceLost(NamedTuple):
 class AttemptFinished(NamedTuple):
     """A worker has answered; one report for each slice of the attempt, in order.
 
-    `is_spent`: its process holds memory that it should not, and is replaced before it runs anything else; the last
-    answer decides.
+    `is_spent`: its process holds memory that it should not, and is replaced before it runs anything
+    else; the last answer decides.
     """
 
     worker_id: int
@@ -99,10 +108,11 @@ class AttemptFinished(NamedTuple):
 
 
 class AttemptNarrowed(NamedTuple):
-    """A worker busy with a long attempt says of each slice, in order, what is done, and what it keeps.
+    """A worker busy with a long attempt says of each slice, in order, what is done, and what it
+    keeps.
 
-    `kept`: so many items after those that are done; the rest it will not begin. Nor will it begin any call that was sent after
-    this one before this was heard.
+    `kept`: so many items after those that are done; the rest it will not begin. Nor will it begin
+    any call that was sent after this one before this was heard.
     """
 
     worker_id: int
@@ -121,7 +131,8 @@ class TimerFired(NamedTuple):
 
 
 class ResizeRequested(NamedTuple):
-    """New places were claimed for the pool (`add`), or it is to give back so many (`remove`), or these (`leave`).
+    """New places were claimed for the pool (`add`), or it is to give back so many (`remove`), or
+    these (`leave`).
 
     Of the latter those stay that tasks are bound to.
     """
@@ -154,7 +165,7 @@ Event = (
     | ShutdownRequested
 )
 
-# --- commands ---------------------------------------------------------------------------------------------------------
+# --- commands -------------------------------------------------------------------------------------
 
 
 class StartWorker(NamedTuple):
@@ -187,8 +198,9 @@ class RunTasks(NamedTuple):
 class RunGang(NamedTuple):
     """Make these calls at the same time: the ranks of a gang, in order.
 
-    `is_loan`: no worker is called. Processes in the places of these workers, which have not started, end; the submitter of
-    the gang has the places until `AttemptFinished` comes for each rank.
+    `is_loan`: no worker is called. Processes in the places of these workers, which have not
+    started, end; the submitter of the gang has the places until `AttemptFinished` comes for each
+    rank.
     """
 
     runs: tuple[RunTasks, ...]
@@ -196,7 +208,9 @@ class RunGang(NamedTuple):
 
 
 class SignalTask(NamedTuple):
-    """Tell what runs of this task in this attempt to stop. An attempt that the worker has answered meanwhile is not meant."""
+    """Tell what runs of this task in this attempt to stop. An attempt that the worker has answered
+    meanwhile is not meant.
+    """
 
     worker_id: int
     attempt_id: int
@@ -214,7 +228,8 @@ class SettleItems(NamedTuple):
 class FailItems(NamedTuple):
     """These items have lost their worker for the last time.
 
-    A rank of a gang that was not begun has failed too: with `LossReason.STOPPED` if the gang was being stopped by then.
+    A rank of a gang that was not begun has failed too: with `LossReason.STOPPED` if the gang was
+    being stopped by then.
     """
 
     items: Slice
@@ -224,7 +239,8 @@ class FailItems(NamedTuple):
 class TimeOutItems(NamedTuple):
     """These items have run longer than they may; they have failed, whatever still comes of them.
 
-    For a gang it is one notice about all its ranks, and settles nothing: each rank is reported as it comes back.
+    For a gang it is one notice about all its ranks, and settles nothing: each rank is reported as
+    it comes back.
     """
 
     items: Slice
@@ -241,7 +257,8 @@ class EndTask(NamedTuple):
 class DropPlace(NamedTuple):
     """There will be no worker in this place any more; the pool is smaller now.
 
-    With `LossReason.FAULTY`: so many items have failed there in a row (`failed`), while others have not (`finished`).
+    With `LossReason.FAULTY`: so many items have failed there in a row (`failed`), while others have
+    not (`finished`).
     """
 
     place: int
@@ -253,8 +270,9 @@ class DropPlace(NamedTuple):
 class SetTimer(NamedTuple):
     """Send `TimerFired(kind, worker_id, attempt_id, task_id)` at this time [s, the clock of `now`].
 
-    "start": a worker's delayed start. "ready": it has to have come up. "timeout": the attempt has to have come back. "leave":
-    what still runs on the worker has to go elsewhere. Of no worker: "idle": the pool may have had no task for long enough;
+    "start": a worker's delayed start. "ready": it has to have come up. "timeout": the attempt has
+    to have come back. "leave": what still runs on the worker has to go elsewhere. Of no worker:
+    "idle": the pool may have had no task for long enough;
     "retry": something of the task may run again.
     """
 
@@ -266,7 +284,9 @@ class SetTimer(NamedTuple):
 
 
 class BreakPool(NamedTuple):
-    """No worker is left that can come back; the tasks ended after this have failed because of it."""
+    """No worker is left that can come back; the tasks ended after this have failed because of
+    it.
+    """
 
 
 class ClosePool(NamedTuple):

@@ -1,9 +1,10 @@
 """The nouns of the scheduler: tasks, slices, attempts, workers, places.
 
-A **task** is what a user submitted under one id: one call (`parfeval`) or the items of one loop (`parfor`), numbered
-from 0. A **slice** is a run of consecutive items of one task; it is what travels. An **attempt** is one call to one worker
-with one or more slices in it. A **place** is a claim on a device, and outlives the worker processes that come and go in it.
-Ids are small integers, never used twice. No value of the user's is stored here.
+A **task** is what a user submitted under one id: one call (`parfeval`) or the items of one loop
+(`parfor`), numbered from 0. A **slice** is a run of consecutive items of one task; it is what
+travels. An **attempt** is one call to one worker with one or more slices in it. A **place** is a
+claim on a device, and outlives the worker processes that come and go in it. Ids are small integers,
+never used twice. No value of the user's is stored here.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ Flight = tuple[int, int]
 
 
 class TaskState(Enum):
-    """Where a task is. RUNNING: some of it was sent to a worker. FINISHED, FAILED and CANCELLED are never left."""
+    """Where a task is. RUNNING: some of it was sent to a worker. FINISHED, FAILED and CANCELLED are
+    never left.
+    """
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -43,7 +46,9 @@ _FINAL_STATES = frozenset({TaskState.FINISHED, TaskState.FAILED, TaskState.CANCE
 
 
 class WorkerState(Enum):
-    """Where a worker is. LOST and STOPPED are never left: whatever comes after has a new id. PARKED: it has no process."""
+    """Where a worker is. LOST and STOPPED are never left: whatever comes after has a new id.
+    PARKED: it has no process.
+    """
 
     PARKED = "parked"
     STARTING = "starting"
@@ -65,16 +70,19 @@ class PoolState(Enum):
 class TaskSpec(NamedTuple):
     """What is known of a task when it is submitted.
 
-    `fn_id`: tasks with the same number run the same function, so that short ones may share a call and their times.
-    `is_open`: more items may follow (`ItemsAdded`). `retries`: how often an item may run again after it has lost its
-    worker; with 0 an item never shares a call and never runs twice. `place`: runs on the worker that holds this place now,
-    or fails with it. `is_gang`: its items are ranks, which start together and never run again. `places`: the only
-    places that it may use, in the order of a gang's ranks. `fail_fast`: the first failure ends the task. `chunk_size`: a
-    call takes so many items, whatever they take (None: by their pace). `timeout_s`: an item that runs longer has failed [s];
-    such items never share a call. `is_fresh`: each item runs in a process that has run nothing before, and ends after it.
+    `fn_id`: tasks with the same number run the same function, so that short ones may share a call
+        and their times.
+    `is_open`: more items may follow (`ItemsAdded`). `retries`: how often an item may run again
+    after it has lost its worker; with 0 an item never shares a call and never runs twice. `place`:
+    runs on the worker that holds this place now, or fails with it. `is_gang`: its items are ranks,
+    which start together and never run again. `places`: the only places that it may use, in the
+    order of a gang's ranks. `fail_fast`: the first failure ends the task. `chunk_size`: a call
+    takes so many items, whatever they take (None: by their pace). `timeout_s`: an item that runs
+    longer has failed [s]; such items never share a call. `is_fresh`: each item runs in a process
+    that has run nothing before, and ends after it.
     `retry_delay_s`: an item that runs again waits so long first, twice as long each time.
-    `is_loan`: a gang that wants the places only: the workers of its ranks end, and others start there when the ranks have
-    come back.
+    `is_loan`: a gang that wants the places only: the workers of its ranks end, and others start
+    there when the ranks have come back.
     """
 
     task_id: int
@@ -99,17 +107,31 @@ class TaskSpec(NamedTuple):
         """Whether these wishes have a meaning, and go together."""
         if self.place is not None and (self.is_gang or self.is_fresh or self.places is not None):
             return False  # a bound task means a process, not a place
-        if self.is_gang and (self.is_open or self.fail_fast or self.is_fresh or self.max_workers is not None):
+        if self.is_gang and (
+            self.is_open or self.fail_fast or self.is_fresh or self.max_workers is not None
+        ):
             return False  # one failure ends a gang anyway, but not before all ranks have come back
         if self.is_loan and not self.is_gang:
             return False
-        may_start = (self.max_workers is None or self.max_workers > 0) and (self.chunk_size is None or self.chunk_size > 0)
+        may_start = (self.max_workers is None or self.max_workers > 0) and (
+            self.chunk_size is None or self.chunk_size > 0
+        )
         may_last = self.timeout_s is None or self.timeout_s > 0
-        return may_start and may_last and self.size >= 0 and self.retries >= 0 and self.retry_delay_s >= 0
+        return (
+            may_start
+            and may_last
+            and self.size >= 0
+            and self.retries >= 0
+            and self.retry_delay_s >= 0
+        )
 
     def may_meet(self, other: TaskSpec) -> bool:
         """Whether there could be a place for both, at some time."""
-        return self.places is None or other.places is None or not set(self.places).isdisjoint(other.places)
+        return (
+            self.places is None
+            or other.places is None
+            or not set(self.places).isdisjoint(other.places)
+        )
 
     def runs_alone(self) -> bool:
         """Whether an item of it never shares a call, and nothing is queued behind it."""
@@ -146,10 +168,12 @@ class Slice(NamedTuple):
 class Report(NamedTuple):
     """A worker's report of one slice.
 
-    `done`: so many items, counted from the slice's start, have an outcome; the rest was not begun and is handed back.
-    `failed`: so many of them ended with an error. `retry`: the numbers of those of them that may run again.
-    `busy_s`: time spent in the user's function [s]. `again`: the numbers of failed items that were crowded out by
-    others on their GPU: they always run again, and that does not count as a retry.
+    `done`: so many items, counted from the slice's start, have an outcome; the rest was not begun
+        and is handed back.
+    `failed`: so many of them ended with an error. `retry`: the numbers of those of them that may
+        run again.
+    `busy_s`: time spent in the user's function [s]. `again`: the numbers of failed items that were
+    crowded out by others on their GPU: they always run again, and that does not count as a retry.
     """
 
     done: int
@@ -159,7 +183,9 @@ class Report(NamedTuple):
     again: tuple[int, ...] = ()
 
     def is_about(self, piece: Slice) -> bool:
-        """Whether this can be said of a slice; `retry` and `again` have to ascend, and have nothing in common."""
+        """Whether this can be said of a slice; `retry` and `again` have to ascend, and have nothing
+        in common.
+        """
         if not self.retry and not self.again:
             return 0 <= self.failed <= self.done <= piece.stop - piece.start
         stop, repeated = piece.start + self.done, self.repeated(self.retry)
@@ -178,7 +204,8 @@ class Report(NamedTuple):
 class IdleHeap:
     """Free workers, the one in the lowest place first.
 
-    A worker that becomes busy keeps its entry until that reaches the head: it may be free again by then.
+    A worker that becomes busy keeps its entry until that reaches the head: it may be free again by
+    then.
     """
 
     __slots__ = ("_heap", "_seated")
@@ -206,10 +233,12 @@ class IdleHeap:
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """A queue beside the pool's, for tasks that may run in certain places only, or on one particular worker only.
+    """A queue beside the pool's, for tasks that may run in certain places only, or on one
+    particular worker only.
 
-    It lasts as long as it has tasks. A place leaves it when its worker is to take nothing more, and the lane of one worker is
-    left when that worker is lost. When the last place leaves, what waits can never run: `lost` says why.
+    It lasts as long as it has tasks. A place leaves it when its worker is to take nothing more, and
+    the lane of one worker is left when that worker is lost. When the last place leaves, what waits
+    can never run: `lost` says why.
     """
 
     key: tuple[int, ...] | int  # the places that were asked for, or the worker
@@ -230,7 +259,9 @@ class Rest(NamedTuple):
 
 @dataclass(slots=True)
 class Task:
-    """A task and its progress. Every item is queued, resting, in flight or settled: `check_invariants` counts them."""
+    """A task and its progress. Every item is queued, resting, in flight or settled:
+    `check_invariants` counts them.
+    """
 
     spec: TaskSpec
     pace: Pace  # of its function
@@ -238,8 +269,10 @@ class Task:
     is_open: bool
     lane: Lane | None = None  # where it waits; None: in the pool's queue
     cursor: int = 0  # the first item that was never dispatched
-    again: deque[Slice] | None = None  # slices to run before the cursor advances; None is much smaller than an empty deque
-    flights: dict[int, int] | None = None  # attempt -> worker, of what is in flight and still counts; None is smaller
+    # slices to run before the cursor advances; None is much smaller than an empty deque
+    again: deque[Slice] | None = None
+    # attempt -> worker, of what is in flight and still counts; None is smaller
+    flights: dict[int, int] | None = None
     rests: list[Rest] | None = None  # a heap; None is smaller
     num_rests: int = 0  # so far
     items_in_flight: int = 0
@@ -290,14 +323,16 @@ class Attempt(NamedTuple):
     runs_alone: bool  # nothing may be queued behind it
     is_fresh: bool = False  # in a process of its own
     lasts: bool = False  # nothing is queued behind it any more
-    is_loan: bool = False  # a rank that has the place to itself; its worker starts when it has come back
+    # a rank that has the place to itself; its worker starts when it has come back
+    is_loan: bool = False
 
 
 @dataclass(slots=True)
 class Worker:
     """A process (or thread) that runs tasks; `attempts` is ordered, the first one is running.
 
-    While the worker is starting, it may have one that has to be in a process of its own, and is sent when the worker is ready.
+    While the worker is starting, it may have one that has to be in a process of its own, and is
+    sent when the worker is ready.
     """
 
     worker_id: int
@@ -319,7 +354,9 @@ class Departure(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class FailureStreak:
-    """Consecutive failed calls of one function in a place, and its counts elsewhere when they began."""
+    """Consecutive failed calls of one function in a place, and its counts elsewhere when they
+    began.
+    """
 
     pace: Pace
     good: int
@@ -338,13 +375,16 @@ class Place:
     worker_id: int = -1
     failed_starts: int = 0
     losses: int = 0  # since the last worker here that has delivered
-    leaving: Departure | None = None  # it goes when its worker, which takes nothing more, has come to an end
-    lanes: dict[tuple[int, ...] | int, Lane] = field(default_factory=dict)  # whose tasks may run here, by key
+    # it goes when its worker, which takes nothing more, has come to an end
+    leaving: Departure | None = None
+    # whose tasks may run here, by key
+    lanes: dict[tuple[int, ...] | int, Lane] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Counts:
-    """How much has happened so far. Items, not tasks, in the first four; attempts are calls to workers.
+    """How much has happened so far. Items, not tasks, in the first four; attempts are calls to
+    workers.
 
     `cancelled`: items that got no outcome because their task had ended, for whatever reason.
     """

@@ -1,4 +1,6 @@
-"""The scheduler's policy as pure functions: sizes of calls, prefetching, delays and failure rates."""
+"""The scheduler's policy as pure functions: sizes of calls, prefetching, delays and failure
+rates.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,27 @@ FADING = 0.9
 """Decay of the longest recent time with each later call."""
 
 PLENTY = 4
-"""With so many items left for each worker, calls are sent ahead: an item stuck behind a long one is not the last to run."""
+"""With so many items left for each worker, calls are sent ahead: an item stuck behind a long one is
+not the last to run.
+"""
 
 EVEN_BELOW_S = 0.100
 """If no recent item took longer than this, one item left for each worker is enough for that [s]."""
 
 CHUNK_S = 0.050
-"""How long a shared call should take [s]: much longer than the millisecond that a call costs, too short to notice."""
+"""How long a shared call should take [s]: much longer than the millisecond that a call costs, too
+short to notice.
+"""
 
 LEAST_CHUNK_S = 0.005
-"""Towards the end of a queue, calls get smaller, but not below this [s]: they would cost more than they balance."""
+"""Towards the end of a queue, calls get smaller, but not below this [s]: they would cost more than
+they balance.
+"""
 
 GROWTH = 16
-"""A call holds at most so many times the items that have been measured: few measurements do not justify a long call."""
+"""A call holds at most so many times the items that have been measured: few measurements do not
+justify a long call.
+"""
 
 NEWEST_WEIGHT = 0.25
 """Weight of the newest call in the running mean, once there are four."""
@@ -44,7 +54,9 @@ FORGIVEN = (LossReason.STOPPED, LossReason.PREEMPTED)
 """Losses for these reasons count neither against what the worker ran nor against its place."""
 
 FAULTY_BELOW = 1e-5
-"""A place is taken out if its consecutive failures are less likely than this, judged by the same functions elsewhere."""
+"""A place is taken out if its consecutive failures are less likely than this, judged by the same
+functions elsewhere.
+"""
 
 FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 30.0
@@ -55,7 +67,9 @@ LONGEST_RETRY_DELAY_S = 300.0
 
 @dataclass(slots=True)
 class Pace:
-    """Statistics of one function: how long its items take, how many wait, and how many calls fail."""
+    """Statistics of one function: how long its items take, how many wait, and how many calls
+    fail.
+    """
 
     mean_s: float = math.inf  # of one item; unknown is taken for long
     items: int = 0
@@ -109,8 +123,9 @@ class Pace:
 def chunk_size(pace: Pace, num_workers: int) -> int:
     """Return how many items the next call takes.
 
-    One, while items are long or unknown. Else guided self-scheduling (Polychronopoulos and Kuck 1987): an equal share of
-    half of what waits, at most `CHUNK_S` of work, at least `LEAST_CHUNK_S` of it; a rest of less than half of that goes along.
+    One, while items are long or unknown. Else guided self-scheduling (Polychronopoulos and Kuck
+    1987): an equal share of half of what waits, at most `CHUNK_S` of work, at least `LEAST_CHUNK_S`
+    of it; a rest of less than half of that goes along.
 
     Example:
         >>> chunk_size(Pace(mean_s=2.0, items=10, waiting=100), num_workers=4)
@@ -132,11 +147,13 @@ def chunk_size(pace: Pace, num_workers: int) -> int:
 
 
 def should_look_ahead(pace: Pace, num_workers: int) -> bool:
-    """Whether a worker that is busy with something short gets its next call now: it need not wait for the driver then.
+    """Whether a worker that is busy with something short gets its next call now: it need not wait
+    for the driver then.
 
-    Only while enough waits for every worker, since what waits behind a busy worker comes back after half a second at best; the
-    longer an item, and the less alike they are, the more there has to be. Of what takes longer than that, the millisecond or two
-    until the next call are not one part in a hundred.
+    Only while enough waits for every worker, since what waits behind a busy worker comes back after
+    half a second at best; the longer an item, and the less alike they are, the more there has to
+    be. Of what takes longer than that, the millisecond or two until the next call are not one part
+    in a hundred.
 
     Example:
         >>> [should_look_ahead(Pace(longest_s=mean_s, mean_s=mean_s, waiting=16), num_workers=4) for mean_s in (0.01, 0.1, 1.0)]
@@ -152,8 +169,9 @@ def should_look_ahead(pace: Pace, num_workers: int) -> bool:
 def piece_size(lost: int, attempts_left: int) -> int:
     """Return the size of the pieces into which a lost slice is cut before it runs again.
 
-    With several items in a call nobody knows which one killed the worker. The last attempt is made alone; before that the
-    pieces shrink geometrically, so that finding the culprit costs few calls and no innocent item fails in the end.
+    With several items in a call nobody knows which one killed the worker. The last attempt is made
+    alone; before that the pieces shrink geometrically, so that finding the culprit costs few calls
+    and no innocent item fails in the end.
 
     Example:
         >>> piece_size(10_000, attempts_left=2), piece_size(100, attempts_left=1)

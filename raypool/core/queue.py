@@ -13,8 +13,8 @@ Order = tuple[int, int]
 class Queue:
     """Tasks that could be dispatched, by their order.
 
-    Nearly all tasks arrive in that order and go into a deque, which costs the same at any length. The
-    others (of a higher priority, or queued again) go into a heap beside it.
+    Nearly all tasks arrive in that order and go into a deque, which costs the same at any length.
+    The others (of a higher priority, or queued again) go into a heap beside it.
     """
 
     __slots__ = ("_beside", "_line")

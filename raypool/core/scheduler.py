@@ -1,12 +1,12 @@
 """The scheduler: takes an event, returns commands. See `raypool.core.messages` for both.
 
-It has no clock, no thread and no lock: the driver calls `handle` from one thread and carries out the answer. The same
-events at the same times give the same commands, always. An event that cannot happen raises `InternalError` and changes
-nothing.
+It has no clock, no thread and no lock: the driver calls `handle` from one thread and carries out
+the answer. The same events at the same times give the same commands, always. An event that cannot
+happen raises `InternalError` and changes nothing.
 
-The `Backlog` holds the tasks that wait, `Workers` the workers, and `Dispatcher` brings them together.
-Also here: `Answers` settles what workers have returned, `Losses` handles lost workers and places, and
-`Idleness` decides when a pool has been unused for long enough.
+The `Backlog` holds the tasks that wait, `Workers` the workers, and `Dispatcher` brings them
+together. Also here: `Answers` settles what workers have returned, `Losses` handles lost workers and
+places, and `Idleness` decides when a pool has been unused for long enough.
 """
 
 from __future__ import annotations
@@ -22,7 +22,16 @@ from raypool.core.backlog import Backlog
 from raypool.core.dispatch import Dispatcher
 from raypool.core.faulty_places import FaultyPlaces
 from raypool.core.messages import SetTimer
-from raypool.core.model import Attempt, Departure, PoolState, Report, Task, TaskState, Worker, WorkerState
+from raypool.core.model import (
+    Attempt,
+    Departure,
+    PoolState,
+    Report,
+    Task,
+    TaskState,
+    Worker,
+    WorkerState,
+)
 from raypool.core.outcomes import Outcomes
 from raypool.core.workers import Workers
 from raypool.errors import InternalError, LossReason
@@ -40,10 +49,13 @@ class Scheduler:
 
     Args:
         start_timeout_s: A worker that has not come up after this time [s] is lost.
-        idle_timeout_s: After so long without a task [s] the workers end, until there is one; None: never.
+        idle_timeout_s: After so long without a task [s] the workers end, until there is one; None:
+            never.
     """
 
-    def __init__(self, start_timeout_s: float = DEFAULT_START_TIMEOUT_S, idle_timeout_s: float | None = None) -> None:
+    def __init__(
+        self, start_timeout_s: float = DEFAULT_START_TIMEOUT_S, idle_timeout_s: float | None = None
+    ) -> None:
         self.state = PoolState.OPEN
         self.backlog = Backlog()
         self.workers = Workers(start_timeout_s)
@@ -51,7 +63,9 @@ class Scheduler:
         self.counts = self.outcomes.counts
         self._faults = FaultyPlaces(self.workers)
         self._losses = Losses(self.backlog, self.workers, self.outcomes, self._faults)
-        self._answers = Answers(self.backlog, self.workers, self.outcomes, self._faults, self._losses)
+        self._answers = Answers(
+            self.backlog, self.workers, self.outcomes, self._faults, self._losses
+        )
         self._dispatcher = Dispatcher(self.backlog, self.workers, self.outcomes, self._faults)
         self._idleness = Idleness(idle_timeout_s) if idle_timeout_s is not None else None
         self._last_task_id = -1
@@ -76,7 +90,8 @@ class Scheduler:
         }
 
     def handle(self, event: m.Event, now: float) -> list[m.Command]:
-        """Take in what has happened at `now` [s, any steady clock]; return what to do, in this order.
+        """Take in what has happened at `now` [s, any steady clock]; return what to do, in this
+        order.
 
         Raises:
             InternalError: The event cannot happen in this state; the error tells the story.
@@ -94,16 +109,25 @@ class Scheduler:
             self._close_if_done()
         if self._idleness is not None:
             self._look_whether_idle(self._idleness)
-        # Workers get their next calls before results are reported: they need not wait for the driver's book-keeping.
+        # Workers get their next calls before results are reported: they need not wait for the
+        # driver's book-keeping.
         return work + self._out
 
     def story(self, task_id: int | None = None, worker_id: int | None = None) -> tuple[str, ...]:
         """Return the last events that name this task or worker (all, without either)."""
-        wanted = [f"{name}={n}," for name, n in (("task_id", task_id), ("worker_id", worker_id)) if n is not None]
-        lines = [(f"{now:.6f} {event!r}", f"{event!r},".replace(")", ",")) for now, event in self._story]
-        return tuple(line for line, text in lines if not wanted or any(name in text for name in wanted))
+        wanted = [
+            f"{name}={n},"
+            for name, n in (("task_id", task_id), ("worker_id", worker_id))
+            if n is not None
+        ]
+        lines = [
+            (f"{now:.6f} {event!r}", f"{event!r},".replace(")", ",")) for now, event in self._story
+        ]
+        return tuple(
+            line for line, text in lines if not wanted or any(name in text for name in wanted)
+        )
 
-    # --- tasks --------------------------------------------------------------------------------------------------------
+    # --- tasks ------------------------------------------------------------------------------------
 
     def _on_submitted(self, event: m.TaskSubmitted) -> None:
         spec = event.spec
@@ -113,7 +137,9 @@ class Scheduler:
         self.counts.submitted += spec.size
         task = self.backlog.admit(spec)
         if self.state is not OPEN:
-            self.outcomes.end(task, TaskState.FAILED if self.state is PoolState.BROKEN else TaskState.CANCELLED)
+            self.outcomes.end(
+                task, TaskState.FAILED if self.state is PoolState.BROKEN else TaskState.CANCELLED
+            )
             return
         if spec.place is not None or spec.places is not None:
             task.lane = self.workers.lane_for(spec)
@@ -127,7 +153,11 @@ class Scheduler:
 
     def _on_items_added(self, event: m.ItemsAdded) -> None:
         task = self.backlog.tasks.get(event.task_id)
-        if event.task_id > self._last_task_id or event.count < 0 or (task is not None and not task.is_open):
+        if (
+            event.task_id > self._last_task_id
+            or event.count < 0
+            or (task is not None and not task.is_open)
+        ):
             self._impossible(event, task_id=event.task_id)
         if task is not None:  # else it has ended: cancelled, or failed
             self.counts.submitted += event.count
@@ -150,7 +180,7 @@ class Scheduler:
             self._impossible(event, task_id=event.task_id)
         return self.backlog.tasks.get(event.task_id)
 
-    # --- answers ------------------------------------------------------------------------------------------------------
+    # --- answers ----------------------------------------------------------------------------------
 
     def _on_attempt_finished(self, event: m.AttemptFinished) -> None:
         worker_id, attempt_id, reports, is_spent = event
@@ -182,7 +212,9 @@ class Scheduler:
         slices = worker.attempts[attempt_id].slices
         if not len(slices) == len(reports) == len(kept) or not any(kept):
             self._impossible(event, worker_id=worker_id)
-        if not all(map(Report.is_about, reports, slices)) or not all(map(Report.leaves, reports, slices, kept)):
+        if not all(map(Report.is_about, reports, slices)) or not all(
+            map(Report.leaves, reports, slices, kept)
+        ):
             self._impossible(event, worker_id=worker_id)
         self._answers.take_part(worker, attempt_id, reports, kept)
 
@@ -198,14 +230,16 @@ class Scheduler:
             self.workers.free(worker)
 
     def _end_loan(self, worker: Worker) -> None:
-        """Start the worker of a place that was lent; what was bound to it meanwhile has waited for that."""
+        """Start the worker of a place that was lent; what was bound to it meanwhile has waited for
+        that.
+        """
         if worker.worker_id in self.workers.retiring:
             self._out += self.workers.stop(worker)
             return
         worker.state, worker.has_delivered = WorkerState.STARTING, False
         self._out += self.workers.launch(worker, self._now)
 
-    # --- workers ------------------------------------------------------------------------------------------------------
+    # --- workers ----------------------------------------------------------------------------------
 
     def _on_worker_ready(self, event: m.WorkerReady) -> None:
         worker = self._worker(event)
@@ -252,7 +286,9 @@ class Scheduler:
             self.counts.workers_lost += worker.state is not WorkerState.STARTING
             self._lose(worker, event.reason, event.was_idle)
 
-    def _worker(self, event: m.WorkerReady | m.WorkerLost | m.TimerFired | m.AttemptNarrowed) -> Worker | None:
+    def _worker(
+        self, event: m.WorkerReady | m.WorkerLost | m.TimerFired | m.AttemptNarrowed
+    ) -> Worker | None:
         """Return the worker that an event is about, unless it was given up."""
         if event.worker_id >= self.workers.next_worker_id:
             self._impossible(event, worker_id=event.worker_id)
@@ -295,7 +331,9 @@ class Scheduler:
         self.workers.lanes_lost.clear()
 
     def _park_if_idle(self) -> None:
-        """End the workers if there was nothing to do for long enough; those that are about to come up are waited for."""
+        """End the workers if there was nothing to do for long enough; those that are about to come
+        up are waited for.
+        """
         if self._idleness is None or not self._idleness.has_lasted(self._now):
             return
         self._idleness.end()
@@ -308,10 +346,12 @@ class Scheduler:
         else:
             self._out += idleness.begin(self._now)
 
-    # --- resizing and shutdown ----------------------------------------------------------------------------------------
+    # --- resizing and shutdown --------------------------------------------------------------------
 
     def _on_resize_requested(self, event: m.ResizeRequested) -> None:
-        is_new = self.workers.places.keys().isdisjoint(event.add) and len(set(event.add)) == len(event.add)
+        is_new = self.workers.places.keys().isdisjoint(event.add) and len(set(event.add)) == len(
+            event.add
+        )
         if not is_new or event.remove < 0:
             self._impossible(event)
         if self.state is not PoolState.OPEN:
@@ -320,8 +360,11 @@ class Scheduler:
         for place in event.add:
             self._out += self.workers.open_place(place, self._now)
         named = [worker for place in event.leave if (worker := self._worker_in(place)) is not None]
-        bound = (self.workers.retiring, self.workers.lanes)  # these go anyway; on those others depend
-        self._let_go([worker for worker in named if not any(worker.worker_id in group for group in bound)])
+        # these go anyway; on those others depend
+        bound = (self.workers.retiring, self.workers.lanes)
+        self._let_go(
+            [worker for worker in named if not any(worker.worker_id in group for group in bound)]
+        )
         self._let_go(self.workers.least_needed(event.remove))
 
     def _let_go(self, workers: list[Worker]) -> None:
@@ -367,7 +410,9 @@ class Scheduler:
             self._is_close_told = True
             self._out.append(m.ClosePool())
 
-    def _impossible(self, event: m.Event, task_id: int | None = None, worker_id: int | None = None) -> NoReturn:
+    def _impossible(
+        self, event: m.Event, task_id: int | None = None, worker_id: int | None = None
+    ) -> NoReturn:
         story = self.story(task_id, worker_id)
         raise InternalError(
             f"The scheduler cannot take {event!r} in state {self.state.value}. "
@@ -376,13 +421,22 @@ class Scheduler:
         )
 
 
-# --- answers of workers -----------------------------------------------------------------------------------------------
+# --- answers of workers ---------------------------------------------------------------------------
 
 
 class Answers:
-    """Settles items that have come back, by `Outcomes`, and learns from them how long their function takes."""
+    """Settles items that have come back, by `Outcomes`, and learns from them how long their
+    function takes.
+    """
 
-    def __init__(self, backlog: Backlog, workers: Workers, outcomes: Outcomes, faults: FaultyPlaces, losses: Losses) -> None:
+    def __init__(
+        self,
+        backlog: Backlog,
+        workers: Workers,
+        outcomes: Outcomes,
+        faults: FaultyPlaces,
+        losses: Losses,
+    ) -> None:
         self._backlog = backlog
         self._workers = workers
         self._outcomes = outcomes
@@ -402,14 +456,20 @@ class Answers:
                 self._outcomes.settle(task, piece, report, attempt_id)
         self._observe(worker, attempt, reports, wanted)
 
-    def take_part(self, worker: Worker, attempt_id: int, reports: Sequence[Report], kept: Sequence[int]) -> None:
-        """Take in what is done of an attempt that lasts; the worker keeps so many items of each slice, and nothing behind it."""
+    def take_part(
+        self, worker: Worker, attempt_id: int, reports: Sequence[Report], kept: Sequence[int]
+    ) -> None:
+        """Take in what is done of an attempt that lasts; the worker keeps so many items of each
+        slice, and nothing behind it.
+        """
         attempt = worker.attempts[attempt_id]
         self._take_back_behind(worker, attempt_id)
         self._workers.prefetch.pop(worker.worker_id, None)
         wanted, left = None, []
         for piece, report, count in zip(attempt.slices, reports, kept, strict=True):
-            at_hand = piece._replace(start=piece.start + report.done, stop=piece.start + report.done + count)
+            at_hand = piece._replace(
+                start=piece.start + report.done, stop=piece.start + report.done + count
+            )
             if count:
                 left.append(at_hand)
             task = self._backlog.land(piece, attempt_id)
@@ -441,8 +501,12 @@ class Answers:
                     self._backlog.run_again(task, [piece])
                     self._outcomes.go_on(task)
 
-    def _observe(self, worker: Worker, attempt: Attempt, reports: Sequence[Report], wanted: Task | None) -> None:
-        """Update the pace of a function; `wanted` is the last task of the call that still counts, if any."""
+    def _observe(
+        self, worker: Worker, attempt: Attempt, reports: Sequence[Report], wanted: Task | None
+    ) -> None:
+        """Update the pace of a function; `wanted` is the last task of the call that still counts,
+        if any.
+        """
         done, failed, busy_s = 0, 0, 0.0
         for report in reports:
             done += report.done
@@ -451,22 +515,26 @@ class Answers:
         if done:
             attempt.pace.observe(done, busy_s)
             if wanted is not None and (failed or self._workers.streaks):
-                self._losses.take_out(worker, self._faults.note_answer(worker, attempt, wanted, done, failed))
+                self._losses.take_out(
+                    worker, self._faults.note_answer(worker, attempt, wanted, done, failed)
+                )
 
 
-# --- lost workers and places ------------------------------------------------------------------------------------------
+# --- lost workers and places ----------------------------------------------------------------------
 
 
 class Losses:
     """Takes out workers and places that are lost, and settles what they ran, by `Outcomes`."""
 
-    def __init__(self, backlog: Backlog, workers: Workers, outcomes: Outcomes, faults: FaultyPlaces) -> None:
+    def __init__(
+        self, backlog: Backlog, workers: Workers, outcomes: Outcomes, faults: FaultyPlaces
+    ) -> None:
         self._backlog = backlog
         self._workers = workers
         self._outcomes = outcomes
         self._faults = faults
 
-    # --- workers ------------------------------------------------------------------------------------------------------
+    # --- workers ----------------------------------------------------------------------------------
 
     def lose(self, worker: Worker, reason: LossReason, was_idle: bool) -> None:
         """Replace a worker, and see to what it was running and to what was bound to it."""
@@ -475,19 +543,26 @@ class Losses:
         was_idle = was_idle or worker.state is not WorkerState.BUSY
         leaving = None if was_idle or reason in policy.FORGIVEN else self._why_faulty(worker)
         self._outcomes.out += (
-            workers.replace(worker, reason, self._outcomes.now) if leaving is None else workers.remove(worker, leaving)
+            workers.replace(worker, reason, self._outcomes.now)
+            if leaving is None
+            else workers.remove(worker, leaving)
         )
         self._run_elsewhere(worker, reason, was_idle)
 
     def _why_faulty(self, worker: Worker) -> Departure | None:
-        """Return why the place of a worker that is lost has to go, if what it ran is one failure too many there."""
+        """Return why the place of a worker that is lost has to go, if what it ran is one failure
+        too many there.
+        """
         attempt = next(iter(worker.attempts.values()))
-        return self._faults.note_loss(worker, attempt, self._backlog.tasks.get(attempt.slices[0].task_id))
+        return self._faults.note_loss(
+            worker, attempt, self._backlog.tasks.get(attempt.slices[0].task_id)
+        )
 
     def _run_elsewhere(self, worker: Worker, reason: LossReason, was_idle: bool) -> None:
         """See to what a worker was running that is no more."""
-        # Either the first attempt was running, or it had ended, its answer was lost, and the next one was running.
-        # So both are charged: an innocent item has attempts left, alone, but a culprit never runs too often.
+        # Either the first attempt was running, or it had ended, its answer was lost, and the next
+        # one was running. So both are charged: an innocent item has attempts left, alone, but a
+        # culprit never runs too often.
         for attempt_id, attempt in worker.attempts.items():
             attempt.pace.running -= 1
             for piece in attempt.slices:
@@ -509,7 +584,7 @@ class Losses:
                 self._outcomes.time_out(task, piece, attempt_id, worker.worker_id)
                 self.take_out(worker, self._faults.note_loss(worker, attempt, task))
 
-    # --- places -------------------------------------------------------------------------------------------------------
+    # --- places -----------------------------------------------------------------------------------
 
     def take_out(self, worker: Worker, leaving: Departure | None) -> None:
         """Let a place go when its worker has come to an end, if there is a reason for it."""
@@ -517,9 +592,11 @@ class Losses:
             self._workers.retire(worker, leaving)
 
     def announce(self, worker: Worker, at: float | None) -> None:
-        """Let a place take nothing more, and tell what runs there; what still does at the time given is interrupted.
+        """Let a place take nothing more, and tell what runs there; what still does at the time
+        given is interrupted.
 
-        If it is the last one, and nothing waits, the pool is not broken: another may come while there is time.
+        If it is the last one, and nothing waits, the pool is not broken: another may come while
+        there is time.
         """
         if worker.state is not WorkerState.BUSY:
             self.lose_place(worker, LossReason.PREEMPTED)
@@ -533,7 +610,9 @@ class Losses:
             self._outcomes.out.append(m.SetTimer(at, "leave", worker.worker_id))
 
     def interrupt_if_due(self, worker: Worker) -> None:
-        """Interrupt what still runs where a machine is about to go, unless it was given more time meanwhile."""
+        """Interrupt what still runs where a machine is about to go, unless it was given more time
+        meanwhile.
+        """
         leaving = self._workers.places[worker.place].leaving
         if leaving is not None and leaving.at <= self._outcomes.now:
             self._outcomes.send_elsewhere(worker, m.Signal.CANCEL)
@@ -546,17 +625,20 @@ class Losses:
         self._run_elsewhere(worker, reason, was_idle)
 
     def _in_the_end(self, worker: Worker, reason: LossReason) -> LossReason:
-        """Return why a worker is lost: the announced end of a machine is no fault of what ran there."""
+        """Return why a worker is lost: the announced end of a machine is no fault of what ran
+        there.
+        """
         leaving = self._workers.places[worker.place].leaving
         is_announced = leaving is not None and leaving.reason is LossReason.PREEMPTED
         return LossReason.PREEMPTED if is_announced and reason is LossReason.NODE else reason
 
 
-# --- idle time --------------------------------------------------------------------------------------------------------
+# --- idle time ------------------------------------------------------------------------------------
 
 
 class Idleness:
-    """Measures how long a pool has had no task, with one timer at most, however often it is used in between.
+    """Measures how long a pool has had no task, with one timer at most, however often it is used in
+    between.
 
     Args:
         timeout_s: How long is long enough [s].
@@ -564,7 +646,8 @@ class Idleness:
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._ends_at: float | None = None  # when it will have been long enough; None: the pool is in use, or at rest already
+        # when it will have been long enough; None: the pool is in use, or at rest already
+        self._ends_at: float | None = None
         self._is_timer_set = False
 
     def begin(self, now: float) -> list[SetTimer]:
@@ -581,6 +664,8 @@ class Idleness:
         self._ends_at = None
 
     def has_lasted(self, now: float) -> bool:
-        """Whether it was long enough, when the timer fires; early, if the pool was used in between."""
+        """Whether it was long enough, when the timer fires; early, if the pool was used in
+        between.
+        """
         self._is_timer_set = False
         return self._ends_at is not None and now >= self._ends_at

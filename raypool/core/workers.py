@@ -1,4 +1,6 @@
-"""The places of a pool and their workers: who is free, busy, parked, or held for a lane or a gang."""
+"""The places of a pool and their workers: who is free, busy, parked, or held for a lane or a
+gang.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ IDLE = WorkerState.IDLE  # Python 3.11 takes its time to look these up
 class Workers:
     """The workers, indexed by what each could do next.
 
-    One that is in none of `idle`, `check_lanes`, `wait_for_gang` and `prefetch`, and is held for no gang, takes nothing now.
+    One that is in none of `idle`, `check_lanes`, `wait_for_gang` and `prefetch`, and is held for no
+    gang, takes nothing now.
 
     Args:
         start_timeout_s: A worker that has not come up after this time [s] is lost.
@@ -37,18 +40,26 @@ class Workers:
         self.places: dict[int, Place] = {}
         self.by_id: dict[int, Worker] = {}
         self.idle: dict[int, None] = {}  # free for any task
-        self.check_lanes: dict[int, None] = {}  # free, but something in the lanes of their place may come first
-        self.wait_for_gang: dict[int, None] = {}  # free, but what comes first for them is a gang that can't collect yet
-        self.prefetch: OrderedDict[int, None] = OrderedDict()  # running one call, could take the next
+        # free, but something in the lanes of their place may come first
+        self.check_lanes: dict[int, None] = {}
+        # free, but what comes first for them is a gang that can't collect yet
+        self.wait_for_gang: dict[int, None] = {}
+        # running one call, could take the next
+        self.prefetch: OrderedDict[int, None] = OrderedDict()
         self.retiring: dict[int, None] = {}  # end after what they are running
-        self.spent: dict[int, None] = {}  # to be replaced, as soon as they run nothing and nothing is bound to them
+        # to be replaced, as soon as they run nothing and nothing is bound to them
+        self.spent: dict[int, None] = {}
         self.parked: dict[int, None] = {}  # without a process, until there is work
-        self.waiting_gangs: dict[int, WaitingGang] = {}  # gangs that collect their workers, by task; no two want one place
+        # gangs that collect their workers, by task; no two want one place
+        self.waiting_gangs: dict[int, WaitingGang] = {}
         self.lanes: dict[tuple[int, ...] | int, Lane] = {}  # that have places, by key
-        self.lanes_to_check: dict[tuple[int, ...] | int, Lane] = {}  # those that may have work for somebody idle
-        self.lanes_lost: list[Lane] = []  # those that have lost their last place, until somebody looks after their tasks
+        # those that may have work for somebody idle
+        self.lanes_to_check: dict[tuple[int, ...] | int, Lane] = {}
+        # those that have lost their last place, until somebody looks after their tasks
+        self.lanes_lost: list[Lane] = []
         self.idle_heap = IdleHeap()  # of all idle workers
-        self.streaks: dict[int, list[FailureStreak]] = {}  # by place: what has failed there since anything went well
+        # by place: what has failed there since anything went well
+        self.streaks: dict[int, list[FailureStreak]] = {}
         self.next_worker_id = 0
         self.next_attempt_id = 0
         self._start_timeout_s = start_timeout_s
@@ -58,7 +69,7 @@ class Workers:
         """How many workers the pool has, or is about to have again."""
         return len(self.places) - len(self.retiring)
 
-    # --- starts and ends ----------------------------------------------------------------------------------------------
+    # --- starts and ends --------------------------------------------------------------------------
 
     def open_place(self, place_id: int, now: float) -> list[Command]:
         """Take in a new place and start a worker there."""
@@ -71,10 +82,15 @@ class Workers:
     def launch(self, worker: Worker, now: float) -> list[Command]:
         """Start a worker's process, and give it its time."""
         number = worker.worker_id
-        return [StartWorker(number, worker.place), SetTimer(now + self._start_timeout_s, "ready", number)]
+        return [
+            StartWorker(number, worker.place),
+            SetTimer(now + self._start_timeout_s, "ready", number),
+        ]
 
     def replace(self, worker: Worker, reason: LossReason, now: float) -> list[Command]:
-        """Put another worker in the place of one that is lost; give the place back if it was to go, or is useless."""
+        """Put another worker in the place of one that is lost; give the place back if it was to go,
+        or is useless.
+        """
         place = self.places[worker.place]
         is_retiring = worker.worker_id in self.retiring
         if worker.state is WorkerState.STARTING:
@@ -90,7 +106,11 @@ class Workers:
             return self._vacate(place, reason)
         successor = self._succeed(worker, reason)
         delay_s = policy.restart_delay_s(place.failed_starts + place.losses)
-        return [SetTimer(now + delay_s, "start", successor.worker_id)] if delay_s > 0 else self.launch(successor, now)
+        return (
+            [SetTimer(now + delay_s, "start", successor.worker_id)]
+            if delay_s > 0
+            else self.launch(successor, now)
+        )
 
     def renew(self, worker: Worker) -> Worker:
         """Put another worker, which still has to be launched, in the place of a free one."""
@@ -98,7 +118,9 @@ class Workers:
         return self._succeed(worker, LossReason.EXIT)
 
     def lend(self, worker: Worker) -> Worker:
-        """Put another worker, which starts when the loan is over, in the place of a free one; what is bound to that waits."""
+        """Put another worker, which starts when the loan is over, in the place of a free one; what
+        is bound to that waits.
+        """
         place = self.places[worker.place]
         lane = self.lanes.pop(worker.worker_id, None)
         if lane is not None:
@@ -117,9 +139,19 @@ class Workers:
             self.spent[worker.worker_id] = None
 
     def renew_spent(self, now: float) -> list[Command]:
-        """Replace the workers that are spent, except those that still run something, or to which something is bound."""
-        free = [number for number in self.spent if not self.by_id[number].attempts and number not in self.lanes]
-        return [command for number in free for command in self.launch(self.renew(self.by_id[number]), now)]
+        """Replace the workers that are spent, except those that still run something, or to which
+        something is bound.
+        """
+        free = [
+            number
+            for number in self.spent
+            if not self.by_id[number].attempts and number not in self.lanes
+        ]
+        return [
+            command
+            for number in free
+            for command in self.launch(self.renew(self.by_id[number]), now)
+        ]
 
     def retire(self, worker: Worker, leaving: Departure | None = None) -> None:
         """Let a worker take nothing more; unless the user wants it, `leaving` says why."""
@@ -143,9 +175,19 @@ class Workers:
         return self._vacate(place, leaving.reason)
 
     def least_needed(self, count: int) -> list[Worker]:
-        """Return the workers to part with: first those that nothing is bound to, then the free ones, then by place."""
-        staying = [worker for worker in self.by_id.values() if worker.worker_id not in self.retiring]
-        staying.sort(key=lambda worker: (worker.worker_id in self.lanes, bool(worker.attempts), -worker.place))
+        """Return the workers to part with: first those that nothing is bound to, then the free
+        ones, then by place.
+        """
+        staying = [
+            worker for worker in self.by_id.values() if worker.worker_id not in self.retiring
+        ]
+        staying.sort(
+            key=lambda worker: (
+                worker.worker_id in self.lanes,
+                bool(worker.attempts),
+                -worker.place,
+            )
+        )
         return staying[:count]
 
     def _hire(self, place: Place) -> Worker:
@@ -156,7 +198,9 @@ class Workers:
         return worker
 
     def _succeed(self, worker: Worker, reason: LossReason) -> Worker:
-        """Create another worker in the place of one that is gone; tasks bound to that one have lost it."""
+        """Create another worker in the place of one that is gone; tasks bound to that one have lost
+        it.
+        """
         place = self.places[worker.place]
         if worker.worker_id in self.lanes:
             self._leave_lane(self.lanes[worker.worker_id], place, reason)
@@ -182,7 +226,11 @@ class Workers:
         self.streaks.pop(place.place, None)
         commands: list[Command] = [Vacate(place.place)]
         if place.leaving is not None:
-            commands.append(DropPlace(place.place, place.leaving.reason, place.leaving.failed, place.leaving.finished))
+            commands.append(
+                DropPlace(
+                    place.place, place.leaving.reason, place.leaving.failed, place.leaving.finished
+                )
+            )
         return commands
 
     def _withdraw(self, place: Place, reason: LossReason) -> None:
@@ -190,7 +238,7 @@ class Workers:
         for lane in list(place.lanes.values()):
             self._leave_lane(lane, place, reason)
 
-    # --- parking ------------------------------------------------------------------------------------------------------
+    # --- parking ----------------------------------------------------------------------------------
 
     @property
     def is_awake(self) -> bool:
@@ -200,7 +248,9 @@ class Workers:
     @property
     def is_at_rest(self) -> bool:
         """Whether no worker is busy, or about to come up."""
-        return all(worker.state in (WorkerState.IDLE, WorkerState.PARKED) for worker in self.by_id.values())
+        return all(
+            worker.state in (WorkerState.IDLE, WorkerState.PARKED) for worker in self.by_id.values()
+        )
 
     def park(self) -> list[Command]:
         """End all workers, and keep their places."""
@@ -221,12 +271,13 @@ class Workers:
         self.parked.clear()
         return commands
 
-    # --- busy and idle workers ----------------------------------------------------------------------------------------
+    # --- busy and idle workers --------------------------------------------------------------------
 
     def first_idle(self, idle_heap: IdleHeap) -> Worker:
         """Return the idle worker in the lowest place.
 
-        A pool that has little to do so keeps to the same few warm workers, and the others stay together for a gang.
+        A pool that has little to do so keeps to the same few warm workers, and the others stay
+        together for a gang.
         """
         number = idle_heap.first(self.idle)
         assert number is not None
@@ -258,7 +309,8 @@ class Workers:
 
     def offer_ahead(self, worker: Worker, last: Attempt) -> None:
         """Let a busy worker take one more call or not, now that `last` is the last that it has."""
-        is_brief = last.pace.is_brief and not (last.runs_alone or last.lasts)  # nothing is to wait behind something long
+        # nothing is to wait behind something long
+        is_brief = last.pace.is_brief and not (last.runs_alone or last.lasts)
         if is_brief and len(worker.attempts) < policy.MAX_IN_FLIGHT and self._is_for_all(worker):
             self.prefetch[worker.worker_id] = None
         elif self.prefetch:
@@ -269,10 +321,12 @@ class Workers:
         may_stay = worker.worker_id not in self.retiring and worker.worker_id not in self.spent
         return may_stay and not (self.lanes and self.places[worker.place].lanes)
 
-    # --- lanes --------------------------------------------------------------------------------------------------------
+    # --- lanes ------------------------------------------------------------------------------------
 
     def lane_for(self, spec: TaskSpec) -> Lane:
-        """Return the lane of a task that may not run just anywhere; if there is no such place, one that is lost already."""
+        """Return the lane of a task that may not run just anywhere; if there is no such place, one
+        that is lost already.
+        """
         places = spec.places or ()
         key: tuple[int, ...] | int = places
         if spec.place is not None:
@@ -313,11 +367,18 @@ class Workers:
             self.lanes_lost.append(lane)
             del self.lanes[lane.key]
 
-    # --- gangs --------------------------------------------------------------------------------------------------------
+    # --- gangs ------------------------------------------------------------------------------------
 
     def gathering_for(self, worker: Worker) -> WaitingGang | None:
         """Return the gang that would hold a worker if that were free."""
-        return next((gathering for gathering in self.waiting_gangs.values() if gathering.wants(worker.place)), None)
+        return next(
+            (
+                gathering
+                for gathering in self.waiting_gangs.values()
+                if gathering.wants(worker.place)
+            ),
+            None,
+        )
 
     @property
     def is_reserved(self) -> bool:
@@ -329,7 +390,9 @@ class Workers:
         return gang.size <= (self.size if gang.lane is None else len(gang.lane.places))
 
     def collect(self, gang: Task) -> None:
-        """Hold free workers for a gang until there are enough; those that become free later join it by themselves."""
+        """Hold free workers for a gang until there are enough; those that become free later join it
+        by themselves.
+        """
         gathering = self.waiting_gangs[gang.spec.task_id] = WaitingGang(gang)
         self.tear()
         if gang.lane is None:
@@ -351,7 +414,10 @@ class Workers:
         del self.waiting_gangs[gathering.gang.spec.task_id]
         self.tear()
         members = [self.by_id[worker_id] for worker_id in gathering.members]
-        rank = {place: number for number, place in reversed(list(enumerate(gathering.gang.spec.places or ())))}
+        rank = {
+            place: number
+            for number, place in reversed(list(enumerate(gathering.gang.spec.places or ())))
+        }
         return sorted(members, key=lambda worker: (rank.get(worker.place, 0), worker.place))
 
     def give_up(self, gang: Task) -> None:
@@ -372,7 +438,9 @@ class Workers:
         self.wait_for_gang.clear()
 
     def recall(self, gang: Task) -> None:
-        """Let free workers that a gang wants, which can't collect yet, look what comes first for them: nothing behind it may."""
+        """Let free workers that a gang wants, which can't collect yet, look what comes first for
+        them: nothing behind it may.
+        """
         wanted = self.places if gang.lane is None else gang.lane.places
         for worker_id in [self.places[place].worker_id for place in wanted] if self.idle else ():
             if worker_id in self.idle:

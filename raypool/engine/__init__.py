@@ -1,1 +1,3 @@
-"""Carries out what the scheduler decides: the driver's thread, its tasks and loops, durable runs."""
+"""Carries out what the scheduler decides: the driver's thread, its tasks and loops, durable
+runs.
+"""

@@ -1,9 +1,9 @@
 """The driver: one thread that feeds events to the scheduler and carries out its commands.
 
 Everything that reaches a user (a resolved future, a finished loop) passes through this thread, in
-order. It never waits for a worker, and no other thread touches the scheduler. The classes below hold
-what the driver knows besides: `Arrivals` (workers that are up), `Turn` (one event), `LossRecord`
-(reasons of losses), `Returns` (results that come back) and `Timers`.
+order. It never waits for a worker, and no other thread touches the scheduler. The classes below
+hold what the driver knows besides: `Arrivals` (workers that are up), `Turn` (one event),
+`LossRecord` (reasons of losses), `Returns` (results that come back) and `Timers`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,14 @@ class Driver:
         record: Writes down every event and its time, before it is handled.
     """
 
-    def __init__(self, scheduler: Scheduler, inbox: Inbox, hub: Hub, tell: Tell, record: TraceWriter | None = None) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        inbox: Inbox,
+        hub: Hub,
+        tell: Tell,
+        record: TraceWriter | None = None,
+    ) -> None:
         self.scheduler = scheduler
         self.setups: list[Function] = []  # what every worker begins with
         self.works: dict[int, Work] = {}
@@ -78,7 +85,8 @@ class Driver:
         self._drain_lock = threading.Lock()
         self._drainer: int | None = None  # the thread that has it
         self._timers = Timers(lambda timer: is_of_use(timer, scheduler))
-        self.ask_call, self.as_owner = self._ask_call, (self,)  # made once: every queued future holds them
+        # made once: every queued future holds them
+        self.ask_call, self.as_owner = self._ask_call, (self,)
         self._losses = LossRecord(scheduler)
         self._returns = Returns(self.works, scheduler, self._cancel)
         self._notes: dict[type[Any], Callable[[Any, Any, Turn], m.Event | None]] = {
@@ -92,7 +100,7 @@ class Driver:
             m.TimerFired: self._note_late,
         }
 
-    # --- calls from any thread ----------------------------------------------------------------------------------------
+    # --- calls from any thread --------------------------------------------------------------------
 
     def start(self, backend: Backend) -> None:
         """Start, with this backend."""
@@ -108,10 +116,13 @@ class Driver:
             self._drain()
 
     def submit(self, work: Work, make_spec: Callable[[int], TaskSpec]) -> int:
-        """Submit a task; return its number. If that is interrupted (Ctrl-C) the task is cancelled: nobody else knows of it."""
+        """Submit a task; return its number. If that is interrupted (Ctrl-C) the task is cancelled:
+        nobody else knows of it.
+        """
         task_id = -1
         try:
-            with self._submit_lock:  # numbers arrive in order, and none arrives at a driver that has gone
+            # numbers arrive in order, and none arrives at a driver that has gone
+            with self._submit_lock:
                 if self.closed.is_set():
                     raise self.crash_error() if self.crash else PoolClosedError(CLOSED)
                 task_id = next(self._task_ids)
@@ -131,20 +142,29 @@ class Driver:
 
     @property
     def is_own_thread(self) -> bool:
-        """Whether this code runs in the driver's thread (a callback of a future does): waiting here would never end."""
+        """Whether this code runs in the driver's thread (a callback of a future does): waiting here
+        would never end.
+        """
         return threading.current_thread() is self._thread or threading.get_ident() == self._drainer
 
     def _ask_call(self, future: Future[Any]) -> None:
         """Pass on a request about a call: to cancel it, or to end early by itself."""
-        self.post(m.CancelRequested(future.task_id) if future.cancelled() else m.StopRequested(future.task_id))
+        self.post(
+            m.CancelRequested(future.task_id)
+            if future.cancelled()
+            else m.StopRequested(future.task_id)
+        )
 
     def end_loan(self, worker_ids: Sequence[int]) -> None:
-        """Say that the places of a loan are back: these workers, which have not started yet, start there."""
+        """Say that the places of a loan are back: these workers, which have not started yet, start
+        there.
+        """
         self.do(functools.partial(self._end_loan, worker_ids))
 
     def _end_loan(self, worker_ids: Sequence[int]) -> None:
         workers = self.scheduler.workers.by_id
-        for worker_id in filter(workers.__contains__, worker_ids):  # the place of any other has gone meanwhile
+        # the place of any other has gone meanwhile
+        for worker_id in filter(workers.__contains__, worker_ids):
             for attempt_id, attempt in workers[worker_id].attempts.items():
                 rank = attempt.slices[0].start
                 done = SliceResult(rank, 1, LocalValues([None]), 0, {}, array("d", [0.0]), time())
@@ -160,20 +180,28 @@ class Driver:
             pass
 
     def do(self, chore: Callable[[], object]) -> None:
-        """Call something short in the driver's thread, after all that was posted before. No lock: finalizers may call this."""
+        """Call something short in the driver's thread, after all that was posted before. No lock:
+        finalizers may call this.
+        """
         self._inbox.put((None, chore))
         if not self._inbox.is_threaded:
             self._drain()
 
-    # --- event loop ---------------------------------------------------------------------------------------------------
+    # --- event loop -------------------------------------------------------------------------------
 
     def _live(self) -> None:
         while not self.closed.is_set():
             self._step()
 
     def _drain(self) -> None:
-        """Handle all messages, unless a call further up this stack (or another thread) is doing so already."""
-        while not self._inbox.is_empty and not self.closed.is_set() and self._drain_lock.acquire(blocking=False):
+        """Handle all messages, unless a call further up this stack (or another thread) is doing so
+        already.
+        """
+        while (
+            not self._inbox.is_empty
+            and not self.closed.is_set()
+            and self._drain_lock.acquire(blocking=False)
+        ):
             self._drainer = threading.get_ident()
             try:
                 while not self.closed.is_set() and self._step():
@@ -201,8 +229,8 @@ class Driver:
     def _next_message(self) -> Message | None:
         """Return the next message, or timer that is due; None if neither can come any more.
 
-        Messages go before timers: a driver that is late itself would otherwise time out an answer that
-        came in time.
+        Messages go before timers: a driver that is late itself would otherwise time out an answer
+        that came in time.
         """
         while True:
             until = self._timers.next_at()
@@ -240,10 +268,13 @@ class Driver:
             if isinstance(event, m.TaskSubmitted):
                 self.works[event.spec.task_id] = payload
         for work in list(self.works.values()):
-            work.end(TaskState.FAILED if self.crash else TaskState.CANCELLED, self.crash_error() if self.crash else None)
+            work.end(
+                TaskState.FAILED if self.crash else TaskState.CANCELLED,
+                self.crash_error() if self.crash else None,
+            )
         self.works.clear()
 
-    # --- incoming events ----------------------------------------------------------------------------------------------
+    # --- incoming events --------------------------------------------------------------------------
 
     def _handle(self, event: m.Event | None, payload: Any) -> None:
         if event is None:
@@ -271,14 +302,19 @@ class Driver:
         worker = self.scheduler.workers.by_id.get(worker_id)
         return NOBODY if worker is None else self.infos.get(worker.place, NOBODY)
 
-    def _note_finished(self, event: m.AttemptFinished, results: Sequence[SliceResult], turn: Turn) -> m.AttemptFinished:
+    def _note_finished(
+        self, event: m.AttemptFinished, results: Sequence[SliceResult], turn: Turn
+    ) -> m.AttemptFinished:
         turn.worker = self._info_of(event.worker_id)
         return self._returns.take(event, results, turn)
 
     def _note_late(self, event: m.TimerFired, _: None, turn: Turn) -> None:
         turn.worker = self._info_of(event.worker_id)
         if event.kind == "ready":
-            self._losses.words = "it had not come up within start_timeout_s; raise that, or look for what keeps the machine busy"
+            self._losses.words = (
+                "it had not come up within start_timeout_s; raise that, or look for what keeps the"
+                " machine busy"
+            )
 
     def _note_lost(self, event: m.WorkerLost, words: str | None, turn: Turn) -> None:
         worker = self.scheduler.workers.by_id.get(event.worker_id)
@@ -289,7 +325,9 @@ class Driver:
             self.arrivals.note_failed(worker.place, words)
         self._bury(worker, event.reason, turn, event.was_idle)
 
-    def _note_going(self, event: m.PlaceLeaving | m.PlaceLost, words: str | None, turn: Turn) -> None:
+    def _note_going(
+        self, event: m.PlaceLeaving | m.PlaceLost, words: str | None, turn: Turn
+    ) -> None:
         place = self.scheduler.workers.places.get(event.place)
         if place is None:
             return  # it has gone before
@@ -297,7 +335,10 @@ class Driver:
         reason = event.reason if isinstance(event, m.PlaceLost) else LossReason.PREEMPTED
         turn.worker = self._info_of(worker.worker_id)
         self._losses.note_going(event.place, words or reason.value)
-        if isinstance(event, m.PlaceLost) or not (event.is_kept or worker.state is WorkerState.BUSY):  # else it has its time
+        # else it has its time
+        if isinstance(event, m.PlaceLost) or not (
+            event.is_kept or worker.state is WorkerState.BUSY
+        ):
             self._bury(worker, reason, turn)
 
     def _bury(self, worker: Worker, reason: LossReason, turn: Turn, was_idle: bool = False) -> None:
@@ -315,11 +356,13 @@ class Driver:
             self.arrivals.note_ready(worker.place, info)
         return event
 
-    def _note_narrowed(self, event: m.AttemptNarrowed, results: Sequence[SliceResult], turn: Turn) -> m.AttemptNarrowed:
+    def _note_narrowed(
+        self, event: m.AttemptNarrowed, results: Sequence[SliceResult], turn: Turn
+    ) -> m.AttemptNarrowed:
         turn.worker = self._info_of(event.worker_id)
         return self._returns.take_part(event, results, turn)
 
-    # --- commands of the scheduler ------------------------------------------------------------------------------------
+    # --- commands of the scheduler ----------------------------------------------------------------
 
     def _carry_out(self, command: m.Command, turn: Turn) -> None:  # noqa: C901, PLR0912 - one line for each command
         match command:
@@ -354,7 +397,9 @@ class Driver:
 
     def _signal(self, command: m.SignalTask, turn: Turn) -> None:
         holder = self.works[command.task_id].holder
-        is_moving = getattr(turn.event, "kind", None) == "leave" or isinstance(turn.event, m.PlaceLeaving)
+        is_moving = getattr(turn.event, "kind", None) == "leave" or isinstance(
+            turn.event, m.PlaceLeaving
+        )
         if command.signal is m.Signal.CANCEL and isinstance(holder, Future) and not is_moving:
             self._returns.stopping.setdefault(command.attempt_id, []).append(holder)
         self._backend.signal(*command)
@@ -375,7 +420,8 @@ class Driver:
             work = self.works[piece.task_id]
             known = None
             if not work.begin(piece, worker, call):
-                # It was cancelled in this instant. The thread that does so will post it, but a callback may hold that up.
+                # It was cancelled in this instant. The thread that does so will post it, but a
+                # callback may hold that up.
                 known = nothing_done()
                 self._cancel(piece.task_id)
             else:
@@ -383,13 +429,18 @@ class Driver:
                     part = work.part(piece, self._backend.pack)
                     timeout_s = self.scheduler.backlog.tasks[piece.task_id].spec.timeout_s
                     parts.append(part if timeout_s is None else part._replace(timeout_s=timeout_s))
-                    self._hub.watch(piece.task_id, work.holder)  # not before: queued tasks say nothing, and are many
+                    # not before: queued tasks say nothing, and are many
+                    self._hub.watch(piece.task_id, work.holder)
                     functions[work.function.fn_id] = work.function
                 except Exception as error:  # also a full object store, or a Ray that has ended
-                    known = all_failed(piece.start, piece.stop, explanations.unsent(work.describe(piece), error))
+                    known = all_failed(
+                        piece.start, piece.stop, explanations.unsent(work.describe(piece), error)
+                    )
             call.sent.append(Sent(piece, known, len(parts) - 1))
         if parts:
-            self._backend.run(command.worker_id, command.attempt_id, parts, list(functions.values()), call.behind)
+            self._backend.run(
+                command.worker_id, command.attempt_id, parts, list(functions.values()), call.behind
+            )
         else:
             self._inbox.put((m.AttemptFinished(command.worker_id, command.attempt_id, ()), []))
 
@@ -397,10 +448,14 @@ class Driver:
         self._inbox.put((m.CancelRequested(task_id), None))
 
     def _run_gang(self, runs: Sequence[m.RunTasks], is_loan: bool) -> None:
-        """Call the ranks of a gang, which now know each other. The first comes last: "inline" runs it in this thread."""
+        """Call the ranks of a gang, which now know each other. The first comes last: "inline" runs
+        it in this thread.
+        """
         gang = cast("GangWork", self.works[runs[0].slices[0].task_id])
         for run in runs if is_loan else ():
-            self._returns.in_flight.send(run.worker_id, run.attempt_id).sent.append(Sent(run.slices[0], None))
+            self._returns.in_flight.send(run.worker_id, run.attempt_id).sent.append(
+                Sent(run.slices[0], None)
+            )
             self._backend.vacate(self.scheduler.workers.by_id[run.worker_id].place, keep=True)
         gang.assemble([(run.worker_id, self._info_of(run.worker_id)) for run in runs])
         for run in reversed(runs) if not is_loan else ():
@@ -419,7 +474,9 @@ class Driver:
 
     def _end(self, task_id: int, state: TaskState) -> None:
         is_broken = state is TaskState.FAILED and self.scheduler.state is PoolState.BROKEN
-        self.works.pop(task_id).end(state, explanations.pool_broken(self._losses.words) if is_broken else None)
+        self.works.pop(task_id).end(
+            state, explanations.pool_broken(self._losses.words) if is_broken else None
+        )
 
     def _drop(self, command: m.DropPlace) -> None:
         text, why = self._losses.farewell(command)
@@ -427,11 +484,12 @@ class Driver:
             self._tell.warn(text)
 
 
-# --- arrival of workers -----------------------------------------------------------------------------------------------
+# --- arrival of workers ---------------------------------------------------------------------------
 
 
 class Arrivals:
-    """Tells which workers are up, by place, and why others are not. The driver's thread writes; others wait.
+    """Tells which workers are up, by place, and why others are not. The driver's thread writes;
+    others wait.
 
     Args:
         is_closed: Whether the pool has ended, so that waiting is pointless.
@@ -451,7 +509,9 @@ class Arrivals:
             self.changed.notify_all()
 
     def note_failed(self, place: int, why: str) -> bool:
-        """Note that the worker in a place will not come up; return whether a thread waits for it, and so gets the error."""
+        """Note that the worker in a place will not come up; return whether a thread waits for it,
+        and so gets the error.
+        """
         with self.changed:
             self._failed.setdefault(place, why)
             self.changed.notify_all()
@@ -468,18 +528,29 @@ class Arrivals:
             self._awaited.update(places)
 
     def wait(self, places: Sequence[int], timeout_s: float) -> dict[int, str]:
-        """Wait until the workers in these places are up, at most so long; return those that are not, and why."""
+        """Wait until the workers in these places are up, at most so long; return those that are
+        not, and why.
+        """
         with self.changed:
             is_known = self.changed.wait_for(
-                lambda: self._is_closed() or all(place in self.infos or place in self._failed for place in places),
+                lambda: (
+                    self._is_closed()
+                    or all(place in self.infos or place in self._failed for place in places)
+                ),
                 min(timeout_s, threading.TIMEOUT_MAX),
             )
             self._awaited.subtract(places)
-            why = "the pool was closed" if is_known else f"it had not come up within start_timeout_s={timeout_s:g}"
-            return {place: self._failed.get(place, why) for place in places if place not in self.infos}
+            why = (
+                "the pool was closed"
+                if is_known
+                else f"it had not come up within start_timeout_s={timeout_s:g}"
+            )
+            return {
+                place: self._failed.get(place, why) for place in places if place not in self.infos
+            }
 
 
-# --- one event --------------------------------------------------------------------------------------------------------
+# --- one event ------------------------------------------------------------------------------------
 
 
 Why = str | BaseException
@@ -496,7 +567,8 @@ class Turn:
         worker: The worker that it is about.
         results: What has come back with it, by task.
         fallen: What the worker was running, if the event is its loss.
-        missed: Slices that have no outcome of this attempt, and why: they run again, unless a command settles them.
+        missed: Slices that have no outcome of this attempt, and why: they run again, unless a
+            command settles them.
     """
 
     __slots__ = ("event", "fallen", "missed", "results", "worker")
@@ -510,16 +582,22 @@ class Turn:
 
     def result(self, items: Slice) -> SliceResult:
         """Return the results of these items."""
-        return next(result for piece, result in self.results[items.task_id] if piece.start <= items.start < piece.stop)
+        return next(
+            result
+            for piece, result in self.results[items.task_id]
+            if piece.start <= items.start < piece.stop
+        )
 
 
 def is_awaited(piece: Slice, attempt_id: int, scheduler: Scheduler) -> bool:
-    """Whether somebody still waits for a slice in flight: its task has not ended, nor is its time over."""
+    """Whether somebody still waits for a slice in flight: its task has not ended, nor is its time
+    over.
+    """
     task = scheduler.backlog.tasks.get(piece.task_id)
     return task is not None and attempt_id in (task.flights or ())
 
 
-# --- lost workers and places ------------------------------------------------------------------------------------------
+# --- lost workers and places ----------------------------------------------------------------------
 
 
 ANSWERS = (m.AttemptFinished, m.AttemptNarrowed)
@@ -557,29 +635,48 @@ class LossRecord:
 
     def error(self, items: Slice, what: str, reason: LossReason, turn: Turn) -> WorkerLostError:
         """Return the error for items that have no worker any more; `what` is what to call them."""
-        if any(piece.task_id == items.task_id and piece.start <= items.start < piece.stop for piece in turn.fallen):
+        if any(
+            piece.task_id == items.task_id and piece.start <= items.start < piece.stop
+            for piece in turn.fallen
+        ):
             return explanations.lost(turn.worker, what, items.attempt, reason, self.words)
-        if isinstance(turn.event, ANSWERS) and reason is LossReason.PREEMPTED:  # a rank that was interrupted, or what came back
-            words = self._leaving.get(turn.worker.index, "the machine of another rank is about to go")
+        # a rank that was interrupted, or what came back
+        if isinstance(turn.event, ANSWERS) and reason is LossReason.PREEMPTED:
+            words = self._leaving.get(
+                turn.worker.index, "the machine of another rank is about to go"
+            )
             return explanations.lost(turn.worker, what, items.attempt, reason, words)
         words = self.words if isinstance(turn.event, LOSSES) else "the pool was made smaller"
-        return explanations.stranded(what, items.attempt, reason, explanations.FAULTY if reason is LossReason.FAULTY else words)
+        return explanations.stranded(
+            what,
+            items.attempt,
+            reason,
+            explanations.FAULTY if reason is LossReason.FAULTY else words,
+        )
 
     def farewell(self, command: m.DropPlace) -> tuple[str, str]:
-        """Return the message about a dropped place, for the user and for threads that wait for a worker there."""
+        """Return the message about a dropped place, for the user and for threads that wait for a
+        worker there.
+        """
         left, num_left = self._leaving.pop(command.place, None), self._scheduler.workers.size
         if command.reason is LossReason.FAULTY:
-            return explanations.faulty(self._vacated, command.failed, command.finished, num_left), explanations.FAULTY
+            return (
+                explanations.faulty(self._vacated, command.failed, command.finished, num_left),
+                explanations.FAULTY,
+            )
         if left is not None:
             return explanations.left(self._vacated, left, num_left), left
         return explanations.dropped(self.words, num_left), self.words
 
 
-# --- items that run again ---------------------------------------------------------------------------------------------
+# --- items that run again -------------------------------------------------------------------------
 
 
 def tell_misses(
-    works: Mapping[int, Work], missed: Iterable[tuple[Slice, Why]], commands: Sequence[m.Command], worker: WorkerInfo
+    works: Mapping[int, Work],
+    missed: Iterable[tuple[Slice, Why]],
+    commands: Sequence[m.Command],
+    worker: WorkerInfo,
 ) -> None:
     """Tell each work which of its items run again: missed ones that no command settles.
 
@@ -589,7 +686,11 @@ def tell_misses(
         commands: The scheduler's answer.
         worker: Where they ran.
     """
-    settled = [command.items for command in commands if isinstance(command, (m.SettleItems, m.FailItems, m.TimeOutItems))]
+    settled = [
+        command.items
+        for command in commands
+        if isinstance(command, (m.SettleItems, m.FailItems, m.TimeOutItems))
+    ]
     for piece, why in missed:
         work = works.get(piece.task_id)
         if work is not None and not any(_overlap(piece, items) for items in settled):
@@ -600,11 +701,12 @@ def _overlap(piece: Slice, items: Slice) -> bool:
     return piece.task_id == items.task_id and piece.start < items.stop and items.start < piece.stop
 
 
-# --- results from workers ---------------------------------------------------------------------------------------------
+# --- results from workers -------------------------------------------------------------------------
 
 
 class Returns:
-    """Turns results that come back into reports for the scheduler, and keeps them for the event's `Turn`.
+    """Turns results that come back into reports for the scheduler, and keeps them for the event's
+    `Turn`.
 
     Args:
         works: The tasks that have not ended.
@@ -612,7 +714,9 @@ class Returns:
         cancel: Posts that a task is cancelled.
     """
 
-    def __init__(self, works: Mapping[int, Work], scheduler: Scheduler, cancel: Callable[[int], object]) -> None:
+    def __init__(
+        self, works: Mapping[int, Work], scheduler: Scheduler, cancel: Callable[[int], object]
+    ) -> None:
         self.in_flight = InFlight()
         self.stopping: dict[int, list[Future[Any]]] = {}  # by attempt: cancelled while it ran
         self._works = works
@@ -622,21 +726,29 @@ class Returns:
     def note_stopped(self, attempt_id: int, is_replaced: bool) -> None:
         """Let futures that were cancelled while they ran say what has become of their worker."""
         for future in self.stopping.pop(attempt_id, ()):
-            future.worker_replaced = is_replaced or bool(future.worker_replaced)  # of a gang, any of them
+            # of a gang, any of them
+            future.worker_replaced = is_replaced or bool(future.worker_replaced)
 
-    def take(self, event: m.AttemptFinished, results: Sequence[SliceResult], turn: Turn) -> m.AttemptFinished:
+    def take(
+        self, event: m.AttemptFinished, results: Sequence[SliceResult], turn: Turn
+    ) -> m.AttemptFinished:
         """Return the event of an attempt with a report of each slice."""
         sent = self.in_flight.bring_back(event.worker_id, event.attempt_id)
         if self.stopping:
             self.note_stopped(event.attempt_id, is_replaced=False)
         reports = []
         for piece, known, number in sent:
-            result = known or results[number].within(piece.start, piece.stop)  # of a call that was narrowed, it is about all
+            # of a call that was narrowed, it is about all
+            result = known or results[number].within(piece.start, piece.stop)
             reports.append(self._report(piece, result, turn))
         return event._replace(reports=tuple(reports))
 
-    def take_part(self, event: m.AttemptNarrowed, results: Sequence[SliceResult], turn: Turn) -> m.AttemptNarrowed:
-        """Do the same for the finished part of a long attempt, and take back the calls that wait behind it."""
+    def take_part(
+        self, event: m.AttemptNarrowed, results: Sequence[SliceResult], turn: Turn
+    ) -> m.AttemptNarrowed:
+        """Do the same for the finished part of a long attempt, and take back the calls that wait
+        behind it.
+        """
         before = self.in_flight.find(event.worker_id, event.attempt_id)
         if before is None:
             return event  # it has come back meanwhile
@@ -653,31 +765,41 @@ class Returns:
                 rest = piece._replace(start=start, stop=start + kept[-1])
                 call.sent.append(Sent(rest, None, number))
                 if is_awaited(piece, event.attempt_id, self._scheduler):
-                    call.began_at = result.started_at + sum(result.durations_s) if result.started_at else call.began_at
+                    call.began_at = (
+                        result.started_at + sum(result.durations_s)
+                        if result.started_at
+                        else call.began_at
+                    )
                     self._works[piece.task_id].begin(rest, turn.worker, call)
         return event._replace(reports=tuple(reports), kept=tuple(kept))
 
     def _report(self, piece: Slice, result: SliceResult, turn: Turn) -> Report:
         turn.results.setdefault(piece.task_id, []).append((piece, result))
         work = self._works.get(piece.task_id)
-        report = Report(result.done, len(result.failures), (), sum(result.durations_s), result.crowded_out)
+        report = Report(
+            result.done, len(result.failures), (), sum(result.durations_s), result.crowded_out
+        )
         if result.failures and work is not None:
-            if result.is_interrupted and not isinstance(work, GangWork):  # Ctrl-C, inline: it means the loop, not the item
+            # Ctrl-C, inline: it means the loop, not the item
+            if result.is_interrupted and not isinstance(work, GangWork):
                 self._cancel(piece.task_id)
             report = report._replace(retry=result.to_retry(work.wants_retry))
             again = report.repeated(report.retry)
-            turn.missed += [(piece._replace(start=i, stop=i + 1), result.failures[i].error) for i in again]
+            turn.missed += [
+                (piece._replace(start=i, stop=i + 1), result.failures[i].error) for i in again
+            ]
         return report
 
 
-# --- timers -----------------------------------------------------------------------------------------------------------
+# --- timers ---------------------------------------------------------------------------------------
 
 
 class Timers:
     """Timers, ordered by the time at which they are due.
 
     Args:
-        is_of_use: Whether a timer still means something; one that does not is dropped when its turn comes.
+        is_of_use: Whether a timer still means something; one that does not is dropped when its turn
+            comes.
     """
 
     def __init__(self, is_of_use: Callable[[TimerFired], bool]) -> None:
@@ -713,4 +835,8 @@ def is_of_use(timer: TimerFired, scheduler: Scheduler) -> bool:
     worker = scheduler.workers.by_id.get(timer.worker_id)
     if worker is None or timer.kind == "leave":
         return worker is not None
-    return timer.attempt_id in worker.attempts if timer.kind == "timeout" else worker.state is WorkerState.STARTING
+    return (
+        timer.attempt_id in worker.attempts
+        if timer.kind == "timeout"
+        else worker.state is WorkerState.STARTING
+    )

@@ -1,7 +1,8 @@
-"""A durable loop (`parfor` with `run_dir`): it records outcomes in a folder, and resumes from there.
+"""A durable loop (`parfor` with `run_dir`): it records outcomes in a folder, and resumes from
+there.
 
-`DurableLoop` is the loop, `Recorder` the thread that writes the journal, and `ItemFiles` writes what
-items report and print into files of their own.
+`DurableLoop` is the loop, `Recorder` the thread that writes the journal, and `ItemFiles` writes
+what items report and print into files of their own.
 """
 
 from __future__ import annotations
@@ -42,12 +43,19 @@ logger = logging.getLogger("raypool")
 class DurableLoop(LoopWork):
     """The items of one `parfor` with a `run_dir`.
 
-    The driver passes outcomes to the recorder, whose thread opens them, writes them into the journal, and
-    only then counts them. So a result that was reported once is never lost.
+    The driver passes outcomes to the recorder, whose thread opens them, writes them into the
+    journal, and only then counts them. So a result that was reported once is never lost.
     """
 
     @classmethod
-    def open(cls, fn: Callable[[Any], Any], function: Function, options: LoopOptions, run_dir: Any, rerun: str) -> DurableLoop:
+    def open(
+        cls,
+        fn: Callable[[Any], Any],
+        function: Function,
+        options: LoopOptions,
+        run_dir: Any,
+        rerun: str,
+    ) -> DurableLoop:
         """Open a folder for a loop of `fn`; `rerun` says which of its outcomes count.
 
         Raises:
@@ -56,10 +64,14 @@ class DurableLoop(LoopWork):
         source = FunctionSource.of(fn)
         if rerun == "all":
             source = source._replace(given=None)  # it may hold other values then
-        journal = Journal.open(Path(run_dir).expanduser().absolute(), source.function, options.seed, source)
+        journal = Journal.open(
+            Path(run_dir).expanduser().absolute(), source.function, options.seed, source
+        )
         return cls(function, options, journal, rerun)
 
-    def __init__(self, function: Function, options: LoopOptions, journal: Journal, rerun: str) -> None:
+    def __init__(
+        self, function: Function, options: LoopOptions, journal: Journal, rerun: str
+    ) -> None:
         super().__init__(function, (), options)
         self.run_dir = journal.run_dir
         self.run = journal.run
@@ -72,24 +84,28 @@ class DurableLoop(LoopWork):
         self._recorder = Recorder(journal, self._files, options.label, self._give_up)
         self._stored: dict[str, Stored] = {}
 
-    # --- calls of the user's thread -----------------------------------------------------------------------------------
+    # --- calls of the user's thread ---------------------------------------------------------------
 
     def take(self, items: Sequence[Any]) -> int:
         """Take the items, write them down, and find out which of them have to run."""
         self.items = items
         self.keys += [self._names.name(item, index) for index, item in enumerate(items)]
         try:
-            self._journal.note_items((key, index, items[index]) for index, key in enumerate(self.keys))
+            self._journal.note_items(
+                (key, index, items[index]) for index, key in enumerate(self.keys)
+            )
             self._stored = {} if self._rerun == "all" else self._journal.stored()
         except OSError as error:
             raise JournalError(
-                f"{self.run_dir} cannot be written: {error}. Make room on that disk, or give another folder.",
+                f"{self.run_dir} cannot be written: {error}. Make room on that disk, or give"
+                " another folder.",
                 run_dir=str(self.run_dir),
             ) from error
         if self._stored and items and self._stored.keys().isdisjoint(self.keys):
             logger.warning(
-                "None of the %s items of %s is among the %s in %s that have an outcome, so all of them run. "
-                "If they should be there: has their class, or the type of a value in them, changed?",
+                "None of the %s items of %s is among the %s in %s that have an outcome, so all of"
+                " them run. If they should be there: has their class, or the type of a value in"
+                " them, changed?",
                 f"{len(items):,}",
                 self.label,
                 f"{len(self._stored):,}",
@@ -104,7 +120,9 @@ class DurableLoop(LoopWork):
         return len(order)
 
     def _check_places(self) -> None:
-        """Warn if the seed of a number was used for another item before: seeds depend on the number only."""
+        """Warn if the seed of a number was used for another item before: seeds depend on the number
+        only.
+        """
         num_moved = 0
         for run in set(self._runs.values()):
             places = self._journal.positions(run)
@@ -112,15 +130,18 @@ class DurableLoop(LoopWork):
             num_moved += sum(places.get(self.keys[index], index) != index for index in indices)
         if num_moved:
             logger.warning(
-                "%s items of %s had another number when they ran, and with seed=%s the random numbers that belong to that: other "
-                "items may get the same now. Put new items behind those that were there, or run all again with rerun='all'.",
+                "%s items of %s had another number when they ran, and with seed=%s the random"
+                " numbers that belong to that: other items may get the same now. Put new items"
+                " behind those that were there, or run all again with rerun='all'.",
                 f"{num_moved:,}",
                 self.label,
                 self._options.seed,
             )
 
     def add(self, item: Any) -> int:
-        """Take one more item, as it is now: a generator may yield the same object again, changed."""
+        """Take one more item, as it is now: a generator may yield the same object again,
+        changed.
+        """
         index = len(self.items)
         if type(item) not in UNCHANGEABLE:
             with contextlib.suppress(Exception):  # what cannot be copied stays what it is
@@ -161,18 +182,24 @@ class DurableLoop(LoopWork):
         return True
 
     def caught_up(self) -> Feed:
-        """Return the feed of all items, also restored ones; what the others sent arrived before they counted."""
+        """Return the feed of all items, also restored ones; what the others sent arrived before
+        they counted.
+        """
         if not self.restored:
             return self.feed
         feed = Feed()
         for index, run in self._runs.items():
-            for row in rows_of(self._journal.run_dir / "items" / self.keys[index] / METRICS, index, run):
+            for row in rows_of(
+                self._journal.run_dir / "items" / self.keys[index] / METRICS, index, run
+            ):
                 feed.add_row(row)
         feed.add_all_of(self.feed)
         return feed
 
     def diary(self, index: int) -> str:
-        """Return what an item printed: if it did not run in this call, what is in its file, which has all its attempts."""
+        """Return what an item printed: if it did not run in this call, what is in its file, which
+        has all its attempts.
+        """
         if index not in self.restored:
             return super().diary(index)
         return text_of_file(self._journal.run_dir / "items" / self.keys[index] / DIARY)
@@ -182,7 +209,7 @@ class DurableLoop(LoopWork):
         self._recorder.close()
         self.trouble = self._recorder.failure
 
-    # --- calls of the driver's thread ---------------------------------------------------------------------------------
+    # --- calls of the driver's thread -------------------------------------------------------------
 
     def settle(self, piece: Slice, result: SliceResult, worker: WorkerInfo) -> None:
         """Have the outcomes written."""
@@ -204,7 +231,7 @@ class DurableLoop(LoopWork):
         self._note_cancelled(state)  # here: by then it may have come back
         self._recorder.end(partial(self._ended, state, error))
 
-    # --- calls of the recorder's thread -------------------------------------------------------------------------------
+    # --- calls of the recorder's thread -----------------------------------------------------------
 
     def _settled(self, piece: Slice, result: SliceResult, worker: WorkerInfo) -> Step:
         """Open what has come back."""
@@ -216,7 +243,9 @@ class DurableLoop(LoopWork):
         errors = self._errors_of(piece, result, worker)
         starts = islice(accumulate(result.durations_s, initial=result.started_at), before, None)
         outcomes = []
-        for position, (index, value, started_at) in enumerate(zip(self.numbers(piece), values, starts, strict=False), before):
+        for position, (index, value, started_at) in enumerate(
+            zip(self.numbers(piece), values, starts, strict=False), before
+        ):
             if type(value) is Missing:
                 errors.setdefault(index, value.error)
             error = errors.get(index)
@@ -243,7 +272,12 @@ class DurableLoop(LoopWork):
         return Step(outcomes, count, unfit=partial(self._unfit, piece, values, errors))
 
     def _unfit(
-        self, piece: Slice, values: list[Any], errors: dict[int, BaseException], outcome: Outcome, error: Exception
+        self,
+        piece: Slice,
+        values: list[Any],
+        errors: dict[int, BaseException],
+        outcome: Outcome,
+        error: Exception,
     ) -> Outcome:
         """Let an item have failed whose value cannot be written anywhere."""
         for position, index in enumerate(self.numbers(piece)):
@@ -252,8 +286,17 @@ class DurableLoop(LoopWork):
         return outcome._replace(status="failed", value=None, error=error)
 
     def _failed(self, lost: Lost) -> Step:
-        how = Outcome("", lost.items.attempt, "failed", error=lost.error, **({} if lost.span is None else lost.span._asdict()))
-        return Step([how._replace(key=self.keys[index]) for index in self.numbers(lost.items)], partial(self._keep_failed, lost))
+        how = Outcome(
+            "",
+            lost.items.attempt,
+            "failed",
+            error=lost.error,
+            **({} if lost.span is None else lost.span._asdict()),
+        )
+        return Step(
+            [how._replace(key=self.keys[index]) for index in self.numbers(lost.items)],
+            partial(self._keep_failed, lost),
+        )
 
     def _missed(self, piece: Slice, why: str | BaseException, where: dict[str, Any]) -> Step:
         if isinstance(why, str):
@@ -262,18 +305,23 @@ class DurableLoop(LoopWork):
             how = Outcome("", piece.attempt, "retried", error=why, **where)
         return Step([how._replace(key=self.keys[index]) for index in self.numbers(piece)])
 
-    def _ended(self, state: TaskState, error: BaseException | None, trouble: JournalError | None) -> None:
+    def _ended(
+        self, state: TaskState, error: BaseException | None, trouble: JournalError | None
+    ) -> None:
         """Tell that all is written, or that it could not be."""
         if trouble is not None:
             if self.first_error is not None:
-                with contextlib.suppress(Exception):  # it is the user's class, and may refuse attributes
+                # it is the user's class, and may refuse attributes
+                with contextlib.suppress(Exception):
                     self.first_error.add_note(f"raypool: {trouble}")
             state, error = TaskState.FAILED, error or trouble
         self._wake(state, error)
 
     def _give_up(self, error: BaseException) -> None:
         mistake = InternalError(
-            "What writes the journal has failed. This is a mistake in raypool; report it with the cause.", story=()
+            "What writes the journal has failed. This is a mistake in raypool; report it with the"
+            " cause.",
+            story=(),
         )
         mistake.__cause__ = error
         self._wake(TaskState.FAILED, mistake)
@@ -285,14 +333,18 @@ def _values_of(piece: Slice, result: SliceResult) -> list[Any]:
     try:
         return result.values.get()[first : first + piece.stop - piece.start]
     except BaseException as error:  # also what the user's code raises when it is unpickled
-        lost = error if isinstance(error, Exception) else TaskError(f"A value cannot be opened: {type(error).__name__}: {error}")
+        lost = (
+            error
+            if isinstance(error, Exception)
+            else TaskError(f"A value cannot be opened: {type(error).__name__}: {error}")
+        )
         return [Missing(lost)] * (piece.stop - piece.start)
 
 
-# --- recorder ---------------------------------------------------------------------------------------------------------
+# --- recorder -------------------------------------------------------------------------------------
 #
-# A thread of its own writes outcomes; they count once they are written. Where that fails (a full disk, say), the loop
-# continues: outcomes wait in memory, and writing is tried again.
+# A thread of its own writes outcomes; they count once they are written. Where that fails (a full
+# disk, say), the loop continues: outcomes wait in memory, and writing is tried again.
 
 
 SAID_S = 1.0
@@ -300,7 +352,9 @@ SAID_S = 1.0
 
 FIRST_DELAY_S = 0.5
 MAX_DELAY_S = 10.0
-"""Delays before a failed write is tried again [s]: the first, which doubles each time, and the longest."""
+"""Delays before a failed write is tried again [s]: the first, which doubles each time, and the
+longest.
+"""
 
 PATIENCE_S = 60.0
 """How long a loop that has ended waits for room on the disk for its results [s]."""
@@ -344,7 +398,9 @@ class Step:
         return not self.outcomes and not self.entries
 
     def keep(self, refused: Mapping[int, Exception]) -> bool:
-        """Keep the outcomes that were refused, by identity, for later; return whether there are others to be written at once."""
+        """Keep the outcomes that were refused, by identity, for later; return whether there are
+        others to be written at once.
+        """
         left: list[Outcome] = []
         others: list[Outcome] = []
         for outcome in self.outcomes:
@@ -361,7 +417,9 @@ class Step:
 
 
 class End(NamedTuple):
-    """Nothing more will come; `tell` is to be called when all is written, or with the error if that cannot be."""
+    """Nothing more will come; `tell` is to be called when all is written, or with the error if that
+    cannot be.
+    """
 
     tell: Callable[[BaseException | None], None]
 
@@ -376,7 +434,13 @@ class Recorder:
         give_up: Called with the error if the thread itself fails.
     """
 
-    def __init__(self, journal: Journal, files: ItemFiles, label: str, give_up: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        files: ItemFiles,
+        label: str,
+        give_up: Callable[[BaseException], None],
+    ) -> None:
         self._journal = journal
         self._files = files
         self._label = label
@@ -415,7 +479,7 @@ class Recorder:
         elif is_first:  # after one Ctrl-C, the user does not want to wait
             self._thread.join()
 
-    # --- work of the thread -------------------------------------------------------------------------------------------
+    # --- work of the thread -----------------------------------------------------------------------
 
     def _work(self) -> None:
         try:
@@ -446,8 +510,9 @@ class Recorder:
     def _failed(self, num_left: int) -> JournalError:
         tried = "" if self._is_hurried else f", also not within {PATIENCE_S:g} s after its end"
         error = JournalError(
-            f"{self._said(num_left)} of {self._label} could not be written to {self._journal.run_dir}{tried}: {self._trouble}. "
-            "All values are in .results of this error. Make room there, and the same call runs again what is missing.",
+            f"{self._said(num_left)} of {self._label} could not be written to"
+            f" {self._journal.run_dir}{tried}: {self._trouble}. All values are in .results of this"
+            " error. Make room there, and the same call runs again what is missing.",
             run_dir=str(self._journal.run_dir),
         )
         if self._is_hurried:
@@ -476,7 +541,11 @@ class Recorder:
                 self._tell = wish.tell
                 self._deadline = time.monotonic() + PATIENCE_S
                 if self._trouble is not None and not self._is_hurried:
-                    logger.warning("%s has ended; what is not written yet is tried for %g s more.", self._label, PATIENCE_S)
+                    logger.warning(
+                        "%s has ended; what is not written yet is tried for %g s more.",
+                        self._label,
+                        PATIENCE_S,
+                    )
         elif wish is not None:
             self._waiting.append(wish())
 
@@ -510,19 +579,28 @@ class Recorder:
         refusal = None
         left = [step for step in steps if step.outcomes]
         while left:
-            refused = {id(outcome): error for outcome, error in self._journal.write([o for step in left for o in step.outcomes])}
-            refusal = next((error for error in refused.values() if isinstance(error, OSError)), refusal)
+            refused = {
+                id(outcome): error
+                for outcome, error in self._journal.write(
+                    [o for step in left for o in step.outcomes]
+                )
+            }
+            refusal = next(
+                (error for error in refused.values() if isinstance(error, OSError)), refusal
+            )
             left = [step for step in left if step.keep(refused)]
         return refusal
 
     def _note_trouble(self, trouble: OSError | None, is_total: bool) -> None:
         if trouble is None and self._trouble is not None and not self._waiting:
-            logger.warning("%s can be written again: everything that waited is there.", self._journal.run_dir)
+            logger.warning(
+                "%s can be written again: everything that waited is there.", self._journal.run_dir
+            )
         elif trouble is not None and self._trouble is None:
             num_left = sum(len(step.outcomes) for step in self._waiting)
             logger.warning(
-                "%s cannot be written: %s. %s of %s wait in memory, and it is tried again; the loop goes on. "
-                "Make room on that disk, or see that it can be written.",
+                "%s cannot be written: %s. %s of %s wait in memory, and it is tried again; the loop"
+                " goes on. Make room on that disk, or see that it can be written.",
                 self._journal.run_dir,
                 trouble,
                 self._said(num_left),
@@ -530,11 +608,13 @@ class Recorder:
             )
         self._trouble = trouble
         self._is_total = is_total
-        self._delay_s = 0.0 if trouble is None else min(max(2 * self._delay_s, FIRST_DELAY_S), MAX_DELAY_S)
+        self._delay_s = (
+            0.0 if trouble is None else min(max(2 * self._delay_s, FIRST_DELAY_S), MAX_DELAY_S)
+        )
         self._try_at = time.monotonic() + self._delay_s
 
 
-# --- files of items ---------------------------------------------------------------------------------------------------
+# --- files of items -------------------------------------------------------------------------------
 
 
 METRICS = "metrics.jsonl"
@@ -592,7 +672,9 @@ class ItemFiles:
         run: The number of the run, written in every line.
     """
 
-    def __init__(self, feed: SayingFeed, keys: Sequence[str], folder: Callable[[str], Path], run: int) -> None:
+    def __init__(
+        self, feed: SayingFeed, keys: Sequence[str], folder: Callable[[str], Path], run: int
+    ) -> None:
         self._feed = feed
         self._keys = keys
         self._folder = folder
@@ -605,7 +687,9 @@ class ItemFiles:
         return len(self._unwritten)
 
     def write(self) -> OSError | None:
-        """Add what is new to the files; what cannot be written waits for the next time. Returns why, if anything does."""
+        """Add what is new to the files; what cannot be written waits for the next time. Returns
+        why, if anything does.
+        """
         self._collect()
         error = None
         for item, (lines, texts) in list(self._unwritten.items()):
@@ -615,7 +699,10 @@ class ItemFiles:
                     append(folder / METRICS, "".join(lines).encode(), is_lines=True)
                     lines.clear()
                 if texts:
-                    append(folder / DIARY, "".join(texts)[-TEXT_BYTES:].encode("utf-8", "backslashreplace"))
+                    append(
+                        folder / DIARY,
+                        "".join(texts)[-TEXT_BYTES:].encode("utf-8", "backslashreplace"),
+                    )
             except OSError as caught:
                 error = caught
             else:
@@ -639,7 +726,9 @@ class ItemFiles:
 
 
 def append(path: Path, data: bytes, is_lines: bool = False) -> None:
-    """Append to a file, all or nothing; after a line that was cut off by a crash, a new line begins."""
+    """Append to a file, all or nothing; after a line that was cut off by a crash, a new line
+    begins.
+    """
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
         size = os.fstat(file).st_size
@@ -666,7 +755,8 @@ def rows_of(path: Path, item: int, run: int) -> Iterator[Row]:
     for line in lines:
         row = _row(line)
         if row is not None and row.get("run") == run:
-            with contextlib.suppress(KeyError, TypeError, ValueError):  # a line that is no complete row
+            # a line that is no complete row
+            with contextlib.suppress(KeyError, TypeError, ValueError):
                 yield float(row["time"]), item, int(row["attempt"]), dict(row["metrics"])
 
 

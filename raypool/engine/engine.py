@@ -37,7 +37,13 @@ from raypool.engine.explanations import Tell
 from raypool.engine.inbox import Inbox, InlineInbox, ThreadInbox
 from raypool.engine.trace import TraceWriter
 from raypool.engine.work import CallWork
-from raypool.errors import InvalidValueError, PoolBrokenError, PoolClosedError, SerializationError, StartupError
+from raypool.errors import (
+    InvalidValueError,
+    PoolBrokenError,
+    PoolClosedError,
+    SerializationError,
+    StartupError,
+)
 from raypool.futures import Future
 from raypool.gpus.nvml import NvmlInventory
 from raypool.options import Options
@@ -45,10 +51,14 @@ from raypool.profiles import Profile
 from raypool.worker.running import in_task
 
 KNOWN_BYTES = 1024 * 1024
-"""So many bytes of pickled functions are remembered, to tell a function that is called again from a new one."""
+"""So many bytes of pickled functions are remembered, to tell a function that is called again from a
+new one.
+"""
 
 BY_VALUE = b"cloudpickle"
-"""What the pickle of a function contains that has code with it: of a script, a notebook or a closure."""
+"""What the pickle of a function contains that has code with it: of a script, a notebook or a
+closure.
+"""
 
 EXIT_GRACE_S = 5.0
 """How long unfinished work has when the interpreter exits normally [s]."""
@@ -66,7 +76,9 @@ def as_is(value: Any) -> Any:
 
 
 Key = tuple[bytes, int]
-"""A pickled function, and the number of the snapshot of the user's modules that it was pickled with."""
+"""A pickled function, and the number of the snapshot of the user's modules that it was pickled
+with.
+"""
 
 
 class Known(NamedTuple):
@@ -82,7 +94,8 @@ class Engine:
     Args:
         profile: Where it runs.
         inbox: Where events for the driver arrive.
-        make_backend: Makes the backend, given `post` of the driver, the hub, and the traffic counter.
+        make_backend: Makes the backend, given `post` of the driver, the hub, and the traffic
+            counter.
         unpack: Undoes what the backend's `pack` does, on any worker.
     """
 
@@ -97,16 +110,28 @@ class Engine:
         self.constants: list[str] = []  # by key
         self._unpack = unpack
         self.hub = Hub()
-        idle_timeout_s = profile.idle_timeout_s if inbox.is_threaded else None  # without a thread, no timer would fire
+        # without a thread, no timer would fire
+        idle_timeout_s = profile.idle_timeout_s if inbox.is_threaded else None
         scheduler = Scheduler(profile.start_timeout_s, idle_timeout_s)
         self._trace: TraceWriter | None = None
         if profile.trace is not None:
-            self._trace = TraceWriter(profile.trace, start_timeout_s=profile.start_timeout_s, idle_timeout_s=idle_timeout_s)
-        self.driver = Driver(scheduler, inbox, self.hub, Tell(logger.warning, self._note, self._clean_up), self._trace)
+            self._trace = TraceWriter(
+                profile.trace,
+                start_timeout_s=profile.start_timeout_s,
+                idle_timeout_s=idle_timeout_s,
+            )
+        self.driver = Driver(
+            scheduler,
+            inbox,
+            self.hub,
+            Tell(logger.warning, self._note, self._clean_up),
+            self._trace,
+        )
         self.traffic = Traffic()
         self.backend = make_backend(self.driver.post, self.hub, self.traffic)
         self.find_way: FindWay = self.backend.find_way
-        self._functions: weakref.WeakValueDictionary[Key, Function] = weakref.WeakValueDictionary()  # those in use
+        # those in use
+        self._functions: weakref.WeakValueDictionary[Key, Function] = weakref.WeakValueDictionary()
         self._known: OrderedDict[Key, Known] = OrderedDict()
         self._known_bytes = 0
         self._project = Project() if profile.backend == "ray" else None
@@ -115,7 +140,8 @@ class Engine:
         self.is_closing = False
         self.is_forked = False  # this process is a fork of the one that has opened the pool
         self._why_closed = "The pool was shut down. Open another with parpool()."
-        self.helpers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # they submit the rest of unfinished work
+        # they submit the rest of unfinished work
+        self.helpers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._has_noted = False
         self._searched: set[tuple[str, Any]] = set()  # functions, for generators of their own
         self.driver.start(self.backend)
@@ -124,9 +150,12 @@ class Engine:
             self.driver.setups.append(self.function(profile.setup))
 
     def _note(self, text: str) -> None:
-        """Say something once: a pool that is used now and then parks its workers again and again."""
+        """Say something once: a pool that is used now and then parks its workers again and
+        again.
+        """
         is_news, self._has_noted = not self._has_noted, True
-        if is_news and not self.profile.quiet and self.profile.backend == "ray":  # threads have no memory that would be freed
+        # threads have no memory that would be freed
+        if is_news and not self.profile.quiet and self.profile.backend == "ray":
             sys.stdout.write(f"raypool: {text}\n")
             sys.stdout.flush()
 
@@ -146,16 +175,21 @@ class Engine:
         if self.driver.crash is not None:
             raise self.driver.crash_error()
         if self.driver.scheduler.state is PoolState.BROKEN:
-            raise PoolBrokenError("No worker of the pool is left that could be started again. Open another with parpool().")
+            raise PoolBrokenError(
+                "No worker of the pool is left that could be started again. Open another with"
+                " parpool()."
+            )
         if self.is_closing or self.driver.closed.is_set():
             raise PoolClosedError(self._why_closed)
 
     def function(self, fn: Callable[..., Any]) -> Function:
-        """Return a function ready to be shipped; the same one for the same code and closure, as long as somebody holds it.
+        """Return a function ready to be shipped; the same one for the same code and closure, as
+        long as somebody holds it.
 
-        It is pickled at every call of this, since what it refers to may have changed meanwhile. When nobody holds it any more,
-        workers forget it, with all that its global variables have come to hold there; not one that they find by its name, whose
-        variables are its module's. Its number stays the same, and with it what is known of how long it takes.
+        It is pickled at every call of this, since what it refers to may have changed meanwhile.
+        When nobody holds it any more, workers forget it, with all that its global variables have
+        come to hold there; not one that they find by its name, whose variables are its module's.
+        Its number stays the same, and with it what is known of how long it takes.
         """
         name = function_name(fn)
         packed = self.backend.pack(fn, f"the function {name}")
@@ -169,7 +203,10 @@ class Engine:
             if function is None:
                 fn_id = next(self._function_ids) if known is None else known.fn_id
                 function = self._functions[key] = Function(fn_id, packed, name, project)
-            is_by_name = isinstance(fn, (types.FunctionType, types.BuiltinFunctionType, type)) and BY_VALUE not in packed
+            is_by_name = (
+                isinstance(fn, (types.FunctionType, types.BuiltinFunctionType, type))
+                and BY_VALUE not in packed
+            )
             self._known[key] = Known(function.fn_id, function if is_by_name else None)
             self._known_bytes += len(packed) if known is None else 0
             while self._known_bytes > KNOWN_BYTES:
@@ -178,9 +215,11 @@ class Engine:
             return function
 
     def warn_of_generators(self, fn: Callable[..., Any]) -> None:
-        """Say, once for a function, that each worker has its own copies of the random generators that it uses.
+        """Say, once for a function, that each worker has its own copies of the random generators
+        that it uses.
 
-        In this process there are no copies: items draw one after the other, as in a loop without a pool.
+        In this process there are no copies: items draw one after the other, as in a loop without a
+        pool.
         """
         name = function_name(fn)
         key = name, getattr(fn, "__code__", None)
@@ -190,11 +229,14 @@ class Engine:
         found = generators_of(fn)
         if found:
             logger.warning(
-                "%s draws from %s, and each worker has its own copy of that: items on different workers get the same random "
-                "numbers, and the next run gives others. Use parfor with seed=0, which seeds it for each item, or make the "
-                "generator in the function, from its item.",
+                "%s draws from %s, and each worker has its own copy of that: items on different"
+                " workers get the same random numbers, and the next run gives others. Use parfor"
+                " with seed=0, which seeds it for each item, or make the generator in the function,"
+                " from its item.",
                 name,
-                ", ".join(dict.fromkeys(f"the generator {generator.name}".rstrip() for generator in found)),
+                ", ".join(
+                    dict.fromkeys(f"the generator {generator.name}".rstrip() for generator in found)
+                ),
             )
 
     @functools.cached_property
@@ -203,7 +245,8 @@ class Engine:
         return ValueStore(self.find_way())
 
     def opener(self, value: Any, what: str) -> Callable[[], Any]:
-        """Return a function that gives this value wherever it is called; it is small, and the value is shipped once.
+        """Return a function that gives this value wherever it is called; it is small, and the value
+        is shipped once.
 
         Raises:
             SerializationError: The value cannot travel.
@@ -218,7 +261,10 @@ class Engine:
             StartupError: Fewer workers than `least` came up (than were claimed, if it is None).
         """
         if self.driver.is_own_thread:
-            raise InvalidValueError("A pool cannot grow in the callback of a future: it would wait for itself. Use a thread.")
+            raise InvalidValueError(
+                "A pool cannot grow in the callback of a future: it would wait for itself. Use a"
+                " thread."
+            )
         places = self.backend.claim(least, most)
         self.driver.arrivals.expect(places)
         self.driver.post(ResizeRequested(add=tuple(places)))
@@ -228,9 +274,16 @@ class Engine:
         needed = len(places) if least is None else least
         if len(places) - len(failed) < needed:
             place, why = next(iter(failed.items()))
-            raise StartupError(explanations.not_started(len(failed), len(places), place, why, self._logs()))
+            raise StartupError(
+                explanations.not_started(len(failed), len(places), place, why, self._logs())
+            )
         for place, why in failed.items():
-            logger.warning("Worker %d did not start: %s. The pool has %d.", place, why, self.driver.scheduler.workers.size)
+            logger.warning(
+                "Worker %d did not start: %s. The pool has %d.",
+                place,
+                why,
+                self.driver.scheduler.workers.size,
+            )
         self._check_devices()
 
     def resize(self, num_workers: int) -> None:
@@ -250,7 +303,8 @@ class Engine:
                 self.driver.barrier()
 
     def grow(self, most: int) -> None:
-        """Give the pool so many workers if it has fewer, on Ray as many as there is room for; return when they are up.
+        """Give the pool so many workers if it has fewer, on Ray as many as there is room for;
+        return when they are up.
 
         Raises:
             ResourceError: There is no room for a single one more.
@@ -269,7 +323,11 @@ class Engine:
         from raypool.backends.ray.session import keep_logs
 
         kept = keep_logs()
-        return "the logs of Ray, /tmp/ray/session_latest/logs on its machines" if kept is None else f"the logs of Ray in {kept}"
+        return (
+            "the logs of Ray, /tmp/ray/session_latest/logs on its machines"
+            if kept is None
+            else f"the logs of Ray in {kept}"
+        )
 
     def _check_devices(self) -> None:
         """Make sure that no two workers that should have a whole GPU see the same one.
@@ -277,7 +335,9 @@ class Engine:
         Raises:
             StartupError: They do.
         """
-        if self.profile.workers_per_gpu is not None or any(kind.workers_per_gpu > 1 for kind in self.profile.kinds):
+        if self.profile.workers_per_gpu is not None or any(
+            kind.workers_per_gpu > 1 for kind in self.profile.kinds
+        ):
             return
         seen: dict[str | tuple[str, int], int] = {}
         for worker in self.workers():
@@ -285,14 +345,19 @@ class Engine:
                 other = seen.setdefault(device, worker.index)
                 if other != worker.index:
                     raise StartupError(
-                        f"Workers {other} and {worker.index} both see GPU {gpu} of {worker.host}. "
-                        "Something sets CUDA_VISIBLE_DEVICES behind Ray's back; look at the environment that Ray was started in."
+                        f"Workers {other} and {worker.index} both see GPU {gpu} of {worker.host}."
+                        " Something sets CUDA_VISIBLE_DEVICES behind Ray's back; look at the"
+                        " environment that Ray was started in."
                     )
 
     @property
     def is_over(self) -> bool:
         """Whether no work is taken any more."""
-        return self.is_closing or self.driver.closed.is_set() or self.driver.scheduler.state is PoolState.BROKEN
+        return (
+            self.is_closing
+            or self.driver.closed.is_set()
+            or self.driver.scheduler.state is PoolState.BROKEN
+        )
 
     def workers(self) -> list[WorkerInfo]:
         """Return the workers as they are now."""
@@ -304,9 +369,17 @@ class Engine:
             infos.append(info.with_state(worker.state.value if worker is not None else "lost"))
         return infos
 
-    def shutdown(self, wait: bool, cancel_queued: bool = False, cancel_running: bool = False) -> None:
+    def shutdown(
+        self, wait: bool, cancel_queued: bool = False, cancel_running: bool = False
+    ) -> None:
         """Take no more work; end when all work is done."""
-        if wait and not (cancel_queued or cancel_running or self.is_closing or self.driver.is_own_thread or in_task()):
+        if wait and not (
+            cancel_queued
+            or cancel_running
+            or self.is_closing
+            or self.driver.is_own_thread
+            or in_task()
+        ):
             self._wait_for_helpers()
         self.is_closing = self.backend.is_ending = True
         if not self.driver.closed.is_set():
@@ -318,8 +391,9 @@ class Engine:
         """Note that the interpreter's end closes the pool, for the error about later work."""
         if not self.is_over:
             self._why_closed = (
-                "The interpreter ends, and the pool with it: it cannot schedule new futures after interpreter shutdown. "
-                "Hand in all work before the script ends, and wait for the threads that hand in more."
+                "The interpreter ends, and the pool with it: it cannot schedule new futures after"
+                " interpreter shutdown. Hand in all work before the script ends, and wait for the"
+                " threads that hand in more."
             )
 
     def _wait_for_helpers(self) -> None:
@@ -333,12 +407,15 @@ _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def _forget_all() -> None:
-    """In a forked child, no pool of the parent's works: its driver and Ray's threads did not come along."""
+    """In a forked child, no pool of the parent's works: its driver and Ray's threads did not come
+    along.
+    """
     for engine in list(_engines):
         engine.is_closing = engine.is_forked = True
         engine._why_closed = (
-            "This process was forked from the one that has opened the pool, which works only there. Start the process by spawn "
-            "(multiprocessing.get_context('spawn')), or open a pool here: parpool(profile='threads')."
+            "This process was forked from the one that has opened the pool, which works only there."
+            " Start the process by spawn (multiprocessing.get_context('spawn')), or open a pool"
+            " here: parpool(profile='threads')."
         )
         engine.driver.closed = threading.Event()
         engine.driver.closed.set()
@@ -352,8 +429,8 @@ os.register_at_fork(after_in_child=_forget_all)
 def _end_all() -> None:
     """End all pools when the interpreter exits; no process may stay on a GPU.
 
-    The standard library's executors wait here for all submitted work, however long it takes. Here it has
-    a few seconds, and none after an error or Ctrl-C.
+    The standard library's executors wait here for all submitted work, however long it takes. Here
+    it has a few seconds, and none after an error or Ctrl-C.
     """
     engines = list(_engines)
     deadline = time.monotonic() + EXIT_GRACE_S
@@ -379,32 +456,46 @@ def open_engine(profile: Profile, find_way: FindWay | None = None) -> Engine:
     if profile.backend == "inline":
         from raypool.backends.local import InlineBackend
 
-        return Engine(profile, InlineInbox(), lambda post, hub, _: InlineBackend(profile, post, hub.say, find_way=find_way))
+        return Engine(
+            profile,
+            InlineInbox(),
+            lambda post, hub, _: InlineBackend(profile, post, hub.say, find_way=find_way),
+        )
     if profile.backend == "threads":
         from raypool.backends.local import ThreadsBackend
         from raypool.gpus.devices import usable_cores
 
-        return Engine(profile, ThreadInbox(), lambda post, hub, _: ThreadsBackend(profile, post, hub.say, usable_cores()))
+        return Engine(
+            profile,
+            ThreadInbox(),
+            lambda post, hub, _: ThreadsBackend(profile, post, hub.say, usable_cores()),
+        )
     from raypool.backends.ray.session import join_ray, leave_ray
 
-    own = None if isinstance(profile.inventory, NvmlInventory) else profile.inventory  # NVML's Ray finds by itself
+    # NVML's Ray finds by itself
+    own = None if isinstance(profile.inventory, NvmlInventory) else profile.inventory
     join_ray(profile, own)  # before anything imports Ray, which reads its settings then
     try:
         from raypool.backends.ray.backend import RayBackend
         from raypool.backends.ray.packing import unpack
 
         atexit.unregister(_end_all)
-        atexit.register(_end_all)  # Ray has registered its own end by now; ours has to come before that
+        # Ray has registered its own end by now; ours has to come before that
+        atexit.register(_end_all)
         return Engine(profile, ThreadInbox(), functools.partial(RayBackend, profile), unpack)
     except BaseException:
         leave_ray(lambda: None)
         raise
 
 
-def serial_engine(find_way: FindWay | None = None, setup: Call | None = None, teardown: Call | None = None) -> Engine:
-    """Return an engine that runs everything at once, here: for work that a task calls for, and for `max_workers=0`.
+def serial_engine(
+    find_way: FindWay | None = None, setup: Call | None = None, teardown: Call | None = None
+) -> Engine:
+    """Return an engine that runs everything at once, here: for work that a task calls for, and for
+    `max_workers=0`.
 
-    Its store is that of the task, or the one that `find_way` leads to. `setup` and `teardown` are what it begins and ends with.
+    Its store is that of the task, or the one that `find_way` leads to. `setup` and `teardown` are
+    what it begins and ends with.
 
     Raises:
         StartupError: `setup` has failed.
@@ -418,14 +509,16 @@ def serial_engine(find_way: FindWay | None = None, setup: Call | None = None, te
     return engine
 
 
-# --- single calls -----------------------------------------------------------------------------------------------------
+# --- single calls ---------------------------------------------------------------------------------
 
 
 T = TypeVar("T")
 
 
 class Where(NamedTuple):
-    """Where a call may run: on the worker that is in this place now, or in any of these; anywhere, if neither is said."""
+    """Where a call may run: on the worker that is in this place now, or in any of these; anywhere,
+    if neither is said.
+    """
 
     place: int | None = None
     places: tuple[int, ...] | None = None
@@ -433,7 +526,12 @@ class Where(NamedTuple):
 
 
 def submit_call(
-    engine: Engine, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options, where: Where
+    engine: Engine,
+    fn: Callable[..., T],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+    where: Where,
 ) -> Future[T]:
     """Submit a call; return its future.
 
@@ -443,7 +541,8 @@ def submit_call(
     """
     work = _call_work(engine, engine.function(fn), args, kwargs, options)
     if options.checkpoints is not None:
-        from raypool.journal.keys import content_key  # imported late: only calls with checkpoints need it
+        # imported late: only calls with checkpoints need it
+        from raypool.journal.keys import content_key
 
         key = content_key((fn, args, kwargs), f"the call of {work.function.name}")
         work.checkpoints = str(options.checkpoints), (f"calls/{key}/checkpoint",)
@@ -451,7 +550,12 @@ def submit_call(
 
 
 def submit_function(
-    engine: Engine, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options, where: Where
+    engine: Engine,
+    function: Function,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+    where: Where,
 ) -> Future[Any]:
     """Submit a call of a function that was made ready before: for many calls of one that is large.
 
@@ -462,7 +566,13 @@ def submit_function(
     return _hand_in(engine, _call_work(engine, function, args, kwargs, options), options, where)
 
 
-def _call_work(engine: Engine, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> CallWork:
+def _call_work(
+    engine: Engine,
+    function: Function,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+) -> CallWork:
     call = _packed_call(engine, function.name, args, kwargs)
     return CallWork(function, call, Future(options.name or function.name), options.retry_on)
 

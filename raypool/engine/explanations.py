@@ -7,13 +7,28 @@ from typing import NamedTuple
 
 from raypool.channel.records import Refusal, WorkerInfo, where
 from raypool.channel.users_code import folder_of, is_installed
-from raypool.errors import LossReason, PoolBrokenError, SerializationError, TaskError, TaskTimeoutError, WorkerLostError
+from raypool.errors import (
+    LossReason,
+    PoolBrokenError,
+    SerializationError,
+    TaskError,
+    TaskTimeoutError,
+    WorkerLostError,
+)
 
 HINTS = {
-    LossReason.OUT_OF_MEMORY: "Use smaller batches, fewer workers on this machine, or a larger memory_bytes if one is set.",
-    LossReason.EXIT: "The function ended its process, or crashed in native code; run it with profile='inline' to see.",
+    LossReason.OUT_OF_MEMORY: (
+        "Use smaller batches, fewer workers on this machine, or a larger memory_bytes if one is"
+        " set."
+    ),
+    LossReason.EXIT: (
+        "The function ended its process, or crashed in native code; run it with profile='inline' to"
+        " see."
+    ),
     LossReason.NODE: "Check the node, or raise retries.",
-    LossReason.PREEMPTED: "With retries=1 an item moves to another node by itself; make a call on all workers again.",
+    LossReason.PREEMPTED: (
+        "With retries=1 an item moves to another node by itself; make a call on all workers again."
+    ),
     LossReason.START: "Try the function with profile='inline'.",
     LossReason.FAULTY: "Look at that machine, or its GPU.",
     LossReason.STOPPED: "What was beside it had been cancelled and did not stop; run it again.",
@@ -26,27 +41,36 @@ FAULTY = "it failed every task that it was given, while others did not"
 
 
 class Tell(NamedTuple):
-    """Callbacks of the driver: `warn` that the pool is smaller for good, `note` that its workers were parked."""
+    """Callbacks of the driver: `warn` that the pool is smaller for good, `note` that its workers
+    were parked.
+    """
 
     warn: Callable[[str], None]
     note: Callable[[str], None]
     closed: Callable[[], None]  # that the pool has ended
 
 
-def lost(worker: WorkerInfo, what: str, attempt: int, reason: LossReason, words: str) -> WorkerLostError:
-    """Return the error for items that have lost their worker for the last time; `words` describe that loss."""
+def lost(
+    worker: WorkerInfo, what: str, attempt: int, reason: LossReason, words: str
+) -> WorkerLostError:
+    """Return the error for items that have lost their worker for the last time; `words` describe
+    that loss.
+    """
     return WorkerLostError(
-        f"Worker {worker.index} ({where(worker)}) was lost while it ran {what}, attempt {attempt}: {words}. {HINTS[reason]}",
+        f"Worker {worker.index} ({where(worker)}) was lost while it ran {what}, attempt {attempt}:"
+        f" {words}. {HINTS[reason]}",
         reason=reason,
         attempts=attempt,
     )
 
 
 def stranded(what: str, attempt: int, reason: LossReason, words: str) -> WorkerLostError:
-    """Return the error for items that wait for workers that are gone; `words` describe the last loss."""
+    """Return the error for items that wait for workers that are gone; `words` describe the last
+    loss.
+    """
     return WorkerLostError(
-        f"{what} waited to run, attempt {attempt}, and no worker is left that it may run on: {words}. "
-        "Hand it in to the pool, or to a part that has workers.",
+        f"{what} waited to run, attempt {attempt}, and no worker is left that it may run on:"
+        f" {words}. Hand it in to the pool, or to a part that has workers.",
         reason=reason,
         attempts=attempt - 1,
     )
@@ -59,7 +83,9 @@ def parked(num_workers: int) -> str:
 
 
 def not_started(num_failed: int, num_places: int, place: int, why: str, logs: str | None) -> str:
-    """Return the message about workers that did not come up; `why` is the reason for this place, `logs` where to look."""
+    """Return the message about workers that did not come up; `why` is the reason for this place,
+    `logs` where to look.
+    """
     step = ""
     if isinstance(why, Refusal):
         step = " Try the function with profile='inline'."
@@ -75,59 +101,86 @@ def dropped(words: str, num_left: int) -> str:
 
 def left(worker: WorkerInfo, words: str, num_left: int) -> str:
     """Return the message that a worker has gone with its machine; `words` say why."""
-    return f"Worker {worker.index} ({where(worker)}) has left: {words}. The pool has {num_left} left."
+    return (
+        f"Worker {worker.index} ({where(worker)}) has left: {words}. The pool has {num_left} left."
+    )
 
 
 def faulty(worker: WorkerInfo, failed: int, finished: int, num_left: int) -> str:
-    """Return the message that a worker was taken out: it failed so many items in a row, while others did not."""
-    elsewhere = f"{finished:,} have finished elsewhere meanwhile" if finished else "they run elsewhere without failing"
+    """Return the message that a worker was taken out: it failed so many items in a row, while
+    others did not.
+    """
+    elsewhere = (
+        f"{finished:,} have finished elsewhere meanwhile"
+        if finished
+        else "they run elsewhere without failing"
+    )
     return (
-        f"Worker {worker.index} ({where(worker)}) was taken out of the pool: the last {failed:,} items there have all failed, "
-        f"and {elsewhere}. Look at that machine, or its GPU; resize the pool for another worker. The pool has {num_left} left."
+        f"Worker {worker.index} ({where(worker)}) was taken out of the pool: the last {failed:,}"
+        f" items there have all failed, and {elsewhere}. Look at that machine, or its GPU; resize"
+        f" the pool for another worker. The pool has {num_left} left."
     )
 
 
 def unsent(what: str, error: Exception) -> TaskError:
     """Return the error for items that could not be sent because of another."""
-    return error if isinstance(error, SerializationError) else TaskError(f"{what} could not be sent: {error}")
+    return (
+        error
+        if isinstance(error, SerializationError)
+        else TaskError(f"{what} could not be sent: {error}")
+    )
 
 
 def timed_out(worker: WorkerInfo, what: str, timeout_s: float) -> TaskTimeoutError:
     """Return the error for items that have run too long."""
     return TaskTimeoutError(
-        f"{what} had not ended after timeout_s={timeout_s:g}, and was stopped on worker {worker.index} ({where(worker)}). "
-        "Give it more time, or look at what it printed and reported until then."
+        f"{what} had not ended after timeout_s={timeout_s:g}, and was stopped on worker"
+        f" {worker.index} ({where(worker)}). Give it more time, or look at what it printed and"
+        " reported until then."
     )
 
 
 def pool_broken(words: str) -> PoolBrokenError:
-    """Return the error for all tasks of a pool without workers; `words` say why the last one did not start."""
+    """Return the error for all tasks of a pool without workers; `words` say why the last one did
+    not start.
+    """
     return PoolBrokenError(
-        f"No worker is left that could be started again; the last one said: {words}. Open a new pool with parpool()."
+        f"No worker is left that could be started again; the last one said: {words}. Open a new"
+        " pool with parpool()."
     )
 
 
 def driver_failed(cause: BaseException | None) -> PoolBrokenError:
     """Return the error for those who still want something of a driver that has failed."""
-    if isinstance(cause, ConnectionError):  # Ray Client's, before anybody has noticed that nothing comes any more
+    # Ray Client's, before anybody has noticed that nothing comes any more
+    if isinstance(cause, ConnectionError):
         ended = PoolBrokenError(
-            f"The connection to the cluster has ended: {str(cause).rstrip('.')}. Connect again, and open a new pool."
+            f"The connection to the cluster has ended: {str(cause).rstrip('.')}. Connect again, and"
+            " open a new pool."
         )
         ended.__cause__ = cause
         return ended
-    broken = PoolBrokenError("The pool's driver has failed. This is a mistake in raypool; report it with the cause below.")
+    broken = PoolBrokenError(
+        "The pool's driver has failed. This is a mistake in raypool; report it with the cause"
+        " below."
+    )
     broken.__cause__ = cause
     return broken
 
 
 def missing_module(name: str, host: str) -> str | None:
-    """Return what to do about a module that a worker did not find; None if this process does not have it either."""
+    """Return what to do about a module that a worker did not find; None if this process does not
+    have it either.
+    """
     folder = folder_of(name)
     if folder is None:
         return None
     if is_installed(str(folder)):
-        return f"raypool: {name} is installed here, but not on {host}. Install the same version there, or name it in packages=."
+        return (
+            f"raypool: {name} is installed here, but not on {host}. Install the same version there,"
+            " or name it in packages=."
+        )
     return (
-        f"raypool: this process finds {name} in {folder}, workers on {host} do not. parpool(..., working_dir={str(folder)!r}) "
-        "sends that folder to all machines."
+        f"raypool: this process finds {name} in {folder}, workers on {host} do not. parpool(...,"
+        f" working_dir={str(folder)!r}) sends that folder to all machines."
     )

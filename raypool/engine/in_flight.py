@@ -1,4 +1,6 @@
-"""The calls in flight: sent to workers, not yet answered. A worker runs its first; others wait there."""
+"""The calls in flight: sent to workers, not yet answered. A worker runs its first; others wait
+there.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from raypool.core.model import Slice
 
 
 class Sent(NamedTuple):
-    """A slice of an attempt; `known` is what became of it if it was not sent at all, else `number` is that of its part."""
+    """A slice of an attempt; `known` is what became of it if it was not sent at all, else `number`
+    is that of its part.
+    """
 
     piece: Slice
     known: SliceResult | None
@@ -20,13 +24,17 @@ class Sent(NamedTuple):
 class Call:
     """An attempt that was sent to a worker. Only the driver's thread changes it; any may look.
 
-    `began_at`: when the worker came to it, as far as is known here [Unix time, s]; None while it waits behind another one.
-    `behind`: the call that it waits for in that case. `is_over`: it has come back, or its worker is lost.
+    `began_at`: when the worker came to it, as far as is known here [Unix time, s]; None while it
+        waits behind another one.
+    `behind`: the call that it waits for in that case. `is_over`: it has come back, or its worker is
+        lost.
     """
 
     __slots__ = ("attempt_id", "began_at", "behind", "is_over", "sent")
 
-    def __init__(self, attempt_id: int, began_at: float | None = None, behind: int | None = None) -> None:
+    def __init__(
+        self, attempt_id: int, began_at: float | None = None, behind: int | None = None
+    ) -> None:
         self.attempt_id = attempt_id
         self.began_at = began_at
         self.behind = behind
@@ -48,7 +56,11 @@ class InFlight:
     def send(self, worker_id: int, attempt_id: int) -> Call:
         """Return the next call of a worker."""
         calls = self._calls.setdefault(worker_id, {})
-        call = Call(attempt_id, None, behind=next(reversed(calls))) if calls else Call(attempt_id, time())
+        call = (
+            Call(attempt_id, None, behind=next(reversed(calls)))
+            if calls
+            else Call(attempt_id, time())
+        )
         calls[attempt_id] = call
         return call
 
@@ -57,7 +69,9 @@ class InFlight:
         return self._calls.get(worker_id, {}).get(attempt_id)
 
     def narrow(self, worker_id: int, attempt_id: int) -> tuple[Call, list[Call]]:
-        """Replace a call that continues with fewer items; return the new one, and the calls behind it, which are taken back."""
+        """Replace a call that continues with fewer items; return the new one, and the calls behind
+        it, which are taken back.
+        """
         calls = self._calls[worker_id]
         numbers = list(calls)
         behind = [calls.pop(number) for number in numbers[numbers.index(attempt_id) + 1 :]]
@@ -68,7 +82,9 @@ class InFlight:
         return rest, behind
 
     def bring_back(self, worker_id: int, attempt_id: int) -> list[Sent]:
-        """Return what a call held that has come back, nothing if its worker was given up; the next one has begun by now."""
+        """Return what a call held that has come back, nothing if its worker was given up; the next
+        one has begun by now.
+        """
         calls = self._calls.get(worker_id, {})
         call = calls.pop(attempt_id, None)
         if call is None:

@@ -1,4 +1,6 @@
-"""Inboxes of a driver, with its clock: `ThreadInbox` for a thread of its own, `InlineInbox` without."""
+"""Inboxes of a driver, with its clock: `ThreadInbox` for a thread of its own, `InlineInbox`
+without.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,14 @@ class Inbox(Protocol):
         """Take in a message, from any thread."""
 
     def give_way(self) -> None:
-        """Let the driver begin, where a thread would hand in one thing after the other for as long as Python lets it run."""
+        """Let the driver begin, where a thread would hand in one thing after the other for as long
+        as Python lets it run.
+        """
 
     def get(self, until: float | None) -> Message | None:
-        """Return the next message; None when `until` has come or, in a driver without a thread, nothing more can come."""
+        """Return the next message; None when `until` has come or, in a driver without a thread,
+        nothing more can come.
+        """
 
     def now(self) -> float:
         """Return the time [s] on a clock that never goes back."""
@@ -57,14 +63,18 @@ class ThreadInbox:
         return self._queue.empty()
 
     def give_way(self) -> None:
-        """Let the driver begin with a burst of messages, once: else it has Python's lock only after `sys.getswitchinterval()`."""
+        """Let the driver begin with a burst of messages, once: else it has Python's lock only after
+        `sys.getswitchinterval()`.
+        """
         if self._queue.qsize() == BURST:
             time.sleep(0)  # gives Python's lock to the driver's thread
 
     def get(self, until: float | None) -> Message | None:
         """Wait for a message, or until the time has come."""
         try:
-            return self._queue.get(timeout=None if until is None else min(max(0.0, until - self.now()), LONGEST_WAIT_S))
+            return self._queue.get(
+                timeout=None if until is None else min(max(0.0, until - self.now()), LONGEST_WAIT_S)
+            )
         except queue.Empty:
             return None
 

@@ -1,4 +1,6 @@
-"""`LoopWork`, a loop for the driver: many items in one task, whose outcomes are collected in segments."""
+"""`LoopWork`, a loop for the driver: many items in one task, whose outcomes are collected in
+segments.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from raypool.errors import TaskError
 from raypool.results import Miss, Row, Span, told
 
 CALLS_KEPT = 3
-"""So many calls of a worker are of interest: one that has just come back, the one that it is at, and the next one."""
+"""So many calls of a worker are of interest: one that has just come back, the one that it is at,
+and the next one.
+"""
 
 
 class Segment(NamedTuple):
@@ -32,7 +36,9 @@ class Segment(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """Items that never got an outcome of their own; `span`: of the call that they were in when that was found out, if any."""
+    """Items that never got an outcome of their own; `span`: of the call that they were in when that
+    was found out, if any.
+    """
 
     items: Slice
     error: TaskError
@@ -40,7 +46,9 @@ class Lost(NamedTuple):
 
 
 class CallItems(NamedTuple):
-    """The items of a loop in one call. Which of them is running is unknown until the call comes back."""
+    """The items of a loop in one call. Which of them is running is unknown until the call comes
+    back.
+    """
 
     items: Slice
     worker: WorkerInfo
@@ -49,7 +57,11 @@ class CallItems(NamedTuple):
     def span(self) -> Span | None:
         """Return where it ran, until now; None if it has not begun."""
         began_at, worker = self.call.began_at, self.worker
-        return None if began_at is None else Span(worker.index, worker.gpu, worker.host, began_at, max(time() - began_at, 0.0))
+        return (
+            None
+            if began_at is None
+            else Span(worker.index, worker.gpu, worker.host, began_at, max(time() - began_at, 0.0))
+        )
 
 
 class Restored(NamedTuple):
@@ -63,9 +75,9 @@ class Restored(NamedTuple):
 class LoopOptions(NamedTuple):
     """How a loop is run.
 
-    `is_fixed`: the user has set `chunk_size`. `order`: the numbers of the items in the order in which they are
-    handed out; None: as they are. `checkpoints`: a path or URL for what items keep for their next attempt, and
-    what the names there begin with.
+    `is_fixed`: the user has set `chunk_size`. `order`: the numbers of the items in the order in
+    which they are handed out; None: as they are. `checkpoints`: a path or URL for what items keep
+    for their next attempt, and what the names there begin with.
     """
 
     label: str
@@ -78,9 +90,11 @@ class LoopOptions(NamedTuple):
 
 
 class LoopWork:
-    """The items of one `parfor`; its outcomes are collected in segments, which the waiting thread joins.
+    """The items of one `parfor`; its outcomes are collected in segments, which the waiting thread
+    joins.
 
-    Slices are cut from the order in which the items are handed out; to the user they are always called by their own numbers.
+    Slices are cut from the order in which the items are handed out; to the user they are always
+    called by their own numbers.
     """
 
     def __init__(self, function: Function, items: Sequence[Any], options: LoopOptions) -> None:
@@ -100,7 +114,8 @@ class LoopWork:
         self.segments: list[Segment] = []
         self.errors: dict[int, BaseException] = {}
         self.first_error: BaseException | None = None
-        self.interrupt: KeyboardInterrupt | None = None  # Ctrl-C in an item, inline: it means the loop, not the item
+        # Ctrl-C in an item, inline: it means the loop, not the item
+        self.interrupt: KeyboardInterrupt | None = None
         self.lost: list[Lost] = []
         self.misses: list[Miss] = []
         self.run = 1  # the number of this call, among those with the same folder
@@ -109,9 +124,11 @@ class LoopWork:
         self.broken_by: BaseException | None = None
         self.num_settled = 0
         self.changed = threading.Condition()
-        self.on_settled: Callable[[], object] | None = None  # called instead, where no thread can wait for `changed`
+        # called instead, where no thread can wait for `changed`
+        self.on_settled: Callable[[], object] | None = None
         self.feed = LoopFeed()
-        self._catch_ups: dict[int, Callable[[], None]] = {}  # by worker: waits for what it said before it answered last
+        # by worker: waits for what it said before it answered last
+        self._catch_ups: dict[int, Callable[[], None]] = {}
 
     @functools.cached_property
     def _names(self) -> ItemNames:
@@ -150,7 +167,9 @@ class LoopWork:
         return len(items)
 
     def add(self, item: Any) -> int:
-        """Take one more item, of a generator; return how many that are to run this makes: one or none."""
+        """Take one more item, of a generator; return how many that are to run this makes: one or
+        none.
+        """
         items = cast("list[Any]", self.items)
         if self._home is not None:
             self.keys.append(self._names.name(item, len(items)))
@@ -175,16 +194,24 @@ class LoopWork:
     @property
     def running(self) -> dict[int, tuple[Slice, float]]:
         """What each worker runs, by its index, and since when. From any thread."""
-        return {share.worker.index: (share.items, share.call.began_at or 0.0) for share in self._running_shares()}
+        return {
+            share.worker.index: (share.items, share.call.began_at or 0.0)
+            for share in self._running_shares()
+        }
 
     def _running_shares(self) -> list[CallItems]:
-        shares = itertools.chain.from_iterable(self._shares.copy().values())  # one copy: the driver's thread changes it meanwhile
+        # one copy: the driver's thread changes it meanwhile
+        shares = itertools.chain.from_iterable(self._shares.copy().values())
         return [share for share in shares if share.call.is_running]
 
     def part(self, piece: Slice, pack: Pack) -> Part:
         """Return these items, packed."""
         numbers = None if self._order is None else self.numbers(piece)
-        items = self.items[piece.start : piece.stop] if numbers is None else [self.items[index] for index in numbers]
+        items = (
+            self.items[piece.start : piece.stop]
+            if numbers is None
+            else [self.items[index] for index in numbers]
+        )
         packed = pack(items, self.describe(piece))
         return Part(
             piece.task_id,
@@ -206,7 +233,9 @@ class LoopWork:
         """Return where these items keep what they need for their next attempt."""
         if self._home is None:
             return None
-        return self._home, tuple(f"items/{self._owner}{self.keys[index]}/checkpoint" for index in self.numbers(piece))
+        return self._home, tuple(
+            f"items/{self._owner}{self.keys[index]}/checkpoint" for index in self.numbers(piece)
+        )
 
     def wants_retry(self, error: BaseException) -> bool:
         """Whether `retry_on` names this."""
@@ -222,7 +251,9 @@ class LoopWork:
             self._catch_ups[worker.index] = result.catch_up
         self._keep(Segment(piece, result, worker), self._errors_of(piece, result, worker))
 
-    def _errors_of(self, piece: Slice, result: SliceResult, worker: WorkerInfo) -> dict[int, BaseException]:
+    def _errors_of(
+        self, piece: Slice, result: SliceResult, worker: WorkerInfo
+    ) -> dict[int, BaseException]:
         """Return what the items of a slice have raised, by their numbers."""
         numbers = self.numbers(piece)
         errors = {}
@@ -263,10 +294,16 @@ class LoopWork:
         self.misses += (Miss(index, row, words) for index in self.numbers(piece))
 
     def _where(self, piece: Slice, worker: WorkerInfo) -> dict[str, Any]:
-        """Return where and, if it has begun, when the worker's newest call ran that had this attempt at the items."""
+        """Return where and, if it has begun, when the worker's newest call ran that had this
+        attempt at the items.
+        """
         share = self._newest(piece, self._shares.get(worker.index, ()))
         span = None if share is None else share.span()
-        return {"worker": worker.index, "gpu": worker.gpu, "host": worker.host} if span is None else span._asdict()
+        return (
+            {"worker": worker.index, "gpu": worker.gpu, "host": worker.host}
+            if span is None
+            else span._asdict()
+        )
 
     def _let_go(self, piece: Slice) -> Span | None:
         """Forget where items were sent; return where and when they ran last."""
@@ -281,24 +318,30 @@ class LoopWork:
         fitting = [
             share
             for share in shares
-            if share.items.attempt == piece.attempt and share.items.start <= piece.start < share.items.stop
+            if share.items.attempt == piece.attempt
+            and share.items.start <= piece.start < share.items.stop
         ]
         # Of a call that lasts, the last one is what it goes on with.
         return max(reversed(fitting), key=lambda share: share.call.attempt_id, default=None)
 
     def end(self, state: TaskState, error: BaseException | None) -> None:
         """Wake the waiting threads; results that still arrive are dropped."""
-        del self.function  # whoever holds the loop, as the traceback of its error does, need not keep it in workers
+        # whoever holds the loop, as the traceback of its error does, need not keep it in workers
+        del self.function
         self._note_cancelled(state)
         self._wake(state, error)
 
     def _note_cancelled(self, state: TaskState) -> None:
-        """Note what still runs of a loop that ends; what waits in a worker behind it never begins."""
+        """Note what still runs of a loop that ends; what waits in a worker behind it never
+        begins.
+        """
         if state is TaskState.FINISHED:
             return
         for share in self._running_shares():
             piece, where = share.items, self._where(share.items, share.worker)
-            self._add_misses(piece, Row("cancelled", attempts=piece.attempt, run=self.run, **where), None)
+            self._add_misses(
+                piece, Row("cancelled", attempts=piece.attempt, run=self.run, **where), None
+            )
 
     def _wake(self, state: TaskState, error: BaseException | None) -> None:
         with self.changed:

@@ -1,4 +1,6 @@
-"""The table of a pool's GPUs (`pool.device_table`): their state, the workers on each, what these run."""
+"""The table of a pool's GPUs (`pool.device_table`): their state, the workers on each, what these
+run.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ COLUMNS = {"host": "string", **devices.COLUMNS, "workers": "object", "running": 
 """Of `PoolView.device_table`, with their kinds."""
 
 
-def device_table(nodes: Iterable[NodeDevices], running: dict[int, str], shown: Collection[int]) -> pd.DataFrame:
+def device_table(
+    nodes: Iterable[NodeDevices], running: dict[int, str], shown: Collection[int]
+) -> pd.DataFrame:
     """Return a table with a row for each GPU.
 
     Args:
@@ -36,21 +40,28 @@ def device_table(nodes: Iterable[NodeDevices], running: dict[int, str], shown: C
 
 
 def _cards(node: NodeDevices) -> Sequence[GpuDevice]:
-    """Return the GPUs of a machine; if it does not answer, those that its workers reported at their start."""
+    """Return the GPUs of a machine; if it does not answer, those that its workers reported at their
+    start.
+    """
     if node.cards is not None:
         return node.cards
     known: dict[int, GpuDevice] = {}
     for worker in node.workers:
         uuids: Sequence[str | None] = (
-            worker.gpu_uuids if len(worker.gpu_uuids) == len(worker.gpus) else (None,) * len(worker.gpus)
+            worker.gpu_uuids
+            if len(worker.gpu_uuids) == len(worker.gpus)
+            else (None,) * len(worker.gpus)
         )
         known |= {
-            gpu: GpuDevice(index=gpu, name=worker.gpu_name, uuid=uuid) for gpu, uuid in zip(worker.gpus, uuids, strict=True)
+            gpu: GpuDevice(index=gpu, name=worker.gpu_name, uuid=uuid)
+            for gpu, uuid in zip(worker.gpus, uuids, strict=True)
         }
     return [known[gpu] for gpu in sorted(known)]
 
 
-def _row(host: str, card: GpuDevice, workers: Sequence[WorkerInfo], running: dict[int, str]) -> dict[str, Any]:
+def _row(
+    host: str, card: GpuDevice, workers: Sequence[WorkerInfo], running: dict[int, str]
+) -> dict[str, Any]:
     on_it = [worker.index for worker in workers if card.index in worker.gpus]
     texts = tuple(running.get(index) for index in on_it)
     return {"host": host, **devices.row_of(card), "workers": tuple(on_it), "running": texts}

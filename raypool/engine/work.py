@@ -1,4 +1,6 @@
-"""`Work`, a task for the driver: what to send, and where its results go. `CallWork` is a single call."""
+"""`Work`, a task for the driver: what to send, and where its results go. `CallWork` is a single
+call.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,14 @@ class Work(Protocol):
 
     @property
     def holder(self) -> Any:
-        """The object (future or loop) that gets the task's reports and output, as long as somebody holds it."""
+        """The object (future or loop) that gets the task's reports and output, as long as somebody
+        holds it.
+        """
 
     def begin(self, piece: Slice, worker: WorkerInfo, call: Call) -> bool:
-        """Note that a slice is about to be sent with a call, or is left of one; False if nobody wants it any more."""
+        """Note that a slice is about to be sent with a call, or is left of one; False if nobody
+        wants it any more.
+        """
 
     def part(self, piece: Slice, pack: Pack) -> Part:
         """Return the slice ready to travel."""
@@ -47,7 +53,9 @@ class Work(Protocol):
         """Record that these items never get an outcome of their own."""
 
     def miss(self, piece: Slice, worker: WorkerInfo, why: str | BaseException) -> None:
-        """Record that these items run again: their worker was lost (a text says how), or `retry_on` names the error."""
+        """Record that these items run again: their worker was lost (a text says how), or `retry_on`
+        names the error.
+        """
 
     def end(self, state: TaskState, error: BaseException | None) -> None:
         """Take it that nothing more will come; `error` stands for items without an outcome."""
@@ -62,7 +70,9 @@ class GangWork(Work, Protocol):
 
 
 def described(failure: Failure, label: str, piece: Slice, worker: WorkerInfo) -> BaseException:
-    """Return the user's exception with a note of where it happened, and the traceback there as its cause."""
+    """Return the user's exception with a note of where it happened, and the traceback there as its
+    cause.
+    """
     error, remote_traceback = failure
     note = f"raypool: {label}, attempt {piece.attempt}, worker {worker.index} ({where(worker)})"
     with contextlib.suppress(Exception):  # it is the user's class, and may refuse attributes
@@ -82,7 +92,13 @@ class CallWork:
 
     __slots__ = ("_call", "_retry_on", "checkpoints", "function", "future")
 
-    def __init__(self, function: Function, call: Any, future: Future[Any], retry_on: tuple[type[BaseException], ...]) -> None:
+    def __init__(
+        self,
+        function: Function,
+        call: Any,
+        future: Future[Any],
+        retry_on: tuple[type[BaseException], ...],
+    ) -> None:
         self.function = function
         self.future = future
         self.checkpoints: tuple[str, tuple[str, ...]] | None = None  # see `Part`
@@ -101,7 +117,11 @@ class CallWork:
             return False
         future.worker = worker.index
         future.attempts = piece.attempt
-        future.started_at = datetime.now(UTC) if call.began_at is None else datetime.fromtimestamp(call.began_at, UTC)
+        future.started_at = (
+            datetime.now(UTC)
+            if call.began_at is None
+            else datetime.fromtimestamp(call.began_at, UTC)
+        )
         return True
 
     def part(self, piece: Slice, pack: Pack) -> Part:
@@ -155,13 +175,18 @@ class CallWork:
         """Do nothing: `attempts` says how often it has run."""
 
     def end(self, state: TaskState, error: BaseException | None) -> None:
-        """Cancel or fail the future if it has no outcome; what it was called with is not needed any more."""
+        """Cancel or fail the future if it has no outcome; what it was called with is not needed any
+        more.
+        """
         self._call = None
         future = self.future
         if future.cancelled() or (state is TaskState.CANCELLED and future.cancel()):
             future.notify_cancelled()
         elif not future.done():
-            self._fail_with(error or TaskError(f"{future.name} was given up while it ran: the pool was shut down."))
+            self._fail_with(
+                error
+                or TaskError(f"{future.name} was given up while it ran: the pool was shut down.")
+            )
 
     def _fail_with(self, error: BaseException) -> None:
         future = self.future

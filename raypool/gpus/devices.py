@@ -1,7 +1,8 @@
-"""GPUs of a machine (`GpuDevice`), and two protocols: `Inventory` tells the GPUs, `Allocator` their memory.
+"""GPUs of a machine (`GpuDevice`), and two protocols: `Inventory` tells the GPUs, `Allocator` their
+memory.
 
-`NvmlInventory` and `TorchAllocator` ask NVIDIA's driver and torch. `SimulatedGpus` simulates GPUs, so
-that everything built on these can be tested on a machine without any. Also here: which GPUs the
+`NvmlInventory` and `TorchAllocator` ask NVIDIA's driver and torch. `SimulatedGpus` simulates GPUs,
+so that everything built on these can be tested on a machine without any. Also here: which GPUs the
 environment lets a process see, processor cores, and InfiniBand interfaces.
 """
 
@@ -33,15 +34,18 @@ class GpuDevice:
     """A GPU of a machine, as it was at the moment of asking; None stands for what is not known.
 
     Attributes:
-        index: Its number on its machine, from 0, in the order of nvidia-smi (PCI bus), which CUDA need not follow.
+        index: Its number on its machine, from 0, in the order of nvidia-smi (PCI bus), which CUDA
+            need not follow.
         name: What the driver calls it, such as "NVIDIA H200".
         uuid: What it is called everywhere and always.
         total_bytes, used_bytes: Its memory, and what of that is in use, by whomever [bytes].
-        utilisation: The part of the time in which it was computing, from 0 to 1, by the driver's own interval (1/6 s to 1 s).
+        utilisation: The part of the time in which it was computing, from 0 to 1, by the driver's
+            own interval (1/6 s to 1 s).
         temperature_c: Its temperature [degrees Celsius].
         processes: Who uses it.
         mig: The UUIDs of the instances that it is divided into; empty if it is not divided.
-        compute_mode: "default", "exclusive_process" or "prohibited"; "exclusive_thread" with drivers of long ago.
+        compute_mode: "default", "exclusive_process" or "prohibited"; "exclusive_thread" with
+            drivers of long ago.
         compute_capability: Of CUDA, such as (9, 0).
     """
 
@@ -66,36 +70,50 @@ class GpuDevice:
 
 
 class Inventory(Protocol):
-    """Tells the GPUs of the machine that it is asked on. It can be pickled, and asked from any thread; it never raises."""
+    """Tells the GPUs of the machine that it is asked on. It can be pickled, and asked from any
+    thread; it never raises.
+    """
 
     def devices(self) -> list[GpuDevice]:
         """Return all GPUs of this machine, by index, whatever this process may use of them."""
 
     def find(self, device: str) -> GpuDevice | None:
-        """Return the GPU that is named so, by its index or its UUID (of a part of it, too); None if it is not known."""
+        """Return the GPU that is named so, by its index or its UUID (of a part of it, too); None if
+        it is not known.
+        """
 
     def load(self, indices: Sequence[int]) -> list[GpuDevice]:
-        """Return of each of these GPUs only how much of its memory is in use, and how busy it is: this is quick."""
+        """Return of each of these GPUs only how much of its memory is in use, and how busy it is:
+        this is quick.
+        """
 
     def memory_used(self, indices: Sequence[int]) -> int | None:
-        """Return how much memory of these GPUs is in use, by whomever [bytes]; None if that is not known of one of them."""
+        """Return how much memory of these GPUs is in use, by whomever [bytes]; None if that is not
+        known of one of them.
+        """
 
     def allocator(self) -> Allocator:
         """Return who manages this process's memory on its GPU."""
 
 
 class Allocator(Protocol):
-    """Manages this process's memory on its GPU, the first that it sees. Nothing here makes a process use its GPU."""
+    """Manages this process's memory on its GPU, the first that it sees. Nothing here makes a
+    process use its GPU.
+    """
 
     @property
     def is_in_use(self) -> bool:
-        """Whether this process has used its GPU. Until then all that is asked below is 0, and all that is done is nothing."""
+        """Whether this process has used its GPU. Until then all that is asked below is 0, and all
+        that is done is nothing.
+        """
 
     def allocated(self) -> int:
         """Return how much memory is in use, without what is only kept for later [bytes]."""
 
     def peak(self) -> int:
-        """Return the most that was in use, with what was kept for later, since `reset_peak` [bytes]."""
+        """Return the most that was in use, with what was kept for later, since `reset_peak`
+        [bytes].
+        """
 
     def reset_peak(self) -> None:
         """Begin to measure `peak` from now."""
@@ -104,15 +122,19 @@ class Allocator(Protocol):
         """Give back what is only kept for later."""
 
     def limit(self, fraction: float) -> None:
-        """Let this process have no more than this part of its GPU's memory, from 0 to 1, from its first use of it on."""
+        """Let this process have no more than this part of its GPU's memory, from 0 to 1, from its
+        first use of it on.
+        """
 
 
 def named(name: str, devices: Sequence[GpuDevice]) -> GpuDevice | None:
-    """Return the GPU that is named so: by its index, its UUID or what no other's begins with, or by an instance of it.
+    """Return the GPU that is named so: by its index, its UUID or what no other's begins with, or by
+    an instance of it.
 
     Source:
-        NVIDIA, CUDA Programming Guide, CUDA_VISIBLE_DEVICES: abbreviated UUIDs; NVIDIA, Multi-Instance GPU User Guide: instances
-        are called MIG-<UUID>, by drivers before R470 MIG-<UUID of the GPU>/<GPU instance>/<compute instance>.
+        NVIDIA, CUDA Programming Guide, CUDA_VISIBLE_DEVICES: abbreviated UUIDs; NVIDIA,
+        Multi-Instance GPU User Guide: instances are called MIG-<UUID>, by drivers before R470
+        MIG-<UUID of the GPU>/<GPU instance>/<compute instance>.
 
     Example:
         >>> cards = [GpuDevice(index=0, uuid="GPU-ab1", mig=("MIG-7",)), GpuDevice(index=1, uuid="GPU-ab2", mig=())]
@@ -126,14 +148,17 @@ def named(name: str, devices: Sequence[GpuDevice]) -> GpuDevice | None:
         return exact
     if name.startswith("MIG-GPU-"):
         name = name.removeprefix("MIG-").partition("/")[0]
-    alike = [card for card in devices if name.startswith("GPU-") and (card.uuid or "").startswith(name)]
+    alike = [
+        card for card in devices if name.startswith("GPU-") and (card.uuid or "").startswith(name)
+    ]
     return alike[0] if len(alike) == 1 else None
 
 
 def index_of(device: str, known: GpuDevice | None) -> int:
     """Return the index of a GPU that is named by its index or its UUID, given what is known of it.
 
-    Of one that nothing is known of, an index stands for itself (Ray can be told of GPUs that do not exist), and a UUID for -1.
+    Of one that nothing is known of, an index stands for itself (Ray can be told of GPUs that do not
+    exist), and a UUID for -1.
 
     Example:
         >>> index_of("3", None), index_of("GPU-1", None), index_of("GPU-1", GpuDevice(index=2))
@@ -146,11 +171,17 @@ def index_of(device: str, known: GpuDevice | None) -> int:
 
 def only_load(card: GpuDevice) -> GpuDevice:
     """Return of what is known of a GPU only what `Inventory.load` tells."""
-    return GpuDevice(index=card.index, total_bytes=card.total_bytes, used_bytes=card.used_bytes, utilisation=card.utilisation)
+    return GpuDevice(
+        index=card.index,
+        total_bytes=card.total_bytes,
+        used_bytes=card.used_bytes,
+        utilisation=card.utilisation,
+    )
 
 
 def memory_of(cards: Sequence[GpuDevice]) -> int | None:
-    """Return how much memory is in use of these GPUs together [bytes]; None if that is not known of one of them.
+    """Return how much memory is in use of these GPUs together [bytes]; None if that is not known of
+    one of them.
 
     Example:
         >>> memory_of([GpuDevice(index=0, used_bytes=3), GpuDevice(index=1, used_bytes=4)]), memory_of([GpuDevice(index=0)])
@@ -160,21 +191,23 @@ def memory_of(cards: Sequence[GpuDevice]) -> int | None:
     return None if None in used else sum(filter(None, used))
 
 
-# --- visible GPUs -----------------------------------------------------------------------------------------------------
+# --- visible GPUs ---------------------------------------------------------------------------------
 #
-# Source:
-#     NVIDIA, CUDA Programming Guide, CUDA Environment Variables: CUDA_VISIBLE_DEVICES names indices or UUIDs, which may be
-#     abbreviated; entries after an invalid one are not visible; an empty value hides all. CUDA_DEVICE_ORDER: by default
-#     the fastest comes first, with PCI_BUS_ID the order is that of nvidia-smi.
-#     PyTorch, torch.cuda._parse_visible_devices, does as the driver does where that says nothing: a device named twice hides all,
-#     the first entry decides whether all are numbers or UUIDs, and a number ends where its digits do.
-#     NVIDIA, Multi-Instance GPU User Guide, CUDA Device Enumeration: a process has only one instance, the first that it may see,
-#     and then no undivided GPU beside it.
-#     AMD, ROCm documentation, GPU isolation techniques: HIP_VISIBLE_DEVICES chooses among what ROCR_VISIBLE_DEVICES leaves.
+# Source: NVIDIA, CUDA Programming Guide, CUDA Environment Variables: CUDA_VISIBLE_DEVICES names
+# indices or UUIDs, which may be abbreviated; entries after an invalid one are not visible; an empty
+# value hides all. CUDA_DEVICE_ORDER: by default the fastest comes first, with PCI_BUS_ID the order
+# is that of nvidia-smi. PyTorch, torch.cuda._parse_visible_devices, does as the driver does where
+# that says nothing: a device named twice hides all, the first entry decides whether all are numbers
+# or UUIDs, and a number ends where its digits do. NVIDIA, Multi-Instance GPU User Guide, CUDA
+# Device Enumeration: a process has only one instance, the first that it may see, and then no
+# undivided GPU beside it. AMD, ROCm documentation, GPU isolation techniques: HIP_VISIBLE_DEVICES
+# chooses among what ROCR_VISIBLE_DEVICES leaves.
 
 
 CUDA, HIP, ROCR = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
-"""Environment variables that choose devices: of NVIDIA's, of AMD's, and of AMD's one level lower."""
+"""Environment variables that choose devices: of NVIDIA's, of AMD's, and of AMD's one level
+lower.
+"""
 
 ORDER = "CUDA_DEVICE_ORDER"
 """Environment variable that says how CUDA counts."""
@@ -193,8 +226,11 @@ class VisibleGpu:
     mig: str | None = None
 
 
-def visible_gpus(environ: Mapping[str, str], devices: Sequence[GpuDevice]) -> tuple[VisibleGpu, ...]:
-    """Return what CUDA lets a process with this environment see, in the order in which CUDA counts it.
+def visible_gpus(
+    environ: Mapping[str, str], devices: Sequence[GpuDevice]
+) -> tuple[VisibleGpu, ...]:
+    """Return what CUDA lets a process with this environment see, in the order in which CUDA counts
+    it.
 
     Args:
         environ: The process's environment, as it was when CUDA was first used.
@@ -218,7 +254,8 @@ def visible_gpus(environ: Mapping[str, str], devices: Sequence[GpuDevice]) -> tu
 
 
 def visible_amd(environ: Mapping[str, str], count: int) -> tuple[int, ...] | None:
-    """Return which of so many AMD GPUs a process sees, by index; None if that is not known, since they are named by UUIDs.
+    """Return which of so many AMD GPUs a process sees, by index; None if that is not known, since
+    they are named by UUIDs.
 
     Example:
         >>> visible_amd({"ROCR_VISIBLE_DEVICES": "3,1", "HIP_VISIBLE_DEVICES": "1"}, 4)
@@ -243,14 +280,18 @@ def _by_uuid(names: Sequence[str], devices: Sequence[GpuDevice]) -> list[Visible
         card = named(name, devices)
         if card is None and is_all_known:
             break  # there is no such device
-        gpu = VisibleGpu(None if card is None else card.index, name if name.startswith("MIG-") else None)
+        gpu = VisibleGpu(
+            None if card is None else card.index, name if name.startswith("MIG-") else None
+        )
         if gpu in seen and card is not None:
             return []
         seen.append(gpu)
     return seen
 
 
-def _by_number(text: str, environ: Mapping[str, str], devices: Sequence[GpuDevice]) -> list[VisibleGpu]:
+def _by_number(
+    text: str, environ: Mapping[str, str], devices: Sequence[GpuDevice]
+) -> list[VisibleGpu]:
     numbers = _before_invalid(_numbers(text), len(devices))
     if len(numbers) < len(devices) and not is_order_known(environ, devices):
         return [VisibleGpu(None)] * len(numbers)
@@ -258,7 +299,8 @@ def _by_number(text: str, environ: Mapping[str, str], devices: Sequence[GpuDevic
 
 
 def is_order_known(environ: Mapping[str, str], devices: Sequence[GpuDevice]) -> bool:
-    """Return whether CUDA counts these GPUs as nvidia-smi does: if it was told to, or all are alike.
+    """Return whether CUDA counts these GPUs as nvidia-smi does: if it was told to, or all are
+    alike.
 
     Example:
         >>> cards = [GpuDevice(index=0, name="NVIDIA L4"), GpuDevice(index=1, name="NVIDIA H200")]
@@ -266,11 +308,19 @@ def is_order_known(environ: Mapping[str, str], devices: Sequence[GpuDevice]) -> 
         (False, True)
     """
     names = {card.name for card in devices}
-    return environ.get(ORDER) == "PCI_BUS_ID" or len(devices) < 2 or (len(names) == 1 and None not in names)
+    return (
+        environ.get(ORDER) == "PCI_BUS_ID"
+        or len(devices) < 2
+        or (len(names) == 1 and None not in names)
+    )
 
 
-def _one_instance(seen: Sequence[VisibleGpu], devices: Sequence[GpuDevice]) -> tuple[VisibleGpu, ...]:
-    """Return what is left of what could be seen, since a process has one instance at most and nothing beside it."""
+def _one_instance(
+    seen: Sequence[VisibleGpu], devices: Sequence[GpuDevice]
+) -> tuple[VisibleGpu, ...]:
+    """Return what is left of what could be seen, since a process has one instance at most and
+    nothing beside it.
+    """
     instances = {card.index: card.mig[0] for card in devices if card.mig}
     for gpu in seen:
         if gpu.mig is not None:
@@ -312,13 +362,14 @@ def _before_invalid(numbers: Sequence[int], count: int) -> list[int]:
     return list(numbers[:end])
 
 
-# --- processor cores --------------------------------------------------------------------------------------------------
+# --- processor cores ------------------------------------------------------------------------------
 
 
 def usable_cores() -> int:
     """Return how many physical cores this process may use.
 
-    Affinity masks and cgroup limits are respected (by loky), and so is the share that SLURM gave to this task.
+    Affinity masks and cgroup limits are respected (by loky), and so is the share that SLURM gave to
+    this task.
     """
     import loky
 
@@ -331,10 +382,14 @@ def usable_cpus() -> int:
     """Return how many logical CPUs this process may use, by the same rules."""
     import loky
 
-    return max(usable_cores(), int(loky.cpu_count())) if not os.environ.get("SLURM_CPUS_PER_TASK") else usable_cores()
+    return (
+        max(usable_cores(), int(loky.cpu_count()))
+        if not os.environ.get("SLURM_CPUS_PER_TASK")
+        else usable_cores()
+    )
 
 
-# --- networks ---------------------------------------------------------------------------------------------------------
+# --- networks -------------------------------------------------------------------------------------
 
 
 FAST_LINKS = "RAYPOOL_FAST_MULTINODE"
@@ -345,7 +400,9 @@ INTERFACES = "NCCL_SOCKET_IFNAME"
 
 
 def infiniband_interfaces() -> list[str]:
-    """Return the IP interfaces over InfiniBand that are up and have an IPv4 address: ib0, ibp1s0 and the like."""
+    """Return the IP interfaces over InfiniBand that are up and have an IPv4 address: ib0, ibp1s0
+    and the like.
+    """
     import psutil
 
     states, addresses = psutil.net_if_stats(), psutil.net_if_addrs()
@@ -362,11 +419,12 @@ def infiniband_interfaces() -> list[str]:
 def prefer_fast_links(environ: MutableMapping[str, str]) -> None:
     """Name the fast interfaces to NCCL, if that is wanted, and nobody has named others.
 
-    By itself NCCL would choose such an interface too; but whoever starts ranks (raypool, for one) names it the one by which
-    rank 0 is reached, which may be a slow one.
+    By itself NCCL would choose such an interface too; but whoever starts ranks (raypool, for one)
+    names it the one by which rank 0 is reached, which may be a slow one.
 
     Source:
-        NVIDIA NCCL, Environment Variables: NCCL_SOCKET_IFNAME, where "=" before a name means this very interface.
+        NVIDIA NCCL, Environment Variables: NCCL_SOCKET_IFNAME, where "=" before a name means this
+        very interface.
     """
     if environ.get(FAST_LINKS) != "1" or INTERFACES in environ:
         return

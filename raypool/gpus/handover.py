@@ -17,7 +17,8 @@ T = TypeVar("T")
 
 
 def cpu() -> torch.device:
-    """Return the CPU, all cores of it, with the main memory: where tensors are unless they are told otherwise.
+    """Return the CPU, all cores of it, with the main memory: where tensors are unless they are told
+    otherwise.
 
     Source:
         Zhang, Lipton, Li, Smola, "Dive into Deep Learning", section 6.7 (GPUs), computing devices.
@@ -34,8 +35,9 @@ def cpu() -> torch.device:
 def gpu(i: int = 0) -> torch.device:
     """Return a GPU: one card with its own memory, of those that this process sees.
 
-    A worker of a pool sees its own and no other, so that it is `gpu()` in each of them, whatever its number on the machine
-    (`current_task().gpu`). What is to run without a GPU too takes `current_task().device`. No CUDA context is made.
+    A worker of a pool sees its own and no other, so that it is `gpu()` in each of them, whatever
+    its number on the machine (`current_task().gpu`). What is to run without a GPU too takes
+    `current_task().device`. No CUDA context is made.
 
     Args:
         i: Its number among those that this process sees, from 0, in CUDA's order.
@@ -56,36 +58,44 @@ def gpu(i: int = 0) -> torch.device:
     return torch.device("cuda", number)
 
 
-def as_device(x: T, device: torch.device | str, *, pinned: bool = False, non_blocking: bool = False) -> T:
-    """Return `x` on a device: the very object if all of it is there already, else a copy of what is not.
+def as_device(
+    x: T, device: torch.device | str, *, pinned: bool = False, non_blocking: bool = False
+) -> T:
+    """Return `x` on a device: the very object if all of it is there already, else a copy of what is
+    not.
 
-    All operands of an operation have to be on one device, and so has its result: torch does not move them by itself, as nobody
-    would see what that costs. So a function that begins with `x = as_device(x, device)` works whatever it is given, and costs
-    nothing if it was given the right thing. In containers, however nested (dicts, lists, tuples, named tuples, dataclasses),
-    only what has to change is new: a dict of which one tensor moves is a new dict with the other tensors as they were. A tensor
-    that is in it twice is moved once. Gradients flow back through the move, as with `Tensor.to`: so a tensor that is to be
-    optimized is made where it is to be (`as_device(x.detach(), device).requires_grad_()`), for what was moved is no leaf.
+    All operands of an operation have to be on one device, and so has its result: torch does not
+    move them by itself, as nobody would see what that costs. So a function that begins with `x =
+    as_device(x, device)` works whatever it is given, and costs nothing if it was given the right
+    thing. In containers, however nested (dicts, lists, tuples, named tuples, dataclasses), only
+    what has to change is new: a dict of which one tensor moves is a new dict with the other tensors
+    as they were. A tensor that is in it twice is moved once. Gradients flow back through the move,
+    as with `Tensor.to`: so a tensor that is to be optimized is made where it is to be
+    (`as_device(x.detach(), device).requires_grad_()`), for what was moved is no leaf.
 
-    A model (`torch.nn.Module`) is not copied but moved itself, as torch does: optimizers hold its parameters. NumPy arrays,
-    numbers, texts, sets and objects of other types stay as they are.
+    A model (`torch.nn.Module`) is not copied but moved itself, as torch does: optimizers hold its
+    parameters. NumPy arrays, numbers, texts, sets and objects of other types stay as they are.
 
     Args:
         x: A tensor, a model, or containers of these.
         device: `cpu()`, `gpu(1)`, `current_task().device`, or torch's name for it ("cuda:1").
-        pinned: Main memory that is locked in its place, so that the GPU can fetch from it, or write to it, by itself. Tensors
-            that come to the CPU lie in it then, also those that are there already; those that leave the CPU go through it. To
-            lock memory costs more than it gains if it is for one move: let what moves again and again lie in it. Without a GPU
-            it means nothing.
-        non_blocking: Do not wait for the end of a move between pinned memory and a GPU. What comes after it on that GPU does
-            wait. The CPU does not: call `torch.cuda.synchronize()` before you read what has come to the CPU, or change what has
-            left it.
+        pinned: Main memory that is locked in its place, so that the GPU can fetch from it, or write
+            to it, by itself. Tensors that come to the CPU lie in it then, also those that are there
+            already; those that leave the CPU go through it. To lock memory costs more than it gains
+            if it is for one move: let what moves again and again lie in it. Without a GPU it means
+            nothing.
+        non_blocking: Do not wait for the end of a move between pinned memory and a GPU. What comes
+            after it on that GPU does wait. The CPU does not: call `torch.cuda.synchronize()` before
+            you read what has come to the CPU, or change what has left it.
 
     Raises:
-        InvalidValueError: `device` is not the name of one, or is a GPU that this process does not see.
+        InvalidValueError: `device` is not the name of one, or is a GPU that this process does not
+            see.
 
     Source:
-        Zhang, Lipton, Li, Smola, "Dive into Deep Learning", section 6.7 (GPUs), storage on the GPU, and its `as_in_ctx` of MXNet.
-        PyTorch tutorial, "A guide on good usage of non_blocking and pin_memory() in PyTorch".
+        Zhang, Lipton, Li, Smola, "Dive into Deep Learning", section 6.7 (GPUs), storage on the GPU,
+        and its `as_in_ctx` of MXNet. PyTorch tutorial, "A guide on good usage of non_blocking and
+        pin_memory() in PyTorch".
 
     Example:
         >>> import torch
@@ -99,12 +109,15 @@ def as_device(x: T, device: torch.device | str, *, pinned: bool = False, non_blo
     return _Move(_checked(device), pinned, non_blocking).of(x)  # type: ignore[no-any-return]
 
 
-def copy_to(x: T, device: torch.device | str, *, pinned: bool = False, non_blocking: bool = False) -> T:
+def copy_to(
+    x: T, device: torch.device | str, *, pinned: bool = False, non_blocking: bool = False
+) -> T:
     """Return a copy of `x` on a device, in memory of its own, also if `x` is there already.
 
-    What is done to the copy is not done to `x`: for weights that are to be kept as they are now, say. Containers are copied too,
-    and so are models and NumPy arrays; numbers, texts, sets and objects of other types are the same in both. A tensor that is in
-    `x` twice is copied once. Gradients flow back through the copy, as with `Tensor.clone`, but a model's parameters become
+    What is done to the copy is not done to `x`: for weights that are to be kept as they are now,
+    say. Containers are copied too, and so are models and NumPy arrays; numbers, texts, sets and
+    objects of other types are the same in both. A tensor that is in `x` twice is copied once.
+    Gradients flow back through the copy, as with `Tensor.clone`, but a model's parameters become
     parameters of the copy.
 
     Args:
@@ -114,10 +127,12 @@ def copy_to(x: T, device: torch.device | str, *, pinned: bool = False, non_block
         non_blocking: As for `as_device`.
 
     Raises:
-        InvalidValueError: `device` is not the name of one, or is a GPU that this process does not see.
+        InvalidValueError: `device` is not the name of one, or is a GPU that this process does not
+            see.
 
     Source:
-        Zhang, Lipton, Li, Smola, "Dive into Deep Learning", section 6.7 (GPUs), copying, and its `copyto` of MXNet.
+        Zhang, Lipton, Li, Smola, "Dive into Deep Learning", section 6.7 (GPUs), copying, and its
+        `copyto` of MXNet.
 
     Example:
         >>> import torch
@@ -137,7 +152,8 @@ def _checked(device: torch.device | str) -> torch.device:
         made = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise InvalidValueError(
-            f"{device!r} is not a device. Give cpu(), gpu(1), current_task().device, or torch's name of one, such as 'cuda:1'."
+            f"{device!r} is not a device. Give cpu(), gpu(1), current_task().device, or torch's"
+            " name of one, such as 'cuda:1'."
         ) from error
     if made.type == "cuda":
         _check_seen(made.index or 0, str(made))
@@ -145,15 +161,19 @@ def _checked(device: torch.device | str) -> torch.device:
 
 
 def _check_seen(i: int, name: str) -> None:
-    """Refuse a GPU that this process does not see; torch would say so in the words of CUDA, or of its own assertions."""
+    """Refuse a GPU that this process does not see; torch would say so in the words of CUDA, or of
+    its own assertions.
+    """
     import torch
 
     count = torch.cuda.device_count()
     if not 0 <= i < count:
-        seen = {0: "no GPU that torch can use", 1: "1 GPU, gpu(0)"}.get(count, f"{count} GPUs, gpu(0) to gpu({count - 1})")
+        seen = {0: "no GPU that torch can use", 1: "1 GPU, gpu(0)"}.get(
+            count, f"{count} GPUs, gpu(0) to gpu({count - 1})"
+        )
         raise InvalidValueError(
-            f"{name} does not exist: this process sees {seen}. A worker of a pool sees only its own, as gpu(). "
-            "current_task().device is the best device that there is."
+            f"{name} does not exist: this process sees {seen}. A worker of a pool sees only its"
+            " own, as gpu(). current_task().device is the best device that there is."
         )
 
 
@@ -166,7 +186,8 @@ class _Move:
         self._device = device
         self._pinned = pinned and torch.cuda.is_available()
         self._non_blocking = non_blocking
-        self._done: dict[int, tuple[Any, Any]] = {}  # by id, with the original, so that its id is given to nothing else
+        # by id, with the original, so that its id is given to nothing else
+        self._done: dict[int, tuple[Any, Any]] = {}
 
     def of(self, x: Any) -> Any:
         """Return what `x` becomes."""
@@ -195,14 +216,20 @@ class _Move:
         return True
 
     def _tensor(self, x: torch.Tensor) -> torch.Tensor:
-        return self._pinned_move(x) if self._pinned else x.to(self._device, non_blocking=self._non_blocking)
+        return (
+            self._pinned_move(x)
+            if self._pinned
+            else x.to(self._device, non_blocking=self._non_blocking)
+        )
 
     def _pinned_move(self, x: torch.Tensor) -> torch.Tensor:
         """Return a tensor that lies in pinned memory on the CPU, or has come by it."""
         import torch
 
         if self._device.type == "cpu" and x.is_cuda and x.layout == torch.strided:
-            return torch.empty_like(x, device=self._device, pin_memory=True).copy_(x, non_blocking=self._non_blocking)
+            return torch.empty_like(x, device=self._device, pin_memory=True).copy_(
+                x, non_blocking=self._non_blocking
+            )
         if x.device.type == "cpu":
             x = x.pin_memory()  # itself if it is there already
         return x.to(self._device, non_blocking=self._non_blocking)
@@ -242,20 +269,26 @@ class _Copy(_Move):
 
 
 def _opened(x: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """Return what is in a container, and what makes one of its type of other parts; None for what is no container."""
+    """Return what is in a container, and what makes one of its type of other parts; None for what
+    is no container.
+    """
     import torch
 
-    if isinstance(x, torch.nn.utils.rnn.PackedSequence):  # its batch sizes stay on the CPU, where torch wants them
+    # its batch sizes stay on the CPU, where torch wants them
+    if isinstance(x, torch.nn.utils.rnn.PackedSequence):
         data, batch_sizes, *indices = x
         return [data, *indices], lambda parts: type(x)(parts[0], batch_sizes.clone(), *parts[1:])
-    if isinstance(x, tuple):  # named ones take each part by itself, torch's own take all as one, as tuples do
+    # named ones take each part by itself, torch's own take all as one, as tuples do
+    if isinstance(x, tuple):
         return list(x), x._make if hasattr(x, "_make") else type(x)
     if isinstance(x, (MutableMapping, list)):
         keys = list(x) if isinstance(x, MutableMapping) else range(len(x))
         return [x[key] for key in keys], lambda parts: _with_items(x, zip(keys, parts, strict=True))
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         names = [field.name for field in dataclasses.fields(x) if hasattr(x, field.name)]
-        return [getattr(x, name) for name in names], lambda parts: _with_fields(x, zip(names, parts, strict=True))
+        return [getattr(x, name) for name in names], lambda parts: _with_fields(
+            x, zip(names, parts, strict=True)
+        )
     return None
 
 
@@ -268,7 +301,9 @@ def _with_items(x: Any, items: Iterable[tuple[Any, Any]]) -> Any:
 
 
 def _with_fields(x: Any, fields: Iterable[tuple[str, Any]]) -> Any:
-    """Return a dataclass of the same type, also if it is frozen; nothing of its `__init__` runs again."""
+    """Return a dataclass of the same type, also if it is frozen; nothing of its `__init__` runs
+    again.
+    """
     made = copy.copy(x)
     for name, value in fields:
         object.__setattr__(made, name, value)

@@ -22,7 +22,9 @@ FIRST_WITH_FRACTION = (2, 10)
 
 
 class TorchAllocator:
-    """Torch's caching allocator; see `Allocator`. A process that has not imported torch has not used its GPU by it."""
+    """Torch's caching allocator; see `Allocator`. A process that has not imported torch has not
+    used its GPU by it.
+    """
 
     @property
     def is_in_use(self) -> bool:
@@ -51,18 +53,21 @@ class TorchAllocator:
     def limit(self, fraction: float) -> None:
         """Let this process have no more than this part of its GPU's memory.
 
-        A torch that has not used CUDA yet does so when it does; one that is not imported yet is told in the environment. One that
-        is too old for that can be told only once it is imported.
+        A torch that has not used CUDA yet does so when it does; one that is not imported yet is
+        told in the environment. One that is too old for that can be told only once it is imported.
         """
         torch = sys.modules.get("torch")
         if torch is not None:
-            torch.cuda._lazy_call(lambda: torch.cuda.set_per_process_memory_fraction(float(fraction)))
+            torch.cuda._lazy_call(
+                lambda: torch.cuda.set_per_process_memory_fraction(float(fraction))
+            )
         elif _torch_version() >= FIRST_WITH_FRACTION:
             set_fraction(os.environ, fraction)
 
 
 def fraction_of(environ: Mapping[str, str]) -> float:
-    """Return which part of its GPU's memory the environment grants a process; all of it, if nothing is said.
+    """Return which part of its GPU's memory the environment grants a process; all of it, if nothing
+    is said.
 
     Example:
         >>> fraction_of({"PYTORCH_CUDA_ALLOC_CONF": "backend:native,per_process_memory_fraction:0.5"}), fraction_of({})
@@ -79,7 +84,8 @@ def set_fraction(environ: MutableMapping[str, str], fraction: float) -> None:
     """Grant a process a part of its GPU's memory, and leave all else that is set as it is.
 
     Source:
-        PyTorch, CUDAAllocatorConfig.h: where PYTORCH_CUDA_ALLOC_CONF is set, PYTORCH_ALLOC_CONF is not read.
+        PyTorch, CUDAAllocatorConfig.h: where PYTORCH_CUDA_ALLOC_CONF is set, PYTORCH_ALLOC_CONF is
+            not read.
 
     Example:
         >>> environ = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
@@ -89,13 +95,16 @@ def set_fraction(environ: MutableMapping[str, str], fraction: float) -> None:
     """
     name = next((name for name in SETTINGS if name in environ), SETTINGS[-1])
     others = [
-        setting for setting in environ.get(name, "").split(",") if setting and setting.partition(":")[0].strip() != FRACTION
+        setting
+        for setting in environ.get(name, "").split(",")
+        if setting and setting.partition(":")[0].strip() != FRACTION
     ]
     environ[name] = ",".join([*others, f"{FRACTION}:{fraction:g}"])
 
 
 def _torch_version() -> tuple[int, ...]:
-    from importlib.metadata import PackageNotFoundError, version  # a fifth of the time of all that `parpool` imports
+    # a fifth of the time of all that `parpool` imports
+    from importlib.metadata import PackageNotFoundError, version
 
     try:
         return tuple(int(part) for part in version("torch").split(".")[:2])
@@ -107,7 +116,7 @@ def _cuda() -> Any:
     return sys.modules["torch"].cuda
 
 
-# --- resident memory --------------------------------------------------------------------------------------------------
+# --- resident memory ------------------------------------------------------------------------------
 
 
 class Purposes(NamedTuple):
@@ -118,10 +127,11 @@ class Purposes(NamedTuple):
 
 
 class ResidentMemory:
-    """Measures memory that is kept on purpose, once `watch` was called; before that it does nothing.
+    """Measures memory that is kept on purpose, once `watch` was called; before that it does
+    nothing.
 
-    What cannot be made again, if this process ends, is in `treasures`, by whatever names it has. A finalizer may take something
-    out of it at any moment.
+    What cannot be made again, if this process ends, is in `treasures`, by whatever names it has. A
+    finalizer may take something out of it at any moment.
     """
 
     def __init__(self) -> None:
@@ -138,7 +148,9 @@ class ResidentMemory:
 
     @contextlib.contextmanager
     def on_purpose(self) -> Iterator[None]:
-        """Count what is allocated meanwhile, and is still there at the end; within another one, that counts it."""
+        """Count what is allocated meanwhile, and is still there at the end; within another one,
+        that counts it.
+        """
         if self._allocator is None or not self._enter():
             yield
             return

@@ -15,7 +15,9 @@ COMPUTE_MODES = {0: "default", 1: "exclusive_thread", 2: "prohibited", 3: "exclu
 """What NVML calls them, by number; the second is not given any more."""
 
 NOT_SUPPORTED = 3
-"""The number of NVML's error that says that a GPU does not know the question (NVML_ERROR_NOT_SUPPORTED)."""
+"""The number of NVML's error that says that a GPU does not know the question
+(NVML_ERROR_NOT_SUPPORTED).
+"""
 
 TEMPERATURE_OF_GPU = 0
 """The number of the sensor on the GPU itself (NVML_TEMPERATURE_GPU)."""
@@ -25,8 +27,8 @@ TEMPERATURE_OF_GPU = 0
 def nvml() -> Iterator[Any]:
     """Give the NVML module while it is initialized, or None where there is no NVIDIA driver.
 
-    For what `NvmlInventory` does not tell, such as the driver's version. NVML counts who has initialized it, so it stays up for
-    the inventory.
+    For what `NvmlInventory` does not tell, such as the driver's version. NVML counts who has
+    initialized it, so it stays up for the inventory.
     """
     import pynvml
 
@@ -52,12 +54,13 @@ def load_pynvml() -> Any:
 class NvmlInventory:
     """The real GPUs of this machine; see `Inventory`.
 
-    NVML may be missing, and any question may fail at any time: what cannot be asked is not known. Once asked it stays up:
-    to begin anew each time would take longer than the questions, and much longer where nobody else keeps the driver up.
+    NVML may be missing, and any question may fail at any time: what cannot be asked is not known.
+    Once asked it stays up: to begin anew each time would take longer than the questions, and much
+    longer where nobody else keeps the driver up.
 
     Args:
-        load_library: Returns the module that speaks to NVML, pynvml or one like it. It is called in each process; to be pickled,
-            it must be a function of a module.
+        load_library: Returns the module that speaks to NVML, pynvml or one like it. It is called in
+            each process; to be pickled, it must be a function of a module.
     """
 
     load_library: Callable[[], Any] = load_pynvml
@@ -84,7 +87,8 @@ class NvmlInventory:
 
     @property
     def _nvml(self) -> Nvml:
-        key = self.load_library, os.getpid()  # what was initialized before a fork is not in the child
+        # what was initialized before a fork is not in the child
+        key = self.load_library, os.getpid()
         if key not in _opened:
             _opened[key] = Nvml(self.load_library)
         return _opened[key]
@@ -100,11 +104,14 @@ class Nvml:
     def __init__(self, load_library: Callable[[], Any]) -> None:
         self._load_library = load_library
         self._library: Any = None  # while it works
-        self._lasting: dict[int, GpuDevice] = {}  # what is true of each GPU for as long as it is there
+        # what is true of each GPU for as long as it is there
+        self._lasting: dict[int, GpuDevice] = {}
         self._handles: dict[int, Any] = {}
 
     def devices(self) -> list[GpuDevice]:
-        """Return all GPUs; if NVML has just failed, those that there were, with what is still true of them."""
+        """Return all GPUs; if NVML has just failed, those that there were, with what is still true
+        of them.
+        """
         return [self._describe(index) for index in self._indices()]
 
     def find(self, device: str) -> GpuDevice | None:
@@ -128,7 +135,7 @@ class Nvml:
             utilisation=None if rates is None else rates.gpu / 100,
         )
 
-    # --- questions to NVML --------------------------------------------------------------------------------------------
+    # --- questions to NVML ------------------------------------------------------------------------
 
     def _indices(self) -> list[int]:
         """Return which GPUs there are. If NVML fails, it begins anew with the next question."""
@@ -169,7 +176,9 @@ class Nvml:
                 index=index,
                 name=_text(self._ask(index, "nvmlDeviceGetName")),
                 uuid=_text(self._ask(index, "nvmlDeviceGetUUID")),
-                compute_capability=None if capability is None else (int(capability[0]), int(capability[1])),
+                compute_capability=(
+                    None if capability is None else (int(capability[0]), int(capability[1]))
+                ),
             )
         return known
 
@@ -187,13 +196,18 @@ class Nvml:
         )
 
     def _processes(self, index: int) -> tuple[GpuProcess, ...] | None:
-        """Return the processes that use a GPU, to compute or to draw; those that do both occur once."""
+        """Return the processes that use a GPU, to compute or to draw; those that do both occur
+        once.
+        """
         computing = self._ask(index, "nvmlDeviceGetComputeRunningProcesses")
         if computing is None:
             return None
         others = [
             self._ask(index, question) or []
-            for question in ("nvmlDeviceGetMPSComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses")
+            for question in (
+                "nvmlDeviceGetMPSComputeRunningProcesses",
+                "nvmlDeviceGetGraphicsRunningProcesses",
+            )
         ]
         used: dict[int, int | None] = {}
         for entry in (*computing, *others[0], *others[1]):
@@ -207,7 +221,11 @@ class Nvml:
         if mode is None or not mode[0]:
             return None if mode is None else ()
         most = self._ask(index, "nvmlDeviceGetMaxMigDeviceCount")
-        return None if most is None else tuple(filter(None, (self._instance(index, number) for number in range(most))))
+        return (
+            None
+            if most is None
+            else tuple(filter(None, (self._instance(index, number) for number in range(most))))
+        )
 
     def _instance(self, index: int, number: int) -> str | None:
         """Return the UUID of an instance; None where there is none, for their numbers have gaps."""

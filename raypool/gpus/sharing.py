@@ -1,4 +1,6 @@
-"""Rules for sharing a GPU, as pure functions: how many workers, and how much memory each may use."""
+"""Rules for sharing a GPU, as pure functions: how many workers, and how much memory each may
+use.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +8,12 @@ import math
 from typing import NamedTuple
 
 CONTEXT_BYTES = 512 * 2**20
-"""A process that uses CUDA takes about so much of a GPU beside what torch allocates, where nobody has measured it [bytes].
+"""A process that uses CUDA takes about so much of a GPU beside what torch allocates, where nobody
+has measured it [bytes].
 
 Source:
-    PyTorch, "Understanding CUDA Memory Usage": the context's memory is not counted by torch. It is 0.3 to 0.6 GB on cards of
-    today, more where many kernels are loaded.
+    PyTorch, "Understanding CUDA Memory Usage": the context's memory is not counted by torch. It is
+    0.3 to 0.6 GB on cards of today, more where many kernels are loaded.
 """
 
 MOST = 16
@@ -26,9 +29,10 @@ SATURATED = 0.9
 class Load(NamedTuple):
     """Measurements of a GPU and of what runs on it; None stands for what is not known.
 
-    `total_bytes`: the GPU's memory. `others_bytes`: what others use of it, who are no workers of this pool. `peak_bytes`: the
-    most that an item has taken through torch. `overhead_bytes`: what its process takes beside that. `utilisation`: the part of
-    the time in which the GPU was computing while `seats` workers were on it.
+    `total_bytes`: the GPU's memory. `others_bytes`: what others use of it, who are no workers of
+    this pool. `peak_bytes`: the most that an item has taken through torch. `overhead_bytes`: what
+    its process takes beside that. `utilisation`: the part of the time in which the GPU was
+    computing while `seats` workers were on it.
     """
 
     seats: int
@@ -40,7 +44,8 @@ class Load(NamedTuple):
 
 
 def fitting(load: Load) -> int | None:
-    """Return how many workers fit on a GPU side by side, with a margin: one at least; None if that is not known.
+    """Return how many workers fit on a GPU side by side, with a margin: one at least; None if that
+    is not known.
 
     Example:
         >>> fitting(Load(1, total_bytes=16 * 2**30, peak_bytes=3 * 2**30))
@@ -53,7 +58,8 @@ def fitting(load: Load) -> int | None:
 
 
 def worthwhile(load: Load) -> int:
-    """Return how many workers a GPU could keep busy, by how busy those that are there keep it; the most, if that is not known.
+    """Return how many workers a GPU could keep busy, by how busy those that are there keep it; the
+    most, if that is not known.
 
     Example:
         >>> [worthwhile(Load(1, utilisation=busy)) for busy in (0.95, 0.5, 0.1)]
@@ -67,8 +73,9 @@ def worthwhile(load: Load) -> int:
 def seats_for(load: Load) -> int:
     """Return how many workers a GPU should have from now on.
 
-    Never more than fit. Otherwise it grows, twice as many at a time at most: what few items needed may not be all that many need.
-    That they keep the GPU busy keeps others from it, but sends none away.
+    Never more than fit. Otherwise it grows, twice as many at a time at most: what few items needed
+    may not be all that many need. That they keep the GPU busy keeps others from it, but sends none
+    away.
 
     Example:
         >>> small, large = Load(2, 16 * 2**30, peak_bytes=2**30), Load(4, 16 * 2**30, peak_bytes=14 * 2**30)
@@ -81,8 +88,11 @@ def seats_for(load: Load) -> int:
     return min(fit, max(load.seats, min(worthwhile(load), 2 * load.seats)))
 
 
-def fraction_for(seats: int, total_bytes: int | None, others_bytes: int = 0, overhead_bytes: int = CONTEXT_BYTES) -> float:
-    """Return which part of a GPU's memory each of its workers may have through torch, so that all of them can have it at once.
+def fraction_for(
+    seats: int, total_bytes: int | None, others_bytes: int = 0, overhead_bytes: int = CONTEXT_BYTES
+) -> float:
+    """Return which part of a GPU's memory each of its workers may have through torch, so that all
+    of them can have it at once.
 
     Of a GPU whose size is not known, a tenth is left for what their processes take beside that.
 

@@ -1,4 +1,6 @@
-"""Simulated GPUs for tests: their state is in a folder, where processes also record what they allocate."""
+"""Simulated GPUs for tests: their state is in a folder, where processes also record what they
+allocate.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from raypool.gpus.devices import ORDER, GpuDevice, GpuProcess, memory_of, named, only_load, visible_gpus
+from raypool.gpus.devices import (
+    ORDER,
+    GpuDevice,
+    GpuProcess,
+    memory_of,
+    named,
+    only_load,
+    visible_gpus,
+)
 from raypool.gpus.memory import fraction_of
 
 CONTEXT_BYTES = 400 * 2**20
@@ -20,13 +30,16 @@ CONTEXT_BYTES = 400 * 2**20
 
 
 class SimulatedGpus:
-    """Simulated GPUs, whose state is in a folder that all processes of this machine see; see `Inventory`.
+    """Simulated GPUs, whose state is in a folder that all processes of this machine see; see
+    `Inventory`.
 
-    A worker's GPU is the first in its CUDA_VISIBLE_DEVICES. What a process has allocated is freed when it ends.
+    A worker's GPU is the first in its CUDA_VISIBLE_DEVICES. What a process has allocated is freed
+    when it ends.
 
     Args:
         folder: Where their state is kept; made if it is not there.
-        cards: What there is: a number of cards of 16 GiB, or what each is. None: what the folder says.
+        cards: What there is: a number of cards of 16 GiB, or what each is. None: what the folder
+            says.
 
     Example:
         >>> import tempfile
@@ -59,10 +72,12 @@ class SimulatedGpus:
         if cards is not None:
             self._write([dataclasses.asdict(card) for card in cards])
 
-    # --- changes by a test --------------------------------------------------------------------------------------------
+    # --- changes by a test ------------------------------------------------------------------------
 
     def change(self, index: int, **fields: Any) -> None:
-        """Change properties of a GPU: `used_bytes` is what others use, outside of the pool; None stands for unknown."""
+        """Change properties of a GPU: `used_bytes` is what others use, outside of the pool; None
+        stands for unknown.
+        """
         with self.turn():
             cards = self._read()
             next(card for card in cards if card["index"] == index).update(fields)
@@ -80,14 +95,15 @@ class SimulatedGpus:
 
         Raises:
             RuntimeError: This process sees no card.
-            torch.OutOfMemoryError: There is not so much, or this process may not have so much: see `Allocator.limit`, and
-                "per_process_memory_fraction" in PYTORCH_CUDA_ALLOC_CONF.
+            torch.OutOfMemoryError: There is not so much, or this process may not have so much: see
+                `Allocator.limit`, and "per_process_memory_fraction" in PYTORCH_CUDA_ALLOC_CONF.
         """
         return self.allocator().allocate(num_bytes)
 
     @contextlib.contextmanager
     def computing(self, utilisation: float) -> Iterator[None]:
-        """Let this process keep its GPU busy for so much of the time, from 0 to 1, on top of others.
+        """Let this process keep its GPU busy for so much of the time, from 0 to 1, on top of
+        others.
 
         Example:
             >>> import tempfile
@@ -99,7 +115,7 @@ class SimulatedGpus:
         with self.allocator().computing(utilisation):
             yield
 
-    # --- inventory ----------------------------------------------------------------------------------------------------
+    # --- inventory --------------------------------------------------------------------------------
 
     def devices(self) -> list[GpuDevice]:
         """Return all cards."""
@@ -137,9 +153,11 @@ class SimulatedGpus:
         for path in self._folder.glob(f"held-{index}-*"):
             _, _, pid, started = path.name.split("-")
             if _started(int(pid)) != int(started):
-                path.unlink(missing_ok=True)  # that process has ended; another may have its number by now
+                # that process has ended; another may have its number by now
+                path.unlink(missing_ok=True)
                 continue
-            with contextlib.suppress(FileNotFoundError):  # it has just ended, and somebody else has seen it
+            # it has just ended, and somebody else has seen it
+            with contextlib.suppress(FileNotFoundError):
                 held[int(pid)] = Held(**json.loads(path.read_text()))
         return held
 
@@ -159,9 +177,13 @@ class SimulatedGpus:
         held = self.held_by_process(card["index"])
         fields = dict(card)
         if card["used_bytes"] is not None:
-            fields["used_bytes"] = card["used_bytes"] + sum(entry.num_bytes for entry in held.values())
+            fields["used_bytes"] = card["used_bytes"] + sum(
+                entry.num_bytes for entry in held.values()
+            )
         if card["utilisation"] is not None:
-            fields["utilisation"] = min(card["utilisation"] + sum(entry.utilisation for entry in held.values()), 1.0)
+            fields["utilisation"] = min(
+                card["utilisation"] + sum(entry.utilisation for entry in held.values()), 1.0
+            )
         if card["processes"] is not None:
             others = [GpuProcess(**entry) for entry in card["processes"]]
             ours = [GpuProcess(pid=pid, used_bytes=entry.num_bytes) for pid, entry in held.items()]
@@ -172,7 +194,8 @@ class SimulatedGpus:
 
     def _read(self) -> list[dict[str, Any]]:
         cards: list[dict[str, Any]] = []
-        with contextlib.suppress(FileNotFoundError):  # on a machine that does not see the folder, there are none
+        # on a machine that does not see the folder, there are none
+        with contextlib.suppress(FileNotFoundError):
             cards = json.loads((self._folder / "cards.json").read_text())
         return cards
 
@@ -189,11 +212,14 @@ class Held:
 
 
 class SimulatedAllocator:
-    """Takes memory of a simulated card for this process, and keeps for later what was given back; see `Allocator`."""
+    """Takes memory of a simulated card for this process, and keeps for later what was given back;
+    see `Allocator`.
+    """
 
     def __init__(self, gpus: SimulatedGpus) -> None:
         self._gpus = gpus
-        self._live: dict[int, int] = {}  # how large each tensor is; tensors end at any moment, so nothing is counted
+        # how large each tensor is; tensors end at any moment, so nothing is counted
+        self._live: dict[int, int] = {}
         self._names = count()
         self._reserved = 0
         self._peak = 0
@@ -266,9 +292,9 @@ class SimulatedAllocator:
             import torch  # takes seconds, and is not needed before
 
             raise torch.OutOfMemoryError(
-                f"CUDA out of memory. Tried to allocate {num_bytes} bytes. GPU 0 has {card.total_bytes} bytes, of which "
-                f"{card.free_bytes} are free; {allowed} are allowed to this process, which has {self._reserved}. "
-                "(simulated)"
+                f"CUDA out of memory. Tried to allocate {num_bytes} bytes. GPU 0 has"
+                f" {card.total_bytes} bytes, of which {card.free_bytes} are free; {allowed} are"
+                f" allowed to this process, which has {self._reserved}. (simulated)"
             )
 
     def _work(self, utilisation: float) -> None:
@@ -308,7 +334,8 @@ def _started(pid: int) -> int | None:
     """Return when a process began, in ticks since the machine did; None if it has ended.
 
     Source:
-        proc_pid_stat(5): the name, in parentheses, may contain anything; after it come the state and, as field 22, the start.
+        proc_pid_stat(5): the name, in parentheses, may contain anything; after it come the state
+            and, as field 22, the start.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -46,8 +46,11 @@ def row_of(card: GpuDevice) -> dict[str, Any]:
     return row
 
 
-def frame_of(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str] = COLUMNS) -> pd.DataFrame:
-    """Return a table with these columns, of these kinds, also if it has no rows. What a row does not say is missing.
+def frame_of(
+    rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str] = COLUMNS
+) -> pd.DataFrame:
+    """Return a table with these columns, of these kinds, also if it has no rows. What a row does
+    not say is missing.
 
     Example:
         >>> frame_of([row_of(GpuDevice(index=0, utilisation=0.5))])[["index", "utilisation"]].to_dict("list")
@@ -56,21 +59,30 @@ def frame_of(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str] = COL
     import pandas as pd
 
     rows = list(rows)
-    return pd.DataFrame({name: pd.Series([row.get(name) for row in rows], dtype=kind) for name, kind in columns.items()})
+    return pd.DataFrame(
+        {
+            name: pd.Series([row.get(name) for row in rows], dtype=kind)
+            for name, kind in columns.items()
+        }
+    )
 
 
-# --- this machine's GPUs ----------------------------------------------------------------------------------------------
+# --- this machine's GPUs --------------------------------------------------------------------------
 
 
 NVIDIAS = NvmlInventory()
 
 
-def gpu_device_count(which: Literal["available", "all"] = "available", *, inventory: Inventory = NVIDIAS) -> int:
-    """Return how many GPUs this machine has. No CUDA context is made, so the process can still be forked.
+def gpu_device_count(
+    which: Literal["available", "all"] = "available", *, inventory: Inventory = NVIDIAS
+) -> int:
+    """Return how many GPUs this machine has. No CUDA context is made, so the process can still be
+    forked.
 
     Args:
-        which: "all": those of the machine. "available": the devices that this process may use, by CUDA_VISIBLE_DEVICES and the
-            compute mode of each; an instance of a divided GPU counts as one.
+        which: "all": those of the machine. "available": the devices that this process may use, by
+            CUDA_VISIBLE_DEVICES and the compute mode of each; an instance of a divided GPU counts
+            as one.
         inventory: Who knows them.
 
     Raises:
@@ -93,12 +105,15 @@ def gpu_device_count(which: Literal["available", "all"] = "available", *, invent
 
 
 def gpu_device_table(*, inventory: Inventory = NVIDIAS) -> pd.DataFrame:
-    """Return a table of the GPUs of this machine, as they are now: a row for each, none where there is no GPU.
+    """Return a table of the GPUs of this machine, as they are now: a row for each, none where there
+    is no GPU.
 
-    The columns are `index` (as nvidia-smi counts), `name`, `uuid`, `total_bytes`, `used_bytes` (by whomever), `free_bytes`,
-    `utilisation` (from 0 to 1), `temperature_c`, `processes` (the memory of each [bytes], by process number), `mig` (the UUIDs of
-    the instances that it is divided into), `compute_mode`, `compute_capability` and `is_selected`: whether this process sees it,
-    by CUDA_VISIBLE_DEVICES. What is not known is missing: of GPUs that are not NVIDIA's, nearly all. No CUDA context is made.
+    The columns are `index` (as nvidia-smi counts), `name`, `uuid`, `total_bytes`, `used_bytes` (by
+    whomever), `free_bytes`, `utilisation` (from 0 to 1), `temperature_c`, `processes` (the memory
+    of each [bytes], by process number), `mig` (the UUIDs of the instances that it is divided into),
+    `compute_mode`, `compute_capability` and `is_selected`: whether this process sees it, by
+    CUDA_VISIBLE_DEVICES. What is not known is missing: of GPUs that are not NVIDIA's, nearly all.
+    No CUDA context is made.
 
     Args:
         inventory: Who knows them.
@@ -111,12 +126,20 @@ def gpu_device_table(*, inventory: Inventory = NVIDIAS) -> pd.DataFrame:
         True
     """
     devices, seen = gpus_here(inventory)
-    rows = [{**row_of(card), "is_selected": True if card.index in seen else None if None in seen else False} for card in devices]
+    rows = [
+        {
+            **row_of(card),
+            "is_selected": True if card.index in seen else None if None in seen else False,
+        }
+        for card in devices
+    ]
     return frame_of(rows, {**COLUMNS, "is_selected": "boolean"})
 
 
 def gpus_here(inventory: Inventory) -> tuple[list[GpuDevice], Sequence[int | None]]:
-    """Return the GPUs of this machine, and the indices of those that this process sees, None for one that may be any."""
+    """Return the GPUs of this machine, and the indices of those that this process sees, None for
+    one that may be any.
+    """
     devices = inventory.devices()
     if devices or inventory != NVIDIAS:
         return devices, [gpu.index for gpu in visible_gpus(os.environ, devices)]
@@ -135,8 +158,11 @@ def manager_of_gpus() -> Any:
         return None
 
 
-def known_to_ray(manager: Any, environ: Mapping[str, str]) -> tuple[list[GpuDevice], Sequence[int | None]]:
-    """Return the GPUs that Ray knows of, with the maker's name, and those that a process with this environment sees.
+def known_to_ray(
+    manager: Any, environ: Mapping[str, str]
+) -> tuple[list[GpuDevice], Sequence[int | None]]:
+    """Return the GPUs that Ray knows of, with the maker's name, and those that a process with this
+    environment sees.
 
     Ray tells of what kind the first is; of the others it is not known.
 
@@ -156,7 +182,11 @@ def known_to_ray(manager: Any, environ: Mapping[str, str]) -> tuple[list[GpuDevi
         seen = visible_amd(environ, count)
     else:
         ids = _asked(manager.get_current_process_visible_accelerator_ids)
-        seen = list(range(count)) if ids is None else [int(name) if str(name).isdigit() else None for name in ids]
+        seen = (
+            list(range(count))
+            if ids is None
+            else [int(name) if str(name).isdigit() else None for name in ids]
+        )
     return devices, [None] * count if seen is None else seen
 
 
@@ -167,11 +197,13 @@ def _asked(question: Callable[[], Any]) -> Any:
         return None
 
 
-# --- import of Ray ----------------------------------------------------------------------------------------------------
+# --- import of Ray --------------------------------------------------------------------------------
 
 
 def import_ray() -> None:
-    """Import Ray. In a notebook it asks for a package that nobody needs, and so does tqdm, which it imports."""
+    """Import Ray. In a notebook it asks for a package that nobody needs, and so does tqdm, which it
+    imports.
+    """
     logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "IProgress not found")

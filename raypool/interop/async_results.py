@@ -1,4 +1,6 @@
-"""Results of `raypool.interop.multiprocessing.Pool`: `AsyncResult`, `IMapIterator`, and callbacks."""
+"""Results of `raypool.interop.multiprocessing.Pool`: `AsyncResult`, `IMapIterator`, and
+callbacks.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ class Unfinished(Protocol):
 
 
 class Collector:
-    """Brings outcomes here and calls back, one after the other, in a thread of its own, until it is closed and none is left.
+    """Brings outcomes here and calls back, one after the other, in a thread of its own, until it is
+    closed and none is left.
 
     Only unfinished jobs keep its pool alive.
     """
@@ -83,8 +86,8 @@ class Collector:
         """Raise InvalidValueError in a callback, where a wait for a job would wait for itself."""
         if threading.current_thread() is self.thread and (timeout is None or timeout > 0):
             raise InvalidValueError(
-                "A callback cannot wait for results of its pool, or join it: the pool would wait for itself. "
-                "Give what is waited for a callback too."
+                "A callback cannot wait for results of its pool, or join it: the pool would wait"
+                " for itself. Give what is waited for a callback too."
             )
 
     def _live(self) -> None:
@@ -103,7 +106,9 @@ def outcome_of(future: Future[Any]) -> Any:
     try:
         return future.result()
     except concurrent.futures.CancelledError:
-        raise concurrent.futures.CancelledError(f"{future.name} was cancelled, as all is by terminate().") from None
+        raise concurrent.futures.CancelledError(
+            f"{future.name} was cancelled, as all is by terminate()."
+        ) from None
     except SerializationError as error:
         raise multiprocessing.pool.MaybeEncodingError(error, error.what) from error  # type: ignore[attr-defined]
     except BaseException as error:
@@ -183,7 +188,10 @@ class CallGroup(Generic[T]):
     def finish(self) -> None:
         """Fetch the values, and call back."""
         try:
-            self.value, self.is_success = self._assemble([outcome_of(future) for future in self._futures]), True
+            self.value, self.is_success = (
+                self._assemble([outcome_of(future) for future in self._futures]),
+                True,
+            )
         except BaseException as error:
             self.value = error
         self._futures = ()
@@ -193,7 +201,9 @@ class CallGroup(Generic[T]):
             try:
                 callback(self.value)
             except BaseException:
-                logger.exception("A callback of a pool, %r, has failed; nothing else is harmed.", callback)
+                logger.exception(
+                    "A callback of a pool, %r, has failed; nothing else is harmed.", callback
+                )
         self._pool = None  # first: then a waiter that drops the pool holds the last reference
         self.ended.set()
 
@@ -261,11 +271,14 @@ class AsyncResult(Generic[T]):
             multiprocessing.TimeoutError: It is not there by then; the calls go on.
             concurrent.futures.CancelledError: The pool was terminated.
             multiprocessing.pool.MaybeEncodingError: A value could not be sent back.
-            Exception: What the first of the calls that have failed has raised, as itself; its cause is the remote traceback.
+            Exception: What the first of the calls that have failed has raised, as itself; its cause
+                is the remote traceback.
         """
         self.wait(timeout)
         if not self.ready():
-            raise multiprocessing.TimeoutError(f"The result had not come after {timeout:g} s; the work goes on.")
+            raise multiprocessing.TimeoutError(
+                f"The result had not come after {timeout:g} s; the work goes on."
+            )
         if self._gathering.is_success:
             return self._gathering.value  # type: ignore[no-any-return]
         try:
@@ -274,14 +287,16 @@ class AsyncResult(Generic[T]):
             del self  # the traceback of the error would hold it
 
 
-# --- results of `imap` and `imap_unordered`, and the thread that draws items ------------------------------------------
+# --- results of `imap` and `imap_unordered`, and the thread that draws items ----------------------
 
 
 class IMapIterator(Iterator[T], Generic[T]):
-    """The results of `imap` or `imap_unordered`: brought here one by one, while a thread draws from the iterable.
+    """The results of `imap` or `imap_unordered`: brought here one by one, while a thread draws from
+    the iterable.
 
-    When nobody holds it any more, what was drawn runs on and its results are thrown away. If results were taken from it, a
-    generator is drawn no further; if none were, all of it is, as of a list.
+    When nobody holds it any more, what was drawn runs on and its results are thrown away. If
+    results were taken from it, a generator is drawn no further; if none were, all of it is, as of a
+    list.
 
     Args:
         drawing: Who hands in the calls.
@@ -311,8 +326,9 @@ class IMapIterator(Iterator[T], Generic[T]):
     def next(self, timeout: float | None = None) -> T:
         """Return the next result; wait for it at most `timeout` seconds.
 
-        What the iterable has raised comes after the results of what it gave before; and so does the `UnpicklableError` of an
-        item that cannot be sent. After a call that has failed, the results of the next ones follow.
+        What the iterable has raised comes after the results of what it gave before; and so does the
+        `UnpicklableError` of an item that cannot be sent. After a call that has failed, the results
+        of the next ones follow.
 
         Raises:
             StopIteration: There are no more.
@@ -339,7 +355,8 @@ class Drawing(Generic[T]):
         calls: What the calls are made with, drawn one by one.
         is_chunked: Each call gives a list of results, not one.
         is_ordered: The results come in the order of the calls, not in that in which they end.
-        most_ahead: So many calls are handed in at most beyond those of which the results were taken; None: any number.
+        most_ahead: So many calls are handed in at most beyond those of which the results were
+            taken; None: any number.
 
     Raises:
         ValueError: The pool was closed.
@@ -370,9 +387,11 @@ class Drawing(Generic[T]):
         self._is_drawn = False  # no more calls are submitted
         self._is_forgotten = False  # no one takes results
         collector.open(self)
-        threading.Thread(target=self._draw, args=(submit, calls), name="raypool-imap", daemon=True).start()
+        threading.Thread(
+            target=self._draw, args=(submit, calls), name="raypool-imap", daemon=True
+        ).start()
 
-    # --- drawing thread -----------------------------------------------------------------------------------------------
+    # --- drawing thread ---------------------------------------------------------------------------
 
     def _draw(self, submit: Callable[[Any], Future[Any]], calls: Iterator[Any]) -> None:
         why = None
@@ -384,7 +403,8 @@ class Drawing(Generic[T]):
         try:
             self._end(why)
         finally:
-            del self, submit, calls, why  # the traceback of the error would hold them, and by them the pool
+            # the traceback of the error would hold them, and by them the pool
+            del self, submit, calls, why
 
     def _wait_for_room(self) -> bool:
         """Wait until another call may be handed in; False if none may."""
@@ -439,7 +459,7 @@ class Drawing(Generic[T]):
         if is_ended:  # else the last call ends it: the drawing thread may wait forever
             self._collector.note_ended(self)
 
-    # --- for the pool -------------------------------------------------------------------------------------------------
+    # --- for the pool -----------------------------------------------------------------------------
 
     def finish(self) -> None:
         """Let go of the pool."""
@@ -454,20 +474,26 @@ class Drawing(Generic[T]):
 
     def stop(self) -> None:
         """Hand in nothing more."""
-        self._end(concurrent.futures.CancelledError("The pool was terminated before all of the iterable was drawn."))
+        self._end(
+            concurrent.futures.CancelledError(
+                "The pool was terminated before all of the iterable was drawn."
+            )
+        )
 
     def cancel(self) -> None:
         """Hand in nothing more, and cancel what has not ended."""
         self.stop()
         cancel_each(list(self._pending))
 
-    # --- for the iterator ---------------------------------------------------------------------------------------------
+    # --- for the iterator -------------------------------------------------------------------------
 
     def take(self, timeout: float | None) -> T:
         """Do what `IMapIterator.next` says."""
         with self._changed:
             if not self._changed.wait_for(self._has_next, timeout):
-                raise multiprocessing.TimeoutError(f"The next result had not come after {timeout:g} s; the work goes on.")
+                raise multiprocessing.TimeoutError(
+                    f"The next result had not come after {timeout:g} s; the work goes on."
+                )
             if self._values:
                 return self._values.popleft()
             if not self._ready:
@@ -477,7 +503,9 @@ class Drawing(Generic[T]):
         try:
             values = outcome_of(future) if self._is_chunked else [outcome_of(future)]
         except StopIteration as error:
-            raise RuntimeError("A call of imap raised StopIteration, which would end the loop over the results.") from error
+            raise RuntimeError(
+                "A call of imap raised StopIteration, which would end the loop over the results."
+            ) from error
         finally:
             del future
         with self._changed:
@@ -495,7 +523,9 @@ class Drawing(Generic[T]):
             del why  # it would hold itself, by its traceback
 
     def forget(self, has_begun: bool) -> None:
-        """Discard the results, as the iterator is gone; stop drawing from a generator that was begun."""
+        """Discard the results, as the iterator is gone; stop drawing from a generator that was
+        begun.
+        """
         with self._changed:
             self._is_forgotten = True
             self._ready.clear()

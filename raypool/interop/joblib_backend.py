@@ -1,4 +1,5 @@
-"""The backend "raypool" of joblib: carries the batches of a `joblib.Parallel` to a pool's workers and back.
+"""The backend "raypool" of joblib: carries the batches of a `joblib.Parallel` to a pool's workers
+and back.
 
 joblib groups tasks into batches. A batch is one call of the pool, which queues it, gives it to a
 free worker, runs it again after a loss, and stops it. joblib's callbacks draw the next tasks from
@@ -49,7 +50,9 @@ from raypool.worker.running import in_task
 from raypool.worker.setup_globals import share_left
 
 LEAST_JOBS = 2
-"""The least number of jobs that a `Parallel` is told: with one it would run all tasks here, in turn."""
+"""The least number of jobs that a `Parallel` is told: with one it would run all tasks here, in
+turn.
+"""
 
 BATCH_S = 0.2
 """The target duration of a batch [s], as for joblib's own processes."""
@@ -58,19 +61,24 @@ TASK_S = 10e-6
 """The overhead of a task [s]."""
 
 GROWTH = 64
-"""A batch holds at most so many times the tasks of those before: what takes far too long is handed back, which costs a call."""
+"""A batch holds at most so many times the tasks of those before: what takes far too long is handed
+back, which costs a call.
+"""
 
 MOST_TASKS = 1024
 """A batch never holds more: what is to be sent of them would take longer than a call costs."""
 
 LEAST_CHANGE = 2.0
-"""Batches keep their size unless one that is so many times larger, or smaller, would take what it should."""
+"""Batches keep their size unless one that is so many times larger, or smaller, would take what it
+should.
+"""
 
 
 class RaypoolBackend(ParallelBackendBase):  # type: ignore[misc]
     """What joblib calls "raypool"; see `raypool.register_joblib`.
 
-    The one that `parallel_config` makes serves all that runs in its block; each `Parallel` works with a copy of its own.
+    The one that `parallel_config` makes serves all that runs in its block; each `Parallel` works
+    with a copy of its own.
 
     Args:
         pool: The pool to use, or a part or view of one.
@@ -96,14 +104,17 @@ class RaypoolBackend(ParallelBackendBase):  # type: ignore[misc]
         super().__init__(nesting_level=nesting_level, inner_max_num_threads=inner_max_num_threads)
         self._source = PoolSource(pool, opening)
         weakref.finalize(self, self._source.close).atexit = False
-        self._origin: RaypoolBackend | None = None  # of a copy, while it is in use: with its origin goes what that has opened
+        # of a copy, while it is in use: with its origin goes what that has opened
+        self._origin: RaypoolBackend | None = None
         self._find_origin: Callable[[], RaypoolBackend | None] | None = None  # of a copy
         self._batch_size = BatchSize()
         self._make_batches: Callable[[], Batches]
         self._batches: Batches
 
     def __reduce__(self) -> Any:
-        """Let a task that refers to it travel: on the worker, where joblib runs everything in turn, it needs no pool."""
+        """Let a task that refers to it travel: on the worker, where joblib runs everything in turn,
+        it needs no pool.
+        """
         return RaypoolBackend, ()
 
     @property
@@ -116,10 +127,11 @@ class RaypoolBackend(ParallelBackendBase):  # type: ignore[misc]
         """Whether workers are processes, each with native libraries of its own."""
         return self._source.is_on_ray
 
-    # --- number of workers --------------------------------------------------------------------------------------------
+    # --- number of workers ------------------------------------------------------------------------
 
     def effective_n_jobs(self, n_jobs: int | None) -> int:
-        """Return how many workers `n_jobs` means; to a `Parallel` that uses a single one, see `LEAST_JOBS`.
+        """Return how many workers `n_jobs` means; to a `Parallel` that uses a single one, see
+        `LEAST_JOBS`.
 
         Raises:
             ValueError: It is 0, as with all backends of joblib.
@@ -129,11 +141,14 @@ class RaypoolBackend(ParallelBackendBase):  # type: ignore[misc]
         return max(num_workers, LEAST_JOBS if num_workers and self._find_origin is not None else 1)
 
     def _num_workers(self, n_jobs: int | None) -> int:
-        """Return how many workers of the pool `n_jobs` means; 0: none, everything runs in turn where it is."""
+        """Return how many workers of the pool `n_jobs` means; 0: none, everything runs in turn
+        where it is.
+        """
         n_jobs = self.default_n_jobs if n_jobs is None else n_jobs
         if n_jobs == 0:
             raise ValueError("n_jobs == 0 in Parallel has no meaning")
-        is_in_thread_of_task = (self.nesting_level or 0) > 1  # which does not know that: its task would wait for a worker
+        # which does not know that: its task would wait for a worker
+        is_in_thread_of_task = (self.nesting_level or 0) > 1
         if n_jobs == 1 or in_task() or is_in_thread_of_task:
             return 0
         if self._source.is_forked:
@@ -146,12 +161,20 @@ class RaypoolBackend(ParallelBackendBase):  # type: ignore[misc]
             self._source.note_too_many(n_jobs, size)
         return min(n_jobs, size)
 
-    def configure(self, n_jobs: int = 1, parallel: Parallel | None = None, max_nbytes: int | None = None, **settings: Any) -> int:
+    def configure(
+        self,
+        n_jobs: int = 1,
+        parallel: Parallel | None = None,
+        max_nbytes: int | None = None,
+        **settings: Any,
+    ) -> int:
         """Prepare for a `Parallel`; return the number of its workers, or `LEAST_JOBS`.
 
         Raises:
-            FallbackToBackend: To a copy of this for that `Parallel` alone, or to no workers at all where it gets one.
-            InvalidValueError: This is a callback of one of the pool's futures, which nothing can be waited for in.
+            FallbackToBackend: To a copy of this for that `Parallel` alone, or to no workers at all
+                where it gets one.
+            InvalidValueError: This is a callback of one of the pool's futures, which nothing can be
+                waited for in.
         """
         if self._find_origin is None:
             raise FallbackToBackend(self._copy_with(settings))
@@ -162,7 +185,8 @@ class RaypoolBackend(ParallelBackendBase):  # type: ignore[misc]
         engine = pool._engine
         if engine.driver.is_own_thread:
             raise InvalidValueError(
-                "A Parallel cannot run in the callback of a future: the pool would wait for itself. Use a thread."
+                "A Parallel cannot run in the callback of a future: the pool would wait for itself."
+                " Use a thread."
             )
         self.parallel = parallel
         manner = Manner(self.get_nested_backend(), self.inner_max_num_threads)
@@ -170,10 +194,13 @@ class RaypoolBackend(ParallelBackendBase):  # type: ignore[misc]
         return max(num_workers, LEAST_JOBS)
 
     def _copy_with(self, settings: dict[str, Any]) -> RaypoolBackend:
-        """Return what a single `Parallel` works with; what it was given besides joblib's own is for us."""
+        """Return what a single `Parallel` works with; what it was given besides joblib's own is for
+        us.
+        """
         mine = {name: value for name, value in settings.items() if name not in JOBLIBS_OWN}
         origin = self._with(mine) if mine else self._of_block()
-        own = RaypoolBackend.__new__(RaypoolBackend)  # and not made anew: the pool is its origin's, which ends it
+        # and not made anew: the pool is its origin's, which ends it
+        own = RaypoolBackend.__new__(RaypoolBackend)
         own.__dict__.update(vars(origin), nesting_level=self.nesting_level, _batch_size=BatchSize())
         own._origin, own._find_origin = origin, weakref.ref(origin)
         return own
@@ -182,11 +209,13 @@ class RaypoolBackend(ParallelBackendBase):  # type: ignore[misc]
         return RaypoolBackend(**{"inner_max_num_threads": self.inner_max_num_threads, **settings})
 
     def _of_block(self) -> RaypoolBackend:
-        """Return the backend of the `parallel_config` block here, if that is one of ours and this one was told no pool."""
+        """Return the backend of the `parallel_config` block here, if that is one of ours and this
+        one was told no pool.
+        """
         active, _ = get_active_backend()
         return active if type(active) is RaypoolBackend and not self._source.is_said else self
 
-    # --- one call of a Parallel ---------------------------------------------------------------------------------------
+    # --- one call of a Parallel -------------------------------------------------------------------
 
     def start_call(self) -> None:
         """Begin a call without batches."""
@@ -218,7 +247,9 @@ class RaypoolBackend(ParallelBackendBase):  # type: ignore[misc]
         self._batches.end()
 
     def terminate(self) -> None:
-        """Let go of the `Parallel`, which refers to this, and end a pool that was opened for it alone."""
+        """Let go of the `Parallel`, which refers to this, and end a pool that was opened for it
+        alone.
+        """
         self.parallel = self._origin = None
         self._batch_size = BatchSize()
         if self._find_origin is not None and self._find_origin() is None:
@@ -247,25 +278,32 @@ class BatchSize:
         self._mean_s: float | None = None  # of batches of this size
 
     def note(self, tasks: int, duration_s: float) -> None:
-        """Take note of a batch; those of another size were begun before the last change, or are what was left in the end."""
+        """Take note of a batch; those of another size were begun before the last change, or are
+        what was left in the end.
+        """
         if tasks != self.tasks:
             return
         self._mean_s = duration_s if self._mean_s is None else 0.8 * self._mean_s + 0.2 * duration_s
-        better = min(max(int(tasks * min(BATCH_S / max(self._mean_s, 1e-6), GROWTH)), 1), MOST_TASKS)
+        better = min(
+            max(int(tasks * min(BATCH_S / max(self._mean_s, 1e-6), GROWTH)), 1), MOST_TASKS
+        )
         if not tasks / LEAST_CHANGE < better < tasks * LEAST_CHANGE:
             self.tasks, self._mean_s = better, None
 
 
-# --- batches on their way to the workers and back ---------------------------------------------------------------------
+# --- batches on their way to the workers and back -------------------------------------------------
 #
-# A batch is a call of the pool, or becomes several: a worker that has begun a long one hands back what it has not begun.
+# A batch is a call of the pool, or becomes several: a worker that has begun a long one hands back
+# what it has not begun.
 
 
 AHEAD = 4
 """Of batches that are short, so many for each worker may be on their way, and share calls, ..."""
 
 AHEAD_S = 0.006
-"""... if they run for less than this [s]: of the two for each worker that joblib hands in, one always waits for the driver."""
+"""... if they run for less than this [s]: of the two for each worker that joblib hands in, one
+always waits for the driver.
+"""
 
 
 class Batch:
@@ -298,7 +336,8 @@ class Batches:
     Args:
         pool: Where it runs.
         most: So many calls run at once at most.
-        max_nbytes: Arguments of this size [bytes] or more travel once for all tasks, and are not to be changed; None: none do.
+        max_nbytes: Arguments of this size [bytes] or more travel once for all tasks, and are not to
+            be changed; None: none do.
         manner: How tasks are run.
 
     Attributes:
@@ -310,7 +349,9 @@ class Batches:
         self._num_workers = most
         self._most = most if most < len(pool._numbers()) else None  # None: the pool sees to it
         is_far = pool._engine.profile.backend == "ray"
-        self._shared = SharedArguments(pool._engine, max_nbytes) if is_far and max_nbytes is not None else None
+        self._shared = (
+            SharedArguments(pool._engine, max_nbytes) if is_far and max_nbytes is not None else None
+        )
         self._manner = manner
         self._waiting: deque[BatchPart] = deque()
         self._running: dict[Future[Any], None] = {}  # in the order in which they were handed in
@@ -321,10 +362,14 @@ class Batches:
         self._ended: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._end_thread = weakref.finalize(self, self._ended.put, None)
         self._end_thread.atexit = False
-        threading.Thread(target=_call_each, args=(self._ended,), name="raypool-joblib", daemon=True).start()
+        threading.Thread(
+            target=_call_each, args=(self._ended,), name="raypool-joblib", daemon=True
+        ).start()
 
     def hand_in(self, tasks: list[Task], callback: BatchCompletionCallBack) -> None:
-        """Take a batch. Nothing is raised: `callback` is called with a function that gives the values, or raises."""
+        """Take a batch. Nothing is raised: `callback` is called with a function that gives the
+        values, or raises.
+        """
         self._take(BatchPart(Batch(tasks, callback), 0, len(tasks)))
 
     def _take(self, piece: BatchPart) -> None:
@@ -373,7 +418,10 @@ class Batches:
             if outcome is not None:
                 self.newest_run_s = piece.batch.run_s
                 callback(outcome)
-                if callback.parallel.batch_size == "auto" and (future.duration_s or AHEAD_S) < AHEAD_S:
+                if (
+                    callback.parallel.batch_size == "auto"
+                    and (future.duration_s or AHEAD_S) < AHEAD_S
+                ):
                     self._draw_ahead(callback.parallel)
         except BaseException as error:
             _fail(callback, error)
@@ -388,7 +436,9 @@ class Batches:
             self._begin(next_one)
 
     def _outcome(self, piece: BatchPart, future: Future[Any]) -> Callable[[], list[Any]] | None:
-        """Return what gives the values of a whole batch, or raises its error; None while something of it is missing."""
+        """Return what gives the values of a whole batch, or raises its error; None while something
+        of it is missing.
+        """
         if future.cancelled() or future.exception() is not None:
             return future.result
         batch, values = piece.batch, future.result()
@@ -402,15 +452,22 @@ class Batches:
         return None if batch.missing else lambda: batch.values
 
     def _draw_ahead(self, parallel: Parallel) -> None:
-        """Have joblib hand in more batches: what its callback does after each of them, as often as there is room."""
-        while not self._is_over and len(self._running) + len(self._waiting) < AHEAD * self._num_workers:
+        """Have joblib hand in more batches: what its callback does after each of them, as often as
+        there is room.
+        """
+        while (
+            not self._is_over
+            and len(self._running) + len(self._waiting) < AHEAD * self._num_workers
+        ):
             with parallel._lock:
                 if parallel._original_iterator is None:
                     return
                 parallel.dispatch_next()
 
     def end(self) -> None:
-        """Cancel what waits and what runs, if anything does; joblib may still hand in what it was about to."""
+        """Cancel what waits and what runs, if anything does; joblib may still hand in what it was
+        about to.
+        """
         with self._lock:
             self._is_over = True
             self._waiting.clear()
@@ -422,16 +479,20 @@ class Batches:
 
 
 def _call_each(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    """Call what comes, until None does; in a plain thread, since the interpreter closes executors before the last threads end."""
+    """Call what comes, until None does; in a plain thread, since the interpreter closes executors
+    before the last threads end.
+    """
     while (call := calls.get()) is not None:
         call()
         del call  # it holds the batches, whose end ends this
 
 
 def _fail(callback: BatchCompletionCallBack, error: BaseException) -> None:
-    """End a `Parallel` with an error that joblib does not expect in its callback: it would wait forever.
+    """End a `Parallel` with an error that joblib does not expect in its callback: it would wait
+    forever.
 
-    `SystemExit` in the user's generator is one. What joblib does for an `Exception` there is done for it.
+    `SystemExit` in the user's generator is one. What joblib does for an `Exception` there is done
+    for it.
     """
     parallel = callback.parallel
     with parallel._lock:
@@ -441,7 +502,7 @@ def _fail(callback: BatchCompletionCallBack, error: BaseException) -> None:
             tracker._register_outcome({"result": error, "status": TASK_ERROR})
 
 
-# --- tasks: transport and execution -----------------------------------------------------------------------------------
+# --- tasks: transport and execution ---------------------------------------------------------------
 
 
 Task: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -460,14 +521,17 @@ class Manner(NamedTuple):
 
 
 def run_tasks(tasks: list[Task], manner: Manner, limit_s: float) -> list[Any]:
-    """Run tasks on a worker, beginning none when the time is over [s]; return the values of those that ran."""
+    """Run tasks on a worker, beginning none when the time is over [s]; return the values of those
+    that ran.
+    """
     register_parallel_backend("raypool", RaypoolBackend)  # a task may name the backend too
     for fn in {id(task[0]): task[0] for task in tasks}.values():
         share_left(fn)
     backend, n_jobs = manner.nested
     values: list[Any] = []
     until = perf_counter() + limit_s
-    own = copy.copy(backend)  # one serves a single Parallel at a time, and with threads all workers have the same
+    # one serves a single Parallel at a time, and with threads all workers have the same
+    own = copy.copy(backend)
     with parallel_config(backend=own, n_jobs=n_jobs), _threads_limited(manner.max_threads):
         for fn, args, kwargs in tasks:
             values.append(finished(fn(*args, **kwargs)))
@@ -498,7 +562,9 @@ def _threads_limited(most: int | None) -> Iterator[None]:
 
 
 class Shared:
-    """Stands for an argument in the calls that take it; a worker gets the argument itself, once for a call."""
+    """Stands for an argument in the calls that take it; a worker gets the argument itself, once for
+    a call.
+    """
 
     __slots__ = ("_open",)
 
@@ -512,7 +578,8 @@ class Shared:
 class SharedArguments:
     """The large arguments of one `Parallel` call: each travels once, however many tasks take it.
 
-    An argument is known again by its identity, for as long as it lives; joblib's own processes share arrays in the same way.
+    An argument is known again by its identity, for as long as it lives; joblib's own processes
+    share arrays in the same way.
 
     Args:
         engine: Whose workers they go to.
@@ -533,7 +600,11 @@ class SharedArguments:
         for position, (fn, args, kwargs) in enumerate(tasks):
             if not kwargs and PLAIN.issuperset(map(type, args)):
                 continue
-            large = [value for value in (*args, *kwargs.values()) if type(value) not in PLAIN and self._is_large(value)]
+            large = [
+                value
+                for value in (*args, *kwargs.values())
+                if type(value) not in PLAIN and self._is_large(value)
+            ]
             if not large:
                 continue
             stand_ins = {id(value): self._stand_in(value, fn) for value in large}
@@ -560,7 +631,9 @@ class SharedArguments:
 
 
 def _num_bytes(value: Any) -> float:
-    """Return how large an array, a tensor, a table or a sparse matrix is [bytes], as far as that is known at once; else 0."""
+    """Return how large an array, a tensor, a table or a sparse matrix is [bytes], as far as that is
+    known at once; else 0.
+    """
     if isinstance(value, type) or type(value).__weakrefoffset__ == 0:
         return 0
     try:
@@ -575,7 +648,8 @@ def _num_bytes(value: Any) -> float:
 
 
 def check_travels(tasks: list[Task], engine: Engine) -> None:
-    """Raise the error that names the argument of a user's function which cannot be sent, if there is one.
+    """Raise the error that names the argument of a user's function which cannot be sent, if there
+    is one.
 
     Raises:
         SerializationError: There is.
@@ -587,7 +661,7 @@ def check_travels(tasks: list[Task], engine: Engine) -> None:
             engine.backend.pack(value, f"argument {key!r} of {name}", is_trial=True)
 
 
-# --- source of the pool -----------------------------------------------------------------------------------------------
+# --- source of the pool ---------------------------------------------------------------------------
 
 
 BESIDE_THE_PROFILE = frozenset({"num_workers", "initializer", "initargs"})
@@ -595,7 +669,8 @@ BESIDE_THE_PROFILE = frozenset({"num_workers", "initializer", "initargs"})
 
 
 class PoolSource:
-    """Where a backend's pool comes from: it is the one given, else the current one, else one that is opened, and kept.
+    """Where a backend's pool comes from: it is the one given, else the current one, else one that
+    is opened, and kept.
 
     Attributes:
         is_said: Which pool is meant, or how to open one, was said; else the current one will do.
@@ -603,10 +678,14 @@ class PoolSource:
 
     def __init__(self, pool: PoolView | None, opening: dict[str, Any]) -> None:
         if pool is not None and not isinstance(pool, PoolView):
-            raise InvalidTypeError(f"pool={pool!r} is not a pool. Give what parpool() returns, or a part or view of it.")
+            raise InvalidTypeError(
+                f"pool={pool!r} is not a pool. Give what parpool() returns, or a part or view"
+                " of it."
+            )
         if pool is not None and opening:
             raise InvalidValueError(
-                f"The backend raypool was given a pool, and {', '.join(opening)} to open another. Give one or the other."
+                f"The backend raypool was given a pool, and {', '.join(opening)} to open another."
+                " Give one or the other."
             )
         self.is_said = pool is not None or bool(opening)
         self._given = pool
@@ -617,7 +696,8 @@ class PoolSource:
         self._lock = threading.Lock()
 
     def find(self, n_jobs: int) -> PoolView:
-        """Return the pool; one that is opened here has as many workers as the largest `n_jobs` asks for, if there is room.
+        """Return the pool; one that is opened here has as many workers as the largest `n_jobs` asks
+        for, if there is room.
 
         Raises:
             PoolClosedError: The one given was shut down.
@@ -638,7 +718,9 @@ class PoolSource:
             return self._opened
 
     def _wanted(self, n_jobs: int) -> int | tuple[int, int] | None:
-        """Return how many workers a pool is to have that is opened: in this process there is room for any number."""
+        """Return how many workers a pool is to have that is opened: in this process there is room
+        for any number.
+        """
         settings = self._settings()
         if n_jobs <= 1 or settings.listed:
             return None
@@ -646,18 +728,24 @@ class PoolSource:
 
     def _settings(self) -> Profile:
         """Return the profile of the pool that would be opened."""
-        fields = {name: value for name, value in self._opening.items() if name not in BESIDE_THE_PROFILE}
+        fields = {
+            name: value for name, value in self._opening.items() if name not in BESIDE_THE_PROFILE
+        }
         return resolve_profile(fields.pop("profile", "local"), fields)
 
     def close(self) -> None:
-        """End the pool that was opened here, if one was; nobody waits for it, since this may be called by a finalizer."""
+        """End the pool that was opened here, if one was; nobody waits for it, since this may be
+        called by a finalizer.
+        """
         pool, self._opened = self._opened, None
         if pool is not None:
             pool.shutdown(wait=False, cancel_futures=True)
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process was forked from the one with the pool, or from one that uses Ray: there is no pool to be had."""
+        """Whether this process was forked from the one with the pool, or from one that uses Ray:
+        there is no pool to be had.
+        """
         if self._given is not None:
             return self._given._engine.is_forked
         if not self._opening and gcp(create=False) is not None:
@@ -675,33 +763,43 @@ class PoolSource:
     def note_forked(self) -> None:
         """Say that everything runs in turn, as joblib's own backends do in such a process."""
         warnings.warn(
-            "Loops on raypool cannot run in a process that was forked from one that uses Ray, or from the one with the pool: "
-            "setting n_jobs=1. Start the process by spawn, or use joblib's threading backend in it.",
+            "Loops on raypool cannot run in a process that was forked from one that uses Ray, or"
+            " from the one with the pool: setting n_jobs=1. Start the process by spawn, or use"
+            " joblib's threading backend in it.",
             stacklevel=_level_of_the_user(),
         )
 
     def note_too_many(self, n_jobs: int, size: int) -> None:
-        """Say, once, that there are fewer workers than `n_jobs` asks for: no result depends on it, so it is no error."""
+        """Say, once, that there are fewer workers than `n_jobs` asks for: no result depends on it,
+        so it is no error.
+        """
         if not self._has_noted:
             self._has_noted = True
             warnings.warn(
-                f"n_jobs={n_jobs} is more than the number of workers that the pool has, {size}: all of them are used. "
-                "Open the pool with more, or leave n_jobs out.",
+                f"n_jobs={n_jobs} is more than the number of workers that the pool has, {size}: all"
+                " of them are used. Open the pool with more, or leave n_jobs out.",
                 stacklevel=_level_of_the_user(),
             )
 
 
 def _grow(pool: ParallelPool, num_workers: int) -> None:
-    """Give a pool so many workers if it has fewer, or as many as there is room for; none where each was told what it gets."""
+    """Give a pool so many workers if it has fewer, or as many as there is room for; none where each
+    was told what it gets.
+    """
     if not pool._engine.profile.listed:
         with contextlib.suppress(ResourceError):
             pool._engine.grow(num_workers)
 
 
 def _level_of_the_user() -> int:
-    """Return the `stacklevel` for the caller's warnings that names the line which called joblib, or what is built on it."""
+    """Return the `stacklevel` for the caller's warnings that names the line which called joblib, or
+    what is built on it.
+    """
     level = 1
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("raypool", "joblib"):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
+        "raypool",
+        "joblib",
+    ):
         frame, level = frame.f_back, level + 1
     return level

@@ -20,9 +20,25 @@ from typing import Any, NoReturn, TypeVar
 from raypool.channel.constants import call_once
 from raypool.channel.records import WorkerInfo, function_name
 from raypool.engine.engine import Engine, submit_function
-from raypool.errors import InvalidTypeError, InvalidValueError, SerializationError, checked_count, optional_count, whole_number
+from raypool.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    SerializationError,
+    checked_count,
+    optional_count,
+    whole_number,
+)
 from raypool.futures import Future, cancel_each, unless_interrupted
-from raypool.interop.async_results import AsyncResult, Callback, CallGroup, Collector, Drawing, IMapIterator, joined, only
+from raypool.interop.async_results import (
+    AsyncResult,
+    Callback,
+    CallGroup,
+    Collector,
+    Drawing,
+    IMapIterator,
+    joined,
+    only,
+)
 from raypool.options import check_callable
 from raypool.parfor import is_serial
 from raypool.pool import ParallelPool, PoolView, open_pool
@@ -36,36 +52,43 @@ __all__ = ["AsyncResult", "IMapIterator", "Pool", "UnpicklableError"]
 T = TypeVar("T")
 
 CHUNKS_PER_WORKER = 32
-"""`map` makes so many calls for each worker if it is not told: the last one to end keeps others waiting for a 32nd at most."""
+"""`map` makes so many calls for each worker if it is not told: the last one to end keeps others
+waiting for a 32nd at most.
+"""
 
 LOOK_AHEAD = 16
 """`imap` draws so many items per worker from a generator before their turn."""
 
 SHARED_CPUS = 0.01
-"""What a worker without a GPU of its own takes of a core, for Ray: as processes do, they share the machine's cores."""
+"""What a worker without a GPU of its own takes of a core, for Ray: as processes do, they share the
+machine's cores.
+"""
 
 
 class Pool:
-    """A `multiprocessing.Pool` whose processes are raypool's workers, each with a GPU of its own where there are any.
+    """A `multiprocessing.Pool` whose processes are raypool's workers, each with a GPU of its own
+    where there are any.
 
     What it does better: a worker that dies is replaced and its calls run again, where the standard
     pool hangs; functions need not be importable; what cannot be sent fails at the call, and the
     error names the variable; `terminate` and Ctrl-C stop what runs, wherever it is in Python code,
     and keep the workers' GPUs from being held.
 
-    What is different: a call may run more than once (after its worker was lost; `pool=p.options(retries=0)` prevents it). What
-    was terminated raises `CancelledError` in `get`. Functions of scripts and notebooks travel with their global variables as
-    they are at the call; what `initializer` leaves in these is there, but for those that the script has changed since.
+    What is different: a call may run more than once (after its worker was lost;
+    `pool=p.options(retries=0)` prevents it). What was terminated raises `CancelledError` in `get`.
+    Functions of scripts and notebooks travel with their global variables as they are at the call;
+    what `initializer` leaves in these is there, but for those that the script has changed since.
 
     Args:
-        processes: How many workers. None: one for each GPU that this process may use; without a GPU, one for each physical core.
+        processes: How many workers. None: one for each GPU that this process may use; without a
+            GPU, one for each physical core.
         initializer: Called once in each worker before all else, also in one that replaces another.
         initargs: What it is called with.
-        maxtasksperchild: A worker's process is replaced after so many tasks; a task is one call, or one chunk of a map. It means
-            nothing in pools of this process ("threads", "inline").
+        maxtasksperchild: A worker's process is replaced after so many tasks; a task is one call, or
+            one chunk of a map. It means nothing in pools of this process ("threads", "inline").
         context: Changes nothing: whatever it is of `multiprocessing`'s, Ray starts the workers.
-        pool: Use this pool, a part of one, or a view of it; to `close` or `terminate` leaves it open. None: one is opened, which
-            ends with this one.
+        pool: Use this pool, a part of one, or a view of it; to `close` or `terminate` leaves it
+            open. None: one is opened, which ends with this one.
         profile: Where the pool runs that is opened; see `parpool`.
         **changes: Single fields of the profile.
 
@@ -102,16 +125,21 @@ class Pool:
         self._state = multiprocessing.pool.INIT
         if initializer is not None and not callable(initializer):
             raise InvalidTypeError(
-                f"initializer={initializer!r} is not callable. Give a function; initargs= is what it is called with."
+                f"initializer={initializer!r} is not callable. Give a function; initargs= is what"
+                " it is called with."
             )
         processes = optional_count("processes", processes, least=1)
         check_context(context)
         self._limit = task_limit(maxtasksperchild)
         if pool is not None and not isinstance(pool, PoolView):
-            raise InvalidTypeError(f"pool={pool!r} is not a pool of raypool's. Give what parpool() returns, or leave it out.")
+            raise InvalidTypeError(
+                f"pool={pool!r} is not a pool of raypool's. Give what parpool() returns, or leave"
+                " it out."
+            )
         if pool is not None and (processes is not None or profile != "local" or changes):
             raise InvalidValueError(
-                "pool= has its workers: processes=, profile= and what else is said of workers go with a new one."
+                "pool= has its workers: processes=, profile= and what else is said of workers go"
+                " with a new one."
             )
         self._own = _opened(processes, profile, changes) if pool is None else None
         self._view: PoolView = self._own or pool  # type: ignore[assignment]
@@ -120,7 +148,9 @@ class Pool:
         weakref.finalize(self, self._collector.close, self._forget).atexit = False
         self._state = multiprocessing.pool.RUN
 
-    def _initialize(self, initializer: Callable[..., object], initargs: Iterable[Any]) -> Callable[[], None]:
+    def _initialize(
+        self, initializer: Callable[..., object], initargs: Iterable[Any]
+    ) -> Callable[[], None]:
         """Call it on every worker, also on those to come; return what ends that."""
         begin = functools.partial(call_once, uuid.uuid4().hex, initializer, *initargs)
         with contextlib.ExitStack() as undo:
@@ -135,9 +165,11 @@ class Pool:
             undo.pop_all()
         return forget
 
-    # --- one call -----------------------------------------------------------------------------------------------------
+    # --- one call ---------------------------------------------------------------------------------
 
-    def apply(self, func: Callable[..., T], args: Iterable[Any] = (), kwds: Mapping[str, Any] = {}) -> T:
+    def apply(
+        self, func: Callable[..., T], args: Iterable[Any] = (), kwds: Mapping[str, Any] = {}
+    ) -> T:
         """Return `func(*args, **kwds)`, called on a worker."""
         result: T = waited_for(self._apply_async, func, args, kwds)
         return result
@@ -156,7 +188,8 @@ class Pool:
             func: Any function.
             args: What to call it with.
             kwds: What to call it with, by name.
-            callback: Called here with the value, in a thread that calls all callbacks one after the other.
+            callback: Called here with the value, in a thread that calls all callbacks one after the
+                other.
             error_callback: Called with the error.
 
         Raises:
@@ -176,13 +209,19 @@ class Pool:
     ) -> AsyncResult[T]:
         self._check_running()
         futures.append(ready(self._view, PoolCall(func, call, self._limit))(*args, **kwds))
-        return AsyncResult(CallGroup(self, self._collector, futures, only, callback, error_callback))
+        return AsyncResult(
+            CallGroup(self, self._collector, futures, only, callback, error_callback)
+        )
 
-    # --- many calls ---------------------------------------------------------------------------------------------------
+    # --- many calls -------------------------------------------------------------------------------
 
-    def map(self, func: Callable[[Any], T], iterable: Iterable[Any], chunksize: int | None = None) -> list[T]:
+    def map(
+        self, func: Callable[[Any], T], iterable: Iterable[Any], chunksize: int | None = None
+    ) -> list[T]:
         """Return `[func(item) for item in iterable]`, called on all workers at once."""
-        return waited_for(self._map_async, PoolCall(func, call_each, self._limit), iterable, chunksize)
+        return waited_for(
+            self._map_async, PoolCall(func, call_each, self._limit), iterable, chunksize
+        )
 
     def map_async(
         self,
@@ -194,12 +233,14 @@ class Pool:
     ) -> AsyncResult[list[T]]:
         """Do as `map` does; return the result before it is there.
 
-        All items run before it is: only what follows a failed one in its chunk does not. The error is that of the first item.
+        All items run before it is: only what follows a failed one in its chunk does not. The error
+        is that of the first item.
 
         Args:
             func: Any function of one argument; it is shipped to each worker once.
             iterable: All of it is drawn now.
-            chunksize: So many items make a call. None: so many that each worker gets about 32 calls, if there are so many items.
+            chunksize: So many items make a call. None: so many that each worker gets about 32
+                calls, if there are so many items.
             callback: Called with the list.
             error_callback: Called with the error.
 
@@ -207,11 +248,25 @@ class Pool:
             UnpicklableError: The function or an item cannot be sent; it names the variable.
             ValueError: The pool was closed.
         """
-        return self._map_async([], PoolCall(func, call_each, self._limit), iterable, chunksize, callback, error_callback)
+        return self._map_async(
+            [],
+            PoolCall(func, call_each, self._limit),
+            iterable,
+            chunksize,
+            callback,
+            error_callback,
+        )
 
-    def starmap(self, func: Callable[..., T], iterable: Iterable[Iterable[Any]], chunksize: int | None = None) -> list[T]:
+    def starmap(
+        self,
+        func: Callable[..., T],
+        iterable: Iterable[Iterable[Any]],
+        chunksize: int | None = None,
+    ) -> list[T]:
         """Return `[func(*arguments) for arguments in iterable]`, called on all workers at once."""
-        return waited_for(self._map_async, PoolCall(func, call_each_starred, self._limit), iterable, chunksize)
+        return waited_for(
+            self._map_async, PoolCall(func, call_each_starred, self._limit), iterable, chunksize
+        )
 
     def starmap_async(
         self,
@@ -222,7 +277,14 @@ class Pool:
         error_callback: Callback | None = None,
     ) -> AsyncResult[list[T]]:
         """Do as `map_async` does, for a function of several arguments."""
-        return self._map_async([], PoolCall(func, call_each_starred, self._limit), iterable, chunksize, callback, error_callback)
+        return self._map_async(
+            [],
+            PoolCall(func, call_each_starred, self._limit),
+            iterable,
+            chunksize,
+            callback,
+            error_callback,
+        )
 
     def _map_async(
         self,
@@ -245,41 +307,62 @@ class Pool:
         except BaseException:
             cancel_each(futures)
             raise
-        return AsyncResult(CallGroup(self, self._collector, futures, joined, callback, error_callback))
+        return AsyncResult(
+            CallGroup(self, self._collector, futures, joined, callback, error_callback)
+        )
 
     def imap(
-        self, func: Callable[[Any], T], iterable: Iterable[Any], chunksize: int = 1, buffersize: int | None = None
+        self,
+        func: Callable[[Any], T],
+        iterable: Iterable[Any],
+        chunksize: int = 1,
+        buffersize: int | None = None,
     ) -> IMapIterator[T]:
-        """Return an iterator over `func(item)` for each item, in their order, while the workers go on.
+        """Return an iterator over `func(item)` for each item, in their order, while the workers go
+        on.
 
-        The iterable may be without end: a thread draws from it, no more than `buffersize` items ahead of the results that were
-        taken. `join` after `close` waits for all of it, so then it draws the rest; but nothing more is drawn for a loop that was
-        left, so that nobody holds its iterator.
+        The iterable may be without end: a thread draws from it, no more than `buffersize` items
+        ahead of the results that were taken. `join` after `close` waits for all of it, so then it
+        draws the rest; but nothing more is drawn for a loop that was left, so that nobody holds its
+        iterator.
 
         Args:
             func: Any function of one argument; it is shipped to each worker once.
             iterable: What it raises is raised here after the results of what it gave before.
             chunksize: So many items make a call.
-            buffersize: None: 16 for each worker, and at least two calls; of what has a length, any number.
+            buffersize: None: 16 for each worker, and at least two calls; of what has a length, any
+                number.
 
         Raises:
-            UnpicklableError: The function cannot be sent; it names the variable. That of an item is raised by `next`.
+            UnpicklableError: The function cannot be sent; it names the variable. That of an item is
+                raised by `next`.
             ValueError: The pool was closed, or `chunksize` or `buffersize` is less than 1.
         """
         return self._imap(func, iterable, chunksize, buffersize, is_ordered=True)
 
     def imap_unordered(
-        self, func: Callable[[Any], T], iterable: Iterable[Any], chunksize: int = 1, buffersize: int | None = None
+        self,
+        func: Callable[[Any], T],
+        iterable: Iterable[Any],
+        chunksize: int = 1,
+        buffersize: int | None = None,
     ) -> IMapIterator[T]:
         """Do as `imap` does, but return each result as soon as it is there."""
         return self._imap(func, iterable, chunksize, buffersize, is_ordered=False)
 
     def _imap(
-        self, func: Callable[[Any], T], iterable: Iterable[Any], chunksize: int, buffersize: int | None, is_ordered: bool
+        self,
+        func: Callable[[Any], T],
+        iterable: Iterable[Any],
+        chunksize: int,
+        buffersize: int | None,
+        is_ordered: bool,
     ) -> IMapIterator[T]:
         is_chunked = chunksize != 1
         self._check_running()
-        submit = ready_for_many(self._view, PoolCall(func, call_each if is_chunked else call, self._limit))
+        submit = ready_for_many(
+            self._view, PoolCall(func, call_each if is_chunked else call, self._limit)
+        )
         chunksize = checked_count("chunksize", chunksize, least=1)
         buffersize = optional_count("buffersize", buffersize, least=1)
         items = iter(iterable)
@@ -291,23 +374,35 @@ class Pool:
             most_ahead = self._num_workers() * max(2, LOOK_AHEAD // chunksize)
         calls = chunks(items, chunksize) if is_chunked else items
         drawing: Drawing[T] = Drawing(
-            self, self._collector, submit, calls, is_chunked=is_chunked, is_ordered=is_ordered, most_ahead=most_ahead
+            self,
+            self._collector,
+            submit,
+            calls,
+            is_chunked=is_chunked,
+            is_ordered=is_ordered,
+            most_ahead=most_ahead,
         )
         return IMapIterator(drawing)
 
     def _num_workers(self) -> int:
         return max(len(self._view._numbers()), 1)
 
-    # --- end of the pool ----------------------------------------------------------------------------------------------
+    # --- end of the pool --------------------------------------------------------------------------
 
     def close(self) -> None:
         """Take no more work; the workers end after the present work."""
         if self._state == multiprocessing.pool.RUN:
             self._state = multiprocessing.pool.CLOSE
-            self._collector.close(self._forget if self._own is None else functools.partial(self._own.shutdown, wait=False))
+            self._collector.close(
+                self._forget
+                if self._own is None
+                else functools.partial(self._own.shutdown, wait=False)
+            )
 
     def terminate(self) -> None:
-        """Take no more work, cancel all calls, even running ones, and end the workers; a `pool=` stays open."""
+        """Take no more work, cancel all calls, even running ones, and end the workers; a `pool=`
+        stays open.
+        """
         if self._state == multiprocessing.pool.INIT:
             return
         self._state = multiprocessing.pool.TERMINATE
@@ -343,12 +438,24 @@ class Pool:
         self._check_running()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self.terminate()
 
-    def __del__(self, _warn: Callable[..., None] = warnings.warn, _run: str = multiprocessing.pool.RUN) -> None:
+    def __del__(
+        self, _warn: Callable[..., None] = warnings.warn, _run: str = multiprocessing.pool.RUN
+    ) -> None:
         if getattr(self, "_state", None) == _run:  # at the interpreter's end, modules may be gone
-            _warn(f"unclosed running multiprocessing pool {self!r}", ResourceWarning, source=self, stacklevel=2)
+            _warn(
+                f"unclosed running multiprocessing pool {self!r}",
+                ResourceWarning,
+                source=self,
+                stacklevel=2,
+            )
 
     def _check_running(self) -> None:
         if self._state != multiprocessing.pool.RUN:
@@ -361,7 +468,10 @@ class Pool:
 
     def __repr__(self) -> str:
         kind = type(self)
-        return f"<{kind.__module__}.{kind.__qualname__} state={self._state} pool_size={len(self._pool)}>"
+        return (
+            f"<{kind.__module__}.{kind.__qualname__} state={self._state}"
+            f" pool_size={len(self._pool)}>"
+        )
 
     def __reduce__(self) -> NoReturn:
         raise NotImplementedError("pool objects cannot be passed between processes or pickled")
@@ -374,28 +484,37 @@ def _nothing() -> None:
 def _opened(processes: int | None, profile: str | Profile, changes: dict[str, Any]) -> ParallelPool:
     """Open a pool: a quiet one, in which cores are shared if its size is said.
 
-    A standard pool's processes take no core from others, and there may be more of them than cores. On a cluster they have cores
-    of their own, by which it knows where there is room.
+    A standard pool's processes take no core from others, and there may be more of them than cores.
+    On a cluster they have cores of their own, by which it knows where there is room.
     """
     if in_task():
         return open_pool(processes)
     settings = resolve_profile(profile, {"quiet": True, **changes})
     each = settings.resources
-    if processes is not None and settings.address is None and isinstance(each, WorkerResources) and each.cpus is None:
+    if (
+        processes is not None
+        and settings.address is None
+        and isinstance(each, WorkerResources)
+        and each.cpus is None
+    ):
         settings = replace(settings, resources=replace(each, cpus=SHARED_CPUS))
     return open_pool(processes, profile=settings)
 
 
-# --- calls on workers -------------------------------------------------------------------------------------------------
+# --- calls on workers -----------------------------------------------------------------------------
 
 
 class UnpicklableError(SerializationError, TypeError, AttributeError, RuntimeError):
-    """Work cannot be sent to a worker; it names the variable. It is of each type of which the standard pool's error may be."""
+    """Work cannot be sent to a worker; it names the variable. It is of each type of which the
+    standard pool's error may be.
+    """
 
 
 @dataclass(frozen=True)
 class TaskLimit:
-    """After how many tasks of a pool a worker's process is to be replaced; several pools may use the same workers."""
+    """After how many tasks of a pool a worker's process is to be replaced; several pools may use
+    the same workers.
+    """
 
     max_tasks: int
     pool: str
@@ -406,20 +525,24 @@ class TaskLimit:
             retire_process()
 
 
-_tasks: defaultdict[str, itertools.count[int]] = defaultdict(lambda: itertools.count(1))  # of this process
+# of this process
+_tasks: defaultdict[str, itertools.count[int]] = defaultdict(lambda: itertools.count(1))
 
 
 def task_limit(maxtasksperchild: int | None) -> TaskLimit | None:
     """Return the limit of a new pool.
 
     Raises:
-        InvalidValueError: It is no whole number from 1 on; of whatever type it is, as of the standard pool.
+        InvalidValueError: It is no whole number from 1 on; of whatever type it is, as of the
+            standard pool.
     """
     if maxtasksperchild is None:
         return None
     number = whole_number(maxtasksperchild)
     if number is None or number < 1:
-        raise InvalidValueError(f"maxtasksperchild={maxtasksperchild!r} is neither a whole number from 1 on nor None.")
+        raise InvalidValueError(
+            f"maxtasksperchild={maxtasksperchild!r} is neither a whole number from 1 on nor None."
+        )
     return TaskLimit(number, uuid.uuid4().hex)
 
 
@@ -440,7 +563,9 @@ def call_each_starred(func: Callable[..., Any], chunk: Iterable[Iterable[Any]]) 
 
 @dataclass(frozen=True)
 class PoolCall:
-    """The callable on a worker: a user's function, the way to call it, and the task limit of the process."""
+    """The callable on a worker: a user's function, the way to call it, and the task limit of the
+    process.
+    """
 
     func: Callable[..., Any]
     how: Callable[..., Any]
@@ -474,12 +599,15 @@ def check_context(context: Any) -> None:
     """Refuse a value that is no context of `multiprocessing`."""
     if context is not None and not isinstance(context, BaseContext):
         raise InvalidTypeError(
-            f"context={context!r} is no context of multiprocessing. Leave it out: Ray starts the workers, whatever it is."
+            f"context={context!r} is no context of multiprocessing. Leave it out: Ray starts the"
+            " workers, whatever it is."
         )
 
 
 def waited_for(hand_in: Callable[..., AsyncResult[T]], *arguments: Any) -> T:
-    """Return a result that nobody else can get: if handing in or waiting is broken off (Ctrl-C), its calls are cancelled."""
+    """Return a result that nobody else can get: if handing in or waiting is broken off (Ctrl-C),
+    its calls are cancelled.
+    """
     futures: list[Future[Any]] = []
     try:
         return hand_in(futures, *arguments).get()
@@ -501,7 +629,9 @@ def ready(view: PoolView, work: PoolCall) -> Callable[..., Future[Any]]:
 
 
 def ready_for_many(view: PoolView, work: PoolCall) -> Callable[..., Future[Any]]:
-    """Do as `ready` does, for the calls of a map: where they run while they are handed in, Ctrl-C in one of them ends that."""
+    """Do as `ready` does, for the calls of a map: where they run while they are handed in, Ctrl-C
+    in one of them ends that.
+    """
     engine = view._engine_here()
     submit = _ready(view, engine, work)
     engine.warn_of_generators(work.func)

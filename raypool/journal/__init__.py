@@ -1,4 +1,5 @@
-"""The journal of a durable run: the outcome of each item, in a folder, safe from crashes of all processes.
+"""The journal of a durable run: the outcome of each item, in a folder, safe from crashes of all
+processes.
 
 `keys` identifies items and functions, `journal` writes outcomes, `rows` converts them, `schema`
 lays them out in SQLite. `opening` opens and repairs a journal, with rows that `salvage` finds in a

@@ -1,4 +1,5 @@
-"""Files of a run: each is written in one step, for its owner only, and read only if unchanged; and pickles.
+"""Files of a run: each is written in one step, for its owner only, and read only if unchanged; and
+pickles.
 
 A pickle can run code when it is opened. So a pickle is opened only if no other user can have
 written to the run, and its file has the size and hash that the journal says.
@@ -21,7 +22,9 @@ from raypool.errors import SerializationError
 DIGEST_BYTES = 16
 
 MAX_TWICE_BYTES = 16 * 1024 * 1024
-"""Up to this size [bytes] a pickle that needs the user's script is stored in a second form without it."""
+"""Up to this size [bytes] a pickle that needs the user's script is stored in a second form without
+it.
+"""
 
 
 class Damaged(Exception):
@@ -52,7 +55,9 @@ def write_file(path: Path, data: bytes) -> None:
     """Write a file for the owner only, in one step; it is on disk when this returns."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        with os.fdopen(
+            os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb"
+        ) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -89,12 +94,20 @@ JOURNAL = ("journal.sqlite", "journal.sqlite-wal", "journal.salvaged.sqlite")
 
 
 def distrust(path: Path) -> str | None:
-    """Return why other users may have written to a file or folder, and what to do; None if they cannot."""
+    """Return why other users may have written to a file or folder, and what to do; None if they
+    cannot.
+    """
     status = path.stat()
     if status.st_uid != os.getuid():
-        return f"{path} belongs to user {status.st_uid}, and a pickle in it could run code as you: if you trust it, chown it"
+        return (
+            f"{path} belongs to user {status.st_uid}, and a pickle in it could run code as you: if"
+            " you trust it, chown it"
+        )
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"{path} can be changed by others, and a pickle in it could run code as you: if you trust it, chmod go-w it"
+        return (
+            f"{path} can be changed by others, and a pickle in it could run code as you: if you"
+            " trust it, chmod go-w it"
+        )
     return None
 
 
@@ -116,7 +129,8 @@ def check_run(run_dir: Path) -> None:
     """Make sure that no other user can have written to the journal in this folder.
 
     Raises:
-        Damaged: The folder or a file of the journal belongs to somebody else, or others may write to it.
+        Damaged: The folder or a file of the journal belongs to somebody else, or others may write
+            to it.
     """
     check_owner(run_dir)
     for name in JOURNAL:
@@ -150,7 +164,9 @@ def cloudpickled(value: Any) -> bytes:
         kind = type(value).__name__
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise SerializationError(
-            f"The value cannot be stored: a {kind} cannot be pickled ({reason}). Return what it is made from.", what=f"a {kind}"
+            f"The value cannot be stored: a {kind} cannot be pickled ({reason}). Return what it is"
+            " made from.",
+            what=f"a {kind}",
         ) from error
 
 
@@ -191,7 +207,9 @@ def load(data: bytes) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException:
-        raise Damaged(f"it cannot be opened here ({type(first_error).__name__}: {first_error})") from first_error
+        raise Damaged(
+            f"it cannot be opened here ({type(first_error).__name__}: {first_error})"
+        ) from first_error
 
 
 def _behind_first(data: bytes) -> bytes:

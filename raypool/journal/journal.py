@@ -19,7 +19,18 @@ from raypool.journal.files import Damaged, check_run, make_folder, write_file
 from raypool.journal.keys import FunctionSource
 from raypool.journal.lock import Identity, RunLock, closed, identity, opening
 from raypool.journal.opening import Contents, cannot_write, connect, lost_with_log, open_database
-from raypool.journal.rows import DATABASE, NOWHERE, Outcome, Stored, StoredAt, error_of, get_back, logger, put_away, to_row
+from raypool.journal.rows import (
+    DATABASE,
+    NOWHERE,
+    Outcome,
+    Stored,
+    StoredAt,
+    error_of,
+    get_back,
+    logger,
+    put_away,
+    to_row,
+)
 from raypool.journal.schema import MAX_TEXT_BYTES, SCHEMA, Row, insert, numbers_of, order_rows
 
 __all__ = ["Damaged", "Journal", "Outcome", "Stored"]
@@ -49,7 +60,9 @@ class Journal:
         (2, 0.9)
     """
 
-    def __init__(self, run_dir: Path, lock: RunLock, connection: sqlite3.Connection, contents: Contents) -> None:
+    def __init__(
+        self, run_dir: Path, lock: RunLock, connection: sqlite3.Connection, contents: Contents
+    ) -> None:
         self.run_dir = run_dir
         self._lock = lock
         self._connection = connection
@@ -71,7 +84,13 @@ class Journal:
         self.run = max(runs, default=0) + 1
 
     @classmethod
-    def open(cls, run_dir: str | os.PathLike[str], function: str, seed: int | None, source: FunctionSource | None = None) -> Self:
+    def open(
+        cls,
+        run_dir: str | os.PathLike[str],
+        function: str,
+        seed: int | None,
+        source: FunctionSource | None = None,
+    ) -> Self:
         """Lock the folder, make or open its journal, and begin the next run in it.
 
         Args:
@@ -81,7 +100,8 @@ class Journal:
             source: Where the function is defined, for replays.
 
         Raises:
-            JournalError: It is in use, was made for another function or seed, cannot be written, or others can write to it.
+            JournalError: It is in use, was made for another function or seed, cannot be written, or
+                others can write to it.
         """
         folder = Path(os.path.abspath(run_dir))  # noqa: PTH100 (links stay what they are)
         try:
@@ -140,7 +160,8 @@ class Journal:
             raise cannot_write(self.run_dir, error) from error
 
     def note_items(self, entries: Iterable[tuple[str, int, Any]]) -> None:
-        """Note which items this run has: key, position, item. Those that are not known yet are stored.
+        """Note which items this run has: key, position, item. Those that are not known yet are
+        stored.
 
         Raises:
             OSError: It cannot be written, and nothing is noted; it may be tried again.
@@ -158,7 +179,9 @@ class Journal:
                     items.append((known, key, self.run, *self._put_item(key, item)))
                 positions.append((position, known))
             first = self._next["orders"]
-            orders = [(first + offset, *row) for offset, row in enumerate(order_rows(self.run, positions))]
+            orders = [
+                (first + offset, *row) for offset, row in enumerate(order_rows(self.run, positions))
+            ]
             self._commit({"items": items, "orders": orders})
             self._numbers.update(new)
 
@@ -178,7 +201,11 @@ class Journal:
         """Return the position of each item in an earlier run, by key."""
         keys = {number: key for key, number in self._numbers.items()}
         orders = ((first, text) for _, own, first, text in self._orders if own == run)
-        places = ((keys.get(n), place) for first, text in orders for place, n in enumerate(numbers_of(text), first))
+        places = (
+            (keys.get(n), place)
+            for first, text in orders
+            for place, n in enumerate(numbers_of(text), first)
+        )
         return {key: place for key, place in places if key is not None}
 
     def value(self, stored: Stored) -> Any:
@@ -194,7 +221,8 @@ class Journal:
         return error_of(stored, self.run_dir)
 
     def write(self, outcomes: Sequence[Outcome]) -> list[tuple[Outcome, Exception]]:
-        """Write outcomes; they are on disk when this returns, except those that it returns with a reason.
+        """Write outcomes; they are on disk when this returns, except those that it returns with a
+        reason.
 
         The reason is an `OSError` if the disk is full (a later try may succeed, and small outcomes
         may still fit), or a `SerializationError` if the value cannot be pickled (which is final).
@@ -220,7 +248,9 @@ class Journal:
                     failed += self._write_singly(ready)
         return failed
 
-    def _write_singly(self, ready: list[tuple[Outcome, tuple[Any, ...]]]) -> list[tuple[Outcome, Exception]]:
+    def _write_singly(
+        self, ready: list[tuple[Outcome, tuple[Any, ...]]]
+    ) -> list[tuple[Outcome, Exception]]:
         """Write those outcomes that still fit on the disk; stop after two failures in a row."""
         failed: list[tuple[Outcome, Exception]] = []
         for position, (outcome, row) in enumerate(ready):
@@ -293,17 +323,25 @@ class Journal:
             OSError: The journal is gone, or cannot be opened again.
         """
         if identity(self._database) != self._opened:
-            raise OSError(errno.ENOENT, "the journal was removed, or replaced, while it was in use", str(self._database))
+            raise OSError(
+                errno.ENOENT,
+                "the journal was removed, or replaced, while it was in use",
+                str(self._database),
+            )
         if identity(self._log_path) != self._log:
             self._renew()
 
     def _renew(self) -> None:
-        """Open the database again: another program took this process for gone, tidied up the log and removed it.
+        """Open the database again: another program took this process for gone, tidied up the log
+        and removed it.
 
         Raises:
             OSError: It cannot be opened.
         """
-        logger.warning("Another program has removed the log of %s, which is in use; it is opened again.", self._database)
+        logger.warning(
+            "Another program has removed the log of %s, which is in use; it is opened again.",
+            self._database,
+        )
         self._log = NO_LOG
         try:
             self._connection.close()
@@ -321,17 +359,25 @@ class Journal:
         Raises:
             OSError: They cannot be written.
         """
-        missing = {table: [row for row in entries if not self._has(table, row[0])] for table, entries in rows.items()}
+        missing = {
+            table: [row for row in entries if not self._has(table, row[0])]
+            for table, entries in rows.items()
+        }
         self._insert(missing)
 
     def _has(self, table: str, number: int) -> bool:
         try:
-            return self._connection.execute(f"SELECT 1 FROM {table} WHERE n = ?", (number,)).fetchone() is not None
+            return (
+                self._connection.execute(f"SELECT 1 FROM {table} WHERE n = ?", (number,)).fetchone()
+                is not None
+            )
         except sqlite3.Error as error:
             raise _as_os_error(error, self.run_dir) from error
 
     def folder(self, key: str) -> Path:
-        """Return the folder of an item; it exists only if it has content (`files.make_folder` makes it)."""
+        """Return the folder of an item; it exists only if it has content (`files.make_folder` makes
+        it).
+        """
         return self.run_dir / "items" / key
 
     def close(self) -> None:
@@ -352,11 +398,13 @@ class Journal:
 def _as_os_error(error: sqlite3.Error, folder: Path) -> OSError:
     """Return SQLite's error of the disk as an `OSError`."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-    number = {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_READONLY: errno.EROFS}.get(code, errno.EIO)
+    number = {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_READONLY: errno.EROFS}.get(
+        code, errno.EIO
+    )
     return OSError(number, str(error), str(folder))
 
 
-# --- checks that a call fits its folder -------------------------------------------------------------------------------
+# --- checks that a call fits its folder -----------------------------------------------------------
 
 
 def check_same(folder: Path, contents: Contents, function: str, seed: int | None) -> None:
@@ -371,13 +419,14 @@ def check_same(folder: Path, contents: Contents, function: str, seed: int | None
     known_seed = json.loads(known_seed)
     if known_function != function[:MAX_TEXT_BYTES]:
         raise JournalError(
-            f"{folder} holds what became of {known_function}; this call is for {function}. Give each function its own folder.",
+            f"{folder} holds what became of {known_function}; this call is for {function}. Give"
+            " each function its own folder.",
             run_dir=str(folder),
         )
     if known_seed != seed:
         raise JournalError(
-            f"{folder} was made with seed={known_seed}; this call has seed={seed}, which gives other values. "
-            f"Give seed={known_seed}, or another folder.",
+            f"{folder} was made with seed={known_seed}; this call has seed={seed}, which gives"
+            f" other values. Give seed={known_seed}, or another folder.",
             run_dir=str(folder),
         )
 
@@ -388,19 +437,23 @@ def check_held(folder: Path, contents: Contents, source: FunctionSource | None) 
     Raises:
         JournalError: A partial has other arguments, so that results would differ.
     """
-    known = next((FunctionSource.from_text(row[3]) for row in reversed(contents["runs"]) if row[3]), None)
+    known = next(
+        (FunctionSource.from_text(row[3]) for row in reversed(contents["runs"]) if row[3]), None
+    )
     if known is None or source is None:
         return
     if known.given is not None and source.given is not None and known.given != source.given:
         raise JournalError(
-            f"{folder} was made by {source.function} with {known.words or 'no arguments'} given by functools.partial; "
-            f"this call gives it {source.words or 'none'}. Give another folder; load_results reads what is in this one.",
+            f"{folder} was made by {source.function} with {known.words or 'no arguments'} given by"
+            f" functools.partial; this call gives it {source.words or 'none'}. Give another folder;"
+            " load_results reads what is in this one.",
             run_dir=str(folder),
         )
     if known.held is not None and source.held is not None and known.held != source.held:
         logger.warning(
-            "%s holds other values (in a partial, a closure, defaults, or the object that it belongs to) than when %s was made, "
-            "or is another lambda. What is there stays as it is: rerun='all' or another folder gives new results.",
+            "%s holds other values (in a partial, a closure, defaults, or the object that it"
+            " belongs to) than when %s was made, or is another lambda. What is there stays as it"
+            " is: rerun='all' or another folder gives new results.",
             source.function,
             folder,
         )

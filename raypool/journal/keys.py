@@ -1,4 +1,5 @@
-"""Keys of items and functions, made from their content; and `FunctionSource`, where a function is defined.
+"""Keys of items and functions, made from their content; and `FunctionSource`, where a function is
+defined.
 
 A value is written as bytes in one canonical way, and the key is their hash: the same in every
 process, and for every order of items. Values with the same content have the same key. Values of
@@ -55,13 +56,15 @@ def content_key(value: Any, what: str) -> str:
         data = _canonical(value, what, [])
     except RecursionError:
         raise InvalidTypeError(
-            f"{what} is nested too deeply to be told from others by what it holds. Give the function something to make it from."
+            f"{what} is nested too deeply to be told from others by what it holds. Give the"
+            " function something to make it from."
         ) from None
     return blake2b(data, digest_size=KEY_BYTES).hexdigest()
 
 
 def numbered(keys: Iterable[str]) -> Iterator[str]:
-    """Yield the keys with "-2", "-3" and so on behind the second, third and further ones that are the same.
+    """Yield the keys with "-2", "-3" and so on behind the second, third and further ones that are
+    the same.
 
     Example:
         >>> list(numbered(["a", "b", "a", "a"]))
@@ -101,7 +104,7 @@ def module_name(name: str | None) -> str:
     return Path(file).stem if file else "__main__"
 
 
-# --- canonical bytes --------------------------------------------------------------------------------------------------
+# --- canonical bytes ------------------------------------------------------------------------------
 
 
 def _node(tag: str, *parts: bytes) -> bytes:
@@ -115,7 +118,8 @@ def _canonical(value: Any, path: str, outer: list[int]) -> bytes:
     simple = _SIMPLE.get(type(value))
     if simple is not None:
         return simple(value)
-    if id(value) in outer:  # a child refers to its parent, which is the same number of levels above it in every process
+    # a child refers to its parent, which is the same number of levels above it in every process
+    if id(value) in outer:
         return _node("up", b"%d" % (len(outer) - outer.index(id(value))))
     outer.append(id(value))
     try:
@@ -135,8 +139,13 @@ def _compound(value: Any, path: str, outer: list[int]) -> bytes:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return _node("namedtuple", _name(type(value)), *_each(value, path, outer))
     if dataclasses.is_dataclass(value):
-        fields = sorted(field.name for field in dataclasses.fields(value) if hasattr(value, field.name))
-        parts = [_node("", _text(name), _canonical(getattr(value, name), f"{path}.{name}", outer)) for name in fields]
+        fields = sorted(
+            field.name for field in dataclasses.fields(value) if hasattr(value, field.name)
+        )
+        parts = [
+            _node("", _text(name), _canonical(getattr(value, name), f"{path}.{name}", outer))
+            for name in fields
+        ]
         return _node("dataclass", _name(type(value)), *parts)
     for of_library in (_of_numpy, _of_pandas, _of_torch, _of_omegaconf):
         if (data := of_library(value, path, outer)) is not None:
@@ -151,7 +160,11 @@ def _set(value: Any, path: str, outer: list[int]) -> bytes:
 
 def _each(values: Iterable[Any], path: str, outer: list[int]) -> list[bytes]:
     return [
-        simple(value) if (simple := _SIMPLE.get(type(value))) else _canonical(value, f"{path}[{index}]", outer)
+        (
+            simple(value)
+            if (simple := _SIMPLE.get(type(value)))
+            else _canonical(value, f"{path}[{index}]", outer)
+        )
         for index, value in enumerate(values)
     ]
 
@@ -159,7 +172,11 @@ def _each(values: Iterable[Any], path: str, outer: list[int]) -> list[bytes]:
 def _sorted_pairs(pairs: Iterable[tuple[Any, Any]], path: str, outer: list[int]) -> list[bytes]:
     return sorted(
         _canonical(key, f"a key of {path}", outer)
-        + (simple(value) if (simple := _SIMPLE.get(type(value))) else _canonical(value, f"{path}[{key!r}]", outer))
+        + (
+            simple(value)
+            if (simple := _SIMPLE.get(type(value)))
+            else _canonical(value, f"{path}[{key!r}]", outer)
+        )
         for key, value in pairs
     )
 
@@ -171,7 +188,9 @@ def _text(text: str) -> bytes:
 
 def _name(cls: Any) -> bytes:
     """Return the name of a class or function, the same whether its script is run or imported."""
-    return _text(f"{module_name(getattr(cls, '__module__', None))}.{getattr(cls, '__qualname__', repr(cls))}")
+    return _text(
+        f"{module_name(getattr(cls, '__module__', None))}.{getattr(cls, '__qualname__', repr(cls))}"
+    )
 
 
 def _number(value: float) -> bytes:
@@ -192,7 +211,9 @@ _SIMPLE: dict[type, Callable[[Any], bytes]] = {
     Fraction: lambda value: _node("fraction", str(value).encode()),
     uuid.UUID: lambda value: _node("uuid", value.bytes),
     datetime.date: lambda value: _node("date", value.isoformat().encode()),
-    datetime.timedelta: lambda value: _node("timedelta", b"%d %d %d" % (value.days, value.seconds, value.microseconds)),
+    datetime.timedelta: lambda value: _node(
+        "timedelta", b"%d %d %d" % (value.days, value.seconds, value.microseconds)
+    ),
     range: lambda value: _node("range", b"%d %d %d" % (value.start, value.stop, value.step)),
     ModuleType: lambda value: _node("module", value.__name__.encode()),
 }
@@ -200,7 +221,9 @@ _SIMPLE: dict[type, Callable[[Any], bytes]] = {
 
 
 def _function(fn: FunctionType, path: str, outer: list[int]) -> bytes:
-    """Write a function as its name; if that does not lead to it, also its code and captured values."""
+    """Write a function as its name; if that does not lead to it, also its code and captured
+    values.
+    """
     if "<" not in fn.__qualname__:
         return _node("function", _name(fn))
     cells = [cell.cell_contents for cell in fn.__closure__ or ()]
@@ -215,13 +238,17 @@ def code_key(code: CodeType) -> str:
 
 def _code(code: CodeType, path: str, outer: list[int]) -> bytes:
     constants = [
-        _code(constant, path, outer) if isinstance(constant, CodeType) else _canonical(constant, path, outer)
+        (
+            _code(constant, path, outer)
+            if isinstance(constant, CodeType)
+            else _canonical(constant, path, outer)
+        )
         for constant in code.co_consts
     ]
     return _node("code", _node("", code.co_code), _text(" ".join(code.co_names)), *constants)
 
 
-# --- values of other packages -----------------------------------------------------------------------------------------
+# --- values of other packages ---------------------------------------------------------------------
 # A package that was never imported has made no values.
 
 
@@ -231,7 +258,11 @@ def _of_numpy(value: Any, path: str, outer: list[int]) -> bytes | None:
         return None
     if isinstance(value, numpy.generic):
         plain = None if value.dtype.kind in "mM" else value.item()
-        return _array(numpy.asarray(value), path, outer) if type(plain) not in _NUMBERS else _canonical(plain, path, outer)
+        return (
+            _array(numpy.asarray(value), path, outer)
+            if type(plain) not in _NUMBERS
+            else _canonical(plain, path, outer)
+        )
     return _array(value, path, outer) if type(value) is numpy.ndarray else None
 
 
@@ -240,10 +271,17 @@ def _of_pandas(value: Any, path: str, outer: list[int]) -> bytes | None:
     if pandas is None or not isinstance(value, (pandas.DataFrame, pandas.Series, pandas.Index)):
         return None
     if isinstance(value, pandas.Index):
-        return _node("index", _canonical(list(value.names), path, outer), _column(value, path, outer))
+        return _node(
+            "index", _canonical(list(value.names), path, outer), _column(value, path, outer)
+        )
     labels = _column(value.index, path, outer)
     if isinstance(value, pandas.Series):
-        return _node("series", _canonical(value.name, f"the name of {path}", outer), _column(value, path, outer), labels)
+        return _node(
+            "series",
+            _canonical(value.name, f"the name of {path}", outer),
+            _column(value, path, outer),
+            labels,
+        )
     columns = [_column(value.iloc[:, number], path, outer) for number in range(value.shape[1])]
     return _node("frame", _name(type(value)), _column(value.columns, path, outer), labels, *columns)
 
@@ -260,7 +298,12 @@ def _array(array: Any, path: str, outer: list[int]) -> bytes:
 def _column(column: Any, path: str, outer: list[int]) -> bytes:
     dtype = column.dtype
     categories = (list(dtype.categories), dtype.ordered) if hasattr(dtype, "categories") else None
-    return _node("column", _text(str(dtype)), _canonical(categories, path, outer), _array(column.to_numpy(), path, outer))
+    return _node(
+        "column",
+        _text(str(dtype)),
+        _canonical(categories, path, outer),
+        _array(column.to_numpy(), path, outer),
+    )
 
 
 def _of_omegaconf(value: Any, path: str, outer: list[int]) -> bytes | None:
@@ -279,10 +322,15 @@ def _of_torch(value: Any, path: str, outer: list[int]) -> bytes | None:
     plain = plain.as_subclass(torch.Tensor) if plain.layout is torch.strided else plain.to_dense()
     plain = plain.cpu().resolve_conj().resolve_neg().contiguous()
     data = blake2b(plain.reshape(-1).view(torch.uint8).numpy(), digest_size=32).digest()
-    return _node("tensor", _name(type(value)), f"{value.dtype} {tuple(value.shape)} {value.layout}".encode(), data)
+    return _node(
+        "tensor",
+        _name(type(value)),
+        f"{value.dtype} {tuple(value.shape)} {value.layout}".encode(),
+        data,
+    )
 
 
-# --- all other values -------------------------------------------------------------------------------------------------
+# --- all other values -----------------------------------------------------------------------------
 
 
 def _reduced(value: Any, path: str, outer: list[int]) -> bytes:
@@ -294,14 +342,19 @@ def _reduced(value: Any, path: str, outer: list[int]) -> bytes:
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise InvalidTypeError(
-            f"{path} is a {kind.__name__} that cannot be pickled ({reason}), so it cannot be told from others by what it holds. "
-            "Make it inside the function, or give what it is made from."
+            f"{path} is a {kind.__name__} that cannot be pickled ({reason}), so it cannot be told"
+            " from others by what it holds. Make it inside the function, or give what it is made"
+            " from."
         ) from error
     if isinstance(reduced, str):
         return _node("global", _name(kind), _text(reduced))
     function, args, state, entries, pairs = (*reduced, None, None, None)[:5]
     parts = [_canonical(part, path, outer) for part in (function, args)]
-    parts.append(_canonical(state, path, outer) if not isinstance(state, dict) else _attributes(state, path, outer))
+    parts.append(
+        _canonical(state, path, outer)
+        if not isinstance(state, dict)
+        else _attributes(state, path, outer)
+    )
     parts.append(_node("list", *_each(entries or (), path, outer)))
     if isinstance(value, OrderedDict):
         parts.append(_node("pairs", *_each(list(pairs or ()), path, outer)))
@@ -313,7 +366,10 @@ def _reduced(value: Any, path: str, outer: list[int]) -> bytes:
 def _attributes(state: dict[Any, Any], path: str, outer: list[int]) -> bytes:
     return _node(
         "state",
-        *sorted(_canonical(name, path, outer) + _canonical(value, f"{path}.{name}", outer) for name, value in state.items()),
+        *sorted(
+            _canonical(name, path, outer) + _canonical(value, f"{path}.{name}", outer)
+            for name, value in state.items()
+        ),
     )
 
 
@@ -321,21 +377,32 @@ def _as_args(tag: str, take: Callable[[Any], tuple[Any, ...]]) -> Callable[[Any]
     return lambda value: _node(tag, _canonical(take(value), f"a {tag}", []))
 
 
-_SIMPLE[datetime.time] = _as_args("time", lambda value: (value.isoformat(), value.fold, value.tzinfo))
-_SIMPLE[datetime.datetime] = _as_args("datetime", lambda value: (value.isoformat(), value.fold, value.tzinfo))
+_SIMPLE[datetime.time] = _as_args(
+    "time", lambda value: (value.isoformat(), value.fold, value.tzinfo)
+)
+_SIMPLE[datetime.datetime] = _as_args(
+    "datetime", lambda value: (value.isoformat(), value.fold, value.tzinfo)
+)
 
 _NUMBERS = frozenset({bool, int, float, complex, str, bytes})
 """Python's types of NumPy's numbers and texts."""
 
 _COMPOUND: list[tuple[Any, Callable[[Any, str, list[int]], bytes]]] = [
-    (Enum, lambda value, path, outer: _node("enum", _name(type(value)), _canonical(_of_enum(value), path, outer))),
+    (
+        Enum,
+        lambda value, path, outer: _node(
+            "enum", _name(type(value)), _canonical(_of_enum(value), path, outer)
+        ),
+    ),
     ((set, frozenset), _set),
     (PurePath, lambda value, path, outer: _node("path", _text(str(value)))),
     (type, lambda value, path, outer: _node("class", _name(value))),
     (FunctionType, _function),
     (
         functools.partial,
-        lambda value, path, outer: _node("partial", _canonical((value.func, value.args, dict(value.keywords)), path, outer)),
+        lambda value, path, outer: _node(
+            "partial", _canonical((value.func, value.args, dict(value.keywords)), path, outer)
+        ),
     ),
 ]
 """How to write values that may contain others, by class or parent class."""
@@ -345,7 +412,7 @@ def _of_enum(value: Enum) -> Any:
     return value.value if isinstance(value, Flag) else value.name
 
 
-# --- function sources: definition and captured values -----------------------------------------------------------------
+# --- function sources: definition and captured values ---------------------------------------------
 
 
 MAX_WORDS = 300
@@ -391,21 +458,31 @@ class FunctionSource(NamedTuple):
         file = getattr(module, "__file__", None)
         is_script = named == "__main__" and getattr(module, "__spec__", None) is None
         qualname = getattr(fn, "__qualname__", None)
-        is_found = module is not None and isinstance(qualname, str) and found(module, qualname) is fn
+        is_found = (
+            module is not None and isinstance(qualname, str) and found(module, qualname) is fn
+        )
         if not is_found or (is_script and file is None):
             qualname = None
         path = None if file is None else str(Path(file).resolve())
         source = FunctionSource(function_key(fn), module_name(named), qualname, path, is_script)
         if qualname is None:
             pickled = _pickled(fn)
-            source = source._replace(pickled=pickled, digest=None if pickled is None else digest(pickled).hex())
+            source = source._replace(
+                pickled=pickled, digest=None if pickled is None else digest(pickled).hex()
+            )
         (args, keywords), inner = _arguments(fn)
         plain = encode([list(args), keywords])
         if plain is None:
-            return source._replace(held=_key_of(lambda: [*_held(inner), *args, *keywords, *keywords.values()]))
-        words = ", ".join([*map(repr, args), *(f"{name}={value!r}" for name, value in keywords.items())])
+            return source._replace(
+                held=_key_of(lambda: [*_held(inner), *args, *keywords, *keywords.values()])
+            )
+        words = ", ".join(
+            [*map(repr, args), *(f"{name}={value!r}" for name, value in keywords.items())]
+        )
         given = digest(plain.encode()).hex()
-        return source._replace(given=given, words=words[:MAX_WORDS] or None, held=_key_of(lambda: _held(inner)))
+        return source._replace(
+            given=given, words=words[:MAX_WORDS] or None, held=_key_of(lambda: _held(inner))
+        )
 
     @property
     def pickle_name(self) -> str:
@@ -476,7 +553,9 @@ def _held(fn: Any) -> list[Any]:
 
 
 def _key_of(find: Callable[[], list[Any]]) -> str | None:
-    """Return the key of some values; None if one has none, or a new one in each run (raypool's objects)."""
+    """Return the key of some values; None if one has none, or a new one in each run (raypool's
+    objects).
+    """
     try:
         values = find()
         if any(type(value).__module__.partition(".")[0] == "raypool" for value in values):

@@ -47,7 +47,9 @@ class RunLock:
             self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             raise JournalError(
-                f"{folder} cannot be written ({error.strerror or error}). Give a folder that belongs to you.", run_dir=str(folder)
+                f"{folder} cannot be written ({error.strerror or error}). Give a folder that"
+                " belongs to you.",
+                run_dir=str(folder),
             ) from error
         try:
             self._take(folder)
@@ -73,10 +75,15 @@ class RunLock:
         except OSError as error:
             if error.errno in (EAGAIN, EACCES):
                 raise JournalError(
-                    f"{folder} is in use by {self._holder()}. Wait until that has ended, or give another folder.",
+                    f"{folder} is in use by {self._holder()}. Wait until that has ended, or give"
+                    " another folder.",
                     run_dir=str(folder),
                 ) from None
-            logger.warning("%s cannot be locked (%s): make sure that nobody else uses it.", folder, error.strerror)
+            logger.warning(
+                "%s cannot be locked (%s): make sure that nobody else uses it.",
+                folder,
+                error.strerror,
+            )
         since = datetime.now().astimezone().isoformat(" ", "seconds")
         self.outcomes_before = noted_outcomes(folder, self._path.name)
         self._note = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
@@ -105,7 +112,9 @@ class RunLock:
 
 
 def noted_outcomes(folder: Path, name: str = "journal.lock") -> int:
-    """Return the number of outcomes that a current or killed user of a folder noted; 0 if unknown."""
+    """Return the number of outcomes that a current or killed user of a folder noted; 0 if
+    unknown.
+    """
     try:
         return int(json.loads((folder / name).read_bytes())["outcomes"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -133,11 +142,12 @@ def _forget_all() -> None:
 os.register_at_fork(after_in_child=_forget_all)
 
 
-# --- SQLite's locks ---------------------------------------------------------------------------------------------------
+# --- SQLite's locks -------------------------------------------------------------------------------
 #
-# The kernel drops all (POSIX) locks of a process on a file as soon as that process closes any descriptor of it, even one that has
-# nothing to do with the locks. Another process would then take the writer for dead, and delete its log.
-# So a database that SQLite writes in this process is opened in no other way here.
+# The kernel drops all (POSIX) locks of a process on a file as soon as that process closes any
+# descriptor of it, even one that has nothing to do with the locks. Another process would then take
+# the writer for dead, and delete its log. So a database that SQLite writes in this process is
+# opened in no other way here.
 #
 # Source:
 #     SQLite, "How To Corrupt An SQLite Database File", section 2.2.
@@ -161,7 +171,9 @@ def identity(path: Path) -> Identity | None:
 
 @contextlib.contextmanager
 def bare(path: Path) -> Iterator[bool]:
-    """Yield whether a database may be opened without SQLite; meanwhile no writer starts in this process."""
+    """Yield whether a database may be opened without SQLite; meanwhile no writer starts in this
+    process.
+    """
     with _mutex:
         yield identity(path) not in _written
 

@@ -1,4 +1,6 @@
-"""Opens a journal for writing: makes it, migrates it to the newest version, and repairs it if damaged."""
+"""Opens a journal for writing: makes it, migrates it to the newest version, and repairs it if
+damaged.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ class DamagedError(Exception):
 
 
 UNREADABLE = (sqlite3.Error, WrongRowError, DamagedError, UnicodeDecodeError)
-"""What comes of reading a damaged journal, also in the text of a message; `is_damage` tells it from a disk that is full, say."""
+"""What comes of reading a damaged journal, also in the text of a message; `is_damage` tells it from
+a disk that is full, say.
+"""
 
 
 def is_damage(error: Exception) -> bool:
@@ -117,7 +121,8 @@ def cannot_write(folder: Path, error: Exception) -> JournalError:
     """Return the error for a journal that cannot be written."""
     reason = getattr(error, "strerror", None) or error
     return JournalError(
-        f"The journal in {folder} cannot be written ({reason}). Make room, or give a folder that belongs to you.",
+        f"The journal in {folder} cannot be written ({reason}). Make room, or give a folder that"
+        " belongs to you.",
         run_dir=str(folder),
     )
 
@@ -171,7 +176,10 @@ def _checked(connection: sqlite3.Connection, rest: bytes) -> Contents:
         _, num_frames, _ = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
         _append_found(connection, contents, rest)
         if is_cut(rest, num_frames):
-            logger.warning("The log of the journal is damaged near its end: what was written last may be lost, and runs again.")
+            logger.warning(
+                "The log of the journal is damaged near its end: what was written last may be lost,"
+                " and runs again."
+            )
     return contents
 
 
@@ -194,12 +202,16 @@ def read_all(connection: sqlite3.Connection) -> Contents:
 
 
 def _append_found(connection: sqlite3.Connection, contents: Contents, rest: bytes) -> None:
-    """Add rows that were written but not committed, or that are behind a damaged page of the log."""
+    """Add rows that were written but not committed, or that are behind a damaged page of the
+    log.
+    """
     known = frozenset(checksum(table, row) for table, rows in contents.items() for row in rows)
     found = list(carve(rest, known))
     if not found:
         return
-    both = gathered(itertools.chain(((table, row) for table, rows in contents.items() for row in rows), found))
+    both = gathered(
+        itertools.chain(((table, row) for table, rows in contents.items() for row in rows), found)
+    )
     lost = lost_of(both)
     both = renumbered(both)
     if any(both[table][: len(rows)] != rows for table, rows in contents.items()):
@@ -210,10 +222,13 @@ def _append_found(connection: sqlite3.Connection, contents: Contents, rest: byte
     connection.execute("COMMIT")
     contents.update(both)
     if sum(lost.values()):
-        logger.warning("The log of the journal is damaged: %s. What they were about runs again.", what_is_lost(lost))
+        logger.warning(
+            "The log of the journal is damaged: %s. What they were about runs again.",
+            what_is_lost(lost),
+        )
 
 
-# --- salvage ----------------------------------------------------------------------------------------------------------
+# --- salvage --------------------------------------------------------------------------------------
 
 
 def gathered(rows: Iterable[tuple[str, Row]]) -> Contents:
@@ -235,14 +250,20 @@ def renumbered(contents: Contents) -> Contents:
     """Return the rows with consecutive numbers; the orders lose items that are gone."""
     numbers = {row[0]: number for number, row in enumerate(contents["items"], 1)}
     renewed = {
-        table: rows if table == "runs" else [(number, *row[1:]) for number, row in enumerate(rows, 1)]
+        table: (
+            rows if table == "runs" else [(number, *row[1:]) for number, row in enumerate(rows, 1)]
+        )
         for table, rows in contents.items()
     }
     if all(old == new for old, new in numbers.items()):
         return renewed
     orders = []
     for _, run, first, text in contents["orders"]:
-        entries = [(position, numbers[n]) for position, n in enumerate(numbers_of(text), first) if n in numbers]
+        entries = [
+            (position, numbers[n])
+            for position, n in enumerate(numbers_of(text), first)
+            if n in numbers
+        ]
         orders += list(order_rows(run, entries))
     renewed["orders"] = [(number, *row) for number, row in enumerate(orders, 1)]
     return renewed
@@ -250,7 +271,11 @@ def renumbered(contents: Contents) -> Contents:
 
 def what_is_lost(lost: dict[str, int]) -> str:
     """Return the numbers of missing rows in words."""
-    counts = {"results": lost["attempts"], "items": lost["items"], "other records": lost["orders"] + lost["runs"]}
+    counts = {
+        "results": lost["attempts"],
+        "items": lost["items"],
+        "other records": lost["orders"] + lost["runs"],
+    }
     said = " and ".join(f"{count:,} {name}" for name, count in counts.items() if count)
     return f"at least {said} are lost" if said else "how many are lost is not known"
 
@@ -266,8 +291,8 @@ def what_is_left(path: Path, data: bytes, contents: Contents) -> str:
     else:
         cause = "not all in it is what was written"
     return (
-        f"{path} is damaged ({cause}): {count:,} results of {len(contents['items']):,} items could be read, "
-        f"{what_is_lost(lost_of(contents))}."
+        f"{path} is damaged ({cause}): {count:,} results of {len(contents['items']):,} items could"
+        f" be read, {what_is_lost(lost_of(contents))}."
     )
 
 
@@ -277,8 +302,9 @@ def lost_with_log(folder: Path, noted: int, contents: Contents) -> str | None:
     if lost <= 0:
         return None
     return (
-        f"{lost:,} of {noted:,} results of the run in {folder} are lost: the log of its journal, {DATABASE}-wal, is missing or "
-        "was cut off. If the folder is a copy, copy the log too; else call parfor with this run_dir again, which runs them again."
+        f"{lost:,} of {noted:,} results of the run in {folder} are lost: the log of its journal,"
+        f" {DATABASE}-wal, is missing or was cut off. If the folder is a copy, copy the log too;"
+        " else call parfor with this run_dir again, which runs them again."
     )
 
 
@@ -296,11 +322,14 @@ def rescued(path: Path, data: bytes, rest: bytes) -> Contents:
         newest = version
     if newest is not None and newest > SCHEMA:
         raise JournalError(
-            f"{path} was made by a newer raypool (version {newest}, this one knows {SCHEMA}). Update raypool.",
+            f"{path} was made by a newer raypool (version {newest}, this one knows {SCHEMA})."
+            " Update raypool.",
             run_dir=str(path.parent),
         )
     if not any(contents.values()) and not is_ours and _is_sound(data, path):
-        raise JournalError(f"{path} is not a journal of raypool's. Give another folder.", run_dir=str(path.parent))
+        raise JournalError(
+            f"{path} is not a journal of raypool's. Give another folder.", run_dir=str(path.parent)
+        )
     return contents
 
 
@@ -311,7 +340,9 @@ def _is_sound(data: bytes, path: Path) -> bool:
     with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
         try:
             (tables,) = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
-            return bool(tables) and connection.execute("PRAGMA quick_check(1)").fetchone() == ("ok",)
+            return bool(tables) and connection.execute("PRAGMA quick_check(1)").fetchone() == (
+                "ok",
+            )
         except UNREADABLE:
             return False
 
@@ -335,7 +366,9 @@ def _salvaged(folder: Path, rest: bytes) -> tuple[sqlite3.Connection, Contents]:
     temporary.replace(folder / SALVAGED)
     sync_folder(folder)
     _finish_salvage(folder)
-    logger.warning("%s What is missing runs again. The damaged file is kept as %s.", said, kept.name)
+    logger.warning(
+        "%s What is missing runs again. The damaged file is kept as %s.", said, kept.name
+    )
     return connect(path), contents
 
 

@@ -19,7 +19,20 @@ MAX_PARTS = 100_000
 """The greatest number of parts of a value: a list in many places would be written as often."""
 
 NUMPY_NAMES = frozenset(
-    ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"]
+    [
+        "bool",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "float16",
+        "float32",
+        "float64",
+    ]
 )
 """NumPy's types of numbers that Python's represent exactly."""
 
@@ -29,7 +42,8 @@ class _NotPlainError(Exception):
 
 
 def encode(value: Any) -> str | None:
-    """Return a value as JSON, or None if `decode` would not give back the same value with the same types.
+    """Return a value as JSON, or None if `decode` would not give back the same value with the same
+    types.
 
     Example:
         >>> encode({"lr": 0.1, "layers": (64, 64)})
@@ -40,7 +54,9 @@ def encode(value: Any) -> str | None:
         None
     """
     try:
-        return json.dumps(_tagged(value, 0, [0]), ensure_ascii=False, separators=(",", ":"), check_circular=False)
+        return json.dumps(
+            _tagged(value, 0, [0]), ensure_ascii=False, separators=(",", ":"), check_circular=False
+        )
     except _NotPlainError:
         return None
 
@@ -52,7 +68,12 @@ def decode(text: str) -> Any:
 
 def _tagged(value: Any, depth: int, count: list[int]) -> Any:
     kind = type(value)
-    if kind is float or kind is bool or value is None or (kind is int and value.bit_length() <= MAX_BITS):
+    if (
+        kind is float
+        or kind is bool
+        or value is None
+        or (kind is int and value.bit_length() <= MAX_BITS)
+    ):
         return value
     if kind is str:
         return _checked_text(value)

@@ -36,7 +36,16 @@ from raypool.journal.opening import (
     what_is_left,
 )
 from raypool.journal.plain import decode
-from raypool.journal.rows import DATABASE, Stored, StoredAt, error_of, get_back, logger, row_of, words_of
+from raypool.journal.rows import (
+    DATABASE,
+    Stored,
+    StoredAt,
+    error_of,
+    get_back,
+    logger,
+    row_of,
+    words_of,
+)
 from raypool.journal.salvage import carve
 from raypool.journal.schema import checksum, numbers_of
 from raypool.results import Miss, Results, Row
@@ -83,7 +92,9 @@ def load_results(run_dir: str | os.PathLike[str]) -> Results:
 
 @contextlib.contextmanager
 def _quiet_collector() -> Iterator[None]:
-    """Pause the garbage collector while rows are made: scanning them all again takes half the time."""
+    """Pause the garbage collector while rows are made: scanning them all again takes half the
+    time.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -98,7 +109,14 @@ def _load(folder: Path) -> Results:
     entries = entries_of(contents)
     items = _opened(folder, [(entry.key, entry.item) for entry in entries])
     places = [
-        (entry.key, StoredAt(*entry.stored[5:10]) if entry.stored is not None and entry.stored.status == "finished" else None)
+        (
+            entry.key,
+            (
+                StoredAt(*entry.stored[5:10])
+                if entry.stored is not None and entry.stored.status == "finished"
+                else None
+            ),
+        )
         for entry in entries
     ]
     values = _opened(folder, places)
@@ -121,7 +139,11 @@ def _load(folder: Path) -> Results:
         [None if type(item) is Damaged else item for item in items],
         [None if type(value) is Damaged else value for value in values],
         lambda: [
-            row_of(entry.stored) if entry.stored is not None and index not in unreadable else Row("missing")
+            (
+                row_of(entry.stored)
+                if entry.stored is not None and index not in unreadable
+                else Row("missing")
+            )
             for index, entry in enumerate(entries)
         ],
         errors,
@@ -136,7 +158,11 @@ def _misses(contents: Contents, entries: Sequence[ItemRecord]) -> list[Miss]:
     numbers = {entry.key: index for index, entry in enumerate(entries)}
     counted = {entry.stored.n for entry in entries if entry.stored is not None}
     others = (Stored._make(row) for row in contents["attempts"] if row[0] not in counted)
-    return [Miss(numbers[other.key], row_of(other), words_of(other)) for other in others if other.key in numbers]
+    return [
+        Miss(numbers[other.key], row_of(other), words_of(other))
+        for other in others
+        if other.key in numbers
+    ]
 
 
 def _opened(folder: Path, places: Sequence[tuple[str, StoredAt | None]]) -> list[Any]:
@@ -144,7 +170,13 @@ def _opened(folder: Path, places: Sequence[tuple[str, StoredAt | None]]) -> list
     texts = [place.body for _, place in places if place is not None and place.body is not None]
     decoded = iter(decode(f"[{','.join(texts)}]"))  # all at once: much faster than one by one
     return [
-        None if place is None else next(decoded) if place.body is not None else _got_back(place, folder, key)
+        (
+            None
+            if place is None
+            else next(decoded)
+            if place.body is not None
+            else _got_back(place, folder, key)
+        )
         for key, place in places
     ]
 
@@ -164,9 +196,15 @@ def entries_of(contents: Contents) -> list[ItemRecord]:
             newest[row[1]] = Stored._make(row)
     items = {row[0]: row for row in contents["items"]}
     numbers = dict.fromkeys(positions_of(contents, newest_run(contents)).values())
-    ordered = [items[number] for number in [*numbers, *(number for number in items if number not in numbers)] if number in items]
+    ordered = [
+        items[number]
+        for number in [*numbers, *(number for number in items if number not in numbers)]
+        if number in items
+    ]
     known = {row[1]: StoredAt(*row[3:8]) for row in ordered}
-    return [ItemRecord(key, known.get(key), newest.get(key)) for key in dict.fromkeys([*known, *newest])]
+    return [
+        ItemRecord(key, known.get(key), newest.get(key)) for key in dict.fromkeys([*known, *newest])
+    ]
 
 
 def newest_run(contents: Contents) -> int:
@@ -185,7 +223,7 @@ def positions_of(contents: Contents, run: int) -> dict[int, int]:
     return dict(sorted(positions.items()))
 
 
-# --- reading ----------------------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
 def read_contents(folder: Path) -> Contents:
@@ -194,16 +232,21 @@ def read_contents(folder: Path) -> Contents:
     Raises:
         JournalError: There is no journal, or it cannot be read.
     """
-    noted = noted_outcomes(folder)  # first: a running writer notes outcomes after it has written them
+    # first: a running writer notes outcomes after it has written them
+    noted = noted_outcomes(folder)
     path = folder / (DATABASE if not (folder / SALVAGED).exists() else SALVAGED)
     if not path.exists() or not (path.stat().st_size or _log_of(path)):
         if noted or (folder / "items").exists():
             raise JournalError(
-                f"0 results could be read: {path} is missing or empty, but there was a run in this folder. If it is a copy, copy "
-                "the journal too; else call parfor with this run_dir again, which runs all items.",
+                f"0 results could be read: {path} is missing or empty, but there was a run in this"
+                " folder. If it is a copy, copy the journal too; else call parfor with this"
+                " run_dir again, which runs all items.",
                 run_dir=str(folder),
             )
-        raise JournalError(f"There is no run in {folder}: it has no {DATABASE}, or an empty one.", run_dir=str(folder))
+        raise JournalError(
+            f"There is no run in {folder}: it has no {DATABASE}, or an empty one.",
+            run_dir=str(folder),
+        )
     try:
         contents = _read(path)
         if lost := lost_with_log(folder, noted, contents):
@@ -211,13 +254,16 @@ def read_contents(folder: Path) -> Contents:
         return contents
     except (OSError, *UNREADABLE) as error:
         reason = getattr(error, "strerror", None) or error
-        raise JournalError(f"The journal in {folder} cannot be read ({reason}).", run_dir=str(folder)) from error
+        raise JournalError(
+            f"The journal in {folder} cannot be read ({reason}).", run_dir=str(folder)
+        ) from error
 
 
 def _read(path: Path) -> Contents:
     failure: Exception | None = None
     is_still = False  # whether nobody had it when it was last read
-    for pause_s in (0.05, 0.2, 1.0, None):  # a run that just begins or ends moves files under the reader's hands
+    # a run that just begins or ends moves files under the reader's hands
+    for pause_s in (0.05, 0.2, 1.0, None):
         with bare(path) as is_bare:
             try:
                 return _read_once(path) if is_bare else _read_own(path)
@@ -245,9 +291,15 @@ def _left(path: Path) -> Contents:
     if not any(found.values()) and data[:16] == b"SQLite format 3\0" and not any(data[68:72]):
         if lost := lost_with_log(path.parent, noted_outcomes(path.parent), found):
             raise JournalError(f"0 results could be read: {lost}", run_dir=str(path.parent))
-        raise JournalError(f"There is no run in {path.parent} yet: its journal is empty.", run_dir=str(path.parent))
+        raise JournalError(
+            f"There is no run in {path.parent} yet: its journal is empty.", run_dir=str(path.parent)
+        )
     said = what_is_left(path, data, found)
-    logger.warning("%s Call parfor with this run_dir again: it keeps the damaged file, and runs what is missing.", said)
+    logger.warning(
+        "%s Call parfor with this run_dir again: it keeps the damaged file, and runs what is"
+        " missing.",
+        said,
+    )
     return found
 
 
@@ -257,10 +309,12 @@ def _read_once(path: Path) -> Contents:
     Raises:
         DamagedError: Some are missing; or another error of `UNREADABLE`.
     """
-    rest = _log_of(path)  # first: a checkpoint may move its rows into the tables before these are read
+    # first: a checkpoint may move its rows into the tables before these are read
+    rest = _log_of(path)
     check_beginning(path, rest)
     failure: Exception | None = None
-    # Run by root, SQLite changes the owner of the log to that of the database: afterwards a stranger's log would look like ours.
+    # Run by root, SQLite changes the owner of the log to that of the database: afterwards a
+    # stranger's log would look like ours.
     changes_owner = os.geteuid() == 0 and not is_trusted(path.parent)
     for open_one in (_open_copy,) if changes_owner else (_open_still, _open_beside, _open_copy):
         try:
@@ -284,7 +338,9 @@ def _log_of(path: Path) -> bytes:
 
 
 def _with_rest(contents: Contents, rest: bytes) -> Contents:
-    """Return the rows and those in the write-ahead log only: uncommitted, or behind a damaged page."""
+    """Return the rows and those in the write-ahead log only: uncommitted, or behind a damaged
+    page.
+    """
     if not rest:
         return contents
     rows = [(table, row) for table, entries in contents.items() for row in entries]
@@ -294,7 +350,9 @@ def _with_rest(contents: Contents, rest: bytes) -> Contents:
 
 @contextlib.contextmanager
 def _connected(uri: str) -> Iterator[sqlite3.Connection]:
-    with contextlib.closing(sqlite3.connect(uri, timeout=10.0, isolation_level=None, uri=True)) as connection:
+    with contextlib.closing(
+        sqlite3.connect(uri, timeout=10.0, isolation_level=None, uri=True)
+    ) as connection:
         connection.execute("BEGIN")  # all tables as they are at one moment
         yield connection
 
@@ -328,7 +386,7 @@ def _open_copy(path: Path) -> Iterator[sqlite3.Connection]:
             yield connection
 
 
-# --- reports of items -------------------------------------------------------------------------------------------------
+# --- reports of items -----------------------------------------------------------------------------
 
 
 def _feed_of(folder: Path, keys: Sequence[str]) -> Feed:
@@ -349,7 +407,10 @@ def _feed_of(folder: Path, keys: Sequence[str]) -> Feed:
     if lost:
         count, first = sum(lost.values()), next(iter(lost))
         logger.warning(
-            "Reports of items that were cut off or changed, and are left out (lines): %s, the first in %s.", count, first
+            "Reports of items that were cut off or changed, and are left out (lines): %s, the first"
+            " in %s.",
+            count,
+            first,
         )
     return feed
 
@@ -367,5 +428,7 @@ def _reports_of(path: Path, index: int, is_still_written: bool) -> tuple[list[Re
     for line in lines:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             said = json.loads(line)
-            reports.append((float(said["time"]), index, int(said["attempt"]), dict(said["metrics"])))
+            reports.append(
+                (float(said["time"]), index, int(said["attempt"]), dict(said["metrics"]))
+            )
     return reports, len(lines) - len(reports)

@@ -1,4 +1,5 @@
-"""Runs one item of a durable run again, alone and in this process; the run's folder does not change.
+"""Runs one item of a durable run again, alone and in this process; the run's folder does not
+change.
 
 The function is imported by its name in its current version, with any corrections since. A script is
 imported from its file, so that code under `if __name__ == "__main__":` does not run.
@@ -41,7 +42,9 @@ class Replay(NamedTuple):
     seed: int | None
     name: str
 
-    def run(self, call: Callable[[Callable[[Any], Any], Any], Any] = lambda fn, item: fn(item)) -> Any:
+    def run(
+        self, call: Callable[[Callable[[Any], Any], Any], Any] = lambda fn, item: fn(item)
+    ) -> Any:
         """Call the function with the item, in a task context like the loop's; return its value.
 
         Args:
@@ -55,7 +58,13 @@ class Replay(NamedTuple):
             original = self.run_dir / "items" / self.key / "checkpoint"
             if original.is_dir():
                 shutil.copytree(original, Path(folder) / "checkpoint")
-            note.folders, note.checkpoints = CheckpointFolders(lambda: Path(folder)), (folder, {self.number: "checkpoint"})
+            note.folders, note.checkpoints = (
+                CheckpointFolders(lambda: Path(folder)),
+                (
+                    folder,
+                    {self.number: "checkpoint"},
+                ),
+            )
             if self.seed is not None:
                 seed_everything(item_seed(self.seed, self.number), generators_of(self.fn))
             token = running.set(note)
@@ -81,7 +90,9 @@ def replaying(run_dir: Path, item: str) -> Iterator[Replay]:
     try:
         check_run(folder)  # the journal names the script to load
     except Damaged as error:
-        raise JournalError(f"No item of {folder} is run again: {error}.", run_dir=str(folder)) from error
+        raise JournalError(
+            f"No item of {folder} is run again: {error}.", run_dir=str(folder)
+        ) from error
     entry = _entry(folder, entries_of(contents), item)
     run = newest_run(contents) if entry.stored is None else entry.stored.run
     source, seed = _about(folder, contents, run)
@@ -92,10 +103,19 @@ def replaying(run_dir: Path, item: str) -> Iterator[Replay]:
                 raise Damaged(f"item {entry.key} itself is lost")
             value = get_back(entry.item, folder, entry.key)
         except Damaged as error:
-            raise JournalError(f"Item {item} of {folder} cannot run again: {error}.", run_dir=str(folder)) from error
+            raise JournalError(
+                f"Item {item} of {folder} cannot run again: {error}.", run_dir=str(folder)
+            ) from error
         index = _index(contents, run, entry.key)
         yield Replay(
-            folder, entry.key, fn, value, index, 1 if entry.stored is None else entry.stored.attempt, seed, source.function
+            folder,
+            entry.key,
+            fn,
+            value,
+            index,
+            1 if entry.stored is None else entry.stored.attempt,
+            seed,
+            source.function,
         )
 
 
@@ -106,16 +126,24 @@ def _entry(folder: Path, entries: list[ItemRecord], item: str) -> ItemRecord:
     matches = exact or [entry for entry in entries if entry.key.startswith(item)]
     if len(matches) == 1:
         return matches[0]
-    said = f"{len(matches)} items have keys that begin with {item}" if matches else f"There is no item {item}"
+    said = (
+        f"{len(matches)} items have keys that begin with {item}"
+        if matches
+        else f"There is no item {item}"
+    )
     last = f"the numbers 0 to {len(entries) - 1}" if entries else "no items"
-    raise JournalError(f"{said} in {folder}, which has {last}. Give a number or a longer key.", run_dir=str(folder))
+    raise JournalError(
+        f"{said} in {folder}, which has {last}. Give a number or a longer key.", run_dir=str(folder)
+    )
 
 
 def _about(folder: Path, contents: Contents, run: int) -> tuple[FunctionSource, int | None]:
     """Return the function and the seed of a call; of the newest known one, if it has no record."""
     runs = {row[0]: row for row in contents["runs"] if row[3]}
     if not runs:
-        raise JournalError(f"The journal in {folder} does not say where its function stands.", run_dir=str(folder))
+        raise JournalError(
+            f"The journal in {folder} does not say where its function stands.", run_dir=str(folder)
+        )
     _, _, seed, source, *_ = runs.get(run) or runs[max(runs)]
     return FunctionSource.from_text(source), json.loads(seed)
 
@@ -130,7 +158,7 @@ def _index(contents: Contents, run: int, key: str) -> int:
     return 0
 
 
-# --- the function -----------------------------------------------------------------------------------------------------
+# --- the function ---------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -171,7 +199,9 @@ def _function(folder: Path, source: FunctionSource) -> Callable[[Any], Any]:
             if isinstance(error, KeyboardInterrupt):
                 raise
             where = f" ({source.file})" if source.file else ""
-            raise Damaged(f"{source.module}{where} cannot be imported ({type(error).__name__}: {error})") from error
+            raise Damaged(
+                f"{source.module}{where} cannot be imported ({type(error).__name__}: {error})"
+            ) from error
         fn = found(module, source.qualname)
     if not callable(fn):
         raise Damaged(f"{source.module} has no function {source.qualname} any more")

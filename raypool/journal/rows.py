@@ -10,7 +10,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from raypool.errors import Portable, RemoteTraceback, SerializationError, TaskError
-from raypool.journal.files import Damaged, check_owner, check_run, digest, dump, load, make_folder, read_file, write_file
+from raypool.journal.files import (
+    Damaged,
+    check_owner,
+    check_run,
+    digest,
+    dump,
+    load,
+    make_folder,
+    read_file,
+    write_file,
+)
 from raypool.journal.plain import decode, encode
 from raypool.journal.schema import MAX_PICKLE_BYTES, MAX_TEXT_BYTES
 from raypool.results import Row
@@ -26,7 +36,8 @@ class Outcome(NamedTuple):
     Attributes:
         key: The key of the item.
         attempt: The number of the attempt in this run, from 1.
-        status: "finished", "failed", "lost" (it runs again, its worker was lost) or "retried" (it runs again, by `retry_on`).
+        status: "finished", "failed", "lost" (it runs again, its worker was lost) or "retried" (it
+            runs again, by `retry_on`).
         value: The return value.
         error: The exception.
         words: The description of a loss.
@@ -51,7 +62,9 @@ class Outcome(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """An outcome in the journal: a row of `attempts`. For the place of its value see `schema.STORED`."""
+    """An outcome in the journal: a row of `attempts`. For the place of its value see
+    `schema.STORED`.
+    """
 
     n: int
     key: str
@@ -166,7 +179,9 @@ def _put_error(error: BaseException, place: StoredAt, stem: str, folder: Path) -
 
 
 def error_of(stored: Stored, run_dir: Path) -> BaseException:
-    """Return the exception of an item that failed: as itself where it can be opened, else a `TaskError` with its text."""
+    """Return the exception of an item that failed: as itself where it can be opened, else a
+    `TaskError` with its text.
+    """
     said = _said(stored.body)
     try:
         opened = get_back(StoredAt(None, *stored[6:10]), run_dir, stored.key)
@@ -176,7 +191,11 @@ def error_of(stored: Stored, run_dir: Path) -> BaseException:
         error = opened
     else:
         kind = said.get("type")
-        error = TaskError(f"{kind}: {said.get('text')}" if kind else str(said.get("text") or "It failed; nothing more is known."))
+        error = TaskError(
+            f"{kind}: {said.get('text')}"
+            if kind
+            else str(said.get("text") or "It failed; nothing more is known.")
+        )
     with contextlib.suppress(Exception):  # the user's class may refuse attributes
         known = getattr(error, "__notes__", ())
         for note in said.get("notes", ()):
@@ -217,7 +236,7 @@ def _said(body: str | None) -> dict[str, Any]:
     return said if isinstance(said, dict) else {}
 
 
-# --- errors as text ---------------------------------------------------------------------------------------------------
+# --- errors as text -------------------------------------------------------------------------------
 
 
 def described(error: BaseException) -> str:
@@ -251,13 +270,17 @@ def _safely(make: Any) -> str:
 
 
 def _fitting(said: dict[str, Any]) -> str:
-    """Return JSON, with long texts cut until it fits: a message keeps its start, a traceback its end."""
+    """Return JSON, with long texts cut until it fits: a message keeps its start, a traceback its
+    end.
+    """
     limit = MAX_TEXT_BYTES
     while True:
         cut = {
-            name: [_cut(note, limit // 4) for note in entry[:8]]
-            if isinstance(entry, list)
-            else _cut(entry, limit, name == "traceback")
+            name: (
+                [_cut(note, limit // 4) for note in entry[:8]]
+                if isinstance(entry, list)
+                else _cut(entry, limit, name == "traceback")
+            )
             for name, entry in said.items()
         }
         text = json.dumps(cut, ensure_ascii=False)

@@ -17,7 +17,9 @@ from typing import Any
 from raypool.journal.schema import CHECKSUM_BYTES, TABLES, Row, checksum
 
 BEGINNING = bytes([0, 12 + 2 * CHECKSUM_BYTES])
-"""The types of the first two columns in our rows: the number (stored elsewhere) and the checksum."""
+"""The types of the first two columns in our rows: the number (stored elsewhere) and the
+checksum.
+"""
 
 INTEGER_BYTES = (0, 1, 2, 3, 4, 6, 8)
 """The size of an integer of each type [bytes]."""
@@ -26,7 +28,9 @@ BY_WIDTH = {2 + len(table.columns): table for table in TABLES.values()}
 
 
 def carve(data: bytes, known: frozenset[bytes] = frozenset()) -> Iterator[tuple[str, Row]]:
-    """Yield each valid row in these bytes once, with its table, except rows with a `known` checksum."""
+    """Yield each valid row in these bytes once, with its table, except rows with a `known`
+    checksum.
+    """
     seen = set(known)
     position = data.find(BEGINNING, 1)
     while position >= 0:
@@ -74,7 +78,15 @@ def _columns(data: bytes, position: int, types: list[int]) -> tuple[list[Any], i
     """Return the columns of these types, and where they end."""
     columns: list[Any] = []
     for kind in types:
-        size = INTEGER_BYTES[kind] if kind <= 6 else 8 if kind == 7 else (kind - 12) // 2 if kind >= 12 else 0
+        size = (
+            INTEGER_BYTES[kind]
+            if kind <= 6
+            else 8
+            if kind == 7
+            else (kind - 12) // 2
+            if kind >= 12
+            else 0
+        )
         raw = data[position : position + size]
         if kind in (10, 11) or len(raw) < size:
             return None
@@ -98,7 +110,9 @@ def _columns(data: bytes, position: int, types: list[int]) -> tuple[list[Any], i
 
 
 def _numbers_before(data: bytes, start: int, size: int) -> Iterator[int]:
-    """Yield possible numbers of the row whose record begins here: number and size precede the record."""
+    """Yield possible numbers of the row whose record begins here: number and size precede the
+    record.
+    """
     written = _varint(size)
     for length in range(1, 9):
         begin = start - length

@@ -1,11 +1,13 @@
-"""The layout of a journal in SQLite: four tables whose rows are only added, with numbers and checksums.
+"""The layout of a journal in SQLite: four tables whose rows are only added, with numbers and
+checksums.
 
-=========  =================================================================================================
-runs       one row a call with this folder: for which function and seed, when and where
-items      one row an item: its key, and the item itself
-orders     which items a call had, in which order: their numbers in `items`, from position `first` on
-attempts   one row for each time that an item ran: what became of it
-=========  =================================================================================================
+=========
+=================================================================================================
+runs       one row a call with this folder: for which function and seed, when and where items
+one row an item: its key, and the item itself orders     which items a call had, in which order:
+their numbers in `items`, from position `first` on attempts   one row for each time that an item
+ran: what became of it =========
+=================================================================================================
 
 No row is ever changed, so every copy of a row in the files is valid. A row fits into a page, so it
 is in one piece. Rows have consecutive numbers, so gaps show. `salvage` depends on all three.
@@ -26,7 +28,9 @@ APPLICATION_ID = 0x7261_7970  # "rayp"
 PAGE_BYTES = 8192
 
 MAX_TEXT_BYTES = 4000
-"""A longer text goes into a file, or is cut: a row (one text and one pickle) must fit into a page."""
+"""A longer text goes into a file, or is cut: a row (one text and one pickle) must fit into a
+page.
+"""
 
 MAX_PICKLE_BYTES = 3000
 """A longer pickle goes into a file."""
@@ -38,7 +42,9 @@ Row: TypeAlias = "tuple[Any, ...]"
 
 
 class Table(NamedTuple):
-    """The columns that follow `n` and `checksum`, each with its type for SQLite; no two tables have equally many."""
+    """The columns that follow `n` and `checksum`, each with its type for SQLite; no two tables have
+    equally many.
+    """
 
     name: str
     columns: tuple[str, ...]
@@ -51,7 +57,9 @@ class Table(NamedTuple):
     @property
     def reals(self) -> list[int]:
         """The positions of real numbers in a row: SQLite writes 2.0 as 2."""
-        return [position for position, column in enumerate(self.columns, 1) if column.endswith("REAL")]
+        return [
+            position for position, column in enumerate(self.columns, 1) if column.endswith("REAL")
+        ]
 
 
 STORED = ("body TEXT", "pickled BLOB", "file TEXT", "size INTEGER", "digest BLOB")
@@ -102,7 +110,10 @@ def checksum(table: str, row: Row) -> bytes:
 def insert(connection: sqlite3.Connection, table: str, rows: Iterable[Row]) -> None:
     """Add rows, in the current transaction."""
     marks = ", ".join("?" * (2 + len(TABLES[table].columns)))
-    connection.executemany(f"INSERT INTO {table} VALUES ({marks})", ((row[0], checksum(table, row), *row[1:]) for row in rows))
+    connection.executemany(
+        f"INSERT INTO {table} VALUES ({marks})",
+        ((row[0], checksum(table, row), *row[1:]) for row in rows),
+    )
 
 
 class WrongRowError(Exception):
@@ -121,7 +132,10 @@ def read(connection: sqlite3.Connection, table: str) -> list[Row]:
     person = table.encode()
     for entry in connection.execute(f"SELECT n, {names}, checksum FROM {table} ORDER BY n"):
         row = entry[:-1]
-        if blake2b(ascii(row).encode(), digest_size=CHECKSUM_BYTES, person=person).digest() != entry[-1]:
+        if (
+            blake2b(ascii(row).encode(), digest_size=CHECKSUM_BYTES, person=person).digest()
+            != entry[-1]
+        ):
             raise WrongRowError(f"row {row[0]} of {table}")
         rows.append(row)
     return rows
@@ -133,12 +147,15 @@ def num_missing(rows: Sequence[Row]) -> int:
     return max(numbers, default=0) - len(numbers)
 
 
-# --- versions ---------------------------------------------------------------------------------------------------------
+# --- versions -------------------------------------------------------------------------------------
 
 
 def _first(connection: sqlite3.Connection) -> None:
     for table in TABLES.values():
-        connection.execute(f"CREATE TABLE {table.name} (n INTEGER PRIMARY KEY, checksum BLOB, {', '.join(table.columns)})")
+        connection.execute(
+            f"CREATE TABLE {table.name} (n INTEGER PRIMARY KEY, checksum BLOB,"
+            f" {', '.join(table.columns)})"
+        )
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
 
 
@@ -147,7 +164,8 @@ MIGRATIONS: list[Callable[[sqlite3.Connection], None]] = [_first]
 
 
 def migrate(
-    connection: sqlite3.Connection, migrations: Sequence[Callable[[sqlite3.Connection], None]] = tuple(MIGRATIONS)
+    connection: sqlite3.Connection,
+    migrations: Sequence[Callable[[sqlite3.Connection], None]] = tuple(MIGRATIONS),
 ) -> None:
     """Bring a journal to the newest version, in one transaction, which is left open."""
     (version,) = connection.execute("PRAGMA user_version").fetchone()
@@ -158,11 +176,13 @@ def migrate(
         connection.execute(f"PRAGMA user_version = {len(migrations)}")
 
 
-# --- orders -----------------------------------------------------------------------------------------------------------
+# --- orders ---------------------------------------------------------------------------------------
 
 
 def order_rows(run: int, entries: Iterable[tuple[int, int]]) -> Iterator[Row]:
-    """Yield rows of `orders` without numbers, as few as possible, for pairs of position and item number."""
+    """Yield rows of `orders` without numbers, as few as possible, for pairs of position and item
+    number.
+    """
     first, expected = 0, -1
     spans: list[list[int]] = []
     length = 0

@@ -20,7 +20,14 @@ from raypool.engine.driver import Driver
 from raypool.engine.engine import Engine
 from raypool.engine.in_flight import Call
 from raypool.engine.work import Pack, described
-from raypool.errors import InvalidValueError, ResourceError, TaskError, TaskTimeoutError, checked_count, whole_number
+from raypool.errors import (
+    InvalidValueError,
+    ResourceError,
+    TaskError,
+    TaskTimeoutError,
+    checked_count,
+    whole_number,
+)
 from raypool.futures import Future
 from raypool.options import Options, worker_numbers
 from raypool.spmd.composite import Composite, PartInfo, check_located, forget_on, marked
@@ -32,7 +39,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-# --- warm groups ------------------------------------------------------------------------------------------------------
+# --- warm groups ----------------------------------------------------------------------------------
 
 
 class Roll(NamedTuple):
@@ -61,7 +68,9 @@ class Roster:
         self._rolls: dict[int, Roll] = {}  # by worker id: the group that it was in last
 
     def number_for(self, worker_ids: Sequence[int]) -> int:
-        """Return the number of the group that has these ranks, or the next number if there is none."""
+        """Return the number of the group that has these ranks, or the next number if there is
+        none.
+        """
         wanted = tuple(worker_ids)
         rolls = {self._rolls.get(worker_id) for worker_id in wanted}
         roll = rolls.pop()
@@ -76,7 +85,7 @@ class Roster:
             self._rolls.pop(worker_id, None)
 
 
-# --- future and work of a call ----------------------------------------------------------------------------------------
+# --- future and work of a call --------------------------------------------------------------------
 
 
 class SpmdFuture(Future[Any]):
@@ -86,8 +95,9 @@ class SpmdFuture(Future[Any]):
     def metrics(self) -> pd.DataFrame:
         """All metrics that the ranks have reported so far; complete once the ranks have ended.
 
-        A row for each report, by rank, then in order: `time` (UTC), `rank`, `attempt`, then the metrics in the order in which
-        they first appear. A metric that is called like one of those is in "reported_NAME".
+        A row for each report, by rank, then in order: `time` (UTC), `rank`, `attempt`, then the
+        metrics in the order in which they first appear. A metric that is called like one of those
+        is in "reported_NAME".
         """
         return self._caught_up().metrics("rank")
 
@@ -95,12 +105,16 @@ class SpmdFuture(Future[Any]):
 class SpmdWork:
     """All ranks of a call; its outcome is a future of a `Composite`."""
 
-    def __init__(self, engine: Engine, function: Function, args: Sequence[Any], options: Options, size: int) -> None:
+    def __init__(
+        self, engine: Engine, function: Function, args: Sequence[Any], options: Options, size: int
+    ) -> None:
         self.function = function
         self.future = SpmdFuture(options.name or function.name)
         self._timeout_s, self._mismatch_timeout_s = options.timeout_s, options.mismatch_timeout_s
         self._engine = engine
-        self._open_args = engine.opener([marked(arg) for arg in args], f"the arguments of {self.future.name}")
+        self._open_args = engine.opener(
+            [marked(arg) for arg in args], f"the arguments of {self.future.name}"
+        )
         self._args: Sequence[Any] = args  # keeps a Composite alive until the ranks have its parts
         self._key = uuid.uuid4().hex
         self._size = size
@@ -128,7 +142,9 @@ class SpmdWork:
         self._members = members
         self._is_wanted = future.start()
         future.attempts, future.started_at = 1, datetime.now(UTC)
-        self._assign(roster_of(self._engine.driver).number_for([worker_id for worker_id, _ in members]))
+        self._assign(
+            roster_of(self._engine.driver).number_for([worker_id for worker_id, _ in members])
+        )
 
     def _assign(self, number: int) -> None:
         """Tell each rank who it is, in the group with this number."""
@@ -162,7 +178,9 @@ class SpmdWork:
     def part(self, piece: Slice, pack: Pack) -> Part:
         """Return one rank, ready to travel."""
         name = self.future.name
-        call = pack([((self._assignments[piece.start], self._open_args), {})], f"the arguments of {name}")
+        call = pack(
+            [((self._assignments[piece.start], self._open_args), {})], f"the arguments of {name}"
+        )
         return Part(
             piece.task_id,
             self.function.fn_id,
@@ -182,7 +200,11 @@ class SpmdWork:
 
     def describe(self, piece: Slice) -> str:
         """Name these ranks and their call."""
-        ranks = f"rank {piece.start}" if piece.stop == piece.start + 1 else f"ranks {piece.start} to {piece.stop - 1}"
+        ranks = (
+            f"rank {piece.start}"
+            if piece.stop == piece.start + 1
+            else f"ranks {piece.start} to {piece.stop - 1}"
+        )
         return f"{ranks} of {self.future.name}"
 
     def settle(self, piece: Slice, result: SliceResult, worker: WorkerInfo) -> None:
@@ -195,7 +217,9 @@ class SpmdWork:
             self._answers[rank] = self.answer_of(result)
         else:
             error = described(failure, self.describe(piece), piece, worker)
-            self._failures.append(RankFailure(rank, error, result.started_at + result.durations_s[0], worker))
+            self._failures.append(
+                RankFailure(rank, error, result.started_at + result.durations_s[0], worker)
+            )
 
     def miss(self, piece: Slice, worker: WorkerInfo, why: str | BaseException) -> None:
         """Do nothing: a rank never runs again."""
@@ -214,12 +238,20 @@ class SpmdWork:
         self._args, self._open_args = (), tuple
         future = self.future
         future.finished_at = datetime.now(UTC)
-        if state is TaskState.FINISHED and len(self._answers) == self._size and not future.cancelled():
+        if (
+            state is TaskState.FINISHED
+            and len(self._answers) == self._size
+            and not future.cancelled()
+        ):
             self._finish()
             return
         worker_ids = [worker_id for worker_id, _ in self._members]
         roster_of(self._engine.driver).forget(worker_ids)
-        forget_on(self._engine, self._key, [(worker_id, worker.index) for worker_id, worker in self._members])
+        forget_on(
+            self._engine,
+            self._key,
+            [(worker_id, worker.index) for worker_id, worker in self._members],
+        )
         if future.cancelled() or (state is TaskState.CANCELLED and future.cancel()):
             future.notify_cancelled()
         elif future.running() or future.start():
@@ -238,35 +270,49 @@ class SpmdWork:
     def outcome(self, members: Sequence[tuple[int, WorkerInfo]], answers: Sequence[Any]) -> Any:
         """Return the result of the call, from its workers, by rank, and their answers."""
         entries = [
-            PartInfo(worker.index, worker_id, answer) for (worker_id, worker), answer in zip(members, answers, strict=True)
+            PartInfo(worker.index, worker_id, answer)
+            for (worker_id, worker), answer in zip(members, answers, strict=True)
         ]
         return Composite(self._engine, self._key, entries)
 
     def _error(self, state: TaskState, error: BaseException | None) -> BaseException:
         errors = [failure.error for failure in self._failures]
-        if self._engine.profile.backend == "inline" and any(isinstance(each, KeyboardInterrupt) for each in errors):
-            return next(each for each in errors if isinstance(each, KeyboardInterrupt))  # Ctrl-C, in the user's own thread
+        if self._engine.profile.backend == "inline" and any(
+            isinstance(each, KeyboardInterrupt) for each in errors
+        ):
+            # Ctrl-C, in the user's own thread
+            return next(each for each in errors if isinstance(each, KeyboardInterrupt))
         if self._failures:
-            return spmd_error(self.future.name, self._size, self._failures, self._timeout_s if self._is_late else None)
+            return spmd_error(
+                self.future.name,
+                self._size,
+                self._failures,
+                self._timeout_s if self._is_late else None,
+            )
         if error is not None:
             return error
         if state is TaskState.CANCELLED:
-            return TaskError(f"{self.future.name} was given up while it ran: the pool was shut down.")
+            return TaskError(
+                f"{self.future.name} was given up while it ran: the pool was shut down."
+            )
         available = self._engine.driver.scheduler.workers.size
         return ResourceError(
-            f"{self.future.name} has lost a worker that it was to run on before it began: requested {self._size}, available "
-            f"{available}. Ask for fewer ranks, or open another pool.",
+            f"{self.future.name} has lost a worker that it was to run on before it began: requested"
+            f" {self._size}, available {available}. Ask for fewer ranks, or open another pool.",
             requested=self._size,
             available=available,
             holders=(),
         )
 
 
-# --- submission -------------------------------------------------------------------------------------------------------
+# --- submission -----------------------------------------------------------------------------------
 
 
-def choose_ranks(workers: Any, numbers: Sequence[int], places: tuple[int, ...] | None) -> tuple[int, tuple[int, ...] | None]:
-    """Return how many ranks a call has, and the only places that it may use, rank 0 first (None: any).
+def choose_ranks(
+    workers: Any, numbers: Sequence[int], places: tuple[int, ...] | None
+) -> tuple[int, tuple[int, ...] | None]:
+    """Return how many ranks a call has, and the only places that it may use, rank 0 first (None:
+    any).
 
     Args:
         workers: How many, or which; None for all.
@@ -282,13 +328,16 @@ def choose_ranks(workers: Any, numbers: Sequence[int], places: tuple[int, ...] |
     if whole_number(workers) is None:
         chosen = worker_numbers(workers, numbers)
         if not chosen:
-            raise InvalidValueError("workers=[] names nobody. Name those that are to be ranks, or leave it out for all.")
+            raise InvalidValueError(
+                "workers=[] names nobody. Name those that are to be ranks, or leave it out for all."
+            )
         return len(chosen), tuple(chosen)
     number = checked_count("workers", workers, least=0)
     if number > len(numbers):
         raise ResourceError(
-            f"More ranks are asked for than there are workers: requested {number}, available {len(numbers)}. "
-            "Each rank needs a worker of its own: ask for fewer, or open a larger pool.",
+            f"More ranks are asked for than there are workers: requested {number}, available"
+            f" {len(numbers)}. Each rank needs a worker of its own: ask for fewer, or open a larger"
+            " pool.",
             requested=number,
             available=len(numbers),
             holders=(),
@@ -307,7 +356,12 @@ def roster_of(driver: Driver) -> Roster:
 
 
 def submit_spmd(
-    engine: Engine, fn: Callable[..., Any], args: Sequence[Any], options: Options, size: int, places: tuple[int, ...] | None
+    engine: Engine,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    options: Options,
+    size: int,
+    places: tuple[int, ...] | None,
 ) -> SpmdFuture:
     """Submit a call with `size` ranks, on any workers or in these places; return its future.
 
@@ -343,7 +397,11 @@ def submit_gang(  # noqa: PLR0913, PLR0917 - a call, and how it is treated
     future = work.future
 
     def make_spec(task_id: int) -> TaskSpec:
-        future.task_id, future.on_ask, future.owners = task_id, engine.driver.ask_call, engine.driver.as_owner
+        future.task_id, future.on_ask, future.owners = (
+            task_id,
+            engine.driver.ask_call,
+            engine.driver.as_owner,
+        )
         return TaskSpec(
             task_id,
             function.fn_id,

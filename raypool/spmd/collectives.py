@@ -2,8 +2,9 @@
 
 In the meeting each rank says which operation it is in, and with which value.
 
-Tensors and arrays travel as their memory: tensors on GPUs through NCCL where every rank has a GPU of its own, everything else
-through gloo. What is pickled and small has travelled with the meeting already.
+Tensors and arrays travel as their memory: tensors on GPUs through NCCL where every rank has a GPU
+of its own, everything else through gloo. What is pickled and small has travelled with the meeting
+already.
 """
 
 from __future__ import annotations
@@ -41,12 +42,14 @@ OPS: dict[str, Callable[[Any, Any], Any]] = {
 }
 """The functions that fold two plain values."""
 
-NATIVE = frozenset({"float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "bool"})
+NATIVE = frozenset(
+    {"float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "bool"}
+)
 """Types that gloo and NCCL reduce, besides complex numbers (pairs of floats). Others are gathered
 and folded."""
 
 
-# --- reductions -------------------------------------------------------------------------------------------------------
+# --- reductions -----------------------------------------------------------------------------------
 
 
 def all_reduce(group: Group, x: Any, op: Op) -> Any:
@@ -67,8 +70,11 @@ def reduce(group: Group, x: Any, dst: int, op: Op) -> Any:
         x = _averageable(x, op)
         words, packed = meet(group, x, "reduce", peer=dst, op=_op_name(op))
         if words[0].kind != "value" and _is_native(words[0], op) and not _are_complete(words):
-            spare = x if group.rank == dst or not is_tensor(x) else x.detach().clone()  # gloo writes into it
-            result = _reduced(group, spare, op, lambda lines, part, native: lines.reduce(part, dst, native))
+            # gloo writes into it
+            spare = x if group.rank == dst or not is_tensor(x) else x.detach().clone()
+            result = _reduced(
+                group, spare, op, lambda lines, part, native: lines.reduce(part, dst, native)
+            )
             return result if group.rank == dst else None
         values = _gathered(group, words, x, packed, dst)
         if values is None:
@@ -98,7 +104,9 @@ def _reduced(group: Group, x: Any, op: Op, run: Callable[[Lines, Any, str], None
 
 
 def _as_native(x: Any, op: Op) -> tuple[Any, str]:
-    """Return the memory of a tensor as something that gloo and NCCL reduce, and the operation that does it."""
+    """Return the memory of a tensor as something that gloo and NCCL reduce, and the operation that
+    does it.
+    """
     import torch
 
     assert isinstance(op, str)
@@ -112,7 +120,9 @@ def _as_native(x: Any, op: Op) -> tuple[Any, str]:
 def _is_native(word: Word, op: Op) -> bool:
     if not isinstance(op, str):
         return False
-    return word.dtype in NATIVE or (word.dtype in ("complex64", "complex128") and op in ("sum", "mean"))
+    return word.dtype in NATIVE or (
+        word.dtype in ("complex64", "complex128") and op in ("sum", "mean")
+    )
 
 
 def _averageable(x: Any, op: Op) -> Any:
@@ -122,15 +132,21 @@ def _averageable(x: Any, op: Op) -> Any:
         InvalidValueError, InvalidTypeError: There is no such operation, or not for these values.
     """
     if not callable(op) and (not isinstance(op, str) or op not in OPS):
-        raise InvalidValueError(f"op={op!r} is none of {', '.join(map(repr, OPS))}, nor a function of two values.")
+        raise InvalidValueError(
+            f"op={op!r} is none of {', '.join(map(repr, OPS))}, nor a function of two values."
+        )
     is_complex = (is_tensor(x) and x.is_complex()) or (is_array(x) and x.dtype.kind == "c")
     if is_complex and op in ("min", "max"):
-        raise InvalidTypeError(f"Complex numbers have no order, so op={op!r} cannot be taken of them. Take it of their abs().")
+        raise InvalidTypeError(
+            f"Complex numbers have no order, so op={op!r} cannot be taken of them. Take it of their"
+            " abs()."
+        )
     if op != "mean":
         return x
     if is_tensor(x) and not (x.is_floating_point() or x.is_complex()):
         raise InvalidTypeError(
-            f"The mean of {x.dtype} tensors does not fit into one, and it is taken in place. Pass x.float(), or use op='sum'."
+            f"The mean of {x.dtype} tensors does not fit into one, and it is taken in place. Pass"
+            " x.float(), or use op='sum'."
         )
     return x.astype("float64") if is_array(x) and x.dtype.kind in "biu" else x
 
@@ -158,19 +174,33 @@ def _element_wise(value: Any, op: str) -> Callable[[Any, Any], Any] | None:
     if is_tensor(value):
         import torch
 
-        by_name = {"sum": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum, "mean": torch.add}
+        by_name = {
+            "sum": torch.add,
+            "product": torch.mul,
+            "min": torch.minimum,
+            "max": torch.maximum,
+            "mean": torch.add,
+        }
         return by_name[op]
     if is_array(value):
         import numpy as np
 
-        by_name = {"sum": np.add, "product": np.multiply, "min": np.minimum, "max": np.maximum, "mean": np.add}
+        by_name = {
+            "sum": np.add,
+            "product": np.multiply,
+            "min": np.minimum,
+            "max": np.maximum,
+            "mean": np.add,
+        }
         return by_name[op]
     return None
 
 
 def _into(x: Any, result: Any) -> Any:
     """Put a folded result into the tensor that was passed, if it fits."""
-    if not (is_tensor(x) and is_tensor(result) and x.shape == result.shape and x.dtype == result.dtype):
+    if not (
+        is_tensor(x) and is_tensor(result) and x.shape == result.shape and x.dtype == result.dtype
+    ):
         return result
     import torch
 
@@ -178,7 +208,7 @@ def _into(x: Any, result: Any) -> Any:
         return x.copy_(result)
 
 
-# --- one to all, all to one, all to all -------------------------------------------------------------------------------
+# --- one to all, all to one, all to all -----------------------------------------------------------
 
 
 def barrier(group: Group) -> None:
@@ -272,10 +302,16 @@ def gather(group: Group, x: Any, dst: int) -> list[Any] | None:
         return _gathered(group, words, x, packed, dst)
 
 
-def _gathered(group: Group, words: Sequence[Word], x: Any, packed: bytes | None, dst: int) -> list[Any] | None:
+def _gathered(
+    group: Group, words: Sequence[Word], x: Any, packed: bytes | None, dst: int
+) -> list[Any] | None:
     if group.rank == dst:
         return [
-            duplicate(group, x, packed, "gather") if rank == dst else receive_body(group, word, rank)
+            (
+                duplicate(group, x, packed, "gather")
+                if rank == dst
+                else receive_body(group, word, rank)
+            )
             for rank, word in enumerate(words)
         ]
     rest = body(words[group.rank], x, packed)
@@ -293,13 +329,19 @@ def scatter(group: Group, parts: Any, src: int) -> Any:
         group.meet(Word(0, "scatter", peer=src, shape=(len(messages),) if has_parts else ()))
         if not is_source:
             return receive_body(group, receive_head(group, src), src)
-        works = [post_head(group, sent.slot, rank) for rank, sent in enumerate(messages) if rank != src]
-        bodies = [(sent.body, rank) for rank, sent in enumerate(messages) if rank != src and sent.body is not None]
+        works = [
+            post_head(group, sent.slot, rank) for rank, sent in enumerate(messages) if rank != src
+        ]
+        bodies = [
+            (sent.body, rank)
+            for rank, sent in enumerate(messages)
+            if rank != src and sent.body is not None
+        ]
         exchange_bodies(group, bodies, works)
         return duplicate(group, parts[src], messages[src].packed, "scatter")
 
 
-# --- one to one -------------------------------------------------------------------------------------------------------
+# --- one to one -----------------------------------------------------------------------------------
 
 
 def send(group: Group, x: Any, dst: int) -> None:
@@ -339,7 +381,9 @@ def send_receive(group: Group, x: Any, dst: int | None, src: int | None) -> Any:
 
 
 def _receive_beside(group: Group, src: int | None, from_gpu: list[Post]) -> Any:
-    """Receive, and send from the GPU: in one batch where both go from GPU to GPU, so that neither waits for the other."""
+    """Receive, and send from the GPU: in one batch where both go from GPU to GPU, so that neither
+    waits for the other.
+    """
     word = None if src is None else receive_head(group, src)
     if not from_gpu or group.nccl is None:
         return None if word is None or src is None else receive_body(group, word, src)
@@ -352,7 +396,7 @@ def _receive_beside(group: Group, src: int | None, from_gpu: list[Post]) -> Any:
     return None if word is None or src is None else receive_body(group, word, src)
 
 
-# --- messages: a header, and the memory that follows if it did not fit ------------------------------------------------
+# --- messages: a header, and the memory that follows if it did not fit ----------------------------
 
 
 class Message(NamedTuple):
@@ -415,7 +459,11 @@ def receive_body(group: Group, word: Word, src: int) -> Any:
 
 def in_word(group: Group, word: Word, src: int) -> Any:
     """Return the value that came with its word."""
-    return group.packer.unpack(word.payload, src, word.operation) if word.kind == "value" else rebuild(word)
+    return (
+        group.packer.unpack(word.payload, src, word.operation)
+        if word.kind == "value"
+        else rebuild(word)
+    )
 
 
 def exchange_bodies(group: Group, bodies: Sequence[Post], works: Sequence[Any]) -> None:
@@ -433,10 +481,12 @@ def goes_by_nccl(group: Group, memory: Any) -> bool:
     return group.nccl is not None and memory.device.type == "cuda"
 
 
-# --- shared parts -----------------------------------------------------------------------------------------------------
+# --- shared parts ---------------------------------------------------------------------------------
 
 
-def word_of(group: Group, x: Any, operation: str, peer: int = -1, op: str = "") -> tuple[Word, bytes | None]:
+def word_of(
+    group: Group, x: Any, operation: str, peer: int = -1, op: str = ""
+) -> tuple[Word, bytes | None]:
     """Return the word for a value, and the pickled value if it has to be pickled."""
     word = describe(x, operation)._replace(peer=peer, op=op)
     if word.kind != "value":
@@ -445,7 +495,9 @@ def word_of(group: Group, x: Any, operation: str, peer: int = -1, op: str = "") 
     return word._replace(size=len(packed), payload=packed), packed
 
 
-def meet(group: Group, x: Any, operation: str, peer: int = -1, op: str = "") -> tuple[list[Word], bytes | None]:
+def meet(
+    group: Group, x: Any, operation: str, peer: int = -1, op: str = ""
+) -> tuple[list[Word], bytes | None]:
     """Meet the other ranks over a value; return the words of all, and the pickled value."""
     word, packed = word_of(group, x, operation, peer, op)
     return group.meet(word), packed
@@ -453,7 +505,10 @@ def meet(group: Group, x: Any, operation: str, peer: int = -1, op: str = "") -> 
 
 def all_values(group: Group, words: Sequence[Word], packed: bytes | None) -> list[Any]:
     """Return the pickled values of all ranks that have one."""
-    return [one_value(group, word, packed, rank) if word.kind == "value" else None for rank, word in enumerate(words)]
+    return [
+        one_value(group, word, packed, rank) if word.kind == "value" else None
+        for rank, word in enumerate(words)
+    ]
 
 
 def one_value(group: Group, word: Word, packed: bytes | None, src: int) -> Any:

@@ -13,14 +13,21 @@ from typing import Any, NamedTuple
 
 from raypool.core.model import WorkerState
 from raypool.engine.engine import Engine, Where, submit_call
-from raypool.errors import CompositeError, InvalidTypeError, InvalidValueError, PoolClosedError, RaypoolError, WorkerLostError
+from raypool.errors import (
+    CompositeError,
+    InvalidTypeError,
+    InvalidValueError,
+    PoolClosedError,
+    RaypoolError,
+    WorkerLostError,
+)
 from raypool.futures import Future
 from raypool.gpus.memory import kept
 from raypool.options import Options
 from raypool.worker.runner import UNCHANGEABLE
 from raypool.worker.running import in_task
 
-# --- parts: the values of Composites that live in this process, by key and rank ---------------------------------------
+# --- parts: the values of Composites that live in this process, by key and rank -------------------
 #
 # On Ray a process has one rank; with "threads" and "inline" it has them all. There is no lock:
 # every change is a single step of a dict, so a finalizer may drop a Composite at any point.
@@ -38,7 +45,8 @@ _parts: dict[str, dict[int, Any]] = {}
 class Description(NamedTuple):
     """A part, as the holder of the Composite knows it.
 
-    `text`: its type, and its shape or size. `plain`: empty, or the value itself if it is a small one that cannot change.
+    `text`: its type, and its shape or size. `plain`: empty, or the value itself if it is a small
+        one that cannot change.
     """
 
     text: str
@@ -78,14 +86,17 @@ def find(key: str, rank: int) -> Any:
         return _parts[key][rank]
     except KeyError:
         raise CompositeError(
-            f"The part of rank {rank} of a Composite is not on this worker any more: it was replaced, or the part was deleted, "
-            "after the call was handed in. Make it again in an spmd call, or assign it.",
+            f"The part of rank {rank} of a Composite is not on this worker any more: it was"
+            " replaced, or the part was deleted, after the call was handed in. Make it again in an"
+            " spmd call, or assign it.",
             rank=rank,
         ) from None
 
 
 def read(key: str, rank: int) -> Any:
-    """Return the part as it is to travel, a tensor on a GPU as a copy on the CPU; `Gone` if it is not here."""
+    """Return the part as it is to travel, a tensor on a GPU as a copy on the CPU; `Gone` if it is
+    not here.
+    """
     try:
         value = _parts[key][rank]
     except KeyError:
@@ -124,7 +135,7 @@ def _empty_cache() -> None:
         torch.cuda.empty_cache()
 
 
-# --- descriptions of values -------------------------------------------------------------------------------------------
+# --- descriptions of values -----------------------------------------------------------------------
 
 
 def describe(value: Any) -> Description:
@@ -198,17 +209,20 @@ class PartInfo(NamedTuple):
 class Composite:
     """The return value of each rank of an spmd call, still on its worker. Made by `pool.spmd`.
 
-    `c[rank]` brings the value of a rank here, as it is now, and `c[1:]` a list of several; both wait until those workers are
-    free. Small values that cannot change (a number, a short text, None) are here already. `c[rank] = value` sends a value to the
-    worker of that rank and keeps it there, also where there was none; `del c[rank]` frees the memory of one part. Iterating gives
+    `c[rank]` brings the value of a rank here, as it is now, and `c[1:]` a list of several; both
+    wait until those workers are free. Small values that cannot change (a number, a short text,
+    None) are here already. `c[rank] = value` sends a value to the worker of that rank and keeps it
+    there, also where there was none; `del c[rank]` frees the memory of one part. Iterating gives
     all values in the order of the ranks.
 
-    As an argument of its own in another spmd call each rank gets its very own part back, and nothing is moved: a model that was
-    loaded once serves any number of calls. Changes that a call makes to the part persist.
+    As an argument of its own in another spmd call each rank gets its very own part back, and
+    nothing is moved: a model that was loaded once serves any number of calls. Changes that a call
+    makes to the part persist.
 
-    The parts live as long as this object, their workers and the pool. With "threads" and "inline" the parts are objects of this
-    process, and reading one gives the object itself. On Ray it gives a copy: a tensor on a GPU arrives on the CPU, while a model
-    stays on its device, so move it to the CPU first if there is no GPU here.
+    The parts live as long as this object, their workers and the pool. With "threads" and "inline"
+    the parts are objects of this process, and reading one gives the object itself. On Ray it gives
+    a copy: a tensor on a GPU arrives on the CPU, while a model stays on its device, so move it to
+    the CPU first if there is no GPU here.
 
     Source:
         MATLAB R2025b, Composite.
@@ -234,7 +248,7 @@ class Composite:
         self._is_in_task = in_task()  # made by a call within a task, which then may read it
         weakref.finalize(self, _free, weakref.ref(engine), key, self._entries).atexit = False
 
-    # --- queries that ask no worker -----------------------------------------------------------------------------------
+    # --- queries that ask no worker ---------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -251,37 +265,51 @@ class Composite:
             CompositeError: There is no such rank.
         """
         entry = self._entries[self._index(rank)]
-        return not self._engine.is_over and entry.description is not None and _lives(self._engine, entry)
+        return (
+            not self._engine.is_over
+            and entry.description is not None
+            and _lives(self._engine, entry)
+        )
 
     def __repr__(self) -> str:
         title = f"<Composite of {_count(len(self))}>"
         if self._engine.is_over:
             return f"{title} (the pool is closed)"
-        lines = [f"  {rank}: {self._state_of(entry)}" for rank, entry in enumerate(self._entries[:MAX_LINES])]
+        lines = [
+            f"  {rank}: {self._state_of(entry)}"
+            for rank, entry in enumerate(self._entries[:MAX_LINES])
+        ]
         rest = [f"  ... and {len(self) - MAX_LINES} more"] if len(self) > MAX_LINES else []
         return "\n".join([title, *lines, *rest])
 
     def _state_of(self, entry: PartInfo) -> str:
         if entry.description is None:
             return "missing"
-        return entry.description.text if _lives(self._engine, entry) else f"lost with worker {entry.place}"
+        return (
+            entry.description.text
+            if _lives(self._engine, entry)
+            else f"lost with worker {entry.place}"
+        )
 
     def __reduce__(self) -> Any:
         raise InvalidTypeError(
-            "A Composite's parts stay on their workers: pass it to pool.spmd as an argument of its own, or send c[rank]."
+            "A Composite's parts stay on their workers: pass it to pool.spmd as an argument of its"
+            " own, or send c[rank]."
         )
 
-    # --- reading ------------------------------------------------------------------------------------------------------
+    # --- reading ----------------------------------------------------------------------------------
 
     def __getitem__(self, rank: int | slice) -> Any:
         """Bring the value of a rank here, or with a slice a list of several.
 
         Raises:
-            CompositeError: There is no such rank, its part is missing, or its worker is lost. `.rank` says whose it is.
+            CompositeError: There is no such rank, its part is missing, or its worker is lost.
+                `.rank` says whose it is.
             PoolClosedError: The pool was shut down.
             SerializationError: The value cannot travel.
             InvalidTypeError: `rank` is no number and no slice, or this is called in a task.
-            InvalidValueError: This is called in the callback of a future, which would wait for itself.
+            InvalidValueError: This is called in the callback of a future, which would wait for
+                itself.
         """
         if isinstance(rank, slice):
             return list(self._read(range(len(self))[rank]))
@@ -294,7 +322,10 @@ class Composite:
         """Ask the workers of all these ranks at once, then yield what they answer."""
         self._check_usable()
         entries = [self._present(rank) for rank in ranks]
-        asked = [None if entry.description.plain else self._ask(rank) for rank, entry in zip(ranks, entries, strict=True)]
+        asked = [
+            None if entry.description.plain else self._ask(rank)
+            for rank, entry in zip(ranks, entries, strict=True)
+        ]
         return (
             entry.description.plain[0] if future is None else self._answer(rank, entry, future)
             for rank, entry, future in zip(ranks, entries, asked, strict=True)
@@ -309,13 +340,14 @@ class Composite:
             raise self._lost(rank, entry)
         return value
 
-    # --- changes ------------------------------------------------------------------------------------------------------
+    # --- changes ----------------------------------------------------------------------------------
 
     def __setitem__(self, rank: int, value: Any) -> None:
         """Send a value to the worker of a rank, and keep it there; return when it is there.
 
         Raises:
-            CompositeError: There is no such rank, or its worker was lost meanwhile, or is no longer in the pool.
+            CompositeError: There is no such rank, or its worker was lost meanwhile, or is no longer
+                in the pool.
             SerializationError: The value cannot be sent.
             PoolClosedError: The pool was shut down.
         """
@@ -330,7 +362,8 @@ class Composite:
             raise self._lost(rank, entry)
 
     def __delitem__(self, rank: int) -> None:
-        """Let a worker forget the part of its rank, and free its memory; the part is missing from then on.
+        """Let a worker forget the part of its rank, and free its memory; the part is missing from
+        then on.
 
         Raises:
             CompositeError: There is no such rank, or its part is missing already.
@@ -350,13 +383,13 @@ class Composite:
         place = workers.places.get(self._entries[rank].place)
         if place is None:
             raise CompositeError(
-                f"Worker {self._entries[rank].place} of rank {rank} is no longer in the pool, so nothing can be kept there. "
-                "Make another Composite in an spmd call.",
+                f"Worker {self._entries[rank].place} of rank {rank} is no longer in the pool, so"
+                " nothing can be kept there. Make another Composite in an spmd call.",
                 rank=rank,
             )
         return place.worker_id
 
-    # --- requests to workers ------------------------------------------------------------------------------------------
+    # --- requests to workers ----------------------------------------------------------------------
 
     def _call(self, fn: Any, rank: int, name: str, **value: Any) -> Future[Any]:
         options = Options(retries=0, name=name.format(rank))
@@ -383,10 +416,14 @@ class Composite:
                 raise TypeError
             number = operator.index(rank)
         except TypeError:
-            raise InvalidTypeError(f"{rank!r} is not the number of a rank. Give a number from 0 to {len(self) - 1}.") from None
+            raise InvalidTypeError(
+                f"{rank!r} is not the number of a rank. Give a number from 0 to {len(self) - 1}."
+            ) from None
         if not -len(self) <= number < len(self):
             raise CompositeError(
-                f"There is no rank {number}: this Composite has {_count(len(self))}, 0 to {len(self) - 1}.", rank=number
+                f"There is no rank {number}: this Composite has {_count(len(self))}, 0 to"
+                f" {len(self) - 1}.",
+                rank=number,
             )
         return number % len(self)
 
@@ -400,8 +437,9 @@ class Composite:
             )
         if self._engine.driver.is_own_thread:
             raise InvalidValueError(
-                "A Composite cannot be used here: this is the thread of its own pool (the callback of a future runs in it, say), "
-                "which would wait for itself. Use another thread, or raypool.after_each."
+                "A Composite cannot be used here: this is the thread of its own pool (the callback"
+                " of a future runs in it, say), which would wait for itself. Use another thread, or"
+                " raypool.after_each."
             )
 
     def _check_open(self) -> None:
@@ -409,7 +447,8 @@ class Composite:
             self._engine.check_open()
         except PoolClosedError:
             raise PoolClosedError(
-                "The pool was shut down, and the parts of this Composite have gone with it. Read what you need before."
+                "The pool was shut down, and the parts of this Composite have gone with it. Read"
+                " what you need before."
             ) from None
 
     def _present(self, rank: int) -> Any:
@@ -422,16 +461,20 @@ class Composite:
         return entry
 
     def _missing(self, rank: int) -> CompositeError:
-        return CompositeError(f"The part of rank {rank} is missing: it was deleted. Assign c[{rank}] = ... first.", rank=rank)
-
-    def _lost(self, rank: int, entry: PartInfo) -> CompositeError:
         return CompositeError(
-            f"Worker {entry.place} was lost, or replaced (idle_timeout_s, fresh_process), and the part of rank {rank} with it. "
-            f"Make it again in an spmd call, or assign c[{rank}] = ...",
+            f"The part of rank {rank} is missing: it was deleted. Assign c[{rank}] = ... first.",
             rank=rank,
         )
 
-    # --- checks for spmd calls ----------------------------------------------------------------------------------------
+    def _lost(self, rank: int, entry: PartInfo) -> CompositeError:
+        return CompositeError(
+            f"Worker {entry.place} was lost, or replaced (idle_timeout_s, fresh_process), and the"
+            f" part of rank {rank} with it. Make it again in an spmd call, or assign c[{rank}]"
+            " = ...",
+            rank=rank,
+        )
+
+    # --- checks for spmd calls --------------------------------------------------------------------
 
     def check_complete(self, num_ranks: int) -> None:
         """Make sure that there is a part for each of `num_ranks` ranks. For the pool.
@@ -454,11 +497,15 @@ class Composite:
         """
         self._check_open()
         if self._engine is not engine and not (_is_serial(self._engine) and _is_serial(engine)):
-            raise InvalidValueError("A Composite belongs to another pool. Pass it to spmd of that pool, or send c[rank].")
+            raise InvalidValueError(
+                "A Composite belongs to another pool. Pass it to spmd of that pool, or send"
+                " c[rank]."
+            )
         if places != self.workers[: len(places)]:
             raise InvalidValueError(
-                f"A Composite is not where this call runs: its ranks are on workers {_listed(self.workers)}; this call runs on "
-                f"{_listed(places)}. Pass workers=[{_listed(self.workers)}]."
+                "A Composite is not where this call runs: its ranks are on workers"
+                f" {_listed(self.workers)}; this call runs on {_listed(places)}. Pass"
+                f" workers=[{_listed(self.workers)}]."
             )
         self.check_complete(len(places))
 
@@ -477,8 +524,11 @@ def workers_of(args: Sequence[Any]) -> tuple[int, ...] | None:
     return None
 
 
-def check_located(args: Sequence[Any], engine: Engine, size: int, places: tuple[int, ...] | None) -> None:
-    """Make sure that the parts of all Composites among these are where a call runs: on these workers, rank 0 first.
+def check_located(
+    args: Sequence[Any], engine: Engine, size: int, places: tuple[int, ...] | None
+) -> None:
+    """Make sure that the parts of all Composites among these are where a call runs: on these
+    workers, rank 0 first.
 
     Args:
         args: The arguments of the call.
@@ -496,8 +546,9 @@ def check_located(args: Sequence[Any], engine: Engine, size: int, places: tuple[
     for composite in (arg for arg in args if isinstance(arg, Composite)):
         if len(places) != size:
             raise InvalidValueError(
-                f"A Composite has its ranks on workers {_listed(composite.workers)}, and this call may run on any {size}. "
-                f"Pass workers=[{_listed(composite.workers)}], or leave workers out."
+                f"A Composite has its ranks on workers {_listed(composite.workers)}, and this call"
+                f" may run on any {size}. Pass workers=[{_listed(composite.workers)}], or leave"
+                " workers out."
             )
         composite.check_for(engine, places)
 
@@ -507,7 +558,7 @@ def marked(arg: Any) -> Any:
     return PartOf(arg._key) if isinstance(arg, Composite) else arg
 
 
-# --- release of parts -------------------------------------------------------------------------------------------------
+# --- release of parts -----------------------------------------------------------------------------
 
 
 def _is_serial(engine: Engine) -> bool:
@@ -548,8 +599,16 @@ def forget_on(engine: Engine, key: str, seats: Sequence[tuple[int, int]]) -> Non
         worker = workers.by_id.get(worker_id)
         if engine.is_over or worker is None or worker.state is WorkerState.PARKED:
             continue
-        with contextlib.suppress(RaypoolError):  # the pool has ended meanwhile, and its workers with it
-            future = submit_call(engine, forget, (key,), {}, Options(retries=0, name="freeing a Composite"), Where(place))
+        # the pool has ended meanwhile, and its workers with it
+        with contextlib.suppress(RaypoolError):
+            future = submit_call(
+                engine,
+                forget,
+                (key,),
+                {},
+                Options(retries=0, name="freeing a Composite"),
+                Where(place),
+            )
             again = functools.partial(forget_on, engine, key, [(worker_id, place)])
             future.add_done_callback(functools.partial(_not_cancelled, engine, again))
 

@@ -26,11 +26,12 @@ class SpmdContext:
     Every function of an spmd call is given one. Made without arguments it is that of a single rank,
     so the function also runs without a pool.
 
-    Every collective takes tensors, NumPy arrays, and any value that can be pickled. Tensors are changed in place where that has
-    a meaning, stay on their device, and are never copied through the host: they go through NCCL between GPUs, through gloo
-    between CPUs. Arrays and other values are never changed; a new one is returned. No gradients flow through a collective. All
-    ranks have to call the same ones in the same order; if they do not, all get the same `CollectiveError`. Every method may
-    raise that, and `SerializationError` for a value that cannot be pickled.
+    Every collective takes tensors, NumPy arrays, and any value that can be pickled. Tensors are
+    changed in place where that has a meaning, stay on their device, and are never copied through
+    the host: they go through NCCL between GPUs, through gloo between CPUs. Arrays and other values
+    are never changed; a new one is returned. No gradients flow through a collective. All ranks have
+    to call the same ones in the same order; if they do not, all get the same `CollectiveError`.
+    Every method may raise that, and `SerializationError` for a value that cannot be pickled.
 
     Attributes:
         rank: The number of this rank, from 0.
@@ -39,8 +40,8 @@ class SpmdContext:
         local_world_size: How many ranks there are on its machine.
 
     Source:
-        MATLAB R2025b, spmdIndex, spmdSize and the spmd functions; torch.distributed; mpi4py, whose names are the same for arrays
-        and any other value.
+        MATLAB R2025b, spmdIndex, spmdSize and the spmd functions; torch.distributed; mpi4py, whose
+        names are the same for arrays and any other value.
 
     Example:
         >>> from raypool import SpmdContext
@@ -51,7 +52,11 @@ class SpmdContext:
     """
 
     def __init__(self, _group: Group | None = None) -> None:
-        group = _group if _group is not None else connect(Assignment(0, 1, 0, 1, -1, True, False, ""), None)
+        group = (
+            _group
+            if _group is not None
+            else connect(Assignment(0, 1, 0, 1, -1, True, False, ""), None)
+        )
         self._open_group: Group | None = group
         place = group.assignment
         self.rank = place.rank
@@ -63,7 +68,10 @@ class SpmdContext:
     @property
     def _group(self) -> Group:
         if self._open_group is None:
-            raise InvalidValueError("This call has ended, and its context with it. Use the context of a call only while it runs.")
+            raise InvalidValueError(
+                "This call has ended, and its context with it. Use the context of a call only while"
+                " it runs."
+            )
         return self._open_group
 
     def _end(self) -> None:
@@ -75,11 +83,13 @@ class SpmdContext:
 
     @property
     def device(self) -> torch.device:
-        """The `torch.device` of this rank: its worker's GPU if it has one that CUDA can use, else the CPU."""
+        """The `torch.device` of this rank: its worker's GPU if it has one that CUDA can use, else
+        the CPU.
+        """
         device: torch.device = self._group.device
         return device
 
-    # --- collectives of all ranks -------------------------------------------------------------------------------------
+    # --- collectives of all ranks -----------------------------------------------------------------
 
     def barrier(self) -> None:
         """Wait until all ranks have come here.
@@ -100,16 +110,19 @@ class SpmdContext:
         """Combine the values of all ranks, and return the result on every rank.
 
         Args:
-            x: A tensor, which is changed; or an array or other value. All ranks bring the same kind, shape and dtype.
-            op: "sum", "product", "min", "max", "mean", or a function of two values, called in rank order. Of booleans
-                the sum is "or" and the product "and", as in NumPy; the mean of an array of integers is one of floats.
+            x: A tensor, which is changed; or an array or other value. All ranks bring the same
+                kind, shape and dtype.
+            op: "sum", "product", "min", "max", "mean", or a function of two values, called in rank
+                order. Of booleans the sum is "or" and the product "and", as in NumPy; the mean of
+                an array of integers is one of floats.
 
         Returns:
             The tensor that was passed; or a new value. The same on every rank, to the last bit.
 
         Raises:
             InvalidValueError: There is no such operation.
-            InvalidTypeError: It has no meaning for these values: the mean of a tensor of integers, the least of complex numbers.
+            InvalidTypeError: It has no meaning for these values: the mean of a tensor of integers,
+                the least of complex numbers.
 
         Source:
             torch.distributed.all_reduce; MATLAB R2025b, spmdPlus and spmdReduce.
@@ -151,11 +164,13 @@ class SpmdContext:
         """Give every rank the value of one.
 
         Args:
-            x: On src the value. On the others a tensor like it, which it is written into, or anything else, which is ignored.
+            x: On src the value. On the others a tensor like it, which it is written into, or
+                anything else, which is ignored.
             src: The rank whose value it is.
 
         Returns:
-            The value: on src what was passed if that is a tensor; on the others the tensor that was passed, or a new value.
+            The value: on src what was passed if that is a tensor; on the others the tensor that was
+            passed, or a new value.
 
         Raises:
             InvalidValueError: There is no such rank.
@@ -219,7 +234,8 @@ class SpmdContext:
         """Give each rank its part of the values of one rank.
 
         Args:
-            parts: On src a list or tuple with one part for each rank, of any kind and shape; anything on the others.
+            parts: On src a list or tuple with one part for each rank, of any kind and shape;
+                anything on the others.
             src: The rank that has them.
 
         Returns:
@@ -240,7 +256,7 @@ class SpmdContext:
         check_rank("src", src, self.world_size)
         return collectives.scatter(self._group, parts, src)
 
-    # --- messages between two ranks -----------------------------------------------------------------------------------
+    # --- messages between two ranks ---------------------------------------------------------------
 
     def send(self, x: Any, dst: int) -> None:
         """Send a value to another rank, which has to `receive` it.
@@ -292,7 +308,8 @@ class SpmdContext:
         return collectives.receive(self._group, src)
 
     def send_receive(self, x: Any, dst: int | None, src: int | None) -> Any:
-        """Send to one rank and receive from another at once: ranks in a ring do not wait for each other.
+        """Send to one rank and receive from another at once: ranks in a ring do not wait for each
+        other.
 
         Args:
             x: A tensor, array or other value; ignored without dst.
@@ -324,26 +341,32 @@ class SpmdContext:
                 check_other(name, rank, own, self.world_size)
         return collectives.send_receive(self._group, x, dst, src)
 
-    # --- setup of other libraries -------------------------------------------------------------------------------------
+    # --- setup of other libraries -----------------------------------------------------------------
 
     @property
     def process_group(self) -> Any:
-        """Torch's default process group, `torch.distributed.group.WORLD`: DDP, `fully_shard` and device meshes work inside.
+        """Torch's default process group, `torch.distributed.group.WORLD`: DDP, `fully_shard` and
+        device meshes work inside.
 
         Raises:
-            InvalidValueError: The ranks share a process, and torch has one default group for a process.
+            InvalidValueError: The ranks share a process, and torch has one default group for a
+                process.
         """
         if self._group.world is not None:
             return self._group.world
-        self._check_process("process_group is torch's default group", "the context's own collectives work here")
+        self._check_process(
+            "process_group is torch's default group", "the context's own collectives work here"
+        )
         if self._own_world is None:
             self._own_world = alone_in_torch()
         return self._own_world
 
     def tf_config(self) -> dict[str, Any]:
-        """Set TF_CONFIG, for `tf.distribute.MultiWorkerMirroredStrategy`, until the function ends. On all ranks together.
+        """Set TF_CONFIG, for `tf.distribute.MultiWorkerMirroredStrategy`, until the function ends.
+        On all ranks together.
 
-        In calls with the same ranks the addresses stay the same: TensorFlow cannot change them in the life of a process.
+        In calls with the same ranks the addresses stay the same: TensorFlow cannot change them in
+        the life of a process.
 
         Returns:
             The content of TF_CONFIG: the addresses of all ranks, and which one this is.
@@ -359,13 +382,18 @@ class SpmdContext:
             >>> SpmdContext().tf_config()["task"]
             {'type': 'worker', 'index': 0}
         """
-        self._check_process("TF_CONFIG is in the environment", "TensorFlow works with a process for each rank")
+        self._check_process(
+            "TF_CONFIG is in the environment", "TensorFlow works with a process for each rank"
+        )
         group = self._group
         if not group.tf_addresses:
             holder, port = hold_port(group.address)  # so that no other rank finds this port
             with holder:
                 group.tf_addresses = self.all_gather(f"{group.address}:{port}")
-        config = {"cluster": {"worker": group.tf_addresses}, "task": {"type": "worker", "index": self.rank}}
+        config = {
+            "cluster": {"worker": group.tf_addresses},
+            "task": {"type": "worker", "index": self.rank},
+        }
         if self._group.assignment.has_process:  # a single rank in a shared process needs none
             os.environ["TF_CONFIG"] = json.dumps(config)
         return config
@@ -374,7 +402,8 @@ class SpmdContext:
         """Return arguments for `jax.distributed.initialize(**options)`. On all ranks together.
 
         Returns:
-            `coordinator_address`, at a port that rank 0 has found free; `num_processes`; `process_id`.
+            `coordinator_address`, at a port that rank 0 has found free; `num_processes`;
+            `process_id`.
 
         Raises:
             InvalidValueError: The ranks share a process.
@@ -388,17 +417,23 @@ class SpmdContext:
             >>> options["num_processes"], options["process_id"]
             (1, 0)
         """
-        self._check_process("jax.distributed is set up once in a process", "JAX works with a process for each rank")
+        self._check_process(
+            "jax.distributed is set up once in a process", "JAX works with a process for each rank"
+        )
         holder, port = hold_port(self._group.address)
         with holder:
             address = self.broadcast(f"{self._group.address}:{port}", src=0)
-        return {"coordinator_address": address, "num_processes": self.world_size, "process_id": self.rank}
+        return {
+            "coordinator_address": address,
+            "num_processes": self.world_size,
+            "process_id": self.rank,
+        }
 
-    # --- checks -------------------------------------------------------------------------------------------------------
+    # --- checks -----------------------------------------------------------------------------------
 
     def _check_process(self, why: str, what_works: str) -> None:
         if self.world_size > 1 and not self._group.assignment.has_process:
             raise InvalidValueError(
-                f'The {self.world_size} ranks of this call are threads of one process, and {why}. Use parpool(profile="local"), '
-                f"where each rank has a process; {what_works}."
+                f"The {self.world_size} ranks of this call are threads of one process, and {why}."
+                f' Use parpool(profile="local"), where each rank has a process; {what_works}.'
             )

@@ -7,7 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from raypool.channel.records import WorkerInfo, where
-from raypool.errors import CollectiveError, LossReason, RankInterrupted, SpmdError, TaskTimeoutError, WorkerLostError
+from raypool.errors import (
+    CollectiveError,
+    LossReason,
+    RankInterrupted,
+    SpmdError,
+    TaskTimeoutError,
+    WorkerLostError,
+)
 from raypool.spmd.wire import ordinal
 
 MARKS = (
@@ -16,14 +23,16 @@ MARKS = (
     "Connection refused",
     "Broken pipe",
     "Socket closed",
-    "Application timeout caused pair closure",  # a group that was closed here while another thread waited in it
+    # a group that was closed here while another thread waited in it
+    "Application timeout caused pair closure",
     "NCCL communicator was aborted",
 )
 """Messages of the plain RuntimeErrors that gloo and NCCL raise when a rank has gone."""
 
 
 def is_disconnect(error: BaseException | None) -> bool:
-    """Whether an error means that the connection to other ranks broke: in raypool's collectives, or in the user's own of torch.
+    """Whether an error means that the connection to other ranks broke: in raypool's collectives, or
+    in the user's own of torch.
 
     An error that such an error caused, or that was raised while one was handled, counts too.
     """
@@ -32,7 +41,11 @@ def is_disconnect(error: BaseException | None) -> bool:
         seen.add(id(error))
         if _is_itself(error):
             return True
-        error = error.__cause__ if error.__cause__ is not None or error.__suppress_context__ else error.__context__
+        error = (
+            error.__cause__
+            if error.__cause__ is not None or error.__suppress_context__
+            else error.__context__
+        )
     return False
 
 
@@ -40,11 +53,12 @@ def _is_itself(error: BaseException) -> bool:
     distributed = sys.modules.get("torch.distributed")
     base = getattr(distributed, "DistError", None)
     if base is not None and isinstance(error, base):
-        return "failed to listen" not in str(error)  # its own port is taken, which is no other rank's fault
+        # its own port is taken, which is no other rank's fault
+        return "failed to listen" not in str(error)
     return type(error) is RuntimeError and any(mark in str(error) for mark in MARKS)
 
 
-# --- the error for a call: which rank failed first, and what the others did -------------------------------------------
+# --- the error for a call: which rank failed first, and what the others did -----------------------
 
 
 class RankFailure(NamedTuple):
@@ -56,11 +70,17 @@ class RankFailure(NamedTuple):
     worker: WorkerInfo
 
 
-def spmd_error(name: str, world_size: int, ends: Sequence[RankFailure], timeout_s: float | None) -> SpmdError:
-    """Return the error for a call in which these ranks have failed, or were interrupted because its time was up (`timeout_s`)."""
+def spmd_error(
+    name: str, world_size: int, ends: Sequence[RankFailure], timeout_s: float | None
+) -> SpmdError:
+    """Return the error for a call in which these ranks have failed, or were interrupted because its
+    time was up (`timeout_s`).
+    """
     if timeout_s is not None:
         return _late(name, ends, timeout_s)
-    culprits = sorted((end for end in ends if not _is_interrupted(end.error)), key=lambda end: end.at)
+    culprits = sorted(
+        (end for end in ends if not _is_interrupted(end.error)), key=lambda end: end.at
+    )
     if not culprits:  # the connections broke, for an unknown reason
         culprits = sorted(ends, key=lambda end: end.at)[:1]
     first = culprits[0]
@@ -68,24 +88,39 @@ def spmd_error(name: str, world_size: int, ends: Sequence[RankFailure], timeout_
     if isinstance(first.error, CollectiveError):
         fact = f"The ranks of {name} could not go on together: {first.error}"
     else:
-        fact = f"Rank {first.rank} of {name} (worker {first.worker.index}, {where(first.worker)}) failed: {_summary(first.error)}"
-        rest = _rest(len(culprits) - 1, sum(_is_interrupted(end.error) for end in ends if end.rank not in failures))
+        fact = (
+            f"Rank {first.rank} of {name} (worker {first.worker.index}, {where(first.worker)})"
+            f" failed: {_summary(first.error)}"
+        )
+        rest = _rest(
+            len(culprits) - 1,
+            sum(_is_interrupted(end.error) for end in ends if end.rank not in failures),
+        )
         fact = f"{fact.rstrip('.')}. {rest}The cause of this error has its traceback."
     return _made(fact, failures, first.rank)
 
 
 def _late(name: str, ends: Sequence[RankFailure], timeout_s: float) -> SpmdError:
     """Return the error that says which ranks were late, and which only waited."""
-    waiting = {end.rank: end.error for end in ends if isinstance(end.error, RankInterrupted) and end.error.at_hand}
+    waiting = {
+        end.rank: end.error
+        for end in ends
+        if isinstance(end.error, RankInterrupted) and end.error.at_hand
+    }
     ends = sorted(ends, key=lambda end: end.rank)
     late = [end for end in ends if end.rank not in waiting] or ends
     parts = [f"rank {end.rank} {_doing(end.error)}" for end in late]
     if late[0].rank not in waiting:
         parts += _waits(waiting)
-    fact = f"{name} had not ended after timeout_s={timeout_s:g}: {'; '.join(parts)}. Give it more time, or see what it does."
+    fact = (
+        f"{name} had not ended after timeout_s={timeout_s:g}: {'; '.join(parts)}. Give it more"
+        " time, or see what it does."
+    )
     failures: dict[int, BaseException] = {}
     for end in late:
-        failures[end.rank] = TaskTimeoutError(f"{name}: rank {end.rank} {_doing(end.error)} when the time was up.")
+        failures[end.rank] = TaskTimeoutError(
+            f"{name}: rank {end.rank} {_doing(end.error)} when the time was up."
+        )
     return _made(fact, failures, late[0].rank)
 
 
@@ -152,7 +187,10 @@ def _rest(num_failed: int, num_interrupted: int) -> str:
     if num_failed:
         parts.append(f"{num_failed} more failed")
     if num_interrupted:
-        parts.append(f"{num_interrupted} {'was' if num_interrupted == 1 else 'were'} interrupted because of it")
+        parts.append(
+            f"{num_interrupted} {'was' if num_interrupted == 1 else 'were'} interrupted because"
+            " of it"
+        )
     return f"{', and '.join(parts)}. " if parts else ""
 
 

@@ -24,7 +24,15 @@ from typing import Any, NamedTuple
 
 from raypool.errors import CollectiveError, InvalidValueError, RaypoolError
 from raypool.spmd.failures import is_disconnect
-from raypool.spmd.transport import FOR_EVER, SLICE_S, Alone, GlooLines, NcclLines, distributed, sever
+from raypool.spmd.transport import (
+    FOR_EVER,
+    SLICE_S,
+    Alone,
+    GlooLines,
+    NcclLines,
+    distributed,
+    sever,
+)
 from raypool.spmd.watch import ENDED, RankWatch, Whereabouts, begun_collectives, progress
 from raypool.spmd.wire import BEGIN, END, Packer, Word, find_disagreement, ordinal
 from raypool.task import current_task
@@ -102,7 +110,7 @@ class Group:
         """Return the `torch.device` of this rank."""
         return current_task().device
 
-    # --- meetings -----------------------------------------------------------------------------------------------------
+    # --- meetings ---------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Meet at the beginning of a call, and make torch's default group if any lacks it."""
@@ -117,9 +125,13 @@ class Group:
             return
         with self._in("the beginning of the call"):
             has_process = self.assignment.has_process
-            words = self._meet(Word(0, BEGIN, shape=(int(self._has_world()), count_names() if has_process else 0)))
+            words = self._meet(
+                Word(0, BEGIN, shape=(int(self._has_world()), count_names() if has_process else 0))
+            )
             if any(word.operation != BEGIN for word in words):
-                raise CollectiveError("A rank has used the context of an earlier call, which has ended.", missing=())
+                raise CollectiveError(
+                    "A rank has used the context of an earlier call, which has ended.", missing=()
+                )
             if has_process:
                 let_names_begin_at(max(word.shape[1] for word in words))
             if not all(word.shape[0] for word in words):
@@ -182,7 +194,8 @@ class Group:
             if not is_disconnect(error):
                 raise
             raise CollectiveError(
-                f"Rank {self.rank} was in {what} when the connection to another rank broke. Most likely that rank has failed.",
+                f"Rank {self.rank} was in {what} when the connection to another rank broke. Most"
+                " likely that rank has failed.",
                 missing=(),
             ) from error
 
@@ -202,8 +215,8 @@ class Group:
             whom = "the other ranks" if at_hand.peer is None else f"rank {at_hand.peer}"
             since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited_s))
             logger.warning(
-                "Rank %d has waited for %s in %s (operation %d of this call) since %s. If they are not just slower, they are in "
-                "code that does not call it.",
+                "Rank %d has waited for %s in %s (operation %d of this call) since %s. If they are"
+                " not just slower, they are in code that does not call it.",
                 self.rank,
                 whom,
                 at_hand.operation,
@@ -225,9 +238,9 @@ class Group:
         if self._seen_ended < LOOKS:
             return
         raise CollectiveError(
-            f"Rank {peer} has ended, and rank {self.rank} waits for it in {at_hand.operation} "
-            f"(the {ordinal(at_hand.number)} operation of this call). Every receive needs a send on the other rank, and every "
-            "send a receive.",
+            f"Rank {peer} has ended, and rank {self.rank} waits for it in {at_hand.operation} (the"
+            f" {ordinal(at_hand.number)} operation of this call). Every receive needs a send on the"
+            " other rank, and every send a receive.",
             missing=(peer,),
         )
 
@@ -237,18 +250,24 @@ class Group:
     def _ended_key(self, rank: int) -> str:
         return f"ended/{self._num_calls}/{rank}"
 
-    # --- ranks that cannot meet ---------------------------------------------------------------------------------------
+    # --- ranks that cannot meet -------------------------------------------------------------------
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Have a thread watch, until the end of the call, for ranks that wait for each other in different places."""
+        """Have a thread watch, until the end of the call, for ranks that wait for each other in
+        different places.
+        """
         if self.world is None or not isinstance(self.lines, GlooLines) or not progress():
             yield
             return
         limit_s = self.assignment.mismatch_timeout_s
-        watch = RankWatch(self.rank, self.world_size, self.store, self._num_calls, limit_s, progress, self._place)
+        watch = RankWatch(
+            self.rank, self.world_size, self.store, self._num_calls, limit_s, progress, self._place
+        )
         is_over = threading.Event()
-        threading.Thread(target=self._watch, args=(watch, is_over), name="raypool-watch", daemon=True).start()
+        threading.Thread(
+            target=self._watch, args=(watch, is_over), name="raypool-watch", daemon=True
+        ).start()
         try:
             yield
         finally:
@@ -260,19 +279,26 @@ class Group:
                 verdict = watch.look(time.monotonic())
                 if verdict is not None and not is_over.is_set():
                     self.mismatch = CollectiveError(verdict[0], missing=verdict[1])
-                    if watch.is_stuck and self.at_hand is None and not self._is_ending:  # else it raises that itself
+                    # else it raises that itself
+                    if watch.is_stuck and self.at_hand is None and not self._is_ending:
                         close_world(self.world)
                     return
 
     def _place(self) -> Whereabouts:
         at_hand = AtHand(ENDED, 0, None) if self._is_ending else self.at_hand
         begun = begun_collectives(self._began)
-        return Whereabouts(begun=begun) if at_hand is None else Whereabouts(*at_hand, self._since, begun)
+        return (
+            Whereabouts(begun=begun)
+            if at_hand is None
+            else Whereabouts(*at_hand, self._since, begun)
+        )
 
-    # --- torch's default group ----------------------------------------------------------------------------------------
+    # --- torch's default group --------------------------------------------------------------------
 
     def _has_world(self) -> bool:
-        return not self.assignment.has_process or (self.world is not None and is_registered(self.world))
+        return not self.assignment.has_process or (
+            self.world is not None and is_registered(self.world)
+        )
 
     def make_world(self) -> None:
         """Make torch's default group, and discard the one before."""
@@ -281,7 +307,9 @@ class Group:
         self._num_worlds += 1
         store = distributed().PrefixStore(f"world/{self._num_worlds}", self.store)
         with environment(self.interfaces), shown(None):  # restored also if the thread is abandoned
-            self.world = in_thread(lambda: make_world(store, self.rank, self.world_size, self.has_nccl), discard_world)
+            self.world = in_thread(
+                lambda: make_world(store, self.rank, self.world_size, self.has_nccl), discard_world
+            )
         self.nccl = NcclLines(self.world) if self.has_nccl else None
 
     @contextmanager
@@ -298,14 +326,25 @@ class Group:
 
     def _variables(self) -> dict[str, str]:
         place = self.assignment
-        # A worker with a GPU sees no other, and code that is written for torchrun takes LOCAL_RANK for the number of its device.
+        # A worker with a GPU sees no other, and code that is written for torchrun takes LOCAL_RANK
+        # for the number of its device.
         local = (0, 1) if self.device.type == "cuda" else (place.local_rank, place.local_world_size)
-        names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        names = (
+            "MASTER_ADDR",
+            "MASTER_PORT",
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "LOCAL_WORLD_SIZE",
+        )
         values = (*self.master, place.rank, place.world_size, *local)
-        return {name: str(value) for name, value in zip(names, values, strict=True)} | self.interfaces
+        return {
+            name: str(value) for name, value in zip(names, values, strict=True)
+        } | self.interfaces
 
     def close(self) -> None:
-        """Break all connections and let go of everything; ranks that wait for this one fail at once.
+        """Break all connections and let go of everything; ranks that wait for this one fail at
+        once.
 
         After a good end no rank waits for this one, but its last message may not be read everywhere
         yet.
@@ -334,7 +373,9 @@ def _weakly(group: Group) -> Callable[[float], None]:
 
 
 _retired: deque[tuple[float, Alone | GlooLines, Any]] = deque()
-"""Groups left after a good end: when, their connections, and stores (others may still ask those)."""
+"""Groups left after a good end: when, their connections, and stores (others may still ask
+those).
+"""
 
 _retiring = threading.Lock()
 
@@ -373,10 +414,13 @@ class _Closed(Alone):
 
     def meet(self, slot: bytes) -> list[bytes]:
         """Refuse: the group is closed."""
-        raise InvalidValueError("This call has ended, and its context with it. Use the context of a call only while it runs.")
+        raise InvalidValueError(
+            "This call has ended, and its context with it. Use the context of a call only while it"
+            " runs."
+        )
 
 
-# --- joining and leaving a group --------------------------------------------------------------------------------------
+# --- joining and leaving a group ------------------------------------------------------------------
 
 _here = threading.local()
 
@@ -389,7 +433,8 @@ def leave_other(assignment: Assignment) -> None:
 
 
 def join(assignment: Assignment, way: Way | None) -> Group:
-    """Return this worker's group: the one of the call before, or a new one. Waits for the other ranks; can be interrupted.
+    """Return this worker's group: the one of the call before, or a new one. Waits for the other
+    ranks; can be interrupted.
 
     A group that does not stay warm is not kept as the worker's: the call may have been made by a
     rank, whose thread has a group already.
@@ -434,18 +479,23 @@ def connect(assignment: Assignment, way: Way | None) -> Group:
 
         packer = Packer(found.invitation.secret, way if assignment.has_process else None)
         group = Group(assignment, in_thread(make, discard=lambda lines: lines.sever()), packer)
-        group.store, group.address, group.master = found.store, found.address, found.invitation.master
+        group.store, group.address, group.master = (
+            found.store,
+            found.address,
+            found.invitation.master,
+        )
         weakref.finalize(group, held.pop_all().close)
         group.has_nccl, group.interfaces = found.has_nccl, interfaces_for(found.address)
     return group
 
 
-# --- discovery of the ranks of a new group ----------------------------------------------------------------------------
+# --- discovery of the ranks of a new group --------------------------------------------------------
 #
-# Torch makes groups through a store. Rank 0 opens one: a file that only this user can read if all ranks are on one machine,
-# otherwise a TCP port. The ranks learn its address through the pool's exchange, which requires Ray's token. Strangers can
-# write to a TCP store, so nothing from it is unpickled. Through the exchange the ranks also learn a secret, with which they
-# sign their messages. Calls that wait in native code run in a thread, and only after all ranks have arrived.
+# Torch makes groups through a store. Rank 0 opens one: a file that only this user can read if all
+# ranks are on one machine, otherwise a TCP port. The ranks learn its address through the pool's
+# exchange, which requires Ray's token. Strangers can write to a TCP store, so nothing from it is
+# unpickled. Through the exchange the ranks also learn a secret, with which they sign their
+# messages. Calls that wait in native code run in a thread, and only after all ranks have arrived.
 
 
 STORE_TIMEOUT = timedelta(seconds=60)
@@ -478,7 +528,8 @@ class Assignment(NamedTuple):
 class Invitation(NamedTuple):
     """The message by which rank 0 invites the others.
 
-    `store`: its address or file, or the store itself if ranks are threads. `master`: an address, and a port held for torch.
+    `store`: its address or file, or the store itself if ranks are threads. `master`: an address,
+        and a port held for torch.
     `secret`: the ranks sign their messages with it.
     """
 
@@ -508,13 +559,15 @@ def find_others(assignment: Assignment, way: Way, held: ExitStack) -> Found:
             holder, port = hold_port(address)
             held.enter_context(holder)
         invitation = Invitation(place, (address, port), secrets.token_bytes(32))
-    said = _gpu_uuid(assignment), None if invitation is None else tuple(invitation)  # plain data for the exchange
+    # plain data for the exchange
+    said = _gpu_uuid(assignment), None if invitation is None else tuple(invitation)
     met = way.ask("meet", assignment.number, assignment.rank, assignment.world_size, said)
     if invitation is None:
         invitation = Invitation(*met[0][1])
         store, address = _join_store(assignment, invitation.store)
     uuids = [gpu_uuid for gpu_uuid, _ in met]
-    has_nccl = None not in uuids and len(set(uuids)) == len(uuids)  # NCCL needs a separate GPU for each rank
+    # NCCL needs a separate GPU for each rank
+    has_nccl = None not in uuids and len(set(uuids)) == len(uuids)
     return Found(store, address, invitation, has_nccl)
 
 
@@ -538,7 +591,15 @@ def _open_store(assignment: Assignment) -> tuple[Any, Any, str]:
     address = own_address(is_one_host=False)
     listener = listen(address)
     port = listener.getsockname()[1]
-    store = dist.TCPStore(address, port, None, True, STORE_TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach())
+    store = dist.TCPStore(
+        address,
+        port,
+        None,
+        True,
+        STORE_TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
     return store, (address, port), address
 
 
@@ -550,14 +611,20 @@ def _join_store(assignment: Assignment, place: Any) -> tuple[Any, str]:
         return _store_in(place), LOOPBACK
     host, port = place
     knock((host, port))
-    store = in_thread(lambda: distributed().TCPStore(host, port, None, False, STORE_TIMEOUT, wait_for_workers=False))
+    store = in_thread(
+        lambda: distributed().TCPStore(
+            host, port, None, False, STORE_TIMEOUT, wait_for_workers=False
+        )
+    )
     return store, own_address(is_one_host=False, towards=(host, port))
 
 
 def _new_file() -> str:
     """Return the name of a new file. It is removed with the pool; earlier, the store would hang."""
     note = note_here()
-    folder = folder_of_process() if note is None or note.folders is None else note.folders.temporary()
+    folder = (
+        folder_of_process() if note is None or note.folders is None else note.folders.temporary()
+    )
     return str(make_private(folder / "groups") / uuid.uuid4().hex)
 
 
@@ -606,7 +673,7 @@ def in_thread(make: Callable[[], Any], discard: Callable[[Any], object] = bool) 
     return made.pop()
 
 
-# --- addresses of this rank -------------------------------------------------------------------------------------------
+# --- addresses of this rank -----------------------------------------------------------------------
 
 
 LOOPBACK = "127.0.0.1"
@@ -645,11 +712,17 @@ def interface_of(address: str) -> str | None:
 
 
 def interfaces_for(address: str) -> dict[str, str]:
-    """Return the variables that tell gloo and NCCL which interface to use, except those that the user has set."""
+    """Return the variables that tell gloo and NCCL which interface to use, except those that the
+    user has set.
+    """
     name = interface_of(address)
     if name is None:
         return {}
-    return {variable: name for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if variable not in os.environ}
+    return {
+        variable: name
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        if variable not in os.environ
+    }
 
 
 def listen(address: str) -> socket.socket:
@@ -663,8 +736,8 @@ def listen(address: str) -> socket.socket:
 def hold_port(address: str) -> tuple[socket.socket, int]:
     """Find a free port; return a socket that holds it, and its number.
 
-    Until the socket is closed, the system assigns the port to no other socket. Torch can still listen at it, because both set
-    SO_REUSEADDR and the holder does not listen.
+    Until the socket is closed, the system assigns the port to no other socket. Torch can still
+    listen at it, because both set SO_REUSEADDR and the holder does not listen.
     """
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -683,10 +756,12 @@ def knock(address: tuple[str, int]) -> None:
     try:
         socket.create_connection(address, timeout=CONNECT_TIMEOUT_S).close()
     except OSError as error:
-        raise ConnectionError(f"Rank 0 cannot be reached at {address[0]}:{address[1]}: {error}.") from error
+        raise ConnectionError(
+            f"Rank 0 cannot be reached at {address[0]}:{address[1]}: {error}."
+        ) from error
 
 
-# --- torch's default group, and the environment, while a rank's function runs -----------------------------------------
+# --- torch's default group, and the environment, while a rank's function runs ---------------------
 #
 # Between calls both are hidden, so that other work on the worker finds them unchanged.
 
@@ -708,8 +783,9 @@ def make_world(store: Any, rank: int, world_size: int, has_nccl: bool) -> Any:
         rank=rank,
         world_size=world_size,
         timeout=FOR_EVER,
-        # With the device NCCL connects all ranks at once. Else it would connect pairs at their first message, each waiting
-        # for the other, and ranks that send in a ring would wait forever.
+        # With the device NCCL connects all ranks at once. Else it would connect pairs at their
+        # first message, each waiting for the other, and ranks that send in a ring would wait
+        # forever.
         device_id=torch.device("cuda", torch.cuda.current_device()) if has_nccl else None,
     )
     return dist.group.WORLD
@@ -718,7 +794,8 @@ def make_world(store: Any, rank: int, world_size: int, has_nccl: bool) -> Any:
 def swap_default(group: Any) -> Any:
     """Make a group torch's default one, None for none; return the one before.
 
-    Torch has no public way to hide its default group. The private one is what its own `init_process_group` uses.
+    Torch has no public way to hide its default group. The private one is what its own
+    `init_process_group` uses.
     """
     from torch.distributed import distributed_c10d
 
@@ -729,7 +806,9 @@ def swap_default(group: Any) -> Any:
 
 
 def count_names() -> int:
-    """Return how many groups torch has named in this process. The next one has this number for its name."""
+    """Return how many groups torch has named in this process. The next one has this number for its
+    name.
+    """
     from torch.distributed import distributed_c10d
 
     return int(distributed_c10d._world.group_count)
@@ -747,7 +826,8 @@ def let_names_begin_at(number: int) -> None:
 
 
 def is_registered(world: Any) -> bool:
-    """Whether torch still knows a group: `destroy_process_group`, called by the user, makes it forget them all.
+    """Whether torch still knows a group: `destroy_process_group`, called by the user, makes it
+    forget them all.
 
     Torch has no public way to ask this for a group that is hidden.
     """
@@ -775,7 +855,8 @@ def close_world(world: Any) -> None:
             for group in list(distributed_c10d._world.pg_map):
                 _sever_gloo(group)
             if "nccl" in dist.get_backend_config(world):
-                distributed_c10d._abort_process_group()  # destroying waits for what runs on the GPU, which waits for the others
+                # destroying waits for what runs on the GPU, which waits for the others
+                distributed_c10d._abort_process_group()
             else:
                 dist.destroy_process_group()
         finally:

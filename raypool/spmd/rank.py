@@ -102,13 +102,17 @@ def _part(assignment: Assignment, group: Group | None) -> None:
         group.close()
 
 
-def _interruption(error: BaseException, group: Group | None, has_returned: bool) -> RankInterrupted | None:
+def _interruption(
+    error: BaseException, group: Group | None, has_returned: bool
+) -> RankInterrupted | None:
     """Return the error of a rank that was ended from outside; None if it failed by itself."""
     story = list(_with_contexts(error))
     is_cut_off = any(is_disconnect(each) for each in story)
     if group is None and isinstance(error, ConnectionError):
         looking = AtHand("while it looked for the others", 0, None)
-        return RankInterrupted(f"It did not find the other ranks: {error}", at_hand=looking, place="")
+        return RankInterrupted(
+            f"It did not find the other ranks: {error}", at_hand=looking, place=""
+        )
     if not is_cut_off and not any(isinstance(each, TaskCancelled) for each in story):
         return None
     at_hand = None if group is None else group.at_hand
@@ -118,7 +122,8 @@ def _interruption(error: BaseException, group: Group | None, has_returned: bool)
         at_hand = AtHand("in a collective of torch.distributed", 0, None)
     place = _place(error)
     return RankInterrupted(
-        f"It was interrupted {_where(at_hand, place)}, because another rank had failed or the time was up.",
+        f"It was interrupted {_where(at_hand, place)}, because another rank had failed or the time"
+        " was up.",
         at_hand=at_hand,
         place=place,
     )
@@ -146,5 +151,9 @@ def _where(at_hand: AtHand | None, place: str) -> str:
 def _place(error: BaseException) -> str:
     """Return the innermost line of the user's own that an exception has passed through."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(OURS) and "/torch/" not in frame.filename]
+    own = [
+        frame
+        for frame in frames
+        if not frame.filename.startswith(OURS) and "/torch/" not in frame.filename
+    ]
     return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""

@@ -98,8 +98,8 @@ class GlooLines:
 
     def __init__(self, store: Any, rank: int, world_size: int, address: str) -> None:
         dist = distributed()
-        # Private names of torch's: the options of a group that is made by hand. Without them it would wait for 30 minutes at
-        # most, and listen on every interface.
+        # Private names of torch's: the options of a group that is made by hand. Without them it
+        # would wait for 30 minutes at most, and listen on every interface.
         options = dist.ProcessGroupGloo._Options()
         options._timeout = FOR_EVER
         options._threads = 2
@@ -119,7 +119,9 @@ class GlooLines:
         return [entry.numpy().tobytes() for entry in slots]
 
     def all_reduce(self, x: torch.Tensor, op: str) -> None:
-        """Reduce in place; every chunk is summed up in one place, so the result is the same on every rank."""
+        """Reduce in place; every chunk is summed up in one place, so the result is the same on
+        every rank.
+        """
         dist = distributed()
         options = dist.AllreduceOptions()
         options.reduceOp = _reduce_op(op)
@@ -242,7 +244,12 @@ def _say_nothing(waited_s: float) -> None:
 
 def _reduce_op(op: str) -> Any:
     dist = distributed()
-    return {"sum": dist.ReduceOp.SUM, "product": dist.ReduceOp.PRODUCT, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}[op]
+    return {
+        "sum": dist.ReduceOp.SUM,
+        "product": dist.ReduceOp.PRODUCT,
+        "min": dist.ReduceOp.MIN,
+        "max": dist.ReduceOp.MAX,
+    }[op]
 
 
 class NcclLines:
@@ -272,7 +279,9 @@ class NcclLines:
         dist.all_gather(parts, x, self._world)
 
     def exchange(self, sends: Sequence[Post], receives: Sequence[Post]) -> None:
-        """Send and receive, all at once: NCCL runs what is in one batch together, so a ring cannot block."""
+        """Send and receive, all at once: NCCL runs what is in one batch together, so a ring cannot
+        block.
+        """
         dist = distributed()
         posts = [dist.P2POp(dist.irecv, x, src, self._world) for x, src in receives]
         posts += [dist.P2POp(dist.isend, x, dst, self._world) for x, dst in sends]

@@ -29,9 +29,10 @@ ENDED = "the end"
 """The meeting of ranks whose function has returned."""
 
 HINT = (
-    "All ranks have to call the same collectives, equally often. Where one rank has more batches than another, use "
-    "drop_last=True in the DataLoader or torch.distributed.algorithms.Join. Where a collective, a break or a return is under a "
-    "condition, let all ranks take the same branch."
+    "All ranks have to call the same collectives, equally often. Where one rank has more batches"
+    " than another, use drop_last=True in the DataLoader or torch.distributed.algorithms.Join."
+    " Where a collective, a break or a return is under a condition, let all ranks take the same"
+    " branch."
 )
 
 
@@ -63,11 +64,15 @@ class Whereabouts(NamedTuple):
     def read(text: bytes) -> Whereabouts:
         """Return the whereabouts that a rank has written."""
         meeting, number, peer, since, begun = json.loads(text)
-        return Whereabouts(meeting, number, peer, since, {name: Begun(*each) for name, each in begun.items()})
+        return Whereabouts(
+            meeting, number, peer, since, {name: Begun(*each) for name, each in begun.items()}
+        )
 
 
 class Mismatch(NamedTuple):
-    """Two ranks that wait for each other; `waiting` is in this collective of a group of torch's, if `number` is not 0."""
+    """Two ranks that wait for each other; `waiting` is in this collective of a group of torch's, if
+    `number` is not 0.
+    """
 
     waiting: int
     missing: int
@@ -88,12 +93,19 @@ def mismatches(places: Mapping[int, Whereabouts]) -> Iterator[Mismatch]:
                 other = places.get(rank, NOWHERE)
                 its = other.begun.get(name, Begun((), 0))
                 has_other = its.pending == begun.pending and its.operation != begun.operation
-                never_comes = bool(other.meeting) and other.peer in (None, waiting) and its.newest < begun.pending
+                never_comes = (
+                    bool(other.meeting)
+                    and other.peer in (None, waiting)
+                    and its.newest < begun.pending
+                )
                 if rank != waiting and (has_other or never_comes):
                     yield Mismatch(waiting, rank, name, begun.pending)
         if place.peer is not None:
             other = places.get(place.peer, NOWHERE)
-            if other.meeting and (other.peer is None or (other.peer == waiting and other.meeting == place.meeting == "receive")):
+            if other.meeting and (
+                other.peer is None
+                or (other.peer == waiting and other.meeting == place.meeting == "receive")
+            ):
                 yield Mismatch(waiting, place.peer, "", 0)
 
 
@@ -109,7 +121,8 @@ class RankWatch:
         store: The store of the group, a `torch.distributed.Store`.
         call: The number of the call in the group.
         limit_s: Ranks that have waited for each other this long fail [s]; None: never.
-        progress: Returns a text that changes whenever the rank begins or ends something that it waits in.
+        progress: Returns a text that changes whenever the rank begins or ends something that it
+            waits in.
         place: Returns where the rank is.
     """
 
@@ -150,7 +163,10 @@ class RankWatch:
             self._place = self._find_place()
         if self.is_stuck != self._is_written:
             self._is_written = self.is_stuck
-            self._store.set(self._key(self._rank), (self._place if self.is_stuck and self._place else NOWHERE).write())
+            self._store.set(
+                self._key(self._rank),
+                (self._place if self.is_stuck and self._place else NOWHERE).write(),
+            )
         if self._rank == 0:
             self._judge(now)
         if not self._store.check([self._key("verdict")]):
@@ -178,13 +194,21 @@ class RankWatch:
         if not found:
             return
         told, limit_s = _told(places, found), self._limit_s
-        if lasted_s >= (WARN_S if limit_s is None else min(WARN_S, limit_s / 2)) and not self._has_warned:
+        if (
+            lasted_s >= (WARN_S if limit_s is None else min(WARN_S, limit_s / 2))
+            and not self._has_warned
+        ):
             self._has_warned = True
-            end = "" if limit_s is None else f"; after mismatch_timeout_s={limit_s:g} the call fails"
+            end = (
+                "" if limit_s is None else f"; after mismatch_timeout_s={limit_s:g} the call fails"
+            )
             _warn(f"{told}. They wait for each other{end}. {HINT}")
         if limit_s is not None and lasted_s >= limit_s:
             missing = sorted({each.missing for each in found})
-            text = f"{told}. They have waited for each other for mismatch_timeout_s={limit_s:g}. {HINT}"
+            text = (
+                f"{told}. They have waited for each other for mismatch_timeout_s={limit_s:g}."
+                f" {HINT}"
+            )
             self._store.set(self._key("verdict"), json.dumps((text, missing)))
 
     def _has_written(self, rank: int) -> bool:
@@ -201,7 +225,10 @@ def _told(places: Mapping[int, Whereabouts], found: list[Mismatch]) -> str:
         if place.meeting == ENDED:
             deed, at = ENDED, place.since
         elif place.meeting:
-            deed, at = f"{place.meeting} (the {ordinal(place.number)} operation of this call)", place.since
+            deed, at = (
+                f"{place.meeting} (the {ordinal(place.number)} operation of this call)",
+                place.since,
+            )
         else:
             deed, at = f"torch.distributed.{place.begun[group].operation}", place.begun[group].since
         ranks.setdefault(deed, []).append(rank)
@@ -213,7 +240,10 @@ def _told(places: Mapping[int, Whereabouts], found: list[Mismatch]) -> str:
 def _said(ranks: list[int], deed: str, at: float) -> str:
     has = "has" if len(ranks) == 1 else "have"
     when = time.strftime("%H:%M:%S", time.localtime(at))
-    return f"{list_ranks(ranks)} {has} {'ended at' if deed == ENDED else f'been in {deed} since'} {when}"
+    return (
+        f"{list_ranks(ranks)} {has} {'ended at' if deed == ENDED else f'been in {deed} since'}"
+        f" {when}"
+    )
 
 
 def _warn(text: str) -> None:
@@ -225,14 +255,14 @@ def _warn(text: str) -> None:
         way.send("warning", None, text)
 
 
-# --- torch's collectives ----------------------------------------------------------------------------------------------
+# --- torch's collectives --------------------------------------------------------------------------
 
 
 class Begun(NamedTuple):
     """A rank's collectives in one of torch's groups: the newest number, and the one under way.
 
-    `ranks`: all ranks of the group. `pending`: the number of the oldest collective that is not done, 0 if all are. `operation`:
-    its name. `since`: when it began (Unix time [s]).
+    `ranks`: all ranks of the group. `pending`: the number of the oldest collective that is not
+    done, 0 if all are. `operation`: its name. `since`: when it began (Unix time [s]).
     """
 
     ranks: tuple[int, ...]
@@ -247,11 +277,18 @@ def begun_collectives(since: float) -> dict[str, Begun]:
     from torch.distributed import distributed_c10d
 
     world = distributed_c10d._world
-    ranks = {name: tuple(sorted(world.pg_group_ranks.get(group, ()))) for group, name in list(world.pg_names.items())}
+    ranks = {
+        name: tuple(sorted(world.pg_group_ranks.get(group, ())))
+        for group, name in list(world.pg_names.items())
+    }
     found: dict[str, Begun] = {}
     for dump in _flight_records(is_whole=True):
         for entry in json.loads(dump).get("entries", ()):
-            name, at, number = entry["process_group"][0], entry["time_created_ns"] / 1e9, entry["collective_seq_id"]
+            name, at, number = (
+                entry["process_group"][0],
+                entry["time_created_ns"] / 1e9,
+                entry["collective_seq_id"],
+            )
             if entry["is_p2p"] or at < since or name not in ranks:
                 continue
             backend, _, operation = entry["profiling_name"].partition(":")
@@ -264,14 +301,19 @@ def begun_collectives(since: float) -> dict[str, Begun]:
 
 
 def progress() -> str:
-    """Return a text that changes when this process begins or ends a collective, in any group; "" if torch keeps no record."""
-    return "".join(str(json.loads(dump).get("pg_status") or "") for dump in _flight_records(is_whole=False))
+    """Return a text that changes when this process begins or ends a collective, in any group; "" if
+    torch keeps no record.
+    """
+    return "".join(
+        str(json.loads(dump).get("pg_status") or "") for dump in _flight_records(is_whole=False)
+    )
 
 
 def _flight_records(is_whole: bool) -> Iterator[bytes]:
     """Yield the records of torch's flight recorders: of gloo, of NCCL.
 
-    Torch 2.13 writes each collective into a ring of some 2,000 entries. It has no public way to read that in the process itself.
+    Torch 2.13 writes each collective into a ring of some 2,000 entries. It has no public way to
+    read that in the process itself.
     """
     from torch._C import _distributed_c10d as c10d
 

@@ -16,7 +16,13 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from raypool.errors import CollectiveError, InvalidTypeError, InvalidValueError, SerializationError, whole_number
+from raypool.errors import (
+    CollectiveError,
+    InvalidTypeError,
+    InvalidValueError,
+    SerializationError,
+    whole_number,
+)
 from raypool.worker.running import Way
 
 SLOT_BYTES = 1024
@@ -38,7 +44,9 @@ AGREE = frozenset({"all_reduce", "reduce"})
 
 
 def signed(data: bytes, secret: bytes) -> bytes:
-    """Return the data with a signature in front, which proves to the other ranks that a rank of the group has sent it."""
+    """Return the data with a signature in front, which proves to the other ranks that a rank of the
+    group has sent it.
+    """
     return _signature(data, secret) + data
 
 
@@ -52,8 +60,8 @@ def checked(message: Any, secret: bytes) -> memoryview:
     signature, rest = whole[:SIGNATURE_BYTES], whole[SIGNATURE_BYTES:]
     if not hmac.compare_digest(signature, _signature(rest, secret)):
         raise CollectiveError(
-            "A message arrived that no rank of this group has sent. It was not opened. Most likely another program has connected "
-            "to a port of the group: see SECURITY.md.",
+            "A message arrived that no rank of this group has sent. It was not opened. Most likely"
+            " another program has connected to a port of the group: see SECURITY.md.",
             missing=(),
         )
     return rest
@@ -66,9 +74,9 @@ def _signature(data: Any, secret: bytes) -> bytes:
 class Word(NamedTuple):
     """The word of one rank in a meeting: which meeting of the call, which operation, and with what.
 
-    `kind`: "tensor", "array", "value" (anything that is pickled) or "" (nothing). `peer`: dst or src, -1 without. `op`: of a
-    reduction. `size`: of a pickled value [bytes]. `payload`: that value itself, or the memory of a tensor or array on a CPU,
-    if it fits into the slot.
+    `kind`: "tensor", "array", "value" (anything that is pickled) or "" (nothing). `peer`: dst or
+    src, -1 without. `op`: of a reduction. `size`: of a pickled value [bytes]. `payload`: that value
+    itself, or the memory of a tensor or array on a CPU, if it fits into the slot.
     """
 
     number: int
@@ -123,7 +131,10 @@ def find_disagreement(words: Sequence[Word]) -> Disagreement | None:
 def _of_peers(words: Sequence[Word]) -> Disagreement | None:
     first = words[0]
     if any(word.peer != first.peer for word in words):
-        return Disagreement(_parties([_to_whom(word) for word in words], first) + " All ranks have to give the same dst or src.")
+        return Disagreement(
+            _parties([_to_whom(word) for word in words], first)
+            + " All ranks have to give the same dst or src."
+        )
     return None
 
 
@@ -131,12 +142,14 @@ def _of_reduction(words: Sequence[Word]) -> Disagreement | None:
     first = words[0]
     if any(word.op != first.op for word in words):
         return Disagreement(
-            _parties([f"{word.operation} with {_op(word)}" for word in words], first) + " All have to use one op."
+            _parties([f"{word.operation} with {_op(word)}" for word in words], first)
+            + " All have to use one op."
         )
     if first.operation in AGREE and any(_form(word) != _form(first) for word in words):
         return Disagreement(
             _parties([_with_what(word) for word in words], first)
-            + " All ranks have to bring values of one kind, shape and dtype; all_gather takes different ones."
+            + " All ranks have to bring values of one kind, shape and dtype; all_gather takes"
+            " different ones."
         )
     return None
 
@@ -148,18 +161,25 @@ def _of_operations(words: Sequence[Word]) -> Disagreement:
     if ended and len(others) == 1:
         waits = [rank for rank, word in enumerate(words) if word.operation != END]
         return Disagreement(
-            f"{list_ranks(ended).capitalize()} {_has(ended)} ended, {list_ranks(waits)} {_wait(waits)} for {_it(ended)} in "
-            f"{waiting.operation} (the {ordinal(waiting.number)} collective of this call). Every rank has to call the same "
-            "collectives: look for a return, a break or an if that not all ranks take, or for loops of different length.",
+            f"{list_ranks(ended).capitalize()} {_has(ended)} ended, {list_ranks(waits)}"
+            f" {_wait(waits)} for {_it(ended)} in {waiting.operation} (the"
+            f" {ordinal(waiting.number)} collective of this call). Every rank has to call the same"
+            " collectives: look for a return, a break or an if that not all ranks take, or for"
+            " loops of different length.",
             ended,
         )
     differ = len({word.number for word in words}) > 1 and not ended
-    did = [f"{word.operation} (its {ordinal(word.number)} collective)" if differ else word.operation for word in words]
-    did = [HAS_ENDED if word.operation == END else text for word, text in zip(words, did, strict=True)]
+    did = [
+        f"{word.operation} (its {ordinal(word.number)} collective)" if differ else word.operation
+        for word in words
+    ]
+    did = [
+        HAS_ENDED if word.operation == END else text for word, text in zip(words, did, strict=True)
+    ]
     return Disagreement(
         _parties(did, waiting)
-        + " Every rank has to call the same collectives in the same order: look for an if that not all ranks take,"
-        " or an exception that one rank has caught.",
+        + " Every rank has to call the same collectives in the same order: look for an if that not"
+        " all ranks take, or an exception that one rank has caught.",
         ended,
     )
 
@@ -167,13 +187,17 @@ def _of_operations(words: Sequence[Word]) -> Disagreement:
 def _of_targets(words: Sequence[Word]) -> Disagreement | None:
     """Check targets: a tensor that a rank brings to a broadcast has to match the source's."""
     source = words[words[0].peer]
-    odd = [rank for rank, word in enumerate(words) if word.kind == "tensor" and _form(word) != _form(source)]
+    odd = [
+        rank
+        for rank, word in enumerate(words)
+        if word.kind == "tensor" and _form(word) != _form(source)
+    ]
     if not odd:
         return None
     return Disagreement(
-        f"Rank {source.peer} broadcasts {_what(source)}, {list_ranks(odd)} {_wait(odd, 'want')} it in {_what(words[odd[0]])} "
-        f"(the {ordinal(source.number)} collective of this call). Pass a tensor like that of rank {source.peer}, or None for a "
-        "new one."
+        f"Rank {source.peer} broadcasts {_what(source)}, {list_ranks(odd)} {_wait(odd, 'want')} it"
+        f" in {_what(words[odd[0]])} (the {ordinal(source.number)} collective of this call). Pass a"
+        f" tensor like that of rank {source.peer}, or None for a new one."
     )
 
 
@@ -183,8 +207,9 @@ def _of_parts(words: Sequence[Word]) -> Disagreement | None:
         return None
     has = f"{source.shape[0]} parts" if source.shape else "no list of parts"
     return Disagreement(
-        f"Rank {source.peer} scatters {has} to {len(words)} ranks (the {ordinal(source.number)} collective of this call). "
-        "Pass a list or tuple with one part for each rank, in rank order."
+        f"Rank {source.peer} scatters {has} to {len(words)} ranks (the {ordinal(source.number)}"
+        " collective of this call). Pass a list or tuple with one part for each rank, in rank"
+        " order."
     )
 
 
@@ -193,7 +218,10 @@ def _form(word: Word) -> tuple[object, ...]:
 
 
 def _to_whom(word: Word) -> str:
-    return f"{word.operation} {'to' if word.operation in ('reduce', 'gather') else 'from'} rank {word.peer}"
+    return (
+        f"{word.operation} {'to' if word.operation in ('reduce', 'gather') else 'from'} rank"
+        f" {word.peer}"
+    )
 
 
 def _op(word: Word) -> str:
@@ -251,16 +279,22 @@ def _it(ranks: Sequence[int]) -> str:
 
 def ordinal(number: int) -> str:
     """Return 1st, 2nd, 3rd, ..."""
-    ending = "th" if 10 <= number % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    ending = (
+        "th" if 10 <= number % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    )
     return f"{number}{ending}"
 
 
 def check_rank(name: str, rank: Any, world_size: int) -> None:
     """Raise the error for an argument that names no rank."""
     if whole_number(rank) is None:
-        raise InvalidTypeError(f"{name}={rank!r} is a {type(rank).__name__}. Ranks are whole numbers.")
+        raise InvalidTypeError(
+            f"{name}={rank!r} is a {type(rank).__name__}. Ranks are whole numbers."
+        )
     if not 0 <= rank < world_size:
-        last = f"are {world_size}, from 0 to {world_size - 1}" if world_size > 1 else "is 1, number 0"
+        last = (
+            f"are {world_size}, from 0 to {world_size - 1}" if world_size > 1 else "is 1, number 0"
+        )
         raise InvalidValueError(f"{name}={rank} is not a rank. There {last}.")
 
 
@@ -268,17 +302,21 @@ def check_other(name: str, rank: Any, own: int, world_size: int) -> None:
     """Raise the error for an argument that names no other rank."""
     check_rank(name, rank, world_size)
     if rank == own:
-        raise InvalidValueError(f"{name}={rank} is this rank itself. Send to another one, or just keep the value.")
+        raise InvalidValueError(
+            f"{name}={rank} is this rank itself. Send to another one, or just keep the value."
+        )
 
 
-# --- values: tensors and arrays as their memory, everything else pickled ----------------------------------------------
+# --- values: tensors and arrays as their memory, everything else pickled --------------------------
 
 
 PLAIN = frozenset({int, float, bool, str, type(None), complex})
 """Types of values that the plain pickle module suffices for."""
 
 MAX_INLINE_BYTES = 512
-"""The memory of a tensor or array that is no larger travels in its word: a loss, say, or a few metrics."""
+"""The memory of a tensor or array that is no larger travels in its word: a loss, say, or a few
+metrics.
+"""
 
 
 class Packer:
@@ -308,8 +346,8 @@ class Packer:
             return _dump(value)
         except Exception as error:
             raise SerializationError(
-                f"The {type(value).__name__} for {operation} cannot be sent to other ranks: {error}. "
-                "Send what it is made of, or make it on each rank.",
+                f"The {type(value).__name__} for {operation} cannot be sent to other ranks:"
+                f" {error}. Send what it is made of, or make it on each rank.",
                 what=type(value).__name__,
             ) from error
 
@@ -325,8 +363,9 @@ class Packer:
             return pickle.loads(pickled)
         except Exception as error:
             raise SerializationError(
-                f"What rank {rank} has sent in {operation} cannot be read here: {type(error).__name__}: {error}. "
-                "Most likely a class of it cannot be made from what it pickles.",
+                f"What rank {rank} has sent in {operation} cannot be read here:"
+                f" {type(error).__name__}: {error}. Most likely a class of it cannot be made from"
+                " what it pickles.",
                 what=f"the value of rank {rank}",
             ) from error
 
@@ -340,14 +379,21 @@ def _dump(value: Any) -> bytes:
         raise
 
 
-# --- kinds of values --------------------------------------------------------------------------------------------------
+# --- kinds of values ------------------------------------------------------------------------------
 
 
 def describe(value: Any, operation: str) -> Word:
     """Return a word with the kind, dtype, shape and device of a value, and its memory if small."""
     if is_tensor(value):
         _check_tensor(value, operation)
-        word = Word(0, operation, "tensor", str(value.dtype).removeprefix("torch."), tuple(value.shape), value.device.type)
+        word = Word(
+            0,
+            operation,
+            "tensor",
+            str(value.dtype).removeprefix("torch."),
+            tuple(value.shape),
+            value.device.type,
+        )
         if word.device == "cpu" and value.nbytes <= MAX_INLINE_BYTES:
             word = word._replace(payload=as_tensor(value).numpy().tobytes())
         return word
@@ -368,17 +414,28 @@ def rebuild(word: Word) -> Any:
 
     if not word.payload:
         return empty_like(word, None)
-    return torch.frombuffer(bytearray(word.payload), dtype=getattr(torch, word.dtype)).reshape(word.shape)
+    return torch.frombuffer(bytearray(word.payload), dtype=getattr(torch, word.dtype)).reshape(
+        word.shape
+    )
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether a value is a tensor whose memory can be sent. Sparse ones, and those of strange layouts, are pickled."""
+    """Whether a value is a tensor whose memory can be sent. Sparse ones, and those of strange
+    layouts, are pickled.
+    """
     torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized
+    return (
+        torch is not None
+        and isinstance(value, torch.Tensor)
+        and value.layout == torch.strided
+        and not value.is_quantized
+    )
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is an array whose memory can be sent: not of objects, and not of a class that holds more than that."""
+    """Whether a value is an array whose memory can be sent: not of objects, and not of a class that
+    holds more than that.
+    """
     numpy = sys.modules.get("numpy")
     if numpy is None or type(value) not in (numpy.ndarray, numpy.memmap):
         return False
@@ -393,32 +450,41 @@ def dtype_name(dtype: Any) -> str:
 def _check_tensor(value: Any, operation: str) -> None:
     if value.device.type not in ("cpu", "cuda"):
         raise InvalidTypeError(
-            f"{operation} takes tensors on CPUs and CUDA devices; this one is on {value.device}. Move it first."
+            f"{operation} takes tensors on CPUs and CUDA devices; this one is on {value.device}."
+            " Move it first."
         )
     if hasattr(value, "device_mesh"):
         raise InvalidTypeError(
-            f"{operation} got a DTensor, which is spread over the ranks already. Use its own methods, or pass tensor.to_local()."
+            f"{operation} got a DTensor, which is spread over the ranks already. Use its own"
+            " methods, or pass tensor.to_local()."
         )
 
 
-# --- memory of values -------------------------------------------------------------------------------------------------
+# --- memory of values -----------------------------------------------------------------------------
 
 
 def as_tensor(value: Any) -> Any:
-    """Return the memory of a tensor or array as a tensor of bytes: of the value itself, if it is contiguous and writable."""
+    """Return the memory of a tensor or array as a tensor of bytes: of the value itself, if it is
+    contiguous and writable.
+    """
     import torch
 
     if not isinstance(value, torch.Tensor):
         import numpy as np
 
         # From memory that cannot be written to torch makes tensors with a warning.
-        return torch.from_numpy(np.require(value, requirements=["C", "W"]).reshape(-1).view(np.uint8))
+        return torch.from_numpy(
+            np.require(value, requirements=["C", "W"]).reshape(-1).view(np.uint8)
+        )
     flat = whole(value).reshape(-1)
-    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # the stride of one element is arbitrary
+    # the stride of one element is arbitrary
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
 def whole(x: Any) -> Any:
-    """Return a tensor's values in one piece of memory, without history: the tensor's own memory, if it is in one piece."""
+    """Return a tensor's values in one piece of memory, without history: the tensor's own memory, if
+    it is in one piece.
+    """
     return x.detach().resolve_conj().resolve_neg().contiguous()
 
 

@@ -1,4 +1,5 @@
-"""Test your own code, or raypool, without Ray and without waiting: a pool in simulated time, with faults on demand.
+"""Test your own code, or raypool, without Ray and without waiting: a pool in simulated time, with
+faults on demand.
 
 A function that is handed to a simulated pool really runs, in this process; a `FaultPlan` decides
 when it starts, how long it takes and whether its worker dies. The same plan always gives the same
@@ -53,7 +54,9 @@ __all__ = [
 
 
 class VirtualClock:
-    """Time that passes only when something is waited for; also the inbox of a simulated driver, since waiting is its job."""
+    """Time that passes only when something is waited for; also the inbox of a simulated driver,
+    since waiting is its job.
+    """
 
     is_threaded = False
 
@@ -94,7 +97,9 @@ class VirtualClock:
 
 
 class _Call(NamedTuple):
-    """A call, how long each of its items takes [s], and whether its worker dies, before it begins or after."""
+    """A call, how long each of its items takes [s], and whether its worker dies, before it begins
+    or after.
+    """
 
     worker_id: int
     attempt_id: int
@@ -108,7 +113,8 @@ class _Call(NamedTuple):
 class SimBackend(InlineBackend):
     """The backend "inline", with workers that come up, answer and die in simulated time.
 
-    Functions run at once. What becomes of them is held back until their worker, by the plan, has come up, is done or has died.
+    Functions run at once. What becomes of them is held back until their worker, by the plan, has
+    come up, is done or has died.
     """
 
     _limits_time = False  # the driver does, in simulated time
@@ -121,7 +127,9 @@ class SimBackend(InlineBackend):
         self._gangs: dict[int, list[_Call]] = {}  # of which the first rank has not come, by task
 
     def _hold_back(self, event: m.Event, what: Any) -> None:
-        """Take what the workers tell the driver, in whichever thread; what Ctrl-C tells it arrives at once."""
+        """Take what the workers tell the driver, in whichever thread; what Ctrl-C tells it arrives
+        at once.
+        """
         if isinstance(event, (m.WorkerReady, m.WorkerLost, m.AttemptFinished)):
             self._answers[event.worker_id] = event, what
         else:
@@ -141,7 +149,9 @@ class SimBackend(InlineBackend):
     def start_worker(self, worker_id: int, place: int, setups: Sequence[Function]) -> None:
         """Let a worker come up after a while, or not."""
         if self._dice.happens(self._dice.plan.p_failed_start):
-            self._hold_back(m.WorkerLost(worker_id, LossReason.START), "it was planned that it would not start")
+            self._hold_back(
+                m.WorkerLost(worker_id, LossReason.START), "it was planned that it would not start"
+            )
         else:
             super().start_worker(worker_id, place, setups)
         self._clock.put_later(self._dice.plan.start_s, self._answers.pop(worker_id))
@@ -152,12 +162,27 @@ class SimBackend(InlineBackend):
         return info
 
     def run(
-        self, worker_id: int, attempt_id: int, parts: Sequence[Part], functions: Sequence[Function], behind: int | None
+        self,
+        worker_id: int,
+        attempt_id: int,
+        parts: Sequence[Part],
+        functions: Sequence[Function],
+        behind: int | None,
     ) -> None:
-        """Run a call now; its answer, or the loss of its worker, arrives later. Ranks run when the first has come, the last."""
+        """Run a call now; its answer, or the loss of its worker, arrives later. Ranks run when the
+        first has come, the last.
+        """
         item_s = self._dice.item_s() / self._dice.plan.speed(self._workers[worker_id].index)
         is_lost = self._dice.happens(self._dice.plan.p_loss)
-        call = _Call(worker_id, attempt_id, parts, functions, item_s, is_lost, is_lost and self._dice.happens(0.5))
+        call = _Call(
+            worker_id,
+            attempt_id,
+            parts,
+            functions,
+            item_s,
+            is_lost,
+            is_lost and self._dice.happens(0.5),
+        )
         if parts[0].is_rank:
             self._dice.note(worker_id, Course(attempt_id, inf, len(parts)))
             self._gangs.setdefault(parts[0].task_id, []).append(call)
@@ -167,9 +192,11 @@ class SimBackend(InlineBackend):
             self._run_all([call])
 
     def _run_all(self, calls: list[_Call]) -> None:
-        """Run a call, or all ranks of a gang; none if one is to die first, for which the others would wait until stopped.
+        """Run a call, or all ranks of a gang; none if one is to die first, for which the others
+        would wait until stopped.
 
-        Ranks that have run end together: what each has raised is known, and not only that of the first to answer.
+        Ranks that have run end together: what each has raised is known, and not only that of the
+        first to answer.
         """
         dying = [call for call in calls if call.dies_first]
         for call in [] if dying else calls:
@@ -179,8 +206,12 @@ class SimBackend(InlineBackend):
             self._finish(call, longest_s)
 
     def _finish(self, call: _Call, longest_s: float) -> None:
-        """Let a call end: with what the worker answers, or with its death. It takes so long at most; a rank always does."""
-        self._dice.note(call.worker_id, Course(call.attempt_id, self._clock.now() + longest_s, len(call.parts)))
+        """Let a call end: with what the worker answers, or with its death. It takes so long at
+        most; a rank always does.
+        """
+        self._dice.note(
+            call.worker_id, Course(call.attempt_id, self._clock.now() + longest_s, len(call.parts))
+        )
         event, what = self._answers.pop(call.worker_id, (None, None))
         num_done = 1
         if isinstance(event, m.AttemptFinished):
@@ -189,28 +220,43 @@ class SimBackend(InlineBackend):
                 result.durations_s = array("d", [call.seconds] * result.done)
                 result.started_at = self._clock.now()
         if call.is_lost:
-            event, what = m.WorkerLost(call.worker_id, LossReason.EXIT), "it was planned that it would die"
-        self._clock.put_later(longest_s if call.parts[0].is_rank else call.seconds * num_done, (event, what))
+            event, what = (
+                m.WorkerLost(call.worker_id, LossReason.EXIT),
+                "it was planned that it would die",
+            )
+        self._clock.put_later(
+            longest_s if call.parts[0].is_rank else call.seconds * num_done, (event, what)
+        )
 
     def signal(self, worker_id: int, attempt_id: int, task_id: int, wish: m.Signal) -> None:
-        """Let a call that is told to end come back soon, or lose its worker. The function has run already."""
-        if wish is m.Signal.CANCEL and (ending := self._dice.stop(worker_id, attempt_id, self._clock.now())):
+        """Let a call that is told to end come back soon, or lose its worker. The function has run
+        already.
+        """
+        if wish is m.Signal.CANCEL and (
+            ending := self._dice.stop(worker_id, attempt_id, self._clock.now())
+        ):
             seconds, event = ending
             is_lost = isinstance(event, m.WorkerLost)
-            self._clock.put_later(seconds, (event, "it was planned that it would not end" if is_lost else [nothing_done()]))
+            self._clock.put_later(
+                seconds,
+                (event, "it was planned that it would not end" if is_lost else [nothing_done()]),
+            )
 
 
 def sim_pool(num_workers: int, plan: FaultPlan | None = None, **changes: Any) -> ParallelPool:
     """Return a pool of simulated workers; `changes` are fields of its profile."""
     clock = VirtualClock()
     profile = Profile(backend="inline", **changes)
-    engine = Engine(profile, clock, lambda _, hub, __: SimBackend(profile, clock, plan or FaultPlan(), hub.say))
+    engine = Engine(
+        profile, clock, lambda _, hub, __: SimBackend(profile, clock, plan or FaultPlan(), hub.say)
+    )
     engine.add_workers(num_workers, num_workers)
     return ParallelPool(engine)
 
 
 def replay(path: str | Path) -> list[tuple[m.Event, list[m.Command]]]:
-    """Run the events of a recorded pool (`Profile.trace`) through a fresh scheduler; return each with what it answers.
+    """Run the events of a recorded pool (`Profile.trace`) through a fresh scheduler; return each
+    with what it answers.
 
     All invariants are checked on the way, so a recorded mistake shows where it began.
 

@@ -1,4 +1,6 @@
-"""The scheduler alone in simulated time, with faults on demand; `raypool.testing` has the public names."""
+"""The scheduler alone in simulated time, with faults on demand; `raypool.testing` has the public
+names.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +25,19 @@ class FaultPlan:
 
     Args:
         seed: Of all that follows.
-        p_loss: Probability that a call loses its worker: half of the time before the function runs, half of the time after.
+        p_loss: Probability that a call loses its worker: half of the time before the function runs,
+            half of the time after.
         p_failed_start: Probability that a worker does not come up.
-        p_stubborn: Probability that a call that is told to end does not, so that its worker is ended after `grace_s`.
+        p_stubborn: Probability that a call that is told to end does not, so that its worker is
+            ended after `grace_s`.
         grace_s: How long that takes [s].
         p_straggler: Probability that a call takes `straggler_factor` times as long.
         straggler_factor: How much longer.
         start_s: How long a worker takes to come up [s].
         item_s: How long an item takes, on average [s].
         spread: It takes between `1 - spread` and `1 + spread` times as long.
-        speeds: How fast the workers are: the first in place 0, and so on, then from the beginning again.
+        speeds: How fast the workers are: the first in place 0, and so on, then from the beginning
+            again.
         submit_s: When the tasks are handed in [s]; for `simulate`.
     """
 
@@ -73,7 +78,10 @@ class Dice:
     def __init__(self, plan: FaultPlan) -> None:
         self.plan = plan
         self._random = random.Random(plan.seed)
-        self._courses: defaultdict[int, deque[Course]] = defaultdict(lambda: deque(maxlen=MAX_IN_FLIGHT))  # by worker
+        # by worker
+        self._courses: defaultdict[int, deque[Course]] = defaultdict(
+            lambda: deque(maxlen=MAX_IN_FLIGHT)
+        )
 
     def happens(self, probability: float) -> bool:
         """Decide whether something happens."""
@@ -81,16 +89,28 @@ class Dice:
 
     def item_s(self) -> float:
         """Decide how long an item takes [s]."""
-        seconds = self.plan.item_s * self._random.uniform(1 - self.plan.spread, 1 + self.plan.spread)
-        return seconds * self.plan.straggler_factor if self.happens(self.plan.p_straggler) else seconds
+        seconds = self.plan.item_s * self._random.uniform(
+            1 - self.plan.spread, 1 + self.plan.spread
+        )
+        return (
+            seconds * self.plan.straggler_factor if self.happens(self.plan.p_straggler) else seconds
+        )
 
     def note(self, worker_id: int, course: Course) -> None:
         """Remember how a call will go."""
         self._courses[worker_id].append(course)
 
-    def stop(self, worker_id: int, attempt_id: int, now: float) -> tuple[float, m.WorkerLost | m.AttemptFinished] | None:
-        """Decide what becomes of a call that is told to end, after how long [s]; None: it ends before, or goes on for others."""
-        course = next(course for course in reversed(self._courses[worker_id]) if course.attempt_id == attempt_id)
+    def stop(
+        self, worker_id: int, attempt_id: int, now: float
+    ) -> tuple[float, m.WorkerLost | m.AttemptFinished] | None:
+        """Decide what becomes of a call that is told to end, after how long [s]; None: it ends
+        before, or goes on for others.
+        """
+        course = next(
+            course
+            for course in reversed(self._courses[worker_id])
+            if course.attempt_id == attempt_id
+        )
         event: m.WorkerLost | m.AttemptFinished
         if self.happens(self.plan.p_stubborn):
             seconds, event = self.plan.grace_s, m.WorkerLost(worker_id, LossReason.STOPPED)
@@ -122,7 +142,9 @@ class SimReport:
     num_ended: int
 
 
-def simulate(num_workers: int, specs: Iterable[TaskSpec], plan: FaultPlan, *, check: bool = False) -> SimReport:
+def simulate(
+    num_workers: int, specs: Iterable[TaskSpec], plan: FaultPlan, *, check: bool = False
+) -> SimReport:
     """Run the scheduler alone, without a driver or any user code, on tasks that all arrive at once.
 
     Args:
@@ -161,7 +183,12 @@ class _Simulation:
         while self._heap:
             self._step()
         return SimReport(
-            self._num_events, self._end_s, self._work_s, self._scheduler.counts, self._hash.hexdigest(), self._num_ended
+            self._num_events,
+            self._end_s,
+            self._work_s,
+            self._scheduler.counts,
+            self._hash.hexdigest(),
+            self._num_ended,
         )
 
     def _step(self) -> None:
@@ -183,7 +210,10 @@ class _Simulation:
             self._carry_out(call)
         if isinstance(command, m.RunTasks):
             seconds, event = self._outcome(command)
-            self._dice.note(command.worker_id, Course(command.attempt_id, self._now + seconds, len(command.slices)))
+            self._dice.note(
+                command.worker_id,
+                Course(command.attempt_id, self._now + seconds, len(command.slices)),
+            )
             self._later(seconds, event)
         elif isinstance(command, m.StartWorker):
             fails = self._dice.happens(plan.p_failed_start)

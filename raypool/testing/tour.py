@@ -1,11 +1,14 @@
-"""A tour of raypool: one loop over three items on two simulated workers, and the code that it passes through.
+"""A tour of raypool: one loop over three items on two simulated workers, and the code that it
+passes through.
 
-`python -m raypool.testing.tour` prints every event that the scheduler is told, every command that it answers, and below
-each the file and the function that handles it. docs/internals/first_ten_minutes.md walks through what it prints. Time is
-simulated, so it prints the same on every machine.
+`python -m raypool.testing.tour` prints every event that the scheduler is told, every command that
+it answers, and below each the file and the function that handles it.
+docs/internals/first_ten_minutes.md walks through what it prints. Time is simulated, so it prints
+the same on every machine.
 
-The tour changes nothing in raypool: Python itself reports each function call to a guide (`sys.setprofile`). The functions
-that the guide points out are named here as objects; if one of them is renamed, the tour fails instead of leaving it out.
+The tour changes nothing in raypool: Python itself reports each function call to a guide
+(`sys.setprofile`). The functions that the guide points out are named here as objects; if one of
+them is renamed, the tour fails instead of leaving it out.
 """
 
 from __future__ import annotations
@@ -52,7 +55,8 @@ class Guide:
     """Prints what passes. Python calls it whenever a function is called (`sys.setprofile`)."""
 
     def __init__(self) -> None:
-        self._asked: CodeType | None = None  # the first function that this one calls handles what was printed last
+        # the first function that this one calls handles what was printed last
+        self._asked: CodeType | None = None
 
     def __call__(self, frame: FrameType, what: str, _: Any) -> None:
         """Print a call that the tour is about."""
@@ -79,10 +83,16 @@ def place(code: CodeType) -> str:
 
 
 def short(value: Any) -> str:
-    """Return an event or a command in one line, without the fields that have their default values."""
+    """Return an event or a command in one line, without the fields that have their default
+    values.
+    """
     if hasattr(value, "_asdict"):
         fields = value._asdict().items()
-        given = [f"{name}={short(field)}" for name, field in fields if field != value._field_defaults.get(name, ...)]
+        given = [
+            f"{name}={short(field)}"
+            for name, field in fields
+            if field != value._field_defaults.get(name, ...)
+        ]
         return f"{type(value).__name__}({', '.join(given)})"
     if isinstance(value, tuple):
         return f"[{', '.join(map(short, value))}]"

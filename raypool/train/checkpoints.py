@@ -49,13 +49,15 @@ class Partial(NamedTuple):
     path: Path
 
 
-# --- complete checkpoints ---------------------------------------------------------------------------------------------
+# --- complete checkpoints -------------------------------------------------------------------------
 
 
 def list_kept(run_dir: Folder) -> list[Kept]:
     """Return the complete checkpoints of a run, the oldest first; unreadable ones are left out."""
     files = (path for path in Path(run_dir).glob("*.json") if not path.name.startswith("."))
-    return sorted((kept for kept in map(_read, files) if kept is not None), key=lambda kept: kept.index)
+    return sorted(
+        (kept for kept in map(_read, files) if kept is not None), key=lambda kept: kept.index
+    )
 
 
 def _read(file: Path) -> Kept | None:
@@ -76,23 +78,28 @@ def latest(run_dir: Folder) -> Kept | None:
 
 
 def best(run_dir: Folder, metric: str, mode: str) -> Kept | None:
-    """Return the checkpoint with the least ("min") or greatest ("max") value of a metric; of equal ones the newest.
+    """Return the checkpoint with the least ("min") or greatest ("max") value of a metric; of equal
+    ones the newest.
 
-    One without the metric, or for which it is no finite number, is never the best; None if there is no other.
+    One without the metric, or for which it is no finite number, is never the best; None if there is
+    no other.
     """
     top = ranked(run_dir, metric, mode)[-1:]
     return top[0] if top and _rating(top[0], metric, mode) is not None else None
 
 
 def ranked(run_dir: Folder, metric: str | None, mode: str) -> list[Kept]:
-    """Return the complete checkpoints of a run, the best last; without a metric, or where it is no number, by age."""
+    """Return the complete checkpoints of a run, the best last; without a metric, or where it is no
+    number, by age.
+    """
     return sorted(list_kept(run_dir), key=lambda kept: _order(kept, metric, mode))
 
 
 def _rating(kept: Kept, metric: str, mode: str) -> float | None:
     """Return the rating of a checkpoint, the higher the better; None without a usable metric."""
     value = kept.metrics.get(metric)
-    if not isinstance(value, (int, float)) or not -math.inf < value < math.inf:  # unlike isfinite, it takes huge integers
+    # unlike isfinite, it takes huge integers
+    if not isinstance(value, (int, float)) or not -math.inf < value < math.inf:
         return None
     return -value if mode == "min" else value
 
@@ -102,7 +109,7 @@ def _order(kept: Kept, metric: str | None, mode: str) -> tuple[bool, float, int]
     return rating is not None, rating or 0.0, kept.index
 
 
-# --- creation of a checkpoint -----------------------------------------------------------------------------------------
+# --- creation of a checkpoint ---------------------------------------------------------------------
 
 
 def check_name(name: str | None) -> None:
@@ -115,11 +122,13 @@ def check_name(name: str | None) -> None:
     if name is None:
         return
     if not isinstance(name, str):
-        raise InvalidTypeError(f"checkpoint_dir_name={name!r} is a {type(name).__name__}, not the name of a folder.")
+        raise InvalidTypeError(
+            f"checkpoint_dir_name={name!r} is a {type(name).__name__}, not the name of a folder."
+        )
     if not name or name.startswith(".") or "/" in name or os.sep in name or "\0" in name:
         raise InvalidValueError(
-            f"checkpoint_dir_name={name!r} is not the name of a folder in the folder of the run. It is one name without a "
-            "slash, and does not begin with a dot."
+            f"checkpoint_dir_name={name!r} is not the name of a folder in the folder of the run. It"
+            " is one name without a slash, and does not begin with a dot."
         )
 
 
@@ -184,7 +193,9 @@ def _sync(file: Path) -> None:
         os.close(descriptor)
 
 
-def commit(partial: Partial, metrics: Mapping[str, Any], attempt: int, elsewhere: str | None = None) -> Path:
+def commit(
+    partial: Partial, metrics: Mapping[str, Any], attempt: int, elsewhere: str | None = None
+) -> Path:
     """Make a checkpoint of the files that were gathered; return its folder.
 
     Args:
@@ -206,9 +217,17 @@ def commit(partial: Partial, metrics: Mapping[str, Any], attempt: int, elsewhere
     return path
 
 
-def note_down(folder: Path, index: int, metrics: Mapping[str, Any], attempt: int, elsewhere: str | None = None) -> None:
+def note_down(
+    folder: Path, index: int, metrics: Mapping[str, Any], attempt: int, elsewhere: str | None = None
+) -> None:
     """Write the json file that completes a checkpoint; see `commit`."""
-    record = {"index": index, "time": time.time(), "attempt": attempt, "metrics": _plain(metrics), "path": elsewhere}
+    record = {
+        "index": index,
+        "time": time.time(),
+        "attempt": attempt,
+        "metrics": _plain(metrics),
+        "path": elsewhere,
+    }
     _write(folder.with_name(f"{folder.name}.json"), json.dumps(record))
 
 
@@ -243,7 +262,7 @@ def _as_list(value: Any) -> Any:
     return to_list()
 
 
-# --- cleanup ----------------------------------------------------------------------------------------------------------
+# --- cleanup --------------------------------------------------------------------------------------
 
 
 def prune(run_dir: Folder, keep: int | None, metric: str | None, mode: str) -> list[Path]:
@@ -252,7 +271,9 @@ def prune(run_dir: Folder, keep: int | None, metric: str | None, mode: str) -> l
     if keep is None or len(there) <= keep:
         return []
     last = max(there, key=lambda kept: kept.index)
-    stay = [kept for number, kept in enumerate(there) if kept is last or number >= len(there) - keep]
+    stay = [
+        kept for number, kept in enumerate(there) if kept is last or number >= len(there) - keep
+    ]
     gone = [kept for kept in there if kept not in stay]
     for kept in gone:
         _delete(Path(run_dir), kept, stay)
@@ -265,9 +286,15 @@ def _delete(run_dir: Path, kept: Kept, stay: Sequence[Kept]) -> None:
     Files outside the folder of the run are the user's own, and stay. So do files in a checkpoint
     that stays: a loop may write into one folder again and again.
     """
-    files = [file for file in run_dir.glob("*.json") if (read := _read(file)) is not None and read.index == kept.index]
+    files = [
+        file
+        for file in run_dir.glob("*.json")
+        if (read := _read(file)) is not None and read.index == kept.index
+    ]
     path = kept.path.resolve()
-    is_own = run_dir.resolve() in path.parents and not any(each.path.resolve().is_relative_to(path) for each in stay)
+    is_own = run_dir.resolve() in path.parents and not any(
+        each.path.resolve().is_relative_to(path) for each in stay
+    )
     aside = run_dir / f".{path.name}.deleted{PARTIAL}"
     if is_own and path.is_dir():
         shutil.rmtree(aside, ignore_errors=True)
@@ -278,11 +305,17 @@ def _delete(run_dir: Path, kept: Kept, stay: Sequence[Kept]) -> None:
 
 
 def forget_deleted(run_dir: Folder) -> None:
-    """Delete the files beside checkpoints whose folders are gone: Ray Train deletes those itself."""
+    """Delete the files beside checkpoints whose folders are gone: Ray Train deletes those
+    itself.
+    """
     for file in Path(run_dir).glob("*.json"):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             record = json.loads(file.read_text(encoding="utf-8"))
-            if record["path"] is None and isinstance(record["index"], int) and not file.with_suffix("").is_dir():
+            if (
+                record["path"] is None
+                and isinstance(record["index"], int)
+                and not file.with_suffix("").is_dir()
+            ):
                 file.unlink()
 
 
@@ -296,7 +329,7 @@ def remove_partials(run_dir: Folder) -> None:
                 path.unlink()
 
 
-# --- commit of a checkpoint by all ranks ------------------------------------------------------------------------------
+# --- commit of a checkpoint by all ranks ----------------------------------------------------------
 #
 # All files are kept or none, and on a failure no rank goes on. Rank 0 makes the folder, all ranks
 # put their files into it, and rank 0 makes it a checkpoint. After each step all ranks exchange how
@@ -316,14 +349,18 @@ class Delivery(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """The failure of a rank: `kind` is "value" (an argument), "os" (the disk) or "user" (user code)."""
+    """The failure of a rank: `kind` is "value" (an argument), "os" (the disk) or "user" (user
+    code).
+    """
 
     kind: str
     text: str
     number: int = 0
 
     def raise_here(self, rank: int, own: BaseException | None) -> None:
-        """Raise the error: the same on every rank, but an exception of the user's is that of its rank."""
+        """Raise the error: the same on every rank, but an exception of the user's is that of its
+        rank.
+        """
         if self.kind == "value":
             raise InvalidValueError(self.text)
         if self.kind == "os":
@@ -354,7 +391,8 @@ class CheckpointCommit:
         """Keep a checkpoint, together with all ranks; return its folder.
 
         Raises:
-            InvalidValueError: A rank has brought what is no checkpoint, or does not see the folder of the run.
+            InvalidValueError: A rank has brought what is no checkpoint, or does not see the folder
+                of the run.
             OSError: It could not be written, on some rank.
             RankInterrupted: The user's own upload function has failed on another rank.
         """
@@ -364,10 +402,13 @@ class CheckpointCommit:
             _see([RankOutcome(fault)], None)
             assert partial is not None
             place = self._gather(delivery, partial)
-            path, fault = self._tell(self._commit(partial, metrics, place) if self._rank == 0 else None)[0]
+            path, fault = self._tell(
+                self._commit(partial, metrics, place) if self._rank == 0 else None
+            )[0]
             _see([RankOutcome(fault)], None)
         except BaseException:
-            # Rank 0 alone knows if the folder has its name: others might delete a complete checkpoint.
+            # Rank 0 alone knows if the folder has its name: others might delete a complete
+            # checkpoint.
             if partial is not None and self._rank == 0:
                 with unbroken(note_here()):  # a failed rank interrupts the others
                     shutil.rmtree(partial.path, ignore_errors=True)
@@ -392,7 +433,10 @@ class CheckpointCommit:
         except InvalidValueError as error:
             own, outcome = error, RankOutcome(Fault("value", str(error)))
         except Exception as error:
-            text = f"checkpoint_upload_fn has failed on rank {self._rank}: {type(error).__name__}: {error}"
+            text = (
+                f"checkpoint_upload_fn has failed on rank {self._rank}: {type(error).__name__}:"
+                f" {error}"
+            )
             own, outcome = error, RankOutcome(Fault("user", text))
         outcomes = self._tell(outcome)
         _see(outcomes, own)
@@ -401,8 +445,9 @@ class CheckpointCommit:
     def _deliver(self, delivery: Delivery | None, partial: Partial) -> RankOutcome:
         if not partial.path.is_dir():
             raise InvalidValueError(
-                f"Rank {self._rank}, on {platform.node()}, does not see the folder {self._plan.run_dir} as rank 0 does. All "
-                "machines have to see the folder of a run, in one place: name one that they share with RunOptions(run_dir=...)."
+                f"Rank {self._rank}, on {platform.node()}, does not see the folder"
+                f" {self._plan.run_dir} as rank 0 does. All machines have to see the folder of a"
+                " run, in one place: name one that they share with RunOptions(run_dir=...)."
             )
         if delivery is None:
             return RankOutcome()
@@ -416,8 +461,9 @@ class CheckpointCommit:
             source = self._local_folder(checkpoint)
             if partial.resolve().is_relative_to(source.resolve()):
                 raise InvalidValueError(
-                    f"The folder of the run, {self._plan.run_dir}, is in the checkpoint that rank {self._rank} has reported, "
-                    f"{source}. Save the checkpoint to a folder of its own."
+                    f"The folder of the run, {self._plan.run_dir}, is in the checkpoint that rank"
+                    f" {self._rank} has reported, {source}. Save the checkpoint to a folder of its"
+                    " own."
                 )
             copy_in(source, partial, self._rank)
             return
@@ -429,8 +475,9 @@ class CheckpointCommit:
         if not folder.is_dir():
             what = "is a file" if folder.exists() else "is not there"
             raise InvalidValueError(
-                f"Rank {self._rank}, on {platform.node()}, has reported the checkpoint {folder}, which {what}. Report a folder, "
-                "while it is there: in the block of the temporary directory, say."
+                f"Rank {self._rank}, on {platform.node()}, has reported the checkpoint {folder},"
+                f" which {what}. Report a folder, while it is there: in the block of the temporary"
+                " directory, say."
             )
         return folder
 
@@ -441,18 +488,21 @@ class CheckpointCommit:
             checkpoint = delivery.upload_fn(checkpoint, name)
         if not hasattr(checkpoint, "filesystem"):
             raise InvalidValueError(
-                f"checkpoint_upload_fn has returned a {type(checkpoint).__name__} on rank {self._rank}. It has to return the "
-                "ray.train.Checkpoint that it has made."
+                f"checkpoint_upload_fn has returned a {type(checkpoint).__name__} on rank"
+                f" {self._rank}. It has to return the ray.train.Checkpoint that it has made."
             )
         if not _is_local(checkpoint):
             raise InvalidValueError(
-                f"Rank {self._rank} has reported a checkpoint in remote storage ({checkpoint.path}), to stay there. Here "
-                "checkpoints are folders that all machines see: let it be copied (CheckpointUploadMode.SYNC), or use "
-                'lane="managed".'
+                f"Rank {self._rank} has reported a checkpoint in remote storage"
+                f" ({checkpoint.path}), to stay there. Here checkpoints are folders that all"
+                " machines see: let it be copied (CheckpointUploadMode.SYNC), or use"
+                ' lane="managed".'
             )
         return str(self._local_folder(checkpoint).absolute())
 
-    def _commit(self, partial: Partial, metrics: Mapping[str, Any], place: str | None) -> tuple[str | None, Fault | None]:
+    def _commit(
+        self, partial: Partial, metrics: Mapping[str, Any], place: str | None
+    ) -> tuple[str | None, Fault | None]:
         plan = self._plan
         try:
             path = commit(partial, metrics, plan.attempt, place)
@@ -467,9 +517,10 @@ class CheckpointCommit:
     def _disk_fault(self, error: OSError, what: str) -> Fault:
         file = f" ({error.filename})" if isinstance(error.filename, str | os.PathLike) else ""
         text = (
-            f"Rank {self._rank}, on {platform.node()}, could not write {what} to {self._plan.run_dir}: {error.strerror or error}"
-            f"{file}. Nothing is kept of this checkpoint; those before it are there. Make room or see to the permissions, then "
-            "go on from the last one."
+            f"Rank {self._rank}, on {platform.node()}, could not write {what} to"
+            f" {self._plan.run_dir}: {error.strerror or error}{file}. Nothing is kept of this"
+            " checkpoint; those before it are there. Make room or see to the permissions, then go"
+            " on from the last one."
         )
         return Fault("os", text, error.errno or 0)
 
@@ -487,13 +538,19 @@ def _common_place(outcomes: Sequence[RankOutcome]) -> str | None:
     Raises:
         InvalidValueError: They are in more than one place.
     """
-    places = {outcome.place: rank for rank, outcome in reversed(list(enumerate(outcomes))) if outcome.place is not None}
+    places = {
+        outcome.place: rank
+        for rank, outcome in reversed(list(enumerate(outcomes)))
+        if outcome.place is not None
+    }
     copied = [rank for rank, outcome in enumerate(outcomes) if outcome.has_copied]
     if len(places) + bool(copied) > 1:
-        parts = [f"rank {rank} {place}" for place, rank in places.items()] + [f"rank {rank} one to copy" for rank in copied[:1]]
+        parts = [f"rank {rank} {place}" for place, rank in places.items()] + [
+            f"rank {rank} one to copy" for rank in copied[:1]
+        ]
         raise InvalidValueError(
-            f"The ranks have reported parts of one checkpoint that stay in different places: {', '.join(parts)}. Bring them to "
-            "one folder, or let all be copied."
+            "The ranks have reported parts of one checkpoint that stay in different places:"
+            f" {', '.join(parts)}. Bring them to one folder, or let all be copied."
         )
     return next(iter(places), None)
 
@@ -509,14 +566,15 @@ def _delete_local(checkpoint: Any, kept: str | None) -> None:
             shutil.rmtree(checkpoint.path)
 
 
-# --- what travels to the ranks and back -------------------------------------------------------------------------------
+# --- what travels to the ranks and back -----------------------------------------------------------
 
 
 class TrainingAttempt(NamedTuple):
     """One attempt of a training, as its ranks see it.
 
-    `name`: of the training. `attempt`: from 1. `run_dir`: the folder of the run, made with the first checkpoint. `start`: the
-    folder of the checkpoint to begin with. `keep`, `best_metric`, `best_mode`: which checkpoints stay; see `RunOptions`.
+    `name`: of the training. `attempt`: from 1. `run_dir`: the folder of the run, made with the
+    first checkpoint. `start`: the folder of the checkpoint to begin with. `keep`, `best_metric`,
+    `best_mode`: which checkpoints stay; see `RunOptions`.
     """
 
     name: str

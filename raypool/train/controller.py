@@ -26,7 +26,14 @@ from raypool.errors import (
 from raypool.futures import Future
 from raypool.options import Options
 from raypool.train.checkpoints import Kept, RankEnd, TrainingAttempt, best, latest, ranked
-from raypool.train.runs import RunOptions, TrainingResult, TrainingRun, has_kept, leave_folder, take_folder
+from raypool.train.runs import (
+    RunOptions,
+    TrainingResult,
+    TrainingRun,
+    has_kept,
+    leave_folder,
+    take_folder,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -42,8 +49,12 @@ Finish = Callable[[TrainingResult], TrainingResult]
 class TrainingBackend(Protocol):
     """A way to run the ranks of a training."""
 
-    def begin(self, plan: TrainingAttempt, size: int, places: tuple[int, ...] | None, options: Options) -> Future[Any]:
-        """Start an attempt; its result, iterated, is a `RankEnd` for each rank, and its failure an `SpmdError`."""
+    def begin(
+        self, plan: TrainingAttempt, size: int, places: tuple[int, ...] | None, options: Options
+    ) -> Future[Any]:
+        """Start an attempt; its result, iterated, is a `RankEnd` for each rank, and its failure an
+        `SpmdError`.
+        """
 
 
 @dataclass(frozen=True)
@@ -69,7 +80,11 @@ class RankPlaces:
             PoolClosedError, PoolBrokenError: The pool has ended.
         """
         deadline = time.monotonic() + self.engine.profile.start_timeout_s
-        while self.places is None and len(self.left) < (least or self.size) and time.monotonic() < deadline:
+        while (
+            self.places is None
+            and len(self.left) < (least or self.size)
+            and time.monotonic() < deadline
+        ):
             self.engine.check_open()
             time.sleep(LOOK_S)
 
@@ -77,14 +92,24 @@ class RankPlaces:
     def left(self) -> list[int]:
         """The places whose workers exist, rank 0 first."""
         numbers = self.numbers()
-        return list(numbers) if self.places is None else [place for place in self.places if place in numbers]
+        return (
+            list(numbers)
+            if self.places is None
+            else [place for place in self.places if place in numbers]
+        )
 
 
 class Conductor:
     """Makes the attempts of a training, one after the other, and resolves it."""
 
     def __init__(
-        self, run: TrainingRun, lane: TrainingBackend, crew: RankPlaces, options: Options, kept: RunOptions, finish: Finish | None
+        self,
+        run: TrainingRun,
+        lane: TrainingBackend,
+        crew: RankPlaces,
+        options: Options,
+        kept: RunOptions,
+        finish: Finish | None,
     ) -> None:
         self._run = run
         self._lane = lane
@@ -144,8 +169,8 @@ class Conductor:
             return self._finish(result)
         except Exception as error:
             raise TrainingError(
-                f"{self._run.name} has come to its end, but its model cannot be made here: {type(error).__name__}: {error}. What "
-                "there is is in this error's .result.",
+                f"{self._run.name} has come to its end, but its model cannot be made here:"
+                f" {type(error).__name__}: {error}. What there is is in this error's .result.",
                 failures={},
                 first_rank=None,
                 result=result,
@@ -204,18 +229,23 @@ class Conductor:
 
     def _left(self) -> Options:
         """Return the options of the next attempt, with the rest of the time limit."""
-        options = replace(self._options, name=self._run.name, retries=self._options.retries + self._num_forgiven)
+        options = replace(
+            self._options, name=self._run.name, retries=self._options.retries + self._num_forgiven
+        )
         if options.timeout_s is None:
             return options
         return replace(options, timeout_s=max(options.timeout_s - self._spent_s, 0.001))
 
     def _is_worth_another(self, error: SpmdError) -> bool:
-        """Whether a lost worker or a `retry_on` exception calls for another attempt, and one is left.
+        """Whether a lost worker or a `retry_on` exception calls for another attempt, and one is
+        left.
 
         A worker lost with a preempted machine, with notice, does not count as an attempt.
         """
         kinds: tuple[type[BaseException], ...] = (WorkerLostError, *self._options.retry_on)
-        if self._run.cancelled() or not all(isinstance(each, kinds) for each in error.failures.values()):
+        if self._run.cancelled() or not all(
+            isinstance(each, kinds) for each in error.failures.values()
+        ):
             return False
         self._num_forgiven += LossReason.PREEMPTED in _reasons(error)
         return self._run.attempts - self._num_forgiven <= self._options.retries
@@ -228,7 +258,11 @@ class Conductor:
         last = latest(folder)
         top = None if kept.best_metric is None else best(folder, kept.best_metric, kept.best_mode)
         return TrainingResult(
-            metrics=self._ends[0].metrics if self._ends and self._ends[0].metrics else _last_of(frame) or _of(last),
+            metrics=(
+                self._ends[0].metrics
+                if self._ends and self._ends[0].metrics
+                else _last_of(frame) or _of(last)
+            ),
             metrics_frame=frame,
             checkpoint=None if last is None else Checkpoint.from_directory(str(last.path)),
             best_checkpoint=None if top is None else Checkpoint.from_directory(str(top.path)),
@@ -245,12 +279,16 @@ class Conductor:
         try:
             return self._described(error)
         except Exception as why:
-            error.add_note(f"raypool: what was kept of the training in {self._run.path} cannot be read: {why}")
+            error.add_note(
+                f"raypool: what was kept of the training in {self._run.path} cannot be read: {why}"
+            )
             return error
 
     def _described(self, error: BaseException) -> BaseException:
         """Return the error to raise, with the result so far."""
-        if isinstance(error, (PoolClosedError, PoolBrokenError)) or not isinstance(error, (SpmdError, ResourceError)):
+        if isinstance(error, (PoolClosedError, PoolBrokenError)) or not isinstance(
+            error, (SpmdError, ResourceError)
+        ):
             return error
         failures = error.failures if isinstance(error, SpmdError) else {}
         first_rank = error.first_rank if isinstance(error, SpmdError) else None
@@ -259,7 +297,10 @@ class Conductor:
         if isinstance(first, TaskTimeoutError):
             limit = f"timeout_s={self._options.timeout_s:g}"  # the attempt had only the rest of it
             late = TaskTimeoutError(
-                re.sub(r"timeout_s=[\d.e+-]+\d", limit, str(error)), result=result, failures=failures, first_rank=first_rank
+                re.sub(r"timeout_s=[\d.e+-]+\d", limit, str(error)),
+                result=result,
+                failures=failures,
+                first_rank=first_rank,
             )
             late.__cause__ = first
             return late
@@ -268,7 +309,8 @@ class Conductor:
             text += f" It was attempt {number}."
         if result.checkpoint is not None and result.checkpoint.path != self._first_start:
             text += (
-                f" It goes on from its last checkpoint, {result.checkpoint.path}, with RunOptions(run_dir={str(result.path)!r})."
+                f" It goes on from its last checkpoint, {result.checkpoint.path}, with"
+                f" RunOptions(run_dir={str(result.path)!r})."
             )
         made = TrainingError(text, failures=failures, first_rank=first_rank, result=result)
         made.__cause__ = first
@@ -279,8 +321,9 @@ class Conductor:
         if self._run.attempts == 1:
             return str(error)
         return (
-            f"{self._run.name} has lost a worker for good: requested {self._crew.size}, available {left}. With "
-            f"RunOptions(min_workers={max(left, 1)}) it goes on with those that are left."
+            f"{self._run.name} has lost a worker for good: requested {self._crew.size}, available"
+            f" {left}. With RunOptions(min_workers={max(left, 1)}) it goes on with those that are"
+            " left."
         )
 
     def _resolve(self, result: TrainingResult | None, error: BaseException | None) -> None:
@@ -308,7 +351,11 @@ def _last_of(frame: pd.DataFrame) -> dict[str, Any]:
     own = frame[frame["rank"] == 0]
     if own.empty:
         return {}
-    return {str(name): value for name, value in own.iloc[-1].dropna().items() if name not in ("time", "rank", "attempt")}
+    return {
+        str(name): value
+        for name, value in own.iloc[-1].dropna().items()
+        if name not in ("time", "rank", "attempt")
+    }
 
 
 def _of(last: Kept | None) -> dict[str, Any]:
@@ -332,7 +379,9 @@ def start_run(run: TrainingRun, conductor: Conductor, engine: Engine) -> Trainin
     if engine.profile.backend == "inline":
         conductor.conduct(first)
         return run
-    thread = threading.Thread(target=conductor.conduct, args=(first,), name=f"raypool-train-{run.name}", daemon=True)
+    thread = threading.Thread(
+        target=conductor.conduct, args=(first,), name=f"raypool-train-{run.name}", daemon=True
+    )
     engine.helpers.add(thread)
     thread.start()
     return run

@@ -53,7 +53,11 @@ class Column:
             tensor = torch.from_numpy(self.values)
         if self.is_array and tensor.is_floating_point():
             return tensor.to(dtype)
-        if self.is_array and is_target and tensor.dtype in (torch.int8, torch.int16, torch.int32, torch.uint8):
+        if (
+            self.is_array
+            and is_target
+            and tensor.dtype in (torch.int8, torch.int16, torch.int32, torch.uint8)
+        ):
             return tensor.to(torch.int64)  # the only integers that torch's losses take for classes
         return tensor
 
@@ -90,7 +94,8 @@ class DatasetSamples:
 
     Args:
         dataset: The data set.
-        target: The target of a sample that is a dict: its name, or several. None: see `TARGET_NAMES`.
+        target: The target of a sample that is a dict: its name, or several. None: see
+            `TARGET_NAMES`.
         sampler: As above.
         settings: What a `DataLoader` was told about loading them, its `collate_fn` for one.
     """
@@ -103,10 +108,17 @@ class DatasetSamples:
     def __len__(self) -> int:
         return len(self.dataset if self.sampler is None else self.sampler)
 
-    def open(self, device: torch.device, dtype: torch.dtype, loader_processes: int) -> DatasetSource:
+    def open(
+        self, device: torch.device, dtype: torch.dtype, loader_processes: int
+    ) -> DatasetSource:
         """Return what deals them out on a device."""
-        settings = {**self.settings, **({"num_workers": loader_processes} if loader_processes else {})}
-        settings["collate_fn"] = partial(_paired, settings.get("collate_fn", default_collate), self.target)
+        settings = {
+            **self.settings,
+            **({"num_workers": loader_processes} if loader_processes else {}),
+        }
+        settings["collate_fn"] = partial(
+            _paired, settings.get("collate_fn", default_collate), self.target
+        )
         return DatasetSource(self.dataset, device, dtype, settings)
 
 
@@ -134,18 +146,27 @@ class ArraySource:
 class DatasetSource:
     """Deals out samples by a `DataLoader`."""
 
-    def __init__(self, dataset: Any, device: torch.device, dtype: torch.dtype, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, dataset: Any, device: torch.device, dtype: torch.dtype, settings: dict[str, Any]
+    ) -> None:
         self._dataset, self._device, self._dtype, self._settings = dataset, device, dtype, settings
 
     def batches(self, order: torch.Tensor, pieces: Sequence[tuple[int, int]]) -> Iterator[Batch]:
         """Yield mini-batches: for each piece the samples in these positions of an order."""
         numbers = order.tolist()
         chosen = [numbers[start:stop] for start, stop in pieces]
-        for batch in DataLoader(self._dataset, batch_sampler=chosen, pin_memory=self._device.type == "cuda", **self._settings):
+        for batch in DataLoader(
+            self._dataset,
+            batch_sampler=chosen,
+            pin_memory=self._device.type == "cuda",
+            **self._settings,
+        ):
             yield _moved(batch, self._device, self._dtype)
 
 
-def _paired(collate: Callable[[Any], Any], target: str | tuple[str, ...] | None, samples: Any) -> Batch:
+def _paired(
+    collate: Callable[[Any], Any], target: str | tuple[str, ...] | None, samples: Any
+) -> Batch:
     """Return the inputs and the targets of a mini-batch, in plain dicts.
 
     A loading process could not send a class of the user's script, and torch would wait for it
@@ -161,15 +182,19 @@ def _as_pair(batch: Any, target: str | tuple[str, ...] | None) -> Batch:
         number = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
         what = "a pair" if target is None else f"a dict with {target!r} in it"
         raise InvalidTypeError(
-            f"A mini-batch of the data set is a {type(batch).__name__}{number}, not {what}. Let each sample be a pair of an "
-            "input and a target, or a dict; an input may be a tuple or a dict of several."
+            f"A mini-batch of the data set is a {type(batch).__name__}{number}, not {what}. Let"
+            " each sample be a pair of an input and a target, or a dict; an input may be a tuple"
+            " or a dict of several."
         )
     inputs, targets = batch
-    return (tuple(inputs) if isinstance(inputs, list) else inputs), targets  # torch makes a list of samples' tuples
+    # torch makes a list of samples' tuples
+    return (tuple(inputs) if isinstance(inputs, list) else inputs), targets
 
 
 def _split(batch: Mapping[Any, Any], target: str | tuple[str, ...] | None) -> Batch:
-    """Return a mini-batch of samples that are dicts as its inputs and its target, or a dict of its targets."""
+    """Return a mini-batch of samples that are dicts as its inputs and its target, or a dict of its
+    targets.
+    """
     names = target if isinstance(target, tuple) else (target,)
     if target is None:
         names = tuple(name for name in TARGET_NAMES if name in batch)[:1] or TARGET_NAMES[-1:]
@@ -178,18 +203,25 @@ def _split(batch: Mapping[Any, Any], target: str | tuple[str, ...] | None) -> Ba
     if missing or not set(batch).difference(left_out):
         fact = f"no {missing[0]!r}" if missing else "nothing but targets"
         raise InvalidValueError(
-            f'The samples are dicts of {", ".join(map(repr, batch))}, with {fact}. Name the target, (data, "NAME"), or several, '
-            '(data, ["NAME", "NAME"]); the others are the inputs of the model.'
+            f"The samples are dicts of {', '.join(map(repr, batch))}, with {fact}. Name the target,"
+            ' (data, "NAME"), or several, (data, ["NAME", "NAME"]); the others are the inputs of'
+            " the model."
         )
     inputs = Named((name, value) for name, value in batch.items() if name not in left_out)
-    return inputs, {name: batch[name] for name in names} if isinstance(target, tuple) else batch[names[0]]
+    return inputs, (
+        {name: batch[name] for name in names} if isinstance(target, tuple) else batch[names[0]]
+    )
 
 
 def _moved(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
-    """Return nested tensors on a device; 64-bit floats, which Python's numbers become, in the model's type if that is said."""
+    """Return nested tensors on a device; 64-bit floats, which Python's numbers become, in the
+    model's type if that is said.
+    """
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device, dtype if tensor.dtype == torch.float64 else None, non_blocking=True)
+        return tensor.to(
+            device, dtype if tensor.dtype == torch.float64 else None, non_blocking=True
+        )
 
     return changed(move, values, torch.Tensor)
 
@@ -207,11 +239,11 @@ def mixed_seed(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) >> 1
 
 
-# --- training data from the user --------------------------------------------------------------------------------------
+# --- training data from the user ------------------------------------------------------------------
 
 FORMS = (
-    "Give a tuple (inputs, targets) of arrays or tensors, a DataFrame whose last column is the target, or a map-style Dataset "
-    "(or a DataLoader of one) of pairs or dicts."
+    "Give a tuple (inputs, targets) of arrays or tensors, a DataFrame whose last column is the"
+    " target, or a map-style Dataset (or a DataLoader of one) of pairs or dicts."
 )
 
 
@@ -248,7 +280,11 @@ def loader_of(data: Any) -> Any:
 def is_shuffled(loader: Any) -> bool:
     """Whether a `DataLoader` goes through all its samples in random order."""
     sampler = loader.sampler
-    return type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(loader.dataset)
+    return (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and len(sampler) == len(loader.dataset)
+    )
 
 
 def _is_frame(data: Any) -> bool:
@@ -269,7 +305,9 @@ def _with_target(data: Any) -> tuple[Any, str | tuple[str, ...] | None]:
         return data, None
     first, names = data
     is_named = isinstance(names, str) or (
-        isinstance(names, (tuple, list)) and len(names) > 0 and all(isinstance(name, str) for name in names)
+        isinstance(names, (tuple, list))
+        and len(names) > 0
+        and all(isinstance(name, str) for name in names)
     )
     is_array = isinstance(first, (np.ndarray, torch.Tensor, tuple)) or (
         isinstance(first, list) and not all(isinstance(sample, Mapping) for sample in first[:1])
@@ -285,21 +323,30 @@ def _from_pair(inputs: Any, targets: Any, what: str) -> ArraySamples:
     if not all(lengths) or len({*lengths[0], *lengths[1]}) > 1:
         has = [" and ".join(f"{length:,}" for length in part) or "no" for part in lengths]
         raise InvalidValueError(
-            f"{what} has {has[0]} inputs and {has[1]} targets. The first axis of all is the samples: give as many. Several "
-            "inputs are a tuple, ((x1, x2), y); a list is one array."
+            f"{what} has {has[0]} inputs and {has[1]} targets. The first axis of all is the"
+            " samples: give as many. Several inputs are a tuple, ((x1, x2), y); a list is one"
+            " array."
         )
     return ArraySamples(inputs=columns[0], targets=columns[1])
 
 
 def _from_frame(frame: Any, target: Any, what: str) -> ArraySamples:
-    """Return a table's samples. A target of floats has one column, as the output of a model has; classes have none."""
+    """Return a table's samples. A target of floats has one column, as the output of a model has;
+    classes have none.
+    """
     names = [target] if isinstance(target, str) else list(target)
     for name in names or ["target"]:
         if name not in frame.columns:
-            raise InvalidValueError(f"{what} has no column {name!r}. It has: {', '.join(map(str, frame.columns)) or 'none'}.")
+            raise InvalidValueError(
+                f"{what} has no column {name!r}. It has:"
+                f" {', '.join(map(str, frame.columns)) or 'none'}."
+            )
     inputs = frame.drop(columns=names)
     if inputs.columns.empty:
-        raise InvalidValueError(f"{what} has no columns but {', '.join(map(repr, names))}, the target. Give it inputs too.")
+        raise InvalidValueError(
+            f"{what} has no columns but {', '.join(map(repr, names))}, the target. Give it inputs"
+            " too."
+        )
     _check_numbers(inputs, what)
     if len(names) > 1:
         _check_numbers(frame[names], what)
@@ -316,7 +363,10 @@ def _from_frame(frame: Any, target: Any, what: str) -> ArraySamples:
 def _check_numbers(table: Any, what: str) -> None:
     for name, kind in table.dtypes.items():
         if getattr(kind, "kind", "O") not in "biuf":
-            raise InvalidTypeError(f"The column {name!r} of {what} is of type {kind}, not of numbers. Encode it, or drop it.")
+            raise InvalidTypeError(
+                f"The column {name!r} of {what} is of type {kind}, not of numbers. Encode it, or"
+                " drop it."
+            )
 
 
 def _columns(values: Any, name: str) -> Any:
@@ -329,7 +379,9 @@ def _columns(values: Any, name: str) -> Any:
 
 
 def _column(values: Any, name: str) -> Column:
-    """Return inputs or targets as they travel: as an array if it can be one, whose memory all workers of a machine share."""
+    """Return inputs or targets as they travel: as an array if it can be one, whose memory all
+    workers of a machine share.
+    """
     start = f"{name[0].upper()}{name[1:]}"
     if isinstance(values, torch.Tensor):
         if values.ndim == 0:
@@ -345,8 +397,8 @@ def _column(values: Any, name: str) -> Column:
         raise InvalidValueError(f"{start} are no array: {error}.") from error
     if array.dtype.kind not in "biufc":
         raise InvalidTypeError(
-            f"{start} are of type {array.dtype}, not numbers. Give arrays or tensors of numbers; for names "
-            "of classes their numbers, pandas.factorize(names)[0]."
+            f"{start} are of type {array.dtype}, not numbers. Give arrays or tensors of numbers;"
+            " for names of classes their numbers, pandas.factorize(names)[0]."
         )
     if array.ndim == 0:
         raise InvalidValueError(f"{start} are a single number. The first axis is the samples.")
@@ -359,17 +411,26 @@ def _checked_dataset(data: Any, what: str) -> Any:
     """Check that samples can be read by number, and return the data."""
     if isinstance(data, Mapping):
         names = ", ".join(map(repr, list(data)[:5]))
-        raise InvalidTypeError(f"{what} is a {type(data).__name__} of {names}. Give one of its parts, {what}[NAME], say. {FORMS}")
+        raise InvalidTypeError(
+            f"{what} is a {type(data).__name__} of {names}. Give one of its parts, {what}[NAME],"
+            f" say. {FORMS}"
+        )
     if isinstance(data, (str, bytes, np.ndarray, torch.Tensor)) or hasattr(data, "to_numpy"):
         raise InvalidTypeError(f"{what} is of type {type(data).__name__}, without targets. {FORMS}")
-    if isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and not hasattr(data, "__getitem__")):
+    if isinstance(data, IterableDataset) or (
+        hasattr(data, "__iter__") and not hasattr(data, "__getitem__")
+    ):
         raise InvalidTypeError(
-            f"{what} is of type {type(data).__name__}, whose samples come one after the other. raypool takes them by number, to "
-            "share each mini-batch out among the workers and to resume within an epoch. Give list(data) if it fits into memory, "
-            "or a Dataset with __len__ and __getitem__; else write a loop for pool.train, in which each rank reads its own part."
+            f"{what} is of type {type(data).__name__}, whose samples come one after the other."
+            " raypool takes them by number, to share each mini-batch out among the workers and to"
+            " resume within an epoch. Give list(data) if it fits into memory, or a Dataset with"
+            " __len__ and __getitem__; else write a loop for pool.train, in which each rank reads"
+            " its own part."
         )
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
-        raise InvalidTypeError(f"{what} is of type {type(data).__name__}, which has no samples by number. {FORMS}")
+        raise InvalidTypeError(
+            f"{what} is of type {type(data).__name__}, which has no samples by number. {FORMS}"
+        )
     return data
 
 
@@ -378,22 +439,27 @@ def _from_loader(loader: Any, target: Any, what: str) -> Samples:
     dataset, sampler = _checked_dataset(loader.dataset, what), loader.sampler
     if type(loader.batch_sampler) is not BatchSampler:
         raise InvalidTypeError(
-            f"{what} is a DataLoader with a batch_sampler of its own, or without mini-batches. raypool shares mini-batches of "
-            "one size out among the workers. Give the DataLoader a batch_size, and a sampler if the order matters."
+            f"{what} is a DataLoader with a batch_sampler of its own, or without mini-batches."
+            " raypool shares mini-batches of one size out among the workers. Give the DataLoader a"
+            " batch_size, and a sampler if the order matters."
         )
     if isinstance(sampler, DistributedSampler):
         raise InvalidTypeError(
-            f"{what} is a DataLoader with a DistributedSampler, by which each rank would read its own part. raypool shares out "
-            "each mini-batch itself. Leave the sampler out."
+            f"{what} is a DataLoader with a DistributedSampler, by which each rank would read its"
+            " own part. raypool shares out each mini-batch itself. Leave the sampler out."
         )
     is_in_order = type(sampler) is SequentialSampler and len(sampler) == len(dataset)
     own = None if is_in_order or is_shuffled(loader) else sampler
     if own is not None and not hasattr(own, "__len__"):
         raise InvalidTypeError(
-            f"The sampler of {what}, a {type(own).__name__}, has no length. Give it __len__, the number of samples of an epoch: "
-            "the schedule of the learning rate depends on it."
+            f"The sampler of {what}, a {type(own).__name__}, has no length. Give it __len__, the"
+            " number of samples of an epoch: the schedule of the learning rate depends on it."
         )
-    if type(dataset) is TensorDataset and len(dataset.tensors) == 2 and loader.collate_fn is default_collate:
+    if (
+        type(dataset) is TensorDataset
+        and len(dataset.tensors) == 2
+        and loader.collate_fn is default_collate
+    ):
         return replace(_from_pair(*dataset.tensors, what), sampler=own)
     if loader.collate_fn is default_collate:
         dataset = in_tensors(dataset)
@@ -403,17 +469,19 @@ def _from_loader(loader: Any, target: Any, what: str) -> Samples:
     return DatasetSamples(dataset=dataset, target=target, sampler=own, settings=settings)
 
 
-# --- inputs for predictions, piece by piece ---------------------------------------------------------------------------
+# --- inputs for predictions, piece by piece -------------------------------------------------------
 
 
 TARGET_NAMES = ("labels", "label")
-"""What the target of a sample that is a dict is called unless the user names it, as in Hugging Face's data sets."""
+"""What the target of a sample that is a dict is called unless the user names it, as in Hugging
+Face's data sets.
+"""
 
 ARRAYS = (np.ndarray, torch.Tensor)
 
 KINDS = (
-    "a NumPy array, a tensor, a DataFrame, a tuple or dict of those (several inputs), a Dataset with a length, or a list of "
-    "samples"
+    "a NumPy array, a tensor, a DataFrame, a tuple or dict of those (several inputs), a Dataset"
+    " with a length, or a list of samples"
 )
 
 
@@ -436,7 +504,9 @@ class Inputs(Protocol):
 
 
 class Piece(NamedTuple):
-    """The samples from `start` on, before `stop`: as columns (see `Columns`) or as items; None: read there."""
+    """The samples from `start` on, before `stop`: as columns (see `Columns`) or as items; None:
+    read there.
+    """
 
     start: int
     stop: int
@@ -445,7 +515,9 @@ class Piece(NamedTuple):
 
 
 class Columns:
-    """Samples in arrays or tensors: one, or a tuple or dict with one for each input of the model."""
+    """Samples in arrays or tensors: one, or a tuple or dict with one for each input of the
+    model.
+    """
 
     def __init__(self, columns: Any) -> None:
         self._columns = columns
@@ -456,8 +528,14 @@ class Columns:
         return len(leaves(self._columns)[0])
 
     def piece(self, start: int, stop: int) -> Piece:
-        """Return rows. A tensor travels as an array of the same memory: pickled by torch, it would take all rows with it."""
-        return Piece(start, stop, changed(lambda column: _detached(column[start:stop]), self._columns, ARRAYS))
+        """Return rows. A tensor travels as an array of the same memory: pickled by torch, it would
+        take all rows with it.
+        """
+        return Piece(
+            start,
+            stop,
+            changed(lambda column: _detached(column[start:stop]), self._columns, ARRAYS),
+        )
 
 
 class Items:
@@ -474,7 +552,9 @@ class Items:
 
     def piece(self, start: int, stop: int) -> Piece:
         """Return items, without their targets."""
-        return Piece(start, stop, items=[input_of(self._items[index]) for index in range(start, stop)])
+        return Piece(
+            start, stop, items=[input_of(self._items[index]) for index in range(start, stop)]
+        )
 
 
 class Elsewhere:
@@ -501,23 +581,33 @@ def samples_of(data: Any) -> Inputs:
         InvalidTypeError: The type of the data is not supported.
         InvalidValueError: Several inputs have different lengths.
     """
-    if isinstance(data, (DataLoader, IterableDataset)) or (hasattr(data, "__next__") and not hasattr(data, "__getitem__")):
+    if isinstance(data, (DataLoader, IterableDataset)) or (
+        hasattr(data, "__next__") and not hasattr(data, "__getitem__")
+    ):
         raise InvalidTypeError(
-            f"data is a {type(data).__name__}, which has no samples by number. Give {KINDS}; of a DataLoader its .dataset."
+            f"data is a {type(data).__name__}, which has no samples by number. Give {KINDS}; of a"
+            " DataLoader its .dataset."
         )
     if isinstance(data, TensorDataset):
         return Columns(_checked_column(input_of(data.tensors)))
-    if isinstance(data, list) or (isinstance(data, Subset) and isinstance(data.dataset, TensorDataset)):
+    if isinstance(data, list) or (
+        isinstance(data, Subset) and isinstance(data.dataset, TensorDataset)
+    ):
         return Items(data)
-    if isinstance(data, tuple) or (isinstance(data, Mapping) and data and all(map(_is_column, data.values()))):
+    if isinstance(data, tuple) or (
+        isinstance(data, Mapping) and data and all(map(_is_column, data.values()))
+    ):
         columns = mapped(_checked_column, data)
         lengths = [len(column) for column in leaves(columns)]
         if not lengths:
-            raise InvalidValueError("data=() names no input. Give an array for each input of the model.")
+            raise InvalidValueError(
+                "data=() names no input. Give an array for each input of the model."
+            )
         if len(set(lengths)) > 1:
             raise InvalidValueError(
-                f"The inputs have {', '.join(map(str, lengths))} samples. A {type(data).__name__} is one array for each input of "
-                "the model, all of the same length; targets do not belong there."
+                f"The inputs have {', '.join(map(str, lengths))} samples. A {type(data).__name__}"
+                " is one array for each input of the model, all of the same length; targets do not"
+                " belong there."
             )
         return Columns(columns[0] if isinstance(columns, tuple) and len(columns) == 1 else columns)
     if _is_column(data):
@@ -535,35 +625,55 @@ def _is_column(data: Any) -> bool:
 def _checked_column(data: Any) -> np.ndarray[Any, Any] | torch.Tensor:
     """Return an array or tensor, checked to be of a type that torch can use."""
     if not _is_column(data):
-        raise InvalidTypeError(f"An input is a {type(data).__name__}. Give a NumPy array, a tensor or a DataFrame for each.")
+        raise InvalidTypeError(
+            f"An input is a {type(data).__name__}. Give a NumPy array, a tensor or a DataFrame for"
+            " each."
+        )
     if hasattr(data, "columns"):
-        bad = [str(name) for name, dtype in data.dtypes.items() if getattr(dtype, "kind", "O") not in "biuf"]
+        bad = [
+            str(name)
+            for name, dtype in data.dtypes.items()
+            if getattr(dtype, "kind", "O") not in "biuf"
+        ]
         if bad:
             raise InvalidTypeError(
-                f"The table has columns that are not numbers: {', '.join(bad[:5])}{' ...' if len(bad) > 5 else ''}. "
-                "Leave them out, or encode them first."
+                "The table has columns that are not numbers:"
+                f" {', '.join(bad[:5])}{' ...' if len(bad) > 5 else ''}. Leave them out, or encode"
+                " them first."
             )
         data = floats_of(data)
-    column = data if isinstance(data, torch.Tensor) else np.asarray(data.to_numpy() if hasattr(data, "to_numpy") else data)
+    column = (
+        data
+        if isinstance(data, torch.Tensor)
+        else np.asarray(data.to_numpy() if hasattr(data, "to_numpy") else data)
+    )
     if column.ndim == 0:
-        raise InvalidValueError("data is a single number. The first dimension of an input is that of the samples.")
+        raise InvalidValueError(
+            "data is a single number. The first dimension of an input is that of the samples."
+        )
     if isinstance(column, np.ndarray):
         try:
             torch.from_numpy(column[:0].copy())
         except (TypeError, ValueError) as error:
-            raise InvalidTypeError(f"data is an array of {column.dtype}, of which torch makes no tensor: {error}") from None
+            raise InvalidTypeError(
+                f"data is an array of {column.dtype}, of which torch makes no tensor: {error}"
+            ) from None
     return column
 
 
 def floats_of(table: Any) -> np.ndarray[Any, Any]:
-    """Return the columns of a table as one array: of floats always, for training as for predicting."""
+    """Return the columns of a table as one array: of floats always, for training as for
+    predicting.
+    """
     is_single = all(kind == "float32" for kind in table.dtypes)
     array: np.ndarray[Any, Any] = table.to_numpy(dtype="float32" if is_single else "float64")
     return array
 
 
 def _detached(rows: Any) -> Any:
-    """Return rows as an array, if there is such a type of array; else as a tensor of memory of its own."""
+    """Return rows as an array, if there is such a type of array; else as a tensor of memory of its
+    own.
+    """
     if isinstance(rows, np.ndarray):
         return rows
     rows = rows.detach().cpu()
@@ -574,18 +684,27 @@ def _detached(rows: Any) -> Any:
 
 
 def in_tensors(dataset: Any) -> Any:
-    """Return a data set of Hugging Face that gives tensors, unless its user has chosen a format; any other as it is.
+    """Return a data set of Hugging Face that gives tensors, unless its user has chosen a format;
+    any other as it is.
 
-    Without a format its samples are lists of numbers, of which torch would make a mini-batch column by column.
+    Without a format its samples are lists of numbers, of which torch would make a mini-batch column
+    by column.
     """
     form = getattr(dataset, "format", None)
-    if isinstance(form, Mapping) and "type" in form and form["type"] is None and hasattr(dataset, "with_format"):
+    if (
+        isinstance(form, Mapping)
+        and "type" in form
+        and form["type"] is None
+        and hasattr(dataset, "with_format")
+    ):
         return dataset.with_format("torch")
     return dataset
 
 
 class Named(dict[Any, Any]):
-    """The inputs of samples that are dicts themselves, not of one that is a dict: see `call_model`."""
+    """The inputs of samples that are dicts themselves, not of one that is a dict: see
+    `call_model`.
+    """
 
 
 def input_of(sample: Any) -> Any:
@@ -604,8 +723,8 @@ def input_of(sample: Any) -> Any:
         return sample
     if not 1 <= len(sample) <= 2:
         raise InvalidValueError(
-            f"A sample is a tuple of {len(sample)}. Make it the input, or a pair (input, target); several inputs are a tuple in "
-            "place of the input."
+            f"A sample is a tuple of {len(sample)}. Make it the input, or a pair (input, target);"
+            " several inputs are a tuple in place of the input."
         )
     return sample[0]
 
@@ -628,14 +747,15 @@ def _tensor(rows: Any) -> torch.Tensor:
     return rows if isinstance(rows, torch.Tensor) else torch.from_numpy(rows.copy())
 
 
-# --- calls of a model -------------------------------------------------------------------------------------------------
+# --- calls of a model -----------------------------------------------------------------------------
 
 
 def call_model(call: Callable[..., Any], model: Any, inputs: Any) -> Any:
     """Call a model with the inputs of a mini-batch.
 
-    Those in a tuple are its arguments in order. Those in a dict are its arguments by name, without those that it does not have;
-    if it has no arguments of such names it gets the dict, or the only input that samples have beside their label.
+    Those in a tuple are its arguments in order. Those in a dict are its arguments by name, without
+    those that it does not have; if it has no arguments of such names it gets the dict, or the only
+    input that samples have beside their label.
 
     Args:
         call: The callable: the model, or a wrapper around it (DDP).
@@ -689,12 +809,18 @@ def mapped(change: Callable[[Any], Any], values: Any) -> Any:
         return kind((key, change(value)) for key, value in values.items())
     if isinstance(values, tuple) and hasattr(values, "_fields"):
         return type(values)(*(change(value) for value in values))
-    return type(values)(change(value) for value in values) if type(values) in (tuple, list) else values
+    return (
+        type(values)(change(value) for value in values) if type(values) in (tuple, list) else values
+    )
 
 
 def changed(change: Callable[[Any], Any], values: Any, kind: type | tuple[type, ...]) -> Any:
     """Return nested tuples, lists and mappings, with all values of a kind changed."""
-    return change(values) if isinstance(values, kind) else mapped(lambda value: changed(change, value, kind), values)
+    return (
+        change(values)
+        if isinstance(values, kind)
+        else mapped(lambda value: changed(change, value, kind), values)
+    )
 
 
 def leaves(values: Any) -> list[Any]:

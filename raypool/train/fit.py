@@ -49,7 +49,11 @@ class FitCall:
 
 
 def prepare_fit(
-    model: Any, data: Any, loss: Callable[..., Any], options: TrainingOptions, workers: Sequence[WorkerInfo]
+    model: Any,
+    data: Any,
+    loss: Callable[..., Any],
+    options: TrainingOptions,
+    workers: Sequence[WorkerInfo],
 ) -> FitCall:
     """Check the arguments of `pool.fit`, and return the training that they describe.
 
@@ -66,7 +70,11 @@ def prepare_fit(
     """
     _check_functions(model, loss)
     samples = take_samples(data)
-    validation = None if options.validation_data is None else take_samples(options.validation_data, "validation_data")
+    validation = (
+        None
+        if options.validation_data is None
+        else take_samples(options.validation_data, "validation_data")
+    )
     options = _completed(options, data, samples)
     crew = _chosen(options, workers)
     notes = _notes_on_workers(crew, workers, options)
@@ -79,8 +87,8 @@ def prepare_fit(
     rate_scale = scale if options.scale_learning_rate == "linear" else 1
     if rate_scale > 1 and not callable(options.schedule):
         notes.append(
-            f"The learning rate is {options.learning_rate:g} x {rate_scale} = {options.learning_rate * rate_scale:g}, reached "
-            f"after {course.warmup_steps} steps."
+            f"The learning rate is {options.learning_rate:g} x {rate_scale} ="
+            f" {options.learning_rate * rate_scale:g}, reached after {course.warmup_steps} steps."
         )
     job = FitJob(
         model=model,
@@ -101,7 +109,9 @@ def gradient_bytes(config: dict[str, Any]) -> int:
     """Return the size of a model's gradients [bytes], which the ranks add up at each step."""
     job: FitJob = config["fit"]
     module = job.model if isinstance(job.model, nn.Module) else _make(job.model)
-    return sum(each.numel() * each.element_size() for each in module.parameters() if each.requires_grad)
+    return sum(
+        each.numel() * each.element_size() for each in module.parameters() if each.requires_grad
+    )
 
 
 class _Finish:
@@ -116,18 +126,23 @@ class _Finish:
         (saved,) = [end.pop("model") for end in ends if "model" in end]
         # Safe: it comes from our own worker, like all values. A model may hold more than tensors.
         state = torch.load(io.BytesIO(saved), map_location="cpu", weights_only=False)
-        module = copy.deepcopy(self._model) if isinstance(self._model, nn.Module) else _make(self._model)
+        module = (
+            copy.deepcopy(self._model) if isinstance(self._model, nn.Module) else _make(self._model)
+        )
         module.to("cpu").load_state_dict(state)
         module.eval()
         ended_by = ends[0]["ended_by"]
         if not ends[0]["is_mean"]:
             logger.warning(
-                "The loss is not the plain mean over its samples (it weighs them, leaves some out, or compares them with each "
-                "other), and each of %d workers has taken it over its own share: the result is not quite that of one.",
+                "The loss is not the plain mean over its samples (it weighs them, leaves some out,"
+                " or compares them with each other), and each of %d workers has taken it over its"
+                " own share: the result is not quite that of one.",
                 len(ends),
             )
         if ended_by == LOST:
-            logger.warning("The training has ended after %d steps: its loss is nan.", ends[0]["steps"])
+            logger.warning(
+                "The training has ended after %d steps: its loss is nan.", ends[0]["steps"]
+            )
         for end in ends:
             del end["is_mean"]
         return replace(result, values=ends, model=module, ended_by=ended_by)
@@ -143,25 +158,29 @@ def _make(model: Callable[[], Any]) -> nn.Module:
 
 def _check_functions(model: Any, loss: Any) -> None:
     if isinstance(loss, type):
-        raise InvalidTypeError(f"loss={loss.__name__} is a class. Give one of its objects: loss={loss.__name__}().")
+        raise InvalidTypeError(
+            f"loss={loss.__name__} is a class. Give one of its objects: loss={loss.__name__}()."
+        )
     if isinstance(model, nn.Module):
         check_module(model)
     elif not callable(model):
         raise InvalidTypeError(
-            f"model={model!r} is a {type(model).__name__}. Give a torch.nn.Module, or a function without arguments that makes "
-            "one."
+            f"model={model!r} is a {type(model).__name__}. Give a torch.nn.Module, or a function"
+            " without arguments that makes one."
         )
     else:
         _check_makes_one(model)
     if not callable(loss):
         raise InvalidTypeError(
-            f"loss={loss!r} is not callable. Give a function of outputs and targets, torch.nn.functional.cross_entropy for one."
+            f"loss={loss!r} is not callable. Give a function of outputs and targets,"
+            " torch.nn.functional.cross_entropy for one."
         )
-    given = getattr(loss, "keywords", {}).get("reduction", getattr(loss, "reduction", "mean"))  # of a functools.partial
+    # of a functools.partial
+    given = getattr(loss, "keywords", {}).get("reduction", getattr(loss, "reduction", "mean"))
     if given in ("sum", "none"):
         raise InvalidValueError(
-            f"loss has reduction={given!r}. It is to return the mean loss of the samples it is given, by which those of the "
-            "workers are put together: reduction='mean'."
+            f"loss has reduction={given!r}. It is to return the mean loss of the samples it is"
+            " given, by which those of the workers are put together: reduction='mean'."
         )
 
 
@@ -172,8 +191,8 @@ def _check_makes_one(model: Callable[..., Any]) -> None:
     except TypeError as error:
         name = getattr(model, "__name__", repr(model))
         raise InvalidTypeError(
-            f"model={name} cannot be called without arguments: {error}. Give a model, or bind them: "
-            f"functools.partial({name}, ...)."
+            f"model={name} cannot be called without arguments: {error}. Give a model, or bind them:"
+            f" functools.partial({name}, ...)."
         ) from None
     except ValueError:  # some builtins do not say what they take
         return
@@ -184,7 +203,8 @@ def _completed(options: TrainingOptions, data: Any, samples: Samples) -> Trainin
     loader, shuffle = loader_of(data), options.shuffle
     if samples.sampler is not None and shuffle is not None:
         raise InvalidValueError(
-            f"shuffle={shuffle!r} does not go with a sampler, which sets the order of the samples itself. Leave one of them out."
+            f"shuffle={shuffle!r} does not go with a sampler, which sets the order of the samples"
+            " itself. Leave one of them out."
         )
     if shuffle is None:
         shuffle = loader is None or is_shuffled(loader)
@@ -197,7 +217,7 @@ def _without_data(options: TrainingOptions) -> TrainingOptions:
     return options if options.validation_data is None else replace(options, validation_data=())
 
 
-# --- workers that train -----------------------------------------------------------------------------------------------
+# --- workers that train ---------------------------------------------------------------------------
 
 Crew = list[tuple[WorkerInfo, float]]
 """The workers that train, each with its load."""
@@ -209,15 +229,20 @@ def _chosen(options: TrainingOptions, workers: Sequence[WorkerInfo]) -> Crew:
     if len(loads) != len(workers):
         numbers = ", ".join(str(worker.index) for worker in workers)
         raise InvalidValueError(
-            f"worker_load={list(loads)} has {len(loads)} numbers, and {len(workers)} workers may train: {numbers}. Give a number "
-            "for each."
+            f"worker_load={list(loads)} has {len(loads)} numbers, and {len(workers)} workers may"
+            f" train: {numbers}. Give a number for each."
         )
     able = [worker.index for worker in _able(options.execution, workers)]
-    crew = [(worker, load) for worker, load in zip(workers, loads, strict=True) if worker.index in able and load > 0]
+    crew = [
+        (worker, load)
+        for worker, load in zip(workers, loads, strict=True)
+        if worker.index in able and load > 0
+    ]
     if not crew:
         raise InvalidValueError(
-            f"worker_load={list(loads)} gives nothing to the workers that can train with execution={options.execution!r}: "
-            f"{', '.join(map(str, able))}. Give one of them a number above 0."
+            f"worker_load={list(loads)} gives nothing to the workers that can train with"
+            f" execution={options.execution!r}: {', '.join(map(str, able))}. Give one of them a"
+            " number above 0."
         )
     return crew[:1] if options.execution == "gpu" else crew
 
@@ -235,25 +260,32 @@ def _able(execution: str, workers: Sequence[WorkerInfo]) -> list[WorkerInfo]:
     if execution == "auto":
         return list(workers)
     raise ResourceError(
-        f"execution={execution!r} needs a worker with a GPU: requested 1, available 0, of {len(workers)} workers. Use "
-        "execution='cpu', or a pool on GPUs.",
+        f"execution={execution!r} needs a worker with a GPU: requested 1, available 0, of"
+        f" {len(workers)} workers. Use execution='cpu', or a pool on GPUs.",
         requested=1,
         available=0,
         holders=(),
     )
 
 
-def _notes_on_workers(crew: Crew, workers: Sequence[WorkerInfo], options: TrainingOptions) -> list[str]:
+def _notes_on_workers(
+    crew: Crew, workers: Sequence[WorkerInfo], options: TrainingOptions
+) -> list[str]:
     """Return notes on workers that do not train, and how to open a pool without them."""
     training = [worker for worker, _ in crew]
     idle = [worker for worker in workers if worker not in training]
     if not idle:
         return []
     able = _able(options.execution, workers)
-    names = ", ".join(f"worker {each.index} ({_why_idle(each in able, options.execution)})" for each in idle)
+    names = ", ".join(
+        f"worker {each.index} ({_why_idle(each in able, options.execution)})" for each in idle
+    )
     is_on_gpus = options.execution != "cpu" and all(worker.gpu is not None for worker in training)
     advice = f"gpus={[worker.gpu for worker in training]}" if is_on_gpus else f"{len(training)}"
-    return [f"Idle while this model trains: {names}. Choose what to train on when you open the pool: parpool({advice})."]
+    return [
+        f"Idle while this model trains: {names}. Choose what to train on when you open the pool:"
+        f" parpool({advice})."
+    ]
 
 
 def _why_idle(is_able: bool, execution: str) -> str:
@@ -262,7 +294,7 @@ def _why_idle(is_able: bool, execution: str) -> str:
     return "one GPU was asked for" if execution == "gpu" else "its load is 0"
 
 
-# --- samples and mini-batches -----------------------------------------------------------------------------------------
+# --- samples and mini-batches ---------------------------------------------------------------------
 
 
 def _check_shares(division: Division, batch_size: int, crew: Crew) -> None:
@@ -271,32 +303,46 @@ def _check_shares(division: Division, batch_size: int, crew: Crew) -> None:
     if all(shares):
         return
     if division.num_samples < len(crew):
-        count = "is 1 sample" if division.num_samples == 1 else f"are {division.num_samples} samples"
+        count = (
+            "is 1 sample" if division.num_samples == 1 else f"are {division.num_samples} samples"
+        )
         fact = f"There {count} for {len(crew)} workers"
     elif division.batch_size < len(crew):
-        fact = f"A mini-batch of {division.batch_size} is less than one sample for each of {len(crew)} workers"
+        fact = (
+            f"A mini-batch of {division.batch_size} is less than one sample for each of {len(crew)}"
+            " workers"
+        )
     else:
         idle = [worker.index for (worker, _), share in zip(crew, shares, strict=True) if not share]
-        fact = f"A mini-batch of {division.batch_size}, split by worker_load, leaves nothing for worker {idle[0]}"
+        fact = (
+            f"A mini-batch of {division.batch_size}, split by worker_load, leaves nothing for"
+            f" worker {idle[0]}"
+        )
     least = "samples" if division.batch_size < batch_size else "mini_batch_size="
-    raise InvalidValueError(f"{fact}. Train on fewer workers, workers=[0] for one, or with more {least.rstrip('=')}.")
+    raise InvalidValueError(
+        f"{fact}. Train on fewer workers, workers=[0] for one, or with more {least.rstrip('=')}."
+    )
 
 
 def _notes_on_samples(division: Division, batch_size: int, options: TrainingOptions) -> list[str]:
     """Return notes on where the training differs from the options."""
     notes = []
     if division.batch_size < batch_size:
-        notes.append(f"There are {division.num_samples:,} samples, so a mini-batch has as many, not {batch_size:,}.")
+        notes.append(
+            f"There are {division.num_samples:,} samples, so a mini-batch has as many, not"
+            f" {batch_size:,}."
+        )
     if division.accumulate < options.accumulate_steps:
         notes.append(
-            f"The samples make {division.accumulate} mini-batches, so a step takes as many, not {options.accumulate_steps}."
+            f"The samples make {division.accumulate} mini-batches, so a step takes as many, not"
+            f" {options.accumulate_steps}."
         )
     if division.dropped:
         size = division.batch_size * division.accumulate
         other = ", other ones each time" if options.shuffle == "every-epoch" else ""
         notes.append(
-            f"Each epoch leaves out {division.dropped:,} of {division.num_samples:,} samples{other}: they do not fill a "
-            f"step of {size:,}."
+            f"Each epoch leaves out {division.dropped:,} of {division.num_samples:,}"
+            f" samples{other}: they do not fill a step of {size:,}."
         )
     return notes
 

@@ -1,4 +1,5 @@
-"""The loop of `pool.fit`, as each rank runs it: a loop for Ray Train, as a user could have written it.
+"""The loop of `pool.fit`, as each rank runs it: a loop for Ray Train, as a user could have written
+it.
 
 A `Learner` takes one step after the other. The ranks average their gradients, merge the statistics
 of normalization layers, and write a checkpoint between two epochs. The module also shards models
@@ -37,7 +38,9 @@ from raypool.train.training_options import TrainingOptions
 from raypool.worker.running import note_here
 
 LOOK_S = 1.0
-"""The interval at which ranks check for machines about to go [s]; each check waits for the device."""
+"""The interval at which ranks check for machines about to go [s]; each check waits for the
+device.
+"""
 
 PREEMPTED = "preempted"
 """The end of an attempt that kept a checkpoint, to resume on another machine."""
@@ -70,8 +73,11 @@ class RankTraining:
         self._learner = Learner(job, ranks)
         dtype, loaders = self._learner.dtype, options.loader_processes
         self._source = job.samples.open(ranks.device, dtype, loaders)
-        self._tests = None if job.validation is None else job.validation.open(ranks.device, dtype, loaders)
-        self._best: dict[str, Any] | None = None  # the model's state at the best validation, on rank 0, if that is what is wanted
+        self._tests = (
+            None if job.validation is None else job.validation.open(ranks.device, dtype, loaders)
+        )
+        # the model's state at the best validation, on rank 0, if that is what is wanted
+        self._best: dict[str, Any] | None = None
         self._progress = self._start()
         self._reason = "max_epochs"
         self._is_lost = False
@@ -115,7 +121,9 @@ class RankTraining:
         return end
 
     def _train_epoch(self, epoch: int) -> bool:
-        """Train through the rest of this epoch's data; return whether the training is to end here."""
+        """Train through the rest of this epoch's data; return whether the training is to end
+        here.
+        """
         options, division = self._options, self._job.division
         done = self._progress.step - epoch * division.steps
         self._ranks.seed(options.seed, 1, epoch, *([done] if done else []))
@@ -133,19 +141,27 @@ class RankTraining:
         return self._end_epoch(epoch)
 
     def _batches(self, epoch: int, done: int) -> Iterator[Batch]:
-        """Return this rank's shares of an epoch's mini-batches, without those of completed steps."""
+        """Return this rank's shares of an epoch's mini-batches, without those of completed
+        steps.
+        """
         job, options = self._job, self._options
         order = ordered(job.samples, str(options.shuffle), options.seed, epoch, self._ranks)
-        return self._source.batches(order, job.pieces(self._learner.share)[done * job.division.accumulate :])
+        return self._source.batches(
+            order, job.pieces(self._learner.share)[done * job.division.accumulate :]
+        )
 
     def _has_left(self) -> bool:
-        """Keep a checkpoint of this step if any rank's machine is about to go; return whether it was."""
+        """Keep a checkpoint of this step if any rank's machine is about to go; return whether it
+        was.
+        """
         if self._progress.step < self._look_step:
             return False
         info = preemption_info()
         (seconds,) = self._ranks.add([time.perf_counter() - self._looked_at])
         steps = self._progress.step - self._looked_step
-        self._look_step = self._progress.step + max(int(LOOK_S * steps * self._ranks.size / seconds), 1)
+        self._look_step = self._progress.step + max(
+            int(LOOK_S * steps * self._ranks.size / seconds), 1
+        )
         self._looked_at, self._looked_step = time.perf_counter(), self._progress.step
         if info is None:
             return False
@@ -153,7 +169,7 @@ class RankTraining:
         self._reason = PREEMPTED
         return True
 
-    # --- end of an epoch ----------------------------------------------------------------------------------------------
+    # --- end of an epoch --------------------------------------------------------------------------
 
     def _end_epoch(self, epoch: int) -> bool:
         """Validate, keep a checkpoint and report, as due; return whether the training is to end."""
@@ -166,14 +182,21 @@ class RankTraining:
         if self._tests is not None and (is_last or done % options.validation_frequency == 0):
             metrics["validation_loss"] = self._validate()
             self._judge(metrics["validation_loss"])
-        learner.end_epoch(metrics.get("validation_loss") if self._tests is not None else metrics["loss"])
+        learner.end_epoch(
+            metrics.get("validation_loss") if self._tests is not None else metrics["loss"]
+        )
         every = options.checkpoint_every
         state = None
-        if every is not None and not self._is_lost and (is_last or done % every == 0 or self._has_no_patience_left()):
+        if (
+            every is not None
+            and not self._is_lost
+            and (is_last or done % every == 0 or self._has_no_patience_left())
+        ):
             state = self._state()
         is_to_end = self._report(metrics, state)
         if is_to_end and every is not None and state is None and not self._is_lost:
-            self._report_state({}, self._state())  # lets the run resume from here; metrics were reported
+            # lets the run resume from here; metrics were reported
+            self._report_state({}, self._state())
         return is_to_end
 
     def _state(self) -> dict[str, Any]:
@@ -189,7 +212,10 @@ class RankTraining:
         self._progress = progress._replace(best_loss=loss, worse_in_a_row=0)
         if self._options.output_model == "best":
             state = whole_state(self._learner.module, self._ranks)
-            self._best = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+            self._best = {
+                name: value.clone() if isinstance(value, torch.Tensor) else value
+                for name, value in state.items()
+            }
 
     def _has_no_patience_left(self) -> bool:
         patience = self._options.patience
@@ -198,17 +224,24 @@ class RankTraining:
     def _validate(self) -> float:
         """Return the mean loss over all samples to validate on, which the ranks share out.
 
-        All ranks call the model equally often, as FSDP needs it: one with fewer samples takes any, with a weight of 0.
+        All ranks call the model equally often, as FSDP needs it: one with fewer samples takes any,
+        with a weight of 0.
         """
         assert self._tests is not None
         assert self._job.validation is not None
         num_samples, ranks = len(self._job.validation), self._ranks
         loads = (1,) * ranks.size
-        share, largest = share_of(ranks.rank, num_samples, loads), share_of(0, num_samples, loads).size
+        share, largest = (
+            share_of(ranks.rank, num_samples, loads),
+            share_of(0, num_samples, loads).size,
+        )
         size = max(self._job.division.batch_size // ranks.size, 1)
         counts = [max(min(size, share.size - start), 0) for start in range(0, largest, size)]
         starts = [share.start + number * size for number in range(len(counts))]
-        pieces = [(start, start + count) if count else (0, 1) for start, count in zip(starts, counts, strict=True)]
+        pieces = [
+            (start, start + count) if count else (0, 1)
+            for start, count in zip(starts, counts, strict=True)
+        ]
         total = torch.zeros((), dtype=torch.float64, device=ranks.device)
         self._learner.settle()
         self._learner.module.eval()
@@ -226,11 +259,19 @@ class RankTraining:
         loss = self._learner.take_loss()
         self._is_lost = math.isnan(loss)
         now = time.perf_counter()
-        num_samples = (progress.step - self._reported_step) * division.batch_size * division.accumulate
+        num_samples = (
+            (progress.step - self._reported_step) * division.batch_size * division.accumulate
+        )
         speed = num_samples / (now - self._reported_at)
         self._reported_at, self._reported_step = now, progress.step
         rate = self._learner.learning_rate
-        return {"epoch": epoch, "step": progress.step - 1, "loss": loss, "learning_rate": rate, "samples_per_s": speed}
+        return {
+            "epoch": epoch,
+            "step": progress.step - 1,
+            "loss": loss,
+            "learning_rate": rate,
+            "samples_per_s": speed,
+        }
 
     def _report(self, metrics: dict[str, Any], state: dict[str, Any] | None) -> bool:
         """Report, with a checkpoint if there is one; return whether the training is to end."""
@@ -249,10 +290,15 @@ class RankTraining:
             ray.train.report(metrics, checkpoint=checkpoint)
 
     def _is_to_end(self, metrics: dict[str, Any]) -> bool:
-        """Whether to end: by request, by the user's `output_fn`, or as lost; the same on all ranks."""
+        """Whether to end: by request, by the user's `output_fn`, or as lost; the same on all
+        ranks.
+        """
         output_fn = self._options.output_fn
-        has_said_so = output_fn is not None and self._ranks.rank == 0 and bool(output_fn(dict(metrics)))
-        note = note_here()  # `should_stop` of the task would also be true where a machine is about to go
+        has_said_so = (
+            output_fn is not None and self._ranks.rank == 0 and bool(output_fn(dict(metrics)))
+        )
+        # `should_stop` of the task would also be true where a machine is about to go
+        note = note_here()
         wishes = [float(note is not None and note.should_stop), float(has_said_so)]
         asked, said = self._ranks.add(wishes) if self._ranks.size > 1 else wishes
         if asked or said:
@@ -263,7 +309,8 @@ class RankTraining:
 
 
 def ordered(samples: Samples, shuffle: str, seed: int, epoch: int, ranks: Ranks) -> torch.Tensor:
-    """Return the order of the samples in an epoch, the same on every rank; a sampler draws it on rank 0.
+    """Return the order of the samples in an epoch, the same on every rank; a sampler draws it on
+    rank 0.
 
     Raises:
         InvalidValueError: The sampler has given more or fewer than it said.
@@ -276,14 +323,15 @@ def ordered(samples: Samples, shuffle: str, seed: int, epoch: int, ranks: Ranks)
             own = mixed_seed(seed, 2, epoch)
             seed_all(own)
             if isinstance(getattr(samples.sampler, "generator", None), torch.Generator):
-                samples.sampler.generator.manual_seed(own)  # so that an epoch that is resumed has the same order
+                # so that an epoch that is resumed has the same order
+                samples.sampler.generator.manual_seed(own)
             if hasattr(samples.sampler, "set_epoch"):
                 samples.sampler.set_epoch(epoch)
             numbers = [int(number) for number in samples.sampler]
         if len(numbers) != len(order):
             raise InvalidValueError(
-                f"The sampler, a {type(samples.sampler).__name__}, has given {len(numbers):,} samples in epoch {epoch}, and its "
-                f"length is {len(order):,}. Let both be equal."
+                f"The sampler, a {type(samples.sampler).__name__}, has given {len(numbers):,}"
+                f" samples in epoch {epoch}, and its length is {len(order):,}. Let both be equal."
             )
         order = torch.tensor(numbers, dtype=torch.int64)
     order = order.to(ranks.device)
@@ -292,20 +340,23 @@ def ordered(samples: Samples, shuffle: str, seed: int, epoch: int, ranks: Ranks)
 
 
 def preemption_info() -> Any:
-    """Return the machines about to go, the same on all ranks, which ask together; Ray 2.52 cannot tell."""
+    """Return the machines about to go, the same on all ranks, which ask together; Ray 2.52 cannot
+    tell.
+    """
     ask = getattr(ray.train, "get_preemption_info", None)
     return None if ask is None else ask()
 
 
-# --- measurement for `scaling_report` ---------------------------------------------------------------------------------
+# --- measurement for `scaling_report` -------------------------------------------------------------
 
 
 def measure_loop(config: dict[str, Any]) -> list[float]:
-    """Take some steps of a training with a model of its own, and return how long each took on this rank [s].
+    """Take some steps of a training with a model of its own, and return how long each took on this
+    rank [s].
 
     Args:
-        config: "config": that of `fit`. "measure": how many steps to measure, how many to take before, and whether the
-            ranks reduce their gradients.
+        config: "config": that of `fit`. "measure": how many steps to measure, how many to take
+            before, and whether the ranks reduce their gradients.
     """
     job: FitJob = config["config"]["fit"]
     measure: Measure = config["measure"]
@@ -318,7 +369,9 @@ def measure_loop(config: dict[str, Any]) -> list[float]:
             chosen = [next(batches) for _ in range(job.division.accumulate)]
             ranks.wait()
             start = time.perf_counter()
-            learner.iterate(step % job.course.num_steps, chosen, is_synchronised=measure.is_synchronised)
+            learner.iterate(
+                step % job.course.num_steps, chosen, is_synchronised=measure.is_synchronised
+            )
             if ranks.device.type == "cuda":
                 torch.cuda.synchronize(ranks.device)
             seconds.append(time.perf_counter() - start)
@@ -333,7 +386,7 @@ def _endless_batches(job: FitJob, ranks: Ranks, learner: Learner) -> Iterator[Ba
         yield from source.batches(order, job.pieces(learner.share))
 
 
-# --- learner: a model, step by step -----------------------------------------------------------------------------------
+# --- learner: a model, step by step ---------------------------------------------------------------
 
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -342,8 +395,9 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Learner:
     """A rank's model, with its optimizer.
 
-    Gradients are averaged over the ranks, with equal weights: so each rank's mean loss is weighted by the number of ranks times
-    its share of the mini-batch. What comes out is the gradient of the mean loss over the whole mini-batch, for any shares.
+    Gradients are averaged over the ranks, with equal weights: so each rank's mean loss is weighted
+    by the number of ranks times its share of the mini-batch. What comes out is the gradient of the
+    mean loss over the whole mini-batch, for any shares.
 
     Attributes:
         module: The model itself, by whose names its state is known.
@@ -370,10 +424,14 @@ class Learner:
         self.is_sharded = self.strategy == "fsdp" and ranks.size > 1
         if self.is_sharded:
             shard(self.module, ranks)
-        self.optimizer = _optimizer(options, [each for each in self.module.parameters() if each.requires_grad])
+        self.optimizer = _optimizer(
+            options, [each for each in self.module.parameters() if each.requires_grad]
+        )
         self._base_rates = [group["lr"] * job.rate_scale for group in self.optimizer.param_groups]
         self.scheduler = self._own_schedule()
-        self.scaler = torch.amp.GradScaler(ranks.device.type) if options.precision == "fp16" else None
+        self.scaler = (
+            torch.amp.GradScaler(ranks.device.type) if options.precision == "fp16" else None
+        )
         self._call: Any = None  # the wrapped model, once it is connected
         self._weight: torch.Tensor | None = None  # of a loss, once its type is known
         self._factor: float | None = None
@@ -394,14 +452,17 @@ class Learner:
         scheduler = self._options.schedule(self.optimizer)
         if not hasattr(scheduler, "step"):
             raise InvalidTypeError(
-                f"schedule={self._options.schedule!r} has made a {type(scheduler).__name__} of the optimizer, not an LRScheduler."
+                f"schedule={self._options.schedule!r} has made a {type(scheduler).__name__} of the"
+                " optimizer, not an LRScheduler."
             )
         return scheduler
 
-    # --- one step -----------------------------------------------------------------------------------------------------
+    # --- one step ---------------------------------------------------------------------------------
 
     def iterate(self, step: int, batches: Sequence[Batch], *, is_synchronised: bool = True) -> None:
-        """Take one step: by the mean gradient of these mini-batches, of which this rank has its share."""
+        """Take one step: by the mean gradient of these mini-batches, of which this rank has its
+        share.
+        """
         self._is_settled = False
         if self._call is None:
             self._begin(batches[0])
@@ -447,12 +508,15 @@ class Learner:
                 if "target size" not in str(warning):
                     raise  # another one, which the user's filters make an error
                 raise InvalidValueError(
-                    "The loss was given outputs and targets of different shapes: "
-                    f"{str(warning).split('. ')[0]}. Give targets the shape of the outputs, targets[:, None] for one."
+                    "The loss was given outputs and targets of different shapes:"
+                    f" {str(warning).split('. ')[0]}. Give targets the shape of the outputs,"
+                    " targets[:, None] for one."
                 ) from None
         check_loss(loss)
         if self.ranks.size > 1:
-            self.is_mean = self.is_mean and is_mean_over_samples(self._loss_fn, outputs[0], batch[1], loss)
+            self.is_mean = self.is_mean and is_mean_over_samples(
+                self._loss_fn, outputs[0], batch[1], loss
+            )
         return loss
 
     def _reduction(self, is_due: bool) -> contextlib.AbstractContextManager[Any]:
@@ -511,7 +575,7 @@ class Learner:
         weight = self.ranks.size * self.share.weight / self._job.division.accumulate
         return torch.full_like(loss, weight, requires_grad=False)
 
-    # --- between steps ------------------------------------------------------------------------------------------------
+    # --- between steps ----------------------------------------------------------------------------
 
     def take_loss(self) -> float:
         """Return the mean loss of the mini-batches since the last call, over all ranks."""
@@ -567,14 +631,26 @@ def check_module(module: Any) -> None:
         InvalidValueError: It has no parameters that can be trained, or some without a size yet.
     """
     if not isinstance(module, nn.Module):
-        raise InvalidTypeError(f"The function given as model has returned a {type(module).__name__}, not a torch.nn.Module.")
+        raise InvalidTypeError(
+            f"The function given as model has returned a {type(module).__name__}, not a"
+            " torch.nn.Module."
+        )
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise InvalidValueError(f"The parameter {name!r} of the model has no size yet. Call the model on some samples first.")
+            raise InvalidValueError(
+                f"The parameter {name!r} of the model has no size yet. Call the model on some"
+                " samples first."
+            )
     if not any(parameter.requires_grad for parameter in module.parameters()):
         count = sum(1 for _ in module.parameters())
-        reason = f"all its {count} parameters are frozen (requires_grad=False)" if count else "it has no parameters"
-        raise InvalidValueError(f"The model, a {type(module).__name__}, cannot be trained: {reason}.")
+        reason = (
+            f"all its {count} parameters are frozen (requires_grad=False)"
+            if count
+            else "it has no parameters"
+        )
+        raise InvalidValueError(
+            f"The model, a {type(module).__name__}, cannot be trained: {reason}."
+        )
 
 
 def _optimizer(options: TrainingOptions, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -589,19 +665,20 @@ def _optimizer(options: TrainingOptions, parameters: list[nn.Parameter]) -> torc
     optimizer = options.optimizer(parameters)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidTypeError(
-            f"optimizer={options.optimizer!r} has made a {type(optimizer).__name__} of the parameters, not a torch Optimizer."
+            f"optimizer={options.optimizer!r} has made a {type(optimizer).__name__} of the"
+            " parameters, not a torch Optimizer."
         )
     return optimizer
 
 
-# --- what travels to the ranks ----------------------------------------------------------------------------------------
+# --- what travels to the ranks --------------------------------------------------------------------
 
 
 class FitJob(NamedTuple):
     """A training, as it was prepared.
 
-    `loads`: of the ranks, by rank. `division`: of an epoch. `course`: of the learning rate, which is multiplied by `rate_scale`
-    before. `is_on_cpu`: train on the CPU, even on workers with a GPU.
+    `loads`: of the ranks, by rank. `division`: of an epoch. `course`: of the learning rate, which
+    is multiplied by `rate_scale` before. `is_on_cpu`: train on the CPU, even on workers with a GPU.
     """
 
     model: Any
@@ -616,7 +693,8 @@ class FitJob(NamedTuple):
     is_on_cpu: bool
 
     def share(self, rank: int, size: int) -> Share:
-        """Return a rank's share of each mini-batch. With fewer ranks than planned, all shares are equal.
+        """Return a rank's share of each mini-batch. With fewer ranks than planned, all shares are
+        equal.
 
         That is so in pools of this process, which train with one rank, and after workers were lost
         for good: the mini-batch stays the same.
@@ -627,10 +705,13 @@ class FitJob(NamedTuple):
     def pieces(self, share: Share) -> list[tuple[int, int]]:
         """Return where in the order of an epoch's samples a rank's part of each mini-batch is."""
         size, count = self.division.batch_size, self.division.steps * self.division.accumulate
-        return [(number * size + share.start, number * size + share.start + share.size) for number in range(count)]
+        return [
+            (number * size + share.start, number * size + share.start + share.size)
+            for number in range(count)
+        ]
 
 
-# --- ranks, as one of them sees them ----------------------------------------------------------------------------------
+# --- ranks, as one of them sees them --------------------------------------------------------------
 
 
 class Ranks:
@@ -646,8 +727,12 @@ class Ranks:
         self.rank, self.size, self.device = rank, size, device
 
     def add(self, values: Sequence[float | torch.Tensor]) -> list[float]:
-        """Return the sums of numbers over all ranks, the same to the last bit on each. It waits for the device, once."""
-        numbers = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in values]
+        """Return the sums of numbers over all ranks, the same to the last bit on each. It waits for
+        the device, once.
+        """
+        numbers = [
+            torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in values
+        ]
         together = torch.stack(numbers)
         if self.size > 1:
             dist.all_reduce(together)
@@ -664,7 +749,8 @@ class Ranks:
         for tensor in tensors:
             if tensor.numel():
                 values = tensor.detach().contiguous()
-                dist.broadcast(values.reshape(-1).view(torch.uint8), src=0)  # as bytes: gloo does not know all types
+                # as bytes: gloo does not know all types
+                dist.broadcast(values.reshape(-1).view(torch.uint8), src=0)
                 tensor.detach().copy_(values)
 
     def wait(self) -> None:
@@ -687,7 +773,9 @@ def seed_all(seed: int) -> None:
 
 @contextlib.contextmanager
 def own_random_state(device: torch.device) -> Iterator[None]:
-    """Leave the global generators as they were: the worker, or with "inline" the user's process, has other uses for them."""
+    """Leave the global generators as they were: the worker, or with "inline" the user's process,
+    has other uses for them.
+    """
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:
@@ -697,14 +785,15 @@ def own_random_state(device: torch.device) -> Iterator[None]:
             np.random.set_state(numpy)
 
 
-# --- running statistics of normalization layers -----------------------------------------------------------------------
+# --- running statistics of normalization layers ---------------------------------------------------
 
 
 def merge_buffers(module: nn.Module, ranks: Ranks, weight: float) -> None:
     """Give all ranks the same buffers, to the last bit.
 
-    Running means and variances become those of all ranks' samples together: with the weights w, means m and variances v of the
-    ranks, the mean is M = sum(w m), the variance sum(w (v + (m - M)^2)). All other buffers become those of rank 0.
+    Running means and variances become those of all ranks' samples together: with the weights w,
+    means m and variances v of the ranks, the mean is M = sum(w m), the variance sum(w (v + (m -
+    M)^2)). All other buffers become those of rank 0.
 
     Args:
         module: The model.
@@ -712,8 +801,8 @@ def merge_buffers(module: nn.Module, ranks: Ranks, weight: float) -> None:
         weight: This rank's part of each mini-batch.
 
     Source:
-        Chan, Golub and LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample variances", for parts of
-        any sizes.
+        Chan, Golub and LeVeque 1979, "Updating formulae and a pairwise algorithm for computing
+        sample variances", for parts of any sizes.
     """
     if ranks.size == 1:
         return
@@ -726,7 +815,9 @@ def merge_buffers(module: nn.Module, ranks: Ranks, weight: float) -> None:
 
 
 def _layers(module: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the running mean and variance of each layer that keeps them: BatchNorm, and InstanceNorm that tracks them."""
+    """Yield the running mean and variance of each layer that keeps them: BatchNorm, and
+    InstanceNorm that tracks them.
+    """
     for layer in module.modules():
         mean, variance = getattr(layer, "running_mean", None), getattr(layer, "running_var", None)
         if isinstance(mean, torch.Tensor) and isinstance(variance, torch.Tensor):
@@ -734,25 +825,30 @@ def _layers(module: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 @torch.no_grad()
-def _merge(means: list[torch.Tensor], variances: list[torch.Tensor], ranks: Ranks, weight: float) -> None:
+def _merge(
+    means: list[torch.Tensor], variances: list[torch.Tensor], ranks: Ranks, weight: float
+) -> None:
     own_mean = torch.cat([mean.flatten() for mean in means]).double()
     own_variance = torch.cat([variance.flatten() for variance in variances]).double()
     mean = own_mean * weight
     dist.all_reduce(mean)
     variance = (own_variance + (own_mean - mean) ** 2) * weight
     dist.all_reduce(variance)
-    ranks.broadcast([mean, variance])  # torch does not promise that a sum has the same bits everywhere
+    # torch does not promise that a sum has the same bits everywhere
+    ranks.broadcast([mean, variance])
     _put(mean, means)
     _put(variance, variances)
 
 
 def _put(values: torch.Tensor, targets: list[torch.Tensor]) -> None:
     """Cut values into the parts of the targets."""
-    for target, part in zip(targets, values.split([target.numel() for target in targets]), strict=True):
+    for target, part in zip(
+        targets, values.split([target.numel() for target in targets]), strict=True
+    ):
         target.copy_(part.view_as(target))
 
 
-# --- losses -----------------------------------------------------------------------------------------------------------
+# --- losses ---------------------------------------------------------------------------------------
 
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -769,34 +865,53 @@ def check_loss(loss: Any) -> None:
         InvalidValueError: It is not one number, or does not depend on the model.
     """
     if not isinstance(loss, torch.Tensor):
-        raise InvalidTypeError(f"The loss function has returned a {type(loss).__name__}. It is to return a tensor, one number.")
+        raise InvalidTypeError(
+            f"The loss function has returned a {type(loss).__name__}. It is to return a tensor, one"
+            " number."
+        )
     if loss.ndim:
         raise InvalidValueError(
-            f"The loss function has returned a tensor of shape {tuple(loss.shape)}. It is to return one number, the mean over "
-            "the samples it was given: reduction='mean'."
+            f"The loss function has returned a tensor of shape {tuple(loss.shape)}. It is to return"
+            " one number, the mean over the samples it was given: reduction='mean'."
         )
     if loss.grad_fn is None:
-        raise InvalidValueError("The loss does not depend on the model's parameters: is there a detach(), or an argmax()?")
+        raise InvalidValueError(
+            "The loss does not depend on the model's parameters: is there a detach(), or an"
+            " argmax()?"
+        )
 
 
-def is_mean_over_samples(loss_fn: Callable[..., Any], outputs: Any, targets: Any, loss: torch.Tensor) -> bool:
+def is_mean_over_samples(
+    loss_fn: Callable[..., Any], outputs: Any, targets: Any, loss: torch.Tensor
+) -> bool:
     """Whether a loss equals the mean over its two halves, as it does if all samples count the same.
 
     Samples that cannot be halved count as such, as it cannot be told.
     """
-    if not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor) or len(outputs) < 2:
+    if (
+        not isinstance(outputs, torch.Tensor)
+        or not isinstance(targets, torch.Tensor)
+        or len(outputs) < 2
+    ):
         return True
     num_all, half = len(outputs), len(outputs) // 2
     try:
         with torch.no_grad():
-            first, second = loss_fn(outputs[:half], targets[:half]), loss_fn(outputs[half:], targets[half:])
+            first, second = (
+                loss_fn(outputs[:half], targets[:half]),
+                loss_fn(outputs[half:], targets[half:]),
+            )
             mean = (first * half + second * (num_all - half)) / num_all
-        return bool(torch.isclose(mean, loss.detach(), rtol=TOLERANCE.get(loss.dtype, 1e-2), atol=1e-7, equal_nan=True))
+        return bool(
+            torch.isclose(
+                mean, loss.detach(), rtol=TOLERANCE.get(loss.dtype, 1e-2), atol=1e-7, equal_nan=True
+            )
+        )
     except Exception:  # the user's function may not take halves
         return True
 
 
-# --- a model over several ranks: by DDP, or by FSDP2 ------------------------------------------------------------------
+# --- a model over several ranks: by DDP, or by FSDP2 ----------------------------------------------
 
 
 LISTS = (nn.ModuleList, nn.ModuleDict)
@@ -804,7 +919,9 @@ LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 def shard(module: nn.Module, ranks: Ranks) -> None:
-    """Leave each rank a part of every parameter (FSDP2), layer by layer: one is gathered at a time."""
+    """Leave each rank a part of every parameter (FSDP2), layer by layer: one is gathered at a
+    time.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -815,17 +932,25 @@ def shard(module: nn.Module, ranks: Ranks) -> None:
 
 
 def _units(module: nn.Module) -> list[nn.Module]:
-    """Return the layers that are gathered separately: those that share no parameters with others."""
+    """Return the layers that are gathered separately: those that share no parameters with
+    others.
+    """
     layers = list(_outermost_layers(module))
     in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
     owners = Counter(id(parameter) for layer in layers for parameter in layer.parameters())
     for owner in set(module.modules()).difference(*(layer.modules() for layer in layers)):
         owners.update(id(each) for each in owner.parameters(recurse=False) if id(each) in in_layers)
-    return [layer for layer in layers if all(owners[id(parameter)] == 1 for parameter in layer.parameters())]
+    return [
+        layer
+        for layer in layers
+        if all(owners[id(parameter)] == 1 for parameter in layer.parameters())
+    ]
 
 
 def _outermost_layers(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the entries of the outermost lists of layers (`Sequential` too): these are called as a whole."""
+    """Yield the entries of the outermost lists of layers (`Sequential` too): these are called as a
+    whole.
+    """
     for child in module.children():
         if isinstance(module, (nn.Sequential, *LISTS)) and not isinstance(child, LISTS):
             if next(child.parameters(), None) is not None:
@@ -835,10 +960,15 @@ def _outermost_layers(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def connect(module: nn.Module, ranks: Ranks, has_unused: bool) -> DistributedDataParallel:
-    """Let gradients be averaged over the ranks while they are computed. The parameters have to be the same already."""
-    # Buffers are merged when they are looked at. Torch 2.13 has another name for this, and warns of the old one.
+    """Let gradients be averaged over the ranks while they are computed. The parameters have to be
+    the same already.
+    """
+    # Buffers are merged when they are looked at. Torch 2.13 has another name for this, and warns of
+    # the old one.
     has_new_name = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    not_buffers: dict[str, Any] = {"forward_sync_buffers" if has_new_name else "broadcast_buffers": False}
+    not_buffers: dict[str, Any] = {
+        "forward_sync_buffers" if has_new_name else "broadcast_buffers": False
+    }
     return DistributedDataParallel(
         module,
         device_ids=[ranks.device] if ranks.device.type == "cuda" else None,
@@ -850,7 +980,9 @@ def connect(module: nn.Module, ranks: Ranks, has_unused: bool) -> DistributedDat
 
 
 def has_unused(loss: torch.Tensor, module: nn.Module) -> bool:
-    """Whether a loss leaves out parameters that are to be trained: DDP would wait for these forever."""
+    """Whether a loss leaves out parameters that are to be trained: DDP would wait for these
+    forever.
+    """
     found: set[int] = set()
     seen: set[Any] = set()
     waiting: list[Any] = [loss.grad_fn]
@@ -862,7 +994,9 @@ def has_unused(loss: torch.Tensor, module: nn.Module) -> bool:
         if hasattr(node, "variable"):
             found.add(id(node.variable))
         waiting.extend(following for following, _ in node.next_functions)
-    return any(parameter.requires_grad and id(parameter) not in found for parameter in module.parameters())
+    return any(
+        parameter.requires_grad and id(parameter) not in found for parameter in module.parameters()
+    )
 
 
 def whole(tensor: Any) -> Any:
@@ -884,7 +1018,7 @@ def whole_state(module: nn.Module, ranks: Ranks) -> dict[str, Any]:
     return state
 
 
-# --- checkpoints ------------------------------------------------------------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------------------
 
 
 FILE = "training.pt"
@@ -893,11 +1027,15 @@ FILE = "training.pt"
 VERSION = 1
 
 ASKED = ("momentum", "weight_decay")
-"""What is said of an optimizer by the options holds, also where a checkpoint was made with others."""
+"""What is said of an optimizer by the options holds, also where a checkpoint was made with
+others.
+"""
 
 
 class Progress(NamedTuple):
-    """How far a training has come: the epochs and steps that are done, and what patience has seen."""
+    """How far a training has come: the epochs and steps that are done, and what patience has
+    seen.
+    """
 
     epoch: int = 0
     step: int = 0
@@ -938,14 +1076,21 @@ def read(folder: str) -> dict[str, Any]:
     advice = "Give one that a training by pool.fit has made."
     if not path.is_file():
         found = ", ".join(sorted(each.name for each in Path(folder).iterdir())[:5]) or "nothing"
-        raise InvalidValueError(f"{folder} is no checkpoint of pool.fit: it has no {FILE} in it, but {found}. {advice}")
+        raise InvalidValueError(
+            f"{folder} is no checkpoint of pool.fit: it has no {FILE} in it, but {found}. {advice}"
+        )
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # for a truncated file torch may raise anything, even an IndexError
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise InvalidValueError(f"{path} is no checkpoint of pool.fit: it cannot be read ({reason}). {advice}") from error
+        raise InvalidValueError(
+            f"{path} is no checkpoint of pool.fit: it cannot be read ({reason}). {advice}"
+        ) from error
     if not isinstance(state, dict) or state.get("raypool") != VERSION:
-        raise InvalidValueError(f"{path} is no checkpoint of pool.fit, but something else that torch has saved. {advice}")
+        raise InvalidValueError(
+            f"{path} is no checkpoint of pool.fit, but something else that torch has saved."
+            f" {advice}"
+        )
     return state
 
 
@@ -958,8 +1103,9 @@ def restore(learner: Learner, state: dict[str, Any], folder: str) -> Progress:
     check_same_model(state["model"], learner.module, folder)
     if state["strategy"] != learner.strategy:
         raise InvalidValueError(
-            f"{folder} was made with strategy={state['strategy']!r}, and this training goes on with {learner.strategy!r}, which "
-            "keeps the optimizer's state in another way. Use the same."
+            f"{folder} was made with strategy={state['strategy']!r}, and this training goes on with"
+            f" {learner.strategy!r}, which keeps the optimizer's state in another way. Use the"
+            " same."
         )
     if learner.is_sharded:
         from torch.distributed.checkpoint.state_dict import set_model_state_dict
@@ -972,12 +1118,17 @@ def restore(learner: Learner, state: dict[str, Any], folder: str) -> Progress:
 
 
 def _restore_rest(learner: Learner, state: dict[str, Any], folder: str) -> None:
-    asked = [{name: group[name] for name in ASKED if name in group} for group in learner.optimizer.param_groups]
+    asked = [
+        {name: group[name] for name in ASKED if name in group}
+        for group in learner.optimizer.param_groups
+    ]
     try:
         if learner.strategy == "fsdp":
             from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
-            set_optimizer_state_dict(learner.module, learner.optimizer, state["optimizer"], options=_whole_options())
+            set_optimizer_state_dict(
+                learner.module, learner.optimizer, state["optimizer"], options=_whole_options()
+            )
         else:
             learner.optimizer.load_state_dict(state["optimizer"])
         for group, own in zip(learner.optimizer.param_groups, asked, strict=True):
@@ -989,8 +1140,8 @@ def _restore_rest(learner: Learner, state: dict[str, Any], folder: str) -> None:
                 part.load_state_dict(state[name])
     except (ValueError, KeyError) as error:
         raise InvalidValueError(
-            f"{folder} was made with other options: {error}. Go on with the optimizer, schedule and precision that it was made "
-            "with, or begin anew."
+            f"{folder} was made with other options: {error}. Go on with the optimizer, schedule and"
+            " precision that it was made with, or begin anew."
         ) from error
 
 
@@ -1004,15 +1155,20 @@ def check_same_model(state: dict[str, Any], module: nn.Module, folder: str) -> N
     text = f"{folder} is a checkpoint of another model: "
     for name, tensor in own.items():
         if name not in state:
-            raise InvalidValueError(f"{text}it has no {name!r}. Give one of this model, or begin anew.")
+            raise InvalidValueError(
+                f"{text}it has no {name!r}. Give one of this model, or begin anew."
+            )
         shapes = [tuple(getattr(each, "shape", ())) for each in (state[name], tensor)]
         if shapes[0] != shapes[1]:
             raise InvalidValueError(
-                f"{text}{name!r} has the shape {shapes[0]} in it, and {shapes[1]} here. Give one of this model, or begin anew."
+                f"{text}{name!r} has the shape {shapes[0]} in it, and {shapes[1]} here. Give one of"
+                " this model, or begin anew."
             )
     for name in state:
         if name not in own:
-            raise InvalidValueError(f"{text}it has {name!r}, which is not here. Give one of this model, or begin anew.")
+            raise InvalidValueError(
+                f"{text}it has {name!r}, which is not here. Give one of this model, or begin anew."
+            )
 
 
 def _optimizer_state(learner: Learner) -> dict[str, Any]:
@@ -1020,7 +1176,9 @@ def _optimizer_state(learner: Learner) -> dict[str, Any]:
         return learner.optimizer.state_dict()
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    state: dict[str, Any] = get_optimizer_state_dict(learner.module, learner.optimizer, options=_whole_options())
+    state: dict[str, Any] = get_optimizer_state_dict(
+        learner.module, learner.optimizer, options=_whole_options()
+    )
     return state
 
 
@@ -1031,7 +1189,7 @@ def _whole_options() -> Any:
     return StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
-# --- measurement of steps ---------------------------------------------------------------------------------------------
+# --- measurement of steps -------------------------------------------------------------------------
 
 
 class Measure(NamedTuple):

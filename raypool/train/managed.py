@@ -30,7 +30,14 @@ from typing import Any, TypeVar, cast
 import ray
 import torch.distributed as dist
 from ray import exceptions as rx
-from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, Result, RunConfig, ScalingConfig
+from ray.train import (
+    CheckpointConfig,
+    FailureConfig,
+    LoggingConfig,
+    Result,
+    RunConfig,
+    ScalingConfig,
+)
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.exceptions import ControllerError, PreemptionError, WorkerGroupError
@@ -88,7 +95,8 @@ Ray's default of 2 s would delay each report, and the end, by as much."""
 
 IN_RANKS = {
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # raypool captures printed text for the diary
-    "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",  # likewise; a loop logs as in a worker of the pool's
+    # likewise; a loop logs as in a worker of the pool's
+    "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
 }
 
 LEFT_OUT = ("PlacementGroupCleanerCallback", "WorkingDirectorySetupCallback")
@@ -115,12 +123,19 @@ class ManagedLane:
         given: Other arguments of the trainer's, by name.
 
     Raises:
-        InvalidTypeError, InvalidValueError: The trainer does not take such an argument, or the pool's workers share GPUs.
+        InvalidTypeError, InvalidValueError: The trainer does not take such an argument, or the
+            pool's workers share GPUs.
         SerializationError: The loop or its configuration cannot be sent; it names the variable.
     """
 
     def __init__(
-        self, engine: Engine, loop: Callable[..., Any], config: Any, kept: RunOptions, trainer: Any, given: Mapping[str, Any]
+        self,
+        engine: Engine,
+        loop: Callable[..., Any],
+        config: Any,
+        kept: RunOptions,
+        trainer: Any,
+        given: Mapping[str, Any],
     ) -> None:
         self.engine = engine
         self.kept = kept
@@ -131,12 +146,15 @@ class ManagedLane:
         self.result: Result | None = None  # Ray Train's own, of the last attempt
         _check_configs(self.scaling, self.running, kept)
         has_cards = dist.is_nccl_available() or any(worker.gpu_name for worker in engine.workers())
-        if not has_cards and "torch_config" in inspect.signature(self.trainer).parameters:  # GPUs that are pretended, in a test
+        # GPUs that are pretended, in a test
+        if not has_cards and "torch_config" in inspect.signature(self.trainer).parameters:
             self.given.setdefault("torch_config", TorchConfig(backend="gloo"))
-        if engine.profile.workers_per_gpu == "auto" or any(each.workers_per_claim > 1 for each in self.backend.demands):
+        if engine.profile.workers_per_gpu == "auto" or any(
+            each.workers_per_claim > 1 for each in self.backend.demands
+        ):
             raise InvalidValueError(
-                'lane="managed" gives whole GPUs to Ray Train, and the workers of this pool share theirs. Use lane="warm", or a '
-                "pool with one worker to each GPU."
+                'lane="managed" gives whole GPUs to Ray Train, and the workers of this pool share'
+                ' theirs. Use lane="warm", or a pool with one worker to each GPU.'
             )
         self.packed = packing.pack((loop, config), f"the loop {function_name(loop)} and its config")
 
@@ -150,15 +168,20 @@ class ManagedLane:
         """Whether the user has named other storage than a folder of this machine's."""
         return self.running is not None and _has_storage(self.running)
 
-    def begin(self, plan: TrainingAttempt, size: int, places: tuple[int, ...] | None, options: Options) -> Future[Any]:
-        """Start an attempt; its result is a `RankEnd` for each rank, and its failure an `SpmdError` where ranks have failed.
+    def begin(
+        self, plan: TrainingAttempt, size: int, places: tuple[int, ...] | None, options: Options
+    ) -> Future[Any]:
+        """Start an attempt; its result is a `RankEnd` for each rank, and its failure an `SpmdError`
+        where ranks have failed.
 
         Raises:
             ResourceError: Ray Data would have no core.
         """
         self.engine.check_open()  # a pool that is being closed would cancel the attempt
         others = self.engine.driver.scheduler.workers.size - size  # these keep their cores
-        self.check_cores(size, ray.cluster_resources().get("CPU", 0.0) - others * self.bundle().get("CPU", 0.0))
+        self.check_cores(
+            size, ray.cluster_resources().get("CPU", 0.0) - others * self.bundle().get("CPU", 0.0)
+        )
         return ManagedAttempt(self, plan, size, options).begin(places)
 
     def check_cores(self, size: int, there: float) -> None:
@@ -170,9 +193,11 @@ class ManagedLane:
         taken = size * self.bundle().get("CPU", 0.0)
         if self.given.get("datasets") and there - taken < 1:
             raise ResourceError(
-                f"CPU: requested {taken + 1:g}, available {there:g}: the ranks take {taken:g}, and Ray Data needs one more to "
-                "read datasets=, for which it would wait without a word. Train with fewer ranks (workers=...), give each less "
-                f"(resources=WorkerResources(cpus=0.5)), or open a smaller pool. {shortages.held_by(())}",
+                f"CPU: requested {taken + 1:g}, available {there:g}: the ranks take {taken:g}, and"
+                " Ray Data needs one more to read datasets=, for which it would wait without a"
+                " word. Train with fewer ranks (workers=...), give each less"
+                " (resources=WorkerResources(cpus=0.5)), or open a smaller pool."
+                f" {shortages.held_by(())}",
                 requested=taken + 1,
                 available=there,
                 holders=shortages.holders(),
@@ -192,11 +217,15 @@ class ManagedLane:
         best = None if metric is None else self.result.get_best_checkpoint(metric, mode)
         return replace(result, checkpoint=self.result.checkpoint, best_checkpoint=best)
 
-    def make_trainer(self, plan: TrainingAttempt, size: int, bundle: dict[str, float], mailbox: Any) -> Any:
+    def make_trainer(
+        self, plan: TrainingAttempt, size: int, bundle: dict[str, float], mailbox: Any
+    ) -> Any:
         """Return a trainer for so many ranks, each of which asks Ray for such a bundle."""
         running = self.running or RunConfig()
         run_dir, keep = Path(plan.run_dir), CheckpointConfig()
-        labels = dict(set.intersection(*({*demand.labels.items()} for demand in self.backend.demands)))
+        labels = dict(
+            set.intersection(*({*demand.labels.items()} for demand in self.backend.demands))
+        )
         least = self.kept.min_workers
         scaling = replace(
             self.scaling,
@@ -207,7 +236,11 @@ class ManagedLane:
         )
         if plan.keep is not None or plan.best_metric is not None:
             keep = CheckpointConfig(plan.keep, plan.best_metric, cast("Any", plan.best_mode))
-        environment = {**IN_RANKS, **self.engine.profile.worker_env, **running.worker_runtime_env.get("env_vars", {})}
+        environment = {
+            **IN_RANKS,
+            **self.engine.profile.worker_env,
+            **running.worker_runtime_env.get("env_vars", {}),
+        }
         hooks = ControllerHooks(mailbox, None if self.is_elsewhere else plan.run_dir, plan.attempt)
         changed: dict[str, Any] = {
             "callbacks": [*running.callbacks, hooks],
@@ -218,14 +251,21 @@ class ManagedLane:
         if running.checkpoint_config == CheckpointConfig():
             changed["checkpoint_config"] = keep
         if running.failure_config == FailureConfig():  # further attempts are the pool's
-            changed["failure_config"] = FailureConfig(max_failures=0, controller_failure_limit=0, max_preemption_failures=0)
+            changed["failure_config"] = FailureConfig(
+                max_failures=0, controller_failure_limit=0, max_preemption_failures=0
+            )
         if running.logging_config == LoggingConfig():
             changed["logging_config"] = LoggingConfig(log_level="ERROR")
         made = self.trainer(
-            ManagedLoop(self.packed, mailbox, plan), scaling_config=scaling, run_config=replace(running, **changed), **self.given
+            ManagedLoop(self.packed, mailbox, plan),
+            scaling_config=scaling,
+            run_config=replace(running, **changed),
+            **self.given,
         )
         make = made._create_default_callbacks  # private: there is no public way
-        made._create_default_callbacks = lambda: [each for each in make() if type(each).__name__ not in LEFT_OUT]
+        made._create_default_callbacks = lambda: [
+            each for each in make() if type(each).__name__ not in LEFT_OUT
+        ]
         return made
 
 
@@ -234,17 +274,26 @@ def _checked_trainer(trainer: Any, given: Mapping[str, Any]) -> type[Any]:
     made = TorchTrainer if trainer is None else trainer
     if not (isinstance(made, type) and issubclass(made, DataParallelTrainer)):
         raise InvalidTypeError(
-            f"trainer={trainer!r} is not a class of Ray Train's trainers. Give one that is derived from its DataParallelTrainer, "
-            "such as ray.train.tensorflow.TensorflowTrainer."
+            f"trainer={trainer!r} is not a class of Ray Train's trainers. Give one that is derived"
+            " from its DataParallelTrainer, such as ray.train.tensorflow.TensorflowTrainer."
         )
-    taken = [name for name in inspect.signature(made).parameters if name not in ("train_loop_per_worker", "train_loop_config")]
+    taken = [
+        name
+        for name in inspect.signature(made).parameters
+        if name not in ("train_loop_per_worker", "train_loop_config")
+    ]
     if unknown := [name for name in given if name not in taken]:
-        raise InvalidTypeError(f"{made.__name__} does not take {', '.join(unknown)}. It takes {', '.join(taken)}.")
-    datasets = given.get("datasets")
-    if datasets is not None and not (isinstance(datasets, Mapping) and all(map(_is_dataset, datasets.values()))):
         raise InvalidTypeError(
-            f"datasets= is {_kinds_in(datasets)}. Give a dict of datasets of Ray Data, by the names that "
-            'ray.train.get_dataset_shard is called with: {"train": ray.data.read_parquet(...)}.'
+            f"{made.__name__} does not take {', '.join(unknown)}. It takes {', '.join(taken)}."
+        )
+    datasets = given.get("datasets")
+    if datasets is not None and not (
+        isinstance(datasets, Mapping) and all(map(_is_dataset, datasets.values()))
+    ):
+        raise InvalidTypeError(
+            f"datasets= is {_kinds_in(datasets)}. Give a dict of datasets of Ray Data, by the names"
+            ' that ray.train.get_dataset_shard is called with: {"train":'
+            " ray.data.read_parquet(...)}."
         )
     return made
 
@@ -252,7 +301,11 @@ def _checked_trainer(trainer: Any, given: Mapping[str, Any]) -> type[Any]:
 def _kinds_in(datasets: Any) -> str:
     if not isinstance(datasets, Mapping):
         return f"a {type(datasets).__name__}"
-    return f"a dict with {', '.join(f'a {type(value).__name__}' for value in datasets.values() if not _is_dataset(value))} in it"
+    return (
+        "a dict with"
+        f" {', '.join(f'a {type(value).__name__}' for value in datasets.values() if not _is_dataset(value))}"
+        " in it"
+    )
 
 
 def _is_dataset(value: Any) -> bool:
@@ -262,41 +315,48 @@ def _is_dataset(value: Any) -> bool:
 
 
 def _has_storage(running: RunConfig) -> bool:
-    return running.storage_filesystem is not None or running.storage_path != RunConfig().storage_path
+    return (
+        running.storage_filesystem is not None or running.storage_path != RunConfig().storage_path
+    )
 
 
 def _check_configs(scaling: ScalingConfig, running: RunConfig | None, kept: RunOptions) -> None:
     """Refuse settings that are of a wrong type, or given twice."""
     for given, kind in ((scaling, ScalingConfig), (running or RunConfig(), RunConfig)):
         if not isinstance(given, kind):
-            raise InvalidTypeError(f"{given!r} is a {type(given).__name__}. Give a ray.train.{kind.__name__}.")
+            raise InvalidTypeError(
+                f"{given!r} is a {type(given).__name__}. Give a ray.train.{kind.__name__}."
+            )
     if (scaling.num_workers, scaling.use_gpu, scaling.resources_per_worker) != (1, False, None):
         raise InvalidValueError(
-            "scaling_config= says how many ranks there are, or what each gets, and so does the pool. Leave num_workers, use_gpu "
-            "and resources_per_worker out; use workers=, and RunOptions(min_workers=...) for an elastic number."
+            "scaling_config= says how many ranks there are, or what each gets, and so does the"
+            " pool. Leave num_workers, use_gpu and resources_per_worker out; use workers=, and"
+            " RunOptions(min_workers=...) for an elastic number."
         )
     if running is None:
         return
     if kept.run_dir is not None and _has_storage(running):
         raise InvalidValueError(
-            f"Both run_dir={kept.run_dir} and run_config= say where the training is kept. Leave run_dir out, or storage_path and "
-            "storage_filesystem."
+            f"Both run_dir={kept.run_dir} and run_config= say where the training is kept. Leave"
+            " run_dir out, or storage_path and storage_filesystem."
         )
     has_own = running.checkpoint_config != CheckpointConfig()
     if has_own and (kept.keep_checkpoints, kept.best_metric) != (None, None):
         raise InvalidValueError(
-            "Both RunOptions and run_config= say which checkpoints are kept. Leave keep_checkpoints and best_metric out, or "
-            "checkpoint_config."
+            "Both RunOptions and run_config= say which checkpoints are kept. Leave keep_checkpoints"
+            " and best_metric out, or checkpoint_config."
         )
 
 
-# --- one attempt ------------------------------------------------------------------------------------------------------
+# --- one attempt ----------------------------------------------------------------------------------
 
 
 class LoanWork(SpmdWork):
     """The task that holds the workers' places; passes worker ids and workers to `lent`, by rank."""
 
-    def __init__(self, lent: Callable[[Sequence[tuple[int, WorkerInfo]]], object], *args: Any) -> None:
+    def __init__(
+        self, lent: Callable[[Sequence[tuple[int, WorkerInfo]]], object], *args: Any
+    ) -> None:
         super().__init__(*args)
         self._lent = lent
 
@@ -315,7 +375,9 @@ def _nobody_is_called(*_: Any) -> None: ...
 class ManagedAttempt:
     """One attempt of a training: a thread for `fit`, and one for the messages of the ranks."""
 
-    def __init__(self, lane: ManagedLane, plan: TrainingAttempt, size: int, options: Options) -> None:
+    def __init__(
+        self, lane: ManagedLane, plan: TrainingAttempt, size: int, options: Options
+    ) -> None:
         self._lane = lane
         self._plan = plan
         self._size = size
@@ -342,14 +404,27 @@ class ManagedAttempt:
         """Request the workers; return the future of the attempt."""
         engine = self._lane.engine
         lent: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        options = replace(self._options, timeout_s=None, name=self._plan.name)  # its time starts once all workers are free
+        # its time starts once all workers are free
+        options = replace(self._options, timeout_s=None, name=self._plan.name)
         self._loan = submit_gang(
-            engine, _nobody_is_called, (), options, self._size, places, is_loan=True, kind=functools.partial(LoanWork, lent.put)
+            engine,
+            _nobody_is_called,
+            (),
+            options,
+            self._size,
+            places,
+            is_loan=True,
+            kind=functools.partial(LoanWork, lent.put),
         )
         self._loan.whole = self._future
         self._loan.add_done_callback(lambda _: lent.put(None))
         self._loan.add_done_callback(self._note_end_of_loan)
-        thread = threading.Thread(target=self._conduct, args=(lent,), name=f"raypool-managed-{self._plan.name}", daemon=True)
+        thread = threading.Thread(
+            target=self._conduct,
+            args=(lent,),
+            name=f"raypool-managed-{self._plan.name}",
+            daemon=True,
+        )
         engine.helpers.add(thread)
         thread.start()
         return self._future
@@ -378,8 +453,12 @@ class ManagedAttempt:
             raise PoolClosedError("Ray was shut down before the training began.")
         _say_lent(lane.engine, plan.name, workers)
         self._await_cores()
-        self._mailbox = ray.remote(Mailbox).options(num_cpus=0, max_concurrency=1000, **UNRECORDED).remote()
-        threading.Thread(target=self._take_letters, name=f"raypool-letters-{plan.name}", daemon=True).start()
+        self._mailbox = (
+            ray.remote(Mailbox).options(num_cpus=0, max_concurrency=1000, **UNRECORDED).remote()
+        )
+        threading.Thread(
+            target=self._take_letters, name=f"raypool-letters-{plan.name}", daemon=True
+        ).start()
         timer = None
         try:
             if self._options.timeout_s is not None:
@@ -390,7 +469,9 @@ class ManagedAttempt:
             os.environ.setdefault(POLL, POLL_S)
             if not lane.is_elsewhere:
                 tell_ray(plan)
-            lane.result = self._outcome = lane.make_trainer(plan, self._size, self._bundle, self._mailbox).fit()
+            lane.result = self._outcome = lane.make_trainer(
+                plan, self._size, self._bundle, self._mailbox
+            ).fit()
         except BaseException as error:
             self._outcome = error
         finally:
@@ -434,7 +515,7 @@ class ManagedAttempt:
             case "closed", _:
                 self._has_all_letters.set()
 
-    # --- cancellation, early stop and time limit ----------------------------------------------------------------------
+    # --- cancellation, early stop and time limit --------------------------------------------------
 
     def _hear(self) -> None:
         if self._future.cancelled():
@@ -457,9 +538,16 @@ class ManagedAttempt:
     def _abort(self) -> None:
         if ray.is_initialized() and self._outcome is None:
             self._controller.abort.remote()
-            _later(ABORT_S, lambda: ray.kill(self._controller) if self._outcome is None and ray.is_initialized() else None)
+            _later(
+                ABORT_S,
+                lambda: (
+                    ray.kill(self._controller)
+                    if self._outcome is None and ray.is_initialized()
+                    else None
+                ),
+            )
 
-    # --- cleanup and outcome ------------------------------------------------------------------------------------------
+    # --- cleanup and outcome ----------------------------------------------------------------------
 
     def _sweep(self) -> None:
         """Take the last messages, and clean up, also for a killed controller of Ray Train."""
@@ -471,9 +559,13 @@ class ManagedAttempt:
         if not isinstance(self._outcome, Result):
             job = ray.get_runtime_context().get_job_id()
             for number, group in placement_group_table().items():
-                is_own = number.endswith(job) and all(bundle == self._bundle for bundle in group["bundles"].values())
+                is_own = number.endswith(job) and all(
+                    bundle == self._bundle for bundle in group["bundles"].values()
+                )
                 if is_own and group["state"] != "REMOVED":
-                    remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(number))))
+                    remove_placement_group(
+                        PlacementGroup(ray.PlacementGroupID(bytes.fromhex(number)))
+                    )
         with contextlib.suppress(OSError):  # removes it only if empty: Ray made it
             folder = Path(self._plan.run_dir)
             (folder / ".validate_storage_marker").unlink(missing_ok=True)
@@ -484,14 +576,23 @@ class ManagedAttempt:
         engine = self._lane.engine
         lost: Mapping[int, str] = {}
         try:
-            lost = self._lane.backend.take_back([worker for _, worker in members]) if self._is_lent else {}
+            lost = (
+                self._lane.backend.take_back([worker for _, worker in members])
+                if self._is_lent
+                else {}
+            )
         except Exception as error:
             if not ray.is_initialized():  # Ray has ended, and the pool with it
                 return
-            lost = {worker.index: f"its GPU could not be claimed again: {error}" for _, worker in members}
+            lost = {
+                worker.index: f"its GPU could not be claimed again: {error}"
+                for _, worker in members
+            }
         for place, words in lost.items():
             engine.driver.post(PlaceLost(place, LossReason.UNKNOWN), words)
-        engine.driver.end_loan([worker_id for worker_id, worker in members if worker.index not in lost])
+        engine.driver.end_loan(
+            [worker_id for worker_id, worker in members if worker.index not in lost]
+        )
 
     def _resolve(self) -> None:
         future = self._future
@@ -515,7 +616,9 @@ class ManagedAttempt:
         if self._is_late:
             raise self._late()
         if outcome is None:
-            raise self._loan.exception() or InternalError(f"{name} has ended before it began.", story=())
+            raise self._loan.exception() or InternalError(
+                f"{name} has ended before it began.", story=()
+            )
         if isinstance(outcome, (WorkerGroupError, ControllerError, PreemptionError, rx.RayError)):
             raise self._error(outcome)
         raise outcome
@@ -526,11 +629,12 @@ class ManagedAttempt:
             return RankEnd(pickle.loads(packed), metrics)
         except Exception as error:
             raise TaskError(
-                f"What rank {rank} of {self._plan.name} has returned cannot be unpickled here ({type(error).__name__}: {error}). "
-                "Its class must be importable in this process too."
+                f"What rank {rank} of {self._plan.name} has returned cannot be unpickled here"
+                f" ({type(error).__name__}: {error}). Its class must be importable in this process"
+                " too."
             ) from error
 
-    # --- errors -------------------------------------------------------------------------------------------------------
+    # --- errors -----------------------------------------------------------------------------------
 
     def _late(self) -> SpmdError:
         name, limit = self._plan.name, f"timeout_s={self._options.timeout_s:g}"
@@ -541,38 +645,61 @@ class ManagedAttempt:
         }
         first = min(failures, default=None)
         text = f"{name} had not ended after {limit}. Give it more time, or see what it does."
-        return _caused(SpmdError(text, failures=failures, first_rank=first), failures.get(cast("int", first)))
+        return _caused(
+            SpmdError(text, failures=failures, first_rank=first), failures.get(cast("int", first))
+        )
 
     def _error(self, error: BaseException) -> BaseException:
         """Return the error for a training, from `fit`'s exception and the ranks' messages."""
         name = self._plan.name
         is_controller_lost = isinstance(error, rx.RayError)  # all ranks fail with it
-        ends = [self._said(rank, *said) for rank, said in self._failures.items() if not is_controller_lost]
+        ends = [
+            self._said(rank, *said)
+            for rank, said in self._failures.items()
+            if not is_controller_lost
+        ]
         if isinstance(error, WorkerGroupError):
             gone = [rank for rank in error.worker_failures if rank not in self._failures]
-            ends += [RankFailure(rank, self._lost(rank, error.worker_failures[rank]), 0.0, self._who(rank)) for rank in gone]
-        if ends and not (isinstance(error, ControllerError) and all(isinstance(end.error, RankInterrupted) for end in ends)):
+            ends += [
+                RankFailure(
+                    rank, self._lost(rank, error.worker_failures[rank]), 0.0, self._who(rank)
+                )
+                for rank in gone
+            ]
+        if ends and not (
+            isinstance(error, ControllerError)
+            and all(isinstance(end.error, RankInterrupted) for end in ends)
+        ):
             return spmd_error(name, self._size, ends, None)
         cause = error.controller_failure if isinstance(error, ControllerError) else error
         kind = type(cause).__name__  # private classes of Ray's
         if kind == "WorkerGroupStartupTimeoutError":
             return ResourceError(
-                f"Ray has had no room for the {self._size} ranks of {name} within RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S "
-                f"(60 s if not set): somebody else has taken what the pool gave back. {shortages.held_by(())} Wait, or "
-                "end it.",
+                f"Ray has had no room for the {self._size} ranks of {name} within"
+                " RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S (60 s if not set): somebody else has"
+                f" taken what the pool gave back. {shortages.held_by(())} Wait, or end it.",
                 requested=self._size,
                 available=0,
                 holders=shortages.holders(),
             )
         if isinstance(cause, rx.RayTaskError):  # raised before the loop began
             cause = cause.cause or cause
-        elif isinstance(cause, (rx.RayError, PreemptionError)) or kind == "WorkerGroupStartupFailedError":
-            reason = LossReason.PREEMPTED if isinstance(cause, PreemptionError) else loss_reason(cause)
+        elif (
+            isinstance(cause, (rx.RayError, PreemptionError))
+            or kind == "WorkerGroupStartupFailedError"
+        ):
+            reason = (
+                LossReason.PREEMPTED if isinstance(cause, PreemptionError) else loss_reason(cause)
+            )
             loss = self._loss(f"The processes of {name} were lost", _first_line(cause), reason)
-            made = SpmdError(str(loss), failures=dict.fromkeys(range(self._size), loss), first_rank=0)
+            made = SpmdError(
+                str(loss), failures=dict.fromkeys(range(self._size), loss), first_rank=0
+            )
             return _caused(made, _caused(loss, cause))
         what = f"{type(cause).__name__}: {_first_line(cause)}"
-        text = f"{name} was ended by Ray Train itself: {what}. The cause of this error has it in full."
+        text = (
+            f"{name} was ended by Ray Train itself: {what}. The cause of this error has it in full."
+        )
         return _caused(TrainingError(text, failures={}, first_rank=None, result=None), cause)
 
     def _said(self, rank: int, is_cut_off: bool, packed: bytes, at: float) -> RankFailure:
@@ -581,13 +708,20 @@ class ManagedAttempt:
             text = "It was interrupted, because the connection to another rank broke."
             return RankFailure(rank, RankInterrupted(text, at_hand=None, place=""), at, who)
         piece = Slice(TASK, rank, rank + 1, self._plan.attempt)
-        return RankFailure(rank, described(unpack_failure(packed), f"rank {rank} of {self._plan.name}", piece, who), at, who)
+        return RankFailure(
+            rank,
+            described(unpack_failure(packed), f"rank {rank} of {self._plan.name}", piece, who),
+            at,
+            who,
+        )
 
     def _lost(self, rank: int, reason: BaseException) -> BaseException:
         """Return the error for a rank whose process is unresponsive, or ended without a message."""
         cause = getattr(reason, "health_check_failure", reason)
         why, words = (
-            (loss_reason(cause), loss_text(cause)) if isinstance(cause, rx.RayError) else (LossReason.UNKNOWN, str(cause))
+            (loss_reason(cause), loss_text(cause))
+            if isinstance(cause, rx.RayError)
+            else (LossReason.UNKNOWN, str(cause))
         )
         return self._loss(
             f"The process of rank {rank} of {self._plan.name} ({where(self._who(rank))}) was lost",
@@ -626,8 +760,9 @@ def _say_lent(engine: Engine, name: str, workers: Sequence[WorkerInfo]) -> None:
     if not engine.profile.quiet:
         numbers = ", ".join(map(str, sorted(worker.index for worker in workers)))
         sys.stdout.write(
-            f"raypool: {name} has what worker{'s' * (len(workers) > 1)} {numbers} had, until it ends. The processes there have "
-            "ended, with their constants and Composites; other work for them waits.\n"
+            f"raypool: {name} has what worker{'s' * (len(workers) > 1)} {numbers} had, until it"
+            " ends. The processes there have ended, with their constants and Composites; other"
+            " work for them waits.\n"
         )
 
 
@@ -636,7 +771,8 @@ def tell_ray(plan: TrainingAttempt) -> None:
     run_dir = Path(plan.run_dir)
     file, last = run_dir / CHECKPOINT_MANAGER_SNAPSHOT_FILENAME, latest(run_dir)
     kept = ranked(run_dir, plan.best_metric, plan.best_mode)
-    if last is None or any(each.path.parent != run_dir for each in kept):  # elsewhere: `start` names it
+    # elsewhere: `start` names it
+    if last is None or any(each.path.parent != run_dir for each in kept):
         file.unlink(missing_ok=True)
         return
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -647,7 +783,10 @@ def tell_ray(plan: TrainingAttempt) -> None:
             and known["latest_checkpoint_result"]["checkpoint_dir_name"] == last.path.name
         ):
             return
-    states = {each.index: {"checkpoint_dir_name": each.path.name, "metrics": each.metrics} for each in kept}
+    states = {
+        each.index: {"checkpoint_dir_name": each.path.name, "metrics": each.metrics}
+        for each in kept
+    }
     state = {
         "ray_version": ray.__version__,
         "checkpoint_results": list(states.values()),

@@ -37,7 +37,13 @@ from raypool.spmd.failures import is_disconnect
 from raypool.spmd.wire import ordinal
 from raypool.train.checkpoints import TrainingAttempt, forget_deleted, next_index, note_down
 from raypool.train.ray_train import checked
-from raypool.worker.running import Running, let_notes_travel, mark_worker_process, note_in_process, running
+from raypool.worker.running import (
+    Running,
+    let_notes_travel,
+    mark_worker_process,
+    note_in_process,
+    running,
+)
 
 TASK = 0
 """The task number under which the ranks' output reaches the pool."""
@@ -95,13 +101,17 @@ class Mailbox:
         await self.put("end", rank, value, metrics)
 
     async def meet(self, rank: int, size: int) -> tuple[bool, list[int]]:
-        """Wait for all ranks at a report; return whether to stop, and the ranks that have returned."""
+        """Wait for all ranks at a report; return whether to stop, and the ranks that have
+        returned.
+        """
         async with self._changed:
             number = self._num_reports[rank] = self._num_reports.get(rank, 0) + 1
             if sum(count >= number for count in self._num_reports.values()) == size:
                 self._verdicts.append(self._should_stop)
                 self._changed.notify_all()
-            await self._changed.wait_for(lambda: len(self._verdicts) > number or self._missing(number))
+            await self._changed.wait_for(
+                lambda: len(self._verdicts) > number or self._missing(number)
+            )
             missing = [] if len(self._verdicts) > number else self._missing(number)
             return not missing and self._verdicts[number], missing
 
@@ -134,7 +144,12 @@ class ControllerHooks(ControllerCallback, WorkerGroupCallback, ReportCallback): 
     def after_report(self, training_report: Any, metrics: list[dict[str, Any]]) -> None:
         """Note a checkpoint that Ray Train has kept, so that the run can resume in either lane."""
         if training_report.checkpoint is not None and self._run_dir is not None:
-            note_down(Path(training_report.checkpoint.path), next_index(self._run_dir), metrics[0], self._attempt)
+            note_down(
+                Path(training_report.checkpoint.path),
+                next_index(self._run_dir),
+                metrics[0],
+                self._attempt,
+            )
             forget_deleted(self._run_dir)
 
 
@@ -158,9 +173,21 @@ class ManagedLoop:
         gpus = tuple(int(gpu) if str(gpu).isdecimal() else 0 for gpu in ray.get_gpu_ids())
         should_stop = ray.get(mailbox.begin.remote(rank, platform.node(), os.getpid(), gpus))
         key = uuid.uuid4().int
-        outbox = Outbox(lambda number, batch: ray.get(mailbox.put.remote("batch", key, number, batch)))
+        outbox = Outbox(
+            lambda number, batch: ray.get(mailbox.put.remote("batch", key, number, batch))
+        )
         gpu = gpus[0] if gpus else None
-        note = Running(rank, self._plan.attempt, None, rank, gpu, self._plan.name, TASK, should_stop, outbox.say)
+        note = Running(
+            rank,
+            self._plan.attempt,
+            None,
+            rank,
+            gpu,
+            self._plan.name,
+            TASK,
+            should_stop,
+            outbox.say,
+        )
         note.agreed_stop = should_stop
         _become_worker(note)
         utils = _Utils(mailbox, self._plan, note)
@@ -197,8 +224,10 @@ def _become_worker(note: Running) -> None:
     capture.install()
     note_in_process(note)
     running.set(note)
-    if note.gpu is not None and not torch.version.cuda and not torch.version.hip:  # GPUs that are pretended, in a test
-        device_manager._torch_device_manager = device_manager.CPUTorchDeviceManager()  # private: else it would say "cuda:0"
+    # GPUs that are pretended, in a test
+    if note.gpu is not None and not torch.version.cuda and not torch.version.hip:
+        # private: else it would say "cuda:0"
+        device_manager._torch_device_manager = device_manager.CPUTorchDeviceManager()
 
 
 class _Utils(DistributedTrainFnUtils):  # type: ignore[misc]
@@ -225,8 +254,8 @@ class _Utils(DistributedTrainFnUtils):  # type: ignore[misc]
         should_stop, missing = ray.get(self._mailbox.meet.remote(rank, context.get_world_size()))
         if missing:
             raise CollectiveError(
-                f"Rank {rank} is in its {ordinal(self._num_reports)} ray.train.report, but rank {missing[0]} has returned. All "
-                "ranks have to report equally often.",
+                f"Rank {rank} is in its {ordinal(self._num_reports)} ray.train.report, but rank"
+                f" {missing[0]} has returned. All ranks have to report equally often.",
                 missing=tuple(missing),
             )
         note.should_stop = note.agreed_stop = should_stop or note.should_stop

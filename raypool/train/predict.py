@@ -28,7 +28,16 @@ from raypool.errors import InvalidTypeError, InvalidValueError, RaypoolError, ch
 from raypool.futures import Future, cancel_each
 from raypool.gpus.memory import kept
 from raypool.options import Options, check_callable
-from raypool.train.data import Elsewhere, Inputs, Piece, batch_of, call_model, changed, mapped, samples_of
+from raypool.train.data import (
+    Elsewhere,
+    Inputs,
+    Piece,
+    batch_of,
+    call_model,
+    changed,
+    mapped,
+    samples_of,
+)
 from raypool.worker.running import notes_here
 
 AHEAD = 3
@@ -63,7 +72,8 @@ def predict_with(  # noqa: PLR0913 - where to run, then the arguments of the ver
         check_callable(output)
     if engine.driver.is_own_thread:
         raise InvalidValueError(
-            "predict cannot be waited for in the callback of a future: the pool would wait for itself. Use a thread."
+            "predict cannot be waited for in the callback of a future: the pool would wait for"
+            " itself. Use a thread."
         )
     samples = samples_of(data)
     key = uuid.uuid4().hex
@@ -88,14 +98,18 @@ def classify_with(  # noqa: PLR0913 - likewise
     labels: Any = None,
     mini_batch_size: int = 128,
 ) -> np.ndarray[Any, Any]:
-    """Return the class to which a model gives the highest score, for each sample; see `PoolView.classify`.
+    """Return the class to which a model gives the highest score, for each sample; see
+    `PoolView.classify`.
 
     Raises:
-        InvalidTypeError, InvalidValueError: An argument cannot work, or the outputs are no scores of classes.
+        InvalidTypeError, InvalidValueError: An argument cannot work, or the outputs are no scores
+            of classes.
     """
     names = None if labels is None else _checked_labels(labels)
     classes = Classes(None if names is None else len(names))
-    numbers = predict_with(engine, options, where, model, data, mini_batch_size=mini_batch_size, output=classes)
+    numbers = predict_with(
+        engine, options, where, model, data, mini_batch_size=mini_batch_size, output=classes
+    )
     numbers = np.asarray(numbers).astype(np.int64, copy=False)
     return numbers if names is None else names[numbers]
 
@@ -106,12 +120,17 @@ def _checked_labels(labels: Any) -> np.ndarray[Any, Any]:
         raise InvalidTypeError(f"labels={labels!r} is not a list of the names of the classes.")
     names = np.asarray(labels)
     if names.ndim != 1 or len(names) == 0:
-        raise InvalidValueError(f"labels has the shape {names.shape}. Give one name for each class, in the order of the classes.")
+        raise InvalidValueError(
+            f"labels has the shape {names.shape}. Give one name for each class, in the order of the"
+            " classes."
+        )
     return names
 
 
 def _of_nothing(run: _Run, function: Function, samples: Inputs) -> Any:
-    """Return the outputs for no samples: with the shape and type that they would have, if the model says so."""
+    """Return the outputs for no samples: with the shape and type that they would have, if the model
+    says so.
+    """
     import torch
 
     nothing = torch.empty(0)
@@ -153,7 +172,9 @@ class _Run:
             outputs.append(_result(future))
             self._pending.popleft()
             self._note(future)
-            batches = _batches_per_call(future.duration_s, count, batches, samples.bytes_each * size)
+            batches = _batches_per_call(
+                future.duration_s, count, batches, samples.bytes_each * size
+            )
         return outputs
 
     def submit(self, function: Function, samples: Inputs, start: int, stop: int) -> Future[Any]:
@@ -165,7 +186,9 @@ class _Run:
         """Return the number of workers available now."""
         places = self._where.places
         return (
-            1 if self._where.place is not None else max(len(places) if places else self._engine.driver.scheduler.workers.size, 1)
+            1
+            if self._where.place is not None
+            else max(len(places) if places else self._engine.driver.scheduler.workers.size, 1)
         )
 
     def _note(self, future: Future[Any]) -> None:
@@ -194,11 +217,14 @@ def _result(future: Future[Any]) -> Any:
     try:
         return future.result()
     except CancelledError:
-        raise CancelledError("The prediction was cancelled: somebody has called cancel_all(), or closed the pool.") from None
+        raise CancelledError(
+            "The prediction was cancelled: somebody has called cancel_all(), or closed the pool."
+        ) from None
 
 
 def _batches_per_call(duration_s: float | None, count: int, before: int, batch_bytes: int) -> int:
-    """Return how many mini-batches the next call should have, after one of `count` that took so long.
+    """Return how many mini-batches the next call should have, after one of `count` that took so
+    long.
 
     Example:
         >>> _batches_per_call(0.001, 1, 1, 1000), _batches_per_call(0.5, 1, 1, 1000), _batches_per_call(0.001, 1, 64, 1_000_000)
@@ -211,7 +237,7 @@ def _batches_per_call(duration_s: float | None, count: int, before: int, batch_b
     return max(1, min(wanted, by_size, 4 * before))
 
 
-# --- in a worker: the model on its device, mini-batch by mini-batch, and its outputs ----------------------------------
+# --- in a worker: the model on its device, mini-batch by mini-batch, and its outputs --------------
 
 
 class Predictor:
@@ -227,7 +253,14 @@ class Predictor:
 
     __name__ = "predict"
 
-    def __init__(self, key: str, model: Any, dataset: Any, mini_batch_size: int, output: Callable[[Any], Any] | None) -> None:
+    def __init__(
+        self,
+        key: str,
+        model: Any,
+        dataset: Any,
+        mini_batch_size: int,
+        output: Callable[[Any], Any] | None,
+    ) -> None:
         self._key = key
         self._model = model
         self._dataset = dataset
@@ -238,7 +271,8 @@ class Predictor:
         """Return the outputs of the samples of a piece, on the CPU, joined.
 
         Raises:
-            Exception: What the model, the Dataset or `output` has raised, with a note of the samples.
+            Exception: What the model, the Dataset or `output` has raised, with a note of the
+                samples.
         """
         device = device_here() if isinstance(self._model, nn.Module) else torch.device("cpu")
         if device.type != "cpu":
@@ -265,7 +299,9 @@ class Predictor:
                 _on_gpu[self._key] = self
 
     def drop(self) -> None:
-        """Let go of the model: this object itself is kept for as long as its worker knows the function."""
+        """Let go of the model: this object itself is kept for as long as its worker knows the
+        function.
+        """
         self._model = None
 
     def _outputs(self, model: Any, batch: Any, count: int) -> Any:
@@ -279,7 +315,9 @@ class Predictor:
 
 
 def device_here() -> torch.device:
-    """Return the device of this worker: its GPU, also for work that one of its tasks has called for."""
+    """Return the device of this worker: its GPU, also for work that one of its tasks has called
+    for.
+    """
     has_gpu = any(note.gpu is not None for note in notes_here())
     return torch.device("cuda:0" if has_gpu and torch.cuda.is_available() else "cpu")
 
@@ -298,7 +336,8 @@ def let_go(key: str) -> None:
 
 
 def still(model: Any) -> Any:
-    """Return a copy of a model to predict with, in `eval` mode and on the CPU; its weights are shared where they can be.
+    """Return a copy of a model to predict with, in `eval` mode and on the CPU; its weights are
+    shared where they can be.
 
     Raises:
         InvalidTypeError: It is no model, or cannot be copied.
@@ -306,38 +345,47 @@ def still(model: Any) -> Any:
     if not isinstance(model, nn.Module):
         if isinstance(model, type) or not callable(model):
             raise InvalidTypeError(
-                f"model={model!r} is not a model. Give a torch.nn.Module (not its class), or a function of a mini-batch."
+                f"model={model!r} is not a model. Give a torch.nn.Module (not its class), or a"
+                " function of a mini-batch."
             )
         _check_takes_one(model)
         return model
     tensors = [*model.parameters(), *model.buffers()]
     if any(nn.parameter.is_lazy(tensor) for tensor in tensors):
-        raise InvalidTypeError("The model has parameters without a shape yet. Call it once with a mini-batch before.")
+        raise InvalidTypeError(
+            "The model has parameters without a shape yet. Call it once with a mini-batch before."
+        )
     try:
         known = {id(tensor): _shared(tensor) for tensor in tensors}
         return copy.deepcopy(model, known).eval()
     except Exception as error:
         raise InvalidTypeError(
-            f"The model cannot be copied ({type(error).__name__}: {error}), which it has to be to travel. "
-            "Keep tensors in it as parameters or buffers, and make files, locks and the like at their first use."
+            f"The model cannot be copied ({type(error).__name__}: {error}), which it has to be to"
+            " travel. Keep tensors in it as parameters or buffers, and make files, locks and the"
+            " like at their first use."
         ) from error
 
 
 def _check_takes_one(model: Any) -> None:
-    """Refuse a function that makes a model, which `fit` takes: called with a mini-batch it would fail on a worker."""
+    """Refuse a function that makes a model, which `fit` takes: called with a mini-batch it would
+    fail on a worker.
+    """
     try:
         inspect.signature(model).bind(None)
     except TypeError:
         name = getattr(model, "__name__", repr(model))
         raise InvalidTypeError(
-            f"model={name} is a function that cannot be called with a mini-batch alone. If it makes the model, pass {name}()."
+            f"model={name} is a function that cannot be called with a mini-batch alone. If it makes"
+            f" the model, pass {name}()."
         ) from None
     except ValueError:  # some builtins do not say what they take
         return
 
 
 def _shared(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same values in an object that may be moved without the caller's being moved too."""
+    """Return the same values in an object that may be moved without the caller's being moved
+    too.
+    """
     values = tensor.detach().cpu()
     return nn.Parameter(values, requires_grad=False) if isinstance(tensor, nn.Parameter) else values
 
@@ -349,7 +397,9 @@ def _floating_dtype(model: Any) -> torch.dtype | None:
 
 
 def _moved(values: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """Return values with their tensors on a device, those of floating point as this type (None: as they are)."""
+    """Return values with their tensors on a device, those of floating point as this type (None: as
+    they are).
+    """
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device, dtype if tensor.is_floating_point() else None)
@@ -366,17 +416,23 @@ def _check_rows(outputs: Any, count: int) -> None:
     if isinstance(outputs, (torch.Tensor, np.ndarray, list)):
         rows = len(outputs) if isinstance(outputs, list) or outputs.ndim else None
         if rows != count:
-            what = f"{rows} entries" if isinstance(outputs, list) else f"an output of shape {tuple(outputs.shape)}"
+            what = (
+                f"{rows} entries"
+                if isinstance(outputs, list)
+                else f"an output of shape {tuple(outputs.shape)}"
+            )
             raise InvalidValueError(
-                f"The model gives {what} for {count} samples, which should stand in the first dimension. "
-                "If it sums over them, say so with output=, which may give anything for a mini-batch."
+                f"The model gives {what} for {count} samples, which should stand in the first"
+                " dimension. If it sums over them, say so with output=, which may give anything"
+                " for a mini-batch."
             )
     elif isinstance(outputs, (tuple, Mapping)) and outputs:
         for output in outputs.values() if isinstance(outputs, Mapping) else outputs:
             _check_rows(output, count)
     else:
         raise InvalidTypeError(
-            f"The model gives a {type(outputs).__name__}, not tensors. Turn it into something else with output=."
+            f"The model gives a {type(outputs).__name__}, not tensors. Turn it into something else"
+            " with output=."
         )
 
 
@@ -412,14 +468,17 @@ def _end_to_end(parts: Sequence[Any]) -> Any:
     shapes = list(dict.fromkeys(tuple(part.shape[1:]) for part in rows))
     if len(shapes) > 1:
         raise InvalidValueError(
-            f"The outputs of two mini-batches do not fit together: a sample has the shape {shapes[0]} in one, {shapes[1]} in "
-            "another. Bring them to one shape with output=, or return a list with an entry for each sample there."
+            "The outputs of two mini-batches do not fit together: a sample has the shape"
+            f" {shapes[0]} in one, {shapes[1]} in another. Bring them to one shape with output=, or"
+            " return a list with an entry for each sample there."
         )
     return torch.cat(rows) if is_tensor else np.concatenate(rows)
 
 
 def as_arrays(outputs: Any) -> Any:
-    """Return outputs with NumPy arrays in place of tensors; those of a type that NumPy lacks become float32."""
+    """Return outputs with NumPy arrays in place of tensors; those of a type that NumPy lacks become
+    float32.
+    """
     if isinstance(outputs, torch.Tensor):
         return (outputs.float() if outputs.dtype == torch.bfloat16 else outputs).numpy()
     return mapped(as_arrays, outputs)
@@ -443,13 +502,17 @@ class Classes:
         """
         if not isinstance(scores, torch.Tensor):
             raise InvalidTypeError(
-                f"The model gives a {type(scores).__name__}, not a tensor of scores. Use predict with output=."
+                f"The model gives a {type(scores).__name__}, not a tensor of scores. Use predict"
+                " with output=."
             )
         if scores.ndim < 2 or scores.shape[1] < 2:
             raise InvalidValueError(
-                f"The model gives an output of shape {tuple(scores.shape)}, not a score for each class in dimension 1. "
-                "For a single score use predict(model, data, output=lambda y: y > 0), with the threshold that fits it."
+                f"The model gives an output of shape {tuple(scores.shape)}, not a score for each"
+                " class in dimension 1. For a single score use predict(model, data, output=lambda"
+                " y: y > 0), with the threshold that fits it."
             )
         if self._num_labels not in (None, scores.shape[1]):
-            raise InvalidValueError(f"labels has {self._num_labels} entries, and the model {scores.shape[1]} classes.")
+            raise InvalidValueError(
+                f"labels has {self._num_labels} entries, and the model {scores.shape[1]} classes."
+            )
         return scores.argmax(1)

@@ -28,13 +28,26 @@ from ray.train.v2.api.reported_checkpoint import ReportedCheckpoint, ReportedChe
 
 from raypool.backends.ray.nodes import look
 from raypool.errors import InvalidTypeError, InvalidValueError
-from raypool.ray_private import LocalTrainFnUtils, StorageContext, get_train_fn_utils, set_train_fn_utils
+from raypool.ray_private import (
+    LocalTrainFnUtils,
+    StorageContext,
+    get_train_fn_utils,
+    set_train_fn_utils,
+)
 from raypool.spmd import collectives
 from raypool.spmd.collectives import all_values, meet
 from raypool.spmd.context import SpmdContext
 from raypool.spmd.group import environment
 from raypool.task import NUMBERS, checked_metric
-from raypool.train.checkpoints import CheckpointCommit, Delivery, RankEnd, TrainingAttempt, check_name, list_kept, remove_partials
+from raypool.train.checkpoints import (
+    CheckpointCommit,
+    Delivery,
+    RankEnd,
+    TrainingAttempt,
+    check_name,
+    list_kept,
+    remove_partials,
+)
 from raypool.worker.running import Running, note_here, running
 
 __all__ = ["RankEnd", "TrainingAttempt", "run_loop"]
@@ -45,7 +58,9 @@ BEGINNING, REPORT = "the beginning of the training", "ray.train.report"
 """The names of meetings, as messages show them."""
 
 
-def run_loop(context: SpmdContext, loop: Callable[..., Any], config: Any, plan: TrainingAttempt) -> RankEnd:
+def run_loop(
+    context: SpmdContext, loop: Callable[..., Any], config: Any, plan: TrainingAttempt
+) -> RankEnd:
     """Run a loop as Ray Train's local mode does, as one rank of several.
 
     Returns:
@@ -63,7 +78,8 @@ def run_loop(context: SpmdContext, loop: Callable[..., Any], config: Any, plan: 
 
 
 class _Trainer(TorchTrainer):  # type: ignore[misc]  # Ray is not typed
-    """Ray's trainer in its local mode: it checks the loop and its configuration, and calls it in this thread.
+    """Ray's trainer in its local mode: it checks the loop and its configuration, and calls it in
+    this thread.
 
     Ray's own controller would make torch's default group, and set the functions of ray.train for
     the whole process. But the ranks have a group already, and two trainings may run in two threads.
@@ -97,7 +113,7 @@ def _local_mode() -> ScalingConfig:
         logger.disabled = before
 
 
-# --- connection of ray.train to a training ----------------------------------------------------------------------------
+# --- connection of ray.train to a training --------------------------------------------------------
 
 _here: ContextVar[Session | None] = ContextVar("raypool_training", default=None)
 
@@ -135,8 +151,8 @@ def _session_here() -> Any:
     if _before is not None:
         return _before
     raise RuntimeError(
-        "Functions of ray.train were called in a thread that belongs to no training, while one runs in this process. They work "
-        "in a loop that pool.train or trainer.fit() runs."
+        "Functions of ray.train were called in a thread that belongs to no training, while one runs"
+        " in this process. They work in a loop that pool.train or trainer.fit() runs."
     )
 
 
@@ -183,7 +199,7 @@ def _set_here() -> Any:
         return None
 
 
-# --- functions of ray.train in a rank ---------------------------------------------------------------------------------
+# --- functions of ray.train in a rank -------------------------------------------------------------
 
 
 class _Told(NamedTuple):
@@ -219,11 +235,16 @@ def _node_id() -> str:
 
 
 def _draining() -> dict[str, int | None]:
-    """Return which nodes are about to go, and when they will be gone, if that is known [Unix time, ms]."""
+    """Return which nodes are about to go, and when they will be gone, if that is known [Unix time,
+    ms].
+    """
     if not ray.is_initialized():  # asking would start one
         return {}
     since = time.time() - time.monotonic()
-    return {node_id: round((at + since) * 1000) if at < math.inf else None for node_id, at in look().draining.items()}
+    return {
+        node_id: round((at + since) * 1000) if at < math.inf else None
+        for node_id, at in look().draining.items()
+    }
 
 
 class Session(LocalTrainFnUtils):  # type: ignore[misc]
@@ -240,7 +261,7 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
         self._attempt_before = 1 if note is None else note.attempt
         self._has_warned = False
 
-    # --- beginning and end --------------------------------------------------------------------------------------------
+    # --- beginning and end ------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Meet the others: who is on which machine, and whether an early end is wanted."""
@@ -248,7 +269,9 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
         if spmd.rank == 0 and plan.run_dir:
             remove_partials(plan.run_dir)
         is_seen = plan.start is None or os.path.isdir(plan.start)  # noqa: PTH112 - a text from elsewhere
-        told = self._tell((platform.node(), is_seen, note is not None and note.should_stop), BEGINNING)
+        told = self._tell(
+            (platform.node(), is_seen, note is not None and note.should_stop), BEGINNING
+        )
         hosts = list(dict.fromkeys(host for host, _, _ in told))
         self._context = _Context(
             Path(plan.run_dir).name,  # as in Ray, where the folder of a run is called like it
@@ -262,8 +285,9 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
         blind = [rank for rank, (_, is_seen, _) in enumerate(told) if not is_seen]
         if blind:
             raise InvalidValueError(
-                f"Rank {blind[0]}, on {told[blind[0]][0]}, does not see the checkpoint {plan.start} that the training is to "
-                "begin with. All machines have to see its folder, in one place: put it into a folder that they share."
+                f"Rank {blind[0]}, on {told[blind[0]][0]}, does not see the checkpoint {plan.start}"
+                " that the training is to begin with. All machines have to see its folder, in one"
+                " place: put it into a folder that they share."
             )
         if note is not None:
             note.attempt = plan.attempt
@@ -273,7 +297,10 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
         """Return the variables that Ray sets for a rank; none where ranks share a process."""
         if not self._spmd._group.assignment.has_process:
             return {}
-        return {"NODE_RANK": str(self._context.get_node_rank()), "ACCELERATE_TORCH_DEVICE": str(self._spmd.device)}
+        return {
+            "NODE_RANK": str(self._context.get_node_rank()),
+            "ACCELERATE_TORCH_DEVICE": str(self._spmd.device),
+        }
 
     def end(self) -> None:
         """Leave the note as it was."""
@@ -287,7 +314,7 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
             words, packed = meet(group, value, operation)
             return all_values(group, words, packed)
 
-    # --- report -------------------------------------------------------------------------------------------------------
+    # --- report -----------------------------------------------------------------------------------
 
     def report(  # noqa: PLR0913, PLR0917 - as Ray calls it
         self,
@@ -299,31 +326,53 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
         checkpoint_upload_fn: Callable[[Any, str], Any] | None = None,
         validation: Any = False,
     ) -> None:
-        """Meet the others, keep a checkpoint with them if any has one, and pass on the metrics of rank 0.
+        """Meet the others, keep a checkpoint with them if any has one, and pass on the metrics of
+        rank 0.
 
         Names of metrics other than strings become strings in tables and checkpoints.
         """
         if validation:
             raise InvalidValueError(
-                'ray.train.report(validation=...) needs lane="managed" and validation_config=ValidationConfig(fn): there Ray '
-                "Train validates checkpoints beside the training. Here validate in the loop, and report the result as a metric."
+                'ray.train.report(validation=...) needs lane="managed" and'
+                " validation_config=ValidationConfig(fn): there Ray Train validates checkpoints"
+                " beside the training. Here validate in the loop, and report the result as a"
+                " metric."
             )
-        said = checked({str(name): value for name, value in metrics.items()} if isinstance(metrics, Mapping) else metrics)
+        said = checked(
+            {str(name): value for name, value in metrics.items()}
+            if isinstance(metrics, Mapping)
+            else metrics
+        )
         check_name(checkpoint_dir_name)
         if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
             raise InvalidTypeError(
-                f"report(checkpoint=...) got a {type(checkpoint).__name__}. Save it to a folder, and pass "
-                "ray.train.Checkpoint.from_directory(folder)."
+                f"report(checkpoint=...) got a {type(checkpoint).__name__}. Save it to a folder,"
+                " and pass ray.train.Checkpoint.from_directory(folder)."
             )
         note = self.note
-        should_stop, is_leaving = (False, False) if note is None else (note.should_stop, note.is_leaving)
-        told = self._tell(_Told(tuple(sorted(said)), checkpoint is not None, should_stop, is_leaving))
-        if self._spmd.rank == 0 and not self._has_warned and (text := how_they_differ([each.names for each in told])):
+        should_stop, is_leaving = (
+            (False, False) if note is None else (note.should_stop, note.is_leaving)
+        )
+        told = self._tell(
+            _Told(tuple(sorted(said)), checkpoint is not None, should_stop, is_leaving)
+        )
+        if (
+            self._spmd.rank == 0
+            and not self._has_warned
+            and (text := how_they_differ([each.names for each in told]))
+        ):
             self._has_warned = True
-            logger.warning("%s. Only what rank 0 reports is kept; raypool.report keeps what each rank reports.", text)
+            logger.warning(
+                "%s. Only what rank 0 reports is kept; raypool.report keeps what each rank"
+                " reports.",
+                text,
+            )
         self.metrics = {name: said[str(name)] for name in metrics}
         if note is not None:
-            is_asked, is_going = any(each.should_stop for each in told), any(each.is_leaving for each in told)
+            is_asked, is_going = (
+                any(each.should_stop for each in told),
+                any(each.is_leaving for each in told),
+            )
             note.should_stop |= is_asked  # so that what it returns counts, on all ranks
             note.is_leaving |= is_going
             note.agreed_stop = bool(note.agreed_stop) or is_asked or is_going
@@ -334,18 +383,25 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
             delivery = (
                 None
                 if checkpoint is None
-                else Delivery(checkpoint, is_placed, bool(delete_local_checkpoint_after_upload), checkpoint_upload_fn)
+                else Delivery(
+                    checkpoint,
+                    is_placed,
+                    bool(delete_local_checkpoint_after_upload),
+                    checkpoint_upload_fn,
+                )
             )
             path = self._keeper.keep(delivery, checkpoint_dir_name, said)
             self._checkpoint = Checkpoint.from_directory(path)
 
-    # --- other functions ----------------------------------------------------------------------------------------------
+    # --- other functions --------------------------------------------------------------------------
 
     def get_checkpoint(self) -> Any:
         """Return the last reported checkpoint, or the one that the training begins with."""
         return self._checkpoint
 
-    def get_all_reported_checkpoints(self, consistency_mode: Any = None, timeout_s: float | None = None) -> list[Any]:
+    def get_all_reported_checkpoints(
+        self, consistency_mode: Any = None, timeout_s: float | None = None
+    ) -> list[Any]:
         """Return all that are kept, also those of earlier attempts, with the metrics of rank 0."""
         return [
             ReportedCheckpoint(
@@ -359,27 +415,38 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
     def get_dataset_shard(self, dataset_info: Any) -> Any:
         """Refuse: data sets of Ray Data need Ray Train's controller."""
         raise InvalidValueError(
-            f"ray.train.get_dataset_shard({dataset_info.dataset_name!r}) needs a training with datasets=..., which is one with "
-            'lane="managed". Here a loop reads its data itself, with prepare_data_loader say.'
+            f"ray.train.get_dataset_shard({dataset_info.dataset_name!r}) needs a training with"
+            ' datasets=..., which is one with lane="managed". Here a loop reads its data itself,'
+            " with prepare_data_loader say."
         )
 
     def get_preemption_info(self) -> Any:
         """Meet the others; return the machines that are about to go, None if there is none."""
         note = self.note
         draining = {} if note is None or not note.is_leaving else _draining()
-        told = self._tell((note is not None and note.is_leaving, _node_id(), draining), "ray.train.get_preemption_info")
+        told = self._tell(
+            (note is not None and note.is_leaving, _node_id(), draining),
+            "ray.train.get_preemption_info",
+        )
         if note is None or not any(is_leaving for is_leaving, _, _ in told):
             return None
-        from ray.train import PreemptionInfo  # Ray 2.60 has it, as it has the function that asks for it
+        # Ray 2.60 has it, as it has the function that asks for it
+        from ray.train import PreemptionInfo
 
         note.is_leaving = note.has_heard = True
         going = {node_id: at_ms for _, _, draining in told for node_id, at_ms in draining.items()}
-        ranks = {node_id: [rank for rank, (_, its, _) in enumerate(told) if its == node_id] for node_id in going}
+        ranks = {
+            node_id: [rank for rank, (_, its, _) in enumerate(told) if its == node_id]
+            for node_id in going
+        }
         deadlines = [at_ms for node_id, at_ms in going.items() if at_ms and ranks[node_id]]
-        return PreemptionInfo(min(deadlines, default=None), {node_id: its for node_id, its in ranks.items() if its})
+        return PreemptionInfo(
+            min(deadlines, default=None), {node_id: its for node_id, its in ranks.items() if its}
+        )
 
     def is_distributed(self) -> bool:
-        """Say no, as in Ray's local mode: then ray.train asks torch for the device, and a worker sees its own GPU and no other.
+        """Say no, as in Ray's local mode: then ray.train asks torch for the device, and a worker
+        sees its own GPU and no other.
 
         Else it would ask Ray for the GPUs of this actor, which torch may not see (simulated ones,
         say).
@@ -395,7 +462,7 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
         return collectives.broadcast(self._spmd._group, data if self._spmd.rank == 0 else None, 0)
 
 
-# --- checks of reported metrics ---------------------------------------------------------------------------------------
+# --- checks of reported metrics -------------------------------------------------------------------
 
 
 MAX_NAMES = 8
@@ -410,8 +477,8 @@ def checked(metrics: Any) -> dict[str, Any]:
     """
     if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
         raise InvalidTypeError(
-            f"report(metrics={metrics!r}) got a {type(metrics).__name__}. Metrics are a dict from names to values, "
-            '{"loss": 0.5} for one.'
+            f"report(metrics={metrics!r}) got a {type(metrics).__name__}. Metrics are a dict from"
+            ' names to values, {"loss": 0.5} for one.'
         )
     if NUMBERS.issuperset(map(type, metrics.values())):
         return dict(metrics)
@@ -428,8 +495,8 @@ def _checked_value(name: str, value: Any) -> Any:
         return pickle.loads(pickle.dumps(value))
     except Exception as error:
         raise InvalidTypeError(
-            f"report({name}=...) got a {type(value).__name__}, which cannot be pickled ({error}). Report numbers, texts, or what "
-            "is made of them."
+            f"report({name}=...) got a {type(value).__name__}, which cannot be pickled ({error})."
+            " Report numbers, texts, or what is made of them."
         ) from error
 
 
@@ -450,7 +517,9 @@ def how_they_differ(names: Sequence[tuple[str, ...]]) -> str:
         if set(own) == first or (rank and not own):
             continue
         missing, other = _listed(first.difference(own)), _listed(set(own) - first)
-        facts = [f"{missing} is missing"] * bool(missing) + [f"{other} is not among those of rank 0"] * bool(other)
+        facts = [f"{missing} is missing"] * bool(missing) + [
+            f"{other} is not among those of rank 0"
+        ] * bool(other)
         return f"Rank {rank} has reported other metrics than rank 0: {', '.join(facts)}"
     return ""
 

@@ -31,22 +31,26 @@ MODES = ("min", "max")
 class RunOptions:
     """The checkpoints of a training, and its starting point; for `pool.train` and `pool.fit`.
 
-    How often it is tried again, its time limit, name and priority are options of the pool's view: `pool.options(retries=1)`.
+    How often it is tried again, its time limit, name and priority are options of the pool's view:
+    `pool.options(retries=1)`.
 
     Args:
         run_dir: The folder of this run, in a place that all nodes and this process see. A run whose
             folder has checkpoints resumes from the last one. None: a new folder in
             `~/raypool_runs`, which is made with the first checkpoint.
-        keep_checkpoints: So many checkpoints are kept: the best ones by `best_metric` (without one the newest), and always the
-            last. None: all.
+        keep_checkpoints: So many checkpoints are kept: the best ones by `best_metric` (without one
+            the newest), and always the last. None: all.
         best_metric: The reported metric that tells which checkpoint is the best.
         best_mode: "min" if lower is better, "max" if higher is.
-        start_from: A checkpoint to begin with, a folder or a `ray.train.Checkpoint`; not used where `run_dir` has one.
-        min_workers: The training goes on with so few workers if others are lost for good. None: it needs all.
+        start_from: A checkpoint to begin with, a folder or a `ray.train.Checkpoint`; not used where
+            `run_dir` has one.
+        min_workers: The training goes on with so few workers if others are lost for good. None: it
+            needs all.
 
     Raises:
         InvalidTypeError: A field is of a wrong kind.
-        InvalidValueError: A field has a value that cannot work: a checkpoint that is not there, say.
+        InvalidValueError: A field has a value that cannot work: a checkpoint that is not there,
+            say.
 
     Source:
         Ray 2.60, ray.train.RunConfig, CheckpointConfig and FailureConfig.
@@ -69,12 +73,15 @@ class RunOptions:
                 raise InvalidTypeError(f"run_dir={self.run_dir!r} is not the path of a folder.")
             if "://" in os.fspath(self.run_dir):
                 raise InvalidValueError(
-                    f"run_dir={self.run_dir!r} is a URL. A training is kept in a folder that all machines see: name one, and "
-                    "copy checkpoints to the URL from there, or in the loop on rank 0."
+                    f"run_dir={self.run_dir!r} is a URL. A training is kept in a folder that all"
+                    " machines see: name one, and copy checkpoints to the URL from there, or in"
+                    " the loop on rank 0."
                 )
             folder = Path(self.run_dir).expanduser().absolute()
             if folder.exists() and not folder.is_dir():
-                raise InvalidValueError(f"run_dir={folder} is a file. Name a folder, which need not be there yet.")
+                raise InvalidValueError(
+                    f"run_dir={folder} is a file. Name a folder, which need not be there yet."
+                )
             object.__setattr__(self, "run_dir", folder)
         for name in ("keep_checkpoints", "min_workers"):
             object.__setattr__(self, name, optional_count(name, getattr(self, name), least=1))
@@ -95,16 +102,21 @@ def checkpoint_folder(checkpoint: Any) -> Path:
     """
     path = getattr(checkpoint, "path", checkpoint)
     if not isinstance(path, (str, os.PathLike)):
-        raise InvalidTypeError(f"start_from={checkpoint!r} is neither the folder of a checkpoint nor a ray.train.Checkpoint.")
+        raise InvalidTypeError(
+            f"start_from={checkpoint!r} is neither the folder of a checkpoint nor a"
+            " ray.train.Checkpoint."
+        )
     folder = Path(path).expanduser().absolute()
     if not folder.is_dir():
         raise InvalidValueError(
-            f"start_from={folder} is no checkpoint: {'it is a file' if folder.exists() else 'there is no such folder'}. "
-            "Give the folder that a training has reported, result.checkpoint for one."
+            f"start_from={folder} is no checkpoint:"
+            f" {'it is a file' if folder.exists() else 'there is no such folder'}. Give the folder"
+            " that a training has reported, result.checkpoint for one."
         )
     if not any(folder.iterdir()):
         raise InvalidValueError(
-            f"start_from={folder} is no checkpoint: the folder is empty. Give one that a training has reported."
+            f"start_from={folder} is no checkpoint: the folder is empty. Give one that a training"
+            " has reported."
         )
     return folder
 
@@ -115,11 +127,14 @@ class TrainingResult:
 
     Attributes:
         metrics: The last report of rank 0, by name; empty if there was none.
-        metrics_frame: All that was reported, a row for each report: `time` (UTC), `rank`, `attempt`, then the metrics. What
-            was reported by `ray.train.report` is in it once, as rank 0 said it.
+        metrics_frame: All that was reported, a row for each report: `time` (UTC), `rank`,
+            `attempt`, then the metrics. What was reported by `ray.train.report` is in it once, as
+            rank 0 said it.
         checkpoint: The last checkpoint, None without one.
-        best_checkpoint: The one with the best `RunOptions.best_metric`; None without one, or if no metric was named.
-        best_checkpoints: All that are kept, each with the metrics of rank 0, the best last; without a metric the newest.
+        best_checkpoint: The one with the best `RunOptions.best_metric`; None without one, or if no
+            metric was named.
+        best_checkpoints: All that are kept, each with the metrics of rank 0, the best last; without
+            a metric the newest.
         values: The return values of the ranks, by rank; empty if the training has not ended.
         path: The folder of the run; None if nothing was kept.
         model: The trained model, on the CPU, of a training by `pool.fit`; else None.
@@ -131,14 +146,16 @@ class TrainingResult:
     metrics_frame: pd.DataFrame = field(repr=False)
     checkpoint: Checkpoint | None = None
     best_checkpoint: Checkpoint | None = None
-    best_checkpoints: list[tuple[Checkpoint, dict[str, Any]]] = field(default_factory=list, repr=False)
+    best_checkpoints: list[tuple[Checkpoint, dict[str, Any]]] = field(
+        default_factory=list, repr=False
+    )
     values: list[Any] = field(default_factory=list, repr=False)
     path: Path | None = None
     model: torch.nn.Module | None = field(default=None, repr=False)
     ended_by: str | None = None
 
 
-# --- handle of a training in progress ---------------------------------------------------------------------------------
+# --- handle of a training in progress -------------------------------------------------------------
 
 
 RUNS = "raypool_runs"
@@ -146,9 +163,11 @@ RUNS = "raypool_runs"
 
 
 class TrainingRun(Future[TrainingResult]):
-    """The handle of a training: a future of its `TrainingResult`, for `cancel`, `request_stop`, `metrics` and `diary` meanwhile.
+    """The handle of a training: a future of its `TrainingResult`, for `cancel`, `request_stop`,
+    `metrics` and `diary` meanwhile.
 
-    After `request_stop` the loop finds `current_task().should_stop` true: on all ranks from the same `ray.train.report` on.
+    After `request_stop` the loop finds `current_task().should_stop` true: on all ranks from the
+    same `ray.train.report` on.
 
     Attributes:
         path: The folder of the run; it is made with the first checkpoint.
@@ -189,9 +208,10 @@ class TrainingRun(Future[TrainingResult]):
     def metrics(self) -> pd.DataFrame:
         """All metrics reported so far; complete once the training has ended.
 
-        A row for each report, by rank, then in order: `time` (UTC), `rank`, `attempt`, then the metrics in the order in which
-        they first appear. What is reported by `ray.train.report` is in it once, as rank 0 says it; what is reported by
-        `raypool.report`, as each rank says it. A metric that is called like one of those is in "reported_NAME".
+        A row for each report, by rank, then in order: `time` (UTC), `rank`, `attempt`, then the
+        metrics in the order in which they first appear. What is reported by `ray.train.report` is
+        in it once, as rank 0 says it; what is reported by `raypool.report`, as each rank says it. A
+        metric that is called like one of those is in "reported_NAME".
         """
         return self._joined().metrics("rank")
 
@@ -234,12 +254,14 @@ def run_folder(kept: RunOptions, name: str) -> Path:
     """Return the folder of a run, which may not exist yet; a new one if none is named."""
     if kept.run_dir is not None:
         return Path(kept.run_dir)
-    readable = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in name)[:40].strip("-")
+    readable = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in name)[
+        :40
+    ].strip("-")
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.monotonic_ns() % 16**6:06x}"
     return Path.home() / RUNS / f"{readable}-{stamp}"
 
 
-# --- folders in use: one training each --------------------------------------------------------------------------------
+# --- folders in use: one training each ------------------------------------------------------------
 
 
 _here: weakref.WeakSet[TrainingRun] = weakref.WeakSet()
@@ -270,11 +292,13 @@ def take_folder(run: TrainingRun, is_named: bool) -> None:
     """
     folder = run.path.resolve()
     with _starting:
-        other = next((each for each in _here if not each.done() and each.path.resolve() == folder), None)
+        other = next(
+            (each for each in _here if not each.done() and each.path.resolve() == folder), None
+        )
         if other is not None:
             raise InvalidValueError(
-                f"run_dir={run.path} is in use by the training {other.name!r}, which is {other.state}. Name another folder, or "
-                "wait for its end."
+                f"run_dir={run.path} is in use by the training {other.name!r}, which is"
+                f" {other.state}. Name another folder, or wait for its end."
             )
         if is_named:
             _lock(folder, run)

@@ -43,10 +43,13 @@ class ScalingReport:
 
     Attributes:
         num_workers: How many have trained.
-        step_s: A step on all of them [s]; the median of those that were measured, as are the others.
-        compute_s: The same without putting the gradients together, on the worker that takes longest [s].
+        step_s: A step on all of them [s]; the median of those that were measured, as are the
+            others.
+        compute_s: The same without putting the gradients together, on the worker that takes longest
+            [s].
         one_worker_s: A step with the same global mini-batch on one worker [s].
-        gradient_bytes: How large the gradients are [bytes]; each worker sends and receives nearly twice as much in a step.
+        gradient_bytes: How large the gradients are [bytes]; each worker sends and receives nearly
+            twice as much in a step.
         num_steps: How many steps were measured.
 
     Example:
@@ -83,28 +86,39 @@ class ScalingReport:
     def advice(self) -> str:
         """Advice in a sentence or two."""
         if self.num_workers == 1:
-            return "There is only one worker, so there is nothing to compare: train on more of them first."
+            return (
+                "There is only one worker, so there is nothing to compare: train on more of them"
+                " first."
+            )
         if self.efficiency >= GOOD_EFFICIENCY:
             return f"{self.num_workers} workers are worth it."
         if self.communication_s > MUCH * self.step_s:
             return self._links_advice()
         return (
-            f"The computation takes {_ms(self.compute_s)} for a share of the mini-batch and {_ms(self.one_worker_s)} for all of "
-            "it: a share is too small to fill a device, or the workers share cores. A larger mini_batch_size helps in the first "
-            "case, fewer workers in the second."
+            f"The computation takes {_ms(self.compute_s)} for a share of the mini-batch and"
+            f" {_ms(self.one_worker_s)} for all of it: a share is too small to fill a device, or"
+            " the workers share cores. A larger mini_batch_size helps in the first case, fewer"
+            " workers in the second."
         )
 
     def _links_advice(self) -> str:
-        rate = 2 * self.gradient_bytes * (self.num_workers - 1) / self.num_workers / self.communication_s
+        rate = (
+            2
+            * self.gradient_bytes
+            * (self.num_workers - 1)
+            / self.num_workers
+            / self.communication_s
+        )
         if self.compute_s < SHORT_STEP_S:
             return (
-                f"The step is too short: {_ms(self.compute_s)} of computation cannot hide {_ms(self.communication_s)} of "
-                "communication. A larger mini_batch_size (with a learning rate to match) or accumulate_steps make it longer."
+                f"The step is too short: {_ms(self.compute_s)} of computation cannot hide"
+                f" {_ms(self.communication_s)} of communication. A larger mini_batch_size (with a"
+                " learning rate to match) or accumulate_steps make it longer."
             )
         return (
-            f"The links are too slow for the model: {_size(self.gradient_bytes)} of gradients at about "
-            f"{rate / 1e9:.1f} GB/s. Larger mini-batches, accumulate_steps, workers on one machine, and between machines "
-            "fast_multinode=True help (docs/several_gpus.md)."
+            f"The links are too slow for the model: {_size(self.gradient_bytes)} of gradients at"
+            f" about {rate / 1e9:.1f} GB/s. Larger mini-batches, accumulate_steps, workers on one"
+            " machine, and between machines fast_multinode=True help (docs/several_gpus.md)."
         )
 
     def to_frame(self) -> pd.DataFrame:
@@ -112,28 +126,36 @@ class ScalingReport:
         import pandas as pd
 
         one = (1, self.one_worker_s, self.one_worker_s, 0.0, 1.0, 1.0)
-        every = (self.num_workers, self.step_s, self.compute_s, self.communication_s, self.speed_up, self.efficiency)
+        every = (
+            self.num_workers,
+            self.step_s,
+            self.compute_s,
+            self.communication_s,
+            self.speed_up,
+            self.efficiency,
+        )
         columns = ["workers", "step_s", "compute_s", "communication_s", "speed_up", "efficiency"]
         return pd.DataFrame([one, every] if self.num_workers > 1 else [one], columns=columns)
 
     def __str__(self) -> str:
         """Return the report in a few lines."""
         return (
-            f"{self.num_workers} worker{'s' if self.num_workers != 1 else ''}: {_ms(self.step_s)} a step "
-            f"({_ms(self.compute_s)} computation, {_ms(self.communication_s)} communication); "
-            f"one worker: {_ms(self.one_worker_s)}\n"
-            f"speed-up {self.speed_up:.2f}, efficiency {self.efficiency:.0%}; "
-            f"{_size(self.gradient_bytes)} of gradients; medians of {self.num_steps} steps\n"
-            f"{self.advice}"
+            f"{self.num_workers} worker{'s' if self.num_workers != 1 else ''}: {_ms(self.step_s)} a"
+            f" step ({_ms(self.compute_s)} computation, {_ms(self.communication_s)} communication);"
+            f" one worker: {_ms(self.one_worker_s)}\nspeed-up {self.speed_up:.2f}, efficiency"
+            f" {self.efficiency:.0%}; {_size(self.gradient_bytes)} of gradients; medians of"
+            f" {self.num_steps} steps\n{self.advice}"
         )
 
 
 def scaling_report(run: TrainingRun, *, num_steps: int = 20, num_warm_up: int = 5) -> ScalingReport:
-    """Measure what the workers of a training are worth: some steps again, on all of them and on one.
+    """Measure what the workers of a training are worth: some steps again, on all of them and on
+    one.
 
-    The steps are those of the training, from its first weights on: forward, backward and update, without reading the data. They
-    are made on all its workers with and without putting their gradients together, then on the first one alone with the same
-    global mini-batch. The training and its model are not touched. The workers have to be free for it: while the training goes on,
+    The steps are those of the training, from its first weights on: forward, backward and update,
+    without reading the data. They are made on all its workers with and without putting their
+    gradients together, then on the first one alone with the same global mini-batch. The training
+    and its model are not touched. The workers have to be free for it: while the training goes on,
     this waits.
 
     Args:
@@ -145,10 +167,12 @@ def scaling_report(run: TrainingRun, *, num_steps: int = 20, num_warm_up: int = 
         InvalidTypeError: `run` is no training.
         InvalidValueError: It is a training by `pool.train`; or there are too few steps.
         PoolClosedError: The pool was shut down.
-        SpmdError: A step has failed: on one worker there may be too little memory for the whole mini-batch.
+        SpmdError: A step has failed: on one worker there may be too little memory for the whole
+            mini-batch.
 
     Source:
-        MATLAB R2025b, Scale Up Deep Learning in Parallel, on GPUs, and in the Cloud: what it says of the mini-batch size.
+        MATLAB R2025b, Scale Up Deep Learning in Parallel, on GPUs, and in the Cloud: what it says
+        of the mini-batch size.
 
     Example:
         >>> import torch
@@ -160,20 +184,27 @@ def scaling_report(run: TrainingRun, *, num_steps: int = 20, num_warm_up: int = 
         1.0
     """
     if not isinstance(run, TrainingRun):
-        raise InvalidTypeError(f"run={run!r} is a {type(run).__name__}. Give what pool.fit has returned.")
+        raise InvalidTypeError(
+            f"run={run!r} is a {type(run).__name__}. Give what pool.fit has returned."
+        )
     num_steps = checked_count("num_steps", num_steps, least=1)
     num_warm_up = checked_count("num_warm_up", num_warm_up, least=0)
     if run.recipe is None:
         raise InvalidValueError(
-            f"{run.name} was trained by a loop of your own, in which nobody else knows what a step is. scaling_report measures "
-            "trainings by pool.fit; in a loop, measure steps with time.perf_counter, and report them."
+            f"{run.name} was trained by a loop of your own, in which nobody else knows what a step"
+            " is. scaling_report measures trainings by pool.fit; in a loop, measure steps with"
+            " time.perf_counter, and report them."
         )
     recipe: Recipe = run.recipe
     from raypool.train.fit import gradient_bytes
 
     measure = Measure(num_steps, num_warm_up, is_synchronised=True)
     together = _steps(recipe, recipe.size, measure)
-    apart = _steps(recipe, recipe.size, measure._replace(is_synchronised=False)) if recipe.size > 1 else together
+    apart = (
+        _steps(recipe, recipe.size, measure._replace(is_synchronised=False))
+        if recipe.size > 1
+        else together
+    )
     alone = _steps(recipe, 1, measure) if recipe.size > 1 else together
     return ScalingReport(
         num_workers=recipe.size,
@@ -192,7 +223,9 @@ def _steps(recipe: Recipe, size: int, measure: Measure) -> list[list[float]]:
     places = recipe.places if recipe.places is None else recipe.places[:size]
     lane = WarmLane(recipe.engine, measure_loop, {"config": recipe.config, "measure": measure})
     plan = TrainingAttempt("scaling_report", 1, run_dir="")
-    ends: Sequence[RankEnd] = list(lane.begin(plan, size, places, Options(retries=0, name="scaling_report")).result())
+    ends: Sequence[RankEnd] = list(
+        lane.begin(plan, size, places, Options(retries=0, name="scaling_report")).result()
+    )
     return [end.value for end in ends]
 
 

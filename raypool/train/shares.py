@@ -9,16 +9,19 @@ from typing import NamedTuple
 
 
 def split_batch(size: int, loads: Sequence[float]) -> list[int]:
-    """Split samples in proportion to loads, as evenly as whole numbers can; what is left over goes to the largest remainders.
+    """Split samples in proportion to loads, as evenly as whole numbers can; what is left over goes
+    to the largest remainders.
 
-    Among equal remainders the first come first, so equal loads give the first ranks one sample more.
+    Among equal remainders the first come first, so equal loads give the first ranks one sample
+    more.
 
     Args:
         size: How many samples.
         loads: A number for each rank, none below 0, at least one above.
 
     Source:
-        Hamilton's method of apportionment; MATLAB R2025b, "Train Network in Parallel with Custom Training Loop", for equal loads.
+        Hamilton's method of apportionment; MATLAB R2025b, "Train Network in Parallel with Custom
+        Training Loop", for equal loads.
 
     Example:
         >>> split_batch(130, [1, 1, 1, 1]), split_batch(96, [2, 1])
@@ -35,7 +38,9 @@ def split_batch(size: int, loads: Sequence[float]) -> list[int]:
 
 
 class Division(NamedTuple):
-    """How a data set makes up an epoch: `steps` steps of `accumulate` mini-batches of `batch_size` samples."""
+    """How a data set makes up an epoch: `steps` steps of `accumulate` mini-batches of `batch_size`
+    samples.
+    """
 
     num_samples: int
     batch_size: int
@@ -49,7 +54,8 @@ class Division(NamedTuple):
 
 
 def divide(num_samples: int, batch_size: int, accumulate: int) -> Division:
-    """Divide a data set into steps; one that is too small for a mini-batch, or a step, makes one all the same.
+    """Divide a data set into steps; one that is too small for a mini-batch, or a step, makes one
+    all the same.
 
     Example:
         >>> divide(130, 32, accumulate=1)
@@ -86,14 +92,15 @@ def share_of(rank: int, batch_size: int, loads: Sequence[float]) -> Share:
     return Share(sum(sizes[:rank]), sizes[rank], batch_size)
 
 
-# --- course of the learning rate --------------------------------------------------------------------------------------
+# --- course of the learning rate ------------------------------------------------------------------
 
 
 class LearningRates(NamedTuple):
     """The course of a learning rate: its factor at each step.
 
-    `kind`: "none", "piecewise", "cosine" or "linear". `steps_per_epoch`, `num_steps`: of the whole training. `warmup_steps`: it
-    rises over so many steps, from `warmup_from` of its value. `drop_every` epochs, "piecewise" leaves `drop_factor` of it.
+    `kind`: "none", "piecewise", "cosine" or "linear". `steps_per_epoch`, `num_steps`: of the whole
+    training. `warmup_steps`: it rises over so many steps, from `warmup_from` of its value.
+    `drop_every` epochs, "piecewise" leaves `drop_factor` of it.
     """
 
     kind: str

@@ -30,65 +30,83 @@ PLAIN: dict[str, dict[bool | None, str | None]] = {
 class TrainingOptions:
     """How `pool.fit` trains.
 
-    A step is one step of the optimizer. It takes the gradient of the mean loss over `mini_batch_size` samples, whatever the
-    number of workers. What is left of an epoch after the last whole mini-batch is left out; a data set that is smaller than a
-    mini-batch is one mini-batch.
+    A step is one step of the optimizer. It takes the gradient of the mean loss over
+    `mini_batch_size` samples, whatever the number of workers. What is left of an epoch after the
+    last whole mini-batch is left out; a data set that is smaller than a mini-batch is one
+    mini-batch.
 
     Args:
-        optimizer: "sgdm", "adam", "adamw", or a function that makes an optimizer of the parameters it is given, with its own
-            learning rate.
+        optimizer: "sgdm", "adam", "adamw", or a function that makes an optimizer of the parameters
+            it is given, with its own learning rate.
         learning_rate: At the start, after the warm-up.
         momentum: Of "sgdm".
-        weight_decay: As torch's optimizers take it: part of the gradient with "sgdm" and "adam", apart from it with "adamw".
-        schedule: How the learning rate goes on. "none" or None: it stays. "piecewise": times `drop_factor` every `drop_every`
-            epochs. "cosine", "linear": down to 0 at the last step. Or a function that makes a torch `LRScheduler` of the
-            optimizer: its `step` is called after each epoch (`ReduceLROnPlateau` is given the validation loss, without one the
+        weight_decay: As torch's optimizers take it: part of the gradient with "sgdm" and "adam",
+            apart from it with "adamw".
+        schedule: How the learning rate goes on. "none" or None: it stays. "piecewise": times
+            `drop_factor` every `drop_every` epochs. "cosine", "linear": down to 0 at the last step.
+            Or a function that makes a torch `LRScheduler` of the optimizer: its `step` is called
+            after each epoch (`ReduceLROnPlateau` is given the validation loss, without one the
             loss).
         drop_every: Epochs between two drops of "piecewise".
         drop_factor: What each of them leaves of the learning rate.
-        warmup_steps: The learning rate rises evenly over so many steps: from 0, or from `learning_rate` if that is
-            scaled. None: 0; if the learning rate is scaled, five epochs, and at most a tenth of all steps.
-        mini_batch_size: Samples of a step, on all workers together. They are shared out as evenly as can be: 130 on four
-            workers are 33, 33, 32 and 32. None: as many as the `DataLoader` says that is trained on; without one 128.
-        scale_batch: "per_worker" or True: `mini_batch_size` is what each worker has, so a step has that times the workers.
-        scale_learning_rate: "linear" or True: the learning rate is multiplied as the mini-batch is by `scale_batch`, with a
-            warm-up. Nothing does so by itself.
+        warmup_steps: The learning rate rises evenly over so many steps: from 0, or from
+            `learning_rate` if that is scaled. None: 0; if the learning rate is scaled, five epochs,
+            and at most a tenth of all steps.
+        mini_batch_size: Samples of a step, on all workers together. They are shared out as evenly
+            as can be: 130 on four workers are 33, 33, 32 and 32. None: as many as the `DataLoader`
+            says that is trained on; without one 128.
+        scale_batch: "per_worker" or True: `mini_batch_size` is what each worker has, so a step has
+            that times the workers.
+        scale_learning_rate: "linear" or True: the learning rate is multiplied as the mini-batch is
+            by `scale_batch`, with a warm-up. Nothing does so by itself.
         max_epochs: So often it goes through the data.
-        execution: "auto": on the workers that have a GPU of their own; if none has, on all. "cpu": on the CPUs of all. "gpu": on
-            one worker with a GPU. "multi-gpu": on all that have one.
-        worker_load: How much of each mini-batch each worker takes, relative to the others: a number for each worker that may
-            train, in their order. [2, 1] splits 96 samples into 64 and 32. A worker with 0 does not train. None: equal shares.
-        precision: "float32": the parameters' own types, whatever they are. "bf16", "fp16": what autocast makes of it; "fp16" with
-            scaling of the loss.
-        clip_gradient_norm: Gradients are scaled down to this norm, of all parameters together, if theirs is larger.
-        accumulate_steps: A step takes the mean gradient of so many mini-batches, one after the other.
-        validation_data: As the data to train on. The loss on it is "validation_loss" of the metrics.
-        validation_frequency: Epochs between two validations. The last epoch is always followed by one.
-        patience: The training ends after so many validations in a row whose loss was not below the least one before.
-        output_model: "last": the result is the model as it is at the end. "best": as at the validation with the least loss.
-        shuffle: "every-epoch" or True, "once" (before the first), "never" or False. None: as the `DataLoader` does that is
-            trained on; without one "every-epoch".
-        seed: Of the first parameters (if `model` is a function), the order of the samples, and what the model draws: from 0 on.
-        checkpoint_every: Epochs between two checkpoints, to go on from. None: none but when a machine is about to go.
-        strategy: "ddp": each worker has the whole model. "fsdp": each holds a part of every parameter, gradient and state of the
-            optimizer (torch's FSDP2), for models that are too large for one GPU.
-        output_fn: Called with each report, a dict; if it returns True, the training ends there. It runs in the worker of rank 0,
-            so what it keeps is not here: for that there is `run.metrics`.
+        execution: "auto": on the workers that have a GPU of their own; if none has, on all. "cpu":
+            on the CPUs of all. "gpu": on one worker with a GPU. "multi-gpu": on all that have one.
+        worker_load: How much of each mini-batch each worker takes, relative to the others: a number
+            for each worker that may train, in their order. [2, 1] splits 96 samples into 64 and 32.
+            A worker with 0 does not train. None: equal shares.
+        precision: "float32": the parameters' own types, whatever they are. "bf16", "fp16": what
+            autocast makes of it; "fp16" with scaling of the loss.
+        clip_gradient_norm: Gradients are scaled down to this norm, of all parameters together, if
+            theirs is larger.
+        accumulate_steps: A step takes the mean gradient of so many mini-batches, one after the
+            other.
+        validation_data: As the data to train on. The loss on it is "validation_loss" of the
+            metrics.
+        validation_frequency: Epochs between two validations. The last epoch is always followed by
+            one.
+        patience: The training ends after so many validations in a row whose loss was not below the
+            least one before.
+        output_model: "last": the result is the model as it is at the end. "best": as at the
+            validation with the least loss.
+        shuffle: "every-epoch" or True, "once" (before the first), "never" or False. None: as the
+            `DataLoader` does that is trained on; without one "every-epoch".
+        seed: Of the first parameters (if `model` is a function), the order of the samples, and what
+            the model draws: from 0 on.
+        checkpoint_every: Epochs between two checkpoints, to go on from. None: none but when a
+            machine is about to go.
+        strategy: "ddp": each worker has the whole model. "fsdp": each holds a part of every
+            parameter, gradient and state of the optimizer (torch's FSDP2), for models that are too
+            large for one GPU.
+        output_fn: Called with each report, a dict; if it returns True, the training ends there. It
+            runs in the worker of rank 0, so what it keeps is not here: for that there is
+            `run.metrics`.
         compile: Whether the model is compiled by `torch.compile`.
-        report_every: Steps between two reports; at each the training looks whether it is to stop. There is always one at the
-            end of an epoch. None: only that. Reported are `epoch` and `step`, from 0 on; `loss`, the mean since the last report;
-            `learning_rate`, of the last step; `samples_per_s`; after an epoch `dropped_samples`, how many it has left out, and
+        report_every: Steps between two reports; at each the training looks whether it is to stop.
+            There is always one at the end of an epoch. None: only that. Reported are `epoch` and
+            `step`, from 0 on; `loss`, the mean since the last report; `learning_rate`, of the last
+            step; `samples_per_s`; after an epoch `dropped_samples`, how many it has left out, and
             `validation_loss`.
-        loader_processes: Processes on each worker that load the samples of a `Dataset` ahead. 0: as many as a `DataLoader` says;
-            without one the worker itself does.
+        loader_processes: Processes on each worker that load the samples of a `Dataset` ahead. 0: as
+            many as a `DataLoader` says; without one the worker itself does.
 
     Raises:
         InvalidTypeError: A field is of a wrong kind.
         InvalidValueError: A field has a value that cannot work.
 
     Source:
-        MATLAB R2025b, trainingOptions. The linear scaling with a warm-up of five epochs: Goyal et al. 2017, "Accurate, Large
-        Minibatch SGD".
+        MATLAB R2025b, trainingOptions. The linear scaling with a warm-up of five epochs: Goyal et
+        al. 2017, "Accurate, Large Minibatch SGD".
 
     Example:
         >>> options = TrainingOptions(optimizer="adam", learning_rate=1e-3, max_epochs=5, worker_load=[2, 1])
@@ -137,7 +155,10 @@ class TrainingOptions:
         if self.worker_load is not None:
             object.__setattr__(self, "worker_load", _checked_load(self.worker_load))
         if self.output_fn is not None and not callable(self.output_fn):
-            raise InvalidTypeError(f"output_fn={self.output_fn!r} is not callable. Give a function of one argument, a dict.")
+            raise InvalidTypeError(
+                f"output_fn={self.output_fn!r} is not callable. Give a function of one argument, a"
+                " dict."
+            )
         if not isinstance(self.compile, bool):
             raise InvalidTypeError(f"compile={self.compile!r} is neither True nor False.")
         self._check_together()
@@ -151,16 +172,27 @@ class TrainingOptions:
         _check_choice("output_model", self.output_model, OUTPUT_MODELS)
         if self.output_model == "best" and self.validation_data is None:
             raise InvalidValueError(
-                "output_model='best' is the model with the least loss at a validation, and there are none. Give validation_data=."
+                "output_model='best' is the model with the least loss at a validation, and there"
+                " are none. Give validation_data=."
             )
         if self.scale_batch is not None:
             _check_choice("scale_batch", self.scale_batch, ("per_worker",))
         if self.scale_learning_rate is not None:
             _check_choice("scale_learning_rate", self.scale_learning_rate, ("linear",))
         if isinstance(self.optimizer, str) or not callable(self.optimizer):
-            _check_choice("optimizer", self.optimizer, OPTIMIZERS, "a function that makes an optimizer of parameters")
+            _check_choice(
+                "optimizer",
+                self.optimizer,
+                OPTIMIZERS,
+                "a function that makes an optimizer of parameters",
+            )
         if isinstance(self.schedule, str) or not callable(self.schedule):
-            _check_choice("schedule", self.schedule, SCHEDULES, "a function that makes an LRScheduler of an optimizer")
+            _check_choice(
+                "schedule",
+                self.schedule,
+                SCHEDULES,
+                "a function that makes an LRScheduler of an optimizer",
+            )
 
     def _check_counts(self) -> None:
         for name in ("drop_every", "max_epochs", "accumulate_steps", "validation_frequency"):
@@ -169,7 +201,9 @@ class TrainingOptions:
             object.__setattr__(self, name, checked_count(name, getattr(self, name), least=0))
         for name in ("mini_batch_size", "patience", "checkpoint_every", "report_every"):
             object.__setattr__(self, name, optional_count(name, getattr(self, name), least=1))
-        object.__setattr__(self, "warmup_steps", optional_count("warmup_steps", self.warmup_steps, least=0))
+        object.__setattr__(
+            self, "warmup_steps", optional_count("warmup_steps", self.warmup_steps, least=0)
+        )
         if self.seed >= 2**63:
             raise InvalidValueError(f"seed={self.seed} is not below 2**63.")
 
@@ -179,30 +213,40 @@ class TrainingOptions:
         if self.learning_rate <= 0:
             raise InvalidValueError(f"learning_rate={self.learning_rate} is not above 0.")
         if not 0 <= self.momentum < 1:
-            raise InvalidValueError(f"momentum={self.momentum} is not in the range from 0 to below 1.")
+            raise InvalidValueError(
+                f"momentum={self.momentum} is not in the range from 0 to below 1."
+            )
         if self.weight_decay < 0:
             raise InvalidValueError(f"weight_decay={self.weight_decay} is below 0.")
         if not 0 < self.drop_factor <= 1:
-            raise InvalidValueError(f"drop_factor={self.drop_factor} is not in the range from above 0 to 1.")
+            raise InvalidValueError(
+                f"drop_factor={self.drop_factor} is not in the range from above 0 to 1."
+            )
         if self.clip_gradient_norm is not None:
             _check_number("clip_gradient_norm", self.clip_gradient_norm)
             if self.clip_gradient_norm <= 0:
-                raise InvalidValueError(f"clip_gradient_norm={self.clip_gradient_norm} is not above 0: None does not clip.")
+                raise InvalidValueError(
+                    f"clip_gradient_norm={self.clip_gradient_norm} is not above 0: None does not"
+                    " clip."
+                )
 
     def _check_together(self) -> None:
         if self.patience is not None and self.validation_data is None:
             raise InvalidValueError(
-                f"patience={self.patience} counts validations, and there are none. Give validation_data=, or leave patience out."
+                f"patience={self.patience} counts validations, and there are none. Give"
+                " validation_data=, or leave patience out."
             )
         if self.scale_learning_rate is not None and self.scale_batch is None:
             raise InvalidValueError(
-                "scale_learning_rate='linear' multiplies the learning rate as the mini-batch grows with the workers, and "
-                "mini_batch_size is one for all of them. Add scale_batch='per_worker', or set the learning rate itself."
+                "scale_learning_rate='linear' multiplies the learning rate as the mini-batch grows"
+                " with the workers, and mini_batch_size is one for all of them. Add"
+                " scale_batch='per_worker', or set the learning rate itself."
             )
         if self.warmup_steps and callable(self.schedule):
             raise InvalidValueError(
-                f"warmup_steps={self.warmup_steps} does not go with a schedule of your own, which sets the learning rate alone. "
-                "Put the warm-up into it, by torch's SequentialLR for one."
+                f"warmup_steps={self.warmup_steps} does not go with a schedule of your own, which"
+                " sets the learning rate alone. Put the warm-up into it, by torch's SequentialLR"
+                " for one."
             )
 
 
@@ -210,7 +254,9 @@ def _check_choice(name: str, value: Any, choices: Sequence[str], other: str = ""
     """Raise the error for a text that is none of these."""
     listed = f"{', '.join(map(repr, choices))}{f', or {other}' if other else ''}"
     if not isinstance(value, str):
-        raise InvalidTypeError(f"{name}={value!r} is a {type(value).__name__}. Give one of: {listed}.")
+        raise InvalidTypeError(
+            f"{name}={value!r} is a {type(value).__name__}. Give one of: {listed}."
+        )
     if value not in choices:
         raise InvalidValueError(f"{name}={value!r} is unknown. Give one of: {listed}.")
 
@@ -226,14 +272,19 @@ def _check_number(name: str, value: Any) -> None:
 def _checked_load(load: Any) -> tuple[float, ...]:
     """Check the workers' loads; return them as plain numbers."""
     if isinstance(load, (str, bytes)) or not hasattr(load, "__iter__"):
-        raise InvalidTypeError(f"worker_load={load!r} is not a list of numbers, one for each worker.")
+        raise InvalidTypeError(
+            f"worker_load={load!r} is not a list of numbers, one for each worker."
+        )
     loads = [each.item() if hasattr(each, "item") else each for each in load]  # NumPy's numbers
     for each in loads:
         _check_number("worker_load", each)
         if each < 0:
             raise InvalidValueError(
-                f"worker_load={loads} has {each} in it, which is below 0. Give 0 to a worker that is to idle."
+                f"worker_load={loads} has {each} in it, which is below 0. Give 0 to a worker that"
+                " is to idle."
             )
     if not any(loads):
-        raise InvalidValueError(f"worker_load={loads} gives nobody anything. Give at least one worker a number above 0.")
+        raise InvalidValueError(
+            f"worker_load={loads} gives nobody anything. Give at least one worker a number above 0."
+        )
     return tuple(loads)

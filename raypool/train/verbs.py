@@ -47,38 +47,50 @@ class TrainingVerbs:
         datasets: Mapping[str, Any] | None = None,
         **trainer_args: Any,
     ) -> TrainingRun:
-        """Train one model on all workers at once by a loop written for Ray Train; return a future of what comes out.
+        """Train one model on all workers at once by a loop written for Ray Train; return a future
+        of what comes out.
 
-        In the loop Ray Train's functions work: `ray.train.report`, `get_checkpoint`, `get_all_reported_checkpoints`,
-        `get_context()` with its ranks, name and `get_storage()` (the folder of the run), `get_preemption_info`,
-        `ray.train.collective`, `ray.train.torch.prepare_model` and `prepare_data_loader`. Two need Ray Train's controller, hence
-        the managed lane: `get_dataset_shard` and `report(validation=...)`. Of metrics what rank 0 reports is kept. The pool has
-        the GPUs already, so nothing is asked of Ray. When a worker is lost it is replaced on the same GPU, and all ranks begin
-        again from the last checkpoint, `retries` times.
+        In the loop Ray Train's functions work: `ray.train.report`, `get_checkpoint`,
+        `get_all_reported_checkpoints`, `get_context()` with its ranks, name and `get_storage()`
+        (the folder of the run), `get_preemption_info`, `ray.train.collective`,
+        `ray.train.torch.prepare_model` and `prepare_data_loader`. Two need Ray Train's controller,
+        hence the managed lane: `get_dataset_shard` and `report(validation=...)`. Of metrics what
+        rank 0 reports is kept. The pool has the GPUs already, so nothing is asked of Ray. When a
+        worker is lost it is replaced on the same GPU, and all ranks begin again from the last
+        checkpoint, `retries` times.
 
-        With "threads" and "inline", and inside a task, there is one rank: torch has one default group for a process.
+        With "threads" and "inline", and inside a task, there is one rank: torch has one default
+        group for a process.
 
         Args:
-            loop: A function of one argument, or of none, that every rank calls: `train_loop_per_worker` of a `TorchTrainer`.
+            loop: A function of one argument, or of none, that every rank calls:
+                `train_loop_per_worker` of a `TorchTrainer`.
             config: The argument of the loop.
-            workers: Those that train: how many, or which, by number or as they stand in `pool.workers`, rank 0 first. None: all.
-            lane: "warm": the pool's workers run the loop, by Ray Train's local mode; it begins at once. "managed": Ray Train runs
-                it as it is, in processes of its own; it takes some seconds to begin, and has Ray Data (`datasets`), other
-                frameworks (`trainer`), and all else that Ray's trainers take. The workers' processes end meanwhile, with the
-                constants and Composites in them, and what they had goes to Ray Train, which numbers its ranks itself; other
-                work for them waits. Afterwards the pool claims the same GPUs again. A worker whose GPU somebody else has taken
-                by then, and keeps for `start_timeout_s`, is lost; a warning says who has it.
-            options: Where checkpoints are kept, how many, and from which one to begin. In the managed lane `min_workers` is the
-                least of Ray's elastic number of ranks, too.
-            trainer: A trainer of Ray's instead of `TorchTrainer`, `TensorflowTrainer` for one; needs the managed lane.
-            datasets: Ray Data datasets by name, for `ray.train.get_dataset_shard`; needs the managed lane, and a free core.
-            **trainer_args: In the managed lane, what else the trainer takes: `torch_config`, `dataset_config`,
-                `validation_config`, `run_config` (with `callbacks`, `storage_filesystem`, `checkpoint_config`, ...) and
-                `scaling_config`, without what the pool says itself: how many ranks there are, and what each gets.
+            workers: Those that train: how many, or which, by number or as they stand in
+                `pool.workers`, rank 0 first. None: all.
+            lane: "warm": the pool's workers run the loop, by Ray Train's local mode; it begins at
+                once. "managed": Ray Train runs it as it is, in processes of its own; it takes some
+                seconds to begin, and has Ray Data (`datasets`), other frameworks (`trainer`), and
+                all else that Ray's trainers take. The workers' processes end meanwhile, with the
+                constants and Composites in them, and what they had goes to Ray Train, which numbers
+                its ranks itself; other work for them waits. Afterwards the pool claims the same
+                GPUs again. A worker whose GPU somebody else has taken by then, and keeps for
+                `start_timeout_s`, is lost; a warning says who has it.
+            options: Where checkpoints are kept, how many, and from which one to begin. In the
+                managed lane `min_workers` is the least of Ray's elastic number of ranks, too.
+            trainer: A trainer of Ray's instead of `TorchTrainer`, `TensorflowTrainer` for one;
+                needs the managed lane.
+            datasets: Ray Data datasets by name, for `ray.train.get_dataset_shard`; needs the
+                managed lane, and a free core.
+            **trainer_args: In the managed lane, what else the trainer takes: `torch_config`,
+                `dataset_config`, `validation_config`, `run_config` (with `callbacks`,
+                `storage_filesystem`, `checkpoint_config`, ...) and `scaling_config`, without what
+                the pool says itself: how many ranks there are, and what each gets.
 
         Returns:
-            A `TrainingRun`. Its result is a `TrainingResult`; or it fails with a `TrainingError` that names the rank, or with a
-            `TaskTimeoutError` (`pool.options(timeout_s=...)`); both have `.result`, what there is all the same.
+            A `TrainingRun`. Its result is a `TrainingResult`; or it fails with a `TrainingError`
+            that names the rank, or with a `TaskTimeoutError` (`pool.options(timeout_s=...)`); both
+            have `.result`, what there is all the same.
 
         Raises:
             ResourceError: There are fewer workers than were asked for, or no core for Ray Data.
@@ -103,7 +115,9 @@ class TrainingVerbs:
         """
         _check_loop(loop)
         if config is not None and not isinstance(config, Mapping):
-            raise InvalidTypeError(f"config={config!r} is a {type(config).__name__}. Give the loop a dict, or nothing.")
+            raise InvalidTypeError(
+                f"config={config!r} is a {type(config).__name__}. Give the loop a dict, or nothing."
+            )
         if lane not in LANES:
             raise InvalidValueError(f"lane={lane!r} is neither 'warm' nor 'managed'.")
         if lane == "warm":
@@ -113,7 +127,9 @@ class TrainingVerbs:
 
         kept = RunOptions() if options is None else options
         if not isinstance(kept, RunOptions):
-            raise InvalidTypeError(f"options={options!r} is a {type(options).__name__}. Give RunOptions(...).")
+            raise InvalidTypeError(
+                f"options={options!r} is a {type(options).__name__}. Give RunOptions(...)."
+            )
         engine, crew = self._crew(workers, kept.min_workers)
         given = trainer_args if datasets is None else {"datasets": datasets, **trainer_args}
         made, finish = self._lane(engine, lane, loop, config, kept, trainer, given)
@@ -130,24 +146,30 @@ class TrainingVerbs:
         lane: Literal["warm", "managed"] = "warm",
         run_options: RunOptions | None = None,
     ) -> TrainingRun:
-        """Train a model on all workers at once, without a loop of one's own; return a future of what comes out.
+        """Train a model on all workers at once, without a loop of one's own; return a future of
+        what comes out.
 
-        Each mini-batch is shared out among the ranks, and their gradients are weighted by their shares: the result is that of one
-        process with the whole mini-batch.
+        Each mini-batch is shared out among the ranks, and their gradients are weighted by their
+        shares: the result is that of one process with the whole mini-batch.
 
         Args:
-            model: A `torch.nn.Module`, or a function without arguments that makes one. The caller's own stays as it is.
-            data: (inputs, targets), two arrays or tensors of equal length, each of which may be a tuple or dict of several; a
-                DataFrame whose last column is the target; a list of samples or a map-style `Dataset`; or a `DataLoader` of one,
-                whose `collate_fn` and sampler are used, and whose batch size and shuffling unless `options` say others. A sample
-                is a pair (input, target), or a dict as in Hugging Face's data sets, whose target is called "labels" or "label".
-                (data, "name") names another target of a DataFrame or of dicts, (data, ["name", "name"]) several: columns of one
-                array, or a dict. The model gets inputs in a tuple as its arguments in order, in a dict as its arguments by name
-                (if it has none of these names, the dict; of samples that are dicts an only input itself). Arrays, tables and
-                Python's numbers become the type of the model's parameters, and so do 64-bit floats of a `Dataset`; other tensors
-                stay as they are.
-            loss: A function of outputs and targets: `torch.nn.functional.cross_entropy`, say. It returns the mean over its
-                samples; one that weighs them (class weights, `ignore_index`) is exact on one worker only, and a warning says so.
+            model: A `torch.nn.Module`, or a function without arguments that makes one. The caller's
+                own stays as it is.
+            data: (inputs, targets), two arrays or tensors of equal length, each of which may be a
+                tuple or dict of several; a DataFrame whose last column is the target; a list of
+                samples or a map-style `Dataset`; or a `DataLoader` of one, whose `collate_fn` and
+                sampler are used, and whose batch size and shuffling unless `options` say others. A
+                sample is a pair (input, target), or a dict as in Hugging Face's data sets, whose
+                target is called "labels" or "label". (data, "name") names another target of a
+                DataFrame or of dicts, (data, ["name", "name"]) several: columns of one array, or a
+                dict. The model gets inputs in a tuple as its arguments in order, in a dict as its
+                arguments by name (if it has none of these names, the dict; of samples that are
+                dicts an only input itself). Arrays, tables and Python's numbers become the type of
+                the model's parameters, and so do 64-bit floats of a `Dataset`; other tensors stay
+                as they are.
+            loss: A function of outputs and targets: `torch.nn.functional.cross_entropy`, say. It
+                returns the mean over its samples; one that weighs them (class weights,
+                `ignore_index`) is exact on one worker only, and a warning says so.
             options: How to train; see `TrainingOptions`.
             workers: Those that may train: how many, or which. None: all.
             lane: As for `train`.
@@ -181,7 +203,9 @@ class TrainingVerbs:
 
         options = TrainingOptions() if options is None else options
         if not isinstance(options, TrainingOptions):
-            raise InvalidTypeError(f"options={options!r} is a {type(options).__name__}. Give TrainingOptions(...).")
+            raise InvalidTypeError(
+                f"options={options!r} is a {type(options).__name__}. Give TrainingOptions(...)."
+            )
         kept = RunOptions() if run_options is None else run_options
         engine, candidates = self._candidates(workers)
         call = prepare_fit(model, data, loss, options, candidates)
@@ -195,25 +219,38 @@ class TrainingVerbs:
         run.recipe = Recipe(engine, crew.size, crew.places, call.config)
         return run
 
-    def predict(self, model: Any, data: Any, *, mini_batch_size: int = 128, output: Callable[[Any], Any] | None = None) -> Any:
-        """Return what a model makes of data, computed on all workers at once, in the order of the data.
+    def predict(
+        self,
+        model: Any,
+        data: Any,
+        *,
+        mini_batch_size: int = 128,
+        output: Callable[[Any], Any] | None = None,
+    ) -> Any:
+        """Return what a model makes of data, computed on all workers at once, in the order of the
+        data.
 
         Args:
-            model: A `torch.nn.Module`, or a function of a mini-batch. Each worker gets it once, a module on its device and in
-                evaluation mode; the caller's stays as it is. (A function gets its mini-batches on the CPU.)
-            data: A NumPy array, a tensor or a DataFrame, with a row for each sample; a tuple or dict of those, if the model has
-                several inputs; a list of samples; or a map-style `Dataset`. Of samples that are pairs (input, target) the input
-                is taken; of dicts all but "labels" or "label", as the model's arguments by name. A `Dataset` other than
-                `TensorDataset` is read by the workers, each with a copy of its own. Numbers of floating point become the type of
-                the model's weights.
-            mini_batch_size: So many samples go through the model at once. Calls to workers have one or, where these take
-                milliseconds, several mini-batches; `timeout_s` and `retries` of `options` are for one call.
-            output: Called on the worker with what the model gives for a mini-batch; what it returns comes back instead. Arrays
-                and lists are put end to end, of anything else the result is a list with an entry for each mini-batch.
+            model: A `torch.nn.Module`, or a function of a mini-batch. Each worker gets it once, a
+                module on its device and in evaluation mode; the caller's stays as it is. (A
+                function gets its mini-batches on the CPU.)
+            data: A NumPy array, a tensor or a DataFrame, with a row for each sample; a tuple or
+                dict of those, if the model has several inputs; a list of samples; or a map-style
+                `Dataset`. Of samples that are pairs (input, target) the input is taken; of dicts
+                all but "labels" or "label", as the model's arguments by name. A `Dataset` other
+                than `TensorDataset` is read by the workers, each with a copy of its own. Numbers of
+                floating point become the type of the model's weights.
+            mini_batch_size: So many samples go through the model at once. Calls to workers have one
+                or, where these take milliseconds, several mini-batches; `timeout_s` and `retries`
+                of `options` are for one call.
+            output: Called on the worker with what the model gives for a mini-batch; what it returns
+                comes back instead. Arrays and lists are put end to end, of anything else the result
+                is a list with an entry for each mini-batch.
 
         Returns:
-            The outputs of all samples, in order, on the CPU: tensors; NumPy arrays if `data` is arrays or a DataFrame. Tuples
-            and mappings of tensors stay that; a list has an entry for each sample.
+            The outputs of all samples, in order, on the CPU: tensors; NumPy arrays if `data` is
+            arrays or a DataFrame. Tuples and mappings of tensors stay that; a list has an entry for
+            each sample.
 
         Raises:
             InvalidValueError, InvalidTypeError: An argument cannot work.
@@ -233,10 +270,23 @@ class TrainingVerbs:
 
         engine = self._engine_here()
         return predict_with(
-            engine, self._options, self._where(engine), model, data, mini_batch_size=mini_batch_size, output=output
+            engine,
+            self._options,
+            self._where(engine),
+            model,
+            data,
+            mini_batch_size=mini_batch_size,
+            output=output,
         )
 
-    def classify(self, model: Any, data: Any, *, labels: Sequence[Any] | None = None, mini_batch_size: int = 128) -> Any:
+    def classify(
+        self,
+        model: Any,
+        data: Any,
+        *,
+        labels: Sequence[Any] | None = None,
+        mini_batch_size: int = 128,
+    ) -> Any:
         """Return the class that a model gives each sample: the number of its largest output.
 
         Args:
@@ -249,7 +299,8 @@ class TrainingVerbs:
             An array with the number, or the label, of each sample's class.
 
         Raises:
-            InvalidValueError, InvalidTypeError: An argument cannot work, or the output has no column for each class.
+            InvalidValueError, InvalidTypeError: An argument cannot work, or the output has no
+                column for each class.
 
         Source:
             MATLAB R2025b, minibatchpredict and scores2label.
@@ -265,10 +316,16 @@ class TrainingVerbs:
 
         engine = self._engine_here()
         return classify_with(
-            engine, self._options, self._where(engine), model, data, labels=labels, mini_batch_size=mini_batch_size
+            engine,
+            self._options,
+            self._where(engine),
+            model,
+            data,
+            labels=labels,
+            mini_batch_size=mini_batch_size,
         )
 
-    # --- implementation -----------------------------------------------------------------------------------------------
+    # --- implementation ---------------------------------------------------------------------------
 
     def _ranks(self, workers: Any) -> tuple[Engine, int, tuple[int, ...] | None]:
         raise NotImplementedError
@@ -291,14 +348,19 @@ class TrainingVerbs:
 
         if self._options.fresh_process:
             raise InvalidValueError(
-                "fresh_process=True does not go with a training, whose ranks stay together. With lane='managed' they are new."
+                "fresh_process=True does not go with a training, whose ranks stay together. With"
+                " lane='managed' they are new."
             )
         engine, size, places = self._ranks(workers)
         if engine.profile.backend != "ray":
             size = 1
         if least is not None and least > size:
-            raise InvalidValueError(f"min_workers={least} is more than the {size} workers that train.")
-        return engine, RankPlaces(size, places, self._numbers if engine is self._engine else lambda: (0,), engine)
+            raise InvalidValueError(
+                f"min_workers={least} is more than the {size} workers that train."
+            )
+        return engine, RankPlaces(
+            size, places, self._numbers if engine is self._engine else lambda: (0,), engine
+        )
 
     def _candidates(self, workers: Workers) -> tuple[Engine, list[WorkerInfo]]:
         """Return the workers that may train."""
@@ -306,7 +368,9 @@ class TrainingVerbs:
         if engine is not self._engine:
             return engine, engine.workers()
         by_number = {worker.index: worker for worker in self._workers()}
-        numbers = list(by_number) if places is None else [place for place in places if place in by_number]
+        numbers = (
+            list(by_number) if places is None else [place for place in places if place in by_number]
+        )
         return engine, [by_number[number] for number in numbers[:size]]
 
     def _lane(  # noqa: PLR0913, PLR0917 - it only passes them on
@@ -326,8 +390,8 @@ class TrainingVerbs:
             return WarmLane(engine, loop, config), None
         if engine.profile.backend != "ray":
             raise InvalidValueError(
-                f'lane="managed" is run by Ray, and this pool is of the kind {engine.profile.backend!r}. Use lane="warm", or a '
-                'pool with profile="local".'
+                'lane="managed" is run by Ray, and this pool is of the kind'
+                f' {engine.profile.backend!r}. Use lane="warm", or a pool with profile="local".'
             )
         from raypool.train.managed import ManagedLane
 
@@ -335,7 +399,13 @@ class TrainingVerbs:
         return managed, managed.finish
 
     def _run(
-        self, engine: Engine, lane: TrainingBackend, crew: RankPlaces, kept: RunOptions, name: str, finish: Finish | None = None
+        self,
+        engine: Engine,
+        lane: TrainingBackend,
+        crew: RankPlaces,
+        kept: RunOptions,
+        name: str,
+        finish: Finish | None = None,
     ) -> TrainingRun:
         from raypool.train.controller import Conductor, start_run
         from raypool.train.runs import TrainingRun, run_folder
@@ -351,8 +421,8 @@ def _check_loop(loop: Any) -> None:
         signature = inspect.signature(loop)
     except (TypeError, ValueError):
         raise InvalidTypeError(
-            f"The loop {_name_of(loop)} does not say what it takes, as some builtins do not. Give a function of one "
-            "argument, or of none."
+            f"The loop {_name_of(loop)} does not say what it takes, as some builtins do not. Give a"
+            " function of one argument, or of none."
         ) from None
     for arguments in ((), (None,)):
         try:
@@ -361,8 +431,8 @@ def _check_loop(loop: Any) -> None:
             continue
         return
     raise InvalidTypeError(
-        f"The loop {_name_of(loop)}({', '.join(signature.parameters)}) takes more than one argument. Put what it needs into "
-        "`config`, a dict, or bind it with functools.partial."
+        f"The loop {_name_of(loop)}({', '.join(signature.parameters)}) takes more than one"
+        " argument. Put what it needs into `config`, a dict, or bind it with functools.partial."
     )
 
 
@@ -379,8 +449,9 @@ def _check_names_in(loop: Any) -> None:
         for name in MANAGED_ONLY:
             if name in code.co_names:
                 raise InvalidValueError(
-                    f'The loop {_name_of(loop)} uses ray.train.{name}, which needs Ray Train\'s controller: lane="managed". With '
-                    "the warm lane a loop reads and validates its data itself, with ray.train.torch.prepare_data_loader say."
+                    f"The loop {_name_of(loop)} uses ray.train.{name}, which needs Ray Train's"
+                    ' controller: lane="managed". With the warm lane a loop reads and validates'
+                    " its data itself, with ray.train.torch.prepare_data_loader say."
                 )
 
 
@@ -388,15 +459,18 @@ def _check_warm(given: Mapping[str, Any], others: Mapping[str, Any]) -> None:
     """Refuse arguments that need Ray Train's controller, and unknown ones."""
     if os.environ.get("RAY_TRAIN_V2_ENABLED", "1").lower() not in ("1", "true"):
         raise InvalidValueError(
-            f"RAY_TRAIN_V2_ENABLED={os.environ['RAY_TRAIN_V2_ENABLED']} in the environment chooses the first version of Ray "
-            "Train. pool.train needs the second: remove the variable."
+            f"RAY_TRAIN_V2_ENABLED={os.environ['RAY_TRAIN_V2_ENABLED']} in the environment chooses"
+            " the first version of Ray Train. pool.train needs the second: remove the variable."
         )
     for name, value in given.items():
         if value:
-            raise InvalidValueError(f'{name}= is for Ray Train\'s controller: give lane="managed" with it.')
+            raise InvalidValueError(
+                f'{name}= is for Ray Train\'s controller: give lane="managed" with it.'
+            )
     for name in others:
         raise InvalidValueError(
-            f'{name}= is no argument of pool.train. If it is one of Ray\'s trainers, give lane="managed" with it.'
+            f"{name}= is no argument of pool.train. If it is one of Ray's trainers, give"
+            ' lane="managed" with it.'
         )
 
 

@@ -66,7 +66,11 @@ class WarmLane:
         self._loop = WarmRank(WarmLoop(loop))
         self._config = config
 
-    def begin(self, plan: TrainingAttempt, size: int, places: tuple[int, ...] | None, options: Options) -> Future[Any]:
+    def begin(
+        self, plan: TrainingAttempt, size: int, places: tuple[int, ...] | None, options: Options
+    ) -> Future[Any]:
         """Start an attempt."""
         self._engine.check_open()  # else cancelled, which would hide the last attempt's error
-        return submit_gang(self._engine, self._loop, (self._config, plan), options, size, places, kind=WarmWork)
+        return submit_gang(
+            self._engine, self._loop, (self._config, plan), options, size, places, kind=WarmWork
+        )

@@ -1,4 +1,6 @@
-"""Data for a loop's figure and report: the timeline of workers, table cells, and learning curves."""
+"""Data for a loop's figure and report: the timeline of workers, table cells, and learning
+curves.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,11 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-# --- timeline of workers ----------------------------------------------------------------------------------------------
+# --- timeline of workers --------------------------------------------------------------------------
 #
-# The source is the table of attempts (`Results.attempts`). Workers are identified by host and number.
-# The time axis begins with the first attempt; pauses between calls with one folder are left out.
+# The source is the table of attempts (`Results.attempts`). Workers are identified by host and
+# number. The time axis begins with the first attempt; pauses between calls with one folder are left
+# out.
 
 
 COLOURS = {
@@ -28,7 +31,9 @@ COLOURS = {
     "retried": "#edae49",
     "cancelled": "#8d99ae",
 }
-"""The statuses of attempts, in the order of a legend, with colors that color-blind readers can tell apart."""
+"""The statuses of attempts, in the order of a legend, with colors that color-blind readers can tell
+apart.
+"""
 
 
 class TimelineRow(NamedTuple):
@@ -62,10 +67,11 @@ class TimelineRow(NamedTuple):
 class Timeline(NamedTuple):
     """The attempts of all workers on one time axis.
 
-    `lanes`: the workers, by host and number. `attempts`: those of which the time is known, with the columns `lane` (which of
-    them), `start_s` and `end_s` (on the time axis) beside their own. `num_untimed`: how many others there are. `breaks_s`: where
-    on the time axis another call begins. `wall_s`: how long all took [s]. `item_s`: the sum of the durations of what
-    gave an outcome [s].
+    `lanes`: the workers, by host and number. `attempts`: those of which the time is known, with the
+    columns `lane` (which of them), `start_s` and `end_s` (on the time axis) beside their own.
+    `num_untimed`: how many others there are. `breaks_s`: where on the time axis another call
+    begins. `wall_s`: how long all took [s]. `item_s`: the sum of the durations of what gave an
+    outcome [s].
     """
 
     lanes: list[TimelineRow]
@@ -110,7 +116,9 @@ def plan(attempts: pd.DataFrame) -> Timeline:
         >>> [(lane.label, lane.busy_s, lane.idle_s) for lane in shown.lanes], shown.wall_s, shown.speed_up
         ([('worker 0', 1.5, 0.5), ('worker 1', 2.0, 0.0)], 2.0, 1.75)
     """
-    is_timed = attempts["started_at"].notna() & attempts["duration_s"].notna() & attempts["worker"].notna()
+    is_timed = (
+        attempts["started_at"].notna() & attempts["duration_s"].notna() & attempts["worker"].notna()
+    )
     timed = attempts[is_timed].copy()
     timed["host"] = timed["host"].fillna("")
     timed["duration_s"] = timed["duration_s"].clip(lower=0.0)
@@ -128,17 +136,29 @@ def plan(attempts: pd.DataFrame) -> Timeline:
     groups: list[tuple[Any, pd.DataFrame]] = list(timed.groupby(["host", "worker"], sort=False))
     is_one_host = len({host for (host, _), _ in groups}) <= 1
     timed["lane"] = timed.groupby(["host", "worker"], sort=False).ngroup()
-    lanes = [_lane(str(host), int(worker), rows, calls["wall_s"], is_one_host) for (host, worker), rows in groups]
+    lanes = [
+        _lane(str(host), int(worker), rows, calls["wall_s"], is_one_host)
+        for (host, worker), rows in groups
+    ]
     wall_s = float(calls["wall_s"].sum())
     item_s = float(timed.loc[timed["status"].isin(["finished", "failed"]), "duration_s"].sum())
-    return Timeline(lanes, timed, int((~is_timed).sum()), calls["offset_s"].iloc[1:].astype(float).tolist(), wall_s, item_s)
+    return Timeline(
+        lanes,
+        timed,
+        int((~is_timed).sum()),
+        calls["offset_s"].iloc[1:].astype(float).tolist(),
+        wall_s,
+        item_s,
+    )
 
 
 def _ends_s(timed: pd.DataFrame) -> pd.Series[float]:
-    """Return when attempts ended, on the time axis: with an outcome no later than the next one on its worker began.
+    """Return when attempts ended, on the time axis: with an outcome no later than the next one on
+    its worker began.
 
-    A worker takes starts from the wall clock and durations from a steady one, which do not agree to the microsecond. Times of
-    attempts without an outcome are the driver's, and may have other attempts within them.
+    A worker takes starts from the wall clock and durations from a steady one, which do not agree to
+    the microsecond. Times of attempts without an outcome are the driver's, and may have other
+    attempts within them.
     """
     ends_s = timed["start_s"] + timed["duration_s"]
     own = timed[timed["status"].isin(["finished", "failed"])]
@@ -146,7 +166,9 @@ def _ends_s(timed: pd.DataFrame) -> pd.Series[float]:
     return ends_s.where(~(ends_s > next_s.reindex(timed.index)), next_s)
 
 
-def _lane(host: str, worker: int, rows: pd.DataFrame, walls_s: pd.Series[float], is_one_host: bool) -> TimelineRow:
+def _lane(
+    host: str, worker: int, rows: pd.DataFrame, walls_s: pd.Series[float], is_one_host: bool
+) -> TimelineRow:
     gpus = rows["gpu"].dropna()
     gpu = int(gpus.iloc[-1]) if len(gpus) else None
     label = f"worker {worker}" if gpu is None else f"worker {worker}, GPU {gpu}"
@@ -164,8 +186,12 @@ def _lane(host: str, worker: int, rows: pd.DataFrame, walls_s: pd.Series[float],
     )
 
 
-def covered_s(starts: np.ndarray[tuple[int], np.dtype[np.float64]], ends: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
-    """Return how much of the time axis intervals cover that may overlap; they are in the order of their starts [s].
+def covered_s(
+    starts: np.ndarray[tuple[int], np.dtype[np.float64]],
+    ends: np.ndarray[tuple[int], np.dtype[np.float64]],
+) -> float:
+    """Return how much of the time axis intervals cover that may overlap; they are in the order of
+    their starts [s].
 
     Example:
         >>> import numpy as np
@@ -181,7 +207,8 @@ def covered_s(starts: np.ndarray[tuple[int], np.dtype[np.float64]], ends: np.nda
 
 
 def merged(attempts: pd.DataFrame, tick_s: float) -> pd.DataFrame:
-    """Return bars for attempts of a plan: those of a worker that are shorter than a tick and follow each other share one.
+    """Return bars for attempts of a plan: those of a worker that are shorter than a tick and follow
+    each other share one.
 
     Columns: those of the first attempt that a bar is for, `end_s` of the last, and `count`.
 
@@ -213,7 +240,8 @@ def merged(attempts: pd.DataFrame, tick_s: float) -> pd.DataFrame:
 
 
 def at_once(attempts: pd.DataFrame, num_points: int) -> tuple[list[float], list[float]]:
-    """Return how many attempts of a plan ran at once over time, one on each worker: from when on [s], and how many.
+    """Return how many attempts of a plan ran at once over time, one on each worker: from when on
+    [s], and how many.
 
     Where that changes more often than `num_points`, the mean of each part of the time.
 
@@ -247,7 +275,11 @@ def unit_of(wall_s: float) -> tuple[float, str]:
         >>> unit_of(0.2), unit_of(90), unit_of(1000), unit_of(20_000)
         ((0.001, 'ms'), (1.0, 's'), (60.0, 'min'), (3600.0, 'h'))
     """
-    for limit_s, seconds, symbol in ((1.0, 0.001, "ms"), (600.0, 1.0, "s"), (18_000.0, 60.0, "min")):
+    for limit_s, seconds, symbol in (
+        (1.0, 0.001, "ms"),
+        (600.0, 1.0, "s"),
+        (18_000.0, 60.0, "min"),
+    ):
         if wall_s < limit_s:
             return seconds, symbol
     return 3600.0, "h"
@@ -263,7 +295,7 @@ def took(seconds: float) -> str:
     return f"{1000 * seconds:.3g} ms" if 0 < seconds < 0.9995 else duration(seconds, 1)
 
 
-# --- values as cells: plain numbers and short texts -------------------------------------------------------------------
+# --- values as cells: plain numbers and short texts -----------------------------------------------
 
 
 Cell: TypeAlias = "bool | int | float | str | None"
@@ -285,13 +317,16 @@ MAX_KEYS = 24
 
 
 def number_column(taken: Collection[str]) -> str:
-    """Return what to call the column with the numbers of items: "index", unless that is one of the names that are taken.
+    """Return what to call the column with the numbers of items: "index", unless that is one of the
+    names that are taken.
 
     Example:
         >>> number_column(["lr"]), number_column(["lr", "index"])
         ('index', 'item number')
     """
-    names = itertools.chain(("index", "item number"), map("item number {}".format, itertools.count(2)))
+    names = itertools.chain(
+        ("index", "item number"), map("item number {}".format, itertools.count(2))
+    )
     return next(name for name in names if name not in taken)
 
 
@@ -353,7 +388,8 @@ def columns(frame: pd.DataFrame, names: Iterable[str]) -> dict[str, list[Cell]]:
 
 
 def spread(frame: pd.DataFrame, names: Iterable[str]) -> dict[str, list[Any]]:
-    """Return the values of columns of a table; where all of one have fields (see `fields_of`), a column for each field.
+    """Return the values of columns of a table; where all of one have fields (see `fields_of`), a
+    column for each field.
 
     Example:
         >>> import pandas as pd
@@ -370,7 +406,11 @@ def spread(frame: pd.DataFrame, names: Iterable[str]) -> dict[str, list[Any]]:
 def _spread(name: str, values: list[Any], depth: int) -> Iterable[tuple[str, list[Any]]]:
     fields = [None if type(value) in PLAIN else fields_of(value) for value in values]
     is_given = [field is not None for field in fields]
-    if depth and any(is_given) and all(given or cell(value) is None for given, value in zip(is_given, values, strict=True)):
+    if (
+        depth
+        and any(is_given)
+        and all(given or cell(value) is None for given, value in zip(is_given, values, strict=True))
+    ):
         rows = [{str(key): entry for key, entry in (field or {}).items()} for field in fields]
         keys = dict.fromkeys(key for row in rows for key in row)
         if keys and len(keys) <= MAX_KEYS:
@@ -388,10 +428,12 @@ def is_numeric(values: Iterable[Cell]) -> bool:
         (True, False, False, False)
     """
     there = [value for value in values if value is not None]
-    return bool(there) and all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in there)
+    return bool(there) and all(
+        isinstance(value, (int, float)) and not isinstance(value, bool) for value in there
+    )
 
 
-# --- learning curves, reduced for a report ----------------------------------------------------------------------------
+# --- learning curves, reduced for a report --------------------------------------------------------
 
 
 MAX_CURVES = 200
@@ -410,8 +452,9 @@ STEPS = ("step", "global_step", "epoch", "iteration", "batch")
 def curves_of(metrics: pd.DataFrame) -> tuple[dict[str, Any], dict[str, str]]:
     """Return curves as the report draws them, and notes on those left out.
 
-    The curves are in `items` (the number of each), `starts` (where each of them begins in the columns, and where the last one
-    ends) and `columns` (by metric). Between two attempts at an item all columns have an empty cell.
+    The curves are in `items` (the number of each), `starts` (where each of them begins in the
+    columns, and where the last one ends) and `columns` (by metric). Between two attempts at an item
+    all columns have an empty cell.
 
     Example:
         >>> import pandas as pd
@@ -444,21 +487,36 @@ def curves_of(metrics: pd.DataFrame) -> tuple[dict[str, Any], dict[str, str]]:
         items.append(item)
         starts.append(len(next(iter(columns.values()))))
     if len(drawn) < len(groups):
-        notes.append(f"Curves of {len(drawn):,} of {len(groups):,} items are drawn, chosen evenly by number.")
+        notes.append(
+            f"Curves of {len(drawn):,} of {len(groups):,} items are drawn, chosen evenly by number."
+        )
     if is_thinned:
         notes.append(f"Of longer curves {MAX_POINTS} points are drawn, chosen evenly.")
-    curves = {"items": items, "starts": starts, "columns": columns, "metrics": chosen, "steps": steps}
+    curves = {
+        "items": items,
+        "starts": starts,
+        "columns": columns,
+        "metrics": chosen,
+        "steps": steps,
+    }
     return curves, ({"curves": " ".join(notes)} if notes else {})
 
 
 def _has_numbers(column: pd.Series[Any]) -> bool:
-    """Whether there are numbers, and nothing else, in a column: pandas knows that of most without a look at each."""
+    """Whether there are numbers, and nothing else, in a column: pandas knows that of most without a
+    look at each.
+    """
     if column.dtype.kind in "iuf":
         return bool(column.notna().any())
     return is_numeric([cell(value) for value in column.tolist()])
 
 
-def _add_curve(columns: dict[str, list[Cell]], there: dict[str, list[Any]], rows: list[int], attempts: list[int]) -> None:
+def _add_curve(
+    columns: dict[str, list[Cell]],
+    there: dict[str, list[Any]],
+    rows: list[int],
+    attempts: list[int],
+) -> None:
     for position, row in enumerate(rows):
         is_again = position > 0 and attempts[row] != attempts[rows[position - 1]]
         for name, column in columns.items():
@@ -479,7 +537,9 @@ def _evenly(entries: list[int], most: int) -> list[int]:
 
 
 def last_of(metrics: pd.DataFrame, num_items: int) -> Iterator[tuple[str, list[Cell]]]:
-    """Yield the metrics with a number, each with the last value of it that each item has reported."""
+    """Yield the metrics with a number, each with the last value of it that each item has
+    reported.
+    """
     names = [name for name in metrics.columns if name not in ("time", "item", "attempt")]
     if not names or not num_items:
         return

@@ -1,4 +1,5 @@
-"""The printed output of a loop's items, shown while it runs: whole lines, each with its item's number.
+"""The printed output of a loop's items, shown while it runs: whole lines, each with its item's
+number.
 
 ::
 
@@ -81,8 +82,12 @@ class ItemLines:
             self._waiting.clear()
             self._size = self._num_dropped = 0
         if num_dropped:
-            text = f"raypool: {num_dropped:,} lines before these came too fast to be shown; results.diary has them.\n{text}"
-        stream = capture.beneath(sys.stdout)  # the current stream: above the live display, if there is one
+            text = (
+                f"raypool: {num_dropped:,} lines before these came too fast to be shown;"
+                f" results.diary has them.\n{text}"
+            )
+        # the current stream: above the live display, if there is one
+        stream = capture.beneath(sys.stdout)
         if text and stream is not None:
             with contextlib.suppress(OSError, ValueError):  # it is closed
                 try:

@@ -19,7 +19,9 @@ FIRST_S = 10.0
 """The time before the first line [s]: shorter loops have none."""
 
 MOST_S = 600.0
-"""The greatest time between two lines [s]; up to this, each line waits twice as long as the last."""
+"""The greatest time between two lines [s]; up to this, each line waits twice as long as the
+last.
+"""
 
 
 def is_terminal(stream: Any) -> bool:
@@ -47,7 +49,8 @@ class LogLines:
     def show(self, status: LoopStatus) -> None:
         """Write a line, if it is time."""
         elapsed_s = status.elapsed_s
-        if elapsed_s >= self._next_s and status.num_settled != status.total:  # else `end` follows at once
+        # else `end` follows at once
+        if elapsed_s >= self._next_s and status.num_settled != status.total:
             self._next_s = max(elapsed_s + min(elapsed_s, MOST_S), FIRST_S)
             self._write(status)
 
@@ -58,7 +61,8 @@ class LogLines:
 
     def _write(self, status: LoopStatus) -> None:
         self._has_lines = True
-        stream = capture.beneath(sys.stderr)  # as it is now: above the picture of another loop, if there is one
+        # as it is now: above the picture of another loop, if there is one
+        stream = capture.beneath(sys.stderr)
         with contextlib.suppress(OSError, ValueError):  # it is closed, or has no such letters
             stream.write(f"raypool: {line(status)}\n")  # in one piece: others write there too
             stream.flush()

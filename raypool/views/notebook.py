@@ -1,4 +1,5 @@
-"""The live display of a loop in a notebook, below the cell that runs it: HTML that is updated in place.
+"""The live display of a loop in a notebook, below the cell that runs it: HTML that is updated in
+place.
 
 The last state stays, also in the file of the notebook. Each loop has its own output, which no other
 cell overwrites.
@@ -22,7 +23,9 @@ STYLES = {"": "", "bold": "font-weight: bold", "dim": "opacity: 0.65", "red": "c
 CELL = "text-align: left; padding: 0 1em 0 0; border: none; white-space: nowrap"
 NUMBER = CELL.replace("left", "right")
 CUT = CELL + "; max-width: 28em; overflow: hidden; text-overflow: ellipsis"
-"""The style of a cell that is cut to one line: a display that changes its height would make the page jump."""
+"""The style of a cell that is cut to one line: a display that changes its height would make the
+page jump.
+"""
 
 
 def in_notebook() -> bool:
@@ -61,19 +64,33 @@ class NotebookView:
 
 def page(status: LoopStatus, rows: Rows) -> str:
     """Return a loop as HTML."""
-    parts = [_text(status.label, "bold"), _bar(status), "".join(_text(text, style) for text, style in status.counts())]
+    parts = [
+        _text(status.label, "bold"),
+        _bar(status),
+        "".join(_text(text, style) for text, style in status.counts()),
+    ]
     times, left_s = duration(status.elapsed_s), status.left_s()
-    parts.append(_text(times if left_s is None else f"{times}, about {duration(left_s)} left", "dim"))
+    parts.append(
+        _text(times if left_s is None else f"{times}, about {duration(left_s)} left", "dim")
+    )
     body = " &nbsp;".join(parts)
     if rows.shown:
         has_memory = any(row.memory for row in rows.shown)
         table = "".join(f"<tr>{''.join(_cells(row, has_memory))}</tr>" for row in rows.shown)
-        body += f'<table style="margin: 0.3em 0 0 1em; border: none; font-size: inherit">{table}</table>'
+        body += (
+            '<table style="margin: 0.3em 0 0 1em; border: none; font-size:'
+            f' inherit">{table}</table>'
+        )
     if rows.num_others:
-        body += _line(f"and {rows.num_others:,} more workers, {rows.num_others_busy:,} of them busy", "dim")
+        body += _line(
+            f"and {rows.num_others:,} more workers, {rows.num_others_busy:,} of them busy", "dim"
+        )
     if status.last_failure is not None:
         body += _line(status.last_failure, "red")
-    return f'<div style="font-size: 90%; font-variant-numeric: tabular-nums; overflow: hidden">{body}</div>'
+    return (
+        '<div style="font-size: 90%; font-variant-numeric: tabular-nums; overflow:'
+        f' hidden">{body}</div>'
+    )
 
 
 def _bar(status: LoopStatus) -> str:

@@ -54,7 +54,9 @@ class LoopWatch:
         clock: Returns the time [s] on a clock that never goes back.
     """
 
-    def __init__(self, view: View, status: LoopStatus, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, view: View, status: LoopStatus, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._view = view
         self._status = status
         self._clock = clock
@@ -63,7 +65,9 @@ class LoopWatch:
         self._is_broken = False
 
     def update(self, work: LoopWork, total: int | None) -> None:
-        """Look at the loop, and show it if it is time; `total` is None while the number of its items is not known."""
+        """Look at the loop, and show it if it is time; `total` is None while the number of its
+        items is not known.
+        """
         self._status.look(work, total)
         if self._clock() < self._next_at or self._is_broken:
             return
@@ -71,7 +75,9 @@ class LoopWatch:
         self._try(self._view.show)
         # The first update is the slowest (imports, caches), so its time does not count.
         took_s, self._is_new = 0.0 if self._is_new else time.thread_time() - started, False
-        self._next_at = self._clock() + max(self._view.interval_s, min(SPARING * took_s, LONGEST_REST_S))
+        self._next_at = self._clock() + max(
+            self._view.interval_s, min(SPARING * took_s, LONGEST_REST_S)
+        )
 
     def end(self) -> None:
         """Show how the loop has ended."""
@@ -85,7 +91,11 @@ class LoopWatch:
             if not self._is_broken:
                 self._is_broken = True
                 told = describe_error(error)
-                logger.warning("%s is not shown any more: %s. The loop itself goes on.", self._status.label, told)
+                logger.warning(
+                    "%s is not shown any more: %s. The loop itself goes on.",
+                    self._status.label,
+                    told,
+                )
 
 
 @contextlib.contextmanager
@@ -128,7 +138,7 @@ def _view(progress: bool | Callable[..., Any] | None, is_serial: bool) -> View |
     return LogLines(is_asked_for=progress is True)
 
 
-# --- progress bars of other packages: tqdm's, or any that is made and moved like tqdm's -------------------------------
+# --- progress bars of other packages: tqdm's, or any that is made and moved like tqdm's -----------
 
 
 class FactoryBar:

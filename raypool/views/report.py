@@ -51,7 +51,8 @@ MAX_NUMBERS = 200
 class Story(NamedTuple):
     """The tables of a loop: `Results.to_frame`, `.attempts`, `.metrics`, `.errors`.
 
-    `configs` and `run` are the columns of `frame` that are of the configurations, and those that raypool adds.
+    `configs` and `run` are the columns of `frame` that are of the configurations, and those that
+    raypool adds.
     """
 
     frame: pd.DataFrame
@@ -77,7 +78,10 @@ def check_suffix(path: Path) -> None:
         InvalidValueError: It does not.
     """
     if path.suffix.lower() not in (".html", ".htm"):
-        raise InvalidValueError(f"path={str(path)!r} ends neither in .html nor in .htm, and what is written is a page of HTML.")
+        raise InvalidValueError(
+            f"path={str(path)!r} ends neither in .html nor in .htm, and what is written is a page"
+            " of HTML."
+        )
 
 
 def write(story: Story, path: Path, title: str | None) -> None:
@@ -109,7 +113,11 @@ def page(story: Story, title: str | None) -> str:
     data, notes = _data(story, shown)
     unit_s, unit = unit_of(min(shown.wall_s, 1.0))  # seconds add up by eye, minutes do not
     return environment.get_template("report.html.j2").render(
-        title=title if title is not None else f"Results of {num_items:,} item{'s' if num_items != 1 else ''}",
+        title=(
+            title
+            if title is not None
+            else f"Results of {num_items:,} item{'s' if num_items != 1 else ''}"
+        ),
         written_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         num_items=num_items,
         counts=story.frame["status"].value_counts().to_dict(),
@@ -148,7 +156,9 @@ def _data(story: Story, shown: Timeline) -> tuple[dict[str, Any], dict[str, str]
 
 
 def _table(story: Story) -> dict[str, Any]:
-    """Return the table of the page by columns, each of a kind: of the configuration, of the values, or of how an item ran."""
+    """Return the table of the page by columns, each of a kind: of the configuration, of the values,
+    or of how an item ran.
+    """
     import pandas as pd
 
     frame = story.frame
@@ -158,20 +168,42 @@ def _table(story: Story) -> dict[str, Any]:
         "value": list(columns(frame, values).items()),
     }
     known = {name for name, _ in kinds["value"]}
-    kinds["reported"] = [(f"last {name}", cells) for name, cells in last_of(story.metrics, len(frame)) if name not in known]
-    started = pd.to_datetime(frame["started_at"].astype(float), unit="s").dt.strftime("%Y-%m-%d %H:%M:%S")
-    about = frame[list(story.run)].assign(started_at=started).rename(columns={"started_at": "started_at (UTC)"})
-    kinds["run"] = [(name, cells) for name, cells in columns(about, about.columns).items() if set(cells) != {None}]
+    kinds["reported"] = [
+        (f"last {name}", cells)
+        for name, cells in last_of(story.metrics, len(frame))
+        if name not in known
+    ]
+    started = pd.to_datetime(frame["started_at"].astype(float), unit="s").dt.strftime(
+        "%Y-%m-%d %H:%M:%S"
+    )
+    about = (
+        frame[list(story.run)]
+        .assign(started_at=started)
+        .rename(columns={"started_at": "started_at (UTC)"})
+    )
+    kinds["run"] = [
+        (name, cells)
+        for name, cells in columns(about, about.columns).items()
+        if set(cells) != {None}
+    ]
     taken = {name for pairs in kinds.values() for name, _ in pairs}
     number = number_column(taken)
     status = kinds["run"].pop(0)
-    entries = [(number, "run", [int(index) for index in frame.index]), (status[0], "run", status[1])]
+    entries = [
+        (number, "run", [int(index) for index in frame.index]),
+        (status[0], "run", status[1]),
+    ]
     entries += [(name, kind, cells) for kind, pairs in kinds.items() for name, cells in pairs]
     return {
-        "columns": [{"name": name, "kind": kind, "is_numeric": is_numeric(cells)} for name, kind, cells in entries],
+        "columns": [
+            {"name": name, "kind": kind, "is_numeric": is_numeric(cells)}
+            for name, kind, cells in entries
+        ],
         "cells": [cells for _, _, cells in entries],
         "number": number,
-        "has_coordinates": len(frame) > 1 and any(len(set(cells)) > 1 for _, cells in kinds["config"]),
+        "has_coordinates": (
+            len(frame) > 1 and any(len(set(cells)) > 1 for _, cells in kinds["config"])
+        ),
     }
 
 
@@ -194,7 +226,11 @@ def _failures(errors: Mapping[int, BaseException]) -> Iterator[FailureGroup]:
 def _traceback(error: BaseException) -> str:
     cause = error.__cause__
     try:
-        text = cause.text if isinstance(cause, RemoteTraceback) else "".join(traceback.format_exception(error))
+        text = (
+            cause.text
+            if isinstance(cause, RemoteTraceback)
+            else "".join(traceback.format_exception(error))
+        )
     except Exception:  # the user's own __str__
         return ""
     notes = "\n".join(str(note) for note in getattr(error, "__notes__", ()))
@@ -202,7 +238,7 @@ def _traceback(error: BaseException) -> str:
     return whole if len(whole) <= MAX_TRACEBACK else f"[...]{whole[-MAX_TRACEBACK:]}"
 
 
-# --- static charts: timeline and concurrency --------------------------------------------------------------------------
+# --- static charts: timeline and concurrency ------------------------------------------------------
 
 
 MAX_BARS = 2000
@@ -235,7 +271,10 @@ def timeline(shown: Timeline) -> tuple[dict[str, Any], int]:
             y=[labels[lane] for lane in rows["lane"]],
             base=(rows["start_s"] / unit_s).to_numpy(),
             x=((rows["end_s"] - rows["start_s"]) / unit_s).to_numpy(),
-            marker={"color": colour, "line": {"width": 0.5 if not tick_s else 0, "color": "rgba(255,255,255,0.6)"}},
+            marker={
+                "color": colour,
+                "line": {"width": 0.5 if not tick_s else 0, "color": "rgba(255,255,255,0.6)"},
+            },
             hovertext=[_hover(row) for row in rows.itertuples()],
             hovertemplate="%{y}<br>%{hovertext}<extra></extra>",
         )
@@ -248,7 +287,10 @@ def timeline(shown: Timeline) -> tuple[dict[str, Any], int]:
         height=120 + LANE_PIXELS * max(len(labels), 2),
         margin={"l": 10, "r": 10, "t": 30, "b": 70},
         legend={"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0},
-        xaxis={"title": {"text": f"time since the start [{symbol}]"}, "range": [0, shown.wall_s / unit_s or 1]},
+        xaxis={
+            "title": {"text": f"time since the start [{symbol}]"},
+            "range": [0, shown.wall_s / unit_s or 1],
+        },
         yaxis={
             "categoryorder": "array",
             "categoryarray": labels[::-1],
@@ -294,8 +336,15 @@ def concurrency(attempts: pd.DataFrame, wall_s: float, num_workers: int) -> dict
         height=260,
         showlegend=False,
         margin={"l": 10, "r": 10, "t": 20, "b": 40},
-        xaxis={"title": {"text": f"time since the start [{symbol}]"}, "range": [0, wall_s / unit_s or 1]},
-        yaxis={"title": {"text": "items at once"}, "range": [0, num_workers * 1.1], "automargin": True},
+        xaxis={
+            "title": {"text": f"time since the start [{symbol}]"},
+            "range": [0, wall_s / unit_s or 1],
+        },
+        yaxis={
+            "title": {"text": "items at once"},
+            "range": [0, num_workers * 1.1],
+            "automargin": True,
+        },
     )
     chart: dict[str, Any] = figure.to_plotly_json()
     return chart

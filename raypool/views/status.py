@@ -1,4 +1,6 @@
-"""The state of a loop for all views: its progress, and each worker's item, metrics and GPU memory."""
+"""The state of a loop for all views: its progress, and each worker's item, metrics and GPU
+memory.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ MEMORY_TRUE_S = 10.0
 """An older value of memory counts as unknown [s]."""
 
 STEADY = 2
-"""From this number of items per worker on, their rate predicts the rest better than their durations."""
+"""From this number of items per worker on, their rate predicts the rest better than their
+durations.
+"""
 
 LEAST_LEFT_S = 0.5
 """A shorter remaining time is not shown [s]."""
@@ -63,7 +67,12 @@ class LoopStatus:
         clock: Returns the Unix time [s].
     """
 
-    def __init__(self, label: str, ask_memory: AskMemory | None = None, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        label: str,
+        ask_memory: AskMemory | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self.label = one_line(label)
         self.total: int | None = None
         self.num_settled = self.num_restored = self.num_failed = 0
@@ -85,7 +94,11 @@ class LoopStatus:
         if self._work is None or work.num_settled != self.num_settled:
             self._settled_at = self._clock()
         self._work, self.total = work, total
-        self.num_settled, self.num_restored, self.num_failed = work.num_settled, len(work.restored), len(work.errors)
+        self.num_settled, self.num_restored, self.num_failed = (
+            work.num_settled,
+            len(work.restored),
+            len(work.errors),
+        )
 
     def end(self) -> None:
         """Note that nothing more will come."""
@@ -138,7 +151,9 @@ class LoopStatus:
         return left_s if left_s > max(self._clock() - self._settled_at, LEAST_LEFT_S) else None
 
     def rows(self, most: int) -> Rows:
-        """Return what each worker is at that has had something to do: no more lines than this, one for all others included."""
+        """Return what each worker is at that has had something to do: no more lines than this, one
+        for all others included.
+        """
         work = self._work
         if work is None:
             return Rows([], 0, 0)
@@ -159,7 +174,9 @@ class LoopStatus:
         piece, since = entry
         items = _named(work, piece)
         description, values = self._tally.described(work, piece), _reported(work, piece)
-        return WorkerRow(index, num_done, max(self._clock() - since, 0.0), items, description, values, memory)
+        return WorkerRow(
+            index, num_done, max(self._clock() - since, 0.0), items, description, values, memory
+        )
 
     @property
     def last_failure(self) -> str | None:
@@ -180,9 +197,13 @@ class Tally:
         self._descriptions: dict[int, str] = {}  # by item
 
     def mean_s(self, running_s: Sequence[float]) -> float:
-        """Return the mean time of an item [s], from ended and running ones (which tend to be longer)."""
+        """Return the mean time of an item [s], from ended and running ones (which tend to be
+        longer).
+        """
         mean_s = self._took_s / max(self.num_done.total(), 1)
-        return (self._took_s + sum(max(mean_s, spent_s) for spent_s in running_s)) / (self.num_done.total() + len(running_s))
+        return (self._took_s + sum(max(mean_s, spent_s) for spent_s in running_s)) / (
+            self.num_done.total() + len(running_s)
+        )
 
     def look_at(self, work: LoopWork) -> None:
         """Count new outcomes."""
@@ -192,9 +213,14 @@ class Tally:
             self.num_done[worker.index] += piece.stop - piece.start
             first = piece.start - result.start
             self._took_s += sum(result.durations_s[first : first + piece.stop - piece.start])
-            failed = [position for position in result.failures if piece.start <= position < piece.stop]
+            failed = [
+                position for position in result.failures if piece.start <= position < piece.stop
+            ]
             if failed:
-                self._note_failed(work.numbers(piece)[max(failed) - piece.start], result.failures[max(failed)].error)
+                self._note_failed(
+                    work.numbers(piece)[max(failed) - piece.start],
+                    result.failures[max(failed)].error,
+                )
         lost = work.lost[self._num_seen_lost :]
         self._num_seen_lost += len(lost)
         for piece, error, _ in lost:
@@ -217,7 +243,9 @@ class Tally:
 
 
 class MemoryBoard:
-    """The last known memory of each worker's GPUs. Answers arrive asynchronously; no view waits for them."""
+    """The last known memory of each worker's GPUs. Answers arrive asynchronously; no view waits for
+    them.
+    """
 
     def __init__(self, ask: AskMemory | None, clock: Callable[[], float]) -> None:
         self._ask = ask

@@ -21,7 +21,7 @@ from raypool.views.words import describe_item, one_line
 if TYPE_CHECKING:
     import pandas as pd
 
-# --- sweeps -----------------------------------------------------------------------------------------------------------
+# --- sweeps ---------------------------------------------------------------------------------------
 #
 #     item  network  width     lr  accuracy  status    duration_s  worker  gpu
 #        0  mlp         32  0.001    0.9361  finished       1.204       0    0
@@ -47,7 +47,10 @@ def sweep_as_json(frame: pd.DataFrame) -> str:
     names = list(map(str, frame))
     number = number_column(names)
     rows = zip(*(frame[name].tolist() for name in frame), strict=True)
-    objects = (_plain({number: index, **dict(zip(names, row, strict=True))}) for index, row in enumerate(rows))
+    objects = (
+        _plain({number: index, **dict(zip(names, row, strict=True))})
+        for index, row in enumerate(rows)
+    )
     return "[" + ",\n ".join(map(json.dumps, objects)) + "]"
 
 
@@ -76,7 +79,11 @@ def sweep_as_table(frame: pd.DataFrame) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("item", justify="right", no_wrap=True)
     for name, values in columns.items():
-        table.add_column(Text(one_line(name)), justify="right" if all(map(_is_number, values)) else "left", no_wrap=True)
+        table.add_column(
+            Text(one_line(name)),
+            justify="right" if all(map(_is_number, values)) else "left",
+            no_wrap=True,
+        )
     for index, row in enumerate(zip(*columns.values(), strict=True)):
         table.add_row(str(index), *map(_cell, row))
     return table
@@ -90,13 +97,17 @@ def _cell(value: Any) -> Text:
     if is_missing(value):
         return Text("-")
     text = Text(
-        f"{value:.4g}" if isinstance(value, float) else one_line(value) if isinstance(value, str) else describe_item(value)
+        f"{value:.4g}"
+        if isinstance(value, float)
+        else one_line(value)
+        if isinstance(value, str)
+        else describe_item(value)
     )
     text.truncate(MOST_LETTERS, overflow="ellipsis")
     return text
 
 
-# --- machines for rent ------------------------------------------------------------------------------------------------
+# --- machines for rent ----------------------------------------------------------------------------
 #
 #       machine         vCPUs  memory  GPUs
 #       n1-standard-8       8   30 GB  1, 2 or 4 T4
@@ -121,8 +132,13 @@ def machines_as_table(catalogue: Catalogue, gpu: str | None) -> Table:
 
 
 def where(catalogue: Catalogue, gpu: str | None) -> str:
-    """Return the note below the table: where a kind of GPU is available, and the catalogue's date."""
-    lines = [f"This is catalogue {catalogue.name} as of {catalogue.date}: providers change what they have."]
+    """Return the note below the table: where a kind of GPU is available, and the catalogue's
+    date.
+    """
+    lines = [
+        f"This is catalogue {catalogue.name} as of {catalogue.date}: providers change what they"
+        " have."
+    ]
     if gpu is not None:
         kind = catalogue.gpu(gpu)
         places = ", ".join(kind.zones or kind.regions) or "places that are not known here"
@@ -138,12 +154,24 @@ def machines_as_json(catalogue: Catalogue, gpu: str | None) -> str:
         for name, choices in _choices(catalogue, gpu).items()
         for machine in [catalogue.machine(name)]
     ]
-    said = {"catalogue": catalogue.name, "date": str(catalogue.date), "sources": catalogue.sources, "machines": machines}
-    return json.dumps({**said, "gpus": [_gpu(kind) for kind in kinds if kind.retired is None]}, indent=2)
+    said = {
+        "catalogue": catalogue.name,
+        "date": str(catalogue.date),
+        "sources": catalogue.sources,
+        "machines": machines,
+    }
+    return json.dumps(
+        {**said, "gpus": [_gpu(kind) for kind in kinds if kind.retired is None]}, indent=2
+    )
 
 
 def _gpu(gpu: Gpu) -> dict[str, object]:
-    return {"name": gpu.name, "accelerator": gpu.accelerator, "zones": gpu.zones, "regions": gpu.regions}
+    return {
+        "name": gpu.name,
+        "accelerator": gpu.accelerator,
+        "zones": gpu.zones,
+        "regions": gpu.regions,
+    }
 
 
 def _choices(catalogue: Catalogue, gpu: str | None) -> dict[str, dict[str, tuple[int, ...]]]:
@@ -155,18 +183,18 @@ def _choices(catalogue: Catalogue, gpu: str | None) -> dict[str, dict[str, tuple
     return {name: {kind: allowed} for name, allowed in counts.items() if allowed}
 
 
-# --- GPUs -------------------------------------------------------------------------------------------------------------
+# --- GPUs -----------------------------------------------------------------------------------------
 #
-#       GPU  name          memory            utilisation  temperature  processes          compute mode
-#     *   0  NVIDIA H200   2.0 of 140.0 GiB         25 %        41 °C  4711 (1.9 GiB)     default
-#         1  NVIDIA H200   unknown               unknown      unknown  unknown            unknown
+# GPU  name          memory            utilisation  temperature  processes          compute mode *
+# 0  NVIDIA H200   2.0 of 140.0 GiB         25 %        41 °C  4711 (1.9 GiB)     default 1  NVIDIA
+# H200   unknown               unknown      unknown  unknown            unknown
 #
 #     * is visible here: all are.
 
 
 NO_GPU = (
-    "No GPU: no NVIDIA driver answers, and Ray knows of no other maker's. Pools run on this machine's cores. "
-    "If there is a GPU in it, nvidia-smi says what keeps its driver from working."
+    "No GPU: no NVIDIA driver answers, and Ray knows of no other maker's. Pools run on this"
+    " machine's cores. If there is a GPU in it, nvidia-smi says what keeps its driver from working."
 )
 
 UNKNOWN = "unknown"
@@ -176,22 +204,42 @@ WIDTH_OF_FILES = 1000
 
 
 def gpus_as_json(frame: pd.DataFrame) -> str:
-    """Return a table of GPUs as JSON: a list of what `raypool.gpu_device_table` says of each, null for what is not known."""
-    rows = [{name: None if is_missing(value) else value for name, value in row.items()} for row in _rows(frame)]
+    """Return a table of GPUs as JSON: a list of what `raypool.gpu_device_table` says of each, null
+    for what is not known.
+    """
+    rows = [
+        {name: None if is_missing(value) else value for name, value in row.items()}
+        for row in _rows(frame)
+    ]
     return json.dumps(rows, indent=2)
 
 
 def gpus_as_table(frame: pd.DataFrame) -> Table:
     """Return a table of GPUs for a terminal."""
     table = Table("", box=None, pad_edge=False)
-    for heading in ("GPU", "name", "memory", "utilisation", "temperature", "processes", "compute mode"):
-        table.add_column(heading, justify="right" if heading in ("GPU", "utilisation", "temperature") else "left")
+    for heading in (
+        "GPU",
+        "name",
+        "memory",
+        "utilisation",
+        "temperature",
+        "processes",
+        "compute mode",
+    ):
+        table.add_column(
+            heading, justify="right" if heading in ("GPU", "utilisation", "temperature") else "left"
+        )
     for row in _rows(frame):
         cells = (
             _said(row, "is_selected", lambda is_selected: "*" if is_selected else "", "?"),
             str(row["index"]),
-            _said(row, "name", str) + _said(row, "mig", lambda instances: "".join(f"\n  {name}" for name in instances), ""),
-            f"{_gib(row['used_bytes'])} of {_gib(row['total_bytes'])} GiB" if not is_missing(row["free_bytes"]) else UNKNOWN,
+            _said(row, "name", str)
+            + _said(row, "mig", lambda instances: "".join(f"\n  {name}" for name in instances), ""),
+            (
+                f"{_gib(row['used_bytes'])} of {_gib(row['total_bytes'])} GiB"
+                if not is_missing(row["free_bytes"])
+                else UNKNOWN
+            ),
             _said(row, "utilisation", lambda utilisation: f"{utilisation * 100:.0f} %"),
             _said(row, "temperature_c", lambda degrees: f"{degrees:.0f} °C"),
             _said(row, "processes", lambda used: "\n".join(map(_process, used.items())) or "none"),
@@ -207,24 +255,37 @@ def show(table: Table) -> None:
 
 
 def legend(frame: pd.DataFrame, environ: Mapping[str, str]) -> str:
-    """Return what is to be said below the table: which of the GPUs a process started from here would see, and why."""
+    """Return what is to be said below the table: which of the GPUs a process started from here
+    would see, and why.
+    """
     names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
     said = ", ".join(f"{name}={environ[name]!r}" for name in names if name in environ)
     selected = frame["is_selected"]
     if selected.isna().any():
-        return f"? is not known to be visible here: {said or 'the environment'} does not say which these are."
+        return (
+            f"? is not known to be visible here: {said or 'the environment'} does not say which"
+            " these are."
+        )
     if not selected.any():
-        return f"None of them is visible here, by {said or 'the environment'}: change it, and start anew whatever uses GPUs."
+        return (
+            f"None of them is visible here, by {said or 'the environment'}: change it, and start"
+            " anew whatever uses GPUs."
+        )
     if said:
         return f"* is visible here, by {said}."
     return "* is visible here: " + (
-        "all are." if selected.all() else "of a GPU that is divided, one instance, and then no other GPU."
+        "all are."
+        if selected.all()
+        else "of a GPU that is divided, one instance, and then no other GPU."
     )
 
 
 def _rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
     columns = {name: frame[name].tolist() for name in frame}
-    return [{str(name): values[place] for name, values in columns.items()} for place in range(len(frame))]
+    return [
+        {str(name): values[place] for name, values in columns.items()}
+        for place in range(len(frame))
+    ]
 
 
 def is_missing(value: Any) -> bool:
@@ -234,7 +295,9 @@ def is_missing(value: Any) -> bool:
     return value is None or value is pd.NA or (isinstance(value, float) and isnan(value))
 
 
-def _said(row: Mapping[str, Any], name: str, say: Callable[[Any], str], unknown: str = UNKNOWN) -> str:
+def _said(
+    row: Mapping[str, Any], name: str, say: Callable[[Any], str], unknown: str = UNKNOWN
+) -> str:
     return unknown if is_missing(row[name]) else say(row[name])
 
 

@@ -43,12 +43,16 @@ _screen = threading.Lock()
 
 
 def terminal_view() -> TerminalView | None:
-    """Return a view on the terminal of standard error; None if nothing can be drawn there, or another loop is shown."""
-    console = SafeConsole(file=capture.beneath(sys.stderr))  # a task that prints may draw the picture, too
+    """Return a view on the terminal of standard error; None if nothing can be drawn there, or
+    another loop is shown.
+    """
+    # a task that prints may draw the picture, too
+    console = SafeConsole(file=capture.beneath(sys.stderr))
     if not console.is_terminal or console.is_dumb_terminal:
         return None
     view = TerminalView(console, _screen.release)
-    return view if _screen.acquire(blocking=False) else None  # last: a failure above leaves the lock free
+    # last: a failure above leaves the lock free
+    return view if _screen.acquire(blocking=False) else None
 
 
 class TerminalView:
@@ -64,7 +68,9 @@ class TerminalView:
     def __init__(self, console: Console, leave: Callable[[], object] = lambda: None) -> None:
         self._console = console
         # Printed text goes above the display, but only if it goes to the same terminal.
-        self._live = Live(console=console, auto_refresh=False, redirect_stdout=is_terminal(sys.stdout))
+        self._live = Live(
+            console=console, auto_refresh=False, redirect_stdout=is_terminal(sys.stdout)
+        )
         self._leave = leave
         self._is_terminal_gone = False
 
@@ -74,7 +80,8 @@ class TerminalView:
 
     def end(self, status: LoopStatus) -> None:
         """Leave the first line of the picture, and give the terminal back as it was."""
-        with contextlib.ExitStack() as after:  # all run, even if one fails: the next loop needs the terminal
+        # all run, even if one fails: the next loop needs the terminal
+        with contextlib.ExitStack() as after:
             after.callback(self._leave)
             after.callback(self._stop)
             after.callback(_flush_output)
@@ -98,12 +105,15 @@ class TerminalView:
 
 def _flush_output() -> None:
     """Flush a line that user code has begun but not ended."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # the stream may be closed, or none
+    # the stream may be closed, or none
+    with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stdout.flush()
 
 
 class Picture:
-    """The drawing of a loop. It is made of segments: rich's tables and texts take ten times as long."""
+    """The drawing of a loop. It is made of segments: rich's tables and texts take ten times as
+    long.
+    """
 
     def __init__(self, console: Console, status: LoopStatus) -> None:
         self._width, self._height = console.width, console.height
@@ -122,7 +132,9 @@ class Picture:
             yield from _segments(line)
 
     def _headline(self, status: LoopStatus) -> tuple[Line, ProgressBar | None]:
-        """Return the numbers and the bar; on a narrow terminal without the time left, then without the bar."""
+        """Return the numbers and the bar; on a narrow terminal without the time left, then without
+        the bar.
+        """
         label = fit(status.label, max(self._width // 3, MIN_BAR))
         counts = status.counts()
         room = self._width - cell_len(label) - sum(len(text) for text, _ in counts) - 3
@@ -135,22 +147,30 @@ class Picture:
         if room < MIN_BAR:
             return head, None
         total, settled = status.total, status.num_settled
-        return head, ProgressBar(total or 1, settled if total else 1, room, pulse=total is None and not status.is_over)
+        return head, ProgressBar(
+            total or 1, settled if total else 1, room, pulse=total is None and not status.is_over
+        )
 
     def _rest(self, status: LoopStatus) -> list[Line]:
-        """Return a line for each worker, as far as there is room, and one for what has failed last."""
+        """Return a line for each worker, as far as there is room, and one for what has failed
+        last.
+        """
         failure = status.last_failure
         rows = status.rows(self._height - (2 if failure is None else 3))
         lines = [self._row(row, rows.shown) for row in rows.shown]
         if rows.num_others:
-            others = f"  and {rows.num_others:,} more workers, {rows.num_others_busy:,} of them busy"
+            others = (
+                f"  and {rows.num_others:,} more workers, {rows.num_others_busy:,} of them busy"
+            )
             lines.append([(fit(others, self._width), "dim")])
         if failure is not None and len(lines) < self._height - 2:
             lines.append([(fit(f"  {failure}", self._width), "red")])
         return lines
 
     def _row(self, row: WorkerRow, rows: list[WorkerRow]) -> Line:
-        """Return the line of a worker: on a narrow one what the item is makes way for what it has reported, then that too."""
+        """Return the line of a worker: on a narrow one what the item is makes way for what it has
+        reported, then that too.
+        """
         digits, memory = len(str(rows[-1].worker)), max(len(row.memory) for row in rows)
         start = f"  worker {row.worker:<{digits}}  {row.num_done:>{DONE_WIDTH},} done"
         if memory and self._width >= MIN_WIDTH_FOR_MEMORY:
@@ -160,10 +180,16 @@ class Picture:
         start += f"  {duration(row.running_s, 1):>7}  {row.items}"
         values = f"  {row.values}" if row.values else ""
         room = self._width - cell_len(start) - cell_len(values)
-        description = fit(f"  {row.description}", max(room, MIN_DESCRIPTION)) if row.description else ""
+        description = (
+            fit(f"  {row.description}", max(room, MIN_DESCRIPTION)) if row.description else ""
+        )
         start = fit(start, self._width)
         description = fit(description, self._width - cell_len(start))
-        return [(start, ""), (description, "dim"), (fit(values, self._width - cell_len(start) - cell_len(description)), "")]
+        return [
+            (start, ""),
+            (description, "dim"),
+            (fit(values, self._width - cell_len(start) - cell_len(description)), ""),
+        ]
 
 
 def _segments(line: Line) -> Iterator[Segment]:
@@ -171,7 +197,8 @@ def _segments(line: Line) -> Iterator[Segment]:
 
 
 def fit(text: str, width: int) -> str:
-    """Return a text that takes no more columns than this, of which the end is left out if it must be.
+    """Return a text that takes no more columns than this, of which the end is left out if it must
+    be.
 
     Example:
         >>> fit("worker 0", 20), fit("worker 0", 5), fit("worker 0", 0)

@@ -1,4 +1,6 @@
-"""The timeline of a loop, as a figure of matplotlib and as a Chrome trace, from the table of attempts."""
+"""The timeline of a loop, as a figure of matplotlib and as a Chrome trace, from the table of
+attempts.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,10 @@ def check_suffix(path: Path) -> None:
 
     known = ["json", *FigureCanvasBase.get_supported_filetypes()]
     if path.suffix[1:].lower() not in known:
-        raise InvalidValueError(f"path={str(path)!r} has none of the suffixes that can be written: .{', .'.join(known)}.")
+        raise InvalidValueError(
+            f"path={str(path)!r} has none of the suffixes that can be written:"
+            f" .{', .'.join(known)}."
+        )
 
 
 def draw(attempts: pd.DataFrame, title: str | None) -> Figure:
@@ -44,12 +49,26 @@ def draw(attempts: pd.DataFrame, title: str | None) -> Figure:
     from matplotlib.figure import Figure
 
     shown = plan(attempts)
-    figure = Figure(figsize=(11, 1.8 + 0.32 * min(max(len(shown.lanes), 2), 64)), layout="constrained")
+    figure = Figure(
+        figsize=(11, 1.8 + 0.32 * min(max(len(shown.lanes), 2), 64)), layout="constrained"
+    )
     axes = figure.add_subplot()
     unit_s, symbol = unit_of(shown.wall_s)
     for position, lane in enumerate(shown.lanes):
-        axes.broken_barh([(0, shown.wall_s / unit_s)], (position - BAR_HEIGHT / 2, BAR_HEIGHT), color="0.93", zorder=0)
-        axes.text(1.01, position, f"{lane.idle_share:.0%} idle", transform=axes.get_yaxis_transform(), va="center", fontsize=8)
+        axes.broken_barh(
+            [(0, shown.wall_s / unit_s)],
+            (position - BAR_HEIGHT / 2, BAR_HEIGHT),
+            color="0.93",
+            zorder=0,
+        )
+        axes.text(
+            1.01,
+            position,
+            f"{lane.idle_share:.0%} idle",
+            transform=axes.get_yaxis_transform(),
+            va="center",
+            fontsize=8,
+        )
     _draw_bars(axes, shown, unit_s)
     _draw_legend(figure, shown)
     for at_s in shown.breaks_s:
@@ -57,7 +76,10 @@ def draw(attempts: pd.DataFrame, title: str | None) -> Figure:
     axes.set_yticks(range(len(shown.lanes)), [_plain(lane.label) for lane in shown.lanes])
     axes.set_ylim(max(len(shown.lanes), 1) - 0.5, -0.5)
     axes.set_xlim(0, shown.wall_s / unit_s or 1)
-    axes.set_xlabel(f"time since the start [{symbol}]" + (", pauses between calls left out" if shown.breaks_s else ""))
+    axes.set_xlabel(
+        f"time since the start [{symbol}]"
+        + (", pauses between calls left out" if shown.breaks_s else "")
+    )
     axes.set_title(_plain(title) if title is not None else headline(shown), loc="left")
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
@@ -73,7 +95,10 @@ def let_notebooks_show_it() -> None:
     from matplotlib.figure import Figure
 
     formatters = shell.display_formatter.formatters
-    if not any(Figure in formatters[kind] for kind in ("image/png", "image/svg+xml", "image/jpeg", "application/pdf")):
+    if not any(
+        Figure in formatters[kind]
+        for kind in ("image/png", "image/svg+xml", "image/jpeg", "application/pdf")
+    ):
         from IPython.core.pylabtools import select_figure_formats
 
         select_figure_formats(shell, {"png"})  # type: ignore[no-untyped-call]
@@ -86,10 +111,22 @@ def _draw_bars(axes: Axes, shown: Timeline, unit_s: float) -> None:
             own = rows["lane"] == lane
             spans = list(zip(starts[own], (ends - starts)[own], strict=True))
             heights = (lane - BAR_HEIGHT / 2, BAR_HEIGHT)
-            axes.broken_barh(spans, heights, facecolor=COLOURS[str(status)], edgecolor="white", linewidth=0.4)
+            axes.broken_barh(
+                spans, heights, facecolor=COLOURS[str(status)], edgecolor="white", linewidth=0.4
+            )
         wide = rows[(rows["end_s"] - rows["start_s"]) > MIN_LABEL * shown.wall_s]
-        for item, lane, start_s, end_s in zip(wide["item"], wide["lane"], wide["start_s"], wide["end_s"], strict=True):
-            axes.text((start_s + end_s) / 2 / unit_s, lane, str(item), ha="center", va="center", fontsize=7, color="white")
+        for item, lane, start_s, end_s in zip(
+            wide["item"], wide["lane"], wide["start_s"], wide["end_s"], strict=True
+        ):
+            axes.text(
+                (start_s + end_s) / 2 / unit_s,
+                lane,
+                str(item),
+                ha="center",
+                va="center",
+                fontsize=7,
+                color="white",
+            )
 
 
 def _draw_legend(figure: Figure, shown: Timeline) -> None:
@@ -98,7 +135,9 @@ def _draw_legend(figure: Figure, shown: Timeline) -> None:
     if there:
         from matplotlib.patches import Patch
 
-        patches = [Patch(color=COLOURS[status], label=f"{status} ({counts[status]:,})") for status in there]
+        patches = [
+            Patch(color=COLOURS[status], label=f"{status} ({counts[status]:,})") for status in there
+        ]
         patches.append(Patch(color="0.93", label="idle"))
         figure.legend(handles=patches, loc="outside lower left", ncols=len(patches), frameon=False)
 
@@ -118,7 +157,9 @@ def _plain(text: str) -> str:
     return text.replace("$", r"\$").encode("utf-8", "replace").decode()
 
 
-def write(figure: Figure, attempts: pd.DataFrame, configs: Mapping[str, Sequence[Any]], path: Path) -> None:
+def write(
+    figure: Figure, attempts: pd.DataFrame, configs: Mapping[str, Sequence[Any]], path: Path
+) -> None:
     """Write the figure, or a trace of the attempts, as the suffix says.
 
     Raises:
@@ -126,7 +167,9 @@ def write(figure: Figure, attempts: pd.DataFrame, configs: Mapping[str, Sequence
     """
     path = path.expanduser().absolute()
     if path.suffix.lower() == ".json":
-        data = json.dumps(chrome_trace(attempts, configs), ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
+        data = json.dumps(
+            chrome_trace(attempts, configs), ensure_ascii=False, allow_nan=False
+        ).encode("utf-8", "replace")
     else:
         picture = io.BytesIO()
         figure.savefig(picture, format=path.suffix[1:].lower(), dpi=150)
@@ -135,36 +178,61 @@ def write(figure: Figure, attempts: pd.DataFrame, configs: Mapping[str, Sequence
 
 
 def chrome_trace(attempts: pd.DataFrame, configs: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-    """Return attempts in the Trace Event Format: a process for each host, a thread for each worker, times since the epoch [us].
+    """Return attempts in the Trace Event Format: a process for each host, a thread for each worker,
+    times since the epoch [us].
 
     Source:
         Trace Event Format, complete events ("X") and metadata ("M").
     """
     shown = plan(attempts)
-    hosts = {host: number for number, host in enumerate(dict.fromkeys(lane.host for lane in shown.lanes), 1)}
+    hosts = {
+        host: number
+        for number, host in enumerate(dict.fromkeys(lane.host for lane in shown.lanes), 1)
+    }
     events: list[dict[str, Any]] = []
     for host, number in hosts.items():
-        events.append({"ph": "M", "name": "process_name", "pid": number, "tid": 0, "args": {"name": host or "unknown host"}})
+        events.append(
+            {
+                "ph": "M",
+                "name": "process_name",
+                "pid": number,
+                "tid": 0,
+                "args": {"name": host or "unknown host"},
+            }
+        )
     for lane in shown.lanes:
-        name = f"worker {lane.worker}" if lane.gpu is None else f"worker {lane.worker}, GPU {lane.gpu}"
+        name = (
+            f"worker {lane.worker}" if lane.gpu is None else f"worker {lane.worker}, GPU {lane.gpu}"
+        )
         ids = {"pid": hosts[lane.host], "tid": lane.worker}
         events.append({"ph": "M", "name": "thread_name", **ids, "args": {"name": name}})
-        events.append({"ph": "M", "name": "thread_sort_index", **ids, "args": {"sort_index": lane.worker}})
+        events.append(
+            {"ph": "M", "name": "thread_sort_index", **ids, "args": {"sort_index": lane.worker}}
+        )
     rows: Any = shown.attempts.itertuples()
     for row in rows:
         item = int(row.item)
         args = {"config": {name: cell(column[item]) for name, column in configs.items()}}
-        said = {"attempt": int(row.attempt), "status": row.status, "gpu": cell(row.gpu), "error": cell(row.error)}
+        said = {
+            "attempt": int(row.attempt),
+            "status": row.status,
+            "gpu": cell(row.gpu),
+            "error": cell(row.error),
+        }
         events.append(
             {
                 "ph": "X",
                 "name": f"item {item}",
                 "cat": row.status,
                 "ts": round(row.started_at * MICROSECONDS),
-                "dur": int((row.end_s - row.start_s) * MICROSECONDS),  # cut: rounded, it could reach into the next one
+                # cut: rounded, it could reach into the next one
+                "dur": int((row.end_s - row.start_s) * MICROSECONDS),
                 "pid": hosts[row.host],
                 "tid": int(row.worker),
-                "args": {**args, **{name: value for name, value in said.items() if value is not None}},
+                "args": {
+                    **args,
+                    **{name: value for name, value in said.items() if value is not None},
+                },
             }
         )
     return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -27,7 +27,9 @@ def duration(seconds: float, digits: int = 0) -> str:
     if seconds < 59.5:
         return f"{max(seconds, 0.0):.{digits}f} s"
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+    return (
+        f"{minutes}:{rest:02}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+    )
 
 
 def rate(count: int, seconds: float) -> str:
@@ -53,15 +55,24 @@ def gibibytes(used: int, total: int | None) -> str:
         >>> gibibytes(33_500_000_000, 85_899_345_920), gibibytes(0, None)
         ('31.2 of 80.0 GiB', '0.0 GiB')
     """
-    return f"{used / 2**30:.1f} GiB" if total is None else f"{used / 2**30:.1f} of {total / 2**30:.1f} GiB"
+    return (
+        f"{used / 2**30:.1f} GiB"
+        if total is None
+        else f"{used / 2**30:.1f} of {total / 2**30:.1f} GiB"
+    )
 
 
-CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
-"""Characters that a terminal obeys instead of showing them, or cannot have: no tab and no end of a line."""
+CONTROLS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff\ud800-\udfff]"
+)
+"""Characters that a terminal obeys instead of showing them, or cannot have: no tab and no end of a
+line.
+"""
 
 
 def printable(text: str) -> str:
-    r"""Return a text in which nothing but the ends of its lines moves the cursor, and nothing sets a color or a title.
+    r"""Return a text in which nothing but the ends of its lines moves the cursor, and nothing sets
+    a color or a title.
 
     Example:
         >>> printable("two\n\tlines, \x1b[31mred\x07")
@@ -77,7 +88,9 @@ def one_line(text: str) -> str:
         >>> one_line("two\n lines, \x1b[31mred")
         'two lines, ?[31mred'
     """
-    return "".join(character if character.isprintable() else "?" for character in " ".join(text.split()))
+    return "".join(
+        character if character.isprintable() else "?" for character in " ".join(text.split())
+    )
 
 
 def describe_item(item: Any) -> str:
@@ -143,7 +156,11 @@ def _number(value: Any, digits: int) -> str:
 
 
 def _value(value: Any) -> str:
-    return value if isinstance(value, str) and len(value) <= MAX_VALUE and value.isprintable() else _repr(value)
+    return (
+        value
+        if isinstance(value, str) and len(value) <= MAX_VALUE and value.isprintable()
+        else _repr(value)
+    )
 
 
 def _repr(value: Any) -> str:

@@ -25,7 +25,9 @@ PIECE_BYTES = 64 * 1024 * 1024
 """How much of a file is copied at once."""
 
 JUST_NOW_NS = 100_000_000
-"""A file that was written so short a time before it was looked at may be written again without looking different [ns]."""
+"""A file that was written so short a time before it was looked at may be written again without
+looking different [ns].
+"""
 
 TOKEN = ".token"
 """A file in a folder by which a machine finds out whether it sees the same folder as another."""
@@ -51,14 +53,17 @@ class CheckpointFolders:
         self._pid = os.getpid()
 
     def check_shared(self, folder: str) -> None:
-        """Raise an error where this process does not see a folder as the pool's driver does; the driver's own process does."""
+        """Raise an error where this process does not see a folder as the pool's driver does; the
+        driver's own process does.
+        """
 
     def folder(self, note: Running, index: int) -> Path:
         """Return the folder of an item.
 
         Raises:
             OSError: It cannot be made or fetched.
-            InvalidValueError: This machine does not see the folder in which checkpoints are to be kept.
+            InvalidValueError: This machine does not see the folder in which checkpoints are to be
+                kept.
         """
         if note.checkpoints is None:
             return make_private(self.temporary() / f"{note.task_id}-{index}" / "checkpoint")
@@ -81,7 +86,8 @@ class CheckpointFolders:
             return self._copies[key].folder
 
     def upload(self, note: Running, index: int) -> None:
-        """Upload what is in an item's folder now, if it is a copy; a forked child leaves that to its parent.
+        """Upload what is in an item's folder now, if it is a copy; a forked child leaves that to
+        its parent.
 
         Raises:
             OSError: It cannot be uploaded.
@@ -106,7 +112,9 @@ class CheckpointFolders:
 
 
 def temporary_here(own: TemporaryFolder) -> Callable[[], Path]:
-    """Return what gives a pool of this process its folder for temporary files: in a task it is in that of the task's pool."""
+    """Return what gives a pool of this process its folder for temporary files: in a task it is in
+    that of the task's pool.
+    """
     note = note_here() if in_task() else None
     if note is None or note.folders is None:
         return own.path
@@ -114,11 +122,12 @@ def temporary_here(own: TemporaryFolder) -> Callable[[], Path]:
     return lambda: make_private(folders.temporary() / name)
 
 
-# --- shared folders ---------------------------------------------------------------------------------------------------
+# --- shared folders -------------------------------------------------------------------------------
 
 
 def token_of(folder: str) -> str:
-    """Return what only those machines know that see this folder; both are made if they are not there.
+    """Return what only those machines know that see this folder; both are made if they are not
+    there.
 
     Raises:
         OSError: The folder cannot be written.
@@ -135,14 +144,16 @@ def token_of(folder: str) -> str:
 
 
 def sees(folder: str, token: str) -> bool:
-    """Return whether this machine sees the folder of another one by that path, given the token there."""
+    """Return whether this machine sees the folder of another one by that path, given the token
+    there.
+    """
     try:
         return (Path(folder) / TOKEN).read_text() == token
     except OSError:
         return False
 
 
-# --- URLs -------------------------------------------------------------------------------------------------------------
+# --- URLs -----------------------------------------------------------------------------------------
 
 
 class StoredFile(NamedTuple):
@@ -157,11 +168,13 @@ Listing = dict[str, StoredFile]
 
 
 class UrlStorage:
-    """A place that pyarrow or fsspec knows by its URL: "gs://...", "s3://...", "file://...", with checkpoints by their names.
+    """A place that pyarrow or fsspec knows by its URL: "gs://...", "s3://...", "file://...", with
+    checkpoints by their names.
 
-    The files that have changed are written as a new version beside the one that counts. When all are there, the new version
-    counts, in one step; then what only the old one needed is removed. Whoever is killed before leaves the old one. Each version
-    is a folder there, NAME/VERSION/FILE; NAME/checkpoint.json says which files count, and of which version.
+    The files that have changed are written as a new version beside the one that counts. When all
+    are there, the new version counts, in one step; then what only the old one needed is removed.
+    Whoever is killed before leaves the old one. Each version is a folder there, NAME/VERSION/FILE;
+    NAME/checkpoint.json says which files count, and of which version.
 
     Raises:
         InvalidValueError: There is nothing that knows such a URL, or it cannot be reached.
@@ -191,7 +204,9 @@ class UrlStorage:
         from pyarrow.fs import FileSelector, FileType
 
         counted = {entry.version for entry in self.listing(name).values()}
-        for info in self._files.get_file_info(FileSelector(f"{self._root}/{name}", allow_not_found=True)):
+        for info in self._files.get_file_info(
+            FileSelector(f"{self._root}/{name}", allow_not_found=True)
+        ):
             if info.type == FileType.Directory and info.base_name not in counted:
                 self._files.delete_dir(info.path)
         return uuid.uuid4().hex[:8]
@@ -206,16 +221,21 @@ class UrlStorage:
         return size
 
     def publish(self, name: str, version: str, files: Listing) -> None:
-        """Let a version count that is complete: `files` are those that were written into it and those that have not changed."""
+        """Let a version count that is complete: `files` are those that were written into it and
+        those that have not changed.
+        """
         places = [self._place(name, file, entry.version) for file, entry in files.items()]
         sizes = [info.size for info in self._files.get_file_info(places)] if places else []
         if sizes != [entry.size for entry in files.values()]:
-            raise FileNotFoundError(f"another attempt of this item has begun to save in {self._url}/{name}")
+            raise FileNotFoundError(
+                f"another attempt of this item has begun to save in {self._url}/{name}"
+            )
         old = self.listing(name)
         spare = f"{self._pointer(name)}.{version}"
         with self._open(spare) as stream:
             stream.write(json.dumps({"files": files}).encode())
-        self._files.move(spare, self._pointer(name))  # one step for readers, also where a move is a copy
+        # one step for readers, also where a move is a copy
+        self._files.move(spare, self._pointer(name))
         for file, entry in old.items():
             if files.get(file) != entry:
                 with contextlib.suppress(OSError):  # it is removed when the next version is begun
@@ -236,7 +256,8 @@ class UrlStorage:
 
 
 def filesystem(url: str, what: str) -> tuple[Any, str]:
-    """Return the file system of a URL, and the URL's path there; `what` is the argument that it was given for.
+    """Return the file system of a URL, and the URL's path there; `what` is the argument that it was
+    given for.
 
     Raises:
         InvalidValueError: There is nothing that knows such a URL, or it cannot be reached.
@@ -254,12 +275,13 @@ def filesystem(url: str, what: str) -> tuple[Any, str]:
     except (ValueError, ImportError, OSError) as error:
         scheme = url.partition("://")[0]
         raise InvalidValueError(
-            f"{what}={url!r} cannot be used from here: {error}. {what.capitalize()} can be kept in a folder, or at a URL that "
-            f"pyarrow or an installed fsspec package knows ({scheme}:// may need one, gcsfs or s3fs for instance)."
+            f"{what}={url!r} cannot be used from here: {error}. {what.capitalize()} can be kept in"
+            f" a folder, or at a URL that pyarrow or an installed fsspec package knows ({scheme}://"
+            " may need one, gcsfs or s3fs for instance)."
         ) from error
 
 
-# --- local copies -----------------------------------------------------------------------------------------------------
+# --- local copies ---------------------------------------------------------------------------------
 
 
 class Look(NamedTuple):
@@ -307,7 +329,9 @@ class LocalCopy:
             OSError: It cannot be uploaded.
         """
         looks = {file: _look_at(self.folder / file) for file in files_in(self.folder)}
-        changed = [file for file, look in looks.items() if look is None or look != self._looks.get(file)]
+        changed = [
+            file for file, look in looks.items() if look is None or look != self._looks.get(file)
+        ]
         if not changed and looks.keys() == self._kept.keys():
             return
         version = self._storage.begin(self._name)

@@ -1,7 +1,7 @@
 """Folders on this machine for checkpoints and temporary files: permanent ones, and those of a pool.
 
-A temporary folder exists as long as a process holds a lock on a file in it. A small process waits for
-that lock and then removes the folder, however its holders have ended.
+A temporary folder exists as long as a process holds a lock on a file in it. A small process waits
+for that lock and then removes the folder, however its holders have ended.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def make_private(folder: Path) -> Path:
     """Make a folder and its missing parents for this user only; return it.
 
     Raises:
-        PermissionError: The folder exists and belongs to another user, who could read and change its contents.
+        PermissionError: The folder exists and belongs to another user, who could read and change
+            its contents.
     """
     make_folders(folder.parent)
     try:
@@ -46,13 +47,21 @@ def make_private(folder: Path) -> Path:
     except FileExistsError:
         status = folder.lstat()
         if stat.S_ISLNK(status.st_mode) or status.st_uid != os.getuid():
-            whose = "it is a link" if stat.S_ISLNK(status.st_mode) else f"it belongs to user {status.st_uid}"
-            raise PermissionError(EPERM, f"{whose}, and others could change its contents", str(folder)) from None
+            whose = (
+                "it is a link"
+                if stat.S_ISLNK(status.st_mode)
+                else f"it belongs to user {status.st_uid}"
+            )
+            raise PermissionError(
+                EPERM, f"{whose}, and others could change its contents", str(folder)
+            ) from None
     return folder
 
 
 def make_folders(folder: Path) -> Path:
-    """Make a folder and its missing parents for this user only; an existing one may belong to anyone."""
+    """Make a folder and its missing parents for this user only; an existing one may belong to
+    anyone.
+    """
     if not folder.is_dir():
         make_folders(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -69,7 +78,8 @@ def sync_folder(folder: Path) -> None:
 
 
 class TemporaryFolder:
-    """A folder for temporary files, made when somebody asks for it; it goes with this object, at the latest with the process.
+    """A folder for temporary files, made when somebody asks for it; it goes with this object, at
+    the latest with the process.
 
     Forked children have it too: its name is known from the beginning.
     """
@@ -97,11 +107,14 @@ class TemporaryFolder:
 def run_aside(code: str, folder: Path) -> None:
     """Run Python code in a small process, with the name of a folder; it forks what is to stay.
 
-    The other process inherits no open files, so a reader of this process's output does not wait for it.
+    The other process inherits no open files, so a reader of this process's output does not wait for
+    it.
     """
     none = subprocess.DEVNULL
     command = [sys.executable, "-I", "-S", "-c", code, str(folder)]
-    subprocess.run(command, check=False, start_new_session=True, cwd="/", stdin=none, stdout=none, stderr=none)
+    subprocess.run(
+        command, check=False, start_new_session=True, cwd="/", stdin=none, stdout=none, stderr=none
+    )
 
 
 def _new_name() -> Path:
@@ -109,7 +122,8 @@ def _new_name() -> Path:
 
 
 def hold(folder: Path) -> int:
-    """Make a temporary folder, if it is not there, and keep it from being removed while this process is alive.
+    """Make a temporary folder, if it is not there, and keep it from being removed while this
+    process is alive.
 
     Returns:
         A descriptor; when it is closed, the folder need not stay for the sake of this process.

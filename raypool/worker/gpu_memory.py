@@ -1,7 +1,9 @@
-"""A worker's GPU memory from task to task: the peak of each task, and memory that a task left allocated.
+"""A worker's GPU memory from task to task: the peak of each task, and memory that a task left
+allocated.
 
-After each call, cached memory is given back. What is still in use then, beyond what is kept on purpose
-(see `raypool.gpus.memory`), was left over by mistake; if that is too much, the process is replaced.
+After each call, cached memory is given back. What is still in use then, beyond what is kept on
+purpose (see `raypool.gpus.memory`), was left over by mistake; if that is too much, the process is
+replaced.
 """
 
 from __future__ import annotations
@@ -21,14 +23,18 @@ from raypool.gpus.devices import Allocator
 from raypool.gpus.memory import kept
 
 PART_LEFT = 10
-"""A worker may have so many-th a part of its memory on the GPU left over, if nothing else is said."""
+"""A worker may have so many-th a part of its memory on the GPU left over, if nothing else is
+said.
+"""
 
 
 class Leftover(NamedTuple):
     """The finding that a process has left too much on its GPU.
 
-    `words` say so, once for each `name`: of the function that has left most, by what was there after calls that began with it.
-    None: it has left nothing, and is to be replaced since a task has wished for that. `is_spent`: the process is to be replaced.
+    `words` say so, once for each `name`: of the function that has left most, by what was there
+    after calls that began with it.
+    None: it has left nothing, and is to be replaced since a task has wished for that. `is_spent`:
+    the process is to be replaced.
     """
 
     name: str
@@ -37,17 +43,23 @@ class Leftover(NamedTuple):
 
 
 class Upkeep:
-    """Looks after a process's memory on its (first) GPU. It does nothing until the process has used the GPU.
+    """Looks after a process's memory on its (first) GPU. It does nothing until the process has used
+    the GPU.
 
     Args:
         allocator: Manages this memory.
         worker: Whose process it is.
         total_bytes: The GPU's memory, None if that is not known.
-        max_leftover_bytes: How much may be left over; None: a tenth of what the process may have, anything if that is not known.
+        max_leftover_bytes: How much may be left over; None: a tenth of what the process may have,
+            anything if that is not known.
     """
 
     def __init__(
-        self, allocator: Allocator, worker: WorkerInfo, total_bytes: int | None, max_leftover_bytes: int | None = None
+        self,
+        allocator: Allocator,
+        worker: WorkerInfo,
+        total_bytes: int | None,
+        max_leftover_bytes: int | None = None,
     ) -> None:
         self.share = 1.0  # which part of the GPU's memory this process may have
         self._allocator = allocator
@@ -65,23 +77,36 @@ class Upkeep:
             self._allocator.reset_peak()
 
     def peak(self) -> int | None:
-        """Return the most that the process had of its GPU's memory since then [bytes], None if it had nothing."""
+        """Return the most that the process had of its GPU's memory since then [bytes], None if it
+        had nothing.
+        """
         try:
             return self._allocator.peak() or None
         except Exception:  # a GPU that fails; `settle` sees to that
             return None
 
     def describe_peak(self) -> str:
-        """Return how much of the GPU's memory the process had since a slice began, and how much it may have."""
+        """Return how much of the GPU's memory the process had since a slice began, and how much it
+        may have.
+        """
         peak = self.peak()
-        text = f"its process had {f'up to {gigabytes(peak)}' if peak else 'nothing'} of the memory of {where(self._worker)}"
+        text = (
+            f"its process had {f'up to {gigabytes(peak)}' if peak else 'nothing'} of the memory of"
+            f" {where(self._worker)}"
+        )
         if self._total_bytes is None:
             return text
-        share = "" if self.share >= 1 else f", of which {gigabytes(int(self._total_bytes * self.share))} are its part"
+        share = (
+            ""
+            if self.share >= 1
+            else f", of which {gigabytes(int(self._total_bytes * self.share))} are its part"
+        )
         return f"{text}, which has {gigabytes(self._total_bytes)}{share}"
 
     def empty_frames(self, error: BaseException) -> None:
-        """Let go of what the functions had that an exception went through; its traceback stays, to be read."""
+        """Let go of what the functions had that an exception went through; its traceback stays, to
+        be read.
+        """
         seen: set[int] = set()
         while self._allocator.is_in_use and error is not None and id(error) not in seen:
             seen.add(id(error))
@@ -104,13 +129,19 @@ class Upkeep:
         return f"Worker {self._worker.index} ({where(self._worker)})"
 
     def settle(self, name: str) -> Leftover | None:
-        """Give back what a function's call does not need any more; say what it has left over, if that is too much now."""
+        """Give back what a function's call does not need any more; say what it has left over, if
+        that is too much now.
+        """
         if not self._allocator.is_in_use:
             return None
         try:
             return self._settled(name)
-        except Exception as error:  # an error on a GPU lasts as long as its process: whatever comes next would fail with it
-            words = f"{self._label} is replaced: its GPU fails it since {name} has run ({type(error).__name__}: {error})."
+        except Exception as error:
+            # an error on a GPU lasts as long as its process: whatever comes next would fail with it
+            words = (
+                f"{self._label} is replaced: its GPU fails it since {name} has run"
+                f" ({type(error).__name__}: {error})."
+            )
             return Leftover(name, words, is_spent=True)
 
     def _settled(self, name: str) -> Leftover | None:
@@ -125,24 +156,34 @@ class Upkeep:
         leftover = allocated - self._floor_bytes
         self._left_by[name] += leftover - self._leftover_bytes
         self._leftover_bytes = leftover
-        return None if allowed is None or leftover <= allowed else self._complaint(leftover, allowed)
+        return (
+            None if allowed is None or leftover <= allowed else self._complaint(leftover, allowed)
+        )
 
     def _complaint(self, leftover: int, allowed: int) -> Leftover:
         ((name, num_bytes),) = self._left_by.most_common(1)
-        fact = f"{gigabytes(leftover)} are left over on its GPU, and {gigabytes(allowed)} are allowed (max_leftover_bytes)"
+        fact = (
+            f"{gigabytes(leftover)} are left over on its GPU, and {gigabytes(allowed)} are allowed"
+            " (max_leftover_bytes)"
+        )
         culprit = f"{name} has left {gigabytes(num_bytes)} of that"
         step = "Build what is meant to stay on the GPU in a pool.constant's function"
         if kept.treasures:
-            words = f"{self._label} stays, for parts of Composites are there, but {fact}; {culprit}. {step}."
+            words = (
+                f"{self._label} stays, for parts of Composites are there, but {fact}; {culprit}."
+                f" {step}."
+            )
         else:
             words = f"{self._label} is replaced: {fact}; {culprit}. {step}, or in setup."
         return Leftover(name, words, is_spent=not kept.treasures)
 
 
 def note_shortage(error: BaseException, upkeep: Upkeep | None) -> None:
-    """Note in an exception that says that memory was short how much there was, and how much the process had of it.
+    """Note in an exception that says that memory was short how much there was, and how much the
+    process had of it.
 
-    With a GPU, let it hold no memory itself: what is in the frames that it went through would be there while others run.
+    With a GPU, let it hold no memory itself: what is in the frames that it went through would be
+    there while others run.
     """
     if upkeep is not None:
         upkeep.empty_frames(error)
@@ -151,7 +192,10 @@ def note_shortage(error: BaseException, upkeep: Upkeep | None) -> None:
     elif is_out_of_memory(error):
         machine = psutil.virtual_memory()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        note = f"its process had up to {gigabytes(peak)} of memory since it began; the machine has {gigabytes(machine.total)}"
+        note = (
+            f"its process had up to {gigabytes(peak)} of memory since it began; the machine has"
+            f" {gigabytes(machine.total)}"
+        )
         note += f", of which {gigabytes(machine.available)} can still be had"
     else:
         return

@@ -20,7 +20,9 @@ from raypool.gpus.devices import Inventory
 from raypool.gpus.sharing import fraction_for
 
 PATIENCE_S = 30.0
-"""Items that wait to run alone go first, but no longer than this [s]: what they wait for may wait for the newcomer."""
+"""Items that wait to run alone go first, but no longer than this [s]: what they wait for may wait
+for the newcomer.
+"""
 
 POLL_S = 0.01
 
@@ -29,7 +31,9 @@ WEIGH_S = 0.5
 
 
 class Sharing(NamedTuple):
-    """How a worker shares its GPU: with how many workers, itself included, and whether these take turns (in an "auto" pool)."""
+    """How a worker shares its GPU: with how many workers, itself included, and whether these take
+    turns (in an "auto" pool).
+    """
 
     num_workers: int
     takes_turns: bool = False
@@ -38,8 +42,9 @@ class Sharing(NamedTuple):
 class Weight(NamedTuple):
     """A worker's load on its GPU after a call; None stands for what is not known.
 
-    `total_bytes`: the GPU's memory. `used_bytes`: what of that is in use, by whomever. `own_bytes`: what this process has of it,
-    `overhead_bytes` of that beside what torch allocates. `utilisation`: how busy the GPU was just now.
+    `total_bytes`: the GPU's memory. `used_bytes`: what of that is in use, by whomever. `own_bytes`:
+    what this process has of it, `overhead_bytes` of that beside what torch allocates.
+    `utilisation`: how busy the GPU was just now.
     """
 
     total_bytes: int | None = None
@@ -68,7 +73,11 @@ class Turns:
     """
 
     def __init__(
-        self, inventory: Inventory, device: str, find_folder: Callable[[], Path], patience_s: float = PATIENCE_S
+        self,
+        inventory: Inventory,
+        device: str,
+        find_folder: Callable[[], Path],
+        patience_s: float = PATIENCE_S,
     ) -> None:
         self._inventory = inventory
         self._allocator = inventory.allocator()
@@ -83,7 +92,9 @@ class Turns:
         self._weigh_at = 0.0
 
     def begin(self, part: Part) -> None:
-        """Wait for the turn of a part, which may be interrupted; `end` has to follow in any case."""
+        """Wait for the turn of a part, which may be interrupted; `end` has to follow in any
+        case.
+        """
         if part.turn is None:
             return
         share, is_alone = part.turn
@@ -104,7 +115,8 @@ class Turns:
         """Let others have their turns, with all the memory that is not held."""
         if self._lock < 0:
             return
-        with contextlib.suppress(Exception):  # a GPU in trouble; the next that uses it hears of that
+        # a GPU in trouble; the next that uses it hears of that
+        with contextlib.suppress(Exception):
             self._allocator.empty_cache()
         fcntl.flock(self._door, fcntl.LOCK_UN)
         fcntl.flock(self._lock, fcntl.LOCK_UN)
@@ -118,9 +130,18 @@ class Turns:
         card = self._inventory.find(self._device)
         if card is None:
             return Weight()
-        own = next((process.used_bytes for process in card.processes or () if process.pid == os.getpid()), None)
-        if own is None and self._is_only and card.used_bytes is not None and self._used_before is not None:
-            own = max(card.used_bytes - self._used_before, 0)  # in a container, the driver knows it by another number
+        own = next(
+            (process.used_bytes for process in card.processes or () if process.pid == os.getpid()),
+            None,
+        )
+        if (
+            own is None
+            and self._is_only
+            and card.used_bytes is not None
+            and self._used_before is not None
+        ):
+            # in a container, the driver knows it by another number
+            own = max(card.used_bytes - self._used_before, 0)
         overhead = None if own is None else max(own - self._allocator.allocated(), 0)
         return Weight(card.total_bytes, card.used_bytes, own, overhead, card.utilisation)
 

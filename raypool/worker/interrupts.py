@@ -1,4 +1,5 @@
-"""Interrupts tasks from outside: only the slice that was meant, and only while the user's code runs.
+"""Interrupts tasks from outside: only the slice that was meant, and only while the user's code
+runs.
 
 A request (a "wish" below) names an attempt and a task. The running slice is interrupted by raising
 `TaskCancelled` in it. In a worker process a signal does that: its handler runs in the main thread,
@@ -29,18 +30,26 @@ from raypool.errors import TaskCancelled
 from raypool.worker.running import Running, note_in_process
 
 STOP_SIGNAL = signal.SIGRTMIN + 5
-"""Nobody else's: SIGUSR1 and SIGUSR2 are used by schedulers of clusters and by the training frameworks that listen to them."""
+"""Nobody else's: SIGUSR1 and SIGUSR2 are used by schedulers of clusters and by the training
+frameworks that listen to them.
+"""
 
 WISH = struct.Struct("=qqq")
-"""Attempt, task, and what it is told, by its number in `SIGNALS`: what comes through the pipe of a `ProcessGuard`."""
+"""Attempt, task, and what it is told, by its number in `SIGNALS`: what comes through the pipe of a
+`ProcessGuard`.
+"""
 
 SIGNALS = (Signal.STOP, Signal.CANCEL, Signal.LEAVE)
 
 AT_HAND = struct.Struct("=qq")
-"""Attempt and task of the slice that is opened or running, or NOTHING: what stands on the board of a `ProcessGuard`."""
+"""Attempt and task of the slice that is opened or running, or NOTHING: what stands on the board of
+a `ProcessGuard`.
+"""
 
 WHOLE = -1
-"""Stands in the place of the task while a call is taken apart and its answer packed: that may be for any of its slices."""
+"""Stands in the place of the task while a call is taken apart and its answer packed: that may be
+for any of its slices.
+"""
 
 NOTHING = (-1, WHOLE)
 
@@ -60,16 +69,22 @@ NOW = 0.0
 
 
 class Terminated(SystemExit):
-    """This worker process was told to end (SIGTERM): no `sys.exit` of the task's, which would be the error of its item alone."""
+    """This worker process was told to end (SIGTERM): no `sys.exit` of the task's, which would be
+    the error of its item alone.
+    """
 
 
 def terminate(*_: Any) -> NoReturn:
-    """End this process as one that was told to; a handler of SIGTERM. Ray's own raises what `sys.exit(1)` raises."""
+    """End this process as one that was told to; a handler of SIGTERM. Ray's own raises what
+    `sys.exit(1)` raises.
+    """
     raise Terminated(1)
 
 
 class Deadline(Protocol):
-    """What a slice is run by: it begins no further item after this time; one that is cancelled counts for nothing."""
+    """What a slice is run by: it begins no further item after this time; one that is cancelled
+    counts for nothing.
+    """
 
     deadline: float
     is_cancelled: bool
@@ -90,13 +105,16 @@ class Guard:
         self._wishes: dict[tuple[int, int], Signal] = {}
 
     def begin_call(self, attempt_id: int) -> None:
-        """Note which call the slices belong to that follow; wishes about earlier ones mean nothing any more."""
+        """Note which call the slices belong to that follow; wishes about earlier ones mean nothing
+        any more.
+        """
         self._attempt_id = attempt_id
         if self._wishes:
             self._wishes = {key: wish for key, wish in self._wishes.items() if key[0] >= attempt_id}
 
     def approach(self, task_id: int) -> None:
-        """Note that a slice is opened. That may run the user's code, and hang, but is not interrupted.
+        """Note that a slice is opened. That may run the user's code, and hang, but is not
+        interrupted.
 
         Raises:
             TaskCancelled: It was cancelled before it began, so there is nothing to save.
@@ -109,7 +127,8 @@ class Guard:
         """Note that the user's code begins.
 
         Raises:
-            TaskCancelled: Nobody wants it any more. From here on that can come at any moment, until `end` has returned.
+            TaskCancelled: Nobody wants it any more. From here on that can come at any moment, until
+                `end` has returned.
         """
         self._note, self._limit = note, limit
         wish = self._wishes.get(self._at_hand)
@@ -120,10 +139,12 @@ class Guard:
         self._is_armed = True
 
     def shield(self) -> bool:
-        """Stop interrupting the running slice: the rest of it is not the user's code, and has to finish.
+        """Stop interrupting the running slice: the rest of it is not the user's code, and has to
+        finish.
 
         Returns:
-            Whether it could be interrupted until now, so that `expose` has to follow: a slice is interrupted only once.
+            Whether it could be interrupted until now, so that `expose` has to follow: a slice is
+            interrupted only once.
         """
         was_armed, self._is_armed = self._is_armed, False
         return was_armed
@@ -155,7 +176,9 @@ class Guard:
         self._note = self._limit = None  # with what the task has returned
 
     def take(self, wish: Signal, attempt_id: int, task_id: int) -> bool:
-        """Take a request; return whether the running slice has to be interrupted for it, which happens only once."""
+        """Take a request; return whether the running slice has to be interrupted for it, which
+        happens only once.
+        """
         key = (attempt_id, task_id)
         if attempt_id >= self._attempt_id and self._wishes.get(key) is not Signal.CANCEL:
             self._wishes[key] = wish
@@ -187,14 +210,17 @@ def _heed(wish: Signal, note: Running, limit: Deadline) -> None:
 
 
 class ProcessGuard(Guard):
-    """Guards the main thread of this process; requests arrive from the node agent, as a signal and through a pipe.
+    """Guards the main thread of this process; requests arrive from the node agent, as a signal and
+    through a pipe.
 
-    A board in shared memory names the running slice: the node agent reads it to decide whether to kill this process.
+    A board in shared memory names the running slice: the node agent reads it to decide whether to
+    kill this process.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.pipe, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # the node agent opens it for writing through /proc
+        # the node agent opens it for writing through /proc
+        self.pipe, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.board = os.memfd_create("raypool-board")
         os.ftruncate(self.board, AT_HAND.size)
         self._board = mmap.mmap(self.board, AT_HAND.size)
@@ -202,7 +228,9 @@ class ProcessGuard(Guard):
         signal.signal(STOP_SIGNAL, self._on_signal)
 
     def begin_call(self, attempt_id: int) -> None:
-        """Note that a call begins; its slices are at hand until `end_call`, also while it is taken apart and answered."""
+        """Note that a call begins; its slices are at hand until `end_call`, also while it is taken
+        apart and answered.
+        """
         super().begin_call(attempt_id)
         AT_HAND.pack_into(self._board, 0, attempt_id, WHOLE)
 
@@ -239,10 +267,16 @@ class ProcessGuard(Guard):
 
 
 def _is_delicate(frame: FrameType | None) -> bool:
-    """Whether nothing should be raised here: a module half-imported would break what comes after; finalizers swallow it."""
+    """Whether nothing should be raised here: a module half-imported would break what comes after;
+    finalizers swallow it.
+    """
     while frame is not None:
         code = frame.f_code
-        if code.co_filename == IMPORT_MACHINERY or code.co_name == "__del__" or code.co_filename in SWALLOWERS:
+        if (
+            code.co_filename == IMPORT_MACHINERY
+            or code.co_name == "__del__"
+            or code.co_filename in SWALLOWERS
+        ):
             return True
         frame = frame.f_back
     return False
@@ -278,10 +312,13 @@ class ThreadGuard(Guard):
         self._without_interruption(super().end)
 
     def _without_interruption(self, note_end: Callable[[], object]) -> bool:
-        """Disarm it; return whether what was on its way has arrived here, where it interrupts nothing."""
+        """Disarm it; return whether what was on its way has arrived here, where it interrupts
+        nothing.
+        """
         try:
             self._disarm(note_end)
-        except TaskCancelled:  # it arrives only now, when it is not for what is at hand any more; it comes once
+        except TaskCancelled:
+            # it arrives only now, when it is not for what is at hand any more; it comes once
             self._disarm(note_end)
             return True
         return False
@@ -294,7 +331,8 @@ class ThreadGuard(Guard):
             _let_arrive()
 
     def interrupt_here(self, attempt_id: int, task_id: int, frame: FrameType | None) -> None:
-        """Cancel a slice that runs in this thread, from a signal's handler, which may find it where it must not be interrupted.
+        """Cancel a slice that runs in this thread, from a signal's handler, which may find it where
+        it must not be interrupted.
 
         Raises:
             TaskCancelled: It is interrupted, for the first time.
@@ -315,7 +353,9 @@ class ThreadGuard(Guard):
                 self._is_coming = self._interrupt()
 
     def _interrupt(self) -> bool:
-        """Raise TaskCancelled in the thread as soon as it is not making another; return whether that was possible in time."""
+        """Raise TaskCancelled in the thread as soon as it is not making another; return whether
+        that was possible in time.
+        """
         give_up = time.monotonic() + THREAD_START_S
         while (made := _raise_in(self._thread_id, TaskCancelled)) is not None:
             if not made._started.wait(give_up - time.monotonic()):
@@ -329,7 +369,9 @@ class ThreadGuard(Guard):
 
     @property
     def is_delicate(self) -> bool:
-        """Whether its thread is where nothing should be raised, such as in an import: half of torch would end the process."""
+        """Whether its thread is where nothing should be raised, such as in an import: half of torch
+        would end the process.
+        """
         return not self.is_free and _is_delicate(sys._current_frames().get(self._thread_id))
 
     def is_at_hand(self, attempt_id: int, task_id: int) -> bool:
@@ -342,19 +384,35 @@ _set_async_exc.argtypes = [ctypes.c_ulong, ctypes.py_object]
 
 
 def _raise_in(thread_id: int, kind: type[BaseException]) -> Any:
-    """Raise an exception in a thread when it runs Python code again, unless it is making another; return that, or None.
+    """Raise an exception in a thread when it runs Python code again, unless it is making another;
+    return that, or None.
 
-    Up to Python 3.11 a thread that is being made goes by its maker's id until it runs. It would get the exception in its maker's
-    place and die of it, and its maker would wait for ever for it to begin.
+    Up to Python 3.11 a thread that is being made goes by its maker's id until it runs. It would get
+    the exception in its maker's place and die of it, and its maker would wait for ever for it to
+    begin.
     """
     if sys.version_info < (3, 12):
-        [frames] = itertools.starmap(sys._current_frames, [()])  # until it has been raised, nothing here lets another thread run
-        a: Any = frames[thread_id]  # the innermost: `start` calls `Event.wait`, and that `Condition.wait`, and that its helpers
+        # until it has been raised, nothing here lets another thread run
+        [frames] = itertools.starmap(sys._current_frames, [()])
+        # the innermost: `start` calls `Event.wait`, and that `Condition.wait`, and that its helpers
+        a: Any = frames[thread_id]
         b = a.f_back
         c = b.f_back
         d = c.f_back
         code = THREAD_START
-        start = a if a.f_code is code else b if b.f_code is code else c if c.f_code is code else d if d.f_code is code else None
+        start = (
+            a
+            if a.f_code is code
+            else (
+                b
+                if b.f_code is code
+                else c
+                if c.f_code is code
+                else d
+                if d.f_code is code
+                else None
+            )
+        )
         if start is not None and not start.f_locals["self"]._started._flag:
             return start.f_locals["self"]
     _set_async_exc(thread_id, kind)
@@ -364,13 +422,14 @@ def _raise_in(thread_id: int, kind: type[BaseException]) -> Any:
 def _let_arrive() -> None:
     """Let what was raised in this thread arrive here, if it has not yet.
 
-    It could also be taken back, but then Python 3.11 waits forever, in whichever thread is traced or profiled next.
+    It could also be taken back, but then Python 3.11 waits forever, in whichever thread is traced
+    or profiled next.
     """
     for _ in range(16):
         pass  # a loop is where Python looks for it
 
 
-# --- time limits of the backend "inline" ------------------------------------------------------------------------------
+# --- time limits of the backend "inline" ----------------------------------------------------------
 
 
 AGAIN_S = 0.05
@@ -385,8 +444,10 @@ class TimeLimit:
     Args:
         timeout_s: How much [s].
         grace_s: How long what runs has to end then [s].
-        on_over: Called when the time is up, before anything is interrupted. Like the next two, in a thread of its own.
-        interrupt: Interrupts what runs, if that is possible from another thread and just now; returns whether it was done.
+        on_over: Called when the time is up, before anything is interrupted. Like the next two, in a
+            thread of its own.
+        interrupt: Interrupts what runs, if that is possible from another thread and just now;
+            returns whether it was done.
         on_late: Called once if it still runs after the grace.
         on_signal: Interrupts what runs in the main thread, in which it is called.
     """

@@ -1,7 +1,7 @@
 """Runs the slices of a call: every backend calls user code here, and nowhere else.
 
-Also here: reports about calls that last (`Early`, `Watch`, `OpenCall`), torch's modes, and functions
-with `async def`.
+Also here: reports about calls that last (`Early`, `Watch`, `OpenCall`), torch's modes, and
+functions with `async def`.
 """
 
 from __future__ import annotations
@@ -37,15 +37,17 @@ from raypool.worker.running import Running, Say, is_retired, item_seed, running,
 if TYPE_CHECKING:
     from raypool.backends.ray.packing import ParcelKeeper  # which imports Ray
 
-# --- calls that last --------------------------------------------------------------------------------------------------
+# --- calls that last ------------------------------------------------------------------------------
 #
-# Short items share a call, and the next call waits at its worker. If one item takes long after all, the worker reports the
-# items that are done before the call ends, and hands back those that it has not begun: somebody may wait for them, perhaps
-# the long item itself.
+# Short items share a call, and the next call waits at its worker. If one item takes long after all,
+# the worker reports the items that are done before the call ends, and hands back those that it has
+# not begun: somebody may wait for them, perhaps the long item itself.
 
 
 LASTS_S = 0.5
-"""A call lasts that has taken so long [s]: ten times what a shared one is meant to take, and hardly more than anybody notices."""
+"""A call lasts that has taken so long [s]: ten times what a shared one is meant to take, and hardly
+more than anybody notices.
+"""
 
 LOOK_S = 0.125
 """How often is looked for these [s]."""
@@ -85,7 +87,9 @@ class Early:
         call.narrow(tell)
 
     def is_behind(self, attempt_id: int | None) -> bool:
-        """Whether what was sent to wait for this call was taken back, and so must not run: the call was told of."""
+        """Whether what was sent to wait for this call was taken back, and so must not run: the call
+        was told of.
+        """
         return attempt_id is not None and attempt_id == self._told_of
 
 
@@ -139,18 +143,22 @@ UNCHANGEABLE = frozenset({int, float, bool, str, bytes, type(None)})
 """Types whose values cannot change."""
 
 CALL_LIMIT_S = 0.2
-"""A call that was meant to be short hands back what it has not begun after this time [s]: others may be free by now."""
+"""A call that was meant to be short hands back what it has not begun after this time [s]: others
+may be free by now.
+"""
 
 
 class Surroundings(NamedTuple):
     """What the runner needs from a worker.
 
-    `functions` finds a function by its id, `unpack` opens the items of a part. `guard` stops a slice that is cancelled. `say`
-    takes what a task reports and prints. `keeper` has the values until they travel (None: they stay here). `find_way` finds the
-    pool's exchange if that is in this process. `folders` gives items their folders for checkpoints. `upkeep` watches over the
-    memory of the worker's GPU, if it has one. `turns` lets items wait for their turn on that GPU, where workers take turns.
-    `is_users_thread`: a `KeyboardInterrupt` in here is Ctrl-C; in a worker's thread or process it is an error like any other.
-    `early` tells what is done of a call that lasts.
+    `functions` finds a function by its id, `unpack` opens the items of a part. `guard` stops a
+    slice that is cancelled. `say` takes what a task reports and prints. `keeper` has the values
+    until they travel (None: they stay here). `find_way` finds the pool's exchange if that is in
+    this process. `folders` gives items their folders for checkpoints. `upkeep` watches over the
+    memory of the worker's GPU, if it has one. `turns` lets items wait for their turn on that GPU,
+    where workers take turns.
+    `is_users_thread`: a `KeyboardInterrupt` in here is Ctrl-C; in a worker's thread or process it
+    is an error like any other. `early` tells what is done of a call that lasts.
     """
 
     worker: WorkerInfo
@@ -174,7 +182,8 @@ class Surroundings(NamedTuple):
 def run_parts(attempt_id: int, parts: Sequence[Part], here: Surroundings) -> list[RawResult]:
     """Run the slices of a call one after the other.
 
-    Every exception becomes an error of its item. Of a slice that was cancelled nothing counts as done.
+    Every exception becomes an error of its item. Of a slice that was cancelled nothing counts as
+    done.
     """
     here.guard.begin_call(attempt_id)
     call = OpenCall(attempt_id, parts, here.upkeep)
@@ -223,14 +232,25 @@ def _run_part(attempt_id: int, part: Part, here: Surroundings, result: RawResult
         # The part can't be unpickled here (a module is missing, say): all its items fail.
         note_shortage(error, here.upkeep)
         result.is_interrupted = here.is_interrupt(error)
-        result.errors = dict.fromkeys(range(part.start, part.start + part.num_items), as_error(error))
+        result.errors = dict.fromkeys(
+            range(part.start, part.start + part.num_items), as_error(error)
+        )
         result.values = [None] * part.num_items
         result.durations_s = array("d", bytes(8 * part.num_items))
         result.started_at = time()
         result.done = part.num_items
         return
     worker = here.worker
-    note = Running(part.start, part.attempt, part.seed, worker.index, worker.gpu, part.name, part.task_id, part.should_stop)
+    note = Running(
+        part.start,
+        part.attempt,
+        part.seed,
+        worker.index,
+        worker.gpu,
+        part.name,
+        part.task_id,
+        part.should_stop,
+    )
     note.say, note.find_way, note.outer = here.say, here.find_way, running.get()
     note.shelter, note.folders, note.call_id = here.guard, here.folders, attempt_id
     own = generators_of(fn) if part.seed is not None else []
@@ -270,7 +290,9 @@ def _numbers(part: Part) -> Sequence[int]:
     return range(part.start, part.start + part.num_items) if part.numbers is None else part.numbers
 
 
-def _with_folders(fn: Callable[[Any], Any], note: Running, folders: CheckpointFolders) -> Callable[[Any], Any]:
+def _with_folders(
+    fn: Callable[[Any], Any], note: Running, folders: CheckpointFolders
+) -> Callable[[Any], Any]:
     """Save the checkpoints of each item before its outcome is reported."""
 
     def call(item: Any) -> Any:
@@ -281,7 +303,9 @@ def _with_folders(fn: Callable[[Any], Any], note: Running, folders: CheckpointFo
                 with unbroken(note):
                     folders.end(note, note.index)
             except Exception as why:
-                error.add_note(f"raypool: its checkpoints could not be uploaded: {type(why).__name__}: {why}")
+                error.add_note(
+                    f"raypool: its checkpoints could not be uploaded: {type(why).__name__}: {why}"
+                )
             raise
         with unbroken(note):
             folders.end(note, note.index)
@@ -291,7 +315,12 @@ def _with_folders(fn: Callable[[Any], Any], note: Running, folders: CheckpointFo
 
 
 def _run_items(
-    fn: Callable[[Any], Any], items: list[Any], own: Sequence[Generator], part: Part, here: Surroundings, result: RawResult
+    fn: Callable[[Any], Any],
+    items: list[Any],
+    own: Sequence[Generator],
+    part: Part,
+    here: Surroundings,
+    result: RawResult,
 ) -> None:
     """Run the items until the deadline has passed, or one has failed in a loop that stops then.
 
@@ -318,10 +347,14 @@ def _run_items(
             seed_everything(item_seed(seed, index), own)
         try:
             value = finished(fn(item))
-            values.append(value if keeper is None or type(value) in UNCHANGEABLE else keeper.keep(value))
+            values.append(
+                value if keeper is None or type(value) in UNCHANGEABLE else keeper.keep(value)
+            )
         except BaseException as error:
             if isinstance(error, TaskCancelled) and result.is_cancelled:
-                raise  # the guard's own; one that the user's code has raised by itself is an error like any other
+                # the guard's own; one that the user's code has raised by itself is an error like
+                # any other
+                raise
             _take_error(error, part, here, note, result)
         if find("stdout") is not out or find("stderr") is not err:
             capture.mend(streams)
@@ -332,11 +365,14 @@ def _run_items(
             break
     result.done = len(values)
     if note.has_heard and not note.should_stop:
-        result.take_back_last()  # it may have ended early because its machine is about to go, which the user has not asked for
+        # it may have ended early because its machine is about to go, which the user has not asked
+        # for
+        result.take_back_last()
 
 
 def as_error(error: BaseException) -> BaseException:
-    """Return the error of an item. A `SystemExit` becomes a `TaskError`: it would end the process that asks for the value.
+    """Return the error of an item. A `SystemExit` becomes a `TaskError`: it would end the process
+    that asks for the value.
 
     Raises:
         Terminated: That is what was raised: it ends this process.
@@ -345,14 +381,18 @@ def as_error(error: BaseException) -> BaseException:
         raise error
     if not isinstance(error, SystemExit):
         return error
-    failed = TaskError(f"The task called sys.exit({'' if error.code is None else repr(error.code)}).")
+    failed = TaskError(
+        f"The task called sys.exit({'' if error.code is None else repr(error.code)})."
+    )
     failed.__cause__ = error
     for note in getattr(error, "__notes__", ()):
         failed.add_note(note)
     return failed
 
 
-def _take_error(error: BaseException, part: Part, here: Surroundings, note: Running, result: RawResult) -> None:
+def _take_error(
+    error: BaseException, part: Part, here: Surroundings, note: Running, result: RawResult
+) -> None:
     """Take what an item has raised for its outcome."""
     capture.note_last_lines(error, note)
     note_shortage(error, here.upkeep)
@@ -374,7 +414,8 @@ def set_up(setups: Iterable[Callable[[], Any]], worker: WorkerInfo) -> None:
 
 
 def seed_everything(seed: int, own: Sequence[Generator]) -> None:
-    """Seed Python's, NumPy's and torch's global generators (torch only where it is installed), and those of a function.
+    """Seed Python's, NumPy's and torch's global generators (torch only where it is installed), and
+    those of a function.
 
     Each of these gets other numbers than the rest.
     """
@@ -391,7 +432,9 @@ def seed_everything(seed: int, own: Sequence[Generator]) -> None:
 
 @functools.cache
 def _torch() -> Any:
-    """Return torch if it is installed, imported or not: a function that imports it later would draw unseeded numbers."""
+    """Return torch if it is installed, imported or not: a function that imports it later would draw
+    unseeded numbers.
+    """
     try:
         return importlib.import_module("torch")
     except ImportError:
@@ -400,7 +443,9 @@ def _torch() -> Any:
 
 @contextlib.contextmanager
 def _generators_kept(own: Sequence[Generator]) -> Iterator[None]:
-    """Give the global generators, and those of a function, back as they were: in this process they are the user's own."""
+    """Give the global generators, and those of a function, back as they were: in this process they
+    are the user's own.
+    """
     import numpy as np
 
     python_state, numpy_state = random.getstate(), np.random.get_state()
@@ -418,14 +463,15 @@ def _generators_kept(own: Sequence[Generator]) -> Iterator[None]:
             generator.set_state(state)
 
 
-# --- running calls ----------------------------------------------------------------------------------------------------
+# --- running calls --------------------------------------------------------------------------------
 
 
 class RawResult:
-    """What became of one slice, before it travels: values and failures as they are. It begins no item after its `deadline`.
+    """What became of one slice, before it travels: values and failures as they are. It begins no
+    item after its `deadline`.
 
-    `is_cancelled`: nobody wants it any more. `is_interrupted`: an item was ended by Ctrl-C, which means all that would come
-    after it.
+    `is_cancelled`: nobody wants it any more. `is_interrupted`: an item was ended by Ctrl-C, which
+    means all that would come after it.
     """
 
     __slots__ = (
@@ -470,13 +516,16 @@ class RawResult:
         self.durations_s = array("d")
 
     def so_far(self, done: int) -> RawResult:
-        """Return a copy of what has become of the first items, without their values if they are cancelled in this instant.
+        """Return a copy of what has become of the first items, without their values if they are
+        cancelled in this instant.
 
         From any thread: whoever runs the items appends the value of each, then its duration.
         """
         copy = RawResult(self.start)
         copy.done, copy.values, copy.durations_s = done, self.values[:done], self.durations_s[:done]
-        copy.errors = {index: error for index, error in list(self.errors.items()) if index < self.start + done}
+        copy.errors = {
+            index: error for index, error in list(self.errors.items()) if index < self.start + done
+        }
         copy.started_at, copy.peak_memory_bytes = self.started_at, self.peak_memory_bytes
         return copy
 
@@ -488,20 +537,27 @@ class RawResult:
 
 
 class Narrowed(NamedTuple):
-    """What is done of a call that goes on, part by part, and how many of the items after that its worker keeps."""
+    """What is done of a call that goes on, part by part, and how many of the items after that its
+    worker keeps.
+    """
 
     attempt_id: int
     results: list[RawResult]
     kept: tuple[int, ...]
 
     def without_values(self) -> Narrowed:
-        """Return the same, with what is done among what is kept: it comes with the answer to the call."""
-        kept = tuple(count + result.done for count, result in zip(self.kept, self.results, strict=True))
+        """Return the same, with what is done among what is kept: it comes with the answer to the
+        call.
+        """
+        kept = tuple(
+            count + result.done for count, result in zip(self.kept, self.results, strict=True)
+        )
         return Narrowed(self.attempt_id, [RawResult(result.start) for result in self.results], kept)
 
 
 class OpenCall:
-    """A call that a worker is at: its thread begins one part after the other, and another may narrow the call meanwhile.
+    """A call that a worker is at: its thread begins one part after the other, and another may
+    narrow the call meanwhile.
 
     Args:
         attempt_id: Its number.
@@ -509,9 +565,20 @@ class OpenCall:
         upkeep: Measures the GPU's memory, if there is one.
     """
 
-    __slots__ = ("_is_cut", "_is_over", "_lock", "_parts", "_upkeep", "attempt_id", "began_at", "results")
+    __slots__ = (
+        "_is_cut",
+        "_is_over",
+        "_lock",
+        "_parts",
+        "_upkeep",
+        "attempt_id",
+        "began_at",
+        "results",
+    )
 
-    def __init__(self, attempt_id: int, parts: Sequence[Part], upkeep: Upkeep | None = None) -> None:
+    def __init__(
+        self, attempt_id: int, parts: Sequence[Part], upkeep: Upkeep | None = None
+    ) -> None:
         self.attempt_id = attempt_id
         self.began_at = monotonic()
         self.results: list[RawResult] = []  # of the parts that have begun or were passed over
@@ -533,7 +600,8 @@ class OpenCall:
             self._is_over = True
 
     def narrow(self, tell: Callable[[Narrowed], object]) -> None:
-        """Let the call begin no more items (unless the user has set `chunk_size`), and report those that are done.
+        """Let the call begin no more items (unless the user has set `chunk_size`), and report those
+        that are done.
 
         Nothing is told of a call that is about to end.
         """
@@ -553,7 +621,8 @@ class OpenCall:
         number, last = len(self.results) - 1, self.results[-1]
         part = self._parts[number]
         if not part.is_fixed:
-            last.deadline, self._is_cut = NOW, True  # first: then at most one more item begins, after those that are counted
+            # first: then at most one more item begins, after those that are counted
+            last.deadline, self._is_cut = NOW, True
         done = len(last.durations_s)
         if done >= part.num_items:
             return None
@@ -569,16 +638,19 @@ class OpenCall:
         return Narrowed(self.attempt_id, told, tuple(kept))
 
 
-# --- torch's modes of a thread ----------------------------------------------------------------------------------------
+# --- torch's modes of a thread --------------------------------------------------------------------
 #
-# Torch leaves such a block by Python code of its own, which an interruption may hit too: no later task of the worker would train.
+# Torch leaves such a block by Python code of its own, which an interruption may hit too: no later
+# task of the worker would train.
 
 
 DEVICES = ("cpu", "cuda")
 
 
 class TorchModes(NamedTuple):
-    """Whether gradients are recorded, and what autocast does on each kind of device; at first: what it is in a new thread."""
+    """Whether gradients are recorded, and what autocast does on each kind of device; at first: what
+    it is in a new thread.
+    """
 
     is_grad_enabled: bool = True
     autocast: tuple[tuple[bool, Any], ...] = ()
@@ -591,7 +663,9 @@ class TorchModes(NamedTuple):
         if torch is None:
             return
         torch.set_grad_enabled(self.is_grad_enabled)
-        for device, (is_enabled, dtype) in zip(DEVICES, self.autocast or [(False, None)] * len(DEVICES), strict=True):
+        for device, (is_enabled, dtype) in zip(
+            DEVICES, self.autocast or [(False, None)] * len(DEVICES), strict=True
+        ):
             torch.set_autocast_enabled(device, is_enabled)
             if dtype is not None:
                 torch.set_autocast_dtype(device, dtype)
@@ -617,21 +691,27 @@ def torch_modes() -> TorchModes:
     torch.autocast_increment_nesting()
     return TorchModes(
         torch.is_grad_enabled(),
-        tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in DEVICES),
+        tuple(
+            (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+            for device in DEVICES
+        ),
         torch.is_autocast_cache_enabled(),
         torch.autocast_decrement_nesting(),
     )
 
 
-# --- functions with `async def` ---------------------------------------------------------------------------------------
+# --- functions with `async def` -------------------------------------------------------------------
 
 
 TICK_S = 0.1
-"""In a thread, an interruption arrives when Python code runs; so often it does while the loop waits [s]."""
+"""In a thread, an interruption arrives when Python code runs; so often it does while the loop waits
+[s].
+"""
 
 
 def finished(value: Any) -> Any:
-    """Return what a function has returned; run a coroutine to its end in an event loop of its own, and return what that returns.
+    """Return what a function has returned; run a coroutine to its end in an event loop of its own,
+    and return what that returns.
 
     Raises:
         TaskCancelled: The task was cancelled meanwhile, whatever the coroutine has made of that.
@@ -646,10 +726,16 @@ def _run(coroutine: CoroutineType[Any, Any, Any]) -> Any:
     try:
         if asyncio._get_running_loop() is None:
             return _run_here(coroutine)
-        with ThreadPoolExecutor(1) as other:  # a task that runs inline was submitted by a coroutine, whose loop has this thread
+        # a task that runs inline was submitted by a coroutine, whose loop has this thread
+        with ThreadPoolExecutor(1) as other:
             return other.submit(copy_context().run, _run_here, coroutine).result()
     except BaseException as error:
-        if note is None or note.shelter is None or not note.shelter.is_cancelled or isinstance(error, TaskCancelled):
+        if (
+            note is None
+            or note.shelter is None
+            or not note.shelter.is_cancelled
+            or isinstance(error, TaskCancelled)
+        ):
             raise
         raise TaskCancelled from error  # asyncio has turned it into an error of its own
 
@@ -666,7 +752,8 @@ def _run_here(coroutine: CoroutineType[Any, Any, Any]) -> Any:
         if threading.current_thread() is threading.main_thread():  # a signal wakes it up
             return await coroutine
         ticking = asyncio.create_task(_tick())
-        ticking.add_done_callback(lambda _: task.cancel())  # it was interrupted in place of the other
+        # it was interrupted in place of the other
+        ticking.add_done_callback(lambda _: task.cancel())
         try:
             return await coroutine
         finally:
@@ -676,7 +763,8 @@ def _run_here(coroutine: CoroutineType[Any, Any, Any]) -> Any:
         try:
             return runner.run(main())
         except TaskCancelled:
-            if tasks and tasks[0].cancel():  # it waits: what it waits for is cancelled first, as after Ctrl-C
+            # it waits: what it waits for is cancelled first, as after Ctrl-C
+            if tasks and tasks[0].cancel():
                 with contextlib.suppress(asyncio.CancelledError):
                     runner.get_loop().run_until_complete(tasks[0])
             raise

@@ -1,4 +1,6 @@
-"""State of this process: the `Running` note of each task, the connections to its pool, process-wide flags."""
+"""State of this process: the `Running` note of each task, the connections to its pool, process-wide
+flags.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,14 @@ def _say_nothing(note: Running, kind: str, payload: Any) -> bool | None:
 
 @dataclass(slots=True)
 class Running:
-    """The runner's own note of what it is running. One per slice; only `index` changes, so that an item costs nothing.
+    """The runner's own note of what it is running. One per slice; only `index` changes, so that an
+    item costs nothing.
 
-    `say(note, kind, payload)` hands something to whoever listens to this task outside: `kind` "metrics" with (Unix time [s],
-    {name: value}), or "text" with what was printed; it returns whether the text is shown from there, in place of the stream that
-    it was written to. `printed` is the newest of that, with the item's number.
+    `say(note, kind, payload)` hands something to whoever listens to this task outside: `kind`
+    "metrics" with (Unix time [s],
+    {name: value}), or "text" with what was printed; it returns whether the text is shown from
+    there, in place of the stream that it was written to. `printed` is the newest of that, with the
+    item's number.
     """
 
     index: int
@@ -47,18 +52,24 @@ class Running:
     find_way: Callable[[], Way] | None = None  # to the pool's exchange, if that is in this process
     shelter: Guard | None = None  # for what is not to be interrupted
     thread_id: int = field(default_factory=threading.get_ident)  # in which it runs
-    agreed_stop: bool | None = None  # what the ranks of a training have agreed on, None in anything else
+    # what the ranks of a training have agreed on, None in anything else
+    agreed_stop: bool | None = None
     folders: CheckpointFolders | None = None  # of the pool, for checkpoints
     checkpoints: tuple[str, Mapping[int, str]] | None = (
         None  # where they are kept, if they are, and there each item's by its number
     )
     is_leaving: bool = False  # its machine is about to go
     has_heard: bool = False  # of that, so that it may end early
-    on_leave: Sequence[tuple[int, Callable[[], object]]] = ()  # what to call then, and for which item
-    call_id: int = 0  # of the call to the worker: an item that runs again, charged an attempt or not, is in a later one
+    # what to call then, and for which item
+    on_leave: Sequence[tuple[int, Callable[[], object]]] = ()
+    # of the call to the worker: an item that runs again, charged an attempt or not, is in a later
+    # one
+    call_id: int = 0
 
     def leave(self) -> None:
-        """Note that its machine is about to go, and call what wants to be called for the item at hand."""
+        """Note that its machine is about to go, and call what wants to be called for the item at
+        hand.
+        """
         self.is_leaving = True
         wanted, self.on_leave = self.on_leave, ()
         for index, fn in wanted:
@@ -78,7 +89,8 @@ def unbroken(note: Running | None) -> Iterator[None]:
         TaskCancelled: The task was cancelled meanwhile.
     """
     shelter = None if note is None or threading.get_ident() != note.thread_id else note.shelter
-    if shelter is None or not shelter.shield():  # in another thread than the task's nothing is interrupted
+    # in another thread than the task's nothing is interrupted
+    if shelter is None or not shelter.shield():
         yield
         return
     try:
@@ -99,16 +111,20 @@ _running_in_process: Running | None = None
 
 
 def note_in_process(note: Running | None) -> None:
-    """Note what this whole process is running, for threads of native libraries: a worker process runs one thing at a time."""
+    """Note what this whole process is running, for threads of native libraries: a worker process
+    runs one thing at a time.
+    """
     global _running_in_process
     _running_in_process = note
 
 
 def let_notes_travel() -> None:
-    """Let threads, and calls submitted to thread pools, run in the context of the code that starts them.
+    """Let threads, and calls submitted to thread pools, run in the context of the code that starts
+    them.
 
-    So what they report and print is about the task that they work for: also if they outlive it, or were there before it. From
-    Python 3.14 on threads can do so by themselves (`thread_inherit_context`). For worker processes, which are raypool's own.
+    So what they report and print is about the task that they work for: also if they outlive it, or
+    were there before it. From Python 3.14 on threads can do so by themselves
+    (`thread_inherit_context`). For worker processes, which are raypool's own.
     """
     start, submit = threading.Thread.start, concurrent.futures.ThreadPoolExecutor.submit
 
@@ -124,12 +140,16 @@ def let_notes_travel() -> None:
 
 
 def note_here() -> Running | None:
-    """Return the runner's note of what is running in this thread, or in the worker process that it belongs to."""
+    """Return the runner's note of what is running in this thread, or in the worker process that it
+    belongs to.
+    """
     return running.get() or _running_in_process
 
 
 def notes_here() -> Iterator[Running]:
-    """Yield the note of what is running here, and those of what it runs in, from the inside out: a loop in a task, say."""
+    """Yield the note of what is running here, and those of what it runs in, from the inside out: a
+    loop in a task, say.
+    """
     note = note_here()
     while note is not None:
         yield note
@@ -149,7 +169,8 @@ _endings = _Endings()
 def before_thread_ends(call: Callable[[], object]) -> None:
     """Register a call that a worker's thread makes before it ends.
 
-    Objects that the thread keeps in a `threading.local` might otherwise be destroyed while the interpreter shuts down.
+    Objects that the thread keeps in a `threading.local` might otherwise be destroyed while the
+    interpreter shuts down.
     """
     if call not in _endings.calls:
         _endings.calls.append(call)
@@ -162,7 +183,9 @@ def end_thread() -> None:
 
 
 def _fall_silent() -> None:
-    """Turn off reports and output in a forked child (of a DataLoader, say): no thread is left that would send them."""
+    """Turn off reports and output in a forked child (of a DataLoader, say): no thread is left that
+    would send them.
+    """
     global _link
     _link = None
     for note in (running.get(), _running_in_process):
@@ -194,10 +217,14 @@ class Link(Way, Protocol):
         """What the pool calls this process."""
 
     def send(self, kind: str, key: Any, payload: Any) -> None:
-        """Send something, in order, with what else is sent; returns at once, unless far too much is on its way."""
+        """Send something, in order, with what else is sent; returns at once, unless far too much is
+        on its way.
+        """
 
     def send_latest(self, key: str, maxsize: int, payload: bytes) -> None:
-        """Send to a queue of which only the newest few values matter: those that wait are dropped for it; never waits."""
+        """Send to a queue of which only the newest few values matter: those that wait are dropped
+        for it; never waits.
+        """
 
     def flush(self) -> int:
         """Send what waits to be sent, now; return the number of the newest batch."""
@@ -218,7 +245,8 @@ def set_link(way: Link) -> None:
 
 
 def item_seed(seed: int, index: int) -> int:
-    """Return the 64-bit seed of an item: the first word of the `index`-th child of `numpy.random.SeedSequence(seed)`.
+    """Return the 64-bit seed of an item: the first word of the `index`-th child of
+    `numpy.random.SeedSequence(seed)`.
 
     Source:
         NumPy reference, "Parallel random number generation", SeedSequence spawning.
@@ -232,7 +260,9 @@ _is_worker_process = False
 
 
 def mark_worker_process() -> None:
-    """Note that this whole process is a worker: whatever asks for a pool in it gets a serial one."""
+    """Note that this whole process is a worker: whatever asks for a pool in it gets a serial
+    one.
+    """
     global _is_worker_process
     _is_worker_process = True
 
@@ -246,7 +276,9 @@ _is_retired = False
 
 
 def retire_process() -> None:
-    """Let the worker process that this code runs in be replaced before the next task; elsewhere this does nothing."""
+    """Let the worker process that this code runs in be replaced before the next task; elsewhere
+    this does nothing.
+    """
     global _is_retired
     _is_retired = _is_worker_process
 

@@ -1,8 +1,9 @@
 """Global variables that a setup has set, for functions that run after it in a worker process.
 
-A function of a script, a notebook or a test travels by value, and so does every lambda: with copies of the global variables that
-it uses, which no other function shares. With a setup something else is meant: after `global model; model = load()` the model is
-there for the tasks. A function keeps its own where that is not what the setup began with: the user has changed it since.
+A function of a script, a notebook or a test travels by value, and so does every lambda: with copies
+of the global variables that it uses, which no other function shares. With a setup something else is
+meant: after `global model; model = load()` the model is there for the tasks. A function keeps its
+own where that is not what the setup began with: the user has changed it since.
 """
 
 from __future__ import annotations
@@ -23,14 +24,18 @@ CONSTANTS = (int, float, complex, bool, str, bytes, type(None))
 
 
 class Seen(NamedTuple):
-    """A global variable as it was: what it referred to, and what tells whether that was changed in place."""
+    """A global variable as it was: what it referred to, and what tells whether that was changed in
+    place.
+    """
 
     value: Any
     picture: bytes | None
 
 
 class Left(NamedTuple):
-    """What a setup has left in a global variable, and the digest of what it began with; None: there was no such variable."""
+    """What a setup has left in a global variable, and the digest of what it began with; None: there
+    was no such variable.
+    """
 
     value: Any
     began_with: bytes | None
@@ -44,7 +49,9 @@ def call_setup(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     function = function_in(fn) if in_worker_process() else None
     if function is None:
         return fn(*args, **kwargs)
-    before = {name: Seen(value, _picture(value, name, function)) for name, value in _variables(function)}
+    before = {
+        name: Seen(value, _picture(value, name, function)) for name, value in _variables(function)
+    }
     try:
         return fn(*args, **kwargs)
     finally:
@@ -61,17 +68,28 @@ def _note(function: types.FunctionType, name: str, value: Any, began_with: bytes
 
 
 def share_left(fn: Callable[..., Any]) -> None:
-    """Let a function that came by value see what setups of the same module have left, where it brings what they began with."""
+    """Let a function that came by value see what setups of the same module have left, where it
+    brings what they began with.
+    """
     function = function_in(fn) if _left else None
     if function is not None and _is_by_value(function):
         own = function.__globals__
         left = _left.get(function.__module__, {}).items()
-        own.update({name: value for name, (value, began_with) in left if name not in own or _digest(own[name]) == began_with})
+        own.update(
+            {
+                name: value
+                for name, (value, began_with) in left
+                if name not in own or _digest(own[name]) == began_with
+            }
+        )
 
 
 def function_in(fn: Any) -> types.FunctionType | None:
-    """Return the function in a partial, a bound method, a decorated function or an object that can be called."""
-    for _ in range(sys.getrecursionlimit()):  # as `inspect.unwrap` has it: one may wrap itself, or answer every name
+    """Return the function in a partial, a bound method, a decorated function or an object that can
+    be called.
+    """
+    # as `inspect.unwrap` has it: one may wrap itself, or answer every name
+    for _ in range(sys.getrecursionlimit()):
         inner = _inner(fn)
         if inner is None:
             break
@@ -87,7 +105,8 @@ def _inner(fn: Any) -> Any:
     if isinstance(fn, functools.partial):
         return fn.func
     wrapped = getattr(fn, "__wrapped__", None)
-    return wrapped if wrapped is not None else getattr(fn, "__func__", None)  # not `or`: what can be called may be false
+    # not `or`: what can be called may be false
+    return wrapped if wrapped is not None else getattr(fn, "__func__", None)
 
 
 def _is_by_value(function: types.FunctionType) -> bool:
@@ -97,25 +116,34 @@ def _is_by_value(function: types.FunctionType) -> bool:
 
 
 def _variables(function: types.FunctionType) -> list[tuple[str, Any]]:
-    return [(name, value) for name, value in function.__globals__.items() if not name.startswith("__")]
+    return [
+        (name, value) for name, value in function.__globals__.items() if not name.startswith("__")
+    ]
 
 
 def _picture(value: Any, name: str, function: types.FunctionType) -> bytes | None:
-    """Return a value's digest, if a function may change it in place: of a whole module only what it names itself."""
-    if isinstance(value, CODE + CONSTANTS) or not (_is_by_value(function) or name in function.__code__.co_names):
+    """Return a value's digest, if a function may change it in place: of a whole module only what it
+    names itself.
+    """
+    if isinstance(value, CODE + CONSTANTS) or not (
+        _is_by_value(function) or name in function.__code__.co_names
+    ):
         return None
     return _digest(value)
 
 
 def _digest(value: Any) -> bytes:
-    """Return what is the same for equal values of which each came in a message of its own; empty for what cannot be pickled."""
+    """Return what is the same for equal values of which each came in a message of its own; empty
+    for what cannot be pickled.
+    """
     import cloudpickle
 
     try:
         digest = hashlib.sha256()
         pickler = cloudpickle.Pickler(  # into the digest: a model is there once, not twice
             types.SimpleNamespace(write=digest.update),
-            protocol=4,  # 5 would also tell whether an array is read-only, as those from the object store are
+            # 5 would also tell whether an array is read-only, as those from the object store are
+            protocol=4,
         )
         pickler.dump(getattr(value, "__code__", value))
         return digest.digest()

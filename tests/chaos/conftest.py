@@ -1,8 +1,10 @@
-"""What the chaos needs: seeds, somebody who kills at random moments, and traces that are replayed at the end.
+"""What the chaos needs: seeds, somebody who kills at random moments, and traces that are replayed
+at the end.
 
-A test that asks for `seed` runs with as many seeds as are wanted by `--seeds`: 3 in `make test-ci`, where one is enough for some
-tests, and 200 in `make chaos` (others each time; `FIRST=` repeats those of a run). What a seed decides is what is done and when
-it is tried; when it happens is the machine's business. So a failure says where the trace is: that happens again just as it did.
+A test that asks for `seed` runs with as many seeds as are wanted by `--seeds`: 3 in `make test-ci`,
+where one is enough for some tests, and 200 in `make chaos` (others each time; `FIRST=` repeats
+those of a run). What a seed decides is what is done and when it is tried; when it happens is the
+machine's business. So a failure says where the trace is: that happens again just as it did.
 """
 
 from __future__ import annotations
@@ -66,12 +68,14 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     return report
 
 
-# --- traces -----------------------------------------------------------------------------------------------------------
+# --- traces ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def make_trace(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[], Path]]:
-    """Give files for traces. At the end each of them is replayed, with all invariants, and nothing was settled twice."""
+    """Give files for traces. At the end each of them is replayed, with all invariants, and nothing
+    was settled twice.
+    """
     paths: list[Path] = request.node.stash.setdefault(TRACES, [])
 
     def make() -> Path:
@@ -85,7 +89,9 @@ def make_trace(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Calla
 
 
 def check_course(path: Path) -> None:
-    """Replay a trace, and see that every item has one end at most, and just one in a task that has finished."""
+    """Replay a trace, and see that every item has one end at most, and just one in a task that has
+    finished.
+    """
     course = replay(path)
     ends: Counter[tuple[int, int]] = Counter()
     sizes: dict[int, int] = {}
@@ -96,27 +102,36 @@ def check_course(path: Path) -> None:
             sizes[event.task_id] += event.count
         for command in commands:
             if isinstance(command, (m.SettleItems, m.FailItems, m.TimeOutItems)):
-                ends.update((command.items.task_id, item) for item in range(command.items.start, command.items.stop))
+                ends.update(
+                    (command.items.task_id, item)
+                    for item in range(command.items.start, command.items.stop)
+                )
     assert not [end for end, count in ends.items() if count > 1], "(task, item) that ended twice"
     for _, commands in course:
         for command in commands:
             if isinstance(command, m.EndTask) and command.state.name == "FINISHED":
-                ended = sum((command.task_id, item) in ends for item in range(sizes[command.task_id]))
-                assert ended == sizes[command.task_id], f"task {command.task_id} has finished without some of its items"
+                ended = sum(
+                    (command.task_id, item) in ends for item in range(sizes[command.task_id])
+                )
+                assert ended == sizes[command.task_id], (
+                    f"task {command.task_id} has finished without some of its items"
+                )
 
 
-# --- killing ----------------------------------------------------------------------------------------------------------
+# --- killing --------------------------------------------------------------------------------------
 
 
 @dataclass
 class Killer:
-    """Kills somebody every now and then, in a thread of its own, until there is nothing more to kill for.
+    """Kills somebody every now and then, in a thread of its own, until there is nothing more to
+    kill for.
 
     Args:
         chance: Decides whom, how and when.
         victims: Gives the processes that may be killed now.
         pause_s: From the end of one kill to the next one, at least and at most [s].
-        limit: So many it kills at most: a place whose workers keep dying waits longer and longer with the next one.
+        limit: So many it kills at most: a place whose workers keep dying waits longer and longer
+            with the next one.
     """
 
     chance: random.Random
@@ -130,7 +145,9 @@ class Killer:
         self._thread = threading.Thread(target=self._work, name="killer")
 
     def _work(self) -> None:
-        while len(self.killed) < self.limit and not self._is_over.wait(self.chance.uniform(*self.pause_s)):
+        while len(self.killed) < self.limit and not self._is_over.wait(
+            self.chance.uniform(*self.pause_s)
+        ):
             alive = self.victims()
             if alive:
                 pid, how = self.chance.choice(alive), self.chance.choice(DEADLY)

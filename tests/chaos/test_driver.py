@@ -1,4 +1,6 @@
-"""The driver of a durable sweep is ended at random moments, and its workers too: what was there is not lost, nor run again."""
+"""The driver of a durable sweep is ended at random moments, and its workers too: what was there is
+not lost, nor run again.
+"""
 
 from __future__ import annotations
 
@@ -84,13 +86,22 @@ class Sweep:
 
     def start(self, start_python: Callable[..., Any], trace: Path, address: str | None) -> Any:
         self.generation += 1
-        where = {"FOLDER": str(self.folder), "TRACE": str(trace), "RERUN": self.rerun, "GENERATION": str(self.generation)}
+        where = {
+            "FOLDER": str(self.folder),
+            "TRACE": str(trace),
+            "RERUN": self.rerun,
+            "GENERATION": str(self.generation),
+        }
         return start_python(SWEEP, **where, **({} if address is None else {"ADDRESS": address}))
 
     def begun(self) -> list[tuple[int, int]]:
         """(item, process) of what the last driver has begun."""
         notes = [path.name.split("-") for path in (self.folder / "begun").iterdir()]
-        return [(int(number), int(pid)) for generation, number, pid, _ in notes if int(generation) == self.generation]
+        return [
+            (int(number), int(pid))
+            for generation, number, pid, _ in notes
+            if int(generation) == self.generation
+        ]
 
     def stored(self) -> dict[int, str]:
         """What stands in the journal (status by item); each of them is right."""
@@ -108,13 +119,20 @@ class Sweep:
             if status == "finished":
                 assert results[place] == self.expected[item]
             else:
-                assert (type(results.errors[place]), results.errors[place].args) == (ValueError, (item,))
+                assert (type(results.errors[place]), results.errors[place].args) == (
+                    ValueError,
+                    (item,),
+                )
         assert rows["number"].is_unique, "an item stands there twice"
         return seen
 
     def check_not_again(self, before: dict[int, str]) -> None:
         """Nothing that was there when the last driver began was run by it."""
-        kept = {item for item, status in before.items() if status == "finished" or self.rerun == "missing"}
+        kept = {
+            item
+            for item, status in before.items()
+            if status == "finished" or self.rerun == "missing"
+        }
         assert not kept & {item for item, _ in self.begun()}, "an item that was there has run again"
 
 
@@ -124,33 +142,55 @@ def workers_of(process: Any, sweep: Sweep) -> list[int]:
     if not noted:
         return []
     with contextlib.suppress(psutil.Error):
-        return [pid for pid in noted if psutil.pid_exists(pid) and "ray" in " ".join(psutil.Process(pid).cmdline())]
+        return [
+            pid
+            for pid in noted
+            if psutil.pid_exists(pid) and "ray" in " ".join(psutil.Process(pid).cmdline())
+        ]
     return []
 
 
-def strike(process: Any, begun: int, sweep: Sweep, chance: random.Random, eventually: Callable[..., bool]) -> None:
-    """End the driver when it has begun so many items, and a moment has passed; with 0, somewhere in its start."""
+def strike(
+    process: Any, begun: int, sweep: Sweep, chance: random.Random, eventually: Callable[..., bool]
+) -> None:
+    """End the driver when it has begun so many items, and a moment has passed; with 0, somewhere in
+    its start.
+    """
     assert eventually(lambda: len(sweep.begun()) >= begun or process.process.poll() is not None)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.process.wait(chance.uniform(0, 0.1 if begun else 3.0))
-    process.process.send_signal(chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGINT, signal.SIGTERM]))
+    process.process.send_signal(
+        chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+    )
     process.process.wait(60)
 
 
-def play(sweep: Sweep, chance: random.Random, num_kills: int, start: Callable[[], Any], tools: Any) -> None:
+def play(
+    sweep: Sweep, chance: random.Random, num_kills: int, start: Callable[[], Any], tools: Any
+) -> None:
     eventually, make_killer = tools
     before: dict[int, str] = {}
     for _ in range(num_kills):
         process = start()
         with make_killer(chance, lambda process=process: workers_of(process, sweep), (0.2, 1.0), 2):
-            strike(process, chance.randrange(len(sweep.items) - len(before) + 1), sweep, chance, eventually)
+            strike(
+                process,
+                chance.randrange(len(sweep.items) - len(before) + 1),
+                sweep,
+                chance,
+                eventually,
+            )
         now = sweep.stored()
         assert set(now) >= set(before), "what was there is gone"
         sweep.check_not_again(before)
         before = now
     last = start().finish()
     assert last.returncode == 0, last.stderr
-    assert last.stdout.split() == ["complete", str(len(sweep.items)), str(sum(item["fails"] for item in sweep.items))]
+    assert last.stdout.split() == [
+        "complete",
+        str(len(sweep.items)),
+        str(sum(item["fails"] for item in sweep.items)),
+    ]
     sweep.check_not_again(before)
     assert sorted(sweep.stored()) == list(range(len(sweep.items)))
 
@@ -164,11 +204,22 @@ def check_metrics(sweep: Sweep) -> None:
 
 
 def test_a_sweep_survives_drivers_that_are_ended(
-    seed: int, tmp_path: Path, start_python: Any, eventually: Any, make_killer: Any, make_trace: Callable[[], Path]
+    seed: int,
+    tmp_path: Path,
+    start_python: Any,
+    eventually: Any,
+    make_killer: Any,
+    make_trace: Callable[[], Path],
 ) -> None:
     chance = random.Random(seed)
     sweep = Sweep(tmp_path, chance, 60)
-    play(sweep, chance, 3, lambda: sweep.start(start_python, make_trace(), None), (eventually, make_killer))
+    play(
+        sweep,
+        chance,
+        3,
+        lambda: sweep.start(start_python, make_trace(), None),
+        (eventually, make_killer),
+    )
     check_metrics(sweep)
 
 
@@ -182,11 +233,19 @@ def test_a_sweep_survives_drivers_and_workers_that_are_ended(
     make_killer: Any,
     make_trace: Callable[[], Path],
 ) -> None:
-    """On a Ray that stays, so that it also shows what a killed driver leaves behind there (see `nothing_is_left`)."""
+    """On a Ray that stays, so that it also shows what a killed driver leaves behind there (see
+    `nothing_is_left`).
+    """
     import ray
 
     chance = random.Random(seed)
     sweep = Sweep(tmp_path, chance, 60)
     address = ray.get_runtime_context().gcs_address
-    play(sweep, chance, 3, lambda: sweep.start(start_python, make_trace(), address), (eventually, make_killer))
+    play(
+        sweep,
+        chance,
+        3,
+        lambda: sweep.start(start_python, make_trace(), address),
+        (eventually, make_killer),
+    )
     check_metrics(sweep)

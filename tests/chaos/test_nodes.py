@@ -1,4 +1,6 @@
-"""Machines of a cluster are killed, drained and added at random moments (scenario 46): every result comes once, and is right."""
+"""Machines of a cluster are killed, drained and added at random moments (scenario 46): every result
+comes once, and is right.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,7 @@ try:
         troubled.start()
         results = pool.parfor(fn, range(ITEMS))
         futures = [pool.parfeval(fn, item) for item in range(20)]
-        values = [future.result(120) for future in futures]
+        values = [future.result(300) for future in futures]
         is_over.set()
         troubled.join()
         assert results == [item * item for item in range(ITEMS)]
@@ -77,7 +79,10 @@ finally:
 
 
 def test_a_loop_survives_machines_that_come_and_go(
-    seed: int, start_python: Callable[..., Any], make_trace: Callable[[], Path], eventually: Callable[..., bool]
+    seed: int,
+    start_python: Callable[..., Any],
+    make_trace: Callable[[], Path],
+    eventually: Callable[..., bool],
 ) -> None:
     process = start_python(PROGRAM, SEED=str(seed), TRACE=str(make_trace()))
     done = process.finish()

@@ -1,4 +1,6 @@
-"""Workers are killed at random moments (scenario 45): every result comes once, and is the right one."""
+"""Workers are killed at random moments (scenario 45): every result comes once, and is the right
+one.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ RETRIES = 100
 
 
 def busy_and_idle(pool: ParallelPool) -> Callable[[], list[int]]:
-    return lambda: [worker.pid for worker in pool.workers if worker.state in ("busy", "idle") and worker.pid is not None]
+    return lambda: [
+        worker.pid
+        for worker in pool.workers
+        if worker.state in ("busy", "idle") and worker.pid is not None
+    ]
 
 
 def check_all_workers(pool: ParallelPool, gpus: list[int | None]) -> None:
@@ -34,7 +40,9 @@ def check_all_workers(pool: ParallelPool, gpus: list[int | None]) -> None:
 
 
 def durations(chance: random.Random, count: int) -> list[float]:
-    """Some of a millisecond, which share calls, and some that are long beside the pause between two kills."""
+    """Some of a millisecond, which share calls, and some that are long beside the pause between two
+    kills.
+    """
     longest = chance.choice([0.004, 0.02, 0.1])
     return [longest * chance.random() ** 3 for _ in range(count)]
 
@@ -56,14 +64,20 @@ def test_loops_survive_any_number_of_lost_workers(
         return item * item
 
     def check(results: Results) -> None:
-        assert [value for item, value in enumerate(results) if item not in bad] == [i * i for i in range(MANY) if i not in bad]
+        assert [value for item, value in enumerate(results) if item not in bad] == [
+            i * i for i in range(MANY) if i not in bad
+        ]
         errors = {item: (type(error), *error.args) for item, error in results.errors.items()}
         assert errors == {item: (ValueError, item) for item in bad}
         rows = results.to_frame()
-        assert list(rows["status"]) == ["failed" if item in bad else "finished" for item in range(MANY)]
+        assert list(rows["status"]) == [
+            "failed" if item in bad else "finished" for item in range(MANY)
+        ]
         told = results.metrics
         last = told[told["attempt"] == told["item"].map(rows["attempts"])]
-        assert sorted(zip(last["item"], last["half"], strict=True)) == [(i, half) for i in range(MANY) for half in (1, 2)]
+        assert sorted(zip(last["item"], last["half"], strict=True)) == [
+            (i, half) for i in range(MANY) for half in (1, 2)
+        ]
 
     with parpool(chance.choice([2, 3]), retries=RETRIES, quiet=True, trace=make_trace()) as pool:
         gpus = [worker.gpu for worker in pool.workers]
@@ -79,14 +93,20 @@ def test_loops_survive_any_number_of_lost_workers(
 @pytest.mark.seeds(1)
 @pytest.mark.parametrize("also_agents", [False, True], ids=["workers", "agents"])
 def test_futures_survive_any_number_of_lost_processes(
-    ray_session: None, by_value: None, seed: int, also_agents: bool, make_killer: Any, make_trace: Callable[[], Path]
+    ray_session: None,
+    by_value: None,
+    seed: int,
+    also_agents: bool,
+    make_killer: Any,
+    make_trace: Callable[[], Path],
 ) -> None:
     chance = random.Random(seed)
     seconds = durations(chance, FEW)
 
     def fn(item: int) -> bytes:
         threading.Event().wait(seconds[item])
-        return bytes([item]) * (200_000 if item % 20 == 0 else 10)  # some go through the object store
+        # some go through the object store
+        return bytes([item]) * (200_000 if item % 20 == 0 else 10)
 
     def play(pool: ParallelPool) -> None:
         futures = [pool.options(priority=item % 3).parfeval(fn, item) for item in range(FEW)]
@@ -114,5 +134,7 @@ def agents() -> list[int]:
     from ray._private import state
 
     return [
-        actor["Pid"] for actor in state.actors().values() if actor["ActorClassName"] == "NodeAgent" and actor["State"] == "ALIVE"
+        actor["Pid"]
+        for actor in state.actors().values()
+        if actor["ActorClassName"] == "NodeAgent" and actor["State"] == "ALIVE"
     ]

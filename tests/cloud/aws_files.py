@@ -13,7 +13,9 @@ GROUP, IMAGE = "sg-0123456789abcdef0", "ami-0123456789abcdef0"
 
 def a_plan(**changes: Any) -> ClusterPlan:
     groups = (
-        NodeGroup(name="worker", machine="g5.12xlarge", gpu="A10G", gpus=4, least=1, most=4, spot=True),
+        NodeGroup(
+            name="worker", machine="g5.12xlarge", gpu="A10G", gpus=4, least=1, most=4, spot=True
+        ),
         NodeGroup(name="big", machine="p4d.24xlarge", gpu="A100", gpus=8, most=2),
     )
     fields: dict[str, Any] = {

@@ -1,4 +1,6 @@
-"""What tests of clouds share: Ray's launcher, where the machines that a pretended cloud has made cannot be logged in to."""
+"""What tests of clouds share: Ray's launcher, where the machines that a pretended cloud has made
+cannot be logged in to.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ import pytest
 
 
 class Shell:
-    """Stands in for `subprocess` where Ray's launcher runs ssh and rsync: notes what is run, and all of it goes well.
+    """Stands in for `subprocess` where Ray's launcher runs ssh and rsync: notes what is run, and
+    all of it goes well.
 
     Attributes:
         commands: What was run.
@@ -74,7 +77,9 @@ def shell() -> Shell:
 
 @pytest.fixture
 def providers() -> Iterator[None]:
-    """Keep Ray from taking the provider of one test for that of another: it remembers them by their configuration."""
+    """Keep Ray from taking the provider of one test for that of another: it remembers them by their
+    configuration.
+    """
     from ray.autoscaler._private.providers import _clear_provider_cache
 
     _clear_provider_cache()
@@ -83,8 +88,12 @@ def providers() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def kubectl(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], None]:
-    """Have no test ask a real Kubernetes; give what says how `kubectl` answers, as a shell's commands."""
+def kubectl(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], None]:
+    """Have no test ask a real Kubernetes; give what says how `kubectl` answers, as a shell's
+    commands.
+    """
     script = tmp_path_factory.mktemp("bin") / "kubectl"
     monkeypatch.setenv("PATH", f"{script.parent}:{os.environ['PATH']}")
 

@@ -1,4 +1,6 @@
-"""The files of clusters that come with raypool, and what they are made from: `python -m tests.cloud.examples` makes them anew."""
+"""The files of clusters that come with raypool, and what they are made from: `python -m
+tests.cloud.examples` makes them anew.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,16 @@ TRAIN = "python train.py"
 PLANS = {
     "cluster.yaml": (Draft(provider="gcp", python="3.11"), f"{INIT} gcp", None),
     "cloud_examples/aws.yaml": (Draft(provider="aws", python="3.11"), f"{INIT} aws", None),
-    "cloud_examples/on_prem.yaml": (Draft(provider="on-prem", python="3.11"), f"{INIT} on-prem", None),
-    "cloud_examples/kubernetes/raycluster.yaml": (Draft(provider="kubernetes", python="3.11"), f"{INIT} kubernetes", None),
+    "cloud_examples/on_prem.yaml": (
+        Draft(provider="on-prem", python="3.11"),
+        f"{INIT} on-prem",
+        None,
+    ),
+    "cloud_examples/kubernetes/raycluster.yaml": (
+        Draft(provider="kubernetes", python="3.11"),
+        f"{INIT} kubernetes",
+        None,
+    ),
     "cloud_examples/kubernetes/rayjob.yaml": (
         Draft(provider="kubernetes", python="3.11"),
         f"{INIT} kubernetes --job '{TRAIN}'",
@@ -26,7 +36,10 @@ PLANS = {
 
 def texts() -> dict[str, str]:
     """Return what stands in each file."""
-    return {name: text_of(draft.plan(), command, Path(name).name, job) for name, (draft, command, job) in PLANS.items()}
+    return {
+        name: text_of(draft.plan(), command, Path(name).name, job)
+        for name, (draft, command, job) in PLANS.items()
+    }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""A metadata server as Compute Engine and Amazon EC2 have it, on the loopback, that says what a test wants it to."""
+"""A metadata server as Compute Engine and Amazon EC2 have it, on the loopback, that says what a
+test wants it to.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ EC2 = "/latest/meta-data/"
 
 @dataclass
 class FakeMetadata:
-    """What the server says. Each cloud's own rules hold: without its header Compute Engine refuses, without a token EC2."""
+    """What the server says. Each cloud's own rules hold: without its header Compute Engine refuses,
+    without a token EC2.
+    """
 
     url: str = ""
     preempted: str = "FALSE"
@@ -39,14 +43,26 @@ class FakeMetadata:
         if self.status is not None:
             return self.status, "a page of somebody else's"
         if path.startswith(GCE):
-            said = {"preempted": self.preempted, "maintenance-event": self.maintenance}.get(path.removeprefix(GCE))
-            return (403, "Missing Metadata-Flavor:Google header.") if headers.get("Metadata-Flavor") != "Google" else found(said)
+            said = {"preempted": self.preempted, "maintenance-event": self.maintenance}.get(
+                path.removeprefix(GCE)
+            )
+            return (
+                (403, "Missing Metadata-Flavor:Google header.")
+                if headers.get("Metadata-Flavor") != "Google"
+                else found(said)
+            )
         if path == "/latest/api/token":
-            is_well = method == "PUT" and headers.get("X-aws-ec2-metadata-token-ttl-seconds", "").isdigit()
+            is_well = (
+                method == "PUT"
+                and headers.get("X-aws-ec2-metadata-token-ttl-seconds", "").isdigit()
+            )
             return (200, TOKEN) if is_well else (400, "")
         if headers.get("X-aws-ec2-metadata-token") != TOKEN:
             return 401, ""
-        said = {"spot/instance-action": self.action, "events/maintenance/scheduled": self.events}.get(path.removeprefix(EC2))
+        said = {
+            "spot/instance-action": self.action,
+            "events/maintenance/scheduled": self.events,
+        }.get(path.removeprefix(EC2))
         return found(said)
 
 
@@ -87,7 +103,9 @@ def serving() -> Iterator[FakeMetadata]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     fake.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+    )
     thread.start()
     try:
         yield fake

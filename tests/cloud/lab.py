@@ -1,9 +1,11 @@
-"""Several machines on one: hosts that are namespaces, with a network of their own between them, and nothing that needs root.
+"""Several machines on one: hosts that are namespaces, with a network of their own between them, and
+nothing that needs root.
 
-A lab is a namespace for users, processes, mounts and the network, which holds a switch. Each host is a namespace within it: an
-address of its own, its own processes, name, home, /tmp/ray and /dev/shm. Who is in a lab sees nothing of this machine's network.
-The first process of the lab, and of each host, waits for the end of its standard input: however a test ends, all of it goes, and
-with its first process every other; nothing has to be tidied up.
+A lab is a namespace for users, processes, mounts and the network, which holds a switch. Each host
+is a namespace within it: an address of its own, its own processes, name, home, /tmp/ray and
+/dev/shm. Who is in a lab sees nothing of this machine's network. The first process of the lab, and
+of each host, waits for the end of its standard input: however a test ends, all of it goes, and with
+its first process every other; nothing has to be tidied up.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ import psutil
 ROOT = Path(__file__).parents[2]
 
 BOOT_S = 20.0
-"""A host boots in some hundredths of a second; only on a machine that is very busy does it take this long [s]."""
+"""A host boots in some hundredths of a second; only on a machine that is very busy does it take
+this long [s].
+"""
 
 NAMESPACES = ("--net", "--mount", "--pid", "--uts")
 
@@ -52,19 +56,36 @@ def is_allowed() -> bool:
     """Whether this machine lets its users make namespaces, and has what it takes to join them."""
     try:
         made = subprocess.run(
-            [*_LAB, "sh", "-c", "ip link add switch type bridge"], capture_output=True, timeout=BOOT_S, check=False
+            [*_LAB, "sh", "-c", "ip link add switch type bridge"],
+            capture_output=True,
+            timeout=BOOT_S,
+            check=False,
         )
     except FileNotFoundError:
         return False
     return made.returncode == 0
 
 
-_LAB = ("unshare", "--user", "--map-root-user", "--net", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child")
+_LAB = (
+    "unshare",
+    "--user",
+    "--map-root-user",
+    "--net",
+    "--mount",
+    "--pid",
+    "--fork",
+    "--mount-proc",
+    "--kill-child",
+)
 
 
 def _first_process(command: Sequence[str]) -> tuple[subprocess.Popen[str], int]:
-    """Start what begins a namespace; return it, and the process that is the first in there, as it is numbered out here."""
-    outer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    """Start what begins a namespace; return it, and the process that is the first in there, as it
+    is numbered out here.
+    """
+    outer = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert outer.stdout is not None
     assert outer.stderr is not None
     if outer.stdout.readline() != "up\n":
@@ -76,7 +97,9 @@ def _first_process(command: Sequence[str]) -> tuple[subprocess.Popen[str], int]:
 
 @dataclass
 class Host:
-    """A machine of a lab: its name and address, its home, and the number of its first process, None while it is off."""
+    """A machine of a lab: its name and address, its home, and the number of its first process, None
+    while it is off.
+    """
 
     name: str
     address: str
@@ -86,9 +109,16 @@ class Host:
 
     @property
     def env(self) -> dict[str, str]:
-        """What every process there has in its environment: nothing of this machine's but the way to its programs."""
+        """What every process there has in its environment: nothing of this machine's but the way to
+        its programs.
+        """
         path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
-        return {"HOME": str(self.home), "PATH": path, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
+        return {
+            "HOME": str(self.home),
+            "PATH": path,
+            "PYTHONPATH": str(ROOT),
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
 
 
 class Lab:
@@ -114,9 +144,14 @@ class Lab:
         self._service = service
         self._enter: tuple[str, ...] = () if as_root else ("--user", "--preserve-credentials")
         Path("/tmp/ray").mkdir(exist_ok=True)
-        lab = tuple(word for word in _LAB if not (as_root and word in ("--user", "--map-root-user")))
+        lab = tuple(
+            word for word in _LAB if not (as_root and word in ("--user", "--map-root-user"))
+        )
         self._outer, self._first = _first_process([*lab, "sh", "-ec", SWITCH])
-        self.hosts = {name: Host(name, f"10.88.0.{number}", folder / name) for number, name in enumerate(names, 1)}
+        self.hosts = {
+            name: Host(name, f"10.88.0.{number}", folder / name)
+            for number, name in enumerate(names, 1)
+        }
         for host in self.hosts.values():
             host.home.mkdir(mode=0o700)
             furnish(host.home)
@@ -133,14 +168,32 @@ class Lab:
         command = [*self._into(self._first, "--net", "--mount", "--pid"), "sh", "-ec", script]
         subprocess.run(command, check=True, timeout=BOOT_S, capture_output=True)
 
-    # --- what befalls a host ------------------------------------------------------------------------------------------
+    # --- what befalls a host ----------------------------------------------------------------------
 
     def boot(self, name: str) -> None:
         """Switch a host on."""
         host = self.hosts[name]
-        begin = ["unshare", "--mount", "--pid", "--uts", "--fork", "--mount-proc", "--kill-child", "sh", "-ec"]
-        script = HOST.format(name=name, service=self._service.format(name=name, home=host.home, address=host.address))
-        within = [*self._into(self._first, "--net", "--mount", "--pid"), "ip", "netns", "exec", name]
+        begin = [
+            "unshare",
+            "--mount",
+            "--pid",
+            "--uts",
+            "--fork",
+            "--mount-proc",
+            "--kill-child",
+            "sh",
+            "-ec",
+        ]
+        script = HOST.format(
+            name=name, service=self._service.format(name=name, home=host.home, address=host.address)
+        )
+        within = [
+            *self._into(self._first, "--net", "--mount", "--pid"),
+            "ip",
+            "netns",
+            "exec",
+            name,
+        ]
         host.outer, host.first = _first_process([*within, *begin, script])
 
     def kill(self, name: str) -> None:
@@ -166,7 +219,7 @@ class Lab:
         os.kill(self._first, signal.SIGKILL)
         self._outer.communicate(timeout=BOOT_S)
 
-    # --- what runs there ----------------------------------------------------------------------------------------------
+    # --- what runs there --------------------------------------------------------------------------
 
     def start(self, name: str, *command: str, **env: str) -> subprocess.Popen[str]:
         """Start a program on a host."""
@@ -181,11 +234,18 @@ class Lab:
             *command,
         ]
         return subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/"
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd="/",
         )
 
     def end(self, process: subprocess.Popen[str], number: int = signal.SIGKILL) -> str:
-        """End what was started on a host, by a signal; return what it has printed, and said, that nobody has read."""
+        """End what was started on a host, by a signal; return what it has printed, and said, that
+        nobody has read.
+        """
         for child in psutil.Process(process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.send_signal(number)
@@ -199,7 +259,9 @@ class Lab:
         except BaseException:
             self.end(process)
             raise
-        assert process.returncode == 0, f"{' '.join(command)} on {name}: exit status {process.returncode}\n{out}\n{err}"
+        assert process.returncode == 0, (
+            f"{' '.join(command)} on {name}: exit status {process.returncode}\n{out}\n{err}"
+        )
         return out
 
     def python(self, name: str, code: str, **env: str) -> subprocess.Popen[str]:
@@ -213,6 +275,8 @@ def give_token(hosts: Sequence[Host]) -> str:
     for host in hosts:
         folder = host.home / ".ray"
         folder.mkdir(mode=0o700, exist_ok=True)
-        with os.fdopen(os.open(folder / "auth_token", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        with os.fdopen(
+            os.open(folder / "auth_token", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w"
+        ) as file:
             file.write(token)
     return token

@@ -1,4 +1,6 @@
-"""A cluster as Ray's launcher and its autoscaler make it: their own code, with a cloud that is a fake (see `shell`, too)."""
+"""A cluster as Ray's launcher and its autoscaler make it: their own code, with a cloud that is a
+fake (see `shell`, too).
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,17 @@ class Cluster:
         from ray.autoscaler._private import commands, providers
 
         self.config = commands._bootstrap_config(content, no_config_cache=True)
-        self.provider = providers._get_node_provider(self.config["provider"], self.config["cluster_name"])
+        self.provider = providers._get_node_provider(
+            self.config["provider"], self.config["cluster_name"]
+        )
 
     def up(self, file: Path, shell: Any) -> None:
         """Make the head; what would be run there, `shell` notes."""
         from ray.autoscaler._private import commands
 
-        commands.get_or_create_head_node(self.config, str(file), False, False, True, None, _runner=shell)
+        commands.get_or_create_head_node(
+            self.config, str(file), False, False, True, None, _runner=shell
+        )
 
     def add_workers(self, node_type: str, count: int) -> None:
         """Make workers, as the autoscaler on the head does."""
@@ -32,7 +38,9 @@ class Cluster:
             tags.TAG_RAY_NODE_STATUS: tags.STATUS_UNINITIALIZED,
             tags.TAG_RAY_LAUNCH_CONFIG: "x",
         }
-        self.provider.create_node(self.config["available_node_types"][node_type]["node_config"], labels, count)
+        self.provider.create_node(
+            self.config["available_node_types"][node_type]["node_config"], labels, count
+        )
 
     def workers(self) -> list[str]:
         from ray.autoscaler import tags

@@ -1,4 +1,6 @@
-"""Clusters on AWS: Ray's own provider makes what we write, on moto's EC2, and what is wrong with a file is said before."""
+"""Clusters on AWS: Ray's own provider makes what we write, on moto's EC2, and what is wrong with a
+file is said before.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ ANSWERS: list[Any] = []
 
 
 def asked_once(ask: Callable[..., Any]) -> Callable[..., Any]:
-    """All machines that EC2 has: moto takes seconds to answer, and answers the same in each test."""
+    """All machines that EC2 has: moto takes seconds to answer, and answers the same in each
+    test.
+    """
 
     def asked(*args: Any) -> Any:
         if not ANSWERS:
@@ -48,8 +52,11 @@ def ec2(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, providers: None) -> Ite
     for name in ("AWS_PROFILE", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(config, "time", types.SimpleNamespace(sleep=lambda _: None))  # twice 15 s for Amazon to spread a role
-    monkeypatch.setattr(node_provider, "list_ec2_instances", asked_once(node_provider.list_ec2_instances))
+    # twice 15 s for Amazon to spread a role
+    monkeypatch.setattr(config, "time", types.SimpleNamespace(sleep=lambda _: None))
+    monkeypatch.setattr(
+        node_provider, "list_ec2_instances", asked_once(node_provider.list_ec2_instances)
+    )
     caches = (utils.resource_cache, utils.client_cache, config._get_subnets_or_die)
     with mock_aws():
         for cache in caches:
@@ -61,11 +68,18 @@ def ec2(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, providers: None) -> Ite
 
 @pytest.fixture
 def security_group(ec2: Any) -> Any:
-    """A group as the header of the file asks for: its members reach each other, and one address gets in by SSH."""
+    """A group as the header of the file asks for: its members reach each other, and one address
+    gets in by SSH.
+    """
     [vpc] = [vpc for vpc in ec2.vpcs.all() if vpc.is_default]
     group = ec2.create_security_group(GroupName="mine", Description="mine", VpcId=vpc.id)
     inside = {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": group.id}]}
-    ssh = {"IpProtocol": "tcp", "FromPort": 22, "ToPort": 22, "IpRanges": [{"CidrIp": "203.0.113.7/32"}]}
+    ssh = {
+        "IpProtocol": "tcp",
+        "FromPort": 22,
+        "ToPort": 22,
+        "IpRanges": [{"CidrIp": "203.0.113.7/32"}],
+    }
     group.authorize_ingress(IpPermissions=[inside, ssh])
     return group
 
@@ -105,7 +119,9 @@ def described(instance: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def policies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The policies that Amazon has made: Ray gives two of them to the head. They take moto seconds."""
+    """The policies that Amazon has made: Ray gives two of them to the head. They take moto
+    seconds.
+    """
     monkeypatch.setenv("MOTO_IAM_LOAD_MANAGED_POLICIES", "true")
 
 
@@ -133,8 +149,18 @@ def test_ray_makes_the_cluster_that_was_planned(
     assert (said[tags.TAG_RAY_CLUSTER_NAME], said[tags.TAG_RAY_USER_NODE_TYPE]) == ("lab", "head")
 
     # What is run on it, in this order.
-    wanted = ["auth_token", "uv venv", "raypool==", "boto3", "ray stop", "ray start --disable-usage-stats --head"]
-    places = [next(number for number, line in enumerate(shell.commands) if word in line) for word in wanted]
+    wanted = [
+        "auth_token",
+        "uv venv",
+        "raypool==",
+        "boto3",
+        "ray stop",
+        "ray start --disable-usage-stats --head",
+    ]
+    places = [
+        next(number for number, line in enumerate(shell.commands) if word in line)
+        for word in wanted
+    ]
     assert places == sorted(places), shell.commands
     start = shell.commands[places[-1]]
     assert "RAY_AUTH_MODE=token" in start
@@ -154,7 +180,9 @@ def test_ray_makes_the_cluster_that_was_planned(
     assert not open_to_all(ec2)
 
     cluster.provider.terminate_nodes(cluster.provider.non_terminated_nodes({}))
-    assert {instance.state["Name"] for instance in ec2.instances.all()} == {"terminated"}, "nothing is only stopped, and costs"
+    assert {instance.state["Name"] for instance in ec2.instances.all()} == {"terminated"}, (
+        "nothing is only stopped, and costs"
+    )
 
 
 @pytest.mark.long
@@ -164,10 +192,16 @@ def test_ray_finds_no_other_resources_than_we_write(ec2: Any, security_group: An
     content = with_a_role(filled_in(aws.write(plan), security_group.id, an_image(ec2)))
     for node_type in content["available_node_types"].values():
         node_type["resources"] = {}
-    found = {name: each["resources"] for name, each in Cluster(content).config["available_node_types"].items()}
+    found = {
+        name: each["resources"]
+        for name, each in Cluster(content).config["available_node_types"].items()
+    }
     for group in plan.groups:
         shape = catalogue("aws").machine(group.machine)
-        assert (found[group.name]["CPU"], found[group.name].get("GPU", 0)) == (shape.vcpus, shape.gpus)
+        assert (found[group.name]["CPU"], found[group.name].get("GPU", 0)) == (
+            shape.vcpus,
+            shape.gpus,
+        )
         assert shape.gpu is None or found[group.name][f"accelerator_type:{shape.gpu}"] == 1
 
 
@@ -177,7 +211,12 @@ def test_without_a_group_ray_would_open_ssh_to_everybody(ec2: Any) -> None:
     content = with_a_role(filled_in(aws.write(a_plan()), image=an_image(ec2)))
     for node_type in content["available_node_types"].values():
         del node_type["node_config"]["SecurityGroupIds"]
-    ssh = {"IpProtocol": "tcp", "FromPort": 22, "ToPort": 22, "IpRanges": [{"CidrIp": "203.0.113.7/32"}]}
+    ssh = {
+        "IpProtocol": "tcp",
+        "FromPort": 22,
+        "ToPort": 22,
+        "IpRanges": [{"CidrIp": "203.0.113.7/32"}],
+    }
     content["provider"]["security_group"] = {"GroupName": "narrow", "IpPermissions": [ssh]}
     Cluster(content)
     assert open_to_all(ec2) == ["narrow"]
@@ -191,7 +230,9 @@ def test_a_key_of_the_users_own(ec2: Any, security_group: Any, shell: Any, tmp_p
     key.write_text("a key")
     boto3.client("ec2", region_name=REGION).create_key_pair(KeyName="mine")
     boto3.client("iam").create_instance_profile(InstanceProfileName="mine")
-    content = with_a_role(filled_in(aws.write(a_plan(ssh_key=str(key))), security_group.id, an_image(ec2)))
+    content = with_a_role(
+        filled_in(aws.write(a_plan(ssh_key=str(key))), security_group.id, an_image(ec2))
+    )
     for node_type in content["available_node_types"].values():
         assert node_type["node_config"]["KeyName"] == aws.KEY
         node_type["node_config"]["KeyName"] = "mine"
@@ -207,11 +248,14 @@ def test_ray_would_not_take_a_key_whose_file_it_is_not_told(ec2: Any, security_g
     content = with_a_role(filled_in(aws.write(a_plan()), security_group.id, an_image(ec2)))
     for node_type in content["available_node_types"].values():
         node_type["node_config"]["KeyName"] = "mine"
-    taken = {each["node_config"]["KeyName"] for each in Cluster(content).config["available_node_types"].values()}
+    taken = {
+        each["node_config"]["KeyName"]
+        for each in Cluster(content).config["available_node_types"].values()
+    }
     assert taken == {f"ray-autoscaler_{REGION}"}
 
 
-# --- what is written -----------------------------------------------------------------------------------------------------
+# --- what is written ------------------------------------------------------------------------------
 
 
 def test_beside_each_worker_runs_the_watcher_for_amazons_notices() -> None:
@@ -239,11 +283,13 @@ def test_a_plan_that_cannot_be_is_refused() -> None:
     with pytest.raises(CloudError, match=r"The plan of lab does not say in which zone\."):
         aws.write(a_plan(zone=None))
     worker = NodeGroup(name="worker", machine="g5.12xlarge", gpu="A10G", gpus=3, most=1)
-    with pytest.raises(CloudError, match=r"worker: g5.12xlarge cannot have 3 A10G: it always comes with 4 A10G\."):
+    with pytest.raises(
+        CloudError, match=r"worker: g5.12xlarge cannot have 3 A10G: it always comes with 4 A10G\."
+    ):
         aws.write(a_plan(workers=(worker,)))
 
 
-# --- what is taken -------------------------------------------------------------------------------------------------------
+# --- what is taken --------------------------------------------------------------------------------
 
 
 def test_each_machine_with_gpus_passes_in_a_region_that_has_them() -> None:
@@ -251,8 +297,14 @@ def test_each_machine_with_gpus_passes_in_a_region_that_has_them() -> None:
     for shape in catalogue("aws").machines.values():
         if shape.gpu:
             zone = f"{catalogue('aws').regions(shape.gpu)[0]}a"
-            worker = NodeGroup(name="worker", machine=shape.name, gpu=shape.gpu, gpus=shape.gpus, most=1, spot=True)
-            content = filled_in(aws.write(a_plan(zone=zone, head=replace(worker, name="head", most=0), workers=(worker,))))
+            worker = NodeGroup(
+                name="worker", machine=shape.name, gpu=shape.gpu, gpus=shape.gpus, most=1, spot=True
+            )
+            content = filled_in(
+                aws.write(
+                    a_plan(zone=zone, head=replace(worker, name="head", most=0), workers=(worker,))
+                )
+            )
             wrong[shape.name] = checks.check(documents_of(yaml.safe_dump(content), "aws.yaml")[0])
     assert len(wrong) > 50
     assert not any(wrong.values()), wrong
@@ -263,7 +315,10 @@ def test_what_is_unusual_and_right_passes() -> None:
     worker, big = (content["available_node_types"][name] for name in ("worker", "big"))
     worker["resources"] = {}  # Ray finds them out
     del worker["node_config"]["SecurityGroupIds"]
-    worker["node_config"]["NetworkInterfaces"] = [{"SubnetId": "subnet-0123456789abcdef0", "Groups": [GROUP]}]
-    template = {"LaunchTemplateName": "mine", "Version": "1"}  # lies with Amazon, and may say the rest
+    worker["node_config"]["NetworkInterfaces"] = [
+        {"SubnetId": "subnet-0123456789abcdef0", "Groups": [GROUP]}
+    ]
+    # lies with Amazon, and may say the rest
+    template = {"LaunchTemplateName": "mine", "Version": "1"}
     big["node_config"] = {"LaunchTemplate": template, "InstanceType": "p4d.24xlarge"}
     assert not checks.check(documents_of(yaml.safe_dump(content), "aws.yaml")[0])

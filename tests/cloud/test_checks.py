@@ -1,4 +1,6 @@
-"""Mistakes planted in files of every kind: each is refused before anything is made, with its line and what would be right."""
+"""Mistakes planted in files of every kind: each is refused before anything is made, with its line
+and what would be right.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,23 @@ from raypool.cluster.documents import documents_of
 from raypool.cluster.drafts import Draft
 from raypool.errors import CloudError
 
-GCP = cluster_file.text_of(Draft(provider="gcp", project="my-project", gpu="T4", gpus=4).plan(), "raypool", "gcp.yaml")
+GCP = cluster_file.text_of(
+    Draft(provider="gcp", project="my-project", gpu="T4", gpus=4).plan(), "raypool", "gcp.yaml"
+)
 AWS = cluster_file.text_of(Draft(provider="aws", gpu="T4").plan(), "raypool", "aws.yaml")
-AWS = AWS.replace("<your image>", "ami-0123456789abcdef0").replace("<your security group>", "sg-0123456789abcdef0")
+AWS = AWS.replace("<your image>", "ami-0123456789abcdef0").replace(
+    "<your security group>", "sg-0123456789abcdef0"
+)
 HOSTS = ("10.0.0.1", "10.0.0.2", "10.0.0.3")
-LOCAL = cluster_file.text_of(Draft(provider="on-prem", hosts=HOSTS).plan(), "raypool", "on_prem.yaml")
-KUBERNETES = cluster_file.text_of(Draft(provider="kubernetes", gpu="T4").plan(), "raypool", "kubernetes.yaml")
-JOB = cluster_file.text_of(Draft(provider="kubernetes", gpu="T4").plan(), "raypool", "job.yaml", "python train.py")
+LOCAL = cluster_file.text_of(
+    Draft(provider="on-prem", hosts=HOSTS).plan(), "raypool", "on_prem.yaml"
+)
+KUBERNETES = cluster_file.text_of(
+    Draft(provider="kubernetes", gpu="T4").plan(), "raypool", "kubernetes.yaml"
+)
+JOB = cluster_file.text_of(
+    Draft(provider="kubernetes", gpu="T4").plan(), "raypool", "job.yaml", "python train.py"
+)
 JOB = JOB.replace(kubernetes.CODE, "https://example.org/code.zip")
 TRAINING = """\
 trainingInput:
@@ -36,7 +48,14 @@ trainingInput:
   parameterServerCount: 3
   parameterServerType: n1-highmem-8
 """
-TEXTS = {"gcp": GCP, "aws": AWS, "local": LOCAL, "kubernetes": KUBERNETES, "job": JOB, "training": TRAINING}
+TEXTS = {
+    "gcp": GCP,
+    "aws": AWS,
+    "local": LOCAL,
+    "kubernetes": KUBERNETES,
+    "job": JOB,
+    "training": TRAINING,
+}
 
 
 def line_of(text: str, part: str) -> int:
@@ -60,10 +79,13 @@ def test_what_is_right_is_taken() -> None:
 
 TOKEN_MOUNT = "file_mounts:\n  ~/.ray/auth_token: ~/.ray/auth_token\n"
 HEAD_START = "- " + launcher_file.head_commands()[1].replace("=3; ", "=3;\n  ")
-OPEN_START = "- ray stop; ray start --head --port=6379 --dashboard-host=0.0.0.0 --autoscaling-config=x"
+OPEN_START = (
+    "- ray stop; ray start --head --port=6379 --dashboard-host=0.0.0.0 --autoscaling-config=x"
+)
 EXPORT = "export RAY_AUTH_MODE=token RAY_health"
 
-# What stands there, what is put there instead, the words by which its line is found, and what is said.
+# What stands there, what is put there instead, the words by which its line is found, and what is
+# said.
 LAUNCHER = {
     "a misspelt name": (
         "max_workers: 4\n\n",
@@ -71,9 +93,24 @@ LAUNCHER = {
         "max_worker:",
         "no setting 'max_worker'. Did you mean max_w",
     ),
-    "a misspelt name in a node type": ("min_workers", "min_worker", "min_worker:", "no setting 'min_worker'. Did you mean min_w"),
-    "no provider": ("provider:\n", "providers:\n", "providers:", "no setting 'providers'. Did you mean provider"),
-    "an unknown provider": ("type: gcp", "type: gpc", "type: gpc", "no provider 'gpc'. Did you mean gcp"),
+    "a misspelt name in a node type": (
+        "min_workers",
+        "min_worker",
+        "min_worker:",
+        "no setting 'min_worker'. Did you mean min_w",
+    ),
+    "no provider": (
+        "provider:\n",
+        "providers:\n",
+        "providers:",
+        "no setting 'providers'. Did you mean provider",
+    ),
+    "an unknown provider": (
+        "type: gcp",
+        "type: gpc",
+        "type: gpc",
+        "no provider 'gpc'. Did you mean gcp",
+    ),
     "half a GPU": ("GPU: 4", "GPU: 0.5", "GPU: 0.5", "GPU: 0.5 is not of type 'integer'"),
     "GPUs below zero": ("GPU: 4", "GPU: -1", "GPU: -1", "GPU: -1 is less than the minimum of 0"),
     "more at least than at most": (
@@ -82,9 +119,24 @@ LAUNCHER = {
         "min_workers: 5",
         "more",
     ),
-    "all together too few": ("\nmax_workers: 4", "\nmax_workers: -1", "max_workers: -1", "less than the minimum of 0"),
-    "nobody who logs in": ("  ssh_user: ubuntu", "  {}", "auth:", "ssh_user is '', which is no name"),
-    "a key that is not there": ("ssh_user: ubuntu", "ssh_user: ubuntu\n  ssh_private_key: /no/key", "/no/key", "no such file"),
+    "all together too few": (
+        "\nmax_workers: 4",
+        "\nmax_workers: -1",
+        "max_workers: -1",
+        "less than the minimum of 0",
+    ),
+    "nobody who logs in": (
+        "  ssh_user: ubuntu",
+        "  {}",
+        "auth:",
+        "ssh_user is '', which is no name",
+    ),
+    "a key that is not there": (
+        "ssh_user: ubuntu",
+        "ssh_user: ubuntu\n  ssh_private_key: /no/key",
+        "/no/key",
+        "no such file",
+    ),
     "a key for everybody": (
         "ssh_user: ubuntu",
         "ssh_user: ubuntu\n  ssh_private_key: /etc/hosts",
@@ -105,7 +157,10 @@ LAUNCHER = {
     ),
     "a token that comes too late": (
         "export RAY_AUTH_MODE=token; ray start --disable-usage-stats --address=$RAY_HEAD_IP:6379",
-        "ray start --address=$RAY_HEAD_IP:6379; echo RAY_AUTH_MODE=token; export RAY_AUTH_MODE=token",
+        (
+            "ray start --address=$RAY_HEAD_IP:6379; echo RAY_AUTH_MODE=token; export"
+            " RAY_AUTH_MODE=token"
+        ),
         "- ulimit -n 65536; ray start",
         "without a token",
     ),
@@ -115,8 +170,18 @@ LAUNCHER = {
         "- ulimit -n 65536; RAY",
         "without a token",
     ),
-    "a token from elsewhere": (": ~/.ray/auth_token", ": ~/no_token", "~/.ray/auth_token:", "no such file or folder"),
-    "a folder that is not there": (TOKEN_MOUNT, TOKEN_MOUNT + "  /data: ./no-folder\n", "/data:", "no such file or folder"),
+    "a token from elsewhere": (
+        ": ~/.ray/auth_token",
+        ": ~/no_token",
+        "~/.ray/auth_token:",
+        "no such file or folder",
+    ),
+    "a folder that is not there": (
+        TOKEN_MOUNT,
+        TOKEN_MOUNT + "  /data: ./no-folder\n",
+        "/data:",
+        "no such file or folder",
+    ),
     "a command that is no list": (
         "worker_setup_commands: []",
         "worker_setup_commands: ls",
@@ -124,8 +189,18 @@ LAUNCHER = {
         "'ls' is not of type 'array'",
     ),
     "no token": (EXPORT, "export RAY_health", "- ulimit", "without a token"),
-    "no token on workers": ("export RAY_AUTH_MODE=token; ray", "ray", "- ulimit -n 65536; ray start", "without a token"),
-    "a token that is not copied": (TOKEN_MOUNT, "file_mounts: {}\n", "- ulimit", "none is copied to the machines"),
+    "no token on workers": (
+        "export RAY_AUTH_MODE=token; ray",
+        "ray",
+        "- ulimit -n 65536; ray start",
+        "without a token",
+    ),
+    "a token that is not copied": (
+        TOKEN_MOUNT,
+        "file_mounts: {}\n",
+        "- ulimit",
+        "none is copied to the machines",
+    ),
     "a dashboard for everybody": (
         HEAD_START,
         OPEN_START,
@@ -144,8 +219,18 @@ LAUNCHER = {
         "worker_start_ray_commands",
         "port 6380, and it listens at 6379",
     ),
-    "no commands": ("\nsetup_commands:", "\ncluster_synced_files:", "cluster_name", "setup_commands is missing: Ray would take"),
-    "something left open": ("my-project", "<your project>", "<your project>", "<your project> is still to be filled in"),
+    "no commands": (
+        "\nsetup_commands:",
+        "\ncluster_synced_files:",
+        "cluster_name",
+        "setup_commands is missing: Ray would take",
+    ),
+    "something left open": (
+        "my-project",
+        "<your project>",
+        "<your project>",
+        "<your project> is still to be filled in",
+    ),
 }
 
 
@@ -156,9 +241,19 @@ ON_GCP = {
         "My Cluster",
         "lower-case letters, digits and dashes",
     ),
-    "a name that is too long": ("cluster_name: raypool", f"cluster_name: {'a' * 36}", "aaa", "35 at most"),
+    "a name that is too long": (
+        "cluster_name: raypool",
+        f"cluster_name: {'a' * 36}",
+        "aaa",
+        "35 at most",
+    ),
     "a project with a space": ("my-project", "My Project", "My Project", "gcloud projects list"),
-    "no zone": ("  availability_zone: us-central1-a\n", "", "provider:", "availability_zone is missing"),
+    "no zone": (
+        "  availability_zone: us-central1-a\n",
+        "",
+        "provider:",
+        "availability_zone is missing",
+    ),
     "a region for a zone": (
         "availability_zone: us-central1-a",
         "availability_zone: us-central1",
@@ -178,8 +273,18 @@ ON_GCP = {
         "guestAccelerators",
         "n1-standard-16 cannot have 3 T4, but 1, 2 or 4",
     ),
-    "a GPU that is gone": ("nvidia-tesla-t4", "nvidia-tesla-k80", "nvidia-tesla-k80", "cannot be had any more since"),
-    "a GPU by another name": ("acceleratorType: nvidia-tesla-t4", "acceleratorType: T4", "Type: T4", "calls it nvidia-tesla-t4"),
+    "a GPU that is gone": (
+        "nvidia-tesla-t4",
+        "nvidia-tesla-k80",
+        "nvidia-tesla-k80",
+        "cannot be had any more since",
+    ),
+    "a GPU by another name": (
+        "acceleratorType: nvidia-tesla-t4",
+        "acceleratorType: T4",
+        "Type: T4",
+        "calls it nvidia-tesla-t4",
+    ),
     "no count": (
         "        acceleratorCount: 4\n",
         "",
@@ -192,17 +297,34 @@ ON_GCP = {
         "GPU: 2",
         "told of 2 GPUs, and the machine has 4 T4: it must be `GPU: 4`",
     ),
-    "GPUs that are not there": ("CPU: 0\n", "CPU: 0\n      GPU: 1\n", "GPU: 1", "the machine has none"),
+    "GPUs that are not there": (
+        "CPU: 0\n",
+        "CPU: 0\n      GPU: 1\n",
+        "GPU: 1",
+        "the machine has none",
+    ),
     "CPUs that are not there": ("CPU: 16", "CPU: 32", "CPU: 32", "n1-standard-16 has 16 vCPUs"),
-    "another label": ("accelerator-type: T4", "accelerator-type: L4", "accelerator-type: L4", "it must be T4"),
+    "another label": (
+        "accelerator-type: T4",
+        "accelerator-type: L4",
+        "accelerator-type: L4",
+        "it must be T4",
+    ),
     "a list for a mapping": (
-        "scheduling:\n        provisioningModel: SPOT\n        instanceTerminationAction: DELETE\n"
-        "        onHostMaintenance: TERMINATE\n        automaticRestart: false\n",
+        (
+            "scheduling:\n        provisioningModel: SPOT\n        instanceTerminationAction:"
+            " DELETE\n        onHostMaintenance: TERMINATE\n        automaticRestart: false\n"
+        ),
         "scheduling:\n      - preemptible: true\n",
         "scheduling:",
         "is not of type 'object'",
     ),
-    "no end at maintenance": ("        onHostMaintenance: TERMINATE\n", "", "scheduling:", "onHostMaintenance: TERMINATE"),
+    "no end at maintenance": (
+        "        onHostMaintenance: TERMINATE\n",
+        "",
+        "scheduling:",
+        "onHostMaintenance: TERMINATE",
+    ),
     "a spot machine that restarts": (
         "automaticRestart: false",
         "automaticRestart: true",
@@ -210,23 +332,46 @@ ON_GCP = {
         "automaticRestart: false",
     ),
     "a kind of spot": ("Model: SPOT", "Model: SPOTS", "Model: SPOTS", "Did you mean SPOT"),
-    "a misspelt setting": ("guestAccelerators", "guestAccelerator", "guestAccelerator:", "Did you mean guestAccelerators"),
-    "a misspelt setting of a disk": ("autoDelete", "autodelete", "autodelete:", "Did you mean autoDelete"),
+    "a misspelt setting": (
+        "guestAccelerators",
+        "guestAccelerator",
+        "guestAccelerator:",
+        "Did you mean guestAccelerators",
+    ),
+    "a misspelt setting of a disk": (
+        "autoDelete",
+        "autodelete",
+        "autodelete:",
+        "Did you mean autoDelete",
+    ),
     "a disk elsewhere": (
         "zones/us-central1-a",
         "zones/us-central1-b",
         "diskType",
         "diskType is in us-central1-b, and the cluster is in us-central1-a",
     ),
-    "no machine": ("      machineType: n2-standard-4\n", "", "node_config:", "node_config: 'machineType' is a required property"),
+    "no machine": (
+        "      machineType: n2-standard-4\n",
+        "",
+        "node_config:",
+        "node_config: 'machineType' is a required property",
+    ),
 }
 
 
-DISK = "BlockDeviceMappings:\n      - DeviceName: /dev/sda1\n        Ebs:\n          VolumeSize: 200\n          VolumeType: gp3\n"
+DISK = (
+    "BlockDeviceMappings:\n      - DeviceName: /dev/sda1\n        Ebs:\n          VolumeSize: 200\n"
+    "          VolumeType: gp3\n"
+)
 GROUP = "      SecurityGroupIds:\n      - sg-0123456789abcdef0\n"
 
 ON_AWS = {
-    "a name with more than letters": ("name: raypool", "name: a b; rm -rf /", "cluster_name:", "letters, digits and - _ ."),
+    "a name with more than letters": (
+        "name: raypool",
+        "name: a b; rm -rf /",
+        "cluster_name:",
+        "letters, digits and - _ .",
+    ),
     "SSH for everybody": (GROUP, "", "node_config:", "SSH to the whole internet"),
     "rules that Ray widens": (
         "type: aws",
@@ -234,31 +379,96 @@ ON_AWS = {
         "security_group",
         "opens SSH to the whole",
     ),
-    "GPUs that are not there": ("GPU: 1", "GPU: 4", "GPU: 4", "told of 4 GPUs, and the machine has 1 T4"),
-    "CPUs that are not there": ("CPU: 4", "CPU: 64", "CPU: 64", "g4dn.xlarge has 4 vCPUs; that many at most"),
-    "the label of another GPU": ("accelerator-type: T4", "accelerator-type: L4", "accelerator-type", "it must be T4"),
-    "no image": ("      ImageId: ami-0123456789abcdef0\n", "", "node_config:", "ImageId is missing"),
-    "an image of Ray's": ("ami-0123456789abcdef0", "latest_dlami", "node_config:", "an Ubuntu 18.04 of 2022"),
+    "GPUs that are not there": (
+        "GPU: 1",
+        "GPU: 4",
+        "GPU: 4",
+        "told of 4 GPUs, and the machine has 1 T4",
+    ),
+    "CPUs that are not there": (
+        "CPU: 4",
+        "CPU: 64",
+        "CPU: 64",
+        "g4dn.xlarge has 4 vCPUs; that many at most",
+    ),
+    "the label of another GPU": (
+        "accelerator-type: T4",
+        "accelerator-type: L4",
+        "accelerator-type",
+        "it must be T4",
+    ),
+    "no image": (
+        "      ImageId: ami-0123456789abcdef0\n",
+        "",
+        "node_config:",
+        "ImageId is missing",
+    ),
+    "an image of Ray's": (
+        "ami-0123456789abcdef0",
+        "latest_dlami",
+        "node_config:",
+        "an Ubuntu 18.04 of 2022",
+    ),
     "a market that there is not": (
         "MarketType: spot",
         "MarketType: cheap",
         "InstanceMarketOptions",
         "must be `MarketType: spot`",
     ),
-    "a zone of another region": ("us-west-2a", "us-east-1a", "availability_zone", "not in the region, which is us-west-2"),
-    "no region": ("  region: us-west-2\n", "", "provider:", "region is None; one is named like us-west-2"),
-    "a misspelt setting": ("InstanceType", "instanceType", "instanceType", "Did you mean InstanceType"),
-    "a misspelt setting of a disk's": ("VolumeSize", "VolumSize", "VolumSize", "Did you mean VolumeSize"),
-    "a size with a unit": ("VolumeSize: 200", "VolumeSize: 200GB", "VolumeSize", "VolumeSize, value: 200GB"),
-    "a disk that is no list": (DISK, "BlockDeviceMappings: {DeviceName: x}\n", "BlockDevice", "valid types: <class 'list'>"),
+    "a zone of another region": (
+        "us-west-2a",
+        "us-east-1a",
+        "availability_zone",
+        "not in the region, which is us-west-2",
+    ),
+    "no region": (
+        "  region: us-west-2\n",
+        "",
+        "provider:",
+        "region is None; one is named like us-west-2",
+    ),
+    "a misspelt setting": (
+        "InstanceType",
+        "instanceType",
+        "instanceType",
+        "Did you mean InstanceType",
+    ),
+    "a misspelt setting of a disk's": (
+        "VolumeSize",
+        "VolumSize",
+        "VolumSize",
+        "Did you mean VolumeSize",
+    ),
+    "a size with a unit": (
+        "VolumeSize: 200",
+        "VolumeSize: 200GB",
+        "VolumeSize",
+        "VolumeSize, value: 200GB",
+    ),
+    "a disk that is no list": (
+        DISK,
+        "BlockDeviceMappings: {DeviceName: x}\n",
+        "BlockDevice",
+        "valid types: <class 'list'>",
+    ),
     "interfaces that are no list": (
         GROUP,
         "      NetworkInterfaces: {SubnetId: subnet-1}\n",
         "NetworkInterfaces",
         "Invalid type for parameter NetworkInterfaces",
     ),
-    "no metadata": ("HttpEndpoint: enabled", "HttpEndpoint: disabled", "HttpEndpoint", "the head may make no machines"),
-    "a key that Ray would not take": (GROUP, GROUP + "      KeyName: mine\n", "KeyName", "so Ray takes a key of its own"),
+    "no metadata": (
+        "HttpEndpoint: enabled",
+        "HttpEndpoint: disabled",
+        "HttpEndpoint",
+        "the head may make no machines",
+    ),
+    "a key that Ray would not take": (
+        GROUP,
+        GROUP + "      KeyName: mine\n",
+        "KeyName",
+        "so Ray takes a key of its own",
+    ),
     "a key that EC2 does not know": (
         "ssh_user: ubuntu",
         f"ssh_user: ubuntu\n  ssh_private_key: {__file__}",
@@ -270,15 +480,50 @@ ON_AWS = {
 
 ON_PREMISES = {
     "no head": ("  head_ip: 10.0.0.1\n", "", "provider:", "head_ip is missing"),
-    "no list": ("  worker_ips:\n  - 10.0.0.2\n  - 10.0.0.3\n", "", "provider:", "worker_ips is missing"),
-    "no address": ("- 10.0.0.2", "- 10.0.0.256", "10.0.0.256", "neither an address, such as 10.0.0.7, nor the name"),
+    "no list": (
+        "  worker_ips:\n  - 10.0.0.2\n  - 10.0.0.3\n",
+        "",
+        "provider:",
+        "worker_ips is missing",
+    ),
+    "no address": (
+        "- 10.0.0.2",
+        "- 10.0.0.256",
+        "10.0.0.256",
+        "neither an address, such as 10.0.0.7, nor the name",
+    ),
     "a machine twice": ("- 10.0.0.3", "- 10.0.0.2", "- 10.0.0.2\n\n", "second time"),
     "the loopback": ("head_ip: 10.0.0.1", "head_ip: 127.0.0.1", "head_ip", "as the others see it"),
-    "too many": ("max_workers: 2", "max_workers: 3", "max_workers: 3", "worker_ips names 2: that many at most"),
-    "too few": ("max_workers: 2", "max_workers: 1", "max_workers: 1", "the others would never be used"),
-    "node types": ("\nauth:", "\nhead_node_type: head\nauth:", "head_node_type", "machines that are made"),
-    "the autoscaler that leaves one out": ("RAY_enable_autoscaler_v2=0 ", "", "head_start", "RAY_enable_autoscaler_v2=0"),
-    "a setting of others": ("type: local", "type: local\n  region: x", "region: x", "no setting 'region'"),
+    "too many": (
+        "max_workers: 2",
+        "max_workers: 3",
+        "max_workers: 3",
+        "worker_ips names 2: that many at most",
+    ),
+    "too few": (
+        "max_workers: 2",
+        "max_workers: 1",
+        "max_workers: 1",
+        "the others would never be used",
+    ),
+    "node types": (
+        "\nauth:",
+        "\nhead_node_type: head\nauth:",
+        "head_node_type",
+        "machines that are made",
+    ),
+    "the autoscaler that leaves one out": (
+        "RAY_enable_autoscaler_v2=0 ",
+        "",
+        "head_start",
+        "RAY_enable_autoscaler_v2=0",
+    ),
+    "a setting of others": (
+        "type: local",
+        "type: local\n  region: x",
+        "region: x",
+        "no setting 'region'",
+    ),
 }
 
 OF_TRAINING = {
@@ -290,28 +535,65 @@ OF_TRAINING = {
 }
 
 
-GPU_LIMIT = "limits:\n              cpu: '3'\n              memory: 12000M\n              nvidia.com/gpu: "
+GPU_LIMIT = (
+    "limits:\n              cpu: '3'\n              memory: 12000M\n              nvidia.com/gpu: "
+)
 
 ON_KUBERNETES = {
-    "more at least than at most": ("minReplicas: 0", "minReplicas: 9", "maxReplicas", "minReplicas is 9 and maxReplicas 4"),
-    "half a GPU": (f"{GPU_LIMIT}'1'", f"{GPU_LIMIT}'0.5'", "nvidia.com/gpu: '0.5'", "0.5; it must be a whole number"),
+    "more at least than at most": (
+        "minReplicas: 0",
+        "minReplicas: 9",
+        "maxReplicas",
+        "minReplicas is 9 and maxReplicas 4",
+    ),
+    "half a GPU": (
+        f"{GPU_LIMIT}'1'",
+        f"{GPU_LIMIT}'0.5'",
+        "nvidia.com/gpu: '0.5'",
+        "0.5; it must be a whole number",
+    ),
     "GPUs that a pod has not": (
         "rayStartParams: {}",
         "rayStartParams: {num-gpus: '4'}",
         "rayStartParams: {num-gpus",
         "Ray is told of 4 GPUs, and the pod has 1 by its limits",
     ),
-    "a misspelt kind": ("kind: RayCluster", "kind: RayClustr", "kind: RayClustr", "Did you mean RayCluster"),
+    "a misspelt kind": (
+        "kind: RayCluster",
+        "kind: RayClustr",
+        "kind: RayClustr",
+        "Did you mean RayCluster",
+    ),
     "no head": ("headGroupSpec", "headGroup", "spec:", "headGroupSpec is missing"),
     "no container": ("containers:", "container:", "template:", "containers are missing"),
-    "a name for people": ("name: raypool", "name: My Cluster", "name: My Cluster", "small letters, digits and -"),
-    "something left open": ("name: raypool", "name: <your name>", "name: <your name>", "still to be filled in"),
+    "a name for people": (
+        "name: raypool",
+        "name: My Cluster",
+        "name: My Cluster",
+        "small letters, digits and -",
+    ),
+    "something left open": (
+        "name: raypool",
+        "name: <your name>",
+        "name: <your name>",
+        "still to be filled in",
+    ),
 }
 
 OF_JOBS = {
     "no command": ("  entrypoint: python train.py\n", "", "spec:", "entrypoint is missing"),
-    "code that is on the laptop": ("https://example.org/code.zip", "./src", "runtimeEnvYAML", "which pods do not have"),
-    "no address yet": ("https://example.org/code.zip", kubernetes.CODE, "runtimeEnvYAML", "still to be filled in"),
+    "code that is on the laptop": (
+        "https://example.org/code.zip",
+        "./src",
+        "runtimeEnvYAML",
+        "which pods do not have",
+    ),
+    "no address yet": (
+        "https://example.org/code.zip",
+        kubernetes.CODE,
+        "runtimeEnvYAML",
+        "still to be filled in",
+    ),
     "no cluster": ("rayClusterSpec", "rayCluster", "spec:", "headGroupSpec is missing"),
 }
 
@@ -336,12 +618,16 @@ def test_a_mistake_is_refused_with_its_line_and_what_would_be_right(
         assert old in TEXTS[kind], "the mistake is planted somewhere"
         text = TEXTS[kind].replace(old, new)
         why = why_refused(text)
-        if not any(said in each and f"file.yaml, line {line_of(text, part)}: " in each for each in why.splitlines()):
+        if not any(
+            said in each and f"file.yaml, line {line_of(text, part)}: " in each
+            for each in why.splitlines()
+        ):
             wrong[name] = why
     assert not wrong
 
 
-# What stands there, what is put there instead, the words by which its line is found, and what is said.
+# What stands there, what is put there instead, the words by which its line is found, and what is
+# said.
 DATED = [
     (
         "gcp",
@@ -350,9 +636,27 @@ DATED = [
         "a4x-highgpu-4g",
         "There is no machine 'a4x-highgpu-4g' in the catalogue of 2026-",
     ),
-    ("gcp", "nvidia-tesla-t4", "nvidia-t5", "nvidia-t5", "There is no GPU 'nvidia-t5' in the catalogue of 2026-"),
-    ("gcp", "us-central1", "us-east5", "zone: us-east5-a", "As of 2026-11-22, us-east5-a has no T4 GPUs."),
-    ("aws", "g4dn.xlarge", "g99.xlarge", "g99.xlarge", "There is no machine 'g99.xlarge' in the catalogue of 2026-"),
+    (
+        "gcp",
+        "nvidia-tesla-t4",
+        "nvidia-t5",
+        "nvidia-t5",
+        "There is no GPU 'nvidia-t5' in the catalogue of 2026-",
+    ),
+    (
+        "gcp",
+        "us-central1",
+        "us-east5",
+        "zone: us-east5-a",
+        "As of 2026-11-22, us-east5-a has no T4 GPUs.",
+    ),
+    (
+        "aws",
+        "g4dn.xlarge",
+        "g99.xlarge",
+        "g99.xlarge",
+        "There is no machine 'g99.xlarge' in the catalogue of 2026-",
+    ),
     ("aws", "us-west-2", "mx-central-1", "InstanceType: g4dn", "mx-central-1 has no T4 GPUs."),
     ("gcp", "type: gcp", "type: azure", "type: azure", "raypool has no rules for azure"),
     (
@@ -372,12 +676,17 @@ def test_what_raypool_does_not_know_is_warned_of_and_not_refused() -> None:
         text = TEXTS[kind].replace(old, new)
         [document] = documents_of(text, "file.yaml")
         warnings = checks.check(document)
-        if not any(said in each and each.startswith(f"file.yaml, line {line_of(text, part)}: ") for each in warnings):
+        if not any(
+            said in each and each.startswith(f"file.yaml, line {line_of(text, part)}: ")
+            for each in warnings
+        ):
             wrong[new] = warnings
     assert not wrong
 
 
-def test_without_the_clients_of_clouds_it_is_said_that_names_were_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_clients_of_clouds_it_is_said_that_names_were_not_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(aws, "_validator", lambda: None)
     monkeypatch.setattr(gcp, "_schema", lambda: None)
     for text, client in ((AWS, "boto3"), (GCP, "google-api-python-client")):
@@ -387,7 +696,11 @@ def test_without_the_clients_of_clouds_it_is_said_that_names_were_not_looked_at(
 
 
 def test_all_mistakes_are_told_at_once_in_the_order_of_lines() -> None:
-    text = GCP.replace("GPU: 4", "GPU: 3").replace("CPU: 16", "CPU: 32").replace("zones/us-central1-a", "zones/a")
+    text = (
+        GCP.replace("GPU: 4", "GPU: 3")
+        .replace("CPU: 16", "CPU: 32")
+        .replace("zones/us-central1-a", "zones/a")
+    )
     lines = [int(each.split("line ")[1].split(":")[0]) for each in why_refused(text).splitlines()]
     assert len(lines) >= 4
     assert lines == sorted(lines)
@@ -402,7 +715,10 @@ NO_CLUSTERS = [
     ("provider: [gcp]\ncluster_name: x\n", "line 1: provider: ['gcp'] is not of type 'object'"),
     ("provider:\ncluster_name: x\n", "line 1: provider: None is not of type 'object'"),
     ("cluster_name: x\n", "'provider' is a required property"),
-    ("cluster_name: x\nprovider: {type: gcp}\navailable_node_types: {a: }\n", "line 3: a: None is not of type 'object'"),
+    (
+        "cluster_name: x\nprovider: {type: gcp}\navailable_node_types: {a: }\n",
+        "line 3: a: None is not of type 'object'",
+    ),
 ]
 
 
@@ -421,7 +737,9 @@ def test_ray_is_asked_too_and_its_raw_errors_are_told(monkeypatch: pytest.Monkey
 
 
 def test_a_secret_may_stand_beside_a_cluster(tmp_path: Path) -> None:
-    (tmp_path / "file.yaml").write_text("apiVersion: v1\nkind: Secret\nmetadata: {name: x}\n---\n" + KUBERNETES)
+    (tmp_path / "file.yaml").write_text(
+        "apiVersion: v1\nkind: Secret\nmetadata: {name: x}\n---\n" + KUBERNETES
+    )
     checks.check_file(tmp_path / "file.yaml")
 
 

@@ -25,7 +25,9 @@ VALUES = st.recursive(
     | st.sampled_from(["", "x", "<x>", "1", "T4", "a/b:c"]),
     lambda inner: (
         st.lists(inner, max_size=2)
-        | st.dictionaries(st.sampled_from(["x", "type", "name"]) | st.integers(0, 1), inner, max_size=2)
+        | st.dictionaries(
+            st.sampled_from(["x", "type", "name"]) | st.integers(0, 1), inner, max_size=2
+        )
     ),
     max_leaves=4,
 )
@@ -33,7 +35,13 @@ VALUES = st.recursive(
 
 def places(content: Any, keys: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Return the way to every entry."""
-    entries = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    entries = (
+        content.items()
+        if isinstance(content, dict)
+        else enumerate(content)
+        if isinstance(content, list)
+        else ()
+    )
     return [keys, *(place for key, value in entries for place in places(value, (*keys, key)))]
 
 

@@ -23,16 +23,28 @@ COMMANDS = commands_of("docs/clusters.md")
 
 
 def blocks(language: str) -> list[str]:
-    """Return what can be tried without a cluster: the rest is for tests/integration/test_guides.py."""
-    return [block.code for block in blocks_of("docs/clusters.md", language) if 'profile="raypool"' not in block.code]
+    """Return what can be tried without a cluster: the rest is for
+    tests/integration/test_guides.py.
+    """
+    return [
+        block.code
+        for block in blocks_of("docs/clusters.md", language)
+        if 'profile="raypool"' not in block.code
+    ]
 
 
-def test_the_python_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_runs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for block in blocks("python"):
         exec(compile(block, "clusters.md", "exec"), {"__name__": "clusters"})
     printed = capsys.readouterr().out
-    for line in re.findall(r"# (cluster\.yaml, line .*|\(1, 2, 4\)|\[3, 5\])$", "\n".join(blocks("python")), re.MULTILINE):
+    for line in re.findall(
+        r"# (cluster\.yaml, line .*|\(1, 2, 4\)|\[3, 5\])$",
+        "\n".join(blocks("python")),
+        re.MULTILINE,
+    ):
         assert line in printed
     assert "line 2" in printed
 
@@ -46,7 +58,9 @@ def test_what_writes_and_lists_does_so(tmp_path: Path, monkeypatch: pytest.Monke
             assert done.exit_code == 0, done.output
 
 
-def test_the_first_example_has_nothing_left_to_fill_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_example_has_nothing_left_to_fill_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     init, validate = COMMANDS[:2]
     for line in (init, validate):
@@ -54,18 +68,24 @@ def test_the_first_example_has_nothing_left_to_fill_in(tmp_path: Path, monkeypat
         assert done.exit_code == 0, done.output
 
 
-def test_what_is_said_of_mistakes_is_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_said_of_mistakes_is_what_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     runner = CliRunner()
     runner.invoke(main, ["cluster", "init", "--provider", "gcp", "--gpu", "V100", "--gpus", "2"])
     text = Path("cluster.yaml").read_text()
-    Path("cluster.yaml").write_text(text.replace("n1-standard-8", "n1-standard-32").replace("GPU: 2", "GPU: 4"))
+    Path("cluster.yaml").write_text(
+        text.replace("n1-standard-8", "n1-standard-32").replace("GPU: 2", "GPU: 4")
+    )
     done = runner.invoke(main, ["cluster", "validate", "cluster.yaml"])
     assert done.exit_code == 2
     assert f"```\n{done.stderr}```\n" in TEXT
 
 
-def test_the_profile_and_the_training_job_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_profile_and_the_training_job_are_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     [profile], [job] = blocks("toml"), blocks("yaml")
     Path("raypool.toml").write_text(profile)

@@ -1,4 +1,6 @@
-"""What goes into the environment for a cluster, and comes out of it again; where the token does not go."""
+"""What goes into the environment for a cluster, and comes out of it again; where the token does not
+go.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,11 @@ TOKEN = "0123456789abcdef"
 def environment() -> Iterator[None]:
     """Have an environment of a test's own, with a token in it."""
     with mock.patch.object(connect, "_replaced", {}), mock.patch.dict(os.environ):
-        for name in [name for name in os.environ if name.startswith("RAY_") and ("TLS" in name or "AUTH" in name)]:
+        for name in [
+            name
+            for name in os.environ
+            if name.startswith("RAY_") and ("TLS" in name or "AUTH" in name)
+        ]:
             del os.environ[name]
         os.environ["RAY_AUTH_TOKEN"] = "the user's own"
         yield
@@ -43,10 +49,12 @@ def profile(tmp_path: Path, token_file: Path) -> Profile:
     return Profile(token_file=token_file, tls=Tls(**files))
 
 
-# --- the environment ----------------------------------------------------------------------------------------------------
+# --- the environment ------------------------------------------------------------------------------
 
 
-def test_what_a_profile_put_there_goes_with_the_next(profile: Profile, token_file: Path, tmp_path: Path) -> None:
+def test_what_a_profile_put_there_goes_with_the_next(
+    profile: Profile, token_file: Path, tmp_path: Path
+) -> None:
     before = dict(os.environ)
     connect.prepare(profile)
     assert os.environ["RAY_USE_TLS"] == "1"
@@ -68,19 +76,25 @@ def test_what_the_user_has_set_meanwhile_stays(profile: Profile) -> None:
     assert os.environ["RAY_AUTH_TOKEN_PATH"] == "/another/token"
 
 
-def test_a_profile_with_a_file_that_is_not_there_changes_nothing(profile: Profile, tmp_path: Path) -> None:
+def test_a_profile_with_a_file_that_is_not_there_changes_nothing(
+    profile: Profile, tmp_path: Path
+) -> None:
     before = dict(os.environ)
     (tmp_path / "authority").unlink()
-    with pytest.raises(StartupError, match=r"tls.authority: .*/authority could not be read: No such file"):
+    with pytest.raises(
+        StartupError, match=r"tls.authority: .*/authority could not be read: No such file"
+    ):
         connect.prepare(profile)
     assert dict(os.environ) == before
 
 
-# --- the token ----------------------------------------------------------------------------------------------------------
+# --- the token ------------------------------------------------------------------------------------
 
 
 def test_the_token_does_not_travel_unencrypted(token_file: Path) -> None:
-    with pytest.raises(CloudError, match=r"would travel to http://head.example:8265 unencrypted") as refused:
+    with pytest.raises(
+        CloudError, match=r"would travel to http://head.example:8265 unencrypted"
+    ) as refused:
         Dashboard(Profile(jobs_address="http://head.example:8265", token_file=token_file))
     assert TOKEN not in str(refused.value)
 
@@ -109,7 +123,11 @@ def test_the_token_goes_nowhere_else(token_file: Path) -> None:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         with pytest.raises(CloudError, match="sends on to another address"):
-            Dashboard(Profile(jobs_address=f"http://127.0.0.1:{server.server_port}", token_file=token_file))
+            Dashboard(
+                Profile(
+                    jobs_address=f"http://127.0.0.1:{server.server_port}", token_file=token_file
+                )
+            )
     finally:
         server.shutdown()
         server.server_close()

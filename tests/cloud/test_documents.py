@@ -25,14 +25,25 @@ f: 3
 
 def test_an_entry_is_found_where_it_stands_or_what_is_above_it() -> None:
     first, second = documents_of(TEXT, "file.yaml")
-    lines = {(): 2, ("a",): 2, ("a", "b"): 3, ("a", "c d"): 4, ("a", "c d", 0): 4, ("a", "c d", 1): 5, ("a", "c d", 1, "e"): 5}
+    lines = {
+        (): 2,
+        ("a",): 2,
+        ("a", "b"): 3,
+        ("a", "c d"): 4,
+        ("a", "c d", 0): 4,
+        ("a", "c d", 1): 5,
+        ("a", "c d", 1, "e"): 5,
+    }
     assert {keys: first.line_of(keys) for keys in lines} == lines
     assert first.line_of(("a", "nothing", "below")) == 2
     assert second.line_of(("f",)) == 7
 
 
 NO_YAML = [
-    ("a: 1\nb: 2\na: 3\n", r"line 3: 'a' stands here for the second time \(the first is in line 1\)"),
+    (
+        "a: 1\nb: 2\na: 3\n",
+        r"line 3: 'a' stands here for the second time \(the first is in line 1\)",
+    ),
     ("x:\n  - {a: 1, a: 2}\n", "line 2: 'a' stands here for the second time"),
     ("a: [1\nb: 2\n", "line 2: this is not YAML"),
     ("a: !!python/object/apply:os.system [ls]\n", "line 1: this is not YAML"),

@@ -1,4 +1,6 @@
-"""The files that come with raypool are what the generator writes, and what is left to be filled in is all that they lack."""
+"""The files that come with raypool are what the generator writes, and what is left to be filled in
+is all that they lack.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,17 @@ def test_files_are_what_the_generator_writes() -> None:
 
 
 def test_there_are_no_other_files() -> None:
-    there = {str(path.relative_to(examples.ROOT)) for path in examples.ROOT.glob("cloud_examples/**/*.yaml")}
+    there = {
+        str(path.relative_to(examples.ROOT))
+        for path in examples.ROOT.glob("cloud_examples/**/*.yaml")
+    }
     assert {*there, "cluster.yaml"} == set(examples.PLANS)
 
 
 @pytest.mark.parametrize("name", examples.PLANS)
-def test_the_command_that_it_names_writes_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_that_it_names_writes_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     text = (examples.ROOT / name).read_text()
     command = re.search(r"^# +raypool (cluster init .*)$", text, re.MULTILINE)
@@ -53,11 +60,17 @@ def test_the_command_that_it_names_writes_it(name: str, tmp_path: Path, monkeypa
 def test_nothing_is_wrong_with_it_but_what_is_to_be_filled_in(name: str) -> None:
     text = (examples.ROOT / name).read_text()
     [document] = documents_of(text, name)
-    places = [document.line_of(keys) for keys, value in texts(document.content) if re.search("<[a-z]", value)]
+    places = [
+        document.line_of(keys)
+        for keys, value in texts(document.content)
+        if re.search("<[a-z]", value)
+    ]
     if places:
         with pytest.raises(CloudError) as caught:
             checks.check_file(examples.ROOT / name)
-        assert [int(line) for line in re.findall(r"line (\d+): .*<[^>]+>", str(caught.value))] == places
+        assert [
+            int(line) for line in re.findall(r"line (\d+): .*<[^>]+>", str(caught.value))
+        ] == places
         assert len(str(caught.value).splitlines()) == len(places)
     [document] = documents_of(filled_in(text), name)
     checks.check(document)
@@ -75,10 +88,16 @@ def test_cluster_yaml_is_what_it_is_said_to_be() -> None:
     assert content["provider"]["type"] == "gcp"
     assert "GPU" not in head["resources"]
     assert "guestAccelerators" not in head["node_config"]
-    assert worker["resources"]["GPU"] == worker["node_config"]["guestAccelerators"][0]["acceleratorCount"] > 0
+    assert (
+        worker["resources"]["GPU"]
+        == worker["node_config"]["guestAccelerators"][0]["acceleratorCount"]
+        > 0
+    )
     assert worker["max_workers"] > worker["min_workers"] == 0
     assert worker["node_config"]["scheduling"]["provisioningModel"] == "SPOT"
-    head_start, worker_start = ("\n".join(content[f"{role}_start_ray_commands"]) for role in ("head", "worker"))
+    head_start, worker_start = (
+        "\n".join(content[f"{role}_start_ray_commands"]) for role in ("head", "worker")
+    )
     assert "RAY_AUTH_MODE=token" in head_start
     assert "RAY_AUTH_MODE=token" in worker_start
     assert "--dashboard-host=127.0.0.1" in head_start
@@ -100,7 +119,9 @@ def test_a_file_that_is_there_is_kept(tmp_path: Path, monkeypatch: pytest.Monkey
     assert done.exit_code == 2
     assert "cluster.yaml is there already" in done.stderr
     assert Path("cluster.yaml").read_text() == "mine"
-    assert CliRunner().invoke(main, ["cluster", "init", "--provider", "gcp", "--force"]).exit_code == 0
+    assert (
+        CliRunner().invoke(main, ["cluster", "init", "--provider", "gcp", "--force"]).exit_code == 0
+    )
     assert Path("cluster.yaml").read_text() != "mine"
 
 
@@ -108,17 +129,32 @@ IMPOSSIBLE = [
     ("--provider gcp --gpu T5", "There is no GPU 'T5'"),
     ("--provider gcp --gpu K80", "cannot be had any more"),
     ("--provider gcp --gpu T4 --gpus 3", "No machine has 3 T4; 1, 2 or 4 can be had."),
-    ("--provider gcp --machine n1-standard-32 --gpu V100 --gpus 2", "n1-standard-32 cannot have 2 V100, but 4 or 8"),
+    (
+        "--provider gcp --machine n1-standard-32 --gpu V100 --gpus 2",
+        "n1-standard-32 cannot have 2 V100, but 4 or 8",
+    ),
     ("--provider gcp --machine n1-standard-33", "There is no machine 'n1-standard-33'"),
     ("--provider aws --gpu H100 --gpus 3", "No machine has 3 H100"),
     ("--provider gcp --min 5 --max 4", "at least 5 workers and at most 4"),
     ("--provider gcp --job x", "--job does not go with --provider gcp"),
     ("--provider gcp --host a", "--host does not go with --provider gcp"),
-    ("--provider on-prem --host a --gpu T4 --max 5 --on-demand", "--gpu, --max, --spot does not go with --provider on-prem"),
-    ("--provider kubernetes --project p --machine m", "--project, --machine does not go with --provider kubernetes"),
-    ("--provider gcp --out no/such/dir/a.yaml", "no/such/dir/a.yaml could not be written: No such file or directory"),
+    (
+        "--provider on-prem --host a --gpu T4 --max 5 --on-demand",
+        "--gpu, --max, --spot does not go with --provider on-prem",
+    ),
+    (
+        "--provider kubernetes --project p --machine m",
+        "--project, --machine does not go with --provider kubernetes",
+    ),
+    (
+        "--provider gcp --out no/such/dir/a.yaml",
+        "no/such/dir/a.yaml could not be written: No such file or directory",
+    ),
     ("--provider azure", "'azure' is not one of"),
-    ("--provider gcp --name 'a b; rm -rf /'", "cluster_name is 'a b; rm -rf /'; the names of machines begin with it"),
+    (
+        "--provider gcp --name 'a b; rm -rf /'",
+        "cluster_name is 'a b; rm -rf /'; the names of machines begin with it",
+    ),
     ("--provider aws --name 'a b; rm -rf /'", "cluster_name is 'a b; rm -rf /'"),
     ("--provider on-prem --name 'a b; rm -rf /'", "cluster_name is 'a b; rm -rf /'"),
     ("--provider kubernetes --name 'a b; rm -rf /'", "name is 'a b; rm -rf /'"),
@@ -133,7 +169,9 @@ IMPOSSIBLE = [
 ]
 
 
-def test_what_cannot_be_had_is_refused_and_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_had_is_refused_and_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     wrong = {}
     for words, said in IMPOSSIBLE:
@@ -143,12 +181,17 @@ def test_what_cannot_be_had_is_refused_and_nothing_is_written(tmp_path: Path, mo
     assert not wrong
 
 
-def test_what_may_not_be_had_is_written_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_may_not_be_had_is_written_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(main, ["cluster", "init", "--provider", "gcp", "--zone", "us-central1-d"])
+    done = CliRunner().invoke(
+        main, ["cluster", "init", "--provider", "gcp", "--zone", "us-central1-d"]
+    )
     assert done.exit_code == 0
     assert done.stderr.startswith(
-        "warning: cluster.yaml, line 16: As of 2026-11-22, us-central1-d has no T4 GPUs. Near it are us-"
+        "warning: cluster.yaml, line 16: As of 2026-11-22, us-central1-d has no T4 GPUs. Near it"
+        " are us-"
     )
     assert Path("cluster.yaml").exists()
 
@@ -164,11 +207,16 @@ SMALLEST = [
 ]
 
 
-def test_the_smallest_machine_that_does_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_smallest_machine_that_does_is_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for words, machine, gpus in SMALLEST:
         done = CliRunner().invoke(main, ["cluster", "init", "--force", *words.split()])
         assert done.exit_code == 0, done.output
         worker = yaml.safe_load(Path("cluster.yaml").read_text())["available_node_types"]["worker"]
         config = worker["node_config"]
-        assert (config.get("machineType") or config["InstanceType"], worker["resources"]["GPU"]) == (machine, gpus)
+        assert (
+            config.get("machineType") or config["InstanceType"],
+            worker["resources"]["GPU"],
+        ) == (machine, gpus)

@@ -1,4 +1,6 @@
-"""Clusters on Google Cloud: Ray's own provider makes machines of what we write, and a fake refuses what Google would."""
+"""Clusters on Google Cloud: Ray's own provider makes machines of what we write, and a fake refuses
+what Google would.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +40,18 @@ def gce(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, providers: None) -> Fak
     return fake_gce.install(monkeypatch, tmp_path)
 
 
-def test_ray_makes_the_head_and_starts_it_with_a_token(gce: FakeGce, shell: Any, tmp_path: Path) -> None:
+def test_ray_makes_the_head_and_starts_it_with_a_token(
+    gce: FakeGce, shell: Any, tmp_path: Path
+) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text(yaml.safe_dump(gcp.write(PLAN)))
     Cluster(gcp.write(PLAN)).up(file, shell)
 
     [head] = gce.instances.values()
     assert head["machineType"].endswith("/n2-standard-4")
-    assert head["serviceAccounts"][0]["email"].startswith("ray-autoscaler-sa-v1@"), "it may make machines"
+    assert head["serviceAccounts"][0]["email"].startswith("ray-autoscaler-sa-v1@"), (
+        "it may make machines"
+    )
     [start] = [line for line in shell.commands if "ray start" in line]
     assert "RAY_AUTH_MODE=token" in start
     assert "--dashboard-host=127.0.0.1" in start

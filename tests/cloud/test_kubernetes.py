@@ -1,4 +1,6 @@
-"""Manifests for Kubernetes: what is written is what Kubernetes, KubeRay and Ray's autoscaler take."""
+"""Manifests for Kubernetes: what is written is what Kubernetes, KubeRay and Ray's autoscaler
+take.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,23 @@ CODE = "https://example.org/code.zip"
 
 
 def plan(*workers: NodeGroup, head: NodeGroup = HEAD, **changes: Any) -> ClusterPlan:
-    return ClusterPlan(name="lab", provider="kubernetes", head=head, workers=workers, packages=default_packages(), **changes)
+    return ClusterPlan(
+        name="lab",
+        provider="kubernetes",
+        head=head,
+        workers=workers,
+        packages=default_packages(),
+        **changes,
+    )
 
 
 PLANS = {
     "GPUs on spot machines": plan(T4),
     "of a size": plan(NodeGroup(name="h100", gpu="H100", gpus=8, least=2, most=2)),
     "any GPU": plan(NodeGroup(name="gpu", gpus=1, least=1, most=4, cpus=7, memory_gb=28.5)),
-    "several groups": plan(T4, NodeGroup(name="parameter-server", cpus=8, memory_gb=52, least=3, most=3), python="3.12"),
+    "several groups": plan(
+        T4, NodeGroup(name="parameter-server", cpus=8, memory_gb=52, least=3, most=3), python="3.12"
+    ),
     "a head with GPUs": plan(head=NodeGroup(name="head", gpu="V100", gpus=2)),
     "nothing to install": ClusterPlan(name="lab", provider="kubernetes", head=HEAD, workers=(T4,)),
 }
@@ -47,7 +58,9 @@ PLANS = {
 def job(plan: ClusterPlan, entrypoint: str = "python train.py") -> dict[str, Any]:
     """Return a RayJob whose placeholder is filled in."""
     manifest = write_job(plan, entrypoint)
-    manifest["spec"]["runtimeEnvYAML"] = manifest["spec"]["runtimeEnvYAML"].replace(kubernetes.CODE, CODE)
+    manifest["spec"]["runtimeEnvYAML"] = manifest["spec"]["runtimeEnvYAML"].replace(
+        kubernetes.CODE, CODE
+    )
     return manifest
 
 
@@ -62,19 +75,26 @@ def groups(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     return [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
 
 
-# --- what is written --------------------------------------------------------------------------------------------------
+# --- what is written ------------------------------------------------------------------------------
 
 
 def as_pod(group: dict[str, Any]) -> dict[str, Any]:
     """Return a pod of a group, with what the operator gives each."""
     metadata = {"name": "pod", "labels": group["labels"]}
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": group["template"]["spec"]}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": metadata,
+        "spec": group["template"]["spec"],
+    }
 
 
 def test_kubernetes_takes_the_pods() -> None:
     for plan in PLANS.values():
         for group in groups(write(plan)):
-            kubernetes_validate.validate(as_pod(group), kubernetes_validate.latest_version(), strict=True)
+            kubernetes_validate.validate(
+                as_pod(group), kubernetes_validate.latest_version(), strict=True
+            )
     pod = as_pod(groups(write(PLANS["of a size"]))[0])
     pod["spec"]["containers"][0]["resurces"] = {}
     with pytest.raises(kubernetes_validate.ValidationError, match="resurces"):
@@ -89,7 +109,9 @@ def test_what_is_written_is_found_to_be_right(plan: ClusterPlan) -> None:
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
 def test_the_autoscaler_of_ray_reads_the_groups(plan: ClusterPlan) -> None:
-    from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
+    from ray.autoscaler._private.kuberay.autoscaling_config import (
+        _derive_autoscaling_config_from_ray_cr,
+    )
     from ray.autoscaler._private.util import validate_config
 
     manifest = write(plan)
@@ -108,11 +130,15 @@ def test_the_autoscaler_of_ray_reads_the_groups(plan: ClusterPlan) -> None:
 
 
 def test_a_group_grows_for_the_kind_of_gpu_that_a_pool_asks_for() -> None:
-    """The kind that `WorkerResources(accelerator_type=...)` asks Ray for is the one that the manifest promises."""
+    """The kind that `WorkerResources(accelerator_type=...)` asks Ray for is the one that the
+    manifest promises.
+    """
     from raypool.backends.ray.demand import demand_of
     from raypool.profiles import WorkerResources
 
-    demand = demand_of(WorkerResources(gpus=1, accelerator_type="T4"), has_chosen_gpus=False, nodes=[])
+    demand = demand_of(
+        WorkerResources(gpus=1, accelerator_type="T4"), has_chosen_gpus=False, nodes=[]
+    )
     [worker] = write(plan(T4))["spec"]["workerGroupSpecs"]
     assert set(worker["resources"]) <= set(demand.bundle)
 
@@ -127,7 +153,11 @@ def test_the_command_runs_where_it_is_told_to() -> None:
 def test_pods_end_after_ray_has_drained() -> None:
     for group in groups(write(plan(T4, NodeGroup(name="steady", gpus=1, least=1, most=1)))):
         pod = group["template"]["spec"]
-        [drain] = [variable["value"] for variable in pod["containers"][0]["env"] if variable["name"] == DRAIN]
+        [drain] = [
+            variable["value"]
+            for variable in pod["containers"][0]["env"]
+            if variable["name"] == DRAIN
+        ]
         assert 0 < int(drain) < pod["terminationGracePeriodSeconds"]
 
 
@@ -150,7 +180,9 @@ names = st.from_regex(r"[a-z]([-a-z0-9]{0,20}[a-z0-9])?", fullmatch=True)
 @st.composite
 def plans(draw: Callable[..., Any]) -> ClusterPlan:
     workers = []
-    for name in draw(st.lists(names.filter(lambda name: name != "headgroup"), max_size=3, unique=True)):
+    for name in draw(
+        st.lists(names.filter(lambda name: name != "headgroup"), max_size=3, unique=True)
+    ):
         least = draw(st.integers(0, 5))
         gpus = draw(st.integers(0, 8))
         kind = draw(st.sampled_from([None, "T4", "L4", "A100", "H100"])) if gpus else None
@@ -158,7 +190,12 @@ def plans(draw: Callable[..., Any]) -> ClusterPlan:
         workers.append(NodeGroup(name=name, gpu=kind, gpus=gpus, least=least, most=most, spot=spot))
     idle_minutes = draw(st.floats(0, 600, allow_nan=False))
     return ClusterPlan(
-        name=draw(names), provider="kubernetes", head=HEAD, workers=tuple(workers), packages=("a b'c",), idle_minutes=idle_minutes
+        name=draw(names),
+        provider="kubernetes",
+        head=HEAD,
+        workers=tuple(workers),
+        packages=("a b'c",),
+        idle_minutes=idle_minutes,
     )
 
 
@@ -169,25 +206,31 @@ def test_any_plan_gives_manifests_that_are_right(plan: ClusterPlan) -> None:
         assert not warnings_about(manifest)
 
 
-# --- what KubeRay takes -----------------------------------------------------------------------------------------------
+# --- what KubeRay takes ---------------------------------------------------------------------------
 
 
 KUBERAY_CRD = os.environ.get("RAYPOOL_KUBERAY_CRD", "")
 """A folder with ray.io_rayclusters.yaml and ray.io_rayjobs.yaml of KubeRay."""
 
-with_kuberay = pytest.mark.skipif(not KUBERAY_CRD, reason="RAYPOOL_KUBERAY_CRD names no folder with definitions of KubeRay")
+with_kuberay = pytest.mark.skipif(
+    not KUBERAY_CRD, reason="RAYPOOL_KUBERAY_CRD names no folder with definitions of KubeRay"
+)
 
 
 @functools.cache
 def definition(kind: str) -> dict[str, Any]:
     """Return what KubeRay's own definition says of a kind."""
-    content = yaml.load((Path(KUBERAY_CRD) / f"ray.io_{kind.lower()}s.yaml").read_text(), yaml.CSafeLoader)
+    content = yaml.load(
+        (Path(KUBERAY_CRD) / f"ray.io_{kind.lower()}s.yaml").read_text(), yaml.CSafeLoader
+    )
     [version] = [each for each in content["spec"]["versions"] if each["name"] == "v1"]
     return strict(version["schema"]["openAPIV3Schema"])
 
 
 def strict(schema: Any) -> Any:
-    """Return a definition of Kubernetes as a JSON schema that takes no setting that it does not know."""
+    """Return a definition of Kubernetes as a JSON schema that takes no setting that it does not
+    know.
+    """
     if isinstance(schema, list):
         return [strict(each) for each in schema]
     if not isinstance(schema, dict):
@@ -195,19 +238,27 @@ def strict(schema: Any) -> Any:
     if schema.get("x-kubernetes-int-or-string"):
         return {"type": ["integer", "string"]}
     result = {
-        key: strict(value) for key, value in schema.items() if key not in ("format", "required", "properties", "description")
+        key: strict(value)
+        for key, value in schema.items()
+        if key not in ("format", "required", "properties", "description")
     }
     properties = schema.get("properties", {})
     if properties:
         result["properties"] = {name: strict(value) for name, value in properties.items()}
-        result.setdefault("additionalProperties", bool(schema.get("x-kubernetes-preserve-unknown-fields")))
+        result.setdefault(
+            "additionalProperties", bool(schema.get("x-kubernetes-preserve-unknown-fields"))
+        )
     # The API server fills in what has a default before it looks for what is missing.
-    result["required"] = [name for name in schema.get("required", ()) if "default" not in properties.get(name, {})]
+    result["required"] = [
+        name for name in schema.get("required", ()) if "default" not in properties.get(name, {})
+    ]
     return result
 
 
 def loose(kind: str) -> dict[str, Any]:
-    """Return KubeRay's definition of a kind; what Kubernetes itself knows of metadata does not stand there."""
+    """Return KubeRay's definition of a kind; what Kubernetes itself knows of metadata does not
+    stand there.
+    """
     schema = definition(kind)
     return {**schema, "properties": {**schema["properties"], "metadata": {"type": "object"}}}
 
@@ -217,13 +268,16 @@ def loose(kind: str) -> dict[str, Any]:
 def test_kuberay_takes_the_manifests() -> None:
     for plan in PLANS.values():
         for manifest in write(plan), write_job(plan, "python train.py"):
-            errors = [error.message for error in Draft202012Validator(loose(manifest["kind"])).iter_errors(manifest)]
+            errors = [
+                error.message
+                for error in Draft202012Validator(loose(manifest["kind"])).iter_errors(manifest)
+            ]
             assert errors == []
     manifest["spec"]["rayClusterSpec"]["headGroupSpec"]["rayStartParams"]["num-cpus"] = 0
     assert list(Draft202012Validator(loose("RayJob")).iter_errors(manifest))
 
 
-# --- files of others --------------------------------------------------------------------------------------------------
+# --- files of others ------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -236,15 +290,24 @@ def file(tmp_path: Path) -> Path:
 REFUSAL = 'Error from server (BadRequest): strict decoding error: unknown field "spec.maxReplica"'
 
 
-def test_kubernetes_is_asked_and_its_words_are_told(file: Path, kubectl: Callable[[str], None], tmp_path: Path) -> None:
-    """`kubectl` is the test's: it notes how it was called, and answers for a cluster that refuses."""
-    kubectl(f"""echo "$@" >> {tmp_path}/calls; if [ "$1" = apply ]; then echo '{REFUSAL}' >&2; exit 1; fi""")
+def test_kubernetes_is_asked_and_its_words_are_told(
+    file: Path, kubectl: Callable[[str], None], tmp_path: Path
+) -> None:
+    """`kubectl` is the test's: it notes how it was called, and answers for a cluster that
+    refuses.
+    """
+    kubectl(
+        f"""echo "$@" >> {tmp_path}/calls; if [ "$1" = apply ]; then echo '{REFUSAL}' >&2; exit 1; fi"""
+    )
     with pytest.raises(CloudError) as caught:
         checks.check_file(file)
     assert str(caught.value) == f"{file}: Kubernetes: {REFUSAL}"
     assert (tmp_path / "calls").read_text().splitlines()[-1] == f"apply --dry-run=server -f {file}"
 
-    kubectl("if [ $1 = apply ]; then echo 'Warning: it is old' >&2; echo raycluster.ray.io/lab created; fi")
+    kubectl(
+        "if [ $1 = apply ]; then echo 'Warning: it is old' >&2; echo raycluster.ray.io/lab"
+        " created; fi"
+    )
     assert checks.check_file(file) == (f"{file}: Kubernetes: Warning: it is old",)
 
 
@@ -278,5 +341,8 @@ def test_gpus_by_other_names_are_left_to_kubernetes() -> None:
     manifest = write(plan(T4))
     [worker] = manifest["spec"]["workerGroupSpecs"]
     worker["rayStartParams"] = {"num-gpus": "2"}
-    worker["template"]["spec"]["containers"][0]["resources"]["limits"] = {"cpu": "4", "amd.com/gpu": 2}
+    worker["template"]["spec"]["containers"][0]["resources"]["limits"] = {
+        "cpu": "4",
+        "amd.com/gpu": 2,
+    }
     assert not warnings_about(manifest)

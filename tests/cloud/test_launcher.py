@@ -1,4 +1,6 @@
-"""What is said of clusters that cannot be started, and of those that are not there. With real machines: test_on_premises.py."""
+"""What is said of clusters that cannot be started, and of those that are not there. With real
+machines: test_on_premises.py.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from tests.cloud.ray_provider import Cluster
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Keep the token, and what Ray's launcher notes down of a cluster, out of the home of whoever runs the tests."""
+    """Keep the token, and what Ray's launcher notes down of a cluster, out of the home of whoever
+    runs the tests.
+    """
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
@@ -38,7 +42,9 @@ def file(tmp_path: Path) -> Path:
     """Write the file of a cluster on machines that nobody has."""
     path = tmp_path / "cluster.yaml"
     path.write_text(
-        cluster_file.text_of(Draft(provider="on-prem", hosts=("192.0.2.1", "192.0.2.2")).plan(), "raypool", path.name)
+        cluster_file.text_of(
+            Draft(provider="on-prem", hosts=("192.0.2.1", "192.0.2.2")).plan(), "raypool", path.name
+        )
     )
     return path
 
@@ -61,7 +67,12 @@ def test_a_bad_file_is_refused_before_anything_is_made(file: Path, home: Path) -
     ],
 )
 def test_the_token_is_there_that_the_file_copies(
-    file: Path, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variable: str | None, name: str
+    file: Path,
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    variable: str | None,
+    name: str,
 ) -> None:
     """Whatever the token is with which this machine's own Ray is reached."""
     from ray.autoscaler import sdk
@@ -74,14 +85,17 @@ def test_the_token_is_there_that_the_file_copies(
     if variable:
         monkeypatch.setenv(variable, str(home / "elsewhere"))
     modes: list[int] = []
-    monkeypatch.setattr(sdk, "create_or_update_cluster", lambda *_, **__: modes.append(token.stat().st_mode & 0o777))
+    monkeypatch.setattr(
+        sdk, "create_or_update_cluster", lambda *_, **__: modes.append(token.stat().st_mode & 0o777)
+    )
     launcher.up(file)
     assert modes == [0o600]
     assert len(token.read_text()) == 64
     assert not (home / "elsewhere").exists()
-    assert (f"RAY_AUTH_TOKEN is not taken: the token of the cluster is the one in {token}" in capsys.readouterr().err) == (
-        variable == "RAY_AUTH_TOKEN"
-    )
+    assert (
+        f"RAY_AUTH_TOKEN is not taken: the token of the cluster is the one in {token}"
+        in capsys.readouterr().err
+    ) == (variable == "RAY_AUTH_TOKEN")
 
 
 def lead(file: Path, proxy: str) -> Path:
@@ -106,7 +120,10 @@ def test_an_end_that_reaches_nobody_has_failed(file: Path) -> None:
     assert "could not be stopped on 192.0.2.1, 192.0.2.2, and may run on there" in done.output
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")  # Ray leaves files open
+# Ray leaves files open
+@pytest.mark.filterwarnings(
+    "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
 def test_a_cluster_in_a_cloud_is_there_when_its_head_is(
     home: Path, monkeypatch: pytest.MonkeyPatch, shell: object, providers: None
 ) -> None:
@@ -137,19 +154,33 @@ def with_sshd(test: Any) -> Any:
     return pytest.mark.ci(has_sshd(test))
 
 
-has_sshd = pytest.mark.skipif(os.geteuid() != 0 or not SSHD, reason="wants root and sshd: apt-get install openssh-server")
+has_sshd = pytest.mark.skipif(
+    os.geteuid() != 0 or not SSHD, reason="wants root and sshd: apt-get install openssh-server"
+)
 
 
 def machine(file: Path, home: Path, begin: str = "true") -> Path:
     """Let the head of a file be a machine that is there."""
     for name in ("id", "host"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(home / name)], check=True)
-    (home / ".bash_profile").write_text(f"export PATH={Path(sys.executable).parent}:$PATH PYTHONWARNINGS=ignore\n")
-    config = ["HostKey {0}/host", "AuthorizedKeysFile {0}/id.pub", "StrictModes no", "UsePAM no", "SetEnv HOME={0}"]
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(home / name)], check=True
+        )
+    (home / ".bash_profile").write_text(
+        f"export PATH={Path(sys.executable).parent}:$PATH PYTHONWARNINGS=ignore\n"
+    )
+    config = [
+        "HostKey {0}/host",
+        "AuthorizedKeysFile {0}/id.pub",
+        "StrictModes no",
+        "UsePAM no",
+        "SetEnv HOME={0}",
+    ]
     (home / "sshd_config").write_text("\n".join(config).format(home) + "\n")
     (home / "machine").write_text(MACHINE.format(begin=begin, sshd=SSHD, home=home))
     content = yaml.safe_load(
-        lead(file, f"unshare --mount --pid --fork --mount-proc --kill-child sh -e {home}/machine").read_text()
+        lead(
+            file, f"unshare --mount --pid --fork --mount-proc --kill-child sh -e {home}/machine"
+        ).read_text()
     )
     content["auth"] |= {"ssh_user": "root", "ssh_private_key": str(home / "id")}
     file.write_text(yaml.safe_dump(content))
@@ -161,31 +192,41 @@ def machine(file: Path, home: Path, begin: str = "true") -> Path:
 def test_a_head_on_which_no_ray_runs(file: Path, home: Path, command: str) -> None:
     done = CliRunner().invoke(main, ["cluster", command, str(machine(file, home))])
     assert done.exit_code == 1
-    assert f"no Ray runs on the head, 192.0.2.1. `raypool cluster up {file}` starts it" in done.output
+    assert (
+        f"no Ray runs on the head, 192.0.2.1. `raypool cluster up {file}` starts it" in done.output
+    )
 
 
 @with_sshd
 def test_whom_an_end_has_not_reached_is_said(file: Path, home: Path) -> None:
-    """Nothing on this machine says that the cluster was ever started: the addresses are those in the file."""
+    """Nothing on this machine says that the cluster was ever started: the addresses are those in
+    the file.
+    """
     done = CliRunner().invoke(main, ["cluster", "down", "--yes", str(machine(file, home))])
     assert done.exit_code == 1
     assert "Ray could not be stopped on 192.0.2.2, and may run on there" in done.output
 
 
-RUNS = "cp $(command -v sleep) {0}/gcs_server && {{ {0}/gcs_server 60 >/dev/null 2>&1 </dev/null & }}"
+RUNS = (
+    "cp $(command -v sleep) {0}/gcs_server && {{ {0}/gcs_server 60 >/dev/null 2>&1 </dev/null & }}"
+)
 """A process that is called as Ray's on a head is."""
 
 
 @with_sshd
 def test_a_cluster_that_runs_is_not_started_anew_unasked(file: Path, home: Path) -> None:
-    done = CliRunner().invoke(main, ["cluster", "up", str(machine(file, home, RUNS.format(home)))], input="n\n")
+    done = CliRunner().invoke(
+        main, ["cluster", "up", str(machine(file, home, RUNS.format(home)))], input="n\n"
+    )
     assert done.exit_code == 1
     assert "runs already. Start its Ray anew, and end all that runs there?" in done.output
     assert not (home / ".ray").exists()
 
 
 @with_sshd
-def test_a_tunnel_shows_the_token_that_the_file_copies(file: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tunnel_shows_the_token_that_the_file_copies(
+    file: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(home / "elsewhere"))
     with launcher.tunnel(machine(file, home, RUNS.format(home))) as profile:
         assert profile.token_file == str(home / ".ray" / "auth_token")
@@ -193,20 +234,29 @@ def test_a_tunnel_shows_the_token_that_the_file_copies(file: Path, home: Path, m
         socket.create_connection((host, int(port)), 5).close()
 
 
-def test_a_stranger_at_the_port_is_not_taken_for_the_tunnel(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stranger_at_the_port_is_not_taken_for_the_tunnel(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """He would be shown the token."""
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         monkeypatch.setattr(launcher, "_free_port", lambda _: stranger.getsockname()[1])
         monkeypatch.setattr(launcher, "TUNNEL_S", 0.1)
-        with pytest.raises(CloudError, match="has not answered by SSH within"), launcher.tunnel(lead(file, "sleep 60")):
+        with (
+            pytest.raises(CloudError, match="has not answered by SSH within"),
+            launcher.tunnel(lead(file, "sleep 60")),
+        ):
             pass
 
 
 def test_files_that_are_not_for_the_launcher(tmp_path: Path) -> None:
     path = tmp_path / "pods.yaml"
-    path.write_text(cluster_file.render([kubernetes.write(Draft(provider="kubernetes", gpu="T4").plan())], []))
+    path.write_text(
+        cluster_file.render([kubernetes.write(Draft(provider="kubernetes", gpu="T4").plan())], [])
+    )
     for function in (launcher.up, launcher.down, launcher.status):
-        with pytest.raises(CloudError, match=r"is no file for Ray's launcher.*A cluster on Kubernetes is made by"):
+        with pytest.raises(
+            CloudError, match=r"is no file for Ray's launcher.*A cluster on Kubernetes is made by"
+        ):
             function(path)
 
 

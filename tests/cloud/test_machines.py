@@ -1,4 +1,6 @@
-"""What can be rented: AI Platform's table, AWS's own data, what holds for all catalogues, what is said of what cannot be."""
+"""What can be rented: AI Platform's table, AWS's own data, what holds for all catalogues, what is
+said of what cannot be.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from raypool.errors import CloudError
 AI_PLATFORM, GCE, AWS = (catalogue(name) for name in ("ai-platform-2021", "gce", "aws"))
 CATALOGUES = [AI_PLATFORM, GCE, AWS]
 
-# --- AI Platform Training ----------------------------------------------------------------------------------------------
+# --- AI Platform Training -------------------------------------------------------------------------
 
 # The document's own table: machine; then how many K80, P4, P100, T4 and V100 it may have.
 TABLE = """
@@ -43,21 +45,34 @@ n1-highcpu-32  | 4, 8       | 2, 4    | 2, 4    | 2, 4    | 4, 8
 n1-highcpu-64  | 8          | 4       | 4       | 4       | 8
 n1-highcpu-96  |            | 4       |         | 4       | 8
 """
-FIXED = {"a2-highgpu-1g": 1, "a2-highgpu-2g": 2, "a2-highgpu-4g": 4, "a2-highgpu-8g": 8, "a2-megagpu-16g": 16}
+FIXED = {
+    "a2-highgpu-1g": 1,
+    "a2-highgpu-2g": 2,
+    "a2-highgpu-4g": 4,
+    "a2-highgpu-8g": 8,
+    "a2-megagpu-16g": 16,
+}
 
 
 def rows() -> Iterator[tuple[str, dict[str, tuple[int, ...]]]]:
     for line in TABLE.strip().splitlines():
         machine, *cells = (cell.strip() for cell in line.split("|"))
         counts = [tuple(map(int, cell.split(", "))) if cell else () for cell in cells]
-        yield machine, dict(zip(("K80", "P4", "P100", "T4", "V100"), counts, strict=True)) | {"A100": ()}
+        yield (
+            machine,
+            dict(zip(("K80", "P4", "P100", "T4", "V100"), counts, strict=True)) | {"A100": ()},
+        )
     for machine, count in FIXED.items():
         yield machine, dict.fromkeys(("K80", "P4", "P100", "T4", "V100"), ()) | {"A100": (count,)}
 
 
 def test_the_table_of_ai_platform_has_all_its_rows() -> None:
     assert len(list(rows())) == 22
-    gpus = {machine for machine in AI_PLATFORM.machines if AI_PLATFORM.choices(machine) and "_" not in machine}
+    gpus = {
+        machine
+        for machine in AI_PLATFORM.machines
+        if AI_PLATFORM.choices(machine) and "_" not in machine
+    }
     assert gpus == {machine for machine, _ in rows()}
 
 
@@ -100,7 +115,9 @@ REGIONS = """
 
 def test_ai_platform_has_gpus_in_16_regions() -> None:
     assert len(REGIONS.split()) == 16
-    assert {region for gpu in AI_PLATFORM.gpus for region in AI_PLATFORM.regions(gpu)} == set(REGIONS.split())
+    assert {region for gpu in AI_PLATFORM.gpus for region in AI_PLATFORM.regions(gpu)} == set(
+        REGIONS.split()
+    )
 
 
 def test_kinds_that_are_all_in_a_region_may_share_none_of_its_zones() -> None:
@@ -111,7 +128,7 @@ def test_kinds_that_are_all_in_a_region_may_share_none_of_its_zones() -> None:
     assert "us-central1-f" in AI_PLATFORM.zones("T4", "P100")
 
 
-# --- AWS -----------------------------------------------------------------------------------------------------------------
+# --- AWS ------------------------------------------------------------------------------------------
 
 [MOTO] = importlib.util.find_spec("moto").submodule_search_locations  # type: ignore[union-attr, misc]
 RESOURCES = Path(MOTO) / "ec2" / "resources"
@@ -167,7 +184,7 @@ def test_regions_of_aws_are_where_amazon_offers_the_machines() -> None:
     assert {name: set(gpu.regions) for name, gpu in AWS.gpus.items()} == offers
 
 
-# --- all -----------------------------------------------------------------------------------------------------------------
+# --- all ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("known", CATALOGUES, ids=lambda known: known.name)
@@ -197,7 +214,9 @@ def test_names_of_gpus_are_rays_own() -> None:
 def test_what_is_allowed_passes_and_nothing_else_does(data: st.DataObject) -> None:
     known = data.draw(st.sampled_from(CATALOGUES))
     machine = data.draw(st.sampled_from(list(known.machines)))
-    gpu = data.draw(st.sampled_from([gpu.name for gpu in known.gpus.values() if gpu.retired is None]))
+    gpu = data.draw(
+        st.sampled_from([gpu.name for gpu in known.gpus.values() if gpu.retired is None])
+    )
     gpus = data.draw(st.integers(1, 17))
     if gpus in known.allowed(machine, gpu):
         known.check(machine, gpu, gpus)
@@ -215,7 +234,9 @@ def test_a_smaller_machine_may_have_all_that_a_larger_one_may(data: st.DataObjec
     if small.vcpus <= large.vcpus and small.memory_gb <= large.memory_gb:
         for gpu in known.gpus.values():
             if gpu.retired is None:
-                assert set(known.allowed(large.name, gpu.name)) <= set(known.allowed(small.name, gpu.name))
+                assert set(known.allowed(large.name, gpu.name)) <= set(
+                    known.allowed(small.name, gpu.name)
+                )
 
 
 @given(data=st.data())
@@ -235,38 +256,68 @@ def test_no_name_whatever_does_anything_but_be_refused(name: str) -> None:
                 known.machine(name)
 
 
-# --- what is said of what cannot be --------------------------------------------------------------------------------------
+# --- what is said of what cannot be ---------------------------------------------------------------
 
 
 IMPOSSIBLE = [
-    ("n1-standard-8", "T4", 3, "n1-standard-8 cannot have 3 T4, but 1, 2 or 4. No machine has 3 T4; 1, 2 or 4 can be had."),
-    ("n1-standard-32", "V100", 2, "n1-standard-32 cannot have 2 V100, but 4 or 8. 2 V100 go with up to 24 vCPUs and 156 GB."),
+    (
+        "n1-standard-8",
+        "T4",
+        3,
+        "n1-standard-8 cannot have 3 T4, but 1, 2 or 4. No machine has 3 T4; 1, 2 or 4 can be had.",
+    ),
+    (
+        "n1-standard-32",
+        "V100",
+        2,
+        "n1-standard-32 cannot have 2 V100, but 4 or 8. 2 V100 go with up to 24 vCPUs and 156 GB.",
+    ),
     (
         "n1-standard-64",
         "K80",
         8,
-        "n1-standard-64 cannot have 8 K80. 8 K80 go with up to 64 vCPUs and 208 GB. n1-standard-64 may have P4, T4 or V100.",
+        (
+            "n1-standard-64 cannot have 8 K80. 8 K80 go with up to 64 vCPUs and 208 GB."
+            " n1-standard-64 may have P4, T4 or V100."
+        ),
     ),
     (
         "a2-highgpu-1g",
         "A100",
         2,
-        "a2-highgpu-1g cannot have 2 A100: it always comes with 1 A100. 2 A100 come with a2-highgpu-2g.",
+        (
+            "a2-highgpu-1g cannot have 2 A100: it always comes with 1 A100. 2 A100 come with"
+            " a2-highgpu-2g."
+        ),
     ),
     ("a2-highgpu-1g", None, 0, "a2-highgpu-1g always comes with 1 A100, and none is asked for."),
     (
         "n1-standard-8",
         "A100",
         1,
-        "n1-standard-8 cannot have 1 A100. 1 A100 comes with a2-highgpu-1g. n1-standard-8 may have K80, P4, P100, T4 or V100.",
+        (
+            "n1-standard-8 cannot have 1 A100. 1 A100 comes with a2-highgpu-1g. n1-standard-8 may"
+            " have K80, P4, P100, T4 or V100."
+        ),
     ),
     ("standard", "T4", 1, "standard cannot have 1 T4. 1 T4 goes with up to 24 vCPUs and 156 GB."),
-    ("n1-standard-8", "T5", 1, "There is no GPU 'T5' in the catalogue of 2021-03-18. There are: K80, P4, P100, T4, V100, A100."),
+    (
+        "n1-standard-8",
+        "T5",
+        1,
+        (
+            "There is no GPU 'T5' in the catalogue of 2021-03-18. There are: K80, P4, P100, T4,"
+            " V100, A100."
+        ),
+    ),
     (
         "n1-standart-8",
         "T4",
         1,
-        "There is no machine 'n1-standart-8' in the catalogue of 2021-03-18. Did you mean n1-standard-8 or n1-standard-4?",
+        (
+            "There is no machine 'n1-standart-8' in the catalogue of 2021-03-18. Did you mean"
+            " n1-standard-8 or n1-standard-4?"
+        ),
     ),
 ]
 
@@ -293,13 +344,25 @@ def test_spellings_of_gpus() -> None:
 
 
 def test_k80s_are_gone() -> None:
-    with pytest.raises(CloudError, match=r"K80 GPUs cannot be had any more since 2024-05-01\. There are: T4, "):
+    with pytest.raises(
+        CloudError, match=r"K80 GPUs cannot be had any more since 2024-05-01\. There are: T4, "
+    ):
         GCE.gpu("K80")
 
 
 ELSEWHERE = [
-    (GCE, "us-central1-c", ("T4", "B200"), "As of 2026-11-22, us-central1-c has no B200 GPUs. Near it are us-central1-b."),
-    (GCE, "africa-south1-a", ("V100",), "As of 2026-11-22, africa-south1-a has no V100 GPUs. They are in asia-east1-c,"),
+    (
+        GCE,
+        "us-central1-c",
+        ("T4", "B200"),
+        "As of 2026-11-22, us-central1-c has no B200 GPUs. Near it are us-central1-b.",
+    ),
+    (
+        GCE,
+        "africa-south1-a",
+        ("V100",),
+        "As of 2026-11-22, africa-south1-a has no V100 GPUs. They are in asia-east1-c,",
+    ),
     (GCE, "us-west2", ("H100",), "As of 2026-11-22, us-west2 has no H100 GPUs."),
     (AWS, "eu-west-3", ("A100",), f"As of {AWS.date}, eu-west-3 has no A100 GPUs."),
 ]
@@ -322,7 +385,7 @@ def test_there_is_no_other_catalogue() -> None:
         catalogue("azure")
 
 
-# --- raypool cluster machines --------------------------------------------------------------------------------------------
+# --- raypool cluster machines ---------------------------------------------------------------------
 
 
 def run(*args: str) -> str:
@@ -337,7 +400,10 @@ def test_cli_lists_machines_that_may_have_a_gpu() -> None:
     assert "n1-standard-32           32   120 GB  4 or 8 V100" in [line.rstrip() for line in lines]
     assert not any(line.startswith("a2-") for line in lines)
     assert lines[-2].startswith("V100 GPUs are in asia-east1-c, ")
-    assert lines[-1] == "This is catalogue ai-platform-2021 as of 2021-03-18: providers change what they have."
+    assert (
+        lines[-1]
+        == "This is catalogue ai-platform-2021 as of 2021-03-18: providers change what they have."
+    )
 
 
 def test_cli_lists_all_machines() -> None:
@@ -350,11 +416,15 @@ def test_cli_lists_all_machines() -> None:
 def test_cli_gives_json() -> None:
     said = json.loads(run("--json", "--gpu", "nvidia-l4"))
     assert said["date"] == str(GCE.date)
-    assert {"name": "g2-standard-24", "vcpus": 24, "memory_gb": 96, "gpus": {"L4": [2]}} in said["machines"]
+    assert {"name": "g2-standard-24", "vcpus": 24, "memory_gb": 96, "gpus": {"L4": [2]}} in said[
+        "machines"
+    ]
     assert said["gpus"][0]["zones"] == list(GCE.gpu("L4").zones)
 
 
 def test_cli_refuses_a_gpu_that_is_not_there() -> None:
     result = CliRunner().invoke(main, ["cluster", "machines", "--gpu", "T5"])
     assert result.exit_code == 2
-    assert "There is no GPU 'T5' in the catalogue of 2026-11-22. There are: T4, P4, " in result.output
+    assert (
+        "There is no GPU 'T5' in the catalogue of 2026-11-22. There are: T4, P4, " in result.output
+    )

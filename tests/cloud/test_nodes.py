@@ -1,4 +1,6 @@
-"""The commands that are run on machines: that a shell takes them, more than once, and what they say to Ray."""
+"""The commands that are run on machines: that a shell takes them, more than once, and what they say
+to Ray.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,30 @@ from raypool.cluster.plan import ClusterPlan, NodeGroup
 
 HEAD = NodeGroup(name="head", machine="n2-standard-4")
 PLAN = ClusterPlan(
-    name="lab", provider="gcp", head=HEAD, workers=(), packages=("raypool @ git+https://example.org/raypool.git", "it's<2")
+    name="lab",
+    provider="gcp",
+    head=HEAD,
+    workers=(),
+    packages=("raypool @ git+https://example.org/raypool.git", "it's<2"),
 )
 
 
 def in_a_shell(command: str, home: Path) -> str:
     """Run a command as Ray does on a machine."""
-    words = ["bash", "--login", "-c", "-i", f"source ~/.bashrc; export OMP_NUM_THREADS=1 && ({command})"]
+    words = [
+        "bash",
+        "--login",
+        "-c",
+        "-i",
+        f"source ~/.bashrc; export OMP_NUM_THREADS=1 && ({command})",
+    ]
     done = subprocess.run(
-        words, env={"HOME": str(home), "PATH": "/usr/bin:/bin"}, capture_output=True, text=True, timeout=30, check=True
+        words,
+        env={"HOME": str(home), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
     )
     return done.stdout
 
@@ -77,7 +94,9 @@ def test_the_watcher_outlives_the_shell_where_machines_are_taken_back(home: Path
         path = in_a_shell(f'export PATH="$HOME/raypool-venv/bin:$PATH"; {last}', home)
         assert path == "", "the shell has ended, and the watcher has none of its output"
         log = home / "raypool-preemption.log"
-        subprocess.run(["bash", "-c", f"until grep -q cloud {log}; do sleep 0.05; done"], check=True)
+        subprocess.run(
+            ["bash", "-c", f"until grep -q cloud {log}; do sleep 0.05; done"], check=True
+        )
         assert log.read_text() == "-m raypool.cluster.preemption --cloud gcp\n"
     finally:
         (home / "end").touch()
@@ -87,8 +106,15 @@ def test_ray_knows_all_options_that_it_is_started_with() -> None:
     """Its own command line is asked; `--head` and `--address` exclude each other."""
     from ray.scripts.scripts import start
 
-    known = {option for parameter in start.params for option in (*parameter.opts, *parameter.secondary_opts)}
-    for command in (launcher_file.head_commands()[-1], launcher_file.worker_commands(replace(PLAN, provider="on-prem"))[-1]):
+    known = {
+        option
+        for parameter in start.params
+        for option in (*parameter.opts, *parameter.secondary_opts)
+    }
+    for command in (
+        launcher_file.head_commands()[-1],
+        launcher_file.worker_commands(replace(PLAN, provider="on-prem"))[-1],
+    ):
         used = set(re.findall(r"--[a-z-]+", command))
         assert len(used) > 1
         assert used <= known

@@ -22,16 +22,26 @@ from tests.cloud.lab import Lab
 
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/bin")
 
-HAS_ALL = os.geteuid() == 0 and SSHD and shutil.which("rsync") and shutil.which("ssh") and shutil.which("ip")
+HAS_ALL = (
+    os.geteuid() == 0
+    and SSHD
+    and shutil.which("rsync")
+    and shutil.which("ssh")
+    and shutil.which("ip")
+)
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.skipif(not HAS_ALL, reason="wants root, sshd, ssh, rsync and ip: apt-get install openssh-server rsync iproute2"),
+    pytest.mark.skipif(
+        not HAS_ALL,
+        reason="wants root, sshd, ssh, rsync and ip: apt-get install openssh-server rsync iproute2",
+    ),
 ]
 
 HOSTS = ("laptop", "head", "left", "right")
 
-# Each host sees a table of users in which root's home is its own: that is where SSH, and what it starts, look.
+# Each host sees a table of users in which root's home is its own: that is where SSH, and what it
+# starts, look.
 SERVICE = """
 sed 's#^root:.*#root:x:0:0:root:{home}:/bin/bash#' /etc/passwd >{home}/passwd && mount --bind {home}/passwd /etc/passwd
 mkdir -p /run/sshd && /usr/sbin/sshd -f {home}/sshd_config -E {home}/sshd.log
@@ -55,12 +65,15 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     keys = folder / "keys"
     keys.mkdir(mode=0o700)
     for name in ("id", "host"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(keys / name)], check=True)
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(keys / name)], check=True
+        )
 
     def furnish(home: Path) -> None:
         (home / "sshd_config").write_text(SSHD_CONFIG.format(keys=keys))
         (home / ".bashrc").write_text(
-            f"export PATH={Path(sys.executable).parent}:$PATH RAY_USAGE_STATS_ENABLED=0 PYTHONWARNINGS=ignore\n"
+            f"export PATH={Path(sys.executable).parent}:$PATH RAY_USAGE_STATS_ENABLED=0"
+            " PYTHONWARNINGS=ignore\n"
         )
         (home / ".bash_profile").write_text(". ~/.bashrc\n")
 
@@ -73,7 +86,9 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 @pytest.fixture(scope="module")
 def file(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the file of the cluster, with pretended GPUs; what is to be installed is there already."""
+    """Write the file of the cluster, with pretended GPUs; what is to be installed is there
+    already.
+    """
     path = tmp_path_factory.mktemp("file") / "cluster.yaml"
     hosts = tuple(lab[name].address for name in HOSTS[1:])
     key = str(lab["laptop"].home.parent / "keys" / "id")
@@ -106,7 +121,7 @@ from raypool import parpool
 
 os.chdir(os.environ["HOME"])
 with parpool(6, profile="raypool", quiet=True) as pool:
-    print(json.dumps(sorted(pool.parfeval_on_all(lambda: (platform.node(), os.environ["CUDA_VISIBLE_DEVICES"])).result(60))))
+    print(json.dumps(sorted(pool.parfeval_on_all(lambda: (platform.node(), os.environ["CUDA_VISIBLE_DEVICES"])).result(300))))
     assert list(pool.parfor(lambda i: i * i, range(30))) == [i * i for i in range(30)]
 """
 
@@ -138,16 +153,21 @@ with parpool(4, address=os.environ["HEAD"], quiet=True, start_timeout_s=300) as 
     while len(run.metrics) < 3 and not run.done():
         time.sleep(0.05)
     (marks / "heard").touch()  # what has not travelled yet goes with the machine
-    result = run.result(150)
+    result = run.result(300)
     facts = {"starts": result.values, "steps": result.metrics_frame["step"].tolist()}
     print(json.dumps({**facts, "hosts": [worker.host for worker in pool.workers]}))
 """
 
 
-def test_a_cluster_is_started_used_and_ended(lab: Lab, file: Path, eventually: Any, tmp_path: Path) -> None:
-    """All GPUs are used from the laptop, a training survives the loss of a machine, and nothing is left at the end."""
+def test_a_cluster_is_started_used_and_ended(
+    lab: Lab, file: Path, eventually: Any, tmp_path: Path
+) -> None:
+    """All GPUs are used from the laptop, a training survives the loss of a machine, and nothing is
+    left at the end.
+    """
     assert "The head runs" in raypool(lab, "cluster", "up", str(file))
-    lab.run("laptop", "rm", "/tmp/ray/cluster-lab.state")  # where Ray's launcher has noted down that there is a cluster
+    # where Ray's launcher has noted down that there is a cluster
+    lab.run("laptop", "rm", "/tmp/ray/cluster-lab.state")
     with pytest.raises(AssertionError, match="runs already"):
         raypool(lab, "cluster", "up", str(file))
     assert eventually(lambda: "/6.0 GPU" in raypool(lab, "cluster", "status", str(file)), 120)
@@ -159,17 +179,24 @@ def test_a_cluster_is_started_used_and_ended(lab: Lab, file: Path, eventually: A
     assert facts["starts"] == [3] * 4
     assert facts["steps"] == list(range(6))
     assert struck not in facts["hosts"]
-    with pytest.raises(AssertionError, match=rf"could not be stopped on {lab[struck].address}, and may run on there"):
+    with pytest.raises(
+        AssertionError,
+        match=rf"could not be stopped on {lab[struck].address}, and may run on there",
+    ):
         raypool(lab, "cluster", "down", "--yes", str(file))
     for name in HOSTS[1:]:
         if name != struck:
-            assert eventually(lambda name=name: "raylet" not in lab.run(name, "ps", "-A")), lab.run(name, "ps", "-A")
+            assert eventually(lambda name=name: "raylet" not in lab.run(name, "ps", "-A")), lab.run(
+                name, "ps", "-A"
+            )
     with pytest.raises(AssertionError, match=f"no Ray runs on the head, {lab['head'].address}"):
         raypool(lab, "cluster", "connect", str(file))
 
 
 def use_from_laptop(lab: Lab, file: Path) -> None:
-    """Use all GPUs of the cluster by the tunnel and the profile that `raypool cluster connect` gives."""
+    """Use all GPUs of the cluster by the tunnel and the profile that `raypool cluster connect`
+    gives.
+    """
     connect = lab.start("laptop", "raypool", "cluster", "connect", str(file), **OWN)
     try:
         assert connect.stdout is not None
@@ -177,21 +204,39 @@ def use_from_laptop(lab: Lab, file: Path) -> None:
         assert profile[0] == '[profiles."raypool"]\n'
         (lab["laptop"].home / "raypool.toml").write_text("".join(profile))
         try:
-            out = lab.run("laptop", sys.executable, "-c", POOL, timeout_s=120, PYTHONWARNINGS="ignore")
-        except AssertionError as error:  # now and then the first server that Ray Client starts dies as it is forked
+            out = lab.run(
+                "laptop", sys.executable, "-c", POOL, timeout_s=120, PYTHONWARNINGS="ignore"
+            )
+        except AssertionError as error:
+            # now and then the first server that Ray Client starts dies as it is forked
             if "Starting Ray client server failed" not in str(error):
                 raise
-            out = lab.run("laptop", sys.executable, "-c", POOL, timeout_s=120, PYTHONWARNINGS="ignore")
-        assert json.loads(out.splitlines()[-1]) == [[name, card] for name in HOSTS[1:] for card in "01"]
+            out = lab.run(
+                "laptop", sys.executable, "-c", POOL, timeout_s=120, PYTHONWARNINGS="ignore"
+            )
+        assert json.loads(out.splitlines()[-1]) == [
+            [name, card] for name in HOSTS[1:] for card in "01"
+        ]
     finally:
         lab.end(connect, signal.SIGINT)
 
 
 def train_and_strike(lab: Lab, marks: Path, eventually: Any) -> tuple[dict[str, Any], str]:
-    """Train on four of the six GPUs, and switch a machine off in the midst of it; return the facts, and which machine."""
+    """Train on four of the six GPUs, and switch a machine off in the midst of it; return the facts,
+    and which machine.
+    """
     head = f"{lab['head'].address}:6379"
-    driver = lab.python("head", TRAINING, MARKS=str(marks), HEAD=head, PYTHONWARNINGS="ignore", RAY_AUTH_MODE="token")
-    if not eventually(lambda: (marks / "heard").exists() and len(list(marks.glob("at three on *"))) >= 2):
+    driver = lab.python(
+        "head",
+        TRAINING,
+        MARKS=str(marks),
+        HEAD=head,
+        PYTHONWARNINGS="ignore",
+        RAY_AUTH_MODE="token",
+    )
+    if not eventually(
+        lambda: (marks / "heard").exists() and len(list(marks.glob("at three on *"))) >= 2
+    ):
         pytest.fail(lab.end(driver))
     struck = next(name for name in ("right", "left") if (marks / f"at three on {name}").exists())
     lab.kill(struck)

@@ -1,4 +1,6 @@
-"""What the clouds say of machines that they are about to take away, asked of a server that keeps to their rules."""
+"""What the clouds say of machines that they are about to take away, asked of a server that keeps to
+their rules.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,23 @@ def metadata() -> Iterator[FakeMetadata]:
 
 
 def event(after_s: float, **entries: str) -> dict[str, str]:
-    return {"Code": "instance-stop", "NotBefore": in_mail(after_s), "EventId": "instance-event-1", "State": "active", **entries}
+    return {
+        "Code": "instance-stop",
+        "NotBefore": in_mail(after_s),
+        "EventId": "instance-event-1",
+        "State": "active",
+        **entries,
+    }
 
 
 def is_in(notice: Notice, seconds: float) -> bool:
-    """Whether a machine is to go so many seconds from now; the test may have stood still for a while since it has heard of it."""
+    """Whether a machine is to go so many seconds from now; the test may have stood still for a
+    while since it has heard of it.
+    """
     return seconds - 30 < notice.gone_at - time.time() < seconds + 5
 
 
-# --- what is a notice -------------------------------------------------------------------------------------------------
+# --- what is a notice -----------------------------------------------------------------------------
 
 
 def test_of_a_machine_that_stays_nothing_is_said(metadata: FakeMetadata) -> None:
@@ -40,7 +50,8 @@ def test_of_a_machine_that_stays_nothing_is_said(metadata: FakeMetadata) -> None
 
 def test_a_spot_machine_of_compute_engine(metadata: FakeMetadata) -> None:
     metadata.preempted = "TRUE"
-    metadata.maintenance = "TERMINATE_ON_HOST_MAINTENANCE"  # an hour's notice is not what counts now
+    # an hour's notice is not what counts now
+    metadata.maintenance = "TERMINATE_ON_HOST_MAINTENANCE"
     notice = Gce(metadata.url).find_notice()
     assert notice is not None
     assert notice.words == "Compute Engine takes this spot machine back"
@@ -49,7 +60,11 @@ def test_a_spot_machine_of_compute_engine(metadata: FakeMetadata) -> None:
 
 @pytest.mark.parametrize(("has_gpus", "seconds"), [(True, 3600), (False, 60)])
 def test_maintenance_of_compute_engine(
-    metadata: FakeMetadata, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_gpus: bool, seconds: float
+    metadata: FakeMetadata,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    has_gpus: bool,
+    seconds: float,
 ) -> None:
     monkeypatch.setattr(preemption, "NVIDIA", tmp_path if has_gpus else tmp_path / "nvidiactl")
     metadata.maintenance = "MIGRATE_ON_HOST_MAINTENANCE"  # moved while it runs
@@ -70,7 +85,9 @@ def test_a_spot_machine_of_ec2(metadata: FakeMetadata) -> None:
 
 
 def test_of_the_events_of_ec2_those_are_notices_that_are_near(metadata: FakeMetadata) -> None:
-    metadata.events = json.dumps([event(14 * 24 * 3600), event(600, State="completed"), event(600, State="canceled")])
+    metadata.events = json.dumps(
+        [event(14 * 24 * 3600), event(600, State="completed"), event(600, State="canceled")]
+    )
     assert Ec2(metadata.url).find_notice() is None
     metadata.events = json.dumps([event(3000), event(1800, Code="system-reboot"), event(3400)])
     notice = Ec2(metadata.url).find_notice()
@@ -85,7 +102,7 @@ def test_a_proxy_is_not_asked(metadata: FakeMetadata, monkeypatch: pytest.Monkey
     assert Gce(metadata.url).find_notice() is not None
 
 
-# --- what is made of it -----------------------------------------------------------------------------------------------
+# --- what is made of it ---------------------------------------------------------------------------
 
 
 class Node:
@@ -147,9 +164,14 @@ def test_ray_is_told_once_and_again_if_it_ends_sooner(metadata: FakeMetadata) ->
 
 @pytest.mark.parametrize("cloud", [Gce, Ec2])
 def test_a_metadata_server_in_trouble_is_asked_on(
-    metadata: FakeMetadata, cloud: type[Gce | Ec2], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    metadata: FakeMetadata,
+    cloud: type[Gce | Ec2],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One that fails, is silent, or says what nobody understands; said once, not with every look."""
+    """One that fails, is silent, or says what nobody understands; said once, not with every
+    look.
+    """
 
     def slow() -> None:
         metadata.status, metadata.delay_s = None, 3
@@ -157,7 +179,12 @@ def test_a_metadata_server_in_trouble_is_asked_on(
 
     def nonsense() -> None:
         monkeypatch.setattr(preemption, "ANSWER_TIMEOUT_S", 60)
-        metadata.delay_s, metadata.preempted, metadata.action, metadata.maintenance = 0, "<html>", "<html>", "<html>"
+        metadata.delay_s, metadata.preempted, metadata.action, metadata.maintenance = (
+            0,
+            "<html>",
+            "<html>",
+            "<html>",
+        )
 
     def well() -> None:
         metadata.preempted = "TRUE"
@@ -173,7 +200,9 @@ def test_a_metadata_server_in_trouble_is_asked_on(
     assert said.count("Well again.") == 1
 
 
-def test_without_a_metadata_server_it_waits_for_one(metadata: FakeMetadata, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_metadata_server_it_waits_for_one(
+    metadata: FakeMetadata, caplog: pytest.LogCaptureFixture
+) -> None:
     node = Node(steps(metadata, lambda: None, lambda: None))
     watch(Gce("http://127.0.0.1:9"), node)  # type: ignore[arg-type]
     assert node.told == []
@@ -188,10 +217,12 @@ def test_a_head_that_does_not_hear_is_told_again(metadata: FakeMetadata) -> None
     assert len(node.told) == 1
 
 
-# --- where there is no Ray --------------------------------------------------------------------------------------------
+# --- where there is no Ray ------------------------------------------------------------------------
 
 
-def test_a_machine_without_ray(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_machine_without_ray(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(preemption, "RAY_TIMEOUT_S", 0.0)
     with pytest.raises(CloudError, match="has not come up on this machine within 0 s"):
         find_ray("no such node")

@@ -1,4 +1,6 @@
-"""Training jobs: what their files ask for, and all that is refused of them, with the place and what would be right."""
+"""Training jobs: what their files ask for, and all that is refused of them, with the place and what
+would be right.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def read(text: str) -> Training:
 
 def custom(**settings: Any) -> str:
     """Return the file of a job whose machines are said; JSON is YAML."""
-    return json.dumps({"trainingInput": {"scaleTier": "CUSTOM", "masterType": "n1-standard-4", **settings}})
+    return json.dumps(
+        {"trainingInput": {"scaleTier": "CUSTOM", "masterType": "n1-standard-4", **settings}}
+    )
 
 
 def gpus(count: Any, kind: Any = "NVIDIA_TESLA_T4") -> dict[str, Any]:
@@ -60,11 +64,13 @@ def api() -> Mapping[str, Any]:
     folder = Path(googleapiclient.__file__).parent / "discovery_cache" / "documents"
     schemas: Mapping[str, Any] = json.loads((folder / "ml.v1.json").read_text())["schemas"]
     return {
-        name.removeprefix("GoogleCloudMlV1__"): schema["properties"] for name, schema in schemas.items() if "properties" in schema
+        name.removeprefix("GoogleCloudMlV1__"): schema["properties"]
+        for name, schema in schemas.items()
+        if "properties" in schema
     }
 
 
-# --- what files ask for -------------------------------------------------------------------------------------------------
+# --- what files ask for ---------------------------------------------------------------------------
 
 
 def test_the_documented_job_is_thirteen_machines_with_forty_gpus() -> None:
@@ -75,21 +81,33 @@ def test_the_documented_job_is_thirteen_machines_with_forty_gpus() -> None:
         NodeGroup(name="worker", machine="n1-highcpu-16", least=9, most=9, **t4),
         NodeGroup(name="parameter-server", machine="n1-highmem-8", least=3, most=3),
     )
-    assert (training.machines, training.gpus, training.kinds, training.notes) == (13, 40, ("T4",), ())
+    assert (training.machines, training.gpus, training.kinds, training.notes) == (
+        13,
+        40,
+        ("T4",),
+        (),
+    )
 
 
 def test_the_settings_that_we_know_are_googles_and_none_is_missing() -> None:
     assert set(api()["TrainingInput"]) == job_files.KNOWN
-    assert {"acceleratorConfig", "diskConfig", *job_files.UNABLE_OF_ROLES} == set(api()["ReplicaConfig"])
+    assert {"acceleratorConfig", "diskConfig", *job_files.UNABLE_OF_ROLES} == set(
+        api()["ReplicaConfig"]
+    )
     assert set(job_files.OUTSIDE) <= set(api()["Job"])
     assert {"CUSTOM", *job_files.TIERS} < set(api()["TrainingInput"]["scaleTier"]["enum"])
 
 
 def test_every_gpu_of_the_api_is_known_in_both_spellings() -> None:
-    kinds = [kind for kind in api()["AcceleratorConfig"]["type"]["enum"] if kind.startswith("NVIDIA")]
+    kinds = [
+        kind for kind in api()["AcceleratorConfig"]["type"]["enum"] if kind.startswith("NVIDIA")
+    ]
     assert len(kinds) == 6
     for kind in kinds:
-        spellings = {catalogue("ai-platform-2021").gpu(name).name for name in (kind, kind.lower().replace("_", "-"))}
+        spellings = {
+            catalogue("ai-platform-2021").gpu(name).name
+            for name in (kind, kind.lower().replace("_", "-"))
+        }
         assert spellings == {kind.removeprefix("NVIDIA_TESLA_")}
 
 
@@ -115,9 +133,17 @@ LEGACY = [
 def test_legacy_machines_are_made_of_compute_engines() -> None:
     for legacy, machine, gpu, count in LEGACY:
         training = read(
-            custom(masterType=legacy, workerType=legacy, workerCount=2, parameterServerType="standard", parameterServerCount=1)
+            custom(
+                masterType=legacy,
+                workerType=legacy,
+                workerCount=2,
+                parameterServerType="standard",
+                parameterServerCount=1,
+            )
         )
-        assert [(group.machine, group.gpu, group.gpus) for group in training.groups[:2]] == [(machine, gpu, count)] * 2
+        assert [(group.machine, group.gpu, group.gpus) for group in training.groups[:2]] == [
+            (machine, gpu, count)
+        ] * 2
         assert training.groups[2].machine == "n1-standard-4"
         assert training.gpus == 3 * count
 
@@ -134,8 +160,7 @@ def test_todays_machines_are_taken_where_a_file_names_them() -> None:
 
 
 def test_what_else_a_file_says_is_kept() -> None:
-    training = read(
-        """
+    training = read("""
         jobId: census_1
         labels: {owner: me}
         trainingInput:
@@ -149,22 +174,35 @@ def test_what_else_a_file_says_is_kept() -> None:
           pythonModule: trainer.task
           args: ["--steps", "100"]
           runtimeVersion: "2.11"
-        """
+        """)
+    assert (training.name, training.module, training.args) == (
+        "census_1",
+        "trainer.task",
+        ("--steps", "100"),
     )
-    assert (training.name, training.module, training.args) == ("census_1", "trainer.task", ("--steps", "100"))
     assert (training.job_dir, training.region) == ("gs://bucket/census", "europe-west4")
     assert training.groups[0].disk_gb == 500
-    assert training.groups[1] == NodeGroup(name="evaluator", machine="n1-standard-8", least=2, most=2)
+    assert training.groups[1] == NodeGroup(
+        name="evaluator", machine="n1-standard-8", least=2, most=2
+    )
     [note] = training.notes
     assert note.startswith("config.yaml, line 14: runtimeVersion is not used")
 
 
-MACHINES = sorted(name for name, machine in catalogue("ai-platform-2021").machines.items() if not machine.compute)
+MACHINES = sorted(
+    name for name, machine in catalogue("ai-platform-2021").machines.items() if not machine.compute
+)
 
 
 @settings(deadline=None)
-@given(st.sampled_from(MACHINES), st.sampled_from(sorted(catalogue("ai-platform-2021").gpus)), st.integers(1, 17))
-def test_a_machine_gets_the_gpus_that_the_catalogue_allows_and_no_others(machine: str, gpu: str, count: int) -> None:
+@given(
+    st.sampled_from(MACHINES),
+    st.sampled_from(sorted(catalogue("ai-platform-2021").gpus)),
+    st.integers(1, 17),
+)
+def test_a_machine_gets_the_gpus_that_the_catalogue_allows_and_no_others(
+    machine: str, gpu: str, count: int
+) -> None:
     text = custom(masterType=machine, masterConfig=gpus(count, gpu))
     if count in catalogue("ai-platform-2021").allowed(machine, gpu):
         assert read(text).groups[0].gpus == count
@@ -173,35 +211,83 @@ def test_a_machine_gets_the_gpus_that_the_catalogue_allows_and_no_others(machine
             read(text)
 
 
-# --- what is refused ----------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 REFUSED = {
     "no mapping": ("[1, 2]", 1, "A training job is a mapping with trainingInput"),
     "nothing": ("{}", 1, "there is no trainingInput"),
-    "nothing in it": ("trainingInput:", 1, "trainingInput is missing; it should have settings, such as scaleTier"),
+    "nothing in it": (
+        "trainingInput:",
+        1,
+        "trainingInput is missing; it should have settings, such as scaleTier",
+    ),
     "a list in it": ("trainingInput: [scaleTier]", 1, "it should have settings"),
     "misspelt outside": ("trainingInputs: {scaleTier: BASIC}", 1, "Did you mean trainingInput?"),
     "not indented": ("jobId: a\nscaleTier: BASIC", 2, "scaleTier belongs into trainingInput"),
-    "misspelt": ("trainingInput:\n  scaleTier: BASIC\n  workerCounts: 3", 3, "Did you mean workerCount or workerConfig?"),
+    "misspelt": (
+        "trainingInput:\n  scaleTier: BASIC\n  workerCounts: 3",
+        3,
+        "Did you mean workerCount or workerConfig?",
+    ),
     "no tier": ("trainingInput: {region: us-east1}", 1, "scaleTier is missing: CUSTOM"),
-    "unknown tier": ("trainingInput:\n  scaleTier: STANDARD_1", 2, "there is no scaleTier 'STANDARD_1' here. There are: CUSTOM"),
+    "unknown tier": (
+        "trainingInput:\n  scaleTier: STANDARD_1",
+        2,
+        "there is no scaleTier 'STANDARD_1' here. There are: CUSTOM",
+    ),
     "a TPU": ("trainingInput: {scaleTier: BASIC_TPU}", 1, "Did you mean BASIC_GPU or BASIC?"),
     "machines without CUSTOM": (
         "trainingInput:\n  scaleTier: BASIC_GPU\n  workerCount: 2",
         3,
         "workerCount goes with scaleTier CUSTOM only; BASIC_GPU is one n1-standard-8",
     ),
-    "no master": ("trainingInput: {scaleTier: CUSTOM}", 1, "masterType is missing: the kind of machine, such as n1-highcpu-16"),
-    "unknown machine": (DOCUMENTED.replace("n1-highmem-8", "n1-highmen-8"), 15, "Did you mean n1-highmem-8"),
+    "no master": (
+        "trainingInput: {scaleTier: CUSTOM}",
+        1,
+        "masterType is missing: the kind of machine, such as n1-highcpu-16",
+    ),
+    "unknown machine": (
+        DOCUMENTED.replace("n1-highmem-8", "n1-highmen-8"),
+        15,
+        "Did you mean n1-highmem-8",
+    ),
     "a machine that is a number": (custom(masterType=8), 1, "There is no machine '8'"),
     "workers without a kind": (custom(workerCount=2), 1, "workerType is missing"),
-    "a kind without workers": (custom(workerType="n1-standard-4"), 1, "workerType is given, but no workerCount"),
-    "GPUs without workers": (custom(workerConfig=gpus(1)), 1, "workerConfig is given, but no workerCount"),
-    "workers, negative": (custom(workerCount=-2, workerType="n1-standard-4"), 1, "workerCount is -2; a whole number, 0 or more"),
-    "workers, a half": (custom(workerCount=1.5, workerType="n1-standard-4"), 1, "workerCount is 1.5; a whole number"),
-    "workers, true": (custom(workerCount=True, workerType="n1-standard-4"), 1, "workerCount is True; a whole number"),
-    "workers, a word": (custom(workerCount="many", workerType="n1-standard-4"), 1, "workerCount is 'many'; a whole number"),
-    "three T4": (DOCUMENTED.replace("count: 4", "count: 3", 1), 5, "n1-highcpu-16 cannot have 3 T4, but 1, 2 or 4"),
+    "a kind without workers": (
+        custom(workerType="n1-standard-4"),
+        1,
+        "workerType is given, but no workerCount",
+    ),
+    "GPUs without workers": (
+        custom(workerConfig=gpus(1)),
+        1,
+        "workerConfig is given, but no workerCount",
+    ),
+    "workers, negative": (
+        custom(workerCount=-2, workerType="n1-standard-4"),
+        1,
+        "workerCount is -2; a whole number, 0 or more",
+    ),
+    "workers, a half": (
+        custom(workerCount=1.5, workerType="n1-standard-4"),
+        1,
+        "workerCount is 1.5; a whole number",
+    ),
+    "workers, true": (
+        custom(workerCount=True, workerType="n1-standard-4"),
+        1,
+        "workerCount is True; a whole number",
+    ),
+    "workers, a word": (
+        custom(workerCount="many", workerType="n1-standard-4"),
+        1,
+        "workerCount is 'many'; a whole number",
+    ),
+    "three T4": (
+        DOCUMENTED.replace("count: 4", "count: 3", 1),
+        5,
+        "n1-highcpu-16 cannot have 3 T4, but 1, 2 or 4",
+    ),
     "two V100 on 32 vCPUs": (
         custom(masterType="n1-standard-32", masterConfig=gpus(2, "NVIDIA_TESLA_V100")),
         1,
@@ -222,25 +308,71 @@ REFUSED = {
         1,
         "always comes with 1 A100, and none is asked for",
     ),
-    "unknown GPU": (DOCUMENTED.replace("NVIDIA_TESLA_T4", "NVIDIA_TESLA_T5", 1), 5, "There is no GPU 'NVIDIA_TESLA_T5'"),
-    "no count": (custom(masterConfig={"acceleratorConfig": {"type": "T4"}}), 1, "the count of GPUs is missing; a whole number"),
-    "no GPUs": (custom(masterConfig=gpus(0)), 1, "the count of GPUs is 0; a whole number, 1 or more"),
-    "half a GPU": (custom(masterConfig=gpus(0.5)), 1, "the count of GPUs is 0.5; a whole number, 1 or more"),
-    "no type": (custom(masterConfig={"acceleratorConfig": {"count": 1}}), 1, "the type of GPU is missing; {count: 4, type:"),
-    "GPUs as a text": (custom(masterConfig={"acceleratorConfig": "4 T4"}), 1, "acceleratorConfig is '4 T4'; {count: 4, type:"),
-    "misspelt GPUs": (custom(masterConfig={"accelerator": {}}), 1, "Did you mean acceleratorConfig?"),
-    "misspelt count": (custom(masterConfig={"acceleratorConfig": {"counts": 1, "type": "T4"}}), 1, "Did you mean count?"),
-    "equipment as a list": (custom(masterConfig=[1]), 1, "masterConfig is [1]; it should have acceleratorConfig"),
-    "a container": (custom(masterConfig={"imageUri": "gcr.io/a/b"}), 1, "imageUri is nothing that raypool can keep"),
+    "unknown GPU": (
+        DOCUMENTED.replace("NVIDIA_TESLA_T4", "NVIDIA_TESLA_T5", 1),
+        5,
+        "There is no GPU 'NVIDIA_TESLA_T5'",
+    ),
+    "no count": (
+        custom(masterConfig={"acceleratorConfig": {"type": "T4"}}),
+        1,
+        "the count of GPUs is missing; a whole number",
+    ),
+    "no GPUs": (
+        custom(masterConfig=gpus(0)),
+        1,
+        "the count of GPUs is 0; a whole number, 1 or more",
+    ),
+    "half a GPU": (
+        custom(masterConfig=gpus(0.5)),
+        1,
+        "the count of GPUs is 0.5; a whole number, 1 or more",
+    ),
+    "no type": (
+        custom(masterConfig={"acceleratorConfig": {"count": 1}}),
+        1,
+        "the type of GPU is missing; {count: 4, type:",
+    ),
+    "GPUs as a text": (
+        custom(masterConfig={"acceleratorConfig": "4 T4"}),
+        1,
+        "acceleratorConfig is '4 T4'; {count: 4, type:",
+    ),
+    "misspelt GPUs": (
+        custom(masterConfig={"accelerator": {}}),
+        1,
+        "Did you mean acceleratorConfig?",
+    ),
+    "misspelt count": (
+        custom(masterConfig={"acceleratorConfig": {"counts": 1, "type": "T4"}}),
+        1,
+        "Did you mean count?",
+    ),
+    "equipment as a list": (
+        custom(masterConfig=[1]),
+        1,
+        "masterConfig is [1]; it should have acceleratorConfig",
+    ),
+    "a container": (
+        custom(masterConfig={"imageUri": "gcr.io/a/b"}),
+        1,
+        "imageUri is nothing that raypool can keep",
+    ),
     "GPUs on a legacy machine": (
         custom(masterType="standard_gpu", masterConfig=gpus(1)),
         1,
         "standard_gpu always has 1 K80. GPUs are attached to machines such as n1-standard-8",
     ),
     "two sorts of machines": (
-        "trainingInput:\n  scaleTier: CUSTOM\n  masterType: standard_p100\n  workerCount: 1\n  workerType: n1-standard-4",
+        (
+            "trainingInput:\n  scaleTier: CUSTOM\n  masterType: standard_p100\n  workerCount: 1\n "
+            " workerType: n1-standard-4"
+        ),
         5,
-        "n1-standard-4 is one of Compute Engine's, the master's standard_p100 one of the legacy machines. Use one sort for all",
+        (
+            "n1-standard-4 is one of Compute Engine's, the master's standard_p100 one of the legacy"
+            " machines. Use one sort for all"
+        ),
     ),
     "a disk of nothing": (
         custom(masterConfig={"diskConfig": {"bootDiskSizeGb": 0}}),
@@ -258,9 +390,21 @@ REFUSED = {
         16,
         "'bucket/run' is neither gs://BUCKET/..., s3://BUCKET/...",
     ),
-    "a bucket that is none": (DOCUMENTED + "  jobDir: gs://My_Bucket/run\n", 16, "'My_Bucket' cannot be a bucket's name"),
-    "arguments that are numbers": (DOCUMENTED + "  args: [--steps, 100]\n", 16, "not a list of texts. Numbers need quotes"),
-    "twice": (DOCUMENTED + "  workerCount: 2\n", 16, "'workerCount' stands here for the second time (the first is in line 8)"),
+    "a bucket that is none": (
+        DOCUMENTED + "  jobDir: gs://My_Bucket/run\n",
+        16,
+        "'My_Bucket' cannot be a bucket's name",
+    ),
+    "arguments that are numbers": (
+        DOCUMENTED + "  args: [--steps, 100]\n",
+        16,
+        "not a list of texts. Numbers need quotes",
+    ),
+    "twice": (
+        DOCUMENTED + "  workerCount: 2\n",
+        16,
+        "'workerCount' stands here for the second time (the first is in line 8)",
+    ),
 }
 
 
@@ -287,17 +431,21 @@ def test_all_that_is_wrong_is_told_at_once_by_line() -> None:
     assert lines == [f"config.yaml, line {number}" for number in (5, 8, 11, 15)]
 
 
-# --- where --------------------------------------------------------------------------------------------------------------
+# --- where ----------------------------------------------------------------------------------------
 
 
 def test_two_kinds_of_gpu_need_a_zone_that_has_both() -> None:
     both = {"workerCount": 1, "workerType": "n1-standard-8"}
-    k80 = custom(masterConfig=gpus(1, "NVIDIA_TESLA_K80"), workerConfig=gpus(1, "NVIDIA_TESLA_P4"), **both)
-    assert choose_zone(read(k80).kinds, "us-central1", None) in catalogue("ai-platform-2021").zones("K80", "P4")
+    k80 = custom(
+        masterConfig=gpus(1, "NVIDIA_TESLA_K80"), workerConfig=gpus(1, "NVIDIA_TESLA_P4"), **both
+    )
+    assert choose_zone(read(k80).kinds, "us-central1", None) in catalogue("ai-platform-2021").zones(
+        "K80", "P4"
+    )
     [note] = read(k80.replace('{"scaleTier"', '{"region": "us-west1", "scaleTier"')).notes
-    assert note == (
-        "config.yaml, line 1: the catalogues of 2026-11-22 and 2021-03-18 have no zone of us-west1 with K80 and P4. "
-        "These regions have one: us-central1, us-east1."
+    assert (
+        note == "config.yaml, line 1: the catalogues of 2026-11-22 and 2021-03-18 have no zone of"
+        " us-west1 with K80 and P4. These regions have one: us-central1, us-east1."
     )
 
 
@@ -305,7 +453,9 @@ def test_a_zone_that_is_said_is_taken_and_one_that_cannot_be_chosen_is_to_be_sai
     assert choose_zone(("T4", "V100"), None, "us-east4-z") == "us-east4-z"
     with pytest.raises(CloudError, match="us-central1-a is no zone of us-east1"):
         choose_zone(("T4",), "us-east1", "us-central1-a")
-    with pytest.raises(CloudError, match=r"no zone of us-east5 with T4\. These regions have one: .* give --zone"):
+    with pytest.raises(
+        CloudError, match=r"no zone of us-east5 with T4\. These regions have one: .* give --zone"
+    ):
         choose_zone(("T4",), "us-east5", None)
     with pytest.raises(CloudError, match="Neither region nor zone is said"):
         choose_zone(("T4",), None, None)
@@ -316,7 +466,9 @@ def test_a_zone_that_is_said_is_taken_and_one_that_cannot_be_chosen_is_to_be_sai
     st.lists(st.sampled_from(sorted(catalogue("gce").gpus)), max_size=3, unique=True),
     st.sampled_from(sorted({region_of(zone) for zone in zones_with(())})),
 )
-def test_a_zone_that_is_chosen_has_all_kinds_and_is_in_its_region(kinds: list[str], region: str) -> None:
+def test_a_zone_that_is_chosen_has_all_kinds_and_is_in_its_region(
+    kinds: list[str], region: str
+) -> None:
     try:
         zone = choose_zone(tuple(kinds), region, None)
     except CloudError:
@@ -326,21 +478,31 @@ def test_a_zone_that_is_chosen_has_all_kinds_and_is_in_its_region(kinds: list[st
         assert all(zone in zones_with((kind,)) for kind in kinds)
 
 
-# --- options that win ---------------------------------------------------------------------------------------------------
+# --- options that win -----------------------------------------------------------------------------
 
 
 def test_options_win_over_the_file_entry_by_entry() -> None:
     options = {
         "--worker-count": (("trainingInput", "workerCount"), 2),
-        "--worker-accelerator": (("trainingInput", "workerConfig", "acceleratorConfig"), {"count": 1, "type": "nvidia-tesla-t4"}),
+        "--worker-accelerator": (
+            ("trainingInput", "workerConfig", "acceleratorConfig"),
+            {"count": 1, "type": "nvidia-tesla-t4"},
+        ),
     }
     training = job_files.read(overridden(documents_of(DOCUMENTED, "config.yaml")[0], options))
     assert [(group.gpus, group.most) for group in training.groups] == [(4, 0), (1, 2), (0, 3)]
 
 
 def test_what_an_option_says_wrongly_is_told_of_the_option() -> None:
-    options = {"--worker-accelerator": (("trainingInput", "workerConfig", "acceleratorConfig"), {"count": 3, "type": "T4"})}
-    with pytest.raises(CloudError, match=r"^--worker-accelerator: n1-highcpu-16 cannot have 3 T4, but 1, 2 or 4"):
+    options = {
+        "--worker-accelerator": (
+            ("trainingInput", "workerConfig", "acceleratorConfig"),
+            {"count": 3, "type": "T4"},
+        )
+    }
+    with pytest.raises(
+        CloudError, match=r"^--worker-accelerator: n1-highcpu-16 cannot have 3 T4, but 1, 2 or 4"
+    ):
         job_files.read(overridden(documents_of(DOCUMENTED, "config.yaml")[0], options))
 
 
@@ -356,7 +518,7 @@ def test_options_do_not_change_the_document_that_they_are_laid_over() -> None:
     assert "region" not in document.content["trainingInput"]
 
 
-# --- where outputs go ---------------------------------------------------------------------------------------------------
+# --- where outputs go -----------------------------------------------------------------------------
 
 
 def test_a_folder_that_can_be_written_to_is_left_as_it_was(tmp_path: Path) -> None:
@@ -367,6 +529,10 @@ def test_a_folder_that_can_be_written_to_is_left_as_it_was(tmp_path: Path) -> No
 def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(
-        CloudError, match=rf"--job-dir {tmp_path}/file/run cannot be written to from this machine: .*Not a directory"
+        CloudError,
+        match=(
+            rf"--job-dir {tmp_path}/file/run cannot be written to from this machine: .*Not a"
+            r" directory"
+        ),
     ):
         begin.try_out(f"{tmp_path}/file/run")

@@ -1,4 +1,6 @@
-"""`raypool submit`: from a job's file to machines, to a script that runs on them, and to its exit code."""
+"""`raypool submit`: from a job's file to machines, to a script that runs on them, and to its exit
+code.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,20 @@ from tests.conftest import Started
 
 DOCUMENTED_OPTIONS = [
     *("--scale-tier", "custom"),
-    *("--master-machine-type", "n1-highcpu-16", "--master-accelerator", "count=4,type=nvidia-tesla-t4"),
-    *("--worker-count", "9", "--worker-machine-type", "n1-highcpu-16", "--worker-accelerator", "count=4,type=nvidia-tesla-t4"),
+    *(
+        "--master-machine-type",
+        "n1-highcpu-16",
+        "--master-accelerator",
+        "count=4,type=nvidia-tesla-t4",
+    ),
+    *(
+        "--worker-count",
+        "9",
+        "--worker-machine-type",
+        "n1-highcpu-16",
+        "--worker-accelerator",
+        "count=4,type=nvidia-tesla-t4",
+    ),
     *("--parameter-server-count", "3", "--parameter-server-machine-type", "n1-highmem-8"),
 ]
 """The same job, in options."""
@@ -58,7 +72,7 @@ def submit(*words: str) -> Result:
     return CliRunner().invoke(main, ["submit", *words], prog_name="raypool")
 
 
-# --- the cluster's file -------------------------------------------------------------------------------------------------
+# --- the cluster's file ---------------------------------------------------------------------------
 
 
 def test_the_documented_job_gets_thirteen_machines_with_forty_gpus(
@@ -77,7 +91,9 @@ def test_the_documented_job_gets_thirteen_machines_with_forty_gpus(
     cluster.up(folder / "train-cluster.yaml", shell)
     for name, kind in content["available_node_types"].items():
         if name != content["head_node_type"]:
-            assert kind["min_workers"] == kind["max_workers"], "Ray makes all of them at once, and keeps them"
+            assert kind["min_workers"] == kind["max_workers"], (
+                "Ray makes all of them at once, and keeps them"
+            )
             cluster.add_workers(name, kind["min_workers"])
     assert_made(gce)
 
@@ -89,52 +105,99 @@ def assert_made(gce: FakeGce) -> None:
 
 
 def test_options_alone_say_the_same_as_the_file(folder: Path) -> None:
-    assert submit("--config", "config.yaml", *HERE, "--out", "a.yaml", "--dry-run", "train.py").exit_code == 0
-    assert submit(*DOCUMENTED_OPTIONS, *HERE, "--out", "b.yaml", "--dry-run", "train.py").exit_code == 0
+    assert (
+        submit(
+            "--config", "config.yaml", *HERE, "--out", "a.yaml", "--dry-run", "train.py"
+        ).exit_code
+        == 0
+    )
+    assert (
+        submit(*DOCUMENTED_OPTIONS, *HERE, "--out", "b.yaml", "--dry-run", "train.py").exit_code
+        == 0
+    )
     one, other = (yaml.safe_load(Path(name).read_text()) for name in ("a.yaml", "b.yaml"))
     assert one == {**other, "cluster_name": one["cluster_name"]}
 
 
 def test_options_win_over_the_file(folder: Path) -> None:
-    options = ["--worker-count", "2", "--worker-accelerator", "count=1,type=NVIDIA_TESLA_T4", "--spot", "--zone", "us-central1-b"]
+    options = [
+        "--worker-count",
+        "2",
+        "--worker-accelerator",
+        "count=1,type=NVIDIA_TESLA_T4",
+        "--spot",
+        "--zone",
+        "us-central1-b",
+    ]
     done = submit("--config", "config.yaml", *HERE, *options, "--dry-run", *OUT, "train.py")
     assert done.exit_code == 0, done.output
     content = yaml.safe_load(Path("train-cluster.yaml").read_text())
     worker = content["available_node_types"]["worker"]
     assert (worker["max_workers"], worker["resources"]["GPU"]) == (2, 1)
     assert worker["node_config"]["scheduling"]["provisioningModel"] == "SPOT"
-    assert "provisioningModel" not in content["available_node_types"]["head"]["node_config"]["scheduling"], "the master stays"
+    assert (
+        "provisioningModel"
+        not in content["available_node_types"]["head"]["node_config"]["scheduling"]
+    ), "the master stays"
     assert content["provider"]["availability_zone"] == "us-central1-b"
 
 
 def test_machines_know_their_roles(folder: Path) -> None:
     submit("--config", "config.yaml", *HERE, "--dry-run", *OUT, "train.py")
     kinds = yaml.safe_load(Path("train-cluster.yaml").read_text())["available_node_types"].values()
-    assert [kind["labels"]["raypool/role"] for kind in kinds] == ["head", "worker", "parameter-server"]
+    assert [kind["labels"]["raypool/role"] for kind in kinds] == [
+        "head",
+        "worker",
+        "parameter-server",
+    ]
 
 
 def test_the_file_says_how_it_was_made_but_not_what_is_for_the_script(folder: Path) -> None:
-    assert submit("--config", "config.yaml", *HERE, "--dry-run", *OUT, "train.py", "--", "--password", "hunter2").exit_code == 0
+    assert (
+        submit(
+            "--config",
+            "config.yaml",
+            *HERE,
+            "--dry-run",
+            *OUT,
+            "train.py",
+            "--",
+            "--password",
+            "hunter2",
+        ).exit_code
+        == 0
+    )
     text = Path("train-cluster.yaml").read_text()
     assert "raypool submit --config config.yaml --region us-central1" in text
     assert "hunter2" not in text
 
 
 def test_a_project_may_be_filled_in_later_but_not_when_machines_are_made(folder: Path) -> None:
-    assert submit("--config", "config.yaml", "--region", "us-east1", "--dry-run", *OUT, "train.py").exit_code == 0
+    assert (
+        submit(
+            "--config", "config.yaml", "--region", "us-east1", "--dry-run", *OUT, "train.py"
+        ).exit_code
+        == 0
+    )
     with pytest.raises(CloudError, match="<your project>"):
         check_file("train-cluster.yaml")
-    assert "Which project pays is not said" in refused("--config", "config.yaml", "--region", "us-east1", "train.py")
+    assert "Which project pays is not said" in refused(
+        "--config", "config.yaml", "--region", "us-east1", "train.py"
+    )
 
 
 def test_packages_come_on_top_of_raypool_and_ray(folder: Path) -> None:
     submit("--config", "config.yaml", *HERE, "--package", "timm>=1", "--dry-run", *OUT, "train.py")
-    [line] = [line for line in yaml.safe_load(Path("train-cluster.yaml").read_text())["setup_commands"] if "timm" in line]
+    [line] = [
+        line
+        for line in yaml.safe_load(Path("train-cluster.yaml").read_text())["setup_commands"]
+        if "timm" in line
+    ]
     assert "'timm>=1'" in line
     assert "raypool==" in line
 
 
-# --- what is refused ----------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 def refused(*words: str) -> str:
@@ -154,29 +217,62 @@ CANNOT_WORK: list[tuple[tuple[str, ...], str]] = [
         (*FILE, *HERE, "--worker-accelerator", "count=3,type=nvidia-tesla-t4", "train.py"),
         "--worker-accelerator: n1-highcpu-16",
     ),
-    ((*FILE, *HERE, "--worker-accelerator", "4xT4", "train.py"), "'4xT4' is not like count=4,type=nvidia-tesla-t4"),
-    ((*FILE, *HERE, "--worker-count", "-1", "train.py"), "--worker-count: workerCount is -1; a whole number, 0 or more"),
-    ((*FILE, *HERE, "--worker-machine-type", "n1-highcpu-17", "train.py"), "--worker-machine-type: There is no machine"),
-    ((*FILE, *HERE, "--job-dir", "bucket/run", "train.py"), "--job-dir: 'bucket/run' is neither gs://BUCKET/..."),
-    ((*FILE, *HERE, "--job-dir", "/mnt/run", "train.py"), "/mnt/run is on a disk of the cluster, which goes with it"),
-    ((*FILE, *HERE, "--scale-tier", "basic-gpu", "train.py"), "workerCount goes with scaleTier CUSTOM only"),
+    (
+        (*FILE, *HERE, "--worker-accelerator", "4xT4", "train.py"),
+        "'4xT4' is not like count=4,type=nvidia-tesla-t4",
+    ),
+    (
+        (*FILE, *HERE, "--worker-count", "-1", "train.py"),
+        "--worker-count: workerCount is -1; a whole number, 0 or more",
+    ),
+    (
+        (*FILE, *HERE, "--worker-machine-type", "n1-highcpu-17", "train.py"),
+        "--worker-machine-type: There is no machine",
+    ),
+    (
+        (*FILE, *HERE, "--job-dir", "bucket/run", "train.py"),
+        "--job-dir: 'bucket/run' is neither gs://BUCKET/...",
+    ),
+    (
+        (*FILE, *HERE, "--job-dir", "/mnt/run", "train.py"),
+        "/mnt/run is on a disk of the cluster, which goes with it",
+    ),
+    (
+        (*FILE, *HERE, "--scale-tier", "basic-gpu", "train.py"),
+        "workerCount goes with scaleTier CUSTOM only",
+    ),
     ((*FILE, *HERE, "--region", "us-central9", "train.py"), "no zone of us-central9 with T4"),
     ((*FILE, *HERE, "--zone", "us-east1-c", "train.py"), "us-east1-c is no zone of us-central1"),
-    ((*FILE, *HERE, "--project", "p", "train.py"), "--project is 'p'; an ID has 6 to 30 lower-case letters"),
+    (
+        (*FILE, *HERE, "--project", "p", "train.py"),
+        "--project is 'p'; an ID has 6 to 30 lower-case letters",
+    ),
     ((*FILE, *HERE, "--project", "p\nq: r", "train.py"), r"--project is 'p\nq: r'; an ID has"),
-    ((*FILE, "--project", "my-project", "train.py"), "Neither region nor zone is said. Give --region"),
+    (
+        (*FILE, "--project", "my-project", "train.py"),
+        "Neither region nor zone is said. Give --region",
+    ),
     ((*FILE, *HERE), "What to run is not said. Name a script"),
     ((*FILE, *HERE, "trian.py"), "There is no file trian.py"),
     ((*FILE, *HERE, "trainer.tusk"), "There is no module trainer.tusk to run in"),
-    ((*FILE, *HERE, "no-module"), "'no-module' is neither a file that ends with .py nor the name of a module"),
-    ((*FILE, *HERE, "--package-path", "train.py", "trainer.task"), "--package-path train.py is no folder"),
+    (
+        (*FILE, *HERE, "no-module"),
+        "'no-module' is neither a file that ends with .py nor the name of a module",
+    ),
+    (
+        (*FILE, *HERE, "--package-path", "train.py", "trainer.task"),
+        "--package-path train.py is no folder",
+    ),
     (
         (*FILE, *HERE, "--out", "config.yaml", "train.py"),
         "config.yaml is there already, perhaps as that of a cluster that runs",
     ),
     (
         (*HERE, "--scale-tier", "basic-gpu", "train.py"),
-        "--scale-tier custom --master-machine-type n1-standard-8 --master-accelerator count=1,type=nvidia-tesla-t4",
+        (
+            "--scale-tier custom --master-machine-type n1-standard-8 --master-accelerator"
+            " count=1,type=nvidia-tesla-t4"
+        ),
     ),
     (("--project", "p", "train.py"), "The command line: scaleTier is missing: CUSTOM"),
     (("--config", "no.yaml", "train.py"), "no.yaml"),
@@ -185,7 +281,11 @@ CANNOT_WORK: list[tuple[tuple[str, ...], str]] = [
 
 
 def test_what_cannot_work_is_refused_before_anything_is_made(folder: Path) -> None:
-    wrong = {words: said for words, right in CANNOT_WORK if right not in (said := " ".join(refused(*words).split()))}
+    wrong = {
+        words: said
+        for words, right in CANNOT_WORK
+        if right not in (said := " ".join(refused(*words).split()))
+    }
     assert not wrong
 
 
@@ -194,7 +294,9 @@ def test_a_file_with_two_documents_is_refused(folder: Path) -> None:
     assert "2 documents are in it" in refused(*FILE, *HERE, "train.py")
 
 
-def test_a_module_of_an_installed_package_is_taken_and_its_name_may_stand_in_the_file(folder: Path) -> None:
+def test_a_module_of_an_installed_package_is_taken_and_its_name_may_stand_in_the_file(
+    folder: Path,
+) -> None:
     assert find_script("json.tool").words == ("-m", "json.tool")
     (folder / "config.yaml").write_text(DOCUMENTED + "  pythonModule: trainer.task\n")
     assert submit(*FILE, *HERE, "--dry-run").exit_code == 0
@@ -210,20 +312,26 @@ def test_two_jobs_of_one_script_share_no_cluster(folder: Path) -> None:
     assert len(names) == 2
 
 
-def test_a_package_elsewhere_goes_along_with_the_folder_around_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_elsewhere_goes_along_with_the_folder_around_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(folder / "trainer")
     assert find_script("trainer.task", folder / "trainer").folder == folder
     assert find_script(str(folder / "train.py")).folder == folder
 
 
-# --- its beginning on the head ------------------------------------------------------------------------------------------
+# --- its beginning on the head --------------------------------------------------------------------
 
 
-def test_machines_are_waited_for(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_are_waited_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(begin, "LOOK_S", 0.01)
     counts = iter([1, 1, 2, 3])
     begin.wait_until(3, counts.__next__, timeout_s=10)
-    assert capsys.readouterr().out.splitlines() == [f"raypool: {number} of 3 machines are there." for number in (1, 2, 3)]
+    assert capsys.readouterr().out.splitlines() == [
+        f"raypool: {number} of 3 machines are there." for number in (1, 2, 3)
+    ]
 
 
 def test_machines_that_do_not_come_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +340,7 @@ def test_machines_that_do_not_come_are_given_up(monkeypatch: pytest.MonkeyPatch)
         begin.wait_until(3, lambda: 1, timeout_s=0.05)
 
 
-# --- on a real cluster --------------------------------------------------------------------------------------------------
+# --- on a real cluster ----------------------------------------------------------------------------
 
 HEAD = """
 import signal, socket
@@ -288,7 +396,9 @@ ODD = ["--x", "a b", "--", "$HOME", "'", "", "ü", "-h", "{}"]
 def run(*words: str, first: str = "") -> subprocess.CompletedProcess[str]:
     """Run the command in a process of its own, after some code of ours."""
     code = f"from raypool.cli.main import main\n{textwrap.dedent(first)}\nmain(prog_name='raypool')"
-    return subprocess.run([sys.executable, "-c", code, "submit", *words], capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code, "submit", *words], capture_output=True, text=True, check=False
+    )
 
 
 @pytest.mark.long
@@ -297,13 +407,17 @@ def test_a_script_on_a_cluster_that_is_there_gets_its_folder_and_its_exit_code_c
 ) -> None:
     done = run(*on_lab, "--job-dir", f"{tmp_path}/out", "train.py", "--", *ODD)
     words = ["--job-dir", f"{tmp_path}/out", *ODD]
-    assert f"it runs with {json.dumps(words)} and with what lies beside it" in done.stdout, done.stderr
+    assert f"it runs with {json.dumps(words)} and with what lies beside it" in done.stdout, (
+        done.stderr
+    )
     assert done.returncode == 7
     assert (tmp_path / "out").is_dir(), "it was tried out"
 
 
 @pytest.mark.long
-def test_a_folder_that_cannot_be_written_to_ends_the_job_before_the_script_begins(on_lab: list[str], folder: Path) -> None:
+def test_a_folder_that_cannot_be_written_to_ends_the_job_before_the_script_begins(
+    on_lab: list[str], folder: Path
+) -> None:
     done = run(*on_lab, "--job-dir", f"{folder}/train.py/out", "train.py")
     assert done.returncode == 1
     assert "cannot be written to from this machine" in done.stdout, done.stderr
@@ -311,13 +425,15 @@ def test_a_folder_that_cannot_be_written_to_ends_the_job_before_the_script_begin
 
 
 @pytest.mark.long
-def test_a_job_that_wants_more_gpus_than_a_cluster_has_is_refused_at_once(on_lab: list[str]) -> None:
+def test_a_job_that_wants_more_gpus_than_a_cluster_has_is_refused_at_once(
+    on_lab: list[str],
+) -> None:
     done = run(*on_lab, *FILE, *HERE, "train.py")
     assert done.returncode == 1
     assert "The job asks for 40 GPUs, and the cluster has 2." in done.stderr
 
 
-# --- a cluster of its own -----------------------------------------------------------------------------------------------
+# --- a cluster of its own -------------------------------------------------------------------------
 
 
 class Log(list[str]):
@@ -356,11 +472,21 @@ LAUNCHER = """
 def test_a_cluster_is_made_for_a_job_whose_script_waits_for_all_machines_and_goes_with_it(
     on_lab: list[str], lab: Profile
 ) -> None:
-    machines = ["--master-machine-type", "n1-standard-4", "--worker-machine-type", "n1-standard-4", "--worker-count", "1"]
+    machines = [
+        "--master-machine-type",
+        "n1-standard-4",
+        "--worker-machine-type",
+        "n1-standard-4",
+        "--worker-count",
+        "1",
+    ]
     words = ["--scale-tier", "custom", *machines, *HERE, *OUT, "train.py", "--", *ODD]
     done = run(*words, first=LAUNCHER.format(address=lab.jobs_address))
     assert done.returncode == 7, done.stderr
-    assert f"raypool: 2 of 2 machines are there.\nit runs with {json.dumps(ODD)} and with what lies beside it" in done.stdout
+    assert (
+        f"raypool: 2 of 2 machines are there.\nit runs with {json.dumps(ODD)} and with what lies"
+        " beside it" in done.stdout
+    )
     assert done.stdout.startswith("up train-cluster.yaml\n")
     assert done.stdout.endswith("\ndown train-cluster.yaml\n")
 
@@ -368,18 +494,29 @@ def test_a_cluster_is_made_for_a_job_whose_script_waits_for_all_machines_and_goe
 @pytest.fixture
 def submission(folder: Path, log: Log) -> Submission:
     training = Training(groups=())
-    return Submission(name="a", training=training, script=find_script("train.py"), args=(), say=log.append, show=log.append)
+    return Submission(
+        name="a",
+        training=training,
+        script=find_script("train.py"),
+        args=(),
+        say=log.append,
+        show=log.append,
+    )
 
 
 def stop_at(stage: str, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a job fail at a stage: "jobs", where the cluster is asked for the first time, "hand_in", or "follow"."""
+    """Let a job fail at a stage: "jobs", where the cluster is asked for the first time, "hand_in",
+    or "follow".
+    """
 
     def fail(*_: object) -> Any:
         raise error
 
     for each in ("jobs", "hand_in", "follow"):
         answer = "job_1" if each == "hand_in" else 0
-        monkeypatch.setattr(Submission, each, fail if each == stage else lambda *_, answer=answer: answer)
+        monkeypatch.setattr(
+            Submission, each, fail if each == stage else lambda *_, answer=answer: answer
+        )
 
 
 FILE_OF_CLUSTER = Path("a-cluster.yaml")
@@ -397,7 +534,9 @@ def test_a_cluster_goes_that_has_not_begun_its_job(
     assert log == ["up a-cluster.yaml", "down a-cluster.yaml"]
 
 
-def test_a_cluster_that_does_not_come_up_in_whole_goes(submission: Submission, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_that_does_not_come_up_in_whole_goes(
+    submission: Submission, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log.stand_in(monkeypatch, Profile())
 
     def fail(file: Path) -> None:
@@ -409,7 +548,9 @@ def test_a_cluster_that_does_not_come_up_in_whole_goes(submission: Submission, l
     assert log == ["down a-cluster.yaml"]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), CloudError("there is no such job", status=404)])
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), CloudError("there is no such job", status=404)]
+)
 def test_a_cluster_stays_whose_job_may_still_be_running(
     error: BaseException, submission: Submission, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -454,11 +595,15 @@ def test_a_cluster_that_does_not_go_away_hides_no_exit_status(
         raise CloudError("quota")
 
     monkeypatch.setattr(launcher, "down", fail)
-    with pytest.raises(CloudError, match=r"exit status 0, but the cluster may still be there\. quota"):
+    with pytest.raises(
+        CloudError, match=r"exit status 0, but the cluster may still be there\. quota"
+    ):
         run_on_own(FILE_OF_CLUSTER, submission, is_kept=False)
 
 
-def test_a_cluster_stays_that_is_to_be_kept(submission: Submission, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_stays_that_is_to_be_kept(
+    submission: Submission, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log.stand_in(monkeypatch, Profile())
     stop_at("nowhere", CloudError("no"), monkeypatch)
     assert run_on_own(FILE_OF_CLUSTER, submission, is_kept=True) == 0

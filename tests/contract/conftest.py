@@ -7,7 +7,8 @@
 - `processes`: pickling, killing, memory, signals. On Ray.
 - `everywhere`: the promises that hold the four backends together.
 
-On Ray, make test has what is `everywhere`; in threads and on Ray, what has the mark `quick` beside another.
+On Ray, make test has what is `everywhere`; in threads and on Ray, what has the mark `quick` beside
+another.
 """
 
 from __future__ import annotations
@@ -42,18 +43,28 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if marks:
             break
     else:
-        pytest.fail(f"{metafunc.definition.nodeid} needs one of the marks {', '.join(BACKENDS)}.", pytrace=False)
+        pytest.fail(
+            f"{metafunc.definition.nodeid} needs one of the marks {', '.join(BACKENDS)}.",
+            pytrace=False,
+        )
     in_ci = {"threads"} if "everywhere" in marks else {"threads", "ray"}
     if metafunc.definition.get_closest_marker("quick") is not None:
         in_ci = set()
-    backends = [backend for name, backends in BACKENDS.items() if name in marks for backend in backends]
-    parameters = [pytest.param(name, marks=[pytest.mark.ci] if name in in_ci else []) for name in dict.fromkeys(backends)]
+    backends = [
+        backend for name, backends in BACKENDS.items() if name in marks for backend in backends
+    ]
+    parameters = [
+        pytest.param(name, marks=[pytest.mark.ci] if name in in_ci else [])
+        for name in dict.fromkeys(backends)
+    ]
     metafunc.parametrize("make_pool", parameters, indirect=True)
 
 
 @dataclass(frozen=True)
 class PoolMaker:
-    """Opens pools on one backend. Those on Ray have workers without a GPU: the GPUs belong to the pool that the tests share."""
+    """Opens pools on one backend. Those on Ray have workers without a GPU: the GPUs belong to the
+    pool that the tests share.
+    """
 
     backend: str
 
@@ -100,7 +111,9 @@ def pool(request: pytest.FixtureRequest, make_pool: PoolMaker) -> Iterator[Paral
 
 @pytest.fixture
 def call_back(pool: ParallelPool, make_gate: Any) -> Callable[[Callable[[Future[Any]], Any]], Any]:
-    """Give a function that calls another in the callback of a future, and returns what that returns, or its error."""
+    """Give a function that calls another in the callback of a future, and returns what that
+    returns, or its error.
+    """
 
     def call(fn: Callable[[Future[Any]], Any]) -> Any:
         answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -122,12 +135,15 @@ def call_back(pool: ParallelPool, make_gate: Any) -> Callable[[Callable[[Future[
 
 @pytest.fixture
 def check_pool() -> Callable[[ParallelPool], None]:
-    """Give a check that a pool is as good as new: all its workers answer, and nothing is queued or running."""
+    """Give a check that a pool is as good as new: all its workers answer, and nothing is queued or
+    running.
+    """
 
     def check(pool: ParallelPool) -> None:
-        assert pool.parfeval_on_all(lambda: "here").result(60) == ["here"] * pool.num_workers
+        assert pool.parfeval_on_all(lambda: "here").result(300) == ["here"] * pool.num_workers
         assert list(pool.parfor(lambda x: x + 1, range(7))) == list(range(1, 8))
-        assert poll(lambda: not pool.busy)  # what is done of a call may be told before the call has ended
+        # what is done of a call may be told before the call has ended
+        assert poll(lambda: not pool.busy)
         assert pool.statistics().queued == pool.statistics().running == 0
 
     return check

@@ -25,7 +25,9 @@ class Doubles:
 
 
 def test_the_result_is_what_the_coroutine_returns(pool: ParallelPool, tmp_path: Any) -> None:
-    """Each verb runs it to its end, also behind a lambda; its errors are the item's, and its checkpoints are kept."""
+    """Each verb runs it to its end, also behind a lambda; its errors are the item's, and its
+    checkpoints are kept.
+    """
 
     async def fail() -> None:
         await asyncio.sleep(0)
@@ -38,12 +40,12 @@ def test_the_result_is_what_the_coroutine_returns(pool: ParallelPool, tmp_path: 
 
     assert list(pool.parfor(double, range(3))) == [0, 2, 4]
     assert list(pool.map(lambda x: double(x), range(3))) == [0, 2, 4]
-    assert pool.parfeval(Doubles(), 3).result(60) == 6
+    assert pool.parfeval(Doubles(), 3).result(300) == 6
     assert list(pool.spmd(lambda context: double(context.rank))) == [0, 2, 4]
     assert list(pool.parfor(leave_a_file, [5, 6], run_dir=tmp_path / "run")) == [0, 1]
     assert sorted(path.read_text() for path in tmp_path.rglob("left")) == ["5", "6"]
     with pytest.raises(LookupError, match="two"):
-        pool.parfeval(fail).result(60)
+        pool.parfeval(fail).result(300)
 
 
 @pytest.mark.semantics
@@ -56,7 +58,9 @@ def test_it_also_runs_where_an_event_loop_has_this_thread(pool: ParallelPool) ->
 
 @pytest.mark.concurrent
 @pytest.mark.parametrize("is_in_child", [False, True])
-def test_one_that_waits_or_computes_is_stopped(pool: ParallelPool, marks: Any, eventually: Any, is_in_child: bool) -> None:
+def test_one_that_waits_or_computes_is_stopped(
+    pool: ParallelPool, marks: Any, eventually: Any, is_in_child: bool
+) -> None:
     """Cancellation and a time limit end it where it is, after its `finally`; the worker goes on."""
 
     async def run() -> None:
@@ -78,16 +82,20 @@ def test_one_that_waits_or_computes_is_stopped(pool: ParallelPool, marks: Any, e
     assert eventually(lambda: job.worker_replaced is not None)
     assert not job.worker_replaced
     with pytest.raises(TaskTimeoutError):
-        pool.options(timeout_s=0.1).parfeval(train).result(60)
+        pool.options(timeout_s=0.1).parfeval(train).result(300)
     assert eventually(lambda: marks.count("tidied up") == marks.count("begun"))
 
 
 @pytest.mark.concurrent
 def test_a_coroutine_may_wait_for_a_future(pool: ParallelPool, gate: Any, eventually: Any) -> None:
-    """The event loop goes on meanwhile; to cancel the one that waits cancels the task, and the other way round."""
+    """The event loop goes on meanwhile; to cancel the one that waits cancels the task, and the
+    other way round.
+    """
 
     async def main() -> None:
-        waiting = asyncio.ensure_future(asyncio.gather(pool.parfeval(gate.wait), pool.parfeval(operator.mul, "a", 10**6)))
+        waiting = asyncio.ensure_future(
+            asyncio.gather(pool.parfeval(gate.wait), pool.parfeval(operator.mul, "a", 10**6))
+        )
         await asyncio.sleep(0)
         assert not waiting.done()
         gate.open()
@@ -125,6 +133,11 @@ def test_a_generator_function_is_refused_with_what_to_do_instead(pool: ParallelP
             yield x
 
     for fn in (train, train_too, Trains()):
-        for verb in (lambda fn: pool.parfeval(fn, 1), lambda fn: pool.parfor(fn, [1]), lambda fn: pool.map(fn, [1]), pool.spmd):
+        for verb in (
+            lambda fn: pool.parfeval(fn, 1),
+            lambda fn: pool.parfor(fn, [1]),
+            lambda fn: pool.map(fn, [1]),
+            pool.spmd,
+        ):
             with pytest.raises(InvalidTypeError, match=r"yield in it.* Return a list"):
                 verb(fn)

@@ -1,4 +1,6 @@
-"""`Results.attempts`: when and where items ran each time, on every kind of pool, and out of a folder."""
+"""`Results.attempts`: when and where items ran each time, on every kind of pool, and out of a
+folder.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ EXPECTED = [
 
 @pytest.mark.everywhere
 def test_each_attempt_is_told(pool: ParallelPool, tmp_path: Path) -> None:
-    results = pool.options(retry_on=(KeyError,)).parfor(flaky, 3, on_error="collect", run_dir=tmp_path / "run")
+    results = pool.options(retry_on=(KeyError,)).parfor(
+        flaky, 3, on_error="collect", run_dir=tmp_path / "run"
+    )
 
     for loaded in (results, pickle.loads(pickle.dumps(results)), load_results(tmp_path / "run")):
         assert told(loaded) == EXPECTED
@@ -57,7 +61,9 @@ def test_each_attempt_is_told(pool: ParallelPool, tmp_path: Path) -> None:
         assert attempts["host"].notna().all()
         assert set(attempts["run"]) == {1}
         is_missed = attempts["status"] == "retried"
-        assert attempts[is_missed].equals(results.attempts[is_missed]), "memory and journal say the same"
+        assert attempts[is_missed].equals(results.attempts[is_missed]), (
+            "memory and journal say the same"
+        )
         loaded.timeline(tmp_path / "trace.json")
         events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
         assert sum(event["ph"] == "X" for event in events) == 4
@@ -67,7 +73,10 @@ def test_calls_with_one_folder_are_told_apart(pool: ParallelPool, tmp_path: Path
     pool.parfor(flaky, [0, 2], on_error="collect", run_dir=tmp_path)
     results = pool.parfor(flaky, [0, 2], on_error="collect", run_dir=tmp_path)
 
-    assert results.attempts[["item", "status", "run"]].to_numpy().tolist() == [[0, "finished", 1], [1, "failed", 2]]
+    assert results.attempts[["item", "status", "run"]].to_numpy().tolist() == [
+        [0, "finished", 1],
+        [1, "failed", 2],
+    ]
     everything = load_results(tmp_path).attempts[["item", "status", "run"]].to_numpy().tolist()
     assert everything == [[0, "finished", 1], [1, "failed", 1], [1, "failed", 2]]
 
@@ -93,16 +102,20 @@ def test_what_ran_when_the_loop_ended_was_cancelled(pool: ParallelPool, tmp_path
 
 @pytest.fixture
 def patient_pool(make_pool: PoolMaker, monkeypatch: pytest.MonkeyPatch) -> Iterator[ParallelPool]:
-    """Give a pool whose only worker keeps what was sent to it however long a call lasts, on a busy machine too."""
+    """Give a pool whose only worker keeps what was sent to it however long a call lasts, on a busy
+    machine too.
+    """
     with make_pool(1, retries=1) as pool:
         for module, name in ((early, "LASTS_S"), (runner, "CALL_LIMIT_S")):
             monkeypatch.setattr(module, name, math.inf)
-            pool.parfeval_on_all(setattr, module, name, math.inf).result(60)
+            pool.parfeval_on_all(setattr, module, name, math.inf).result(300)
         yield pool
 
 
 def when_held_at(item: int, pool: ParallelPool, eventually: Any) -> list[Slice]:
-    """Return what the only worker has in its two calls, once the first of them does not get beyond this item."""
+    """Return what the only worker has in its two calls, once the first of them does not get beyond
+    this item.
+    """
     (worker,) = pool._engine.driver.scheduler.workers.by_id.values()
 
     def pieces() -> list[Slice]:
@@ -121,21 +134,27 @@ def test_what_waited_behind_a_call_was_not_cancelled(
     """A worker has its next call before it has ended the one before."""
     pool, folder = patient_pool, tmp_path / "run" if is_durable else None
     with ThreadPoolExecutor(1) as executor:
-        loop = executor.submit(pool.parfor, lambda item: gate.wait() if item == 400 else item, 2000, run_dir=folder)
+        loop = executor.submit(
+            pool.parfor, lambda item: gate.wait() if item == 400 else item, 2000, run_dir=folder
+        )
         at_400, behind = when_held_at(400, pool, eventually)
         (work,) = pool._engine.driver.works.values()
         running = [piece for piece, _ in work.running.values()]
         pool.cancel_all()
         with pytest.raises(CancelledError) as caught:
-            loop.result(60)
+            loop.result(300)
 
     assert running == [at_400]
     attempts = caught.value.results.attempts  # type: ignore[attr-defined]
     assert attempts["item"].tolist() == list(range(at_400.stop))
     assert at_400.stop <= behind.start
-    assert attempts["status"].tolist() == ["finished"] * at_400.start + ["cancelled"] * (at_400.stop - at_400.start)
+    assert attempts["status"].tolist() == ["finished"] * at_400.start + ["cancelled"] * (
+        at_400.stop - at_400.start
+    )
     finished, cancelled = attempts[: at_400.start], attempts[at_400.start :]
-    assert (cancelled["started_at"] >= finished["started_at"].max()).all(), "its clock runs from when it began"
+    assert (cancelled["started_at"] >= finished["started_at"].max()).all(), (
+        "its clock runs from when it began"
+    )
 
 
 @pytest.mark.processes
@@ -152,10 +171,13 @@ def test_what_waited_behind_a_call_that_ended_its_worker_has_no_time(
         loop = executor.submit(patient_pool.parfor, end_once, 2000)
         at_400, behind = when_held_at(400, patient_pool, eventually)
         gate.open()
-        results = loop.result(60)
+        results = loop.result(300)
 
     lost = results.attempts[results.attempts["status"] == "lost"]
-    assert lost["item"].tolist() == [*range(at_400.start, at_400.stop), *range(behind.start, behind.stop)]
+    assert lost["item"].tolist() == [
+        *range(at_400.start, at_400.stop),
+        *range(behind.start, behind.stop),
+    ]
     assert lost["started_at"].notna().tolist() == [item < at_400.stop for item in lost["item"]]
     assert lost["worker"].notna().all()
     assert results.attempts["item"].value_counts()[behind.start] == 2, "it was charged an attempt"
@@ -171,7 +193,9 @@ def die_once(item: int) -> int:
 
 @pytest.mark.processes
 def test_attempts_that_were_lost_with_their_worker(pool: ParallelPool, tmp_path: Path) -> None:
-    results = pool.options(retries=1).parfor(die_once, 3, on_error="collect", chunk_size=1, run_dir=tmp_path / "run")
+    results = pool.options(retries=1).parfor(
+        die_once, 3, on_error="collect", chunk_size=1, run_dir=tmp_path / "run"
+    )
 
     assert results.to_frame()["status"].tolist() == ["finished", "finished", "failed"]
     assert results.to_frame()["worker"].notna().all(), "it is known where the last attempt was lost"

@@ -1,4 +1,6 @@
-"""What a task keeps in its folder for checkpoints, the next attempt finds: with every kind of pool."""
+"""What a task keeps in its folder for checkpoints, the next attempt finds: with every kind of
+pool.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from raypool import InvalidTypeError, InvalidValueError, ParallelPool, current_task, load_checkpoint, save_checkpoint
+from raypool import (
+    InvalidTypeError,
+    InvalidValueError,
+    ParallelPool,
+    current_task,
+    load_checkpoint,
+    save_checkpoint,
+)
 
 pytestmark = pytest.mark.semantics
 
@@ -31,7 +40,7 @@ def test_an_item_that_runs_again_finds_what_it_had_saved(pool: ParallelPool) -> 
 
     view = pool.options(retries=2, retry_on=NotYetError)
     assert list(view.parfor(train, [5, 6, 7])) == [(3, 15), (3, 18), (3, 21)]
-    assert view.parfeval(train, 4).result(60) == (3, 12)
+    assert view.parfeval(train, 4).result(300) == (3, 12)
 
 
 @pytest.mark.semantics
@@ -41,7 +50,11 @@ def test_each_item_has_a_folder_of_its_own_that_only_its_user_can_read(pool: Par
         folder = current_task().checkpoint_dir
         is_empty = not any(folder.iterdir())
         (folder / "note").touch()
-        return str(folder), stat.S_IMODE(folder.stat().st_mode), is_empty and folder == current_task().checkpoint_dir
+        return (
+            str(folder),
+            stat.S_IMODE(folder.stat().st_mode),
+            is_empty and folder == current_task().checkpoint_dir,
+        )
 
     first, second = list(pool.parfor(look, range(4))), list(pool.parfor(look, range(4)))
     assert len({folder for folder, _, _ in first + second}) == 8
@@ -51,7 +64,7 @@ def test_each_item_has_a_folder_of_its_own_that_only_its_user_can_read(pool: Par
 
 def test_temporary_folders_go_with_the_pool(make_pool: Any, eventually: Any) -> None:
     with make_pool(1) as pool:
-        folder = Path(pool.parfeval(lambda: str(current_task().checkpoint_dir)).result(60))
+        folder = Path(pool.parfeval(lambda: str(current_task().checkpoint_dir)).result(300))
         assert folder.is_dir()
     assert eventually(lambda: not folder.parent.parent.exists())
 
@@ -63,10 +76,15 @@ def test_a_forked_child_has_the_folder_of_its_task(pool: ParallelPool) -> None:
         folder = current_task().checkpoint_dir
         child = os.fork()
         if child == 0:
-            os._exit(0 if current_task().checkpoint_dir == folder and save_checkpoint(1) == folder / "checkpoint.pt" else 1)
+            os._exit(
+                0
+                if current_task().checkpoint_dir == folder
+                and save_checkpoint(1) == folder / "checkpoint.pt"
+                else 1
+            )
         return os.waitpid(child, 0)[1] == 0 and load_checkpoint() == 1
 
-    assert pool.parfeval(ask).result(60)
+    assert pool.parfeval(ask).result(300)
 
 
 @pytest.mark.semantics
@@ -82,7 +100,9 @@ def test_loops_in_a_task_have_folders_that_are_not_those_of_other_loops(pool: Pa
 
 
 @pytest.mark.everywhere
-def test_a_call_goes_on_from_where_an_equal_one_was(pool: ParallelPool, make_pool: Any, tmp_path: Path) -> None:
+def test_a_call_goes_on_from_where_an_equal_one_was(
+    pool: ParallelPool, make_pool: Any, tmp_path: Path
+) -> None:
     """In another pool, too, wherever that keeps its own copy."""
 
     def train(name: str, *, rate: float) -> int:
@@ -94,8 +114,8 @@ def test_a_call_goes_on_from_where_an_equal_one_was(pool: ParallelPool, make_poo
     def use(pool: ParallelPool, step: int) -> None:
         for where in (str(tmp_path / "folder"), (tmp_path / "url").as_uri()):
             view = pool.options(checkpoints=where)
-            assert view.parfeval(train, "a", rate=0.1).result(60) == step
-            assert view.parfeval(train, "b", rate=0.1).result(60) == step
+            assert view.parfeval(train, "a", rate=0.1).result(300) == step
+            assert view.parfeval(train, "b", rate=0.1).result(300) == step
 
     use(pool, 0)
     use(pool, 1)
@@ -104,33 +124,44 @@ def test_a_call_goes_on_from_where_an_equal_one_was(pool: ParallelPool, make_poo
             use(other, 2)
     last = 1 if make_pool.is_in_processes else 2
     for kind in ("folder", "url"):
-        assert sorted(file.read_text() for file in (tmp_path / kind).rglob("log.txt")) == [f"a 0.1 {last}", f"b 0.1 {last}"]
+        assert sorted(file.read_text() for file in (tmp_path / kind).rglob("log.txt")) == [
+            f"a 0.1 {last}",
+            f"b 0.1 {last}",
+        ]
     assert not list(tmp_path.rglob("*.partial"))
 
 
 @pytest.mark.everywhere
-def test_what_is_saved_counts_although_the_task_fails_and_what_it_writes_last_too(pool: ParallelPool, tmp_path: Path) -> None:
+def test_what_is_saved_counts_although_the_task_fails_and_what_it_writes_last_too(
+    pool: ParallelPool, tmp_path: Path
+) -> None:
     def train() -> None:
         (current_task().checkpoint_dir / "last.txt").write_text("here")
         raise NotYetError
 
     with pytest.raises(NotYetError):
-        pool.options(checkpoints=(tmp_path / "kept").as_uri()).parfeval(train).result(60)
+        pool.options(checkpoints=(tmp_path / "kept").as_uri()).parfeval(train).result(300)
     assert [file.read_text() for file in (tmp_path / "kept").rglob("last.txt")] == ["here"]
 
 
 @pytest.mark.semantics
 @pytest.mark.processes
-def test_a_place_that_cannot_be_written_is_the_error_of_the_item(pool: ParallelPool, tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_the_error_of_the_item(
+    pool: ParallelPool, tmp_path: Path
+) -> None:
     (tmp_path / "file").touch()
-    future = pool.options(checkpoints=f"{tmp_path.as_uri()}/file/kept").parfeval(lambda: save_checkpoint(1))
+    future = pool.options(checkpoints=f"{tmp_path.as_uri()}/file/kept").parfeval(
+        lambda: save_checkpoint(1)
+    )
     with pytest.raises(OSError, match="file"):
-        future.result(60)
-    assert pool.parfeval(lambda: 1).result(60) == 1
+        future.result(300)
+    assert pool.parfeval(lambda: 1).result(300) == 1
 
 
 @pytest.mark.arguments
-def test_where_checkpoints_are_kept_is_a_folder_or_a_url(pool: ParallelPool, tmp_path: Path) -> None:
+def test_where_checkpoints_are_kept_is_a_folder_or_a_url(
+    pool: ParallelPool, tmp_path: Path
+) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InvalidValueError, match="is a file"):
         pool.options(checkpoints=tmp_path / "file")

@@ -29,7 +29,9 @@ class Traced:
 
 @pytest.mark.semantics
 @pytest.mark.processes
-def test_a_builder_runs_once_on_each_worker_and_so_does_its_cleanup(make_pool: Any, marks: Any) -> None:
+def test_a_builder_runs_once_on_each_worker_and_so_does_its_cleanup(
+    make_pool: Any, marks: Any
+) -> None:
     def build() -> list[int]:
         marks.add(f"built by {os.getpid()}")
         return [1, 2, 3]
@@ -40,23 +42,29 @@ def test_a_builder_runs_once_on_each_worker_and_so_does_its_cleanup(make_pool: A
 
     with make_pool(2) as pool:
         table = pool.constant(build, cleanup=clean)
-        pids = set(pool.parfeval_on_all(lambda: sum(table.value) and os.getpid()).result(60))
-        assert list(pool.parfor(lambda i: table.value[i % 3] * i, range(50))) == [(i % 3 + 1) * i for i in range(50)]
-        assert pool.parfeval(lambda constant, i: constant.value[i], table, 2).result(60) == 3
+        pids = set(pool.parfeval_on_all(lambda: sum(table.value) and os.getpid()).result(300))
+        assert list(pool.parfor(lambda i: table.value[i % 3] * i, range(50))) == [
+            (i % 3 + 1) * i for i in range(50)
+        ]
+        assert pool.parfeval(lambda constant, i: constant.value[i], table, 2).result(300) == 3
         assert marks.all() == sorted(f"built by {pid}" for pid in pids)
-    assert marks.all() == sorted(f"{what} by {pid}" for pid in pids for what in ("built", "cleaned"))
+    assert marks.all() == sorted(
+        f"{what} by {pid}" for pid in pids for what in ("built", "cleaned")
+    )
 
 
 def test_only_who_has_used_it_cleans_up(make_pool: Any, marks: Any) -> None:
     with make_pool(2) as pool:
         used = pool.constant(lambda: 5, cleanup=lambda _: marks.add("cleaned"))
         pool.constant(lambda: marks.add("built"), cleanup=lambda _: marks.add("cleaned"))
-        assert pool.parfeval(lambda: used.value).result(60) == 5
+        assert pool.parfeval(lambda: used.value).result(300) == 5
     assert marks.all() == ["cleaned"]
 
 
 @pytest.mark.everywhere
-def test_a_value_is_shipped_once_however_many_use_it(pool: ParallelPool, make_pool: Any, marks: Any) -> None:
+def test_a_value_is_shipped_once_however_many_use_it(
+    pool: ParallelPool, make_pool: Any, marks: Any
+) -> None:
     data = pool.constant(Traced(marks, np.arange(1_000_000.0)))
 
     first = pool.parfor(lambda i: float(data.value.array[i]), range(60), chunk_size=2)
@@ -77,37 +85,46 @@ def test_a_builder_that_fails_is_tried_again(pool: ParallelPool, marks: Any) -> 
 
     table = pool.constant(build)
     with pytest.raises(ConnectionError, match="no data yet"):
-        pool.parfeval(lambda: table.value).result(60)
-    assert pool.parfeval(lambda: table.value).result(60) == 7
+        pool.parfeval(lambda: table.value).result(300)
+    assert pool.parfeval(lambda: table.value).result(300) == 7
 
 
 @pytest.mark.processes
 def test_a_worker_that_replaces_another_builds_it_anew(pool: ParallelPool) -> None:
     table = pool.constant(os.getpid)
-    first = pool.options(worker=1).parfeval(lambda: table.value).result(60)
-    pool.options(worker=1, retries=0).parfeval(os._exit, 1).exception(60)
-    second = pool.options(worker=1).parfeval(lambda: (table.value, os.getpid())).result(60)
+    first = pool.options(worker=1).parfeval(lambda: table.value).result(300)
+    pool.options(worker=1, retries=0).parfeval(os._exit, 1).exception(300)
+    second = pool.options(worker=1).parfeval(lambda: (table.value, os.getpid())).result(300)
     assert second[0] == second[1] != first
 
 
 @pytest.mark.processes
-def test_a_worker_that_a_smaller_pool_gives_back_cleans_up(make_pool: Any, marks: Any, eventually: Any) -> None:
+def test_a_worker_that_a_smaller_pool_gives_back_cleans_up(
+    make_pool: Any, marks: Any, eventually: Any
+) -> None:
     with make_pool(2) as pool:
-        table = pool.constant(os.getpid, cleanup=lambda pid: marks.add(f"cleaned by {os.getpid()}, made by {pid}"))
-        pids = pool.parfeval_on_all(lambda: table.value).result(60)
+        table = pool.constant(
+            os.getpid, cleanup=lambda pid: marks.add(f"cleaned by {os.getpid()}, made by {pid}")
+        )
+        pids = pool.parfeval_on_all(lambda: table.value).result(300)
         pool.resize(1)
         assert eventually(lambda: len(marks.all()) == 1)
     assert marks.all() == sorted(f"cleaned by {pid}, made by {pid}" for pid in pids)
 
 
-def test_a_cleanup_that_fails_keeps_no_other_from_being_done(make_pool: Any, marks: Any, caplog: Any) -> None:
+def test_a_cleanup_that_fails_keeps_no_other_from_being_done(
+    make_pool: Any, marks: Any, caplog: Any
+) -> None:
     def fail(value: int) -> None:
         marks.add("failed")
         raise ValueError("on purpose")
 
     with make_pool(1) as pool:
-        tables = [pool.constant(lambda: 1, cleanup=fail), pool.constant(lambda: 2, cleanup=lambda _: marks.add("cleaned"))]
-        assert pool.parfeval(lambda: [table.value for table in tables]).result(60) == [1, 2]
+        tables = [
+            pool.constant(lambda: 1, cleanup=fail),
+            pool.constant(lambda: 2, cleanup=lambda _: marks.add("cleaned")),
+        ]
+        assert pool.parfeval(lambda: [table.value for table in tables]).result(300) == [1, 2]
     assert marks.all() == ["cleaned", "failed"]
     assert "on purpose" in caplog.text
 
@@ -118,7 +135,9 @@ def test_several_constants_are_told_apart(pool: ParallelPool) -> None:
     second = pool.constant(lambda: sum(first.value))
     assert pool.parfor(lambda i: second.value + i, range(5)) == [6, 7, 8, 9, 10]
     tables = [pool.constant({"number": number}) for number in range(5)]
-    assert list(pool.parfor(lambda i: [table.value["number"] for table in tables][i], range(5))) == list(range(5))
+    assert list(
+        pool.parfor(lambda i: [table.value["number"] for table in tables][i], range(5))
+    ) == list(range(5))
 
 
 @pytest.mark.arguments

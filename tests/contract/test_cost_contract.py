@@ -35,7 +35,9 @@ def order_of(moments: Any) -> list[int]:
 @pytest.mark.everywhere
 def test_the_longest_go_first(pool: ParallelPool) -> None:
     for max_workers, chunk_size in ((1, None), (0, 1), (1, 5)):
-        moments = pool.parfor(begun_at, COSTS, cost=COSTS, max_workers=max_workers, chunk_size=chunk_size)
+        moments = pool.parfor(
+            begun_at, COSTS, cost=COSTS, max_workers=max_workers, chunk_size=chunk_size
+        )
         assert order_of(moments) == LONGEST_FIRST, "equal ones as they stand"
 
 
@@ -51,12 +53,19 @@ def test_costs_come_in_many_forms(pool: ParallelPool) -> None:
         "negative": [cost - 10 for cost in COSTS],
     }
     for name, costs in forms.items():
-        assert order_of(pool.parfor(begun_at, COSTS, cost=costs, max_workers=1)) == LONGEST_FIRST, name
+        assert order_of(pool.parfor(begun_at, COSTS, cost=costs, max_workers=1)) == LONGEST_FIRST, (
+            name
+        )
 
 
 def test_rows_of_a_data_frame(pool: ParallelPool) -> None:
     frame = pd.DataFrame({"width": COSTS, "depth": 2})
-    by_row = pool.parfor(lambda row: (row["width"], begun_at(row)), frame, cost=lambda row: row["width"], max_workers=1)
+    by_row = pool.parfor(
+        lambda row: (row["width"], begun_at(row)),
+        frame,
+        cost=lambda row: row["width"],
+        max_workers=1,
+    )
     by_column = pool.parfor(begun_at, frame, cost=frame["width"], max_workers=1)
 
     assert [width for width, _ in by_row] == COSTS
@@ -69,7 +78,7 @@ def test_without_items_and_with_one(pool: ParallelPool) -> None:
     assert list(pool.parfor(abs, 3, cost=abs)) == [0, 1, 2]
 
 
-# --- nothing else is any different ------------------------------------------------------------------------------------
+# --- nothing else is any different ----------------------------------------------------------------
 
 
 def look_around(item: int) -> dict[str, Any]:
@@ -83,14 +92,26 @@ def look_around(item: int) -> dict[str, Any]:
 
 @pytest.mark.everywhere
 @pytest.mark.parametrize("chunk_size", [None, 4])
-def test_items_keep_their_numbers_seeds_and_places(pool: ParallelPool, chunk_size: int | None) -> None:
+def test_items_keep_their_numbers_seeds_and_places(
+    pool: ParallelPool, chunk_size: int | None
+) -> None:
     def run(cost: Any) -> Any:
-        return pool.parfor(look_around, COSTS, cost=cost, seed=7, chunk_size=chunk_size, on_error="collect", name="look")
+        return pool.parfor(
+            look_around,
+            COSTS,
+            cost=cost,
+            seed=7,
+            chunk_size=chunk_size,
+            on_error="collect",
+            name="look",
+        )
 
     plain, sorted_ = run(None), run(COSTS)
 
     assert sorted_ == plain
-    assert [value and value["index"] for value in sorted_] == [None if cost == 5 else index for index, cost in enumerate(COSTS)]
+    assert [value and value["index"] for value in sorted_] == [
+        None if cost == 5 else index for index, cost in enumerate(COSTS)
+    ]
     columns = ["item", "index", "seed", "draws", "status", "attempts", "error"]
     assert sorted_.to_frame()[columns].equals(plain.to_frame()[columns])
     assert list(sorted_.errors) == list(plain.errors) == [4, 8, 10]
@@ -104,10 +125,14 @@ def test_items_keep_their_numbers_seeds_and_places(pool: ParallelPool, chunk_siz
 
 def test_a_reduction_goes_in_the_order_of_the_items(pool: ParallelPool) -> None:
     assert pool.parfor(str, COSTS, cost=COSTS, reduce=lambda a, b: a + b) == "314159265358"
-    assert pool.parfor(str, COSTS, cost=COSTS, reduce=lambda a, b: a + b, init=">") == ">314159265358"
+    assert (
+        pool.parfor(str, COSTS, cost=COSTS, reduce=lambda a, b: a + b, init=">") == ">314159265358"
+    )
 
 
-def test_a_failure_ends_the_loop(pool: ParallelPool, check_pool: Callable[[ParallelPool], None]) -> None:
+def test_a_failure_ends_the_loop(
+    pool: ParallelPool, check_pool: Callable[[ParallelPool], None]
+) -> None:
     def refuse_9(item: int) -> int:
         if item == 9:
             raise Refused("nine")
@@ -120,7 +145,9 @@ def test_a_failure_ends_the_loop(pool: ParallelPool, check_pool: Callable[[Paral
     assert list(results) == [None if cost == 9 else 10 * cost for cost in COSTS], "it was the last"
     assert list(results.errors) == [5]
     assert "item 5 of refuse_9" in caught.value.__notes__[0]
-    assert results.to_frame()["status"].tolist() == ["failed" if cost == 9 else "finished" for cost in COSTS]
+    assert results.to_frame()["status"].tolist() == [
+        "failed" if cost == 9 else "finished" for cost in COSTS
+    ]
     check_pool(pool)
 
 
@@ -140,7 +167,9 @@ def test_what_never_ran_is_told_by_its_own_number(pool: ParallelPool) -> None:
 
 
 @pytest.mark.parametrize("chunk_size", [None, 4])
-def test_retries_are_those_of_the_item(pool: ParallelPool, marks: Any, chunk_size: int | None) -> None:
+def test_retries_are_those_of_the_item(
+    pool: ParallelPool, marks: Any, chunk_size: int | None
+) -> None:
     def fail_once(item: int) -> tuple[int, int]:
         task = current_task()
         marks.add(task.index)
@@ -148,10 +177,16 @@ def test_retries_are_those_of_the_item(pool: ParallelPool, marks: Any, chunk_siz
             raise Refused(item)
         return task.index, task.attempt
 
-    results = pool.options(retry_on=Refused).parfor(fail_once, COSTS, cost=COSTS, chunk_size=chunk_size)
+    results = pool.options(retry_on=Refused).parfor(
+        fail_once, COSTS, cost=COSTS, chunk_size=chunk_size
+    )
 
-    assert list(results) == [(index, 2 if cost in (1, 5) else 1) for index, cost in enumerate(COSTS)]
-    assert [marks.count(index) for index in range(12)] == [2 if cost in (1, 5) else 1 for cost in COSTS]
+    assert list(results) == [
+        (index, 2 if cost in (1, 5) else 1) for index, cost in enumerate(COSTS)
+    ]
+    assert [marks.count(index) for index in range(12)] == [
+        2 if cost in (1, 5) else 1 for cost in COSTS
+    ]
     assert results.to_frame()["attempts"].tolist() == [attempt for _, attempt in results]
 
 
@@ -172,14 +207,16 @@ def test_a_lost_worker_costs_the_item_that_lost_it(make_pool: Any, chunk_size: i
     (error,) = results.errors.values()
     assert type(error) is WorkerLostError
     assert "while it ran item 7 of leave, attempt 3" in str(error)
-    assert results.to_frame()["status"].tolist() == ["failed" if index == 7 else "finished" for index in range(12)]
+    assert results.to_frame()["status"].tolist() == [
+        "failed" if index == 7 else "finished" for index in range(12)
+    ]
 
 
 def test_progress_is_shown(pool: ParallelPool) -> None:
     assert list(pool.parfor(abs, COSTS, cost=COSTS, progress=True)) == COSTS
 
 
-# --- bad input --------------------------------------------------------------------------------------------------------
+# --- bad input ------------------------------------------------------------------------------------
 
 
 @pytest.mark.arguments
@@ -193,10 +230,16 @@ def test_progress_is_shown(pool: ParallelPool) -> None:
         (5, TypeError, "cost=5"),
         ("321", TypeError, "cost='321'"),
         ({0: 1, 1: 2, 2: 3}, TypeError, "neither a number for each item nor a function"),
-        ((number for number in (1, 2, 3)), TypeError, "neither a number for each item nor a function"),
+        (
+            (number for number in (1, 2, 3)),
+            TypeError,
+            "neither a number for each item nor a function",
+        ),
     ],
 )
-def test_costs_that_cannot_be_used(pool: ParallelPool, cost: Any, kind: type[Exception], text: str, check_pool: Any) -> None:
+def test_costs_that_cannot_be_used(
+    pool: ParallelPool, cost: Any, kind: type[Exception], text: str, check_pool: Any
+) -> None:
     with pytest.raises(kind, match=text):
         pool.parfor(abs, [1, 2, 3], cost=cost)
     check_pool(pool)

@@ -1,4 +1,6 @@
-"""What `parfor` with a `run_dir` promises, on every kind of pool: what somebody was told of is there, and never runs again."""
+"""What `parfor` with a `run_dir` promises, on every kind of pool: what somebody was told of is
+there, and never runs again.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raypool import InvalidTypeError, InvalidValueError, JournalError, ParallelPool, SerializationError, current_task, report
+from raypool import (
+    InvalidTypeError,
+    InvalidValueError,
+    JournalError,
+    ParallelPool,
+    SerializationError,
+    current_task,
+    report,
+)
 from raypool.journal.reading import load_results
 
 pytestmark = pytest.mark.semantics
@@ -41,7 +51,9 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def noted(marks: Any) -> Callable[[Any], Any]:
-    """Give a function that notes each call, and fails on 3 as long as there is no file that forgives it."""
+    """Give a function that notes each call, and fails on 3 as long as there is no file that
+    forgives it.
+    """
     return functools.partial(note_and_square, marks)
 
 
@@ -52,11 +64,13 @@ def note_and_square(marks: Any, x: int) -> int:
     return x * x
 
 
-# --- going on ---------------------------------------------------------------------------------------------------------
+# --- going on -------------------------------------------------------------------------------------
 
 
 @pytest.mark.everywhere
-def test_what_is_there_does_not_run_again(pool: ParallelPool, noted: Callable[..., Any], marks: Any, folder: Path) -> None:
+def test_what_is_there_does_not_run_again(
+    pool: ParallelPool, noted: Callable[..., Any], marks: Any, folder: Path
+) -> None:
     assert list(pool.parfor(noted, [0, 1, 2], run_dir=folder)) == [0, 1, 4]
 
     results = pool.parfor(noted, [5, 2, 0, 4], run_dir=folder)
@@ -83,14 +97,18 @@ def test_a_run_that_is_complete_is_read_and_nothing_runs(
     assert len(marks.all()) == 300
 
 
-def test_equal_items_are_items_of_their_own(pool: ParallelPool, noted: Callable[..., Any], marks: Any, folder: Path) -> None:
+def test_equal_items_are_items_of_their_own(
+    pool: ParallelPool, noted: Callable[..., Any], marks: Any, folder: Path
+) -> None:
     pool.parfor(noted, [7, 7], run_dir=folder)
 
     assert list(pool.parfor(noted, [7, 7, 7, 1], run_dir=folder)) == [49, 49, 49, 1]
     assert marks.count(7) == 3
 
 
-def test_a_generator_goes_on_where_it_was(pool: ParallelPool, noted: Callable[..., Any], marks: Any, folder: Path) -> None:
+def test_a_generator_goes_on_where_it_was(
+    pool: ParallelPool, noted: Callable[..., Any], marks: Any, folder: Path
+) -> None:
     def broken() -> Iterator[int]:
         yield from range(10, 200)
         raise OSError("the list of experiments has gone")
@@ -129,8 +147,12 @@ def test_what_a_generator_changes_later_is_kept_as_it_was(pool: ParallelPool, fo
             config["x"] = x
             yield config
 
-    assert list(pool.parfor(lambda config: config["x"], configurations(), run_dir=folder)) == list(range(6))
-    assert list(pool.parfor(lambda config: config["x"], [{"x": x} for x in range(6)], run_dir=folder)) == list(range(6))
+    assert list(pool.parfor(lambda config: config["x"], configurations(), run_dir=folder)) == list(
+        range(6)
+    )
+    assert list(
+        pool.parfor(lambda config: config["x"], [{"x": x} for x in range(6)], run_dir=folder)
+    ) == list(range(6))
 
 
 def test_a_list_of_which_nothing_is_known_is_pointed_out(
@@ -143,8 +165,12 @@ def test_a_list_of_which_nothing_is_known_is_pointed_out(
 
 
 @pytest.mark.everywhere
-def test_an_outcome_is_in_the_journal_before_anybody_hears_of_it(pool: ParallelPool, folder: Path) -> None:
-    """The next item of a generator is drawn when an earlier one counts: by then that one has to be on the disk."""
+def test_an_outcome_is_in_the_journal_before_anybody_hears_of_it(
+    pool: ParallelPool, folder: Path
+) -> None:
+    """The next item of a generator is drawn when an earlier one counts: by then that one has to be
+    on the disk.
+    """
     missed: list[str] = []
     most_ahead = 16 * pool.num_workers
 
@@ -161,10 +187,14 @@ def test_an_outcome_is_in_the_journal_before_anybody_hears_of_it(pool: ParallelP
     assert not missed
 
 
-def test_the_items_that_cost_most_go_first_among_those_that_run(pool: ParallelPool, folder: Path) -> None:
+def test_the_items_that_cost_most_go_first_among_those_that_run(
+    pool: ParallelPool, folder: Path
+) -> None:
     pool.parfor(operator.neg, [1, 5, 3], run_dir=folder)
 
-    results = pool.parfor(operator.neg, [1, 2, 3, 4, 5, 6], cost=abs, run_dir=folder, max_workers=1, chunk_size=1)
+    results = pool.parfor(
+        operator.neg, [1, 2, 3, 4, 5, 6], cost=abs, run_dir=folder, max_workers=1, chunk_size=1
+    )
 
     assert list(results) == [-1, -2, -3, -4, -5, -6]
     starts = results.to_frame()["started_at"]
@@ -196,20 +226,34 @@ def test_seeds_are_those_of_a_run_in_one_go(pool: ParallelPool, tmp_path: Path, 
 
 @pytest.mark.everywhere
 def test_values_come_back_as_they_were(pool: ParallelPool, folder: Path) -> None:
-    values = [None, "text", 1.5, (1, [2]), np.arange(3.0), np.float32(1.5), {"big": "x" * 20_000}, np.zeros((300, 300)), {1, 2}]
+    values = [
+        None,
+        "text",
+        1.5,
+        (1, [2]),
+        np.arange(3.0),
+        np.float32(1.5),
+        {"big": "x" * 20_000},
+        np.zeros((300, 300)),
+        {1, 2},
+    ]
     pool.parfor(values.__getitem__, len(values), run_dir=folder)
     again = pool.parfor(values.__getitem__, len(values), run_dir=folder)
 
     for value, restored in zip(values, again, strict=True):
         assert type(restored) is type(value)
-        assert np.array_equal(restored, value) if isinstance(value, np.ndarray) else restored == value
+        assert (
+            np.array_equal(restored, value) if isinstance(value, np.ndarray) else restored == value
+        )
 
 
-# --- failures ---------------------------------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------
 
 
 @pytest.mark.everywhere
-def test_what_has_failed_runs_again(pool: ParallelPool, noted: Callable[..., Any], marks: Any, folder: Path) -> None:
+def test_what_has_failed_runs_again(
+    pool: ParallelPool, noted: Callable[..., Any], marks: Any, folder: Path
+) -> None:
     first = pool.parfor(noted, range(5), run_dir=folder, on_error="collect")
     assert list(first.errors) == [3]
     (marks.folder.parent / "forgiven").touch()
@@ -220,7 +264,9 @@ def test_what_has_failed_runs_again(pool: ParallelPool, noted: Callable[..., Any
     assert [marks.count(x) for x in range(5)] == [1, 1, 1, 2, 1]
 
 
-def test_only_what_is_missing_runs(pool: ParallelPool, noted: Callable[..., Any], marks: Any, folder: Path) -> None:
+def test_only_what_is_missing_runs(
+    pool: ParallelPool, noted: Callable[..., Any], marks: Any, folder: Path
+) -> None:
     pool.parfor(noted, [1, 3], run_dir=folder, on_error="collect")
 
     results = pool.parfor(noted, [1, 2, 3], run_dir=folder, on_error="collect", rerun="missing")
@@ -239,7 +285,9 @@ def test_only_what_is_missing_runs(pool: ParallelPool, noted: Callable[..., Any]
     assert list(caught.value.results) == [1, 4, None]  # type: ignore[attr-defined]
 
 
-def test_all_of_it_runs_again_if_that_is_wanted(pool: ParallelPool, noted: Callable[..., Any], marks: Any, folder: Path) -> None:
+def test_all_of_it_runs_again_if_that_is_wanted(
+    pool: ParallelPool, noted: Callable[..., Any], marks: Any, folder: Path
+) -> None:
     pool.parfor(noted, [1, 2], run_dir=folder)
     pool.parfor(noted, [1, 2], run_dir=folder, rerun="all")
 
@@ -276,7 +324,9 @@ def test_the_first_failure_ends_the_loop_and_leaves_what_was_done(
 
 @pytest.mark.semantics
 @pytest.mark.processes
-def test_a_value_that_cannot_be_kept_is_a_failure_of_its_item(pool: ParallelPool, folder: Path) -> None:
+def test_a_value_that_cannot_be_kept_is_a_failure_of_its_item(
+    pool: ParallelPool, folder: Path
+) -> None:
     def lock_or_not(item: int) -> Any:
         return threading.Lock() if item == 1 else item
 
@@ -289,7 +339,9 @@ def test_a_value_that_cannot_be_kept_is_a_failure_of_its_item(pool: ParallelPool
 
 @pytest.mark.semantics
 @pytest.mark.processes
-def test_lost_and_retried_attempts_are_in_the_journal(pool: ParallelPool, folder: Path, marks: Any) -> None:
+def test_lost_and_retried_attempts_are_in_the_journal(
+    pool: ParallelPool, folder: Path, marks: Any
+) -> None:
     def fail_once(marks: Any, item: int) -> int:
         marks.add(item)
         if marks.count(item) == 1:
@@ -330,7 +382,7 @@ def test_what_cannot_be_had_back_runs_again(
     assert "runs again" in caplog.text
 
 
-# --- what items say ---------------------------------------------------------------------------------------------------
+# --- what items say -------------------------------------------------------------------------------
 
 
 def say(item: int) -> int:
@@ -364,9 +416,19 @@ def test_what_items_report_is_there_again(pool: ParallelPool, folder: Path) -> N
 
 def test_what_items_print_is_there_again(pool: ParallelPool, folder: Path) -> None:
     """In a later call, and where the folder is only read."""
-    assert list(pool.parfor(say, [4, 2], run_dir=folder).diary) == ["item 4\ndone\n", "item 2\ndone\n"]
-    assert list(pool.parfor(say, [2, 6], run_dir=folder).diary) == ["item 2\ndone\n", "item 6\ndone\n"]
-    assert list(load_results(folder).diary) == ["item 2\ndone\n", "item 6\ndone\n", "item 4\ndone\n"]
+    assert list(pool.parfor(say, [4, 2], run_dir=folder).diary) == [
+        "item 4\ndone\n",
+        "item 2\ndone\n",
+    ]
+    assert list(pool.parfor(say, [2, 6], run_dir=folder).diary) == [
+        "item 2\ndone\n",
+        "item 6\ndone\n",
+    ]
+    assert list(load_results(folder).diary) == [
+        "item 2\ndone\n",
+        "item 6\ndone\n",
+        "item 4\ndone\n",
+    ]
 
 
 @pytest.mark.semantics
@@ -378,7 +440,10 @@ def test_each_item_has_its_own_files_for_its_owner_only(pool: ParallelPool, fold
     assert diaries == sorted(f"item {item}\ndone\n" for item in range(20))
     for path in folder.glob("items/*/metrics.jsonl"):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
-        assert [(line["run"], line["attempt"], line["metrics"]["epoch"]) for line in lines] == [(1, 1, 0), (1, 1, 1)]
+        assert [(line["run"], line["attempt"], line["metrics"]["epoch"]) for line in lines] == [
+            (1, 1, 0),
+            (1, 1, 1),
+        ]
     for path in folder.rglob("*"):
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
 
@@ -393,23 +458,29 @@ def test_what_an_item_says_is_in_its_files_while_it_runs(
         gate.wait()
         return item
 
-    runs = threading.Thread(target=pool.parfor, args=(functools.partial(train, gate), [1]), kwargs={"run_dir": folder})
+    runs = threading.Thread(
+        target=pool.parfor, args=(functools.partial(train, gate), [1]), kwargs={"run_dir": folder}
+    )
     runs.start()
     try:
-        assert eventually(lambda: [path.read_text() for path in folder.glob("items/*/diary.txt")] == ["begun\n"])
+        assert eventually(
+            lambda: [path.read_text() for path in folder.glob("items/*/diary.txt")] == ["begun\n"]
+        )
         assert eventually(lambda: len(list(folder.glob("items/*/metrics.jsonl"))) == 1)
     finally:
         gate.open()
         runs.join()
 
 
-def test_nothing_is_kept_of_an_item_that_has_nothing_to_keep(pool: ParallelPool, folder: Path) -> None:
+def test_nothing_is_kept_of_an_item_that_has_nothing_to_keep(
+    pool: ParallelPool, folder: Path
+) -> None:
     pool.parfor(operator.neg, range(100), run_dir=folder)
 
     assert not (folder / "items").exists()
 
 
-# --- who may --------------------------------------------------------------------------------------------------------
+# --- who may --------------------------------------------------------------------------------------
 
 
 @pytest.mark.arguments
@@ -425,7 +496,9 @@ def test_a_folder_is_of_one_function_and_one_seed(pool: ParallelPool, folder: Pa
 
 
 @pytest.mark.threads
-def test_a_folder_is_of_one_loop_at_a_time(pool: ParallelPool, folder: Path, gate: Any, eventually: Callable[..., bool]) -> None:
+def test_a_folder_is_of_one_loop_at_a_time(
+    pool: ParallelPool, folder: Path, gate: Any, eventually: Callable[..., bool]
+) -> None:
     def wait(gate: Any, item: int) -> int:
         gate.wait()
         return item
@@ -469,7 +542,9 @@ def test_a_folder_that_cannot_be_used_is_an_error_before_anything_runs(
         ({"rerun": "all"}, InvalidValueError, "rerun='all' needs run_dir"),
     ],
 )
-def test_arguments_that_cannot_work(pool: ParallelPool, arguments: Any, error: Any, text: str) -> None:
+def test_arguments_that_cannot_work(
+    pool: ParallelPool, arguments: Any, error: Any, text: str
+) -> None:
     with pytest.raises(error, match=text):
         pool.parfor(abs, [1], **arguments)
 
@@ -483,7 +558,9 @@ def test_an_item_that_cannot_be_told_from_others_is_named(pool: ParallelPool, fo
 
 @pytest.mark.semantics
 @pytest.mark.processes
-def test_inside_a_task_and_in_this_process_it_is_the_same(pool: ParallelPool, folder: Path, noted: Any, marks: Any) -> None:
+def test_inside_a_task_and_in_this_process_it_is_the_same(
+    pool: ParallelPool, folder: Path, noted: Any, marks: Any
+) -> None:
     def sweep(pool: ParallelPool, function: Any, folder: Path) -> list[int]:
         return list(pool.parfor(function, [1, 2], run_dir=folder))
 
@@ -494,7 +571,9 @@ def test_inside_a_task_and_in_this_process_it_is_the_same(pool: ParallelPool, fo
 
 @pytest.mark.semantics
 @pytest.mark.processes
-def test_what_an_item_has_kept_is_there_for_its_next_attempt(pool: ParallelPool, folder: Path) -> None:
+def test_what_an_item_has_kept_is_there_for_its_next_attempt(
+    pool: ParallelPool, folder: Path
+) -> None:
     def go_on(item: int) -> str:
         state = current_task().checkpoint_dir / "state"
         if not state.exists():
@@ -504,4 +583,8 @@ def test_what_an_item_has_kept_is_there_for_its_next_attempt(pool: ParallelPool,
 
     pool.parfor(go_on, [1, 2], run_dir=folder, on_error="collect")
 
-    assert list(pool.parfor(go_on, [0, 2, 1], run_dir=folder, on_error="collect")) == [None, "half", "half"]
+    assert list(pool.parfor(go_on, [0, 2, 1], run_dir=folder, on_error="collect")) == [
+        None,
+        "half",
+        "half",
+    ]

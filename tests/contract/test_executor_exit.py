@@ -1,4 +1,6 @@
-"""What becomes of work that is pending when the interpreter ends: what is short is done, and nothing is waited for long."""
+"""What becomes of work that is pending when the interpreter ends: what is short is done, and
+nothing is waited for long.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +36,17 @@ def test_what_is_short_is_done(run_python: Any, tmp_path: Path, end: str) -> Non
 @pytest.mark.parametrize("profile", ["threads", "local"])
 def test_what_takes_long_is_not_waited_for(run_python: Any, tmp_path: Path, profile: str) -> None:
     code = BEGIN.format(profile=profile, folder=tmp_path)
-    done = run_python(code + f"pool.submit(time.sleep, 600)\npool.submit(touch, '{tmp_path}/third')")
+    done = run_python(
+        code + f"pool.submit(time.sleep, 600)\npool.submit(touch, '{tmp_path}/third')"
+    )
     assert (done.stdout, done.stderr) == ("", "")
     assert {path.name for path in tmp_path.iterdir()} == {"first", "second"}
 
 
 def test_after_an_error_nothing_is_waited_for(start_python: Any, tmp_path: Path) -> None:
     code = BEGIN.format(profile="threads", folder=tmp_path)
-    more = f"pool.submit(time.sleep, 2.5)\npool.submit(touch, '{tmp_path}/third')\n"  # at a usual end there is time for that
+    # at a usual end there is time for that
+    more = f"pool.submit(time.sleep, 2.5)\npool.submit(touch, '{tmp_path}/third')\n"
     done = start_python(code + more + "raise LookupError('the script fails')").finish()
     assert done.returncode == 1
     assert "the script fails" in done.stderr
@@ -66,4 +71,6 @@ def test_after_the_end_no_work_is_taken(run_python: Any) -> None:
     said = run_python(code).stdout
     assert said.startswith("True The interpreter ends")
     assert "cannot schedule new futures after interpreter shutdown" in said
-    assert run_python(code + "pool.shutdown()").stdout.startswith("True The pool was shut down"), "by the user"
+    assert run_python(code + "pool.shutdown()").stdout.startswith("True The pool was shut down"), (
+        "by the user"
+    )

@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from raypool import InvalidTypeError, InvalidValueError, Profile, StartupError, current_task, parpool
+from raypool import (
+    InvalidTypeError,
+    InvalidValueError,
+    Profile,
+    StartupError,
+    current_task,
+    parpool,
+)
 
 
 @pytest.mark.concurrent
@@ -17,7 +24,7 @@ def test_it_runs_once_in_each_worker_with_its_arguments(make_pool: Any, marks: A
         marks.add(f"{name} {number} {current_task().worker}")
 
     with make_pool(2, initializer=begin, initargs=("ready", 7)) as pool:
-        assert pool.submit(marks.all).result(60) == ["ready 7 0", "ready 7 1"]
+        assert pool.submit(marks.all).result(300) == ["ready 7 0", "ready 7 1"]
         assert list(pool.map(abs, range(10))) == list(range(10))
     assert len(marks.all()) == 2
 
@@ -26,7 +33,9 @@ def test_one_that_fails_breaks_the_executor_and_says_why() -> None:
     def begin() -> None:
         raise LookupError("no such data set")
 
-    with pytest.raises(StartupError, match=r"(?s)2 of 2 workers did not start.*LookupError: no such data set") as caught:
+    with pytest.raises(
+        StartupError, match=r"(?s)2 of 2 workers did not start.*LookupError: no such data set"
+    ) as caught:
         parpool(2, profile="inline", quiet=True, initializer=begin)
     assert isinstance(caught.value, BrokenExecutor)
 
@@ -34,7 +43,11 @@ def test_one_that_fails_breaks_the_executor_and_says_why() -> None:
 def test_what_cannot_work() -> None:
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"initializer": 5}, InvalidTypeError, "5 is not callable"),
-        ({"initializer": print, "initargs": 5}, InvalidTypeError, r"initargs=5 is not a list or tuple.*\(argument,\)"),
+        (
+            {"initializer": print, "initargs": 5},
+            InvalidTypeError,
+            r"initargs=5 is not a list or tuple.*\(argument,\)",
+        ),
         ({"initializer": print, "setup": print}, InvalidValueError, "two names of one thing"),
         ({"initializer": abs}, InvalidTypeError, "argument"),
     ]
@@ -54,7 +67,10 @@ def test_what_cannot_work() -> None:
 def test_in_a_task_it_runs_once_for_the_pool_there(asked: dict[str, Any]) -> None:
     log: list[Any] = []
     teardown = [] if "initializer" in asked else ["ended"]
-    asked = {key: functools.partial(log.append, value) if key in ("setup", "teardown") else value for key, value in asked.items()}
+    asked = {
+        key: functools.partial(log.append, value) if key in ("setup", "teardown") else value
+        for key, value in asked.items()
+    }
     if "initializer" in asked:
         asked["initargs"] = (log, *asked["initargs"])
 
@@ -65,7 +81,7 @@ def test_in_a_task_it_runs_once_for_the_pool_there(asked: dict[str, Any]) -> Non
             return sum(pool.map(abs, [-1, -2]))
 
     with parpool(1, profile="threads", quiet=True) as pool:
-        assert pool.submit(fn).result(60) == 3
+        assert pool.submit(fn).result(300) == 3
     assert log == ["began", "open", "call", *teardown]
 
 
@@ -73,10 +89,12 @@ def test_also_that_of_a_profile() -> None:
     log: list[str] = []
 
     def fn() -> None:
-        parpool(profile=Profile(setup=lambda: log.append("began"), teardown=lambda: log.append("ended"))).shutdown()
+        parpool(
+            profile=Profile(setup=lambda: log.append("began"), teardown=lambda: log.append("ended"))
+        ).shutdown()
 
     with parpool(1, profile="threads", quiet=True) as pool:
-        pool.submit(fn).result(60)
+        pool.submit(fn).result(300)
     assert log == ["began", "ended"]
 
 
@@ -89,5 +107,5 @@ def test_one_that_fails_in_a_task_is_the_error_there() -> None:
 
     with parpool(1, profile="threads", quiet=True) as pool:
         with pytest.raises(StartupError, match="LookupError: no such data set"):
-            pool.submit(fn).result(60)
-        assert pool.submit(abs, -1).result(60) == 1
+            pool.submit(fn).result(300)
+        assert pool.submit(abs, -1).result(300) == 1

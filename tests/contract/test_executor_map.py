@@ -17,10 +17,15 @@ pytestmark = pytest.mark.semantics
 
 @pytest.mark.everywhere
 def test_iterables_are_taken_together_and_the_shortest_counts(pool: ParallelPool) -> None:
-    assert list(pool.map(pow, range(10), itertools.repeat(2))) == [number**2 for number in range(10)]
+    assert list(pool.map(pow, range(10), itertools.repeat(2))) == [
+        number**2 for number in range(10)
+    ]
     assert list(pool.map(max, [1, 2, 3], [3, 1], (0, 9, 9))) == [3, 9]
     assert list(pool.map(abs)) == []
-    assert list(pool.options(retries=0, name="squares").map(pow, [2, 3], [2, 2], chunksize=7)) == [4, 9]
+    assert list(pool.options(retries=0, name="squares").map(pow, [2, 3], [2, 2], chunksize=7)) == [
+        4,
+        9,
+    ]
 
 
 @pytest.mark.everywhere
@@ -39,7 +44,9 @@ def test_it_goes_on_after_an_error(pool: ParallelPool) -> None:
             next(results)
 
 
-def test_a_call_that_raises_stop_iteration_does_not_end_the_loop_in_silence(pool: ParallelPool) -> None:
+def test_a_call_that_raises_stop_iteration_does_not_end_the_loop_in_silence(
+    pool: ParallelPool,
+) -> None:
     with pytest.raises(RuntimeError, match="raised StopIteration"):
         list(pool.map(next, [iter([1]), iter([])]))
 
@@ -58,7 +65,9 @@ def test_a_timeout_of_the_calls_own_is_an_error_like_any_other(pool: ParallelPoo
 
 
 @pytest.mark.concurrent
-def test_when_the_time_is_up_what_is_left_is_cancelled(pool: ParallelPool, gate: Any, eventually: Any) -> None:
+def test_when_the_time_is_up_what_is_left_is_cancelled(
+    pool: ParallelPool, gate: Any, eventually: Any
+) -> None:
     before = pool.statistics().finished
     results = pool.map(lambda number: number or gate.wait(), [1, 0, 0, 0, 0], timeout=0.5)
 
@@ -70,7 +79,7 @@ def test_when_the_time_is_up_what_is_left_is_cancelled(pool: ParallelPool, gate:
     assert eventually(lambda: not pool.busy), "what ran is stopped"
 
 
-# --- as much as is asked for -------------------------------------------------------------------------------------------
+# --- as much as is asked for ----------------------------------------------------------------------
 
 
 def test_with_a_buffer_the_results_are_the_same(pool: ParallelPool) -> None:
@@ -100,7 +109,9 @@ def test_endless_iterables_are_drawn_as_far_as_the_buffer_goes(pool: ParallelPoo
         ({"buffersize": 2.0}, TypeError, "buffersize must be an integer or None"),
     ],
 )
-def test_sizes_that_cannot_work(pool: ParallelPool, sizes: dict[str, Any], kind: type[Exception], words: str) -> None:
+def test_sizes_that_cannot_work(
+    pool: ParallelPool, sizes: dict[str, Any], kind: type[Exception], words: str
+) -> None:
     with pytest.raises(kind, match=words):
         pool.map(abs, [1], **sizes)
 
@@ -111,14 +122,18 @@ def failing(*values: int) -> Iterator[int]:
 
 
 @pytest.mark.concurrent
-def test_an_iterable_that_fails_at_once_leaves_no_call_behind(pool: ParallelPool, gate: Any, eventually: Any) -> None:
+def test_an_iterable_that_fails_at_once_leaves_no_call_behind(
+    pool: ParallelPool, gate: Any, eventually: Any
+) -> None:
     with pytest.raises(LookupError):
         pool.map(lambda _: gate.wait(), failing(1, 2))
     assert eventually(lambda: not pool.busy), "what ran is stopped"
 
 
 def test_an_iterable_that_is_interrupted_leaves_no_gap(pool: ParallelPool) -> None:
-    """Ctrl-C may come after arguments were drawn and before they were handed in: whoever goes on must not miss one unawares."""
+    """Ctrl-C may come after arguments were drawn and before they were handed in: whoever goes on
+    must not miss one unawares.
+    """
 
     def interrupted() -> Iterator[int]:
         yield -1
@@ -168,12 +183,14 @@ def test_what_cannot_be_sent_is_named(pool: ParallelPool) -> None:
             list(pool.map(abs, [1, lock, 3], buffersize=buffersize))
 
 
-# --- the end ----------------------------------------------------------------------------------------------------------
+# --- the end --------------------------------------------------------------------------------------
 
 
 @pytest.mark.concurrent
 @pytest.mark.parametrize("end", ["close", "drop"])
-def test_what_nobody_wants_any_more_is_cancelled(pool: ParallelPool, gate: Any, marks: Any, eventually: Any, end: str) -> None:
+def test_what_nobody_wants_any_more_is_cancelled(
+    pool: ParallelPool, gate: Any, marks: Any, eventually: Any, end: str
+) -> None:
     def work(number: int) -> int:
         marks.add(number)
         if number:
@@ -210,9 +227,15 @@ def _terminate(pool: ParallelPool, work: Callable[[int], None]) -> Callable[[], 
 @pytest.mark.concurrent
 @pytest.mark.parametrize("begin", [_leave_a_map, _cancel_all, _terminate])
 def test_nothing_begins_while_all_is_cancelled(
-    pool: ParallelPool, gate: Any, marks: Any, eventually: Any, begin: Callable[..., Callable[[], object]]
+    pool: ParallelPool,
+    gate: Any,
+    marks: Any,
+    eventually: Any,
+    begin: Callable[..., Callable[[], object]],
 ) -> None:
-    """However long each cancellation takes: what runs is cancelled last, as its worker takes what waits then."""
+    """However long each cancellation takes: what runs is cancelled last, as its worker takes what
+    waits then.
+    """
 
     def work(number: int) -> None:
         marks.add(number)
@@ -230,7 +253,9 @@ def test_nothing_begins_while_all_is_cancelled(
 def test_an_error_that_ends_the_loop_over_the_results_cancels_what_is_left(
     pool: ParallelPool, gate: Any, eventually: Any
 ) -> None:
-    """Also while somebody holds the error, and with its traceback all frames that it came through."""
+    """Also while somebody holds the error, and with its traceback all frames that it came
+    through.
+    """
 
     def work(number: int) -> int:
         return 1 // number if number < 2 else gate.wait()

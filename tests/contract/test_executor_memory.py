@@ -1,4 +1,6 @@
-"""What a user has let go of is freed: arguments, functions, results and errors, as the standard library's executors do it."""
+"""What a user has let go of is freed: arguments, functions, results and errors, as the standard
+library's executors do it.
+"""
 
 from __future__ import annotations
 
@@ -54,11 +56,13 @@ def no_collector() -> Iterator[None]:
 
 
 @pytest.mark.everywhere
-def test_the_function_and_its_arguments(pool: ParallelPool, eventually: Any, no_collector: None) -> None:
+def test_the_function_and_its_arguments(
+    pool: ParallelPool, eventually: Any, no_collector: None
+) -> None:
     thing = Thing()
     watched = weakref.ref(thing)
     pool.submit(thing.method)
-    assert pool.submit(type, thing).result(60).__name__ == "Thing"
+    assert pool.submit(type, thing).result(300).__name__ == "Thing"
     del thing
     assert eventually(lambda: watched() is None)
 
@@ -78,14 +82,14 @@ def test_arguments_on_the_worker(pool: ParallelPool, marks: Any, eventually: Any
 
         told.pid = os.getpid()
 
-    pool.submit(use, Told(marks)).result(60)
+    pool.submit(use, Told(marks)).result(300)
     assert eventually(lambda: marks.count("freed") == 1)
 
 
 @pytest.mark.everywhere
 def test_results(pool: ParallelPool, eventually: Any, no_collector: None) -> None:
     future = pool.submit(make)
-    watched = weakref.ref(future.result(60))
+    watched = weakref.ref(future.result(300))
     assert watched() is future.result(), "as long as there is the future, there is its result"
     del future
     assert eventually(lambda: watched() is None)
@@ -106,7 +110,8 @@ def test_a_result_is_the_same_for_all_who_ask_at_once(pool: ParallelPool) -> Non
     for _ in range(20):
         future = pool.submit(make)
         found: list[Any] = []
-        threads = [threading.Thread(target=lambda: found.append(future.result(60))) for _ in range(4)]  # noqa: B023
+        ask = lambda future=future, found=found: found.append(future.result(300))  # noqa: E731
+        threads = [threading.Thread(target=ask) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -117,10 +122,12 @@ def test_a_result_is_the_same_for_all_who_ask_at_once(pool: ParallelPool) -> Non
 
 @pytest.mark.concurrent  # inline, the traceback reaches up to the caller
 def test_errors(pool: ParallelPool, eventually: Any, no_collector: None) -> None:
-    """Their tracebacks hold the frames through which they were raised, here and in the worker's thread."""
+    """Their tracebacks hold the frames through which they were raised, here and in the worker's
+    thread.
+    """
     future = pool.submit(fail)
     with pytest.raises(Faulty) as caught:
-        future.result(60)
+        future.result(300)
     watched, held = weakref.ref(caught.value), weakref.ref(future)
     del caught, future
     assert eventually(lambda: held() is None)
@@ -148,7 +155,7 @@ def test_an_error_that_is_false_is_an_error(pool: ParallelPool) -> None:
 
     future = pool.submit(hollow)
     with pytest.raises(Hollow, match="nothing in it"):
-        future.result(60)
+        future.result(300)
     assert type(future.exception()) is Hollow
     assert type(future.error) is Hollow
     assert future.state == "failed"
@@ -164,18 +171,21 @@ def test_an_error_that_is_false_is_an_error(pool: ParallelPool) -> None:
 def test_what_a_function_has_left_in_its_variables_is_freed_with_its_loop(
     pool: ParallelPool, way: str, marks: Any, eventually: Any
 ) -> None:
-    """In workers, without another call; until then it is there for all items. The error of a loop that failed keeps nothing."""
+    """In workers, without another call; until then it is there for all items. The error of a loop
+    that failed keeps nothing.
+    """
     cache: dict[str, Any] = {}
 
     def train(item: int) -> int:
         if "table" not in cache:
-            cache.update(table=np.ones(32_000_000, np.uint8), train=train)  # they refer to each other
+            # they refer to each other
+            cache.update(table=np.ones(32_000_000, np.uint8), train=train)
             weakref.finalize(cache["table"], marks.add, "freed").atexit = False
             marks.add("made")
         return 1 // (5 - item)
 
     if way == "call":
-        pool.parfeval(train, 1).result(60)
+        pool.parfeval(train, 1).result(300)
     elif way == "map":
         list(pool.map(train, range(5), timeout=60))
     elif way == "loop":
@@ -192,7 +202,9 @@ def test_what_a_function_has_left_in_its_variables_is_freed_with_its_loop(
 @pytest.mark.processes
 @pytest.mark.quick
 def test_rays_control_store_keeps_nothing_of_a_call(pool: ParallelPool, eventually: Any) -> None:
-    """Nor of the actors that take it: a call of somebody else's, later, is recorded, and nothing of the pool's before it."""
+    """Nor of the actors that take it: a call of somebody else's, later, is recorded, and nothing of
+    the pool's before it.
+    """
     import ray
     from ray._private.state import state
 
@@ -201,7 +213,7 @@ def test_rays_control_store_keeps_nothing_of_a_call(pool: ParallelPool, eventual
         return [event.task_info.name for event in state._get_all_task_events()]
 
     pool.parfor(abs, range(10), chunk_size=1)
-    pool.parfeval(print, "said").result(60)
+    pool.parfeval(print, "said").result(300)
     pool.store["key"] = 1
     later = f"later {uuid.uuid4()}"
     ray.get(ray.remote(num_cpus=0)(lambda: 1).options(name=later).remote())
@@ -211,8 +223,12 @@ def test_rays_control_store_keeps_nothing_of_a_call(pool: ParallelPool, eventual
 
 
 @pytest.mark.concurrent
-def test_calls_that_wait_take_little(pool: ParallelPool, make_pool: Any, gate: Any, eventually: Any) -> None:
-    """A hundred thousand of them are to stand in a queue; in this process each has a function of its own, too [bytes]."""
+def test_calls_that_wait_take_little(
+    pool: ParallelPool, make_pool: Any, gate: Any, eventually: Any
+) -> None:
+    """A hundred thousand of them are to stand in a queue; in this process each has a function of
+    its own, too [bytes].
+    """
     count, most = 2_000, 1_024 if make_pool.is_in_processes else 1_536
     before = pool.statistics().submitted
     busy = [pool.submit(gate.wait) for _ in range(pool.num_workers)]
@@ -229,5 +245,5 @@ def test_calls_that_wait_take_little(pool: ParallelPool, make_pool: Any, gate: A
         tracemalloc.stop()
         gate.open()
     assert each < most
-    assert [future.result(60) for future in futures] == list(range(1_000, 1_000 + count))
-    assert [future.result(60) for future in [*busy, *first]][-1] == 1
+    assert [future.result(300) for future in futures] == list(range(1_000, 1_000 + count))
+    assert [future.result(300) for future in [*busy, *first]][-1] == 1

@@ -1,4 +1,6 @@
-"""What `pool.fit` promises in every kind of pool. On Ray it trains on all workers, else on one: the model is the same."""
+"""What `pool.fit` promises in every kind of pool. On Ray it trains on all workers, else on one: the
+model is the same.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from raypool.train.training_options import TrainingOptions
 pytestmark = pytest.mark.semantics
 
 WAIT_S = 100.0
-"""The first training in a worker imports torch and Ray Train, which takes long where much else runs."""
+"""The first training in a worker imports torch and Ray Train, which takes long where much else
+runs.
+"""
 
 INPUTS = np.random.default_rng(0).normal(size=(50, 4))
 TARGETS = INPUTS.sum(axis=1, keepdims=True)
@@ -43,15 +47,26 @@ def alone() -> Iterator[ParallelPool]:
 
 
 def options(**changes: Any) -> TrainingOptions:
-    return TrainingOptions(**{"mini_batch_size": 12, "max_epochs": 2, "learning_rate": 0.05, **changes})
+    return TrainingOptions(
+        **{"mini_batch_size": 12, "max_epochs": 2, "learning_rate": 0.05, **changes}
+    )
 
 
-def fit(pool: ParallelPool, data: Any = (INPUTS, TARGETS), run_options: RunOptions | None = None, **changes: Any) -> Any:
-    return pool.fit(make_model, data, mse_loss, options(**changes), run_options=run_options).result(WAIT_S)
+def fit(
+    pool: ParallelPool,
+    data: Any = (INPUTS, TARGETS),
+    run_options: RunOptions | None = None,
+    **changes: Any,
+) -> Any:
+    return pool.fit(make_model, data, mse_loss, options(**changes), run_options=run_options).result(
+        WAIT_S
+    )
 
 
 def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
-    torch.testing.assert_close(dict(ours.state_dict()), dict(theirs.state_dict()), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        dict(ours.state_dict()), dict(theirs.state_dict()), rtol=0, atol=1e-12
+    )
 
 
 @pytest.mark.processes
@@ -65,7 +80,9 @@ def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
     ],
     ids=["adam", "loads", "per worker", "fsdp"],
 )
-def test_the_same_options_give_the_same_model(pool: ParallelPool, alone: ParallelPool, changes: dict[str, Any]) -> None:
+def test_the_same_options_give_the_same_model(
+    pool: ParallelPool, alone: ParallelPool, changes: dict[str, Any]
+) -> None:
     if changes.get("scale_batch"):
         alone_changes = {**changes, "scale_batch": None, "mini_batch_size": 12}
     else:
@@ -85,7 +102,10 @@ def test_the_model_comes_back_ready_to_use(pool: ParallelPool) -> None:
     result = pool.fit(given, (INPUTS, TARGETS), mse_loss, options()).result(WAIT_S)
     assert type(result.model) is nn.Sequential
     assert not result.model.training
-    assert all(parameter.device.type == "cpu" and parameter.requires_grad for parameter in result.model.parameters())
+    assert all(
+        parameter.device.type == "cpu" and parameter.requires_grad
+        for parameter in result.model.parameters()
+    )
     torch.testing.assert_close(dict(given.state_dict()), dict(before), rtol=0, atol=0)
     assert given.training
 
@@ -121,15 +141,24 @@ class Two(nn.Module):
 
 @pytest.mark.processes
 def test_inputs_in_any_form_train_the_same_model(pool: ParallelPool) -> None:
-    """As a tuple, by name, from samples that are dicts, from a loader that pads; the trained model predicts from each."""
+    """As a tuple, by name, from samples that are dicts, from a loader that pads; the trained model
+    predicts from each.
+    """
     a, b = INPUTS[:, :2], INPUTS[:, 2:]
-    rows = [{"b": y, "a": x, "name": "row", "label": t} for x, y, t in zip(a, b, TARGETS, strict=True)]
+    rows = [
+        {"b": y, "a": x, "name": "row", "label": t} for x, y, t in zip(a, b, TARGETS, strict=True)
+    ]
 
     class Encoding(collections.UserDict[str, Any]):
         """What tokenizers give; a process that loads cannot pickle it, as one of a script."""
 
     def padded(batch: Any) -> Any:
-        return Encoding({name: torch.stack([torch.tensor(row[name]).float() for row in batch]) for name in ("a", "b", "label")})
+        return Encoding(
+            {
+                name: torch.stack([torch.tensor(row[name]).float() for row in batch])
+                for name in ("a", "b", "label")
+            }
+        )
 
     forms = [
         ((a, b), TARGETS),
@@ -138,11 +167,17 @@ def test_inputs_in_any_form_train_the_same_model(pool: ParallelPool) -> None:
         rows,
         DataLoader(rows, 12, shuffle=True, collate_fn=padded, num_workers=2),  # type: ignore[arg-type]
     ]
-    models = [pool.fit(Two, data, mse_loss, options(max_epochs=1)).result(WAIT_S).model for data in forms]
+    models = [
+        pool.fit(Two, data, mse_loss, options(max_epochs=1)).result(WAIT_S).model for data in forms
+    ]
     for model in models[1:]:
         torch.testing.assert_close(dict(model.state_dict()), dict(models[0].state_dict()))
     only = [{"image": x, "label": t} for x, t in zip(a, TARGETS, strict=True)]
-    model = pool.fit(lambda: nn.Linear(2, 1), only, mse_loss, options(max_epochs=1)).result(WAIT_S).model
+    model = (
+        pool.fit(lambda: nn.Linear(2, 1), only, mse_loss, options(max_epochs=1))
+        .result(WAIT_S)
+        .model
+    )
     np.testing.assert_allclose(pool.predict(model, only), pool.predict(model, a), rtol=1e-5)
     outputs = pool.predict(models[0], (a, b))
     np.testing.assert_allclose(pool.predict(models[0], rows), outputs, rtol=1e-5)
@@ -150,7 +185,9 @@ def test_inputs_in_any_form_train_the_same_model(pool: ParallelPool) -> None:
 
 
 class Halves(torch.utils.data.Sampler[int]):
-    """One half of the samples, then the other; what it draws depends on nothing but the generators."""
+    """One half of the samples, then the other; what it draws depends on nothing but the
+    generators.
+    """
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -167,9 +204,13 @@ class Halves(torch.utils.data.Sampler[int]):
 
 @pytest.mark.semantics
 @pytest.mark.processes
-def test_a_sampler_orders_the_samples_the_same_on_all_ranks(pool: ParallelPool, alone: ParallelPool, tmp_path: Any) -> None:
+def test_a_sampler_orders_the_samples_the_same_on_all_ranks(
+    pool: ParallelPool, alone: ParallelPool, tmp_path: Any
+) -> None:
     """Also where a training goes on from a checkpoint."""
-    data = DataLoader(TensorDataset(torch.tensor(INPUTS), torch.tensor(TARGETS)), 12, sampler=Halves())
+    data = DataLoader(
+        TensorDataset(torch.tensor(INPUTS), torch.tensor(TARGETS)), 12, sampler=Halves()
+    )
     kept = RunOptions(run_dir=tmp_path / "run")
     fit(pool, data, kept, max_epochs=1, checkpoint_every=1)
     assert_same(fit(pool, data, kept, checkpoint_every=1).model, fit(alone, data).model)
@@ -180,9 +221,18 @@ def test_a_sampler_orders_the_samples_the_same_on_all_ranks(pool: ParallelPool, 
 @pytest.mark.semantics
 @pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_it_goes_on_from_a_checkpoint(pool: ParallelPool, alone: ParallelPool, tmp_path: Any, strategy: str) -> None:
+def test_it_goes_on_from_a_checkpoint(
+    pool: ParallelPool, alone: ParallelPool, tmp_path: Any, strategy: str
+) -> None:
     """Also one that was made by another number of ranks."""
-    kept, changes = RunOptions(run_dir=tmp_path / "run"), {"strategy": strategy, "optimizer": "adam", "checkpoint_every": 1}
+    kept, changes = (
+        RunOptions(run_dir=tmp_path / "run"),
+        {
+            "strategy": strategy,
+            "optimizer": "adam",
+            "checkpoint_every": 1,
+        },
+    )
     fit(alone, run_options=kept, max_epochs=2, **changes)
     rest = fit(pool, run_options=kept, max_epochs=4, **changes)
     assert rest.metrics_frame["epoch"].tolist() == [2, 3]
@@ -193,8 +243,14 @@ def test_it_goes_on_from_a_checkpoint(pool: ParallelPool, alone: ParallelPool, t
 
 @pytest.mark.semantics
 @pytest.mark.processes
-def test_a_training_that_is_stopped_can_go_on_from_there(pool: ParallelPool, alone: ParallelPool, tmp_path: Any) -> None:
-    stops = {"output_fn": lambda metrics: metrics["epoch"] == 2, "checkpoint_every": 2, "max_epochs": 5}
+def test_a_training_that_is_stopped_can_go_on_from_there(
+    pool: ParallelPool, alone: ParallelPool, tmp_path: Any
+) -> None:
+    stops = {
+        "output_fn": lambda metrics: metrics["epoch"] == 2,
+        "checkpoint_every": 2,
+        "max_epochs": 5,
+    }
     stopped = fit(pool, run_options=RunOptions(run_dir=tmp_path), **stops)
     assert (stopped.ended_by, stopped.values[0]["epochs"]) == ("output_fn", 3)
     assert stopped.metrics["epoch"] == 2
@@ -208,12 +264,21 @@ def test_a_training_that_is_stopped_can_go_on_from_there(pool: ParallelPool, alo
 @pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_the_best_model_or_the_last(pool: ParallelPool, tmp_path: Any, strategy: str) -> None:
-    """It gets worse from the third epoch on; the best is not forgotten where a training goes on from a checkpoint."""
+    """It gets worse from the third epoch on; the best is not forgotten where a training goes on
+    from a checkpoint.
+    """
 
     def worse_and_worse(optimizer: Any) -> Any:
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0 if epoch < 3 else 30.0)
+        return torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda epoch: 1.0 if epoch < 3 else 30.0
+        )
 
-    changes = {"validation_data": (INPUTS, TARGETS), "schedule": worse_and_worse, "checkpoint_every": 1, "strategy": strategy}
+    changes = {
+        "validation_data": (INPUTS, TARGETS),
+        "schedule": worse_and_worse,
+        "checkpoint_every": 1,
+        "strategy": strategy,
+    }
     for kind in ("last", "best"):
         kept = RunOptions(run_dir=tmp_path / kind)
         first = fit(pool, run_options=kept, max_epochs=4, output_model=kind, **changes)
@@ -226,7 +291,9 @@ def test_the_best_model_or_the_last(pool: ParallelPool, tmp_path: Any, strategy:
 
 @pytest.mark.semantics
 @pytest.mark.processes
-def test_a_loss_that_the_ranks_cannot_share_exactly_is_said(pool: ParallelPool, caplog: Any) -> None:
+def test_a_loss_that_the_ranks_cannot_share_exactly_is_said(
+    pool: ParallelPool, caplog: Any
+) -> None:
     def some_ignored(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return cross_entropy(outputs, targets, ignore_index=0)
 
@@ -237,16 +304,22 @@ def test_a_loss_that_the_ranks_cannot_share_exactly_is_said(pool: ParallelPool, 
     for loss, is_said in ((cross_entropy, False), (some_ignored, True)):
         caplog.clear()
         pool.fit(model, (INPUTS, classes), loss, options(max_epochs=1)).result(WAIT_S)
-        assert ("not the plain mean" in caplog.text) is (is_said and pool.workers[0].pid != os.getpid())
+        assert ("not the plain mean" in caplog.text) is (
+            is_said and pool.workers[0].pid != os.getpid()
+        )
 
 
-def test_options_hold_where_a_checkpoint_was_made_with_others(alone: ParallelPool, tmp_path: Any) -> None:
+def test_options_hold_where_a_checkpoint_was_made_with_others(
+    alone: ParallelPool, tmp_path: Any
+) -> None:
     models = []
     for number, weight_decay in enumerate((0.0, 0.5)):
         kept = RunOptions(run_dir=tmp_path / str(number))
         fit(alone, run_options=kept, max_epochs=1, checkpoint_every=1)
         models.append(fit(alone, run_options=kept, max_epochs=3, weight_decay=weight_decay).model)
-    plain, decayed = (sum(each.square().sum().item() for each in model.parameters()) for model in models)
+    plain, decayed = (
+        sum(each.square().sum().item() for each in model.parameters()) for model in models
+    )
     assert decayed < 0.9 * plain
 
 
@@ -258,7 +331,9 @@ def test_a_loss_that_is_no_number_ends_it_and_is_said(pool: ParallelPool, caplog
 
 
 def test_what_it_was_trained_on_it_predicts(pool: ParallelPool) -> None:
-    table = pd.DataFrame({"a": [1, 2, 3, 4] * 5, "b": [True, False] * 10, "y": np.linspace(0, 1, 20)})
+    table = pd.DataFrame(
+        {"a": [1, 2, 3, 4] * 5, "b": [True, False] * 10, "y": np.linspace(0, 1, 20)}
+    )
     model = pool.fit(nn.Linear(2, 1), table, mse_loss, options(max_epochs=1)).result(WAIT_S).model
     assert pool.predict(model, table[["a", "b"]]).shape == (20, 1)
 
@@ -284,7 +359,10 @@ def test_without_a_pool_one_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raypool.pool._opened", [])
     monkeypatch.setattr("raypool.pool._made_here", None)
     for _ in range(2):
-        assert raypool.fit(make_model, (INPUTS, TARGETS), mse_loss, options()).result(WAIT_S).ended_by == "max_epochs"
+        assert (
+            raypool.fit(make_model, (INPUTS, TARGETS), mse_loss, options()).result(WAIT_S).ended_by
+            == "max_epochs"
+        )
     (pool,) = opened
     pool.delete()
 
@@ -292,7 +370,11 @@ def test_without_a_pool_one_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.semantics
 @pytest.mark.processes
 def test_a_model_with_more_than_tensors_in_its_state(pool: ParallelPool) -> None:
-    model = pool.fit(lambda: WithMore(4, 1).double(), (INPUTS, TARGETS), mse_loss, options()).result(WAIT_S).model
+    model = (
+        pool.fit(lambda: WithMore(4, 1).double(), (INPUTS, TARGETS), mse_loss, options())
+        .result(WAIT_S)
+        .model
+    )
     assert model.seen == 3
 
 

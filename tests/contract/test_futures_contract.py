@@ -10,7 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raypool import Future, InvalidValueError, ParallelPool, after_all, after_each, fetch_next, fetch_outputs, parpool, wait
+from raypool import (
+    Future,
+    InvalidValueError,
+    ParallelPool,
+    after_all,
+    after_each,
+    fetch_next,
+    fetch_outputs,
+    parpool,
+    wait,
+)
 
 pytestmark = pytest.mark.semantics
 
@@ -46,7 +56,9 @@ def test_fetch_next_delivers_each_once(pool: ParallelPool) -> None:
 @pytest.mark.concurrent
 def test_fetch_next_follows_the_order_in_which_they_end(pool: ParallelPool, make_gate: Any) -> None:
     gates = [make_gate() for _ in range(3)]
-    futures = [pool.parfeval(lambda gate=gate, x=x: gate.wait() or x) for x, gate in enumerate(gates)]
+    futures = [
+        pool.parfeval(lambda gate=gate, x=x: gate.wait() or x) for x, gate in enumerate(gates)
+    ]
 
     with pytest.raises(TimeoutError, match="3 futures"):
         fetch_next(futures, timeout_s=0.01)
@@ -60,7 +72,7 @@ def test_fetch_next_delivers_what_ended_first_first(pool: ParallelPool) -> None:
     futures = [pool.parfeval(abs, x) for x in range(4)]
     for index in (2, 0, 3, 1):
         later = pool.parfeval(abs, -index)
-        later.result(60)
+        later.result(300)
         futures.append(later)
     assert wait(futures, 60)
     ended = sorted(range(8), key=lambda index: futures[index].finished_at)
@@ -95,14 +107,18 @@ def test_fetch_outputs_in_the_order_of_submission(pool: ParallelPool) -> None:
 
 
 def test_fetch_outputs_stacks(pool: ParallelPool) -> None:
-    """Scenario 23: equal widths stack in the order of submission; unequal ones are a clear error; a list is always there."""
+    """Scenario 23: equal widths stack in the order of submission; unequal ones are a clear error; a
+    list is always there.
+    """
     wide = [pool.parfeval(np.full, 3, x) for x in range(4)]
     tall = [pool.parfeval(np.full, (rows, 2), rows) for rows in (1, 3, 2)]
     ragged = [pool.parfeval(np.ones, width) for width in (3, 4)]
 
     assert fetch_outputs(wide, stack=True).tolist() == [[x] * 3 for x in range(4)]
     assert fetch_outputs(tall, stack=True)[:, 0].tolist() == [1, 3, 3, 3, 2, 2]
-    assert fetch_outputs([pool.parfeval(float, x) for x in range(3)], stack=True).ravel().tolist() == [0, 1, 2]
+    assert fetch_outputs(
+        [pool.parfeval(float, x) for x in range(3)], stack=True
+    ).ravel().tolist() == [0, 1, 2]
     with pytest.raises(ValueError, match=r"\(3,\).*\(4,\).*stack=False"):
         fetch_outputs(ragged, stack=True)
     assert [len(row) for row in fetch_outputs(ragged)] == [3, 4]
@@ -142,11 +158,13 @@ def test_a_future_stays_where_it_is(pool: ParallelPool) -> None:
         pickle.dumps(future)
 
 
-# --- in a callback, which is in the pool's own thread -----------------------------------------------------------------
+# --- in a callback, which is in the pool's own thread ---------------------------------------------
 
 
 @pytest.mark.concurrent
-def test_a_callback_is_told_that_its_pool_would_wait_for_itself(pool: ParallelPool, call_back: Any) -> None:
+def test_a_callback_is_told_that_its_pool_would_wait_for_itself(
+    pool: ParallelPool, call_back: Any
+) -> None:
     waits: list[Callable[[], Any]] = [
         lambda: pool.submit(abs, -7).result(),
         lambda: pool.submit(abs, -7).result(timeout=60),
@@ -169,11 +187,13 @@ def test_a_callback_is_told_that_its_pool_would_wait_for_itself(pool: ParallelPo
         return said
 
     assert len(call_back(try_all)) == len(waits)
-    assert pool.submit(abs, -2).result(60) == 2, "the pool goes on"
+    assert pool.submit(abs, -2).result(300) == 2, "the pool goes on"
 
 
 @pytest.mark.concurrent
-def test_a_callback_may_read_what_has_ended_and_wait_for_other_pools(pool: ParallelPool, call_back: Any) -> None:
+def test_a_callback_may_read_what_has_ended_and_wait_for_other_pools(
+    pool: ParallelPool, call_back: Any
+) -> None:
     later: list[Future[int]] = []
 
     def read(future: Future[int]) -> tuple[Any, ...]:
@@ -185,14 +205,20 @@ def test_a_callback_may_read_what_has_ended_and_wait_for_other_pools(pool: Paral
 
     with parpool(1, profile="threads", quiet=True) as other:
         assert call_back(read) == (5, None, True, (1, 5), 3, [4])
-    assert later[0].result(60) == 7
+    assert later[0].result(300) == 7
 
 
 @pytest.mark.concurrent
 def test_whatever_a_callback_raises_harms_nothing(
     pool: ParallelPool, make_gate: Any, check_pool: Any, eventually: Any, caplog: Any
 ) -> None:
-    for error in (asyncio.CancelledError, SystemExit, KeyboardInterrupt, GeneratorExit, pytest.fail.Exception):
+    for error in (
+        asyncio.CancelledError,
+        SystemExit,
+        KeyboardInterrupt,
+        GeneratorExit,
+        pytest.fail.Exception,
+    ):
 
         def fail(_: Any, error: type[BaseException] = error) -> None:
             raise error("of a callback")
@@ -201,7 +227,7 @@ def test_whatever_a_callback_raises_harms_nothing(
         future = pool.submit(lambda gate=gate: gate.wait() or 5)
         future.add_done_callback(fail)
         gate.open()
-        assert future.result(60) == 5
+        assert future.result(300) == 5
         check_pool(pool)
         assert eventually(lambda: "of a callback" in caplog.text)
         caplog.clear()
@@ -209,7 +235,9 @@ def test_whatever_a_callback_raises_harms_nothing(
 
 
 @pytest.mark.concurrent
-def test_nor_does_the_error_of_a_task_that_is_no_exception(pool: ParallelPool, gate: Any, check_pool: Any) -> None:
+def test_nor_does_the_error_of_a_task_that_is_no_exception(
+    pool: ParallelPool, gate: Any, check_pool: Any
+) -> None:
     async def give_up() -> None:
         gate.wait()
         raise asyncio.CancelledError
@@ -217,12 +245,14 @@ def test_nor_does_the_error_of_a_task_that_is_no_exception(pool: ParallelPool, g
     future = pool.submit(lambda: asyncio.run(give_up()))
     future.add_done_callback(lambda future: future.result())
     gate.open()
-    assert type(future.exception(60)) is asyncio.CancelledError
+    assert type(future.exception(300)) is asyncio.CancelledError
     check_pool(pool)
 
 
 @pytest.mark.concurrent
-def test_a_callback_knows_when_a_cancelled_future_has_ended(pool: ParallelPool, gate: Any, eventually: Any) -> None:
+def test_a_callback_knows_when_a_cancelled_future_has_ended(
+    pool: ParallelPool, gate: Any, eventually: Any
+) -> None:
     running = [pool.submit(gate.wait) for _ in range(pool.num_workers)]
     assert eventually(lambda: all(future.running() for future in running))
     queued = pool.submit(abs, -1)

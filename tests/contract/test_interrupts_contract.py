@@ -1,4 +1,6 @@
-"""Ctrl-C in the instant in which work is handed in: nobody has a future of it yet, so it is cancelled."""
+"""Ctrl-C in the instant in which work is handed in: nobody has a future of it yet, so it is
+cancelled.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +31,25 @@ VERBS: dict[str, Callable[[ParallelPool, Hang], object]] = {
     "Pool.map": lambda pool, hang: Pool(pool=pool).map(hang, range(3), 1),
 }
 OF_ONE_TASK = {"parfeval", "parfor", "parfor of a generator", "spmd", "spmd_async", "Pool.apply"}
-CASES = [(verb, number) for verb in VERBS for number in (1, 2) if number == 1 or verb not in OF_ONE_TASK]
+CASES = [
+    (verb, number) for verb in VERBS for number in (1, 2) if number == 1 or verb not in OF_ONE_TASK
+]
 
 
 @pytest.mark.parametrize(("verb", "number"), CASES)
 @pytest.mark.filterwarnings("ignore:unclosed running multiprocessing pool:ResourceWarning")
 def test_what_is_being_handed_in_is_cancelled(
-    pool: ParallelPool, gate: Any, eventually: Any, check_pool: Any, monkeypatch: pytest.MonkeyPatch, verb: str, number: int
+    pool: ParallelPool,
+    gate: Any,
+    eventually: Any,
+    check_pool: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    verb: str,
+    number: int,
 ) -> None:
-    """Python looks for Ctrl-C after each call of C code: the task is with the driver then, its number known to nobody."""
+    """Python looks for Ctrl-C after each call of C code: the task is with the driver then, its
+    number known to nobody.
+    """
     inbox = pool._engine.driver._inbox
     put, user, count = inbox.put, threading.current_thread(), 0
 

@@ -1,4 +1,6 @@
-"""The pools that joblib's backend opens for itself: how large they are, who uses them, and when they end."""
+"""The pools that joblib's backend opens for itself: how large they are, who uses them, and when
+they end.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ import joblib
 import pytest
 from joblib import Parallel, delayed, parallel_config
 
-from raypool import InvalidValueError, ParallelPool, WorkerResources, current_task, gcp, parpool, register_joblib
+from raypool import (
+    InvalidValueError,
+    ParallelPool,
+    WorkerResources,
+    current_task,
+    gcp,
+    parpool,
+    register_joblib,
+)
 from raypool.engine.engine import _engines
 
 in_this_process = pytest.mark.parametrize("profile", ["threads", "inline"])
@@ -46,17 +56,21 @@ def num_open() -> int:
 
 
 def meet(num_tasks: int, n_jobs: int, **settings: Any) -> list[int]:
-    """Let so many tasks wait for each other, so that each needs a worker; return the numbers of the workers."""
+    """Let so many tasks wait for each other, so that each needs a worker; return the numbers of the
+    workers.
+    """
     barrier = threading.Barrier(num_tasks)
 
     def work() -> int:
         barrier.wait(20)
         return current_task().worker
 
-    return sorted(Parallel(n_jobs, batch_size=1, **settings)(delayed(work)() for _ in range(num_tasks)))
+    return sorted(
+        Parallel(n_jobs, batch_size=1, **settings)(delayed(work)() for _ in range(num_tasks))
+    )
 
 
-# --- how large they are -------------------------------------------------------------------------------------------------
+# --- how large they are ---------------------------------------------------------------------------
 
 
 def test_a_single_worker_that_was_opened_for_joblib_is_used() -> None:
@@ -84,32 +98,50 @@ def test_on_ray_it_grows_as_far_as_there_is_room() -> None:
         assert opened_by(config).num_workers == joblib.effective_n_jobs(-1) == 2
         assert Parallel(3)(delayed(square)(x) for x in range(4)) == [0, 1, 4, 9]
         assert opened_by(config).num_workers == joblib.effective_n_jobs(-1) == 3
-        with pytest.warns(UserWarning, match="n_jobs=40 is more than the number of workers that the pool has, 4"):
+        with pytest.warns(
+            UserWarning, match="n_jobs=40 is more than the number of workers that the pool has, 4"
+        ):
             assert Parallel(40)(delayed(square)(x) for x in range(4)) == [0, 1, 4, 9]
-        assert Parallel(50)(delayed(square)(x) for x in range(4)) == [0, 1, 4, 9], "where there is no room it goes on as it is"
+        assert Parallel(50)(delayed(square)(x) for x in range(4)) == [
+            0,
+            1,
+            4,
+            9,
+        ], "where there is no room it goes on as it is"
         assert opened_by(config).num_workers == 4
 
 
 @pytest.mark.parametrize(
-    ("opening", "size"), [({"num_workers": 2}, 2), ({"resources": [WorkerResources(gpus=0), WorkerResources(gpus=0)]}, 2)]
+    ("opening", "size"),
+    [
+        ({"num_workers": 2}, 2),
+        ({"resources": [WorkerResources(gpus=0), WorkerResources(gpus=0)]}, 2),
+    ],
 )
 def test_it_keeps_the_size_that_was_said(opening: dict[str, Any], size: int) -> None:
     with parallel_config("raypool", profile="threads", quiet=True, **opening) as config:
         assert meet(2, 2) == [0, 1]
-        with pytest.warns(UserWarning, match="n_jobs=3 is more than the number of workers that the pool has, 2"):
+        with pytest.warns(
+            UserWarning, match="n_jobs=3 is more than the number of workers that the pool has, 2"
+        ):
             assert Parallel(3)(delayed(square)(x) for x in range(4)) == [0, 1, 4, 9]
         assert opened_by(config).num_workers == size
 
 
 def test_it_may_have_an_initializer(marks: Any) -> None:
-    with parallel_config("raypool", profile="threads", quiet=True, initializer=marks.add, initargs=("began",)):
+    with parallel_config(
+        "raypool", profile="threads", quiet=True, initializer=marks.add, initargs=("began",)
+    ):
         assert meet(2, 2) == [0, 1]
         assert meet(3, 3) == [0, 1, 2]
     assert marks.count("began") == 3
 
 
 def test_the_warning_names_the_line_that_calls_joblib() -> None:
-    with parpool(2, profile="threads", quiet=True) as pool, pytest.warns(UserWarning, match="n_jobs=5") as caught:
+    with (
+        parpool(2, profile="threads", quiet=True) as pool,
+        pytest.warns(UserWarning, match="n_jobs=5") as caught,
+    ):
         Parallel(5, backend="raypool", pool=pool)(delayed(square)(x) for x in range(4))
     with (
         parpool(2, profile="threads", quiet=True),
@@ -120,7 +152,7 @@ def test_the_warning_names_the_line_that_calls_joblib() -> None:
     assert {warning.filename for warning in [*caught, *more]} == {__file__}
 
 
-# --- who uses them ------------------------------------------------------------------------------------------------------
+# --- who uses them --------------------------------------------------------------------------------
 
 
 @in_this_process
@@ -132,7 +164,9 @@ def test_it_is_no_current_pool(profile: str) -> None:
         assert gcp(create=False) is before
 
 
-def test_its_end_does_not_end_the_work_of_another_thread(make_gate: Callable[[], Any], eventually: Any) -> None:
+def test_its_end_does_not_end_the_work_of_another_thread(
+    make_gate: Callable[[], Any], eventually: Any
+) -> None:
     begun, gate = make_gate(), make_gate()
 
     def work(index: int) -> int:
@@ -142,7 +176,9 @@ def test_its_end_does_not_end_the_work_of_another_thread(make_gate: Callable[[],
 
     def in_its_own_pool() -> None:
         results.extend(
-            Parallel(2, backend="raypool", profile="threads", num_workers=2, quiet=True)(delayed(work)(x) for x in range(2))
+            Parallel(2, backend="raypool", profile="threads", num_workers=2, quiet=True)(
+                delayed(work)(x) for x in range(2)
+            )
         )
 
     results: list[int] = []
@@ -150,7 +186,9 @@ def test_its_end_does_not_end_the_work_of_another_thread(make_gate: Callable[[],
     first = threading.Thread(target=in_its_own_pool)
     first.start()
     begun.wait()
-    assert gcp(create=False) is current, "so another thread's Parallel uses a pool of its own, which ends with nothing else"
+    assert gcp(create=False) is current, (
+        "so another thread's Parallel uses a pool of its own, which ends with nothing else"
+    )
     gate.open()
     first.join(20)
     assert results == [0, 1]
@@ -167,11 +205,13 @@ def test_a_parallel_that_names_the_backend_again_uses_that_of_its_block() -> Non
         assert num_open() == num_before
 
 
-# --- when they end ------------------------------------------------------------------------------------------------------
+# --- when they end --------------------------------------------------------------------------------
 
 
 @in_this_process
-def test_a_pool_that_was_opened_for_joblib_ends_with_the_block(profile: str, eventually: Any) -> None:
+def test_a_pool_that_was_opened_for_joblib_ends_with_the_block(
+    profile: str, eventually: Any
+) -> None:
     with parallel_config("raypool", profile=profile, num_workers=2, quiet=True) as config:
         assert Parallel()(delayed(square)(x) for x in range(5)) == [0, 1, 4, 9, 16]
         pool = opened_by(config)
@@ -185,20 +225,30 @@ def test_a_pool_that_was_opened_for_joblib_ends_with_the_block(profile: str, eve
 def test_a_pool_that_a_single_parallel_has_opened_ends_with_it(eventually: Any) -> None:
     before = num_open()
     numbers = (delayed(square)(x) for x in range(5))
-    assert Parallel(n_jobs=2, backend="raypool", profile="threads", quiet=True)(numbers) == [0, 1, 4, 9, 16]
+    assert Parallel(n_jobs=2, backend="raypool", profile="threads", quiet=True)(numbers) == [
+        0,
+        1,
+        4,
+        9,
+        16,
+    ]
     assert eventually(lambda: num_open() == before)
 
 
 def test_where_joblib_can_open_no_pool_the_error_says_so() -> None:
-    with parallel_config("raypool", profile="no such profile"), pytest.raises(InvalidValueError, match="no such profile"):
+    with (
+        parallel_config("raypool", profile="no such profile"),
+        pytest.raises(InvalidValueError, match="no such profile"),
+    ):
         Parallel()(delayed(square)(x) for x in range(5))
 
 
-@pytest.mark.skipif((3, 12) <= sys.version_info < (3, 12, 2), reason="Python 3.12.0 and 3.12.1 start no thread then")
+@pytest.mark.skipif(
+    (3, 12) <= sys.version_info < (3, 12, 2), reason="Python 3.12.0 and 3.12.1 start no thread then"
+)
 def test_it_works_in_a_thread_that_outlives_the_main_one(run_python: Any) -> None:
     """The interpreter closes all executors of threads then, and the last threads end after that."""
-    done = run_python(
-        """
+    done = run_python("""
         import concurrent.futures.thread as executors
         import threading
         import time
@@ -217,6 +267,5 @@ def test_it_works_in_a_thread_that_outlives_the_main_one(run_python: Any) -> Non
                 print(Parallel(backend="raypool", pool=pool, batch_size=batch_size)(delayed(pow)(x, 2) for x in range(50))[-1])
 
         threading.Thread(target=late).start()
-        """,
-    )
+        """)
     assert done.stdout.split() == ["2401", "2401"]

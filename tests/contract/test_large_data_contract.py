@@ -1,4 +1,6 @@
-"""Large arguments and results: each comes out as it went in, on whatever way, belongs to whoever gets it, and is let go."""
+"""Large arguments and results: each comes out as it went in, on whatever way, belongs to whoever
+gets it, and is let go.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ WAYS: dict[str, Callable[[ParallelPool, Callable[[Any], Any], list[Any]], list[A
     "parfor, one call": lambda pool, fn, items: list(pool.parfor(fn, items, chunk_size=len(items))),
     "parfor, a call each": lambda pool, fn, items: list(pool.parfor(fn, items, chunk_size=1)),
     "map": lambda pool, fn, items: list(pool.map(fn, items)),
-    "submit": lambda pool, fn, items: [future.result(60) for future in [pool.submit(fn, item) for item in items]],
+    "submit": lambda pool, fn, items: [
+        future.result(300) for future in [pool.submit(fn, item) for item in items]
+    ],
 }
 
 by_all_ways = pytest.mark.parametrize(
@@ -59,20 +63,28 @@ def test_arguments_come_whole(pool: ParallelPool, way: Any, num_bytes: int) -> N
 
 @by_all_ways
 def test_results_come_whole(pool: ParallelPool, way: Any, num_bytes: int) -> None:
-    found = way(pool, lambda number: {"array": filled(number, num_bytes), "number": number}, list(range(5)))
+    found = way(
+        pool, lambda number: {"array": filled(number, num_bytes), "number": number}, list(range(5))
+    )
     assert [(*ends(value["array"]), value["number"]) for value in found] == [
         (num_bytes, number, number, number) for number in range(5)
     ]
 
 
 @by_all_ways
-def test_what_a_result_was_does_not_depend_on_what_ran_later(pool: ParallelPool, way: Any, num_bytes: int) -> None:
-    """Not even if the function gives out the same array again and again, with something else in it."""
+def test_what_a_result_was_does_not_depend_on_what_ran_later(
+    pool: ParallelPool, way: Any, num_bytes: int
+) -> None:
+    """Not even if the function gives out the same array again and again, with something else in
+    it.
+    """
 
     def fill_again(number: int) -> Any:
         import builtins
 
-        array = builtins.__dict__.setdefault(f"raypool_test_{num_bytes}", np.zeros(num_bytes, np.uint8))
+        array = builtins.__dict__.setdefault(
+            f"raypool_test_{num_bytes}", np.zeros(num_bytes, np.uint8)
+        )
         array[:] = number
         return array
 
@@ -93,7 +105,9 @@ def is_mapped(array: Any) -> bool:
 
 @pytest.mark.parametrize("num_bytes", [MIDDLE, LARGE])
 @by_some_ways
-def test_whoever_gets_an_array_may_change_it_and_nobody_else_sees_that(pool: ParallelPool, way: Any, num_bytes: int) -> None:
+def test_whoever_gets_an_array_may_change_it_and_nobody_else_sees_that(
+    pool: ParallelPool, way: Any, num_bytes: int
+) -> None:
     """Also through torch, which heeds no read-only flag; a large one is not copied for that."""
     import torch
 
@@ -107,14 +121,16 @@ def test_whoever_gets_an_array_may_change_it_and_nobody_else_sees_that(pool: Par
     constant = pool.constant(zeros)
 
     assert way(pool, change, [zeros.copy() for _ in range(4)]) == [(2, num_bytes == LARGE)] * 4
-    assert pool.options(worker=0).parfeval(lambda: change(constant.value)).result(60)[0] == 2
-    assert pool.options(worker=1).parfeval(lambda: int(constant.value.max())).result(60) == 0
+    assert pool.options(worker=0).parfeval(lambda: change(constant.value)).result(300)[0] == 2
+    assert pool.options(worker=1).parfeval(lambda: int(constant.value.max())).result(300) == 0
     assert zeros.max() == 0
     (result,) = way(pool, lambda _: zeros, [0])
     assert change(result) == (2, num_bytes == LARGE)
 
 
-def test_a_retry_gets_what_was_sent_and_not_what_the_last_attempt_has_made_of_it(pool: ParallelPool) -> None:
+def test_a_retry_gets_what_was_sent_and_not_what_the_last_attempt_has_made_of_it(
+    pool: ParallelPool,
+) -> None:
     def change(array: Any) -> int:
         array += 1
         if current_task().attempt == 1:
@@ -130,9 +146,11 @@ def test_a_mapping_ends_with_the_array(pool: ParallelPool) -> None:
         return Path("/proc/self/maps").read_text().count("plasma")
 
     held = pool.options(worker=0)
-    before = held.parfeval(mappings).result(60)
-    assert held.parfor(lambda array: int(array[0]), [filled(number, LARGE) for number in range(4)])[:] == [0, 1, 2, 3]
-    assert held.parfeval(mappings).result(60) <= max(before, 1)
+    before = held.parfeval(mappings).result(300)
+    assert held.parfor(lambda array: int(array[0]), [filled(number, LARGE) for number in range(4)])[
+        :
+    ] == [0, 1, 2, 3]
+    assert held.parfeval(mappings).result(300) <= max(before, 1)
 
 
 @pytest.mark.parametrize("num_bytes", [MIDDLE, LARGE])
@@ -156,8 +174,12 @@ def test_one_argument_for_many_items_travels_once_for_each_worker(pool: Parallel
 
 
 @by_some_ways
-def test_the_object_store_is_empty_afterwards(pool: ParallelPool, way: Any, eventually: Any) -> None:
-    """Twelve times 40 MB, there and back, pass through a store of 200 MB, and leave it as it was."""
+def test_the_object_store_is_empty_afterwards(
+    pool: ParallelPool, way: Any, eventually: Any
+) -> None:
+    """Twelve times 40 MB, there and back, pass through a store of 200 MB, and leave it as it
+    was.
+    """
     import ray
 
     def free_bytes() -> float:
@@ -166,12 +188,15 @@ def test_the_object_store_is_empty_afterwards(pool: ParallelPool, way: Any, even
     way(pool, abs, [1, 2, 3])
     before = free_bytes()
     for number in range(12):
-        results = way(pool, lambda array: array + 1, [filled(number, 4 * LARGE // 2) for _ in range(5)])
+        results = way(
+            pool, lambda array: array + 1, [filled(number, 4 * LARGE // 2) for _ in range(5)]
+        )
         assert {ends(value)[1] for value in results} == {number + 1}
         del results
 
     def is_as_before() -> bool:
-        pool.parfeval_on_all(abs, 1).result(60)  # a worker holds what it was given until it is called again
+        # a worker holds what it was given until it is called again
+        pool.parfeval_on_all(abs, 1).result(300)
         return free_bytes() >= before - 5_000_000
 
     assert eventually(is_as_before)

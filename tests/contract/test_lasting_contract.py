@@ -1,4 +1,6 @@
-"""An item that lasts keeps nothing from anybody: neither what was done before it in its call, nor what waits behind it."""
+"""An item that lasts keeps nothing from anybody: neither what was done before it in its call, nor
+what waits behind it.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,12 @@ LASTS = 50
 
 
 @pytest.fixture
-def begin(pool: ParallelPool, gate: Any, make_gate: Any, marks: Any) -> Callable[..., list[Future[Any]]]:
-    """Give a function that hands in a hundred calls, all before one begins, once the pool has found out how short they are."""
+def begin(
+    pool: ParallelPool, gate: Any, make_gate: Any, marks: Any
+) -> Callable[..., list[Future[Any]]]:
+    """Give a function that hands in a hundred calls, all before one begins, once the pool has found
+    out how short they are.
+    """
 
     def begin(value_of: Callable[[int], Any] = int) -> list[Future[Any]]:
         def run(item: int) -> Any:
@@ -37,7 +43,7 @@ def begin(pool: ParallelPool, gate: Any, make_gate: Any, marks: Any) -> Callable
         others = [pool.parfeval(start.wait) for _ in range(pool.num_workers)]
         jobs = [pool.parfeval(run, item) for item in range(100)]
         start.open()
-        assert [job.result(30) for job in others] == [None] * pool.num_workers
+        assert [job.result(300) for job in others] == [None] * pool.num_workers
         return jobs
 
     return begin
@@ -45,13 +51,15 @@ def begin(pool: ParallelPool, gate: Any, make_gate: Any, marks: Any) -> Callable
 
 @pytest.mark.quick
 @pytest.mark.concurrent
-def test_all_others_have_their_results_meanwhile(pool: ParallelPool, begin: Any, gate: Any, marks: Any) -> None:
+def test_all_others_have_their_results_meanwhile(
+    pool: ParallelPool, begin: Any, gate: Any, marks: Any
+) -> None:
     jobs = begin()
     lasting = jobs.pop(LASTS)
-    assert [job.result(30) for job in jobs] == [item for item in range(100) if item != LASTS]
+    assert [job.result(300) for job in jobs] == [item for item in range(100) if item != LASTS]
     assert lasting.running()
     gate.open()
-    assert lasting.result(30) == LASTS
+    assert lasting.result(300) == LASTS
     assert {job.attempts for job in (*jobs, lasting)} == {1}
     assert sorted(map(int, marks.all())) == list(range(100)), "each has run once"
 
@@ -79,15 +87,17 @@ def test_what_has_failed_before_it_is_known(begin: Any, gate: Any) -> None:
 
     jobs = begin(value_of)
     lasting = jobs.pop(LASTS)
-    errors = [str(error) for job in jobs if (error := job.exception(30)) is not None]
+    errors = [str(error) for job in jobs if (error := job.exception(300)) is not None]
     assert errors == [f"no {LASTS - 1}", f"no {LASTS + 1}"]
     gate.open()
     with pytest.raises(ValueError, match=f"no {LASTS}"):
-        lasting.result(30)
+        lasting.result(300)
 
 
 @pytest.mark.parametrize("is_durable", [False, True])
-def test_in_a_loop_too(pool: ParallelPool, gate: Any, marks: Any, tmp_path: Path, is_durable: bool) -> None:
+def test_in_a_loop_too(
+    pool: ParallelPool, gate: Any, marks: Any, tmp_path: Path, is_durable: bool
+) -> None:
     def run(item: int) -> int:
         if item >= 0:
             marks.add(item)
@@ -112,7 +122,9 @@ def test_in_a_loop_too(pool: ParallelPool, gate: Any, marks: Any, tmp_path: Path
             pass
 
     list(pool.parfor(run, [-1] * 200))
-    results = pool.parfor(run, range(100), progress=Bar, run_dir=tmp_path / "run" if is_durable else None)
+    results = pool.parfor(
+        run, range(100), progress=Bar, run_dir=tmp_path / "run" if is_durable else None
+    )
     assert list(results) == list(range(100))
     assert sorted(map(int, marks.all())) == list(range(100))
     table = results.to_frame()
@@ -152,23 +164,29 @@ def test_values_that_are_large_come_with_it(begin: Any, gate: Any) -> None:
     """They travel through the object store, and belong to the call; nothing else waits for it."""
     jobs = begin(lambda item: np.full(40_000, item))
     after = [job for item, job in enumerate(jobs) if item > LASTS]
-    assert [int(job.result(30)[-1]) for job in after] == list(range(LASTS + 1, 100))
+    assert [int(job.result(300)[-1]) for job in after] == list(range(LASTS + 1, 100))
     gate.open()
-    assert [int(job.result(30)[0]) for job in jobs] == list(range(100))
+    assert [int(job.result(300)[0]) for job in jobs] == list(range(100))
 
 
-def test_it_can_be_cancelled(pool: ParallelPool, begin: Any, check_pool: Any, eventually: Any) -> None:
+def test_it_can_be_cancelled(
+    pool: ParallelPool, begin: Any, check_pool: Any, eventually: Any
+) -> None:
     jobs = begin()
-    assert [job.result(30) for job in jobs[:LASTS]] == list(range(LASTS))
+    assert [job.result(300) for job in jobs[:LASTS]] == list(range(LASTS))
     assert jobs[LASTS].cancel()
-    assert [job.result(30) for job in jobs[LASTS + 1 :]] == list(range(LASTS + 1, 100))
+    assert [job.result(300) for job in jobs[LASTS + 1 :]] == list(range(LASTS + 1, 100))
     check_pool(pool)
     assert eventually(lambda: not pool.busy)
 
 
 @pytest.mark.threads
-def test_its_worker_ends_in_good_order(make_pool: Any, make_gate: Any, gate: Any, marks: Any, eventually: Any) -> None:
-    """It is free when the item has ended: what waited behind that was taken back, though the worker may still have to say so."""
+def test_its_worker_ends_in_good_order(
+    make_pool: Any, make_gate: Any, gate: Any, marks: Any, eventually: Any
+) -> None:
+    """It is free when the item has ended: what waited behind that was taken back, though the worker
+    may still have to say so.
+    """
 
     def run(item: int) -> int:
         if item == LASTS:
@@ -183,14 +201,20 @@ def test_its_worker_ends_in_good_order(make_pool: Any, make_gate: Any, gate: Any
     start.open()
     pool.shutdown(wait=False)
     lasting = jobs.pop(LASTS)
-    assert [job.result(30) for job in (*others, *jobs)] == [None, None, *(item for item in range(100) if item != LASTS)]
+    assert [job.result(300) for job in (*others, *jobs)] == [
+        None,
+        None,
+        *(item for item in range(100) if item != LASTS),
+    ]
     gate.open()
-    assert lasting.result(30) == LASTS
+    assert lasting.result(300) == LASTS
     assert eventually(lambda: marks.count("teardown") == 2)
 
 
 @pytest.mark.processes
-def test_what_was_told_does_not_run_again_when_its_worker_dies(pool: ParallelPool, gate: Any, marks: Any) -> None:
+def test_what_was_told_does_not_run_again_when_its_worker_dies(
+    pool: ParallelPool, gate: Any, marks: Any
+) -> None:
     def run(item: int) -> int:
         if item >= 0:
             marks.add(item)
@@ -201,10 +225,10 @@ def test_what_was_told_does_not_run_again_when_its_worker_dies(pool: ParallelPoo
 
     list(pool.parfor(run, [-1] * 200))
     jobs = [pool.parfeval(run, item) for item in range(100)]
-    others = [job.result(30) for job in jobs[:LASTS] + jobs[LASTS + 1 :]]
+    others = [job.result(300) for job in jobs[:LASTS] + jobs[LASTS + 1 :]]
     assert others == [item for item in range(100) if item != LASTS]
     gate.open()
-    assert jobs[LASTS].result(60) == LASTS
+    assert jobs[LASTS].result(300) == LASTS
     assert jobs[LASTS].attempts == 2
     assert marks.count(LASTS) == 2
     assert len(marks.all()) == 101, "but for the one that was running"
@@ -212,7 +236,12 @@ def test_what_was_told_does_not_run_again_when_its_worker_dies(pool: ParallelPoo
 
 @pytest.mark.processes
 def test_a_message_that_gets_lost_loses_nothing(
-    pool: ParallelPool, begin: Any, gate: Any, marks: Any, monkeypatch: pytest.MonkeyPatch, eventually: Any
+    pool: ParallelPool,
+    begin: Any,
+    gate: Any,
+    marks: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    eventually: Any,
 ) -> None:
     """The answer to the call has all of it."""
     lost: list[Any] = []
@@ -220,5 +249,5 @@ def test_a_message_that_gets_lost_loses_nothing(
     jobs = begin()
     assert eventually(lambda: lost)
     gate.open()
-    assert [job.result(30) for job in jobs] == list(range(100))
+    assert [job.result(300) for job in jobs] == list(range(100))
     assert sorted(map(int, marks.all())) == list(range(100)), "each has run once"

@@ -1,4 +1,6 @@
-"""What workers do when they begin and end, and that they rest when there is nothing to do, on every kind of pool."""
+"""What workers do when they begin and end, and that they rest when there is nothing to do, on every
+kind of pool.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +37,14 @@ def states_of(pool: ParallelPool) -> set[str]:
     return {worker.state for worker in pool.workers}
 
 
-# --- setup --------------------------------------------------------------------------------------------------------------
+# --- setup ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.semantics
 @pytest.mark.concurrent
-def test_setup_runs_once_in_each_worker_before_anything_else_and_teardown_at_its_end(make_pool: Any, marks: Any) -> None:
+def test_setup_runs_once_in_each_worker_before_anything_else_and_teardown_at_its_end(
+    make_pool: Any, marks: Any
+) -> None:
     """Teardown finds what setup has made."""
 
     def setup() -> None:
@@ -54,7 +58,7 @@ def test_setup_runs_once_in_each_worker_before_anything_else_and_teardown_at_its
         assert marks.all() == ["setup 0", "setup 1"]
         assert list(pool.parfor(lambda _: marks.count(f"setup {where()}"), 10)) == [1] * 10
         pool.resize(3)
-        assert pool.parfeval_on_all(lambda: marks.count(f"setup {where()}")).result(60) == [1] * 3
+        assert pool.parfeval_on_all(lambda: marks.count(f"setup {where()}")).result(300) == [1] * 3
         assert marks.all() == ["setup 0", "setup 1", "setup 2"]
         pool.resize(2)
         pool.parfor(abs, 10)
@@ -64,9 +68,11 @@ def test_setup_runs_once_in_each_worker_before_anything_else_and_teardown_at_its
 @pytest.mark.processes
 def test_a_worker_that_replaces_another_is_set_up_too(make_pool: Any, marks: Any) -> None:
     """One that dies cannot tear down."""
-    with make_pool(1, setup=lambda: marks.add("setup"), teardown=lambda: marks.add("teardown")) as pool:
-        pool.options(retries=0).parfeval(end_worker).exception(60)
-        assert pool.parfeval(lambda: marks.count("setup")).result(60) == 2
+    with make_pool(
+        1, setup=lambda: marks.add("setup"), teardown=lambda: marks.add("teardown")
+    ) as pool:
+        pool.options(retries=0).parfeval(end_worker).exception(300)
+        assert pool.parfeval(lambda: marks.count("setup")).result(300) == 2
     assert marks.count("teardown") == 1
 
 
@@ -79,7 +85,10 @@ def test_a_setup_that_fails(make_pool: Any, marks: Any, caplog: pytest.LogCaptur
         marks.add("tried")
         raise LookupError("no such data set")
 
-    words = r"(?s)1 of 1 workers did not start; worker 0: its setup failed.*LookupError.*no such data set"
+    words = (
+        r"(?s)1 of 1 workers did not start; worker 0: its setup failed.*LookupError.*no such"
+        r" data set"
+    )
     with pytest.raises(StartupError, match=words) as caught:
         make_pool(1, setup=fail, teardown=lambda: marks.add("teardown"))
     assert 1 <= marks.count("tried") <= 3, "the next may have begun"
@@ -96,7 +105,9 @@ def test_a_setup_that_exits(make_pool: Any) -> None:
 
 
 @pytest.mark.concurrent
-def test_a_setup_that_fails_in_some_workers_only(make_pool: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_setup_that_fails_in_some_workers_only(
+    make_pool: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """A range of sizes is content with the others; that there are fewer is said."""
 
     def fail() -> None:
@@ -104,11 +115,11 @@ def test_a_setup_that_fails_in_some_workers_only(make_pool: Any, caplog: pytest.
             raise LookupError("not here")
 
     with make_pool((1, 2), setup=fail) as pool:
-        assert pool.parfeval(where).result(60) == 0
+        assert pool.parfeval(where).result(300) == 0
         assert "Worker 1 did not start: its setup failed" in caplog.text
 
 
-# --- teardown -----------------------------------------------------------------------------------------------------------
+# --- teardown -------------------------------------------------------------------------------------
 
 
 @pytest.mark.semantics
@@ -122,9 +133,11 @@ def test_teardown_comes_after_what_runs(make_pool: Any, marks: Any) -> None:
 
 @pytest.mark.semantics
 @pytest.mark.threads
-def test_a_teardown_that_fails_keeps_nobody_from_ending(make_pool: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_teardown_that_fails_keeps_nobody_from_ending(
+    make_pool: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     with make_pool(2, teardown=lambda: 1 // 0) as pool:
-        assert pool.parfeval(abs, -1).result(60) == 1
+        assert pool.parfeval(abs, -1).result(300) == 1
     assert pool.is_closed
     assert "ZeroDivisionError" in caplog.text
 
@@ -137,36 +150,52 @@ def test_a_teardown_that_hangs_is_given_up(
     if make_pool.is_in_processes:
         monkeypatch.setattr("raypool.backends.ray.backend.WIND_UP_TIMEOUT_S", 0.5)
     with make_pool(1, teardown=gate.wait) as pool:
-        assert pool.parfeval(abs, -1).result(60) == 1
+        assert pool.parfeval(abs, -1).result(300) == 1
     assert "worker 0" in caplog.text
     assert "had not ended after 0.5 s" in caplog.text
     gate.open()
 
 
-# --- nothing to do ------------------------------------------------------------------------------------------------------
+# --- nothing to do --------------------------------------------------------------------------------
 
 
 @pytest.mark.concurrent
-def test_idle_workers_end_and_are_started_again(make_pool: Any, marks: Any, eventually: Any, capfd: Any) -> None:
+def test_idle_workers_end_and_are_started_again(
+    make_pool: Any, marks: Any, eventually: Any, capfd: Any
+) -> None:
     """Scenario 6. A line says so, once, where that frees memory."""
-    changes = {"setup": lambda: marks.add("setup"), "teardown": lambda: marks.add("teardown"), "idle_timeout_s": IDLE_S}
+    changes = {
+        "setup": lambda: marks.add("setup"),
+        "teardown": lambda: marks.add("teardown"),
+        "idle_timeout_s": IDLE_S,
+    }
     with make_pool(2, quiet=False, **changes) as pool:
-        assert pool.parfeval_on_all(where).result(60) == [0, 1]
+        assert pool.parfeval_on_all(where).result(300) == [0, 1]
         pids = [worker.pid for worker in pool.workers]
         assert eventually(lambda: states_of(pool) == {"parked"})
         assert eventually(lambda: marks.count("teardown") == marks.count("setup"))
         if make_pool.is_in_processes:
             assert eventually(lambda: not any(psutil.pid_exists(pid) for pid in pids))
-        assert (pool.num_workers, pool.idle_workers, pool.busy, pool.is_closed) == (2, 0, False, False)
+        assert (pool.num_workers, pool.idle_workers, pool.busy, pool.is_closed) == (
+            2,
+            0,
+            False,
+            False,
+        )
 
         assert set(pool.parfor(where, 20)) <= {0, 1}
-        assert pool.parfeval(where).result(60) in (0, 1)
-        assert pool.parfeval_on_all(where).result(60) == [0, 1]
+        assert pool.parfeval(where).result(300) in (0, 1)
+        assert pool.parfeval_on_all(where).result(300) == [0, 1]
         assert marks.count("setup") >= 4, "as often as it was held up between two calls"
         assert eventually(lambda: states_of(pool) == {"parked"})
         assert pool.num_workers == 2
-        assert eventually(lambda: marks.count("teardown") == marks.count("setup")), "before the pool ends what still runs"
-    line = "raypool: idle; 2 workers have ended, and their memory is free; the next call starts them again"
+        assert eventually(lambda: marks.count("teardown") == marks.count("setup")), (
+            "before the pool ends what still runs"
+        )
+    line = (
+        "raypool: idle; 2 workers have ended, and their memory is free; the next call starts them"
+        " again"
+    )
     assert capfd.readouterr().out.count(line) == (1 if make_pool.is_in_processes else 0)
 
 
@@ -177,12 +206,14 @@ def test_what_runs_long_is_no_idling(make_pool: Any, gate: Any, eventually: Any)
         assert eventually(future.running)
         assert not eventually(lambda: "parked" in states_of(pool), 4 * IDLE_S)
         gate.open()
-        future.result(60)
+        future.result(300)
         assert eventually(lambda: states_of(pool) == {"parked"})
 
 
 @pytest.mark.threads
-@pytest.mark.parametrize("what", ["resize", "shutdown", "delete", "on all", "part", "loop", "bound"])
+@pytest.mark.parametrize(
+    "what", ["resize", "shutdown", "delete", "on all", "part", "loop", "bound"]
+)
 def test_what_is_asked_of_a_pool_that_rests(make_pool: Any, eventually: Any, what: str) -> None:
     with make_pool(2, idle_timeout_s=IDLE_S) as pool:
         assert eventually(lambda: states_of(pool) == {"parked"})
@@ -190,21 +221,21 @@ def test_what_is_asked_of_a_pool_that_rests(make_pool: Any, eventually: Any, wha
             pool.resize(1)
             assert pool.num_workers == 1
             pool.resize(3)
-            assert pool.parfeval_on_all(lambda: 1).result(60) == [1, 1, 1]
+            assert pool.parfeval_on_all(lambda: 1).result(300) == [1, 1, 1]
         elif what in ("shutdown", "delete"):
             getattr(pool, what)()
             with pytest.raises(PoolClosedError):
                 pool.parfeval(where)
         elif what == "on all":
-            assert pool.parfeval_on_all(where).result(60) == [0, 1]
+            assert pool.parfeval_on_all(where).result(300) == [0, 1]
         elif what == "part":
             part, rest = pool.partition(workers=[1])
             assert set(part.parfor(where, 5)) == {1}
-            assert rest.parfeval(where).result(60) == 0
+            assert rest.parfeval(where).result(300) == 0
         elif what == "loop":
             assert list(pool.parfor(lambda x: x + 1, iter(range(50)))) == list(range(1, 51))
         else:
-            assert pool.options(worker=1).parfeval(where).result(60) == 1
+            assert pool.options(worker=1).parfeval(where).result(300) == 1
 
 
 @pytest.mark.threads
@@ -221,7 +252,9 @@ def test_many_threads_wake_a_pool_at_once(make_pool: Any, eventually: Any) -> No
     with make_pool(2, idle_timeout_s=IDLE_S) as pool:
         assert eventually(lambda: states_of(pool) == {"parked"})
         values: list[int] = []
-        threads = [threading.Thread(target=lambda: values.extend(pool.parfor(abs, 5))) for _ in range(6)]
+        threads = [
+            threading.Thread(target=lambda: values.extend(pool.parfor(abs, 5))) for _ in range(6)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -232,15 +265,19 @@ def test_many_threads_wake_a_pool_at_once(make_pool: Any, eventually: Any) -> No
 def test_an_inline_pool_has_nothing_that_could_end(make_pool: Any) -> None:
     with make_pool(2, idle_timeout_s=0.001) as pool:
         time.sleep(0.01)
-        assert pool.parfeval(where).result(60) == 0
+        assert pool.parfeval(where).result(300) == 0
         assert "parked" not in states_of(pool)
 
 
 @pytest.mark.threads
-def test_constants_are_made_anew_after_a_rest(make_pool: Any, marks: Any, eventually: Callable[..., bool]) -> None:
+def test_constants_are_made_anew_after_a_rest(
+    make_pool: Any, marks: Any, eventually: Callable[..., bool]
+) -> None:
     with make_pool(1, idle_timeout_s=IDLE_S) as pool:
-        table = pool.constant(lambda: marks.add("built") or [1, 2], cleanup=lambda _: marks.add("cleaned"))
-        assert pool.parfeval(lambda: table.value).result(60) == [1, 2]
+        table = pool.constant(
+            lambda: marks.add("built") or [1, 2], cleanup=lambda _: marks.add("cleaned")
+        )
+        assert pool.parfeval(lambda: table.value).result(300) == [1, 2]
         assert eventually(lambda: states_of(pool) == {"parked"})
-        assert pool.parfeval(lambda: table.value).result(60) == [1, 2]
+        assert pool.parfeval(lambda: table.value).result(300) == [1, 2]
     assert marks.all() == ["built", "cleaned"], "one process, which goes on"

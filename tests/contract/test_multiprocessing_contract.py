@@ -1,4 +1,6 @@
-"""The pool of `raypool.interop.multiprocessing`: what `multiprocessing.Pool` promises, on every kind of pool."""
+"""The pool of `raypool.interop.multiprocessing`: what `multiprocessing.Pool` promises, on every
+kind of pool.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def refuse(number: int) -> int:
     return number
 
 
-# --- the verbs --------------------------------------------------------------------------------------------------------
+# --- the verbs ------------------------------------------------------------------------------------
 
 
 @pytest.mark.everywhere
@@ -58,19 +60,28 @@ def test_maps_do_as_the_built_in_map_does(mp: Pool) -> None:
     for chunksize in (None, 4):
         assert mp.map(lambda x: x + offset, numbers, chunksize) == expected
         assert mp.map(lambda x: x + offset, iter(numbers), chunksize) == expected
-        assert mp.starmap(operator.mul, zip(numbers, expected, strict=True), chunksize) == [x * (x + 3) for x in numbers]
+        assert mp.starmap(operator.mul, zip(numbers, expected, strict=True), chunksize) == [
+            x * (x + 3) for x in numbers
+        ]
         assert list(mp.imap(lambda x: x + offset, numbers, chunksize or 1)) == expected
-        assert sorted(mp.imap_unordered(lambda x: x + offset, iter(numbers), chunksize or 1)) == expected
+        assert (
+            sorted(mp.imap_unordered(lambda x: x + offset, iter(numbers), chunksize or 1))
+            == expected
+        )
     assert mp.map(refuse, []) == list(mp.imap(refuse, [])) == []
 
 
 def test_calls_take_arguments_by_name_too(mp: Pool) -> None:
     assert mp.apply(divmod, (7, 2)) == (3, 1)
-    assert mp.apply(dict, kwds={"self": 1, "func": 2, "callback": 3}) == {"self": 1, "func": 2, "callback": 3}
+    assert mp.apply(dict, kwds={"self": 1, "func": 2, "callback": 3}) == {
+        "self": 1,
+        "func": 2,
+        "callback": 3,
+    }
     assert mp.apply_async(dict, [[(1, 2)]], {"a": 3}).get(60) == {1: 2, "a": 3}
 
 
-# --- errors -----------------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.everywhere
@@ -169,11 +180,22 @@ def _send_and_take(verb: str, mp: Pool, item: Any) -> None:
     next(results)  # an iterator is drawn from by and by
 
 
-VERBS = ["apply", "apply_async", "map", "map_async", "starmap", "starmap_async", "imap", "imap_unordered"]
+VERBS = [
+    "apply",
+    "apply_async",
+    "map",
+    "map_async",
+    "starmap",
+    "starmap_async",
+    "imap",
+    "imap_unordered",
+]
 
 
 @pytest.mark.processes
-def test_what_cannot_be_sent_fails_at_the_call(mp: Pool, check_pool: Any, pool: ParallelPool) -> None:
+def test_what_cannot_be_sent_fails_at_the_call(
+    mp: Pool, check_pool: Any, pool: ParallelPool
+) -> None:
     guard = threading.Lock()
 
     def guarded(x: object) -> None:
@@ -196,7 +218,7 @@ def test_what_cannot_be_called_fails_at_the_call(mp: Pool) -> None:
             _send(verb, mp, 3, 1)  # type: ignore[arg-type]
 
 
-# --- results that are not there yet -----------------------------------------------------------------------------------
+# --- results that are not there yet ---------------------------------------------------------------
 
 
 @pytest.mark.threads
@@ -229,7 +251,10 @@ def test_callbacks_are_called_one_after_the_other_before_anybody_wakes(mp: Pool)
         threads.add(threading.get_ident())
         heard.append(value)
 
-    results = [mp.apply_async(abs, (-number,), callback=hear, error_callback=heard.clear) for number in range(20)]
+    results = [
+        mp.apply_async(abs, (-number,), callback=hear, error_callback=heard.clear)
+        for number in range(20)
+    ]
     for result in results:
         result.wait(60)
     assert sorted(heard) == list(range(20))
@@ -270,13 +295,17 @@ def test_a_callback_may_hand_in_more(mp: Pool) -> None:
 
 @pytest.mark.semantics
 @pytest.mark.threads
-def test_a_callback_cannot_wait_for_its_own_pool(mp: Pool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_callback_cannot_wait_for_its_own_pool(
+    mp: Pool, caplog: pytest.LogCaptureFixture
+) -> None:
     mp.apply_async(abs, (-1,), callback=lambda _: mp.map(abs, [-1])).wait(60)
     assert "would wait for itself" in caplog.text
     assert mp.map(abs, [-1]) == [1]
 
 
-def test_a_callback_may_look_whether_something_is_there(mp: Pool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_callback_may_look_whether_something_is_there(
+    mp: Pool, caplog: pytest.LogCaptureFixture
+) -> None:
     seen: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def look(_: int) -> None:
@@ -324,7 +353,7 @@ def test_what_an_iterable_has_raised_is_not_kept(mp: Pool, eventually: Any) -> N
         assert eventually(lambda: seen() is None)
 
 
-# --- iterators --------------------------------------------------------------------------------------------------------
+# --- iterators ------------------------------------------------------------------------------------
 
 
 def test_a_generator_without_end_is_drawn_as_it_is_used(mp: Pool, pool: ParallelPool) -> None:
@@ -339,7 +368,9 @@ def test_a_generator_without_end_is_drawn_as_it_is_used(mp: Pool, pool: Parallel
 @pytest.mark.parametrize("buffersize", [1, 3])
 def test_so_many_are_drawn_ahead_as_is_wanted(mp: Pool, buffersize: int, eventually: Any) -> None:
     drawn: list[int] = []
-    results = mp.imap(abs, (drawn.append(number) or number for number in range(100)), buffersize=buffersize)
+    results = mp.imap(
+        abs, (drawn.append(number) or number for number in range(100)), buffersize=buffersize
+    )
     assert eventually(lambda: len(drawn) == buffersize)
     assert next(results) == 0
     assert eventually(lambda: len(drawn) == buffersize + 1)
@@ -392,7 +423,7 @@ def test_next_waits_so_long(mp: Pool, gate: Any) -> None:
         results.next(60)
 
 
-# --- its end ----------------------------------------------------------------------------------------------------------
+# --- its end --------------------------------------------------------------------------------------
 
 
 def test_after_its_end(mp: Pool, pool: ParallelPool, check_pool: Any) -> None:
@@ -412,7 +443,9 @@ def test_after_its_end(mp: Pool, pool: ParallelPool, check_pool: Any) -> None:
 
 
 @pytest.mark.concurrent
-def test_terminate_cancels_what_runs(mp: Pool, pool: ParallelPool, gate: Any, eventually: Any, check_pool: Any) -> None:
+def test_terminate_cancels_what_runs(
+    mp: Pool, pool: ParallelPool, gate: Any, eventually: Any, check_pool: Any
+) -> None:
     other = pool.parfeval(abs, -1)
     running = mp.apply_async(gate.wait)
     queued = mp.map_async(lambda _: gate.wait(), range(20), 1)
@@ -426,7 +459,7 @@ def test_terminate_cancels_what_runs(mp: Pool, pool: ParallelPool, gate: Any, ev
     for get in (running.get, queued.get, endless.next):
         with pytest.raises(concurrent.futures.CancelledError):
             get(60)
-    assert other.result(60) == 1, "what others have handed in goes on"
+    assert other.result(300) == 1, "what others have handed in goes on"
     check_pool(pool)
 
 
@@ -468,7 +501,7 @@ def test_a_pool_within_a_task_is_serial(mp: Pool) -> None:
     assert mp.map(inner, [1, 2]) == [[0, 1, 2], [0, 2, 4]]
 
 
-# --- what it is made with ---------------------------------------------------------------------------------------------
+# --- what it is made with -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -484,7 +517,9 @@ def test_a_pool_within_a_task_is_serial(mp: Pool) -> None:
         ({"workers": 3, "profile": "threads"}, TypeError, "workers"),
     ],
 )
-def test_arguments_that_cannot_work(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_arguments_that_cannot_work(
+    arguments: dict[str, Any], error: type[Exception], text: str
+) -> None:
     with pytest.raises(error, match=text):
         Pool(**arguments)
 

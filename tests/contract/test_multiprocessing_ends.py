@@ -1,4 +1,6 @@
-"""The pool of `raypool.interop.multiprocessing`: what is still open when it, or a result of it, is left."""
+"""The pool of `raypool.interop.multiprocessing`: what is still open when it, or a result of it, is
+left.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ class Refused(Exception):
     """An exception of a user's."""
 
 
-# --- work that is handed in while it ends -----------------------------------------------------------------------------
+# --- work that is handed in while it ends ---------------------------------------------------------
 
 
 @pytest.mark.parametrize(("end", "is_lent"), [(Pool.close, False), (Pool.terminate, True)])
@@ -44,7 +46,9 @@ def test_one_that_ends_while_an_iterable_is_drawn_takes_nothing(
     check_pool(pool)
 
 
-def test_a_call_that_comes_in_as_the_last_thread_leaves_is_cancelled(pool: ParallelPool, gate: Any, check_pool: Any) -> None:
+def test_a_call_that_comes_in_as_the_last_thread_leaves_is_cancelled(
+    pool: ParallelPool, gate: Any, check_pool: Any
+) -> None:
     collector = Collector()
     collector.close(lambda: None)
     future = pool.parfeval(gate.wait)
@@ -54,7 +58,7 @@ def test_a_call_that_comes_in_as_the_last_thread_leaves_is_cancelled(pool: Paral
     check_pool(pool)
 
 
-# --- iterators that nobody holds any more -----------------------------------------------------------------------------
+# --- iterators that nobody holds any more ---------------------------------------------------------
 
 
 def raypool_threads() -> set[threading.Thread]:
@@ -86,14 +90,18 @@ def test_join_ends_when_the_iterator_is_left_meanwhile(mp: Pool, eventually: Any
     mp.close()
     joining = threading.Thread(target=mp.join)
     joining.start()
-    assert eventually(lambda: len(drawn) > 10 * LOOK_AHEAD), "it draws for somebody who may still want it"
+    assert eventually(lambda: len(drawn) > 10 * LOOK_AHEAD), (
+        "it draws for somebody who may still want it"
+    )
     iterators.clear()
     joining.join(20)
     assert not joining.is_alive()
 
 
 @pytest.mark.parametrize("chunksize", [1, 3])
-def test_what_is_done_for_its_effect_alone_is_done_to_its_end(mp: Pool, eventually: Any, chunksize: int) -> None:
+def test_what_is_done_for_its_effect_alone_is_done_to_its_end(
+    mp: Pool, eventually: Any, chunksize: int
+) -> None:
     done: list[int] = []
     mp.imap_unordered(done.append, iter(range(300)), chunksize)
     assert eventually(lambda: len(done) == 300), "also before anybody joins"
@@ -128,9 +136,11 @@ def test_results_that_nobody_takes_are_not_kept(mp: Pool, gate: Any, eventually:
         gate.wait()  # not in the last call: that would hold the answers of those that share it
 
     mp.imap(make, numbers())
-    assert eventually(lambda: len(seen) == 20 and gc.collect() >= 0 and sum(ref() is not None for ref in seen) <= 1), (
-        "but for one that the pool may have in its hand"
-    )
+    assert eventually(
+        lambda: (
+            len(seen) == 20 and gc.collect() >= 0 and sum(ref() is not None for ref in seen) <= 1
+        )
+    ), "but for one that the pool may have in its hand"
 
 
 def test_a_pool_that_is_forgotten_with_its_iterator_ends(eventually: Any) -> None:
@@ -145,11 +155,13 @@ def test_a_pool_that_is_forgotten_with_its_iterator_ends(eventually: Any) -> Non
         assert eventually(lambda: gc.collect() >= 0 and not raypool_threads() - before)
 
 
-# --- errors ------------------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chunksize", [1, 2])
-def test_the_error_of_an_iterable_is_freed_with_its_last_reference(mp: Pool, eventually: Any, chunksize: int) -> None:
+def test_the_error_of_an_iterable_is_freed_with_its_last_reference(
+    mp: Pool, eventually: Any, chunksize: int
+) -> None:
     def refusing() -> Iterator[int]:
         yield -1
         raise Refused
@@ -178,7 +190,7 @@ def test_an_error_that_is_kept_keeps_no_iterator(mp: Pool, eventually: Any) -> N
     assert kept.value.args == (0,)
 
 
-# --- callbacks --------------------------------------------------------------------------------------------------------
+# --- callbacks ------------------------------------------------------------------------------------
 
 
 def test_a_callback_cannot_join_its_own_pool(mp: Pool) -> None:

@@ -1,4 +1,6 @@
-"""The pool of `raypool.interop.multiprocessing`: the workers that it opens, begins with, replaces and ends."""
+"""The pool of `raypool.interop.multiprocessing`: the workers that it opens, begins with, replaces
+and ends.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def raypool_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("raypool-")}
 
 
-# --- how it begins ----------------------------------------------------------------------------------------------------
+# --- how it begins --------------------------------------------------------------------------------
 
 model: Any = None
 settings: dict[str, int] = {"set": 0}
@@ -81,7 +83,10 @@ def test_so_it_is_in_processes_also_in_one_that_replaces_another(
         assert mp.map(work, range(6)) == [7] * 6
         assert model is None
         monkeypatch.setattr(sys.modules[__name__], "untouched", "new")
-        assert mp.apply(lambda: (model, untouched)) == (7, "new"), "other variables are those of the call"
+        assert mp.apply(lambda: (model, untouched)) == (
+            7,
+            "new",
+        ), "other variables are those of the call"
 
 
 def test_an_initializer_that_fails() -> None:
@@ -102,7 +107,7 @@ def test_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("", "")
 
 
-# --- processes that are replaced --------------------------------------------------------------------------------------
+# --- processes that are replaced ------------------------------------------------------------------
 
 
 @pytest.mark.processes
@@ -110,7 +115,9 @@ def test_a_process_makes_so_many_tasks(make_mp: Maker) -> None:
     max_tasks = 3
     with make_mp(2, load, (7,), max_tasks) as mp:
         results = [mp.apply_async(lambda: (os.getpid(), model)) for _ in range(2 * max_tasks)]
-        answers = [result.get(60) for result in results] + mp.map(lambda _: (os.getpid(), model), range(4), 2)
+        answers = [result.get(60) for result in results] + mp.map(
+            lambda _: (os.getpid(), model), range(4), 2
+        )
     chunks = answers[2 * max_tasks :]
     assert chunks[0] == chunks[1], "a chunk is one task"
     pids = [pid for pid, _ in answers[: 2 * max_tasks] + chunks[::2]]
@@ -132,7 +139,7 @@ def test_elsewhere_that_means_nothing() -> None:
         assert mp.map(abs, range(10), 1) == list(range(10))
 
 
-# --- how it ends ------------------------------------------------------------------------------------------------------
+# --- how it ends ----------------------------------------------------------------------------------
 
 
 @pytest.mark.threads
@@ -177,7 +184,10 @@ def test_one_that_is_forgotten_says_so_and_ends(make_mp: Maker, eventually: Any)
     assert mp.map(abs, [-1]) == [1]  # which does not hold it any more, so it is told of here
     pools = [mp]
     del mp
-    with pytest.warns(ResourceWarning, match="unclosed running multiprocessing pool <.*Pool state=RUN pool_size=1>"):
+    with pytest.warns(
+        ResourceWarning,
+        match="unclosed running multiprocessing pool <.*Pool state=RUN pool_size=1>",
+    ):
         pools.clear()
     gc.collect()
     assert eventually(lambda: not raypool_threads() - before)
@@ -203,7 +213,8 @@ def test_results_keep_their_pool_and_no_longer(make_mp: Maker, eventually: Any) 
         return mp
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)  # raised in the collector's thread, as soon as it lets go of the pool
+        # raised in the collector's thread, as soon as it lets go of the pool
+        warnings.simplefilter("ignore", ResourceWarning)
         assert make().map_async(abs, [-1]).get(60) == [1]
         assert list(make().imap(abs, iter([-1, -2]))) == [1, 2]
         assert eventually(lambda: not pools)
@@ -212,10 +223,18 @@ def test_results_keep_their_pool_and_no_longer(make_mp: Maker, eventually: Any) 
 @pytest.mark.concurrent
 @pytest.mark.parametrize(("verb", "num_calls"), [("map", 3), ("apply", 1)])
 def test_ctrl_c_stops_what_runs(
-    pool: ParallelPool, gate: Any, eventually: Any, check_pool: Any, press_ctrl_c: Any, verb: str, num_calls: int
+    pool: ParallelPool,
+    gate: Any,
+    eventually: Any,
+    check_pool: Any,
+    press_ctrl_c: Any,
+    verb: str,
+    num_calls: int,
 ) -> None:
     def interrupt() -> None:
-        if not eventually(lambda: pool.statistics().running == num_calls and not pool.statistics().queued):
+        if not eventually(
+            lambda: pool.statistics().running == num_calls and not pool.statistics().queued
+        ):
             gate.open()  # so that it fails instead of waiting
         else:
             press_ctrl_c()
@@ -239,7 +258,12 @@ def test_ctrl_c_stops_what_runs(
 @pytest.mark.threads
 @pytest.mark.parametrize("verb", ["map", "starmap", "apply"])
 def test_so_does_ctrl_c_before_it_waits(
-    pool: ParallelPool, gate: Any, eventually: Any, check_pool: Any, monkeypatch: pytest.MonkeyPatch, verb: str
+    pool: ParallelPool,
+    gate: Any,
+    eventually: Any,
+    check_pool: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    verb: str,
 ) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -292,7 +316,9 @@ def test_ctrl_c_ends_an_initializer(
 
 @pytest.mark.threads
 @pytest.mark.parametrize("end", ["close", "terminate", "del"])
-def test_what_a_pool_was_lent_with_ends_with_it(make_pool: Any, marks: Any, eventually: Any, end: str) -> None:
+def test_what_a_pool_was_lent_with_ends_with_it(
+    make_pool: Any, marks: Any, eventually: Any, end: str
+) -> None:
     with make_pool(1) as pool:
         mp = Pool(initializer=marks.add, initargs=("began",), pool=pool)
         pool.resize(2)

@@ -35,7 +35,7 @@ def numbers_of(view: Any) -> list[int]:
     return [worker.index for worker in view.workers]
 
 
-# --- which workers ------------------------------------------------------------------------------------------------------
+# --- which workers --------------------------------------------------------------------------------
 
 
 @pytest.mark.everywhere
@@ -59,8 +59,14 @@ def test_nobody_has_a_gpu() -> None:
     with parpool(2, profile="inline", quiet=True) as pool:
         part, rest = pool.partition(per_gpu=1)
         assert (part.num_workers, rest.num_workers) == (0, 2)
-        assert (part.workers, part.idle_workers, part.busy, part.queue.queued, part.queue.running) == ([], 0, False, [], [])
-        assert rest.parfeval_on_all(where).result(60) == [0, 1]
+        assert (
+            part.workers,
+            part.idle_workers,
+            part.busy,
+            part.queue.queued,
+            part.queue.running,
+        ) == ([], 0, False, [], [])
+        assert rest.parfeval_on_all(where).result(300) == [0, 1]
 
 
 @pytest.mark.arguments
@@ -88,7 +94,7 @@ def test_parts_of_parts(pool: ParallelPool) -> None:
     part, rest = pool.partition(workers=[1, 2])
     first, second = part.partition(per_host=1)
     assert (numbers_of(first), numbers_of(second), numbers_of(rest)) == ([1], [2], [0])
-    assert [view.parfeval(where).result(60) for view in (first, second, rest)] == [1, 2, 0]
+    assert [view.parfeval(where).result(300) for view in (first, second, rest)] == [1, 2, 0]
     with pytest.raises(InvalidValueError, match=r"There is no worker 0 here\. There are: 1, 2"):
         part.partition(workers=[0])
 
@@ -104,19 +110,25 @@ def test_parts_of_parts(pool: ParallelPool) -> None:
         ({"per_gpu": True}, InvalidTypeError, "per_gpu=True is not a whole number"),
         ({"per_host": 0.5}, InvalidTypeError, "per_host=0.5 is not a whole number"),
         ({"workers": 1}, InvalidTypeError, "workers=1 is not a list of workers"),
-        ({"workers": ["0"]}, InvalidTypeError, "'0' in it, which is neither a worker nor the number of one"),
+        (
+            {"workers": ["0"]},
+            InvalidTypeError,
+            "'0' in it, which is neither a worker nor the number of one",
+        ),
         ({"workers": [True]}, InvalidTypeError, "True in it"),
         ({"workers": [7]}, InvalidValueError, r"no worker 7 here\. There are: 0, 1, 2"),
         ({"workers": [-1]}, InvalidValueError, "no worker -1 here"),
         ({"workers": [1, 1]}, InvalidValueError, "Worker 1 is named twice"),
     ],
 )
-def test_what_cannot_be_parted(pool: ParallelPool, arguments: dict[str, Any], error: type[Exception], words: str) -> None:
+def test_what_cannot_be_parted(
+    pool: ParallelPool, arguments: dict[str, Any], error: type[Exception], words: str
+) -> None:
     with pytest.raises(error, match=words):
         pool.partition(**arguments)
 
 
-# --- what runs where ----------------------------------------------------------------------------------------------------
+# --- what runs where ------------------------------------------------------------------------------
 
 
 @pytest.mark.everywhere
@@ -127,10 +139,12 @@ def test_all_verbs_keep_to_the_parts_workers(pool: ParallelPool) -> None:
         assert set(view.parfor(where, iter(range(40)), chunk_size=3)) <= own
         assert set(view.parfor(where, 5, max_workers=1)) <= own
         assert set(view.map(where, range(10))) <= own
-        assert {view.submit(where).result(60) for _ in range(10)} <= own
-        assert {view.options(name="x", retries=0).parfeval(where).result(60) for _ in range(5)} <= own
-        assert view.parfeval_on_all(where).result(60) == sorted(own)
-        assert view.options(worker=max(own)).parfeval(where).result(60) == max(own)
+        assert {view.submit(where).result(300) for _ in range(10)} <= own
+        assert {
+            view.options(name="x", retries=0).parfeval(where).result(300) for _ in range(5)
+        } <= own
+        assert view.parfeval_on_all(where).result(300) == sorted(own)
+        assert view.options(worker=max(own)).parfeval(where).result(300) == max(own)
     with pytest.raises(InvalidValueError, match=r"There is no worker 1\. There are: 0, 2"):
         part.options(worker=1).parfeval(where)
     assert part.parfor(abs, [-1], max_workers=0)[0] == 1
@@ -145,7 +159,9 @@ def test_a_part_has_the_pools_options(make_pool: Any) -> None:
 
 
 @pytest.mark.concurrent
-def test_parts_are_used_at_the_same_time(pool: ParallelPool, make_gate: Any, eventually: Any) -> None:
+def test_parts_are_used_at_the_same_time(
+    pool: ParallelPool, make_gate: Any, eventually: Any
+) -> None:
     """Neither waits for the other; nor does the pool itself use up what one of them could use."""
     first, second = make_gate(), make_gate()
     part, rest = pool.partition(workers=[0])
@@ -158,21 +174,23 @@ def test_parts_are_used_at_the_same_time(pool: ParallelPool, make_gate: Any, eve
     assert [future.state for future in slow] == ["running", "queued", "queued"]
     assert (part.idle_workers, rest.idle_workers, pool.idle_workers) == (0, 0, 0)
     second.open()
-    assert everywhere.result(60) in (1, 2)
+    assert everywhere.result(300) in (1, 2)
     assert not slow[1].done()
     first.open()
     assert raypool.wait(slow, 60)
 
 
 @pytest.mark.concurrent
-def test_a_part_does_not_leave_its_workers_idle_nor_take_others(pool: ParallelPool, gate: Any, eventually: Any) -> None:
+def test_a_part_does_not_leave_its_workers_idle_nor_take_others(
+    pool: ParallelPool, gate: Any, eventually: Any
+) -> None:
     part, rest = pool.partition(workers=[0, 2])
     futures = [part.parfeval(lambda: (gate.wait(), current_task().worker)[1]) for _ in range(6)]
     assert eventually(lambda: sum(future.running() for future in futures) == 2)
     assert rest.idle_workers == 1
     assert part.idle_workers == 0
     gate.open()
-    assert {future.result(60) for future in futures} == {0, 2}
+    assert {future.result(300) for future in futures} == {0, 2}
 
 
 @pytest.mark.semantics
@@ -186,13 +204,13 @@ def test_many_threads_use_pool_and_parts(pool: ParallelPool) -> None:
     def use(view: Any, own: set[int]) -> None:
         for _ in range(5):
             futures = [view.parfeval(where) for _ in range(10)]
-            values = [*view.parfor(where, 30), *(future.result(60) for future in futures)]
+            values = [*view.parfor(where, 30), *(future.result(300) for future in futures)]
             assert len(values) == 40
             assert set(values) <= own
 
     with concurrent.futures.ThreadPoolExecutor(len(views)) as threads:
         for call in [threads.submit(use, *view) for view in views]:
-            call.result(60)
+            call.result(300)
     assert not pool.busy
     assert pool.statistics().finished == before + 6 * 5 * 40
 
@@ -203,7 +221,11 @@ def test_a_part_inside_a_task_runs_serially(pool: ParallelPool) -> None:
     part, rest = pool.partition(workers=[0])
 
     def nested(_: int) -> tuple[list[int], int, int]:
-        return list(rest.parfor(lambda x: x + 1, [1, 2])), rest.parfeval(abs, -3).result(), len(rest.workers) > 0
+        return (
+            list(rest.parfor(lambda x: x + 1, [1, 2])),
+            rest.parfeval(abs, -3).result(),
+            len(rest.workers) > 0,
+        )
 
     assert list(part.parfor(nested, 2)) == [([2, 3], 3, True)] * 2
 
@@ -211,10 +233,13 @@ def test_a_part_inside_a_task_runs_serially(pool: ParallelPool) -> None:
 def test_constants_in_parts(pool: ParallelPool) -> None:
     part, rest = pool.partition(per_host=1)
     table = part.constant(lambda: {"a": 7})
-    assert [part.parfeval(lambda: table.value["a"]).result(60), rest.parfeval(lambda: table.value["a"]).result(60)] == [7, 7]
+    assert [
+        part.parfeval(lambda: table.value["a"]).result(300),
+        rest.parfeval(lambda: table.value["a"]).result(300),
+    ] == [7, 7]
 
 
-# --- what is asked of a part --------------------------------------------------------------------------------------------
+# --- what is asked of a part ----------------------------------------------------------------------
 
 
 @pytest.mark.concurrent
@@ -237,24 +262,26 @@ def test_a_part_shows_its_own_work(pool: ParallelPool, gate: Any, eventually: An
     assert eventually(lambda: not part.busy)
     assert rest.busy
     gate.open()
-    other.result(60)
-    bound.result(60)
+    other.result(300)
+    bound.result(300)
 
 
 @pytest.mark.concurrent
-def test_cancel_all_of_a_part_ends_its_loops(pool: ParallelPool, gate: Any, eventually: Any) -> None:
+def test_cancel_all_of_a_part_ends_its_loops(
+    pool: ParallelPool, gate: Any, eventually: Any
+) -> None:
     with concurrent.futures.ThreadPoolExecutor(2) as callers:
         part, rest = pool.partition(workers=[0])
         loop = callers.submit(part.parfor, lambda _: gate.wait(), 5)
         other = callers.submit(rest.parfor, lambda _: gate.wait(), 3)
         assert eventually(lambda: part.idle_workers == rest.idle_workers == 0)
         part.cancel_all()
-        assert isinstance(loop.exception(60), concurrent.futures.CancelledError)
+        assert isinstance(loop.exception(300), concurrent.futures.CancelledError)
         gate.open()
-        assert len(other.result(60)) == 3
+        assert len(other.result(300)) == 3
 
 
-# --- the end ------------------------------------------------------------------------------------------------------------
+# --- the end --------------------------------------------------------------------------------------
 
 
 @pytest.mark.everywhere
@@ -270,13 +297,15 @@ def test_a_part_that_is_shut_down_leaves_the_pool_as_it_is(pool: ParallelPool) -
     part.delete()
     assert "closed" in repr(part)
     assert not pool.is_closed
-    assert pool.parfeval_on_all(where).result(60) == [0, 1, 2]
+    assert pool.parfeval_on_all(where).result(300) == [0, 1, 2]
     again, _ = pool.partition(workers=[0])
-    assert again.parfeval(where).result(60) == 0
+    assert again.parfeval(where).result(300) == 0
 
 
 @pytest.mark.concurrent
-def test_delete_of_a_part_cancels_what_waits(pool: ParallelPool, gate: Any, eventually: Any) -> None:
+def test_delete_of_a_part_cancels_what_waits(
+    pool: ParallelPool, gate: Any, eventually: Any
+) -> None:
     part, rest = pool.partition(workers=[0])
     running, waiting = part.parfeval(gate.wait), part.parfeval(where)
     assert eventually(running.running)
@@ -284,7 +313,7 @@ def test_delete_of_a_part_cancels_what_waits(pool: ParallelPool, gate: Any, even
     ender.start()
     assert eventually(waiting.cancelled)
     assert ender.is_alive()
-    assert rest.parfeval(where).result(60) in (1, 2)
+    assert rest.parfeval(where).result(300) in (1, 2)
     gate.open()
     ender.join(60)
     assert running.exception(0) is None
@@ -297,7 +326,11 @@ def test_a_pool_that_is_over_ends_its_parts(make_pool: Any) -> None:
         part, _ = pool.partition(per_host=1)
         assert not part.is_closed
     assert part.is_closed
-    for verb in (lambda: part.parfeval(where), lambda: part.parfor(where, 1), lambda: part.partition(per_host=1)):
+    for verb in (
+        lambda: part.parfeval(where),
+        lambda: part.parfor(where, 1),
+        lambda: part.partition(per_host=1),
+    ):
         with pytest.raises(PoolClosedError):
             verb()
 
@@ -310,18 +343,20 @@ def test_a_part_keeps_its_pool(make_pool: Any) -> None:
     part, _ = pool.partition(per_host=1)
     del pool
     gc.collect()
-    assert part.parfeval(where).result(60) == 0
+    assert part.parfeval(where).result(300) == 0
 
 
 @pytest.mark.threads
-def test_a_part_that_has_lost_its_workers_to_resize(make_pool: Any, gate: Any, eventually: Any) -> None:
+def test_a_part_that_has_lost_its_workers_to_resize(
+    make_pool: Any, gate: Any, eventually: Any
+) -> None:
     with make_pool(3) as pool:
         part, rest = pool.partition(workers=[0])
         pool.resize(1)
         assert eventually(lambda: pool.num_workers == 1)
         ((left, gone),) = [(a, b) for a, b in [(part, rest), (rest, part)] if a.num_workers]
         assert left.num_workers == 1
-        assert left.parfeval(where).result(60) == pool.workers[0].index
+        assert left.parfeval(where).result(300) == pool.workers[0].index
         with pytest.raises(ResourceError, match="has no workers"):
             gone.parfeval(where)
         pool.resize(3)
@@ -339,10 +374,12 @@ def test_what_waits_for_workers_that_go_fails(make_pool: Any, gate: Any, eventua
         holder = rest.parfeval(gate.wait)
         assert eventually(holder.running)
         pool.resize(1)  # the last one goes, after what it runs
-        outcomes = [future.exception(60) for future in waiting]
-        assert all(isinstance(error, WorkerLostError) and error.attempts == 0 for error in outcomes), outcomes
+        outcomes = [future.exception(300) for future in waiting]
+        assert all(
+            isinstance(error, WorkerLostError) and error.attempts == 0 for error in outcomes
+        ), outcomes
         assert "no worker is left that it may run on: the pool was made smaller" in str(outcomes[0])
         assert (part.num_workers, rest.num_workers) == (0, 1)
         gate.open()
-        assert running.exception(60) is None
-        assert holder.exception(60) is None
+        assert running.exception(300) is None
+        assert holder.exception(300) is None

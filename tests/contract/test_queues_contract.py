@@ -1,4 +1,6 @@
-"""Queues from tasks to here (scenario 25): live, in order for each sender, nothing lost, bounded where that is wanted."""
+"""Queues from tasks to here (scenario 25): live, in order for each sender, nothing lost, bounded
+where that is wanted.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +40,16 @@ def take(queue: DataQueue[Any], count: int) -> list[Any]:
     return [queue.get(TIMEOUT_S) for _ in range(count)]
 
 
-# --- what arrives -----------------------------------------------------------------------------------------------------
+# --- what arrives ---------------------------------------------------------------------------------
 
 
 @pytest.mark.everywhere
 def test_nothing_is_lost_and_each_sender_keeps_its_order(pool: ParallelPool) -> None:
     queue: DataQueue[Any] = DataQueue()
     pool.parfor(lambda i: [queue.put((i, step)) for step in range(500)] and None, range(12))
-    assert by_sender(queue.get(timeout_s=0) for _ in range(6000)) == {i: list(range(500)) for i in range(12)}
+    assert by_sender(queue.get(timeout_s=0) for _ in range(6000)) == {
+        i: list(range(500)) for i in range(12)
+    }
     assert queue.backlog == 0
 
 
@@ -82,7 +86,9 @@ def test_live_curves_from_four_trainings(pool: ParallelPool, gate: Any, eventual
 
 
 @pytest.mark.concurrent
-def test_what_was_put_before_a_task_failed_or_was_cancelled_arrives(pool: ParallelPool, gate: Any) -> None:
+def test_what_was_put_before_a_task_failed_or_was_cancelled_arrives(
+    pool: ParallelPool, gate: Any
+) -> None:
     queue: DataQueue[str] = DataQueue()
 
     def fail() -> None:
@@ -128,7 +134,7 @@ def test_what_a_task_in_a_process_of_its_own_puts_arrives(pool: ParallelPool) ->
     view = pool.options(fresh_process=True)
     futures = [view.parfeval(lambda i: [queue.put((i, k)) for k in range(50)], i) for i in range(2)]
     for future in futures:
-        future.result(60)
+        future.result(300)
     queue.close()
     assert by_sender(queue) == {i: list(range(50)) for i in range(2)}
 
@@ -149,14 +155,21 @@ def test_threads_of_a_task_may_put(pool: ParallelPool) -> None:
     queue: DataQueue[Any] = DataQueue()
 
     def task(i: int) -> None:
-        threads = [threading.Thread(target=lambda name=name: [queue.put(((i, name), k)) for k in range(50)]) for name in range(3)]
+        threads = [
+            threading.Thread(
+                target=lambda name=name: [queue.put(((i, name), k)) for k in range(50)]
+            )
+            for name in range(3)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
 
     pool.parfor(task, range(3))
-    assert by_sender(take(queue, 450)) == {(i, name): list(range(50)) for i in range(3) for name in range(3)}
+    assert by_sender(take(queue, 450)) == {
+        (i, name): list(range(50)) for i in range(3) for name in range(3)
+    }
 
 
 @pytest.mark.semantics
@@ -237,12 +250,14 @@ def test_on_ray_what_is_sent_is_what_the_value_was(pool: ParallelPool) -> None:
     assert [float(array.sum()) for array in take(queue, 3)] == [0.0, 400_000.0, 800_000.0]
 
 
-# --- a limit ----------------------------------------------------------------------------------------------------------
+# --- a limit --------------------------------------------------------------------------------------
 
 
 @pytest.mark.quick
 @pytest.mark.concurrent
-def test_a_slow_reader_holds_up_those_who_put(pool: ParallelPool, marks: Any, eventually: Any) -> None:
+def test_a_slow_reader_holds_up_those_who_put(
+    pool: ParallelPool, marks: Any, eventually: Any
+) -> None:
     queue: DataQueue[Any] = DataQueue(maxsize=3)
 
     def task(sender: int) -> None:
@@ -283,7 +298,9 @@ def test_a_slow_listener_holds_them_up_too(pool: ParallelPool, marks: Any, event
 
 
 @pytest.mark.concurrent
-def test_two_pools_share_the_room_of_a_queue(pool: ParallelPool, marks: Any, eventually: Any) -> None:
+def test_two_pools_share_the_room_of_a_queue(
+    pool: ParallelPool, marks: Any, eventually: Any
+) -> None:
     queue: DataQueue[Any] = DataQueue(maxsize=2)
 
     def task(sender: int) -> None:
@@ -339,7 +356,7 @@ def test_a_pool_may_end_while_a_task_waits_for_room(make_pool: Any, eventually: 
     assert next(iter(queue)) == 0
 
 
-# --- the end ----------------------------------------------------------------------------------------------------------
+# --- the end --------------------------------------------------------------------------------------
 
 
 @pytest.mark.everywhere
@@ -354,7 +371,9 @@ def test_putting_into_a_closed_queue_is_an_error_in_tasks_too(pool: ParallelPool
 
 @pytest.mark.concurrent
 @pytest.mark.parametrize("maxsize", [None, 5])
-def test_a_running_task_hears_of_the_end_when_close_returns(maxsize: int | None, pool: ParallelPool, gate: Any) -> None:
+def test_a_running_task_hears_of_the_end_when_close_returns(
+    maxsize: int | None, pool: ParallelPool, gate: Any
+) -> None:
     queue: DataQueue[str] = DataQueue(maxsize)
 
     def task() -> str:
@@ -431,7 +450,7 @@ def test_tasks_go_on_when_nobody_holds_the_queue_any_more(pool: ParallelPool) ->
     assert future.result(TIMEOUT_S) == "done"
 
 
-# --- what belongs where it was made -----------------------------------------------------------------------------------
+# --- what belongs where it was made ---------------------------------------------------------------
 
 
 @pytest.mark.semantics
@@ -439,7 +458,12 @@ def test_tasks_go_on_when_nobody_holds_the_queue_any_more(pool: ParallelPool) ->
 def test_in_a_task_one_can_only_put(pool: ParallelPool) -> None:
     queue: DataQueue[int] = DataQueue()
     queue.put(1)
-    for verb in (lambda: queue.get(0), lambda: list(queue), lambda: queue.after_each(print), queue.close):
+    for verb in (
+        lambda: queue.get(0),
+        lambda: list(queue),
+        lambda: queue.after_each(print),
+        queue.close,
+    ):
         with pytest.raises(InvalidValueError, match="A queue is read and closed where it was made"):
             pool.parfeval(verb).result(TIMEOUT_S)
     assert queue.get() == 1
@@ -448,7 +472,9 @@ def test_in_a_task_one_can_only_put(pool: ParallelPool) -> None:
 def test_a_task_may_have_a_queue_of_its_own(pool: ParallelPool) -> None:
     def task(count: int) -> list[int]:
         queue: DataQueue[int] = DataQueue(maxsize=2)
-        thread = threading.Thread(target=lambda: [queue.put(k) for k in range(count)] and queue.close())
+        thread = threading.Thread(
+            target=lambda: [queue.put(k) for k in range(count)] and queue.close()
+        )
         thread.start()
         values = list(queue)
         thread.join()
@@ -457,7 +483,7 @@ def test_a_task_may_have_a_queue_of_its_own(pool: ParallelPool) -> None:
     assert list(pool.parfor(task, [3, 30])) == [list(range(3)), list(range(30))]
 
 
-# --- workers that are lost --------------------------------------------------------------------------------------------
+# --- workers that are lost ------------------------------------------------------------------------
 
 
 @pytest.mark.processes
@@ -478,7 +504,9 @@ def test_a_replaced_worker_puts_into_the_same_queue(pool: ParallelPool, marks: A
 
 
 @pytest.mark.processes
-def test_a_killed_worker_that_waited_for_room_keeps_nobody_waiting(pool: ParallelPool, eventually: Any, marks: Any) -> None:
+def test_a_killed_worker_that_waited_for_room_keeps_nobody_waiting(
+    pool: ParallelPool, eventually: Any, marks: Any
+) -> None:
     queue: DataQueue[Any] = DataQueue(maxsize=1)
 
     def task(i: int) -> None:

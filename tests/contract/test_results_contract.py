@@ -20,7 +20,17 @@ from raypool import InvalidValueError, ParallelPool, Results, report
 
 pytestmark = pytest.mark.semantics
 
-RUN = ["status", "duration_s", "started_at", "worker", "gpu", "attempts", "peak_memory_bytes", "reason", "error"]
+RUN = [
+    "status",
+    "duration_s",
+    "started_at",
+    "worker",
+    "gpu",
+    "attempts",
+    "peak_memory_bytes",
+    "reason",
+    "error",
+]
 
 
 @dataclasses.dataclass
@@ -109,7 +119,9 @@ def test_the_timeline_is_plausible(pool: ParallelPool) -> None:
     assert set(frame["worker"]) <= {worker.index for worker in pool.workers}
     for _, items in frame.sort_values("started_at").groupby("worker"):
         ends = (items["started_at"] + items["duration_s"]).to_numpy()[:-1]
-        assert (items["started_at"].to_numpy()[1:] >= ends - 1e-3).all(), "two items ran at once on one worker"
+        assert (items["started_at"].to_numpy()[1:] >= ends - 1e-3).all(), (
+            "two items ran at once on one worker"
+        )
 
 
 def test_the_best(sweep: Results) -> None:
@@ -125,7 +137,17 @@ def test_the_best(sweep: Results) -> None:
 
 def test_the_best_is_a_finite_number(pool: ParallelPool) -> None:
     """NaN, infinities and missing values never win, in whatever type a metric comes."""
-    losses = [math.nan, -math.inf, 0.5, np.float32(0.25), None, "diverged", torch.tensor(math.inf), Decimal("NaN"), 10**400]
+    losses = [
+        math.nan,
+        -math.inf,
+        0.5,
+        np.float32(0.25),
+        None,
+        "diverged",
+        torch.tensor(math.inf),
+        Decimal("NaN"),
+        10**400,
+    ]
     results = pool.parfor(lambda loss: {"loss": loss}, losses)
 
     assert results.best("loss").name == 3
@@ -134,7 +156,9 @@ def test_the_best_is_a_finite_number(pool: ParallelPool) -> None:
 
 def test_the_best_by_a_nested_metric(pool: ParallelPool) -> None:
     """It is called as in the report, and what holds it may be a dict or an object with fields."""
-    results = pool.parfor(lambda x: {"acc": {"val": x % 3, "last": SimpleNamespace(score=-x)}}, range(4))
+    results = pool.parfor(
+        lambda x: {"acc": {"val": x % 3, "last": SimpleNamespace(score=-x)}}, range(4)
+    )
 
     assert results.best("acc.val").name == 2
     assert results.best("acc.last.score").name == 0
@@ -142,7 +166,9 @@ def test_the_best_by_a_nested_metric(pool: ParallelPool) -> None:
         results.best("acc", mode="max")
 
 
-@pytest.mark.parametrize(("metric", "best"), [("val_loss", 0), ("test error", 0), ("valAccuracy", 1), ("z2-score", 1)])
+@pytest.mark.parametrize(
+    ("metric", "best"), [("val_loss", 0), ("test error", 0), ("valAccuracy", 1), ("z2-score", 1)]
+)
 def test_the_name_of_a_metric_says_what_is_best(pool: ParallelPool, metric: str, best: int) -> None:
     assert pool.parfor(lambda x: {metric: x}, [1, 2]).best(metric).name == best
 
@@ -195,12 +221,16 @@ def test_configurations_and_values_of_other_kinds(pool: ParallelPool) -> None:
     assert list(plain.columns) == ["item", "value", *RUN]
     assert (list(plain["item"]), list(plain["value"])) == ([3, 4], [-3, -4])
 
-    classes = pool.parfor(lambda config: Config(config.lr * 2, 0), [Config(0.5, 1), Config(1.5, 2)]).to_frame()
+    classes = pool.parfor(
+        lambda config: Config(config.lr * 2, 0), [Config(0.5, 1), Config(1.5, 2)]
+    ).to_frame()
     assert list(classes.columns) == ["lr", "depth", "result_lr", "result_depth", *RUN]
     assert list(classes["result_lr"]) == [1.0, 3.0]
 
     for kind in (argparse.Namespace, SimpleNamespace, Point, Model, Attrs):
-        frame = pool.parfor(lambda config: type(config)(lr=config.lr * 2, depth=0), [kind(lr=0.5, depth=1)]).to_frame()
+        frame = pool.parfor(
+            lambda config: type(config)(lr=config.lr * 2, depth=0), [kind(lr=0.5, depth=1)]
+        ).to_frame()
         assert list(frame.columns) == ["lr", "depth", "result_lr", "result_depth", *RUN], kind
         assert list(frame["result_lr"]) == [1.0], kind
 
@@ -232,7 +262,9 @@ def test_a_metric_that_is_none_is_a_missing_value(pool: ParallelPool) -> None:
 
 
 def test_names_that_raypool_uses_itself_are_not_lost(pool: ParallelPool) -> None:
-    frame = pool.parfor(lambda _: {"error": 0.25, "item": 1}, [{"worker": "mine", "status": "new"}]).to_frame()
+    frame = pool.parfor(
+        lambda _: {"error": 0.25, "item": 1}, [{"worker": "mine", "status": "new"}]
+    ).to_frame()
 
     assert frame["item_worker"][0] == "mine"
     assert frame["item_status"][0] == "new"

@@ -1,4 +1,6 @@
-"""The same small programs give the same on every backend: docs/at_home.md lists what must differ."""
+"""The same small programs give the same on every backend: docs/at_home.md lists what must
+differ.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raypool import ParallelPool, TaskCancelled, TaskError, TaskTimeoutError, current_task, load_results, parpool, report
+from raypool import (
+    ParallelPool,
+    TaskCancelled,
+    TaskError,
+    TaskTimeoutError,
+    current_task,
+    load_results,
+    parpool,
+    report,
+)
 from raypool.worker.interrupts import STOP_SIGNAL
 from tests.conftest import Gate
 from tests.contract.conftest import PoolMaker
@@ -30,7 +41,7 @@ def reference() -> Iterator[ParallelPool]:
         yield pool
 
 
-# --- results, output, seeds, metrics ----------------------------------------------------------------------------------
+# --- results, output, seeds, metrics --------------------------------------------------------------
 
 
 def work(x: int) -> dict[str, Any]:
@@ -63,7 +74,9 @@ def account(pool: ParallelPool) -> dict[str, Any]:
     value = future.result(300)
     return {
         "values": list(loop),
-        "errors": {index: (type(error), str(error), error.args) for index, error in loop.errors.items()},
+        "errors": {
+            index: (type(error), str(error), error.args) for index, error in loop.errors.items()
+        },
         "diary": list(loop.diary),
         "metrics": loop.metrics[["item", "attempt", "x", "attempt_was"]].values.tolist(),
         "table": frame[["status", "attempts", "reason", "error"]].values.tolist(),
@@ -85,7 +98,7 @@ def test_calls_give_the_same(pool: ParallelPool, reference: ParallelPool) -> Non
     assert account(pool) == account(reference)
 
 
-# --- exceptions -------------------------------------------------------------------------------------------------------
+# --- exceptions -----------------------------------------------------------------------------------
 
 
 class TwoArguments(Exception):
@@ -161,7 +174,9 @@ RAISED = [
 
 
 def told(error: BaseException) -> tuple[Any, ...]:
-    fields = {name: value for name, value in vars(error).items() if name not in ("__notes__", "results")}
+    fields = {
+        name: value for name, value in vars(error).items() if name not in ("__notes__", "results")
+    }
     inner = [told(each) for each in error.exceptions] if isinstance(error, ExceptionGroup) else []
     system = (error.errno, error.strerror, error.filename) if isinstance(error, OSError) else ()
     args = error.args if not inner else error.args[:1]
@@ -169,12 +184,16 @@ def told(error: BaseException) -> tuple[Any, ...]:
 
 
 def test_exceptions_keep_their_type_and_what_they_hold(pool: ParallelPool, tmp_path: Path) -> None:
-    """Also where their class takes other arguments than they hold: those that are raised, kept in a run, or returned."""
+    """Also where their class takes other arguments than they hold: those that are raised, kept in a
+    run, or returned.
+    """
 
     def fail(index: int) -> None:
         raise RAISED[index]()
 
-    errors = pool.parfor(fail, len(RAISED), on_error="collect", run_dir=tmp_path, progress=False).errors
+    errors = pool.parfor(
+        fail, len(RAISED), on_error="collect", run_dir=tmp_path, progress=False
+    ).errors
     kept = load_results(tmp_path).errors
     returned = pool.parfor(lambda make: make(), RAISED, progress=False)
     for index, make in enumerate(RAISED):
@@ -184,15 +203,20 @@ def test_exceptions_keep_their_type_and_what_they_hold(pool: ParallelPool, tmp_p
 
 def test_an_exit_is_a_failure(pool: ParallelPool) -> None:
     future = pool.parfeval(sys.exit, "enough")
-    assert (type(future.exception(300)), str(future.error)) == (TaskError, "The task called sys.exit('enough').")
+    assert (type(future.exception(300)), str(future.error)) == (
+        TaskError,
+        "The task called sys.exit('enough').",
+    )
 
 
-# --- time limits ------------------------------------------------------------------------------------------------------
+# --- time limits ----------------------------------------------------------------------------------
 
 
 @pytest.mark.arguments
 @pytest.mark.concurrent
-def test_an_item_that_takes_too_long_fails(pool: ParallelPool, gate: Gate, eventually: Callable[..., bool]) -> None:
+def test_an_item_that_takes_too_long_fails(
+    pool: ParallelPool, gate: Gate, eventually: Callable[..., bool]
+) -> None:
     """Once, whatever `retry_on` names; what was beside it and comes after it runs."""
 
     def wait(x: int) -> int:
@@ -205,7 +229,8 @@ def test_an_item_that_takes_too_long_fails(pool: ParallelPool, gate: Gate, event
     results = limited.parfor(wait, 3, on_error="collect", progress=False)
     assert list(results) == [0, None, 2]
     assert {index: type(error) for index, error in results.errors.items()} == {1: TaskTimeoutError}
-    assert eventually(lambda: results.diary[1] == "waiting\n")  # its end is known before all that it had said has come
+    # its end is known before all that it had said has come
+    assert eventually(lambda: results.diary[1] == "waiting\n")
     assert results.to_frame()["reason"].tolist()[1] == "timeout"
     assert type(limited.parfeval(wait, 1).exception(300)) is TaskTimeoutError
     assert limited.parfeval(wait, 2).result(300) == 2
@@ -231,7 +256,9 @@ def test_what_does_not_stop_inline_has_failed_and_a_warning_says_so_once(
         return "came back"
 
     with make_pool(1, cancel_grace_s=0.1) as pool:
-        errors = pool.options(timeout_s=0.1).parfor(go_on, 1, on_error="collect", progress=False).errors
+        errors = (
+            pool.options(timeout_s=0.1).parfor(go_on, 1, on_error="collect", progress=False).errors
+        )
     assert type(errors[0]) is TaskTimeoutError
     assert caplog.text.count("go_on has run longer than its timeout_s=0.1 and does not stop") == 1
     assert signal.getsignal(STOP_SIGNAL) is signal.SIG_DFL

@@ -1,4 +1,6 @@
-"""The store of a pool: what one task puts, others and whoever has opened the pool can read, while tasks run."""
+"""The store of a pool: what one task puts, others and whoever has opened the pool can read, while
+tasks run.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,13 @@ def test_what_tasks_put_is_read_here_and_by_other_tasks(pool: ParallelPool) -> N
     pool.parfor(put, range(5))
     assert sorted(pool.store.keys()) == [("square", i) for i in range(5)]
     assert pool.store["square", 3] == 9
-    assert list(pool.parfor(lambda i: current_task().store["square", i], range(5))) == [0, 1, 4, 9, 16]
+    assert list(pool.parfor(lambda i: current_task().store["square", i], range(5))) == [
+        0,
+        1,
+        4,
+        9,
+        16,
+    ]
 
 
 @pytest.mark.everywhere
@@ -72,7 +80,15 @@ def test_everything_that_a_store_can_do_works_in_a_task(pool: ParallelPool) -> N
     def task() -> list[Any]:
         store = current_task().store
         store["a"] = 1
-        seen: list[Any] = [store["a"], store.get("a"), store.get("b", 2), "a" in store, "b" in store, len(store), list(store)]
+        seen: list[Any] = [
+            store["a"],
+            store.get("a"),
+            store.get("b", 2),
+            "a" in store,
+            "b" in store,
+            len(store),
+            list(store),
+        ]
         store.remove("a")
         with pytest.raises(KeyError, match="a"):
             store["a"]
@@ -165,7 +181,9 @@ def test_on_ray_who_reads_gets_a_copy_of_what_the_value_was(pool: ParallelPool) 
 
 @pytest.mark.semantics
 @pytest.mark.threads
-def test_each_pool_has_a_store_of_its_own_which_ends_with_it(make_pool: Any, pool: ParallelPool) -> None:
+def test_each_pool_has_a_store_of_its_own_which_ends_with_it(
+    make_pool: Any, pool: ParallelPool
+) -> None:
     with make_pool(1) as other:
         other.store["mine"] = 1
         assert "mine" not in pool.store
@@ -187,7 +205,9 @@ def test_the_store_of_another_pool_is_refused_in_a_task(pool: ParallelPool) -> N
 
 @pytest.mark.semantics
 @pytest.mark.threads
-def test_who_waits_or_listens_is_released_at_the_end_of_the_pool(make_pool: Any, eventually: Any) -> None:
+def test_who_waits_or_listens_is_released_at_the_end_of_the_pool(
+    make_pool: Any, eventually: Any
+) -> None:
     pool = make_pool(1)
     errors: list[BaseException] = []
 
@@ -205,7 +225,9 @@ def test_who_waits_or_listens_is_released_at_the_end_of_the_pool(make_pool: Any,
     thread.join(TIMEOUT_S)
     assert len(errors) == 1
     listener.remove()
-    assert eventually(lambda: not any(other.name == "raypool-store" for other in threading.enumerate()))
+    assert eventually(
+        lambda: not any(other.name == "raypool-store" for other in threading.enumerate())
+    )
 
 
 @pytest.mark.processes
@@ -217,5 +239,5 @@ def test_what_a_worker_has_put_outlives_it(pool: ParallelPool) -> None:
         store["checkpoint"] = np.full(300_000, 7.0)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    assert float(pool.parfeval(task).result(60)[-1]) == 7.0
+    assert float(pool.parfeval(task).result(300)[-1]) == 7.0
     assert float(pool.store["checkpoint"][0]) == 7.0

@@ -21,7 +21,9 @@ def here() -> tuple[int, int, TorchModes]:
 
 
 @pytest.mark.concurrent
-def test_a_cancelled_task_leaves_no_mode_of_torchs_behind(pool: ParallelPool, gate: Any, marks: Any, eventually: Any) -> None:
+def test_a_cancelled_task_leaves_no_mode_of_torchs_behind(
+    pool: ParallelPool, gate: Any, marks: Any, eventually: Any
+) -> None:
     """As if it had been interrupted in `__exit__`, before that has switched anything back."""
 
     def hang() -> None:
@@ -31,11 +33,11 @@ def test_a_cancelled_task_leaves_no_mode_of_torchs_behind(pool: ParallelPool, ga
         gate.wait()
 
     view = pool.options(worker=0)
-    before = view.submit(here).result(60)
+    before = view.submit(here).result(300)
     future = view.submit(hang)
     assert eventually(lambda: marks.count("hangs"))
     assert future.cancel()
-    assert view.submit(here).result(60) == before
+    assert view.submit(here).result(300) == before
     assert before[2].is_grad_enabled
 
 
@@ -45,8 +47,8 @@ def test_what_a_task_has_left_without_being_cancelled_is_its_own(make_pool: Pool
         torch.set_grad_enabled(False)
 
     with make_pool(1) as pool:
-        pool.submit(switch_off).result(60)
-        assert not pool.submit(torch.is_grad_enabled).result(60)
+        pool.submit(switch_off).result(300)
+        assert not pool.submit(torch.is_grad_enabled).result(300)
 
 
 def test_they_are_put_back_as_they_were() -> None:

@@ -1,4 +1,6 @@
-"""Workers find and run the modules of the script that opened the pool: those on its path, in the versions that it has loaded."""
+"""Workers find and run the modules of the script that opened the pool: those on its path, in the
+versions that it has loaded.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,20 @@ names = (f"lab_{os.getpid()}_{number}" for number in itertools.count())
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
-    """Write a module into a folder that was put on the path, and import it; or edit it, and reload it."""
+    """Write a module into a folder that was put on the path, and import it; or edit it, and reload
+    it.
+    """
     monkeypatch.syspath_prepend(tmp_path)
     written = []
 
     def write(name: str, source: str) -> ModuleType:
         edit(tmp_path / f"{name}.py", source)
         written.append(name)
-        return importlib.reload(sys.modules[name]) if name in sys.modules else importlib.import_module(name)
+        return (
+            importlib.reload(sys.modules[name])
+            if name in sys.modules
+            else importlib.import_module(name)
+        )
 
     yield write
     for name in written:
@@ -39,7 +47,9 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
 
 
 def edit(path: Path, source: str) -> None:
-    """Replace a file; Python takes one of the same size that was written in the same second for the old one."""
+    """Replace a file; Python takes one of the same size that was written in the same second for the
+    old one.
+    """
     before = path.stat().st_mtime if path.exists() else 0
     path.write_text(source)
     if before:
@@ -47,18 +57,30 @@ def edit(path: Path, source: str) -> None:
     importlib.invalidate_caches()
 
 
-def test_a_folder_that_was_put_on_the_path_is_on_that_of_workers(pool: ParallelPool, write: Write) -> None:
+def test_a_folder_that_was_put_on_the_path_is_on_that_of_workers(
+    pool: ParallelPool, write: Write
+) -> None:
     """Also after the workers have started, and before installed packages."""
-    lab = write(next(names), "import sys\ndef where(_):\n    return sys.path.index(__file__.rpartition('/')[0])\n")
+    lab = write(
+        next(names),
+        "import sys\ndef where(_):\n    return sys.path.index(__file__.rpartition('/')[0])\n",
+    )
 
-    assert list(pool.parfor(lab.where, 3)) == [sys.path.index(str(Path(str(lab.__file__)).parent))] * 3
+    assert (
+        list(pool.parfor(lab.where, 3)) == [sys.path.index(str(Path(str(lab.__file__)).parent))] * 3
+    )
 
 
 def test_a_reloaded_module_is_reloaded_in_workers(pool: ParallelPool, write: Write) -> None:
-    """With what others have imported from it, and only then: a file that was edited is not what this process runs."""
+    """With what others have imported from it, and only then: a file that was edited is not what
+    this process runs.
+    """
     helper_name, lab_name = next(names), next(names)
     helper = write(helper_name, "RATE = 1\ndef f():\n    return 'old'\n")
-    source = f"import os\nfrom {helper_name} import RATE, f\ndef train():\n    return f(), RATE, os.getpid()\n"
+    source = (
+        f"import os\nfrom {helper_name} import RATE, f\ndef train():\n    return f(), RATE,"
+        " os.getpid()\n"
+    )
     lab = write(lab_name, source)
     before = pool.parfeval_on_all(lab.train).result()
 
@@ -76,9 +98,14 @@ def test_a_reloaded_module_is_reloaded_in_workers(pool: ParallelPool, write: Wri
     assert [(word, rate) for word, rate, _ in both] == [("both", 3)] * 3
 
 
-def test_a_worker_with_a_constant_is_replaced_where_a_module_was_reloaded(pool: ParallelPool, write: Write) -> None:
+def test_a_worker_with_a_constant_is_replaced_where_a_module_was_reloaded(
+    pool: ParallelPool, write: Write
+) -> None:
     """Its value would stay one of the old class."""
-    source = "import os\nclass Net:\n    pass\ndef train(net):\n    return isinstance(net.value, Net), {!r}, os.getpid()\n"
+    source = (
+        "import os\nclass Net:\n    pass\ndef train(net):\n    return isinstance(net.value, Net),"
+        " {!r}, os.getpid()\n"
+    )
     lab = write(next(names), source.format("old"))
     net = pool.constant(lab.Net)
     before = pool.parfeval_on_all(lab.train, net).result()
@@ -91,7 +118,9 @@ def test_a_worker_with_a_constant_is_replaced_where_a_module_was_reloaded(pool: 
     assert pid not in [pid for *_, pid in before]
 
 
-def test_a_worker_with_a_setup_is_replaced_where_a_module_was_reloaded(make_pool: Any, write: Write) -> None:
+def test_a_worker_with_a_setup_is_replaced_where_a_module_was_reloaded(
+    make_pool: Any, write: Write
+) -> None:
     """What the setup has left in the module would be lost; the new worker has it, and stays."""
     source = """
 import os

@@ -54,7 +54,9 @@ def test_what_was_set_in_a_worker_comes_first(pool: ParallelPool) -> None:
         pool.parfeval_on_all(undo).result()
 
 
-def test_a_filter_that_cannot_travel_is_left_out(pool: ParallelPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_filter_that_cannot_travel_is_left_out(
+    pool: ParallelPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its category is made in a module that only this process has."""
     module = types.ModuleType("only_here")
     module.Strange = type("Strange", (UserWarning,), {"__module__": "only_here"})  # type: ignore[attr-defined]

@@ -1,4 +1,6 @@
-"""What tasks report and print is seen outside: while they run, and all of it when they have ended."""
+"""What tasks report and print is seen outside: while they run, and all of it when they have
+ended.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,13 @@ def train(epochs: int, name: str = "train") -> int:
     return epochs
 
 
-# --- metrics ----------------------------------------------------------------------------------------------------------
+# --- metrics --------------------------------------------------------------------------------------
 
 
 @pytest.mark.everywhere
 def test_a_future_has_what_its_task_has_reported(pool: ParallelPool) -> None:
     future = pool.parfeval(train, 5)
-    assert future.result(60) == 5
+    assert future.result(300) == 5
     frame = future.metrics
     assert list(frame) == ["time", "attempt", "epoch", "loss", "phase"]
     assert frame["epoch"].tolist() == list(range(5))
@@ -48,7 +50,7 @@ def test_a_future_has_what_its_task_has_reported(pool: ParallelPool) -> None:
 def test_a_task_that_reports_nothing_has_an_empty_table(pool: ParallelPool) -> None:
     future = pool.parfeval(abs, -3)
     assert future.metrics.empty
-    assert future.result(60) == 3
+    assert future.result(300) == 3
     assert list(future.metrics) == ["time", "attempt"]
     assert future.diary == ""
     assert pool.parfor(abs, [1, 2]).metrics.empty
@@ -58,7 +60,7 @@ def test_a_task_that_reports_nothing_has_an_empty_table(pool: ParallelPool) -> N
 def test_all_of_it_is_there_at_once_when_the_result_is(pool: ParallelPool) -> None:
     for count in (1, 7, 20_000):
         future = pool.parfeval(train, count)
-        future.result(60)
+        future.result(300)
         assert future.metrics["epoch"].tolist() == list(range(count))
 
 
@@ -71,13 +73,15 @@ def test_a_failed_task_has_what_it_had_reported(pool: ParallelPool) -> None:
 
     future = pool.parfeval(fail)
     with pytest.raises(ValueError, match="diverged"):
-        future.result(60)
+        future.result(300)
     assert future.metrics["loss"].isna().tolist() == [True]
 
 
 @pytest.mark.quick
 @pytest.mark.concurrent
-def test_metrics_and_diary_are_live(pool: ParallelPool, make_gate: Callable[[], Gate], eventually: Callable[..., bool]) -> None:
+def test_metrics_and_diary_are_live(
+    pool: ParallelPool, make_gate: Callable[[], Gate], eventually: Callable[..., bool]
+) -> None:
     gates = [make_gate() for _ in range(3)]
 
     def work() -> None:
@@ -93,12 +97,14 @@ def test_metrics_and_diary_are_live(pool: ParallelPool, make_gate: Callable[[], 
         assert eventually(lambda: len(future.metrics) == step + 1 and future.diary == expected)  # noqa: B023
         assert future.running()
         gate.open()
-    future.result(60)
+    future.result(300)
     assert future.metrics["step"].tolist() == [0, 1, 2]
 
 
 @pytest.mark.concurrent
-def test_tasks_that_run_at_once_are_told_apart(pool: ParallelPool, marks: Marks, eventually: Callable[..., bool]) -> None:
+def test_tasks_that_run_at_once_are_told_apart(
+    pool: ParallelPool, marks: Marks, eventually: Callable[..., bool]
+) -> None:
     def work(number: int) -> None:
         marks.add("begun")
         assert eventually(lambda: marks.count("begun") == 3)
@@ -108,8 +114,10 @@ def test_tasks_that_run_at_once_are_told_apart(pool: ParallelPool, marks: Marks,
 
     futures = [pool.parfeval(work, number) for number in range(3)]
     for number, future in enumerate(futures):
-        future.result(60)
-        assert future.metrics[["number", "step"]].values.tolist() == [[number, step] for step in range(300)]
+        future.result(300)
+        assert future.metrics[["number", "step"]].values.tolist() == [
+            [number, step] for step in range(300)
+        ]
         assert future.diary == "".join(f"{number} {step}\n" for step in range(300))
 
 
@@ -122,13 +130,15 @@ def test_tasks_that_share_a_call_are_told_apart(pool: ParallelPool) -> None:
 
     futures = [pool.parfeval(work, number) for number in range(200)]
     for number, future in enumerate(futures):
-        future.result(60)
+        future.result(300)
         assert future.metrics["number"].tolist() == [number]
         assert future.diary == f"{number}\n"
 
 
 @pytest.mark.concurrent
-def test_a_cancelled_task_has_what_it_had_said(pool: ParallelPool, gate: Gate, eventually: Callable[..., bool]) -> None:
+def test_a_cancelled_task_has_what_it_had_said(
+    pool: ParallelPool, gate: Gate, eventually: Callable[..., bool]
+) -> None:
     def work() -> None:
         report(step=1)
         print("begun")
@@ -160,7 +170,7 @@ def test_cancelling_tasks_in_the_middle_of_a_report_breaks_nothing(
             steps = future.metrics["step"].tolist()
             assert steps == sorted(set(steps))
     future = pool.parfeval(train, 1000)
-    future.result(60)
+    future.result(300)
     assert len(future.metrics) == 1000
     check_pool(pool)
 
@@ -174,7 +184,7 @@ def test_a_retried_task_has_the_rows_of_both_attempts(pool: ParallelPool) -> Non
         return "done"
 
     future = pool.options(retries=2, retry_on=ConnectionError).parfeval(work)
-    assert future.result(60) == "done"
+    assert future.result(300) == "done"
     assert future.metrics[["attempt", "attempt_was"]].values.tolist() == [[1, 1], [2, 2]]
 
 
@@ -219,12 +229,12 @@ def test_a_call_on_all_workers_has_what_they_all_said(pool: ParallelPool) -> Non
         print(current_task().worker)
 
     future = pool.parfeval_on_all(work)
-    future.result(60)
+    future.result(300)
     assert future.metrics["worker"].tolist() == [0, 1, 2]
     assert future.diary == "0\n1\n2\n"
 
 
-# --- loops ------------------------------------------------------------------------------------------------------------
+# --- loops ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.everywhere
@@ -232,7 +242,14 @@ def test_a_loop_has_what_its_items_have_reported(pool: ParallelPool) -> None:
     for max_workers in (None, 0, 1):
         frame = pool.parfor(train, [3, 1, 0, 2], max_workers=max_workers, progress=False).metrics
         assert list(frame) == ["time", "item", "attempt", "epoch", "loss", "phase"]
-        assert frame[["item", "epoch"]].values.tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [3, 0], [3, 1]]
+        assert frame[["item", "epoch"]].values.tolist() == [
+            [0, 0],
+            [0, 1],
+            [0, 2],
+            [1, 0],
+            [3, 0],
+            [3, 1],
+        ]
         assert set(frame["attempt"]) == {1}
 
 
@@ -277,7 +294,7 @@ def test_a_loop_in_a_task_keeps_its_reports_to_itself(pool: ParallelPool) -> Non
         return len(results.metrics), results.metrics["item"].tolist()
 
     future = pool.parfeval(outer)
-    assert future.result(60) == (5, [0, 0, 1, 1, 1])
+    assert future.result(300) == (5, [0, 0, 1, 1, 1])
     assert future.metrics["outer"].tolist() == [True, False]
 
 
@@ -299,8 +316,12 @@ def test_a_loop_has_what_each_item_has_printed(pool: ParallelPool) -> None:
 
 
 @pytest.mark.everywhere
-def test_echo_shows_the_lines_of_each_item(pool: ParallelPool, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a progress bar that draws over itself the last state, and a line without an end when the loop ends."""
+def test_echo_shows_the_lines_of_each_item(
+    pool: ParallelPool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a progress bar that draws over itself the last state, and a line without an end when the
+    loop ends.
+    """
 
     def work(x: int) -> int:
         print("first of", x)
@@ -329,7 +350,9 @@ def test_echo_comes_while_the_loop_runs(
         print("begun")
         gate.wait()
 
-    loop = threading.Thread(target=pool.parfor, args=(work, 1), kwargs={"progress": False, "echo": True})
+    loop = threading.Thread(
+        target=pool.parfor, args=(work, 1), kwargs={"progress": False, "echo": True}
+    )
     loop.start()
     try:
         assert eventually(lambda: shown.getvalue() == "item 0: begun\n")
@@ -350,24 +373,28 @@ def test_a_notebook_shows_what_items_print(
     assert capsys.readouterr().out == "item 0: b\n"
 
 
-# --- what is printed --------------------------------------------------------------------------------------------------
+# --- what is printed ------------------------------------------------------------------------------
 
 
 @pytest.mark.semantics
 @pytest.mark.processes
-def test_what_is_printed_outside_of_tasks_is_nobodys(pool: ParallelPool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_printed_outside_of_tasks_is_nobodys(
+    pool: ParallelPool, capsys: pytest.CaptureFixture[str]
+) -> None:
     print("before")
     future = pool.parfeval(print, "in it", end="!\n")
-    future.result(60)
+    future.result(300)
     print("after")
     assert future.diary == "in it!\n"
     seen = capsys.readouterr().out.splitlines()
     assert [line for line in seen if line != "in it!"] == ["before", "after"]
 
 
-def test_what_is_printed_in_this_process_is_printed(pool: ParallelPool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_printed_in_this_process_is_printed(
+    pool: ParallelPool, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = sys.stdout, sys.stderr
-    assert pool.parfeval(print, "once").result(60) is None
+    assert pool.parfeval(print, "once").result(300) is None
     assert capsys.readouterr().out == "once\n"
     assert (sys.stdout, sys.stderr) == before
 
@@ -398,9 +425,9 @@ def test_what_is_printed_through_a_stream_that_was_put_on_top_is_told_once(
         print("once")
 
     view = pool.options(worker=1)
-    view.parfeval(wrap).result(60)
+    view.parfeval(wrap).result(300)
     future = view.parfeval(speak)
-    future.result(60)
+    future.result(300)
     assert future.diary == "once\n"
 
 
@@ -416,7 +443,7 @@ def test_threads_of_a_task_speak_for_it(pool: ParallelPool) -> None:
         thread.join()
 
     future = pool.parfeval(work)
-    future.result(60)
+    future.result(300)
     assert future.diary == "from a thread\n"
     assert future.metrics["thread"].tolist() == [True]
 
@@ -431,7 +458,7 @@ def test_an_error_says_what_was_printed_last(pool: ParallelPool) -> None:
 
     future = pool.parfeval(fail, 7)
     with pytest.raises(ValueError, match="bad") as raised:
-        future.result(60)
+        future.result(300)
     expected = "raypool: it printed last:\n  loading {}\n  to standard error"
     assert expected.format(7) in raised.value.__notes__
     errors = pool.parfor(fail, range(4), on_error="collect", progress=False).errors
@@ -442,7 +469,7 @@ def test_an_error_says_what_was_printed_last(pool: ParallelPool) -> None:
 
 def test_an_error_after_nothing_printed_says_nothing_of_it(pool: ParallelPool) -> None:
     future = pool.parfeval(lambda: 1 / 0)
-    assert isinstance(future.exception(60), ZeroDivisionError)
+    assert isinstance(future.exception(300), ZeroDivisionError)
     assert "printed" not in str(future.exception().__notes__)
 
 
@@ -453,18 +480,20 @@ def test_much_text_is_kept_from_its_end(pool: ParallelPool) -> None:
             print(f"line {number:06}")
 
     future = pool.parfeval(work)
-    future.result(60)
+    future.result(300)
     first, *lines = future.diary.splitlines()
     assert first == f"[raypool: the first {200_000 * 12 - 2**20:,} bytes are not kept]"
     assert lines[-1] == "line 199999"
     assert len("\n".join(lines)) + 1 == 2**20
 
 
-# --- when workers die -------------------------------------------------------------------------------------------------
+# --- when workers die -----------------------------------------------------------------------------
 
 
 @pytest.mark.processes
-def test_what_a_lost_worker_had_said_is_kept(pool: ParallelPool, gate: Gate, eventually: Callable[..., bool]) -> None:
+def test_what_a_lost_worker_had_said_is_kept(
+    pool: ParallelPool, gate: Gate, eventually: Callable[..., bool]
+) -> None:
     def work() -> Any:
         import os
 
@@ -478,13 +507,15 @@ def test_what_a_lost_worker_had_said_is_kept(pool: ParallelPool, gate: Gate, eve
     future = pool.parfeval(work)
     assert eventually(lambda: future.diary == "attempt 1\n")
     gate.open()
-    assert future.result(60) == "done"
+    assert future.result(300) == "done"
     assert future.diary == "attempt 1\n\n[raypool: it runs again]\nattempt 2\n"
     assert future.metrics[["attempt", "attempt_was"]].values.tolist() == [[1, 1], [2, 2]]
 
 
 def test_the_diary_says_where_a_task_ran_again() -> None:
-    """It had ended, and its outcome was lost with its worker. Of an item of a loop there is only what it printed last."""
+    """It had ended, and its outcome was lost with its worker. Of an item of a loop there is only
+    what it printed last.
+    """
     num_runs: Counter[int] = Counter()
 
     def work(x: int) -> None:
@@ -494,7 +525,9 @@ def test_the_diary_says_where_a_task_ran_again() -> None:
     with sim_pool(2, FaultPlan(seed=3, p_loss=0.5)) as pool:
         view = pool.options(retries=20)
         for x in range(20):
-            assert view.parfeval(work, x).diary == "\n[raypool: it runs again]\n".join(["out"] * num_runs[x])
+            assert view.parfeval(work, x).diary == "\n[raypool: it runs again]\n".join(
+                ["out"] * num_runs[x]
+            )
         assert max(num_runs.values()) > 1
         num_runs.clear()
         results = view.parfor(work, 20, progress=False)
@@ -505,7 +538,9 @@ def test_the_diary_says_where_a_task_ran_again() -> None:
 @pytest.mark.processes
 def test_a_breakpoint_in_a_task_fails_at_once(pool: ParallelPool) -> None:
     """Nobody could type there, and Ray's debugger would wait without a word."""
-    with pytest.raises(TaskError, match=r"breakpoint\(\) was reached.*profile='inline'.*raypool replay"):
+    with pytest.raises(
+        TaskError, match=r"breakpoint\(\) was reached.*profile='inline'.*raypool replay"
+    ):
         pool.parfeval(lambda: breakpoint()).result(300)
 
 
@@ -523,7 +558,7 @@ def test_the_error_of_a_lost_worker_says_what_was_printed_last(
     future = pool.options(retries=0).parfeval(work)
     assert eventually(lambda: future.diary == "loading the model\n")
     gate.open()
-    error = future.exception(60)
+    error = future.exception(300)
     assert "raypool: it printed last:\n  loading the model" in getattr(error, "__notes__", ())
 
 
@@ -541,5 +576,5 @@ def test_a_forked_child_of_a_task_may_report_and_print(pool: ParallelPool) -> No
         return status
 
     future = pool.parfeval(work)
-    assert future.result(60) == 0
+    assert future.result(300) == 0
     assert future.metrics["child"].tolist() == [False]

@@ -26,7 +26,9 @@ def helpers_travel(by_value: None) -> None:
 
 
 class BreakingCards:
-    """Knows nothing of any GPU. A worker that begins once `flag` exists fails, after so many seconds as are written there."""
+    """Knows nothing of any GPU. A worker that begins once `flag` exists fails, after so many
+    seconds as are written there.
+    """
 
     def __init__(self, flag: Path) -> None:
         self.flag = flag
@@ -64,14 +66,18 @@ def pool(shared_pool: ParallelPool) -> ParallelPool:
 
 @pytest.fixture
 def two_workers(shared_pool: ParallelPool) -> Any:
-    """Give two of its workers: each further rank of a training takes its time on a machine with two cores."""
+    """Give two of its workers: each further rank of a training takes its time on a machine with two
+    cores.
+    """
     part, _ = shared_pool.partition(workers=[0, 1])
     return part
 
 
 @pytest.fixture
 def as_good_as_new(pool: ParallelPool, eventually: Callable[..., bool]) -> Iterator[None]:
-    """After whatever it was, all workers answer to calls and loops, on the GPUs that they had, and nothing is left to do."""
+    """After whatever it was, all workers answer to calls and loops, on the GPUs that they had, and
+    nothing is left to do.
+    """
     gpus = [worker.gpu for worker in pool.workers]
     yield
     visible = pool.parfeval_on_all(lambda: os.environ["CUDA_VISIBLE_DEVICES"]).result(300)
@@ -83,7 +89,7 @@ def as_good_as_new(pool: ParallelPool, eventually: Callable[..., bool]) -> Itera
     assert statistics.queued == statistics.running == 0
 
 
-# --- loops of trainings ------------------------------------------------------------------------------------------------
+# --- loops of trainings ---------------------------------------------------------------------------
 
 
 def count_ranks() -> int:
@@ -93,7 +99,9 @@ def count_ranks() -> int:
 
 
 def add_up(config: dict[str, Any]) -> list[float]:
-    """Add 1 to a number with each epoch, on all ranks together; the number is all the state that there is."""
+    """Add 1 to a number with each epoch, on all ranks together; the number is all the state that
+    there is.
+    """
     import tempfile
     from pathlib import Path
 

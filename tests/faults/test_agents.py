@@ -1,4 +1,6 @@
-"""The agent of a node is told to end, or answers nobody: workers are ended and replaced all the same, and nothing is left."""
+"""The agent of a node is told to end, or answers nobody: workers are ended and replaced all the
+same, and nothing is left.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def living_agents() -> list[psutil.Process]:
 
 @pytest.fixture
 def first(shared_pool: ParallelPool) -> Iterator[Any]:
-    """Give the pool's first worker. Its store goes with the agent, so the next test gets another pool."""
+    """Give the pool's first worker. Its store goes with the agent, so the next test gets another
+    pool.
+    """
     part, _ = shared_pool.partition(workers=[0])
     yield part
     shared.close()
@@ -52,7 +56,9 @@ def the_agent(eventually: Eventually) -> Callable[[], psutil.Process]:
 
 
 @pytest.mark.quick
-def test_it_ends_when_it_is_told_to(first: Any, the_agent: Callable[[], psutil.Process], eventually: Eventually) -> None:
+def test_it_ends_when_it_is_told_to(
+    first: Any, the_agent: Callable[[], psutil.Process], eventually: Eventually
+) -> None:
     before, (worker,) = the_agent(), first.workers
     before.terminate()
     psutil.Process(worker.pid).kill()
@@ -61,7 +67,10 @@ def test_it_ends_when_it_is_told_to(first: Any, the_agent: Callable[[], psutil.P
 
 
 def test_one_that_answers_nobody_is_replaced(
-    first: Any, the_agent: Callable[[], psutil.Process], eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+    first: Any,
+    the_agent: Callable[[], psutil.Process],
+    eventually: Eventually,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(agents, "END_TIMEOUT_S", 1.0)
     before, (worker,) = the_agent(), first.workers
@@ -73,7 +82,10 @@ def test_one_that_answers_nobody_is_replaced(
 
 
 def test_what_it_is_to_cancel_ends_without_it(
-    first: Any, the_agent: Callable[[], psutil.Process], eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+    first: Any,
+    the_agent: Callable[[], psutil.Process],
+    eventually: Eventually,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(agents, "END_TIMEOUT_S", 1.0)
     future = first.submit(time.sleep, 600)
@@ -98,11 +110,15 @@ def train() -> int:
 def test_one_that_dies_while_ranks_meet_is_a_lost_worker(
     pair: ParallelPool, the_agent: Callable[[], psutil.Process], eventually: Eventually
 ) -> None:
-    """A training goes on with the next agent; a call of spmd, which runs once only, fails and says what was lost."""
+    """A training goes on with the next agent; a call of spmd, which runs once only, fails and says
+    what was lost.
+    """
     processes = [psutil.Process(worker.pid) for worker in pair.workers]
 
     def call_without_agent(call: Callable[..., Any], fn: Callable[..., Any]) -> Any:
-        """Let rank 0 wait for rank 1, whose process stands still, and end the agent where they meet."""
+        """Let rank 0 wait for rank 1, whose process stands still, and end the agent where they
+        meet.
+        """
         assert eventually(lambda: pair.idle_workers == 2)
         processes[0].suspend()
         try:
@@ -119,7 +135,8 @@ def test_one_that_dies_while_ranks_meet_is_a_lost_worker(
     with pytest.raises(SpmdError, match="agent, through which its processes meet") as caught:
         call.result(300)
     assert isinstance(caught.value.__cause__, WorkerLostError)
-    kept = pair.spmd(add_up, workers=[0, 1])  # until the end: to let go of it takes the worker that stands still
+    # until the end: to let go of it takes the worker that stands still
+    kept = pair.spmd(add_up, workers=[0, 1])
     assert list(kept) == [3, 3]
     run = call_without_agent(pair.train, train)
     assert run.result(300).values == [2, 2]
@@ -128,7 +145,10 @@ def test_one_that_dies_while_ranks_meet_is_a_lost_worker(
 
 
 def test_what_it_does_not_end_is_ended_with_the_pool(
-    ray_session: None, the_agent: Callable[[], psutil.Process], eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+    ray_session: None,
+    the_agent: Callable[[], psutil.Process],
+    eventually: Eventually,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("WIND_UP_TIMEOUT_S", "CLOSE_TIMEOUT_S"):
         monkeypatch.setattr(backend, name, 1.0)

@@ -30,7 +30,7 @@ Cases = list[tuple[Any, type[Exception], str]]
 """What is given, the error, and what it says."""
 
 
-# --- what is refused before anything runs, wherever that would be ------------------------------------------------------
+# --- what is refused before anything runs, wherever that would be ---------------------------------
 
 
 @pytest.fixture
@@ -117,7 +117,10 @@ def test_profiles_and_resources_that_cannot_be() -> None:
         with pytest.raises(error, match=words):
             parpool(1, **changes)
     fields: Cases = [
-        *(({"gpus": gpus}, InvalidValueError, r"WorkerResources\(gpus=") for gpus in (0.4, 0.51, -1, 1.5, 0.00001)),
+        *(
+            ({"gpus": gpus}, InvalidValueError, r"WorkerResources\(gpus=")
+            for gpus in (0.4, 0.51, -1, 1.5, 0.00001)
+        ),
         ({"gpus": "1"}, InvalidTypeError, "gpus"),
         ({"cpus": "2"}, InvalidTypeError, "cpus"),
         ({"memory_bytes": -1}, InvalidValueError, "memory_bytes"),
@@ -177,7 +180,7 @@ def test_work_after_shutdown() -> None:
     assert other.workers == []
 
 
-# --- on Ray -----------------------------------------------------------------------------------------------------------
+# --- on Ray ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -189,12 +192,17 @@ def pool_is_usable(pool: ParallelPool) -> Iterator[None]:
 @pytest.mark.quick
 def test_more_gpus_than_there_are_and_than_are_free(pool: ParallelPool) -> None:
     """What can never be is known at once; who holds what is missing now is named."""
-    with pytest.raises(ResourceError, match=r"GPU: requested 5, available \d \(the cluster has 3\)") as caught:
+    with pytest.raises(
+        ResourceError, match=r"GPU: requested 5, available \d \(the cluster has 3\)"
+    ) as caught:
         parpool(5, start_timeout_s=2)
     assert caught.value.requested == 5
     with pytest.raises(
         ResourceError,
-        match=r"requested 2, available 0 .*This process itself holds 3: the pool opened at .*\.py:\d+, `.*parpool\(",
+        match=(
+            r"requested 2, available 0 .*This process itself holds 3: the pool opened at"
+            r" .*\.py:\d+, `.*parpool\("
+        ),
     ) as caught:
         parpool(2, start_timeout_s=600)
     assert (caught.value.requested, caught.value.available) == (2, 0)
@@ -219,10 +227,22 @@ def test_what_no_node_has(pool: ParallelPool) -> None:
 def test_gpus_that_cannot_be_had(pool: ParallelPool) -> None:
     cases: Cases = [
         ([0, 0], InvalidValueError, "GPU 0 is named twice"),
-        ([0, 7], ResourceError, "GPU 0, 7: requested 2, available 0"),  # nobody knows whether it is one of those that are held
+        # nobody knows whether it is one of those that are held
+        ([0, 7], ResourceError, "GPU 0, 7: requested 2, available 0"),
         ([0, 1, 2, 3], ResourceError, "GPU 3 does not exist here: this machine has 3"),
-        ([0, 1], ResourceError, r"GPU 0, 1: requested 2, available 0 .*This process itself holds 3: the pool opened at "),
-        ({"lab-9": [0, 2]}, ResourceError, "No node of the cluster is called 'lab-9', of which gpus= names GPU 0, 2"),
+        (
+            [0, 1],
+            ResourceError,
+            (
+                r"GPU 0, 1: requested 2, available 0 .*This process itself holds 3: the pool"
+                r" opened at "
+            ),
+        ),
+        (
+            {"lab-9": [0, 2]},
+            ResourceError,
+            "No node of the cluster is called 'lab-9', of which gpus= names GPU 0, 2",
+        ),
     ]
     for gpus, error, words in cases:
         with pytest.raises(error, match=words):
@@ -253,7 +273,9 @@ def test_an_argument_that_cannot_be_pickled(pool: ParallelPool) -> None:
 @pytest.mark.quick
 @pytest.mark.usefixtures("pool_is_usable")
 def test_an_item_that_cannot_be_pickled(pool: ParallelPool) -> None:
-    with pytest.raises(SerializationError, match=r"item 2 of \w+ to a worker: \['lock'\] \(a lock\)"):
+    with pytest.raises(
+        SerializationError, match=r"item 2 of \w+ to a worker: \['lock'\] \(a lock\)"
+    ):
         pool.parfor(str, [1, {"x": 2}, {"lock": lock}])
     with pytest.raises(SerializationError, match="item 1 of"):
         pool.parfor(str, ({"lock": lock} if i == 1 else i for i in range(3)))

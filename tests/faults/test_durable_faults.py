@@ -1,4 +1,6 @@
-"""A sweep with a `run_dir` whose driver, disk, folder or user does what it must not (scenario 44)."""
+"""A sweep with a `run_dir` whose driver, disk, folder or user does what it must not (scenario
+44).
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def num_finished(folder: Path) -> int:
         return 0
 
 
-# --- the driver is killed ---------------------------------------------------------------------------------------------
+# --- the driver is killed -------------------------------------------------------------------------
 
 SWEEP = """
 import os, sys, time, uuid
@@ -59,7 +61,11 @@ with parpool(2, quiet=True, **{where!r}) as pool:
 
 @pytest.mark.parametrize(
     ("profile", "num_kills"),
-    [("threads", 4), pytest.param("threads", 30, marks=long), pytest.param("local", 30, marks=long)],
+    [
+        ("threads", 4),
+        pytest.param("threads", 30, marks=long),
+        pytest.param("local", 30, marks=long),
+    ],
     ids=["threads-4", "threads-30", "local-30"],
 )
 def test_a_driver_killed_at_random_moments_loses_nothing_that_was_done(
@@ -71,7 +77,9 @@ def test_a_driver_killed_at_random_moments_loses_nothing_that_was_done(
     eventually: Callable[..., bool],
     request: pytest.FixtureRequest,
 ) -> None:
-    """Whatever the moment: what the journal has is never run again, and in the end every item is there once, with its value."""
+    """Whatever the moment: what the journal has is never run again, and in the end every item is
+    there once, with its value.
+    """
     where = {"profile": profile}
     if profile == "local":  # on a Ray that stays, so that a driver is there in two seconds
         request.getfixturevalue("ray_session")
@@ -89,27 +97,39 @@ def test_a_driver_killed_at_random_moments_loses_nothing_that_was_done(
 class Sweep:
     """A sweep of 60 items in drivers that are killed, one after the other."""
 
-    def __init__(self, home: Path, marks: Any, where: dict[str, str], start_python: Any, eventually: Callable[..., bool]) -> None:
+    def __init__(
+        self,
+        home: Path,
+        marks: Any,
+        where: dict[str, str],
+        start_python: Any,
+        eventually: Callable[..., bool],
+    ) -> None:
         self.run_dir = home / "run"
         self.marks = marks
         self.code = SWEEP.format(folder=str(home), where=where)
         self.start_python = start_python
         self.eventually = eventually
-        self.done: dict[int, int] = {}  # items in the journal after a kill, and how often they had run by then
+        # items in the journal after a kill, and how often they had run by then
+        self.done: dict[int, int] = {}
 
     def kill(self, most: int, moments: random.Random) -> int:
         """Kill drivers until one gets to its end; return how many."""
         for kill in range(most):
             num_marks = len(self.marks.all()) + moments.randint(0, 25)
             started = self.start_python(self.code)
-            assert self.eventually(functools.partial(has_gone_so_far, self.marks, num_marks, started)), "it does not go on"
+            assert self.eventually(
+                functools.partial(has_gone_so_far, self.marks, num_marks, started)
+            ), "it does not go on"
             time.sleep(moments.uniform(0, 0.02))  # in the midst of whatever it is at
             if started.process.poll() is not None:
                 assert started.finish().returncode == 0, started.finish().stderr
                 return kill
             os.kill(started.pid, signal.SIGKILL)
             started.process.wait(30)
-            assert self.eventually(functools.partial(is_gone, started)), "what the driver had started lives on"
+            assert self.eventually(functools.partial(is_gone, started)), (
+                "what the driver had started lives on"
+            )
             self.check()
         return most
 
@@ -118,9 +138,15 @@ class Sweep:
             return
         results = load_results(self.run_dir)
         counts = {item: self.marks.count(item) for item in range(60)}
-        assert all(counts[item] == count for item, count in self.done.items()), "what was done has run again"
+        assert all(counts[item] == count for item, count in self.done.items()), (
+            "what was done has run again"
+        )
         statuses = results.to_frame()["status"]
-        there = [item for item, status in zip(items_of(results), statuses, strict=True) if status == "finished"]
+        there = [
+            item
+            for item, status in zip(items_of(results), statuses, strict=True)
+            if status == "finished"
+        ]
         assert set(self.done) <= set(there), "what was there is gone"
         assert len(set(there)) == len(there)
         self.done = {item: counts[item] for item in there}
@@ -156,7 +182,9 @@ def items_of(results: Any) -> list[int]:
 def test_the_folder_of_a_driver_that_was_killed_is_free(
     tmp_path: Path, gate: Any, start_python: Any, eventually: Callable[..., bool]
 ) -> None:
-    """While it lives nobody else gets in, and hears who has it; what it had done is there afterwards."""
+    """While it lives nobody else gets in, and hears who has it; what it had done is there
+    afterwards.
+    """
     started = start_python(f"""
         import time
         from pathlib import Path
@@ -180,7 +208,7 @@ def test_the_folder_of_a_driver_that_was_killed_is_free(
     assert num_finished(tmp_path / "run") == 3
 
 
-# --- Ctrl-C -----------------------------------------------------------------------------------------------------------
+# --- Ctrl-C ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("profile", ["inline", "threads", "local"])
@@ -207,7 +235,8 @@ def test_ctrl_c_leaves_what_was_done_and_says_so(
             print(list(pool.parfor(work, range(6), run_dir={str(tmp_path / "run")!r})))
     """)
     ready.wait()
-    # What a worker has done is known a moment later; "inline" has nobody who could write it down meanwhile.
+    # What a worker has done is known a moment later; "inline" has nobody who could write it down
+    # meanwhile.
     assert profile == "inline" or eventually(lambda: num_finished(tmp_path / "run") == 3)
 
     os.killpg(started.pid, signal.SIGINT)
@@ -216,13 +245,16 @@ def test_ctrl_c_leaves_what_was_done_and_says_so(
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stderr
     assert lines[0] == "[0, -1, -2, None, None, None]"
-    assert f"and in {tmp_path / 'run'}: the same call goes on from there" in lines[1] or profile == "inline"
+    assert (
+        f"and in {tmp_path / 'run'}: the same call goes on from there" in lines[1]
+        or profile == "inline"
+    )
     assert lines[-1] == "[0, -1, -2, -3, -4, -5]"
     with_rows = load_results(tmp_path / "run").to_frame()
     assert list(with_rows["status"]) == ["finished"] * 6
 
 
-# --- the disk is full -------------------------------------------------------------------------------------------------
+# --- the disk is full -----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -230,7 +262,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """Give a file system of one MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, check=False)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, check=False
+    )
     if done.returncode:
         pytest.skip(f"cannot mount a file system here: {done.stderr.decode()}")
     yield folder
@@ -257,7 +291,12 @@ def pool() -> Iterator[ParallelPool]:
 
 
 def test_a_loop_goes_on_where_the_disk_is_full_and_writes_when_there_is_room(
-    pool: ParallelPool, small_disk: Path, make_gate: Any, marks: Any, eventually: Callable[..., bool], caplog: Any
+    pool: ParallelPool,
+    small_disk: Path,
+    make_gate: Any,
+    marks: Any,
+    eventually: Callable[..., bool],
+    caplog: Any,
 ) -> None:
     begin, end = make_gate(), make_gate()
 
@@ -273,7 +312,8 @@ def test_a_loop_goes_on_where_the_disk_is_full_and_writes_when_there_is_room(
     loop = functools.partial(pool.parfor, work, range(20), run_dir=small_disk / "run", chunk_size=1)
     thread = threading.Thread(target=lambda: found.append(loop()))
     thread.start()
-    assert eventually(lambda: marks.count(1) == 1)  # before the first item the journal itself needs room
+    # before the first item the journal itself needs room
+    assert eventually(lambda: marks.count(1) == 1)
     filler = fill(small_disk)
     begin.open()
     assert eventually(lambda: "cannot be written" in caplog.text and len(marks.all()) == 20)
@@ -301,13 +341,22 @@ def test_what_finds_no_room_in_the_end_is_an_error_that_has_all_values(
         marks.add(item)
         return bytes(3_000_000 if item == 2 and marks.count(2) == 1 else 10_000)
 
-    with pytest.raises(JournalError, match=r"1 outcome of .* could not be written to .*0\.7 s") as caught:
+    with pytest.raises(
+        JournalError, match=r"1 outcome of .* could not be written to .*0\.7 s"
+    ) as caught:
         pool.parfor(work, range(8), run_dir=small_disk / "run")
 
-    assert [len(value) for value in caught.value.results] == [10_000, 10_000, 3_000_000, *[10_000] * 5]  # type: ignore[attr-defined]
+    assert [len(value) for value in caught.value.results] == [
+        10_000,
+        10_000,
+        3_000_000,
+        *[10_000] * 5,
+    ]  # type: ignore[attr-defined]
     assert caught.value.run_dir == str(small_disk / "run")
     assert num_finished(small_disk / "run") == 7
-    assert [len(value) for value in pool.parfor(work, range(8), run_dir=small_disk / "run")] == [10_000] * 8
+    assert [len(value) for value in pool.parfor(work, range(8), run_dir=small_disk / "run")] == [
+        10_000
+    ] * 8
     assert [marks.count(item) for item in range(8)] == [1, 1, 2, 1, 1, 1, 1, 1]
 
 
@@ -324,12 +373,15 @@ def test_an_error_while_the_disk_is_full_says_what_is_not_kept(
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt) as caught:
-        pool.parfor(lambda item: f"{item} " * 2_000, items(), run_dir=small_disk / "run", chunk_size=1)
+        pool.parfor(
+            lambda item: f"{item} " * 2_000, items(), run_dir=small_disk / "run", chunk_size=1
+        )
 
     notes = " ".join(caught.value.__notes__)
     assert "could not be written to" in notes
     assert "goes on from there" not in notes
-    num_there, num_had = num_finished(small_disk / "run"), sum(value is not None for value in caught.value.results)  # type: ignore[attr-defined]
+    num_there = num_finished(small_disk / "run")
+    num_had = sum(value is not None for value in caught.value.results)  # type: ignore[attr-defined]
     assert num_there < num_had
     assert f"{num_had - num_there} outcomes of" in notes
 
@@ -344,7 +396,9 @@ def test_what_items_say_waits_for_room_too(
         return item
 
     found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(pool.parfor(talk, [5], run_dir=small_disk / "run")))
+    thread = threading.Thread(
+        target=lambda: found.append(pool.parfor(talk, [5], run_dir=small_disk / "run"))
+    )
     thread.start()
     assert eventually(lambda: len(list(small_disk.glob("run/items/*/diary.txt"))) == 1)
     filler = fill(small_disk)
@@ -415,16 +469,20 @@ def test_a_limit_of_file_sizes_is_like_a_full_disk(tmp_path: Path) -> None:
     assert "cannot be written" in done.stderr
 
 
-# --- a worker is lost -------------------------------------------------------------------------------------------------
+# --- a worker is lost -----------------------------------------------------------------------------
 
 
-def test_an_item_that_has_lost_its_worker_has_both_attempts_in_the_journal(shared_pool: ParallelPool, tmp_path: Path) -> None:
+def test_an_item_that_has_lost_its_worker_has_both_attempts_in_the_journal(
+    shared_pool: ParallelPool, tmp_path: Path
+) -> None:
     def die_once(item: int) -> int:
         if item == 1 and current_task().attempt == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return current_task().attempt
 
-    loop = functools.partial(shared_pool.parfor, die_once, [0, 1, 2], run_dir=tmp_path / "run", chunk_size=1)
+    loop = functools.partial(
+        shared_pool.parfor, die_once, [0, 1, 2], run_dir=tmp_path / "run", chunk_size=1
+    )
     assert list(loop(max_workers=1)) == [1, 2, 1]
 
     assert list(load_results(tmp_path / "run").to_frame()["attempts"]) == [1, 2, 1]

@@ -1,4 +1,5 @@
-"""Corners of the catalogue (test_catalogue.py): functions, arguments and results that do their worst, many of them at once.
+"""Corners of the catalogue (test_catalogue.py): functions, arguments and results that do their
+worst, many of them at once.
 
 Each gets its error, and the pool goes on with the same devices.
 """
@@ -59,7 +60,7 @@ def explode(home: int) -> str:
     return "opened at home"
 
 
-# --- exceptions -------------------------------------------------------------------------------------------------------
+# --- exceptions -----------------------------------------------------------------------------------
 
 
 class Sealed(Exception):
@@ -84,7 +85,7 @@ def test_an_exception_that_cannot_be_annotated(pool: ParallelPool) -> None:
             raise Frozen(5)
         return i
 
-    assert type(pool.parfeval(fn, 2).exception(30)) is Sealed
+    assert type(pool.parfeval(fn, 2).exception(300)) is Sealed
     results = pool.parfor(fn, range(5), on_error="collect")
     assert results[:] == [0, 1, None, None, 4]
     assert type(results.errors[2]) is Sealed
@@ -148,8 +149,10 @@ def say_a_lot() -> None:
     ],
     ids=["recursion", "cycle", "chain", "BaseException", "long text"],
 )
-def test_exceptions_of_all_kinds(pool: ParallelPool, fn: Any, error: type[BaseException], words: str) -> None:
-    caught = pool.parfeval(fn).exception(30)
+def test_exceptions_of_all_kinds(
+    pool: ParallelPool, fn: Any, error: type[BaseException], words: str
+) -> None:
+    caught = pool.parfeval(fn).exception(300)
     assert type(caught) is error
     assert words in str(caught)
     assert isinstance(caught.__cause__, RemoteTraceback)
@@ -169,7 +172,7 @@ def test_what_happens_while_a_value_is_let_go_harms_nothing(pool: ParallelPool) 
     assert pool.parfor(fn, range(5)) == list(range(5))
 
 
-# --- what cannot be opened --------------------------------------------------------------------------------------------
+# --- what cannot be opened ------------------------------------------------------------------------
 
 
 def test_a_result_that_cannot_be_unpickled_here_fails_its_item_only(pool: ParallelPool) -> None:
@@ -199,9 +202,11 @@ def test_a_result_that_cannot_be_unpickled_here_fails_its_future_only(pool: Para
 
     pool.parfor(fn, range(40))
     futures = [pool.parfeval(fn, i) for i in range(100)]
-    assert isinstance(futures[50].exception(30), SerializationError)
+    assert isinstance(futures[50].exception(300), SerializationError)
     assert futures[50].state == "failed"
-    assert [future.result(30) for i, future in enumerate(futures) if i != 50] == [i for i in range(100) if i != 50]
+    assert [future.result(300) for i, future in enumerate(futures) if i != 50] == [
+        i for i in range(100) if i != 50
+    ]
 
 
 class EndsWhoOpensIt:
@@ -214,7 +219,7 @@ class EndsWhoOpensIt:
 def test_a_result_that_would_end_this_process_is_an_error(pool: ParallelPool) -> None:
     future = pool.parfeval(EndsWhoOpensIt)
     with pytest.raises(SerializationError, match=r"cannot be unpickled here \(SystemExit: 3"):
-        future.result(30)
+        future.result(300)
     assert future.state == "failed"
     results = pool.parfor(lambda i: EndsWhoOpensIt() if i == 1 else i, range(3), on_error="collect")
     assert list(results.errors) == [1]
@@ -223,7 +228,7 @@ def test_a_result_that_would_end_this_process_is_an_error(pool: ParallelPool) ->
 def test_a_function_that_cannot_be_unpickled_there(pool: ParallelPool) -> None:
     bomb = FailsToOpen(only_away=True)
     with pytest.raises(OSError, match="cannot be opened here"):
-        pool.parfeval(lambda: bomb).result(30)
+        pool.parfeval(lambda: bomb).result(300)
 
 
 class Hangs:
@@ -260,10 +265,17 @@ def raise_hanging() -> None:
 
 @pytest.mark.ci
 def test_what_hangs_outside_the_function(pool: ParallelPool, eventually: Any) -> None:
-    """Time limits, cancel and the grace period hold from the opening of what was sent to the packing of the answer."""
+    """Time limits, cancel and the grace period hold from the opening of what was sent to the
+    packing of the answer.
+    """
     with parpool(1, quiet=True, cancel_grace_s=0.3, resources=WorkerResources(gpus=0)) as strict:
         short = strict.options(timeout_s=2, retries=0)
-        calls: list[tuple[Any, ...]] = [(print, Hangs("opened")), (Hangs, "packed"), (Hangs, "let go"), (raise_hanging,)]
+        calls: list[tuple[Any, ...]] = [
+            (print, Hangs("opened")),
+            (Hangs, "packed"),
+            (Hangs, "let go"),
+            (raise_hanging,),
+        ]
         for call in calls:
             with pytest.raises(TaskTimeoutError):
                 short.parfeval(*call).result()
@@ -275,11 +287,13 @@ def test_what_hangs_outside_the_function(pool: ParallelPool, eventually: Any) ->
             assert strict.parfeval(abs, -1).result(300) == 1
 
 
-# --- death ------------------------------------------------------------------------------------------------------------
+# --- death ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("how", "words"), [("os._exit", "exit code 4|crashed"), ("SIGKILL", "killed")])
+@pytest.mark.parametrize(
+    ("how", "words"), [("os._exit", "exit code 4|crashed"), ("SIGKILL", "killed")]
+)
 def test_a_function_that_ends_its_process(pool: ParallelPool, how: str, words: str) -> None:
     """It runs again up to `retries` times, then fails alone; the others go on."""
     view = pool.options(retries=1)
@@ -296,7 +310,9 @@ def test_a_function_that_ends_its_process(pool: ParallelPool, how: str, words: s
 
 @pytest.mark.ci
 def test_a_killer_among_short_items_that_share_calls(pool: ParallelPool, marks: Any) -> None:
-    """Nobody knows which of the items of a call has killed the worker: it is found, and only it is blamed."""
+    """Nobody knows which of the items of a call has killed the worker: it is found, and only it is
+    blamed.
+    """
 
     def fn(i: int) -> int:
         if i == 1234:
@@ -307,7 +323,9 @@ def test_a_killer_among_short_items_that_share_calls(pool: ParallelPool, marks: 
     results = pool.parfor(fn, range(3000), on_error="collect")
     assert list(results.errors) == [1234]
     assert isinstance(results.errors[1234], WorkerLostError)
-    assert [value for i, value in enumerate(results) if i != 1234] == [i for i in range(3000) if i != 1234]
+    assert [value for i, value in enumerate(results) if i != 1234] == [
+        i for i in range(3000) if i != 1234
+    ]
     assert marks.count("killer") == 3, "retries=2: three attempts"
 
 
@@ -322,12 +340,18 @@ def test_a_killer_among_futures_that_share_calls(pool: ParallelPool, marks: Any)
     pool.parfor(fn, range(33))
     before = pool.statistics()
     futures = [pool.options(retries=1).parfeval(fn, i) for i in range(200)]
-    error = futures[33].exception(60)
+    error = futures[33].exception(300)
     assert isinstance(error, WorkerLostError)
     assert (error.attempts, futures[33].attempts, marks.count("killer")) == (2, 2, 2)
-    assert [future.result(300) for i, future in enumerate(futures) if i != 33] == [i for i in range(200) if i != 33]
+    assert [future.result(300) for i, future in enumerate(futures) if i != 33] == [
+        i for i in range(200) if i != 33
+    ]
     after = pool.statistics()
-    counted = [after.submitted - before.submitted, after.finished - before.finished, after.failed - before.failed]
+    counted = [
+        after.submitted - before.submitted,
+        after.finished - before.finished,
+        after.failed - before.failed,
+    ]
     assert counted == [200, 199, 1], "each is counted exactly once"
 
 
@@ -376,7 +400,9 @@ def test_an_item_that_fails_its_first_attempt_only(pool: ParallelPool) -> None:
 
 
 @pytest.mark.ci
-def test_a_worker_killed_while_it_is_idle_is_replaced_unasked(pool: ParallelPool, eventually: Callable[..., bool]) -> None:
+def test_a_worker_killed_while_it_is_idle_is_replaced_unasked(
+    pool: ParallelPool, eventually: Callable[..., bool]
+) -> None:
     before = pool.workers[1]
     os.kill(before.pid, signal.SIGKILL)
     assert eventually(lambda: pool.workers[1].pid != before.pid and pool.workers[1].state == "idle")
@@ -385,7 +411,9 @@ def test_a_worker_killed_while_it_is_idle_is_replaced_unasked(pool: ParallelPool
 
 @pytest.mark.ci
 def test_kills_at_random_moments(pool: ParallelPool) -> None:
-    """Scenario 45 in small: workers are killed from outside while they run; every result is there once, and right."""
+    """Scenario 45 in small: workers are killed from outside while they run; every result is there
+    once, and right.
+    """
     chance = random.Random(5)
     lost = pool.statistics().workers_lost
 
@@ -423,7 +451,8 @@ def test_kills_at_random_moments_with_no_retries(pool: ParallelPool, marks: Any)
         marks.add(i)
         threading.Event().wait(0.005)
         if i % 23 == 0:
-            threading.Timer(0.01, os._exit, [1]).start()  # at some moment soon: in this item, in another one, or between
+            # at some moment soon: in this item, in another one, or between
+            threading.Timer(0.01, os._exit, [1]).start()
         return i
 
     results = pool.options(retries=0).parfor(fn, range(100), on_error="collect")
@@ -436,7 +465,9 @@ def test_kills_at_random_moments_with_no_retries(pool: ParallelPool, marks: Any)
 
 
 @pytest.mark.ci
-def test_a_worker_killed_while_it_runs(pool: ParallelPool, gate: Any, marks: Any, eventually: Callable[..., bool]) -> None:
+def test_a_worker_killed_while_it_runs(
+    pool: ParallelPool, gate: Any, marks: Any, eventually: Callable[..., bool]
+) -> None:
     def fn() -> int:
         marks.add(os.getpid())
         if len(marks.all()) == 1:
@@ -454,7 +485,7 @@ def test_a_worker_killed_while_it_runs(pool: ParallelPool, gate: Any, marks: Any
 @pytest.mark.ci
 def test_a_function_that_closes_what_is_open(pool: ParallelPool) -> None:
     """Its worker has lost all connections, and cannot even say so."""
-    error = pool.options(retries=0).parfeval(os.closerange, 3, 4000).exception(60)
+    error = pool.options(retries=0).parfeval(os.closerange, 3, 4000).exception(300)
     assert isinstance(error, WorkerLostError)
 
 
@@ -470,7 +501,12 @@ def test_a_function_may_have_processes_of_its_own(pool: ParallelPool) -> None:
         import torch
         from torch.utils.data import DataLoader, TensorDataset
 
-        return float(sum(batch.sum() for (batch,) in DataLoader(TensorDataset(torch.arange(100.0)), 10, num_workers=2)))
+        return float(
+            sum(
+                batch.sum()
+                for (batch,) in DataLoader(TensorDataset(torch.arange(100.0)), 10, num_workers=2)
+            )
+        )
 
     assert pool.parfeval(fork_and_wait).result(300) == 7
     assert pool.parfeval(load).result(300) == 4950
@@ -495,6 +531,6 @@ def test_errors_of_the_tree_survive_the_way_to_here(pool: ParallelPool) -> None:
         raise WorkerLostError("Raised by hand.", reason=LossReason.NODE, attempts=9)
 
     with pytest.raises(WorkerLostError, match="Raised by hand") as caught:
-        pool.parfeval(fn).result(30)
+        pool.parfeval(fn).result(300)
     assert caught.value.attempts == 9
     assert pickle.loads(pickle.dumps(caught.value)).reason is LossReason.NODE

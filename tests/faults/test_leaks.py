@@ -1,4 +1,6 @@
-"""Pools that come and go, whatever befell them: no descriptor, process, thread or file of theirs is left."""
+"""Pools that come and go, whatever befell them: no descriptor, process, thread or file of theirs is
+left.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def descriptors() -> int:
 
 
 def use(pool: ParallelPool) -> None:
-    """Use all that a pool has, with an error and reports, so that everything is there that could be left."""
+    """Use all that a pool has, with an error and reports, so that everything is there that could be
+    left.
+    """
 
     def fn(i: int) -> int:
         print("item", i)
@@ -34,7 +38,7 @@ def use(pool: ParallelPool) -> None:
     assert list(results.errors) == [3]
     assert len(results.metrics) == 8
     pool.store["key"] = bytes(100_000)
-    assert isinstance(pool.parfeval(fn, 3).exception(60), ValueError)
+    assert isinstance(pool.parfeval(fn, 3).exception(300), ValueError)
     assert pool.parfeval(abs, -1).result(300) == 1
 
 
@@ -49,7 +53,9 @@ def test_pools_in_this_process(profile: str, eventually: Callable[..., bool]) ->
     for _ in range(20):
         come_and_go()
     assert eventually(lambda: descriptors() <= before), (descriptors(), before)
-    assert eventually(lambda: not set(threading.enumerate()) - threads), set(threading.enumerate()) - threads
+    assert eventually(lambda: not set(threading.enumerate()) - threads), (
+        set(threading.enumerate()) - threads
+    )
 
 
 def test_pools_on_ray(ray_session: None, by_value: None, eventually: Callable[..., bool]) -> None:
@@ -61,18 +67,25 @@ def test_pools_on_ray(ray_session: None, by_value: None, eventually: Callable[..
     before = descriptors()
     for _ in range(3):
         come_and_go()
-    # Ray keeps a connection to a worker for a moment, and opens one now and then itself: those of three pools would be more.
+    # Ray keeps a connection to a worker for a moment, and opens one now and then itself: those of
+    # three pools would be more.
     assert eventually(lambda: descriptors() <= before + 3), (descriptors(), before)
 
 
-def test_children_of_workers_end_with_them(ray_session: None, by_value: None, eventually: Callable[..., bool]) -> None:
-    """Also those that have left the worker's group; and the check that stands round every file of tests sees them."""
+def test_children_of_workers_end_with_them(
+    ray_session: None, by_value: None, eventually: Callable[..., bool]
+) -> None:
+    """Also those that have left the worker's group; and the check that stands round every file of
+    tests sees them.
+    """
     sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
 
     def start_two() -> list[int]:
         import subprocess
 
-        return [subprocess.Popen(sleeper, start_new_session=is_apart).pid for is_apart in (False, True)]
+        return [
+            subprocess.Popen(sleeper, start_new_session=is_apart).pid for is_apart in (False, True)
+        ]
 
     before = strays()
     with parpool(1, quiet=True, resources=WorkerResources(gpus=0)) as pool:

@@ -13,7 +13,11 @@ from raypool.backends.ray.calls import RAY_FAILURES, loss_reason, loss_text
 pytestmark = pytest.mark.quick
 
 PUBLIC = sorted(
-    (cls for name, cls in inspect.getmembers(exceptions, inspect.isclass) if not name.startswith("_")),
+    (
+        cls
+        for name, cls in inspect.getmembers(exceptions, inspect.isclass)
+        if not name.startswith("_")
+    ),
     key=lambda cls: cls.__name__,
 )
 RAY_ERRORS = [cls for cls in PUBLIC if issubclass(cls, exceptions.RayError)]
@@ -58,7 +62,8 @@ def test_a_preempted_node_is_told_apart() -> None:
 
 def test_an_actor_that_has_died_with_its_node() -> None:
     words = (
-        "The actor died unexpectedly before finishing this task.\n\tpid: 7\nThe actor died because its node has died. Node Id: 7e"
+        "The actor died unexpectedly before finishing this task.\n\tpid: 7\nThe actor died because"
+        " its node has died. Node Id: 7e"
     )
     assert loss_reason(exceptions.RayActorError("7", words)) is LossReason.EXIT
     error = bare(exceptions.ActorDiedError)
@@ -69,7 +74,9 @@ def test_an_actor_that_has_died_with_its_node() -> None:
 
 def test_what_ray_says_is_put_shortly() -> None:
     meanings = {
-        "The actor died ... \nThe actor died because its node has died. Node Id: 7e": "its node has died",
+        "The actor died ... \nThe actor died because its node has died. Node Id: 7e": (
+            "its node has died"
+        ),
         "... Worker exits with an exit code 3.": "its process ended with exit code 3",
         "... connection error code 2. End of file. ...": "its process was killed or crashed",
         "Something else.\nMore.": "Something else",

@@ -1,4 +1,6 @@
-"""Calls that are cancelled at any moment, groups that come and go, contexts that are used too late: the next call works."""
+"""Calls that are cancelled at any moment, groups that come and go, contexts that are used too late:
+the next call works.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,15 @@ def count(context: Any) -> int:
 def left_behind() -> tuple[bool, list[str]]:
     import torch.distributed
 
-    return torch.distributed.is_initialized(), [name for name in ("RANK", "MASTER_PORT", "WORLD_SIZE") if name in os.environ]
+    return torch.distributed.is_initialized(), [
+        name for name in ("RANK", "MASTER_PORT", "WORLD_SIZE") if name in os.environ
+    ]
 
 
 @pytest.mark.parametrize("rounds", [12, pytest.param(60, marks=pytest.mark.long)])
-def test_a_call_that_is_cancelled_at_any_moment_leaves_nothing_behind(pool: ParallelPool, rounds: int) -> None:
+def test_a_call_that_is_cancelled_at_any_moment_leaves_nothing_behind(
+    pool: ParallelPool, rounds: int
+) -> None:
     chance = random.Random(7)
     pool.spmd(count)
     pids = pool.parfeval_on_all(os.getpid).result(300)
@@ -36,9 +42,13 @@ def test_a_call_that_is_cancelled_at_any_moment_leaves_nothing_behind(pool: Para
         threading.Event().wait(chance.uniform(0, 0.06))
         job.cancel()
         other = SUBSETS[chance.randrange(3)]
-        assert list(pool.options(timeout_s=60).spmd(count, workers=other)) == [len(other)] * len(other)
+        assert list(pool.options(timeout_s=60).spmd(count, workers=other)) == [len(other)] * len(
+            other
+        )
         assert pool.parfeval_on_all(left_behind).result(300) == [(False, [])] * 3
-    assert pool.parfeval_on_all(os.getpid).result(300) == pids, "a worker has not heard that it was cancelled, and was killed"
+    assert pool.parfeval_on_all(os.getpid).result(300) == pids, (
+        "a worker has not heard that it was cancelled, and was killed"
+    )
 
 
 def test_groups_that_come_and_go_take_a_limited_number_of_descriptors() -> None:
@@ -64,7 +74,9 @@ def test_a_context_ends_with_its_call(pool: ParallelPool) -> None:
     assert list(pool.spmd(use, kept)) == ["0 of 3", "1 of 3", "2 of 3"]
 
 
-def test_ctrl_c_in_a_rank_of_a_pool_in_processes_is_a_failure_of_that_rank(pool: ParallelPool) -> None:
+def test_ctrl_c_in_a_rank_of_a_pool_in_processes_is_a_failure_of_that_rank(
+    pool: ParallelPool,
+) -> None:
     def interrupted(context: Any) -> None:
         if context.rank == 1:
             raise KeyboardInterrupt

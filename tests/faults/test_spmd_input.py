@@ -1,4 +1,6 @@
-"""What ranks bring that does not fit together, or cannot travel, on real Ray: each its error, and no worker is lost by it."""
+"""What ranks bring that does not fit together, or cannot travel, on real Ray: each its error, and
+no worker is lost by it.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def fail(pool: ParallelPool, fn: Any, *args: Any) -> SpmdError:
     return caught.value
 
 
-# --- collectives that do not match ------------------------------------------------------------------------------------
+# --- collectives that do not match ----------------------------------------------------------------
 
 
 def test_a_rank_that_skips_the_collective_and_returns(pool: ParallelPool) -> None:
@@ -98,15 +100,35 @@ def barriers_of_two_kinds(context: Any) -> None:
 @pytest.mark.parametrize(
     ("fn", "places"),
     [
-        (one_batch_more, ["Ranks 0 and 1 have ended at", "rank 2 has been in torch.distributed.all_reduce since"]),
-        (barrier_on_one_rank, ["Rank 0 has been in torch.distributed.barrier", "been in torch.distributed.all_reduce since"]),
-        (barriers_of_two_kinds, ["in barrier (the 1st operation of this call)", "rank 1 has been in torch.distributed.barrier"]),
+        (
+            one_batch_more,
+            [
+                "Ranks 0 and 1 have ended at",
+                "rank 2 has been in torch.distributed.all_reduce since",
+            ],
+        ),
+        (
+            barrier_on_one_rank,
+            [
+                "Rank 0 has been in torch.distributed.barrier",
+                "been in torch.distributed.all_reduce since",
+            ],
+        ),
+        (
+            barriers_of_two_kinds,
+            [
+                "in barrier (the 1st operation of this call)",
+                "rank 1 has been in torch.distributed.barrier",
+            ],
+        ),
     ],
 )
 def test_ranks_that_wait_for_each_other_in_different_places(
     pool: ParallelPool, fn: Any, places: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Torch's collectives have no time limit; the driver is warned, and the call fails, naming who waits where."""
+    """Torch's collectives have no time limit; the driver is warned, and the call fails, naming who
+    waits where.
+    """
     with pytest.raises(SpmdError) as caught:
         pool.options(mismatch_timeout_s=1).spmd(fn)
     assert isinstance(caught.value.__cause__, CollectiveError)
@@ -116,7 +138,7 @@ def test_ranks_that_wait_for_each_other_in_different_places(
         assert place in str(caught.value)
 
 
-# --- what cannot travel -----------------------------------------------------------------------------------------------
+# --- what cannot travel ---------------------------------------------------------------------------
 
 
 def test_an_argument_that_cannot_be_sent(pool: ParallelPool) -> None:
@@ -151,4 +173,6 @@ def test_a_result_that_cannot_be_sent_stays_and_says_so_when_read(pool: Parallel
     composite = pool.spmd(lambda context: threading.Lock())
     with pytest.raises(SerializationError, match="lock"):
         composite[1]
-    assert list(pool.spmd(lambda context, lock: lock.acquire(blocking=False), composite)) == [True] * 3
+    assert (
+        list(pool.spmd(lambda context, lock: lock.acquire(blocking=False), composite)) == [True] * 3
+    )

@@ -1,4 +1,6 @@
-"""Spmd calls that are stopped on real Ray: by their time limit, by whoever made them, with their pool (scenario 31)."""
+"""Spmd calls that are stopped on real Ray: by their time limit, by whoever made them, with their
+pool (scenario 31).
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,7 @@ def late(pool: ParallelPool, *args: Any) -> SpmdError:
     return caught.value
 
 
-# --- its time is up ---------------------------------------------------------------------------------------------------
+# --- its time is up -------------------------------------------------------------------------------
 
 
 @on_shared_pool
@@ -117,7 +119,11 @@ def test_a_rank_that_does_not_come(pool: ParallelPool, fn: Any, way: str, culpri
     error = late(pool, culprit, fn, way)
     assert set(error.failures) == {culprit}
     others = " and ".join(str(rank) for rank in range(3) if rank != culprit)
-    what = "barrier (the 1st operation of the call)" if way == "context" else "a collective of torch.distributed"
+    what = (
+        "barrier (the 1st operation of the call)"
+        if way == "context"
+        else "a collective of torch.distributed"
+    )
     assert f"ranks {others} waited in {what}" in str(error)
     assert error.first_rank == culprit
     assert "hang had not ended after timeout_s=4: rank " in str(error)
@@ -134,7 +140,10 @@ def test_a_rank_that_does_not_come(pool: ParallelPool, fn: Any, way: str, culpri
     [
         (sum_in_c, 0),
         (swallow, 2),
-        *(pytest.param(*case, marks=long) for case in ((sum_in_c, 2), (hash_in_c, 0), (hash_in_c, 2), (swallow, 0))),
+        *(
+            pytest.param(*case, marks=long)
+            for case in ((sum_in_c, 2), (hash_in_c, 0), (hash_in_c, 2), (swallow, 0))
+        ),
     ],
 )
 def test_a_rank_that_hangs_in_native_code(pool: ParallelPool, fn: Any, culprit: int) -> None:
@@ -144,14 +153,19 @@ def test_a_rank_that_hangs_in_native_code(pool: ParallelPool, fn: Any, culprit: 
     assert set(error.failures) == {culprit}
     assert f"rank {culprit} did not answer, and was killed with its worker" in str(error)
     assert isinstance(error.__cause__, TaskTimeoutError)
-    assert [a == b for a, b in zip(pids(pool), before, strict=True)] == [rank != culprit for rank in range(3)]
+    assert [a == b for a, b in zip(pids(pool), before, strict=True)] == [
+        rank != culprit for rank in range(3)
+    ]
     assert [kept.exists(rank) for rank in range(3)] == [rank != culprit for rank in range(3)]
 
 
 @on_shared_pool
 def test_those_that_have_ended_are_not_late(pool: ParallelPool) -> None:
     """They wait for the last one at the end."""
-    with pytest.raises(SpmdError, match=r"rank 1 was at .* in sleep_long; ranks 0 and 2 waited at the end of the call") as caught:
+    with pytest.raises(
+        SpmdError,
+        match=r"rank 1 was at .* in sleep_long; ranks 0 and 2 waited at the end of the call",
+    ) as caught:
         pool.options(timeout_s=3).spmd(lambda context: sleep_long() if context.rank == 1 else None)
     assert set(caught.value.failures) == {1}
 
@@ -166,7 +180,9 @@ def test_all_ranks_are_late(pool: ParallelPool) -> None:
 
 @pytest.mark.long
 @on_shared_pool
-def test_the_time_runs_from_the_beginning_not_from_the_call(pool: ParallelPool, gate: Any, eventually: Any) -> None:
+def test_the_time_runs_from_the_beginning_not_from_the_call(
+    pool: ParallelPool, gate: Any, eventually: Any
+) -> None:
     """A call that has to wait for its workers is not late because of that."""
     holding = pool.parfeval(gate.wait)
     assert eventually(lambda: holding.state == "running")
@@ -177,12 +193,14 @@ def test_the_time_runs_from_the_beginning_not_from_the_call(pool: ParallelPool, 
     assert list(future.result(300)) == [6] * 3
 
 
-# --- somebody does not want it any more -------------------------------------------------------------------------------
+# --- somebody does not want it any more -----------------------------------------------------------
 
 
 @on_shared_pool
 @pytest.mark.parametrize("way", ["context", "torch"])
-def test_it_is_cancelled_while_it_runs(pool: ParallelPool, gate: Any, eventually: Callable[..., bool], way: str) -> None:
+def test_it_is_cancelled_while_it_runs(
+    pool: ParallelPool, gate: Any, eventually: Callable[..., bool], way: str
+) -> None:
     before = pids(pool)
 
     def fn(context: Any) -> None:
@@ -202,7 +220,9 @@ def test_it_is_cancelled_while_it_runs(pool: ParallelPool, gate: Any, eventually
 
 
 @on_shared_pool
-def test_it_is_cancelled_while_it_waits(pool: ParallelPool, gate: Any, marks: Any, eventually: Callable[..., bool]) -> None:
+def test_it_is_cancelled_while_it_waits(
+    pool: ParallelPool, gate: Any, marks: Any, eventually: Callable[..., bool]
+) -> None:
     """What waits behind it goes on; no rank ever begins."""
     holding = pool.options(worker=2).parfeval(gate.wait)
     assert eventually(lambda: holding.state == "running")
@@ -234,7 +254,9 @@ def test_every_rank_sees_the_wish_to_stop(pool: ParallelPool, gate: Any) -> None
 
 
 @on_shared_pool
-def test_a_wish_to_stop_from_before_the_beginning(pool: ParallelPool, gate: Any, eventually: Callable[..., bool]) -> None:
+def test_a_wish_to_stop_from_before_the_beginning(
+    pool: ParallelPool, gate: Any, eventually: Callable[..., bool]
+) -> None:
     holding = pool.parfeval(gate.wait)
     assert eventually(lambda: holding.state == "running")
     future = pool.spmd_async(lambda context: current_task().should_stop)
@@ -243,11 +265,13 @@ def test_a_wish_to_stop_from_before_the_beginning(pool: ParallelPool, gate: Any,
     assert list(future.result(300)) == [True] * 3
 
 
-# --- the pool ends ----------------------------------------------------------------------------------------------------
+# --- the pool ends --------------------------------------------------------------------------------
 
 
 @pytest.mark.long
-def test_the_pool_is_deleted_during_a_call(ray_session: None, make_gate: Callable[[], Any], eventually: Any) -> None:
+def test_the_pool_is_deleted_during_a_call(
+    ray_session: None, make_gate: Callable[[], Any], eventually: Any
+) -> None:
     """What runs goes on to its end, what waits does not begin."""
     inside, going_on = make_gate(), make_gate()
 
@@ -274,7 +298,9 @@ def test_the_pool_is_deleted_during_a_call(ray_session: None, make_gate: Callabl
 
 
 @pytest.mark.long
-def test_an_error_leaves_the_pool_during_a_call(ray_session: None, make_gate: Callable[[], Any]) -> None:
+def test_an_error_leaves_the_pool_during_a_call(
+    ray_session: None, make_gate: Callable[[], Any]
+) -> None:
     """What waits is cancelled; what runs was told to end, and is waited for."""
     inside = make_gate()
     futures = []
@@ -291,7 +317,9 @@ def test_an_error_leaves_the_pool_during_a_call(ray_session: None, make_gate: Ca
             futures.extend([pool.spmd_async(fn), pool.spmd_async(add_up)])
             inside.wait()
             futures[0].cancel()
-            futures.append(pool.parfeval(sleep_long) if futures[1].cancel() else pool.spmd_async(add_up))
+            futures.append(
+                pool.parfeval(sleep_long) if futures[1].cancel() else pool.spmd_async(add_up)
+            )
             raise LookupError("of the user's")
 
     with pytest.raises(LookupError, match="of the user's"):
@@ -300,7 +328,9 @@ def test_an_error_leaves_the_pool_during_a_call(ray_session: None, make_gate: Ca
 
 
 @pytest.mark.long
-def test_a_pool_that_ends_in_good_order_finishes_what_is_queued(ray_session: None, gate: Any) -> None:
+def test_a_pool_that_ends_in_good_order_finishes_what_is_queued(
+    ray_session: None, gate: Any
+) -> None:
     with parpool(2, resources=CPU, quiet=True) as pool:
         holding = pool.parfeval(gate.wait)
         gangs = [pool.spmd_async(add_up) for _ in range(3)]
@@ -310,14 +340,15 @@ def test_a_pool_that_ends_in_good_order_finishes_what_is_queued(ray_session: Non
     assert all(gang.exception(0) is None for gang in gangs)
 
 
-# --- Ctrl-C -----------------------------------------------------------------------------------------------------------
+# --- Ctrl-C ---------------------------------------------------------------------------------------
 
 
-def test_ctrl_c_ends_all_ranks(start_python: Any, make_gate: Any, eventually: Callable[..., bool]) -> None:
+def test_ctrl_c_ends_all_ranks(
+    start_python: Any, make_gate: Any, eventually: Callable[..., bool]
+) -> None:
     """And the pool can be used further."""
     ready = make_gate()
-    started = start_python(
-        f"""
+    started = start_python(f"""
         import os, time
         from pathlib import Path
         from raypool import parpool
@@ -336,8 +367,7 @@ def test_ctrl_c_ends_all_ranks(start_python: Any, make_gate: Any, eventually: Ca
             except KeyboardInterrupt:
                 print("interrupted")
             print(list(pool.spmd(lambda context: context.all_reduce(1))), pool.parfeval_on_all(os.getpid).result() == pids)
-        """
-    )
+        """)
     ready.wait()
     os.killpg(started.pid, signal.SIGINT)
     done = started.finish()

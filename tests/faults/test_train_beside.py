@@ -1,4 +1,6 @@
-"""Trainings beside other work of their pool, on real Ray, and what their handle is to whoever waits for it (scenario 41)."""
+"""Trainings beside other work of their pool, on real Ray, and what their handle is to whoever waits
+for it (scenario 41).
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def all_is_free_afterwards(pool: ParallelPool, eventually: Callable[..., bool]) 
 
 @pytest.fixture
 def waits(gate: Any) -> Callable[[], list[int]]:
-    """Give a loop that waits at the gate after its first report, and returns which worker and GPU it is on."""
+    """Give a loop that waits at the gate after its first report, and returns which worker and GPU
+    it is on.
+    """
 
     def loop() -> list[int]:
         import ray.train
@@ -62,11 +66,15 @@ def begun(eventually: Any, *runs: Any) -> None:
     assert eventually(lambda: all(not run.metrics.empty for run in runs))
 
 
-# --- other work -------------------------------------------------------------------------------------------------------
+# --- other work -----------------------------------------------------------------------------------
 
 
-def test_what_waits_runs_when_it_is_done(pool: ParallelPool, gate: Any, waits: Any, eventually: Any) -> None:
-    """And a training that waits begins when the workers are free, however much else is handed in."""
+def test_what_waits_runs_when_it_is_done(
+    pool: ParallelPool, gate: Any, waits: Any, eventually: Any
+) -> None:
+    """And a training that waits begins when the workers are free, however much else is handed
+    in.
+    """
     run = pool.train(waits)
     begun(eventually, run)
     futures = [pool.parfeval(abs, -number) for number in range(20)]
@@ -83,7 +91,9 @@ def test_what_waits_runs_when_it_is_done(pool: ParallelPool, gate: Any, waits: A
 
 @pytest.mark.quick
 def test_a_loop_is_not_starved(pool: ParallelPool) -> None:
-    """Trainings that come one after the other, and a parfor with many items: both come to their end."""
+    """Trainings that come one after the other, and a parfor with many items: both come to their
+    end.
+    """
     runs = []
 
     def follow(run: Any) -> None:
@@ -92,7 +102,9 @@ def test_a_loop_is_not_starved(pool: ParallelPool) -> None:
             runs[-1].add_done_callback(follow)
 
     follow(None)
-    assert list(pool.parfor(lambda number: number * 2, range(300), chunk_size=1)) == [2 * number for number in range(300)]
+    assert list(pool.parfor(lambda number: number * 2, range(300), chunk_size=1)) == [
+        2 * number for number in range(300)
+    ]
     for number in range(5):
         while len(runs) <= number:
             threading.Event().wait(0.01)
@@ -105,11 +117,15 @@ def test_priorities(pool: ParallelPool, gate: Any, eventually: Any) -> None:
     first, low, high = (pool.options(priority=priority).train(lambda: 1) for priority in (0, 0, 5))
     gate.open()
     assert [run.result(300).values for run in (first, low, high)] == [[1] * 3] * 3
-    assert first.started_at < high.started_at < low.started_at, "who is at the head of the queue stays there"
+    assert first.started_at < high.started_at < low.started_at, (
+        "who is at the head of the queue stays there"
+    )
 
 
 @pytest.mark.quick
-def test_some_workers_train_and_the_others_work(pool: ParallelPool, gate: Any, waits: Any, eventually: Any) -> None:
+def test_some_workers_train_and_the_others_work(
+    pool: ParallelPool, gate: Any, waits: Any, eventually: Any
+) -> None:
     run = pool.train(waits, workers=[2, 0])
     begun(eventually, run)
     assert list(pool.parfor(lambda _: current_task().worker, 6)) == [1] * 6
@@ -119,7 +135,9 @@ def test_some_workers_train_and_the_others_work(pool: ParallelPool, gate: Any, w
     assert run.result(300).values == [[2, 2, 0], [0, 0, 1]]
 
 
-def test_two_trainings_on_two_parts(pool: ParallelPool, gate: Any, waits: Any, eventually: Any) -> None:
+def test_two_trainings_on_two_parts(
+    pool: ParallelPool, gate: Any, waits: Any, eventually: Any
+) -> None:
     """At the same time, and a fit beside a loop."""
     part, rest = pool.partition(workers=[1])
     runs = [part.train(waits), rest.train(waits)]
@@ -129,8 +147,11 @@ def test_two_trainings_on_two_parts(pool: ParallelPool, gate: Any, waits: Any, e
     assert rest.queue.running == [runs[1]]
     gate.open()
     assert [run.result(300).values for run in runs] == [[[1, 1, 0]], [[0, 0, 0], [2, 2, 1]]]
-    x, model = torch.ones(12, 1).double(), torch.nn.Linear(1, 1).double()  # two ranks add in another order than one
-    fits = [each.fit(model, (x, x), mse_loss, TrainingOptions(max_epochs=2)) for each in (part, rest)]
+    # two ranks add in another order than one
+    x, model = torch.ones(12, 1).double(), torch.nn.Linear(1, 1).double()
+    fits = [
+        each.fit(model, (x, x), mse_loss, TrainingOptions(max_epochs=2)) for each in (part, rest)
+    ]
     assert [len(fit.result(300).values) for fit in fits] == [1, 2]
     torch.testing.assert_close(*[fit.result().metrics["loss"] for fit in fits])
 
@@ -138,11 +159,22 @@ def test_two_trainings_on_two_parts(pool: ParallelPool, gate: Any, waits: Any, e
 def test_a_fit_on_chosen_workers(pool: ParallelPool) -> None:
     x = torch.ones(12, 1)
     options = TrainingOptions(max_epochs=1, worker_load=[2, 1])
-    assert len(pool.fit(torch.nn.Linear(1, 1), (x, x), mse_loss, options, workers=[2, 1]).result(300).values) == 2
+    assert (
+        len(
+            pool.fit(torch.nn.Linear(1, 1), (x, x), mse_loss, options, workers=[2, 1])
+            .result(300)
+            .values
+        )
+        == 2
+    )
 
 
-def test_two_trainings_in_one_folder(pool: ParallelPool, tmp_path: Path, waits: Any, gate: Any, eventually: Any) -> None:
-    """The second one is refused while the first one is not done: they would mix their checkpoints."""
+def test_two_trainings_in_one_folder(
+    pool: ParallelPool, tmp_path: Path, waits: Any, gate: Any, eventually: Any
+) -> None:
+    """The second one is refused while the first one is not done: they would mix their
+    checkpoints.
+    """
     kept = RunOptions(run_dir=tmp_path / "run")
     run = pool.train(waits, workers=[0], options=kept)
     begun(eventually, run)
@@ -153,17 +185,24 @@ def test_two_trainings_in_one_folder(pool: ParallelPool, tmp_path: Path, waits: 
     assert pool.train(lambda: 1, workers=[1], options=kept).result(300).values == [1]
 
 
-# --- the handle -------------------------------------------------------------------------------------------------------
+# --- the handle -----------------------------------------------------------------------------------
 
 
 @pytest.mark.quick
 def test_a_handle_is_a_future_like_any_other(pool: ParallelPool) -> None:
-    runs = [pool.train(lambda config: config["n"], {"n": number}, workers=[number]) for number in range(3)]
+    runs = [
+        pool.train(lambda config: config["n"], {"n": number}, workers=[number])
+        for number in range(3)
+    ]
     failing = pool.train(lambda: 1 / 0)
     called: list[Any] = []
     for run in (*runs, failing):
         run.add_done_callback(called.append)
-    assert {run.result().values[0] for run in concurrent.futures.as_completed(runs, 60)} == {0, 1, 2}
+    assert {run.result().values[0] for run in concurrent.futures.as_completed(runs, 60)} == {
+        0,
+        1,
+        2,
+    }
     assert wait([*runs, failing], 60)
     number, first = fetch_next(runs, 60)
     assert first.values == [number]
@@ -181,7 +220,8 @@ def test_a_handle_is_a_future_like_any_other(pool: ParallelPool) -> None:
 def test_it_can_be_awaited(pool: ParallelPool, waits: Any, eventually: Any) -> None:
     """And whoever awaits it can cancel it."""
     long = pool.train(waits)
-    begun(eventually, long)  # a new worker that still imports torch may need longer than `cancel_grace_s` to end
+    # a new worker that still imports torch may need longer than `cancel_grace_s` to end
+    begun(eventually, long)
     behind = [pool.train(lambda config: config["n"], {"n": number}) for number in range(3)]
 
     async def main() -> list[int]:

@@ -1,4 +1,5 @@
-"""Faults in the managed lane, on real Ray: what the warm lane promises holds there too (scenario 40).
+"""Faults in the managed lane, on real Ray: what the warm lane promises holds there too (scenario
+40).
 
 More of them, of the lane's own, are in tests/integration/test_train_managed.py.
 """
@@ -20,7 +21,8 @@ from raypool.train.checkpoints import list_kept
 torch = pytest.importorskip("torch")
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data.context"),  # Ray warns of itself
+    # Ray warns of itself
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data.context")
 ]
 
 LONG_S = 300.0
@@ -28,8 +30,12 @@ LONG_S = 300.0
 
 @pytest.fixture(scope="module")
 def coordinator(ray_session: None) -> Iterator[None]:
-    """Have Ray's autoscaling coordinator now: the first training in the managed lane makes it, and then it stays."""
-    from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import get_or_create_autoscaling_coordinator
+    """Have Ray's autoscaling coordinator now: the first training in the managed lane makes it, and
+    then it stays.
+    """
+    from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (
+        get_or_create_autoscaling_coordinator,
+    )
 
     handle = get_or_create_autoscaling_coordinator()
     yield
@@ -44,7 +50,9 @@ def pool(coordinator: None, two_workers: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def all_is_free_afterwards(pool: Any, eventually: Callable[..., bool]) -> Iterator[None]:
-    """After whatever it was, the pool's workers are on the same GPUs, idle, and a warm training works."""
+    """After whatever it was, the pool's workers are on the same GPUs, idle, and a warm training
+    works.
+    """
     before = [worker.gpu for worker in pool.workers]
     yield
     assert eventually(lambda: not pool.busy)
@@ -89,7 +97,9 @@ def test_a_rank_that_raises_in_its_backward_pass(pool: Any, tmp_path: Path, culp
             raise KeyError("of the user's")
 
     kept = RunOptions(run_dir=tmp_path / "run")
-    error = pool.train(count_up, {"epochs": 5, "strike": strike}, lane="managed", options=kept).exception(LONG_S)
+    error = pool.train(
+        count_up, {"epochs": 5, "strike": strike}, lane="managed", options=kept
+    ).exception(LONG_S)
     assert isinstance(error, TrainingError), error
     assert error.first_rank == culprit, str(error)
     assert set(error.failures) == {culprit}
@@ -103,7 +113,9 @@ def test_a_rank_that_raises_in_its_backward_pass(pool: Any, tmp_path: Path, culp
 
 @pytest.mark.long
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_a_rank_that_is_killed_in_its_backward_pass(pool: Any, tmp_path: Path, culprit: int) -> None:
+def test_a_rank_that_is_killed_in_its_backward_pass(
+    pool: Any, tmp_path: Path, culprit: int
+) -> None:
     """Not again without retries; with the same folder the warm lane goes on from where it was."""
     mark = tmp_path / "mark"
 
@@ -113,7 +125,9 @@ def test_a_rank_that_is_killed_in_its_backward_pass(pool: Any, tmp_path: Path, c
             os.kill(os.getpid(), signal.SIGKILL)
 
     kept = RunOptions(run_dir=tmp_path / "run")
-    run = pool.options(retries=0).train(count_up, {"epochs": 5, "strike": strike}, lane="managed", options=kept)
+    run = pool.options(retries=0).train(
+        count_up, {"epochs": 5, "strike": strike}, lane="managed", options=kept
+    )
     error = run.exception(LONG_S)
     assert isinstance(error, TrainingError), error
     assert error.first_rank == culprit, str(error)
@@ -121,8 +135,14 @@ def test_a_rank_that_is_killed_in_its_backward_pass(pool: Any, tmp_path: Path, c
     assert isinstance(error.__cause__, WorkerLostError)
     assert "1 was interrupted because of it" in str(error)
     start = int((Path(error.result.checkpoint.path) / "epoch").read_text()) + 1
-    assert start in (1, 2), "Ray Train's controller looks after checkpoints from time to time: the last one may be missing"
-    assert pool.train(count_up, {"epochs": 5}, options=kept).result(300).values == [[start, 0], [start, 1]]
+    assert start in (1, 2), (
+        "Ray Train's controller looks after checkpoints from time to time: the last one may be"
+        " missing"
+    )
+    assert pool.train(count_up, {"epochs": 5}, options=kept).result(300).values == [
+        [start, 0],
+        [start, 1],
+    ]
     assert [each.metrics["epoch"] for each in list_kept(tmp_path / "run")] == [0, 1, 2, 3, 4]
 
 
@@ -132,7 +152,9 @@ class Fatal(torch.nn.Module):
     def __init__(self, mark: Path, at_call: int) -> None:
         super().__init__()
         self.mark, self.at_call, self.calls = mark, at_call, 0
-        self.layers = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1)).double()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(6, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1)
+        ).double()
 
     def forward(self, x: Any) -> Any:
         self.calls += self.training
@@ -146,14 +168,24 @@ def test_fit_ends_as_if_nothing_had_happened(pool: Any, tmp_path: Path) -> None:
     """To the last bit, and as in the warm lane."""
     x = torch.randn(60, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     data = x, x.sum(1, keepdim=True).sin()
-    options = TrainingOptions(optimizer="adam", mini_batch_size=20, max_epochs=6, checkpoint_every=2)
+    options = TrainingOptions(
+        optimizer="adam", mini_batch_size=20, max_epochs=6, checkpoint_every=2
+    )
     torch.manual_seed(1)
     model = Fatal(tmp_path / "mark", 10**9)
-    whole = pool.fit(model, data, torch.nn.functional.mse_loss, options, run_options=RunOptions(run_dir=tmp_path / "whole"))
-    expected = dict(whole.result(120).model.state_dict())
+    whole = pool.fit(
+        model,
+        data,
+        torch.nn.functional.mse_loss,
+        options,
+        run_options=RunOptions(run_dir=tmp_path / "whole"),
+    )
+    expected = dict(whole.result(300).model.state_dict())
     model.at_call = 12
     kept = RunOptions(run_dir=tmp_path / "run")
-    run = pool.fit(model, data, torch.nn.functional.mse_loss, options, lane="managed", run_options=kept)
+    run = pool.fit(
+        model, data, torch.nn.functional.mse_loss, options, lane="managed", run_options=kept
+    )
     result = run.result(LONG_S)
     assert (tmp_path / "mark").exists()
     assert run.attempts == 2
@@ -165,10 +197,11 @@ def test_fit_ends_as_if_nothing_had_happened(pool: Any, tmp_path: Path) -> None:
 def test_a_driver_that_is_killed(
     pool: Any, tmp_path: Path, make_gate: Callable[[], Any], start_python: Any, eventually: Any
 ) -> None:
-    """No process is left, of Ray Train's neither; another driver goes on from the last checkpoint."""
+    """No process is left, of Ray Train's neither; another driver goes on from the last
+    checkpoint.
+    """
     inside = make_gate()
-    started = start_python(
-        f"""
+    started = start_python(f"""
         import time
         from pathlib import Path
         from typing import Any
@@ -187,10 +220,11 @@ def test_a_driver_that_is_killed(
         with parpool(2, quiet=True) as pool:
             config = {{"epochs": 5, "strike": strike}}
             pool.train(count_up, config, lane="managed", options=RunOptions(run_dir={str(tmp_path / "run")!r})).result()
-        """
-    )
+        """)
     inside.wait(240)
     os.kill(started.pid, signal.SIGKILL)
     assert eventually(lambda: not started.family()), started.family()
-    result = pool.train(count_up, {"epochs": 5}, lane="managed", options=RunOptions(run_dir=tmp_path / "run")).result(LONG_S)
+    result = pool.train(
+        count_up, {"epochs": 5}, lane="managed", options=RunOptions(run_dir=tmp_path / "run")
+    ).result(LONG_S)
     assert result.values in ([[3, 0], [3, 1]], [[2, 0], [2, 1]])

@@ -1,4 +1,6 @@
-"""Trainings whose pool ends, rests, or loses a place for good, on real Ray with GPUs that do not exist (scenarios 6 and 40)."""
+"""Trainings whose pool ends, rests, or loses a place for good, on real Ray with GPUs that do not
+exist (scenarios 6 and 40).
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ on_ray = pytest.mark.usefixtures("ray_session", "by_value")
 long = pytest.mark.long
 
 
-# --- its pool ends ----------------------------------------------------------------------------------------------------
+# --- its pool ends --------------------------------------------------------------------------------
 
 
 class Blow:
@@ -51,10 +53,14 @@ def blow(tmp_path: Path, make_gate: Callable[[], Any]) -> Blow:
 
 
 @on_ray
-def test_a_pool_that_ends_in_good_order_waits_for_another_attempt(tmp_path: Path, blow: Blow) -> None:
+def test_a_pool_that_ends_in_good_order_waits_for_another_attempt(
+    tmp_path: Path, blow: Blow
+) -> None:
     blow.gate.open()
     with parpool(2, quiet=True) as pool:
-        run = pool.train(add_up, {"epochs": 5, "hold": blow}, options=RunOptions(run_dir=tmp_path / "run"))
+        run = pool.train(
+            add_up, {"epochs": 5, "hold": blow}, options=RunOptions(run_dir=tmp_path / "run")
+        )
     assert run.done()
     assert run.result(0).values == [[2, 5.0]] * 2
     assert run.attempts == 2
@@ -67,12 +73,19 @@ def test_a_pool_that_ends_in_good_order_waits_for_another_attempt(tmp_path: Path
         ("delete", True),
         ("shutdown", False),
         ("interrupt", True),
-        *(pytest.param(*case, marks=long) for case in (("delete", False), ("shutdown", True), ("interrupt", False))),
+        *(
+            pytest.param(*case, marks=long)
+            for case in (("delete", False), ("shutdown", True), ("interrupt", False))
+        ),
         *(pytest.param("error", is_struck, marks=long) for is_struck in (False, True)),
     ],
 )
-def test_a_pool_that_ends_in_mid_training(tmp_path: Path, blow: Blow, eventually: Any, how: str, is_struck: bool) -> None:
-    """What runs goes on to its end, unless somebody has interrupted it; there is no other attempt."""
+def test_a_pool_that_ends_in_mid_training(
+    tmp_path: Path, blow: Blow, eventually: Any, how: str, is_struck: bool
+) -> None:
+    """What runs goes on to its end, unless somebody has interrupted it; there is no other
+    attempt.
+    """
     if not is_struck:
         blow.mark.touch()
     runs: list[Any] = []
@@ -86,7 +99,13 @@ def test_a_pool_that_ends_in_mid_training(tmp_path: Path, blow: Blow, eventually
                     blow.gate.wait()
                 blow(epoch)
 
-            runs.append(pool.train(add_up, {"epochs": 5, "hold": hold}, options=RunOptions(run_dir=tmp_path / "run")))
+            runs.append(
+                pool.train(
+                    add_up,
+                    {"epochs": 5, "hold": hold},
+                    options=RunOptions(run_dir=tmp_path / "run"),
+                )
+            )
             runs.append(pool.train(count_ranks))
             blow.inside.wait()
             threading.Timer(1.0, blow.gate.open).start()
@@ -123,7 +142,11 @@ def test_a_pool_that_has_ended() -> None:
     with pytest.raises(PoolClosedError):
         pool.train(count_ranks)
     with pytest.raises(PoolClosedError):
-        pool.fit(torch.nn.Linear(1, 1), (torch.ones(4, 1), torch.ones(4, 1)), torch.nn.functional.mse_loss)
+        pool.fit(
+            torch.nn.Linear(1, 1),
+            (torch.ones(4, 1), torch.ones(4, 1)),
+            torch.nn.functional.mse_loss,
+        )
 
 
 @long
@@ -134,22 +157,30 @@ def test_workers_that_rest_begin_again(eventually: Any, tmp_path: Path) -> None:
     with parpool(2, quiet=True, idle_timeout_s=0.2) as pool:
         for number in range(2):
             assert eventually(lambda: {worker.state for worker in pool.workers} == {"parked"})
-            result = pool.train(add_up, {"epochs": 2 * number + 2}, options=RunOptions(run_dir=tmp_path / "run")).result(120)
+            result = pool.train(
+                add_up, {"epochs": 2 * number + 2}, options=RunOptions(run_dir=tmp_path / "run")
+            ).result(300)
             assert result.values == [[2 * number, 2.0 * number + 2]] * 2
         assert eventually(lambda: {worker.state for worker in pool.workers} == {"parked"})
         options = TrainingOptions(max_epochs=2)
-        fitted = pool.fit(torch.nn.Linear(1, 1), (x, x), torch.nn.functional.mse_loss, options).result(120)
+        fitted = pool.fit(
+            torch.nn.Linear(1, 1), (x, x), torch.nn.functional.mse_loss, options
+        ).result(300)
         assert fitted.values[1]["epochs"] == 2
         assert pool.statistics().workers_lost == 0
 
 
-# --- a place is gone --------------------------------------------------------------------------------------------------
+# --- a place is gone ------------------------------------------------------------------------------
 
 
 @on_ray
 @pytest.mark.parametrize("least", [1, pytest.param(None, marks=long)])
-def test_a_place_that_is_lost_for_good(tmp_path: Path, breaking_cards: Any, eventually: Any, least: int | None) -> None:
-    """It goes on with those that are left, if they are enough; `fit` comes to what one process comes to."""
+def test_a_place_that_is_lost_for_good(
+    tmp_path: Path, breaking_cards: Any, eventually: Any, least: int | None
+) -> None:
+    """It goes on with those that are left, if they are enough; `fit` comes to what one process
+    comes to.
+    """
     flag = breaking_cards.flag
     x = torch.randn(40, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     data, model = (x, x.sum(1, keepdim=True)), torch.nn.Linear(3, 1).double()
@@ -172,7 +203,7 @@ def test_a_place_that_is_lost_for_good(tmp_path: Path, breaking_cards: Any, even
     with parpool(2, inventory=breaking_cards, quiet=True) as pool:
         kept = RunOptions(run_dir=tmp_path / "run", min_workers=least)
         run = pool.fit(model, data, torch.nn.functional.mse_loss, options, run_options=kept)
-        error = run.exception(120)
+        error = run.exception(300)
         assert eventually(lambda: pool.num_workers == 1)
         if least is None:
             assert isinstance(error, TrainingError)
@@ -184,4 +215,6 @@ def test_a_place_that_is_lost_for_good(tmp_path: Path, breaking_cards: Any, even
     with parpool(1, profile="inline", quiet=True) as pool:
         model.culprit = None
         alone = pool.fit(model, data, torch.nn.functional.mse_loss, options).result(300).model
-    torch.testing.assert_close(dict(result.model.state_dict()), dict(alone.state_dict()), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        dict(result.model.state_dict()), dict(alone.state_dict()), rtol=0, atol=1e-12
+    )

@@ -1,5 +1,6 @@
-"""Trainings whose ranks fail, or are killed, in mid-training, on real Ray (scenario 40): the right rank is named in time, workers
-are free, and what goes on from the last checkpoint ends as if nothing had happened."""
+"""Trainings whose ranks fail, or are killed, in mid-training, on real Ray (scenario 40): the right
+rank is named in time, workers are free, and what goes on from the last checkpoint ends as if
+nothing had happened."""
 
 from __future__ import annotations
 
@@ -16,7 +17,14 @@ from typing import Any
 
 import pytest
 
-from raypool import LossReason, ParallelPool, RunOptions, TrainingError, TrainingOptions, WorkerLostError
+from raypool import (
+    LossReason,
+    ParallelPool,
+    RunOptions,
+    TrainingError,
+    TrainingOptions,
+    WorkerLostError,
+)
 from tests.faults.conftest import count_ranks
 
 torch = pytest.importorskip("torch")
@@ -37,7 +45,7 @@ def next_training_works(pool: Any, eventually: Callable[..., bool]) -> Iterator[
     yield
     assert eventually(lambda: not pool.busy)
     assert eventually(lambda: pool.idle_workers == pool.num_workers == 2)
-    assert pool.train(count_ranks).result(120).values == [2, 2]
+    assert pool.train(count_ranks).result(300).values == [2, 2]
 
 
 WHOLE: list[Any] = []
@@ -45,15 +53,21 @@ WHOLE: list[Any] = []
 
 @pytest.fixture
 def whole(pool: Any, tmp_path: Path) -> Any:
-    """Give the state at the end of a training that nothing has happened to; one serves all tests."""
+    """Give the state at the end of a training that nothing has happened to; one serves all
+    tests.
+    """
     if not WHOLE:
-        run = pool.train(descend, {"epochs": EPOCHS}, options=RunOptions(run_dir=tmp_path / "whole"))
-        WHOLE.append(state_of(run.result(120)))
+        run = pool.train(
+            descend, {"epochs": EPOCHS}, options=RunOptions(run_dir=tmp_path / "whole")
+        )
+        WHOLE.append(state_of(run.result(300)))
     return WHOLE[0]
 
 
 def descend(config: dict[str, Any]) -> int:
-    """Train as a loop of Ray's documentation does, with all of its state in a checkpoint after each epoch."""
+    """Train as a loop of Ray's documentation does, with all of its state in a checkpoint after each
+    epoch.
+    """
     import tempfile
     from functools import partial
     from pathlib import Path
@@ -76,7 +90,9 @@ def descend(config: dict[str, Any]) -> int:
         start = state["epoch"] + 1
     for epoch in range(start, config["epochs"]):
         strike("between", rank, epoch)
-        x = torch.randn(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * epoch + rank))
+        x = torch.randn(
+            8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * epoch + rank)
+        )
         loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
         loss.register_hook(partial(strike, "backward", rank, epoch))
         optimizer.zero_grad()
@@ -84,11 +100,17 @@ def descend(config: dict[str, Any]) -> int:
         optimizer.step()
         with tempfile.TemporaryDirectory() as folder:
             if rank == 0:
-                state = {"epoch": epoch, "model": own.state_dict(), "optimizer": optimizer.state_dict()}
+                state = {
+                    "epoch": epoch,
+                    "model": own.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                }
                 torch.save(state, Path(folder) / "state.pt")
             (Path(folder) / f"part-{rank}").touch()
             strike("report", rank, epoch)
-            ray.train.report({"epoch": epoch, "loss": loss.item()}, ray.train.Checkpoint.from_directory(folder))
+            ray.train.report(
+                {"epoch": epoch, "loss": loss.item()}, ray.train.Checkpoint.from_directory(folder)
+            )
     return start
 
 
@@ -102,7 +124,9 @@ def assert_same(result: Any, whole: Any) -> None:
 
 
 def assert_begun(frame: Any, *, may_lack: bool) -> None:
-    """Check what was reported of epochs 0, 1 and perhaps 2: a process that is killed takes with it what it has just said."""
+    """Check what was reported of epochs 0, 1 and perhaps 2: a process that is killed takes with it
+    what it has just said.
+    """
     epochs = frame["epoch"].tolist() if "epoch" in frame else []
     assert epochs == [0, 1, 2][: len(epochs)]
     assert may_lack or len(epochs) >= 2
@@ -119,12 +143,16 @@ class Strike:
     epoch: int = 2
 
     def __call__(self, place: str, rank: int, epoch: int, *_: Any) -> None:
-        """Strike, if this is the rank, the place and the time; the place "report" is also where files are copied."""
+        """Strike, if this is the rank, the place and the time; the place "report" is also where
+        files are copied.
+        """
         if epoch != self.epoch or self.mark.exists():
             return
         if place == self.place == "report":
             self._in_report(rank)
-        elif rank == self.culprit and (place == self.place or (place, self.place) == ("report", "copy")):
+        elif rank == self.culprit and (
+            place == self.place or (place, self.place) == ("report", "copy")
+        ):
             if self.place == "copy":
                 shutil.copyfile = self._instead
             else:
@@ -155,7 +183,12 @@ class Strike:
 
 WAYS = ("raise", "os._exit", "SIGKILL")
 PLACES = ("backward", "between", "report", "copy")
-SHORT = {("raise", 0, "backward"), ("os._exit", 1, "between"), ("os._exit", 1, "backward"), ("SIGKILL", 0, "report")}
+SHORT = {
+    ("raise", 0, "backward"),
+    ("os._exit", 1, "between"),
+    ("os._exit", 1, "backward"),
+    ("SIGKILL", 0, "report"),
+}
 CASES = [
     case if case in SHORT else pytest.param(*case, marks=pytest.mark.long)
     for case in itertools.product(WAYS, range(2), PLACES)
@@ -166,15 +199,23 @@ CASES = [
 
 @pytest.mark.parametrize(("how", "culprit", "place"), CASES)
 def test_a_rank_that_fails_in_mid_training(
-    shared_pool: ParallelPool, pool: Any, tmp_path: Path, whole: Any, how: str, culprit: int, place: str
+    shared_pool: ParallelPool,
+    pool: Any,
+    tmp_path: Path,
+    whole: Any,
+    how: str,
+    culprit: int,
+    place: str,
 ) -> None:
-    """It is named, in time; the same training made again goes on, and ends as an uninterrupted one."""
+    """It is named, in time; the same training made again goes on, and ends as an uninterrupted
+    one.
+    """
     run_dir, strike = tmp_path / "run", Strike(how, culprit, place, tmp_path / "mark")
     lost = shared_pool.statistics().workers_lost
     kept, is_killed = RunOptions(run_dir=run_dir), how in ("os._exit", "SIGKILL")
 
     run = pool.options(retries=0).train(descend, {"epochs": EPOCHS, "strike": strike}, options=kept)
-    error = run.exception(120)
+    error = run.exception(300)
 
     assert isinstance(error, TrainingError), error
     assert set(error.failures) == {culprit}, str(error)
@@ -193,11 +234,13 @@ def test_a_rank_that_fails_in_mid_training(
     assert shared_pool.statistics().workers_lost == lost + (how != "raise")
     assert (run.attempts, run.state) == (1, "failed")
 
-    again = pool.train(descend, {"epochs": EPOCHS, "strike": strike}, options=kept).result(120)
+    again = pool.train(descend, {"epochs": EPOCHS, "strike": strike}, options=kept).result(300)
     assert again.values == [2, 2]
     assert_same(again, whole)
     names = sorted(path.name for path in run_dir.iterdir())
-    assert names == sorted(f"checkpoint_{number:06}{end}" for number in range(1, EPOCHS + 1) for end in ("", ".json"))
+    assert names == sorted(
+        f"checkpoint_{number:06}{end}" for number in range(1, EPOCHS + 1) for end in ("", ".json")
+    )
 
 
 @pytest.mark.parametrize(
@@ -205,15 +248,22 @@ def test_a_rank_that_fails_in_mid_training(
     [
         pytest.param(1, "backward", marks=pytest.mark.quick),
         (0, "copy"),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in ((0, "backward"), (1, "copy"), (1, "report"), (0, "between"))),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in ((0, "backward"), (1, "copy"), (1, "report"), (0, "between"))
+        ),
     ],
 )
-def test_a_rank_that_is_lost_is_replaced(pool: Any, tmp_path: Path, whole: Any, culprit: int, place: str) -> None:
+def test_a_rank_that_is_lost_is_replaced(
+    pool: Any, tmp_path: Path, whole: Any, culprit: int, place: str
+) -> None:
     """And all begin again from the last checkpoint."""
     strike = Strike("SIGKILL", culprit, place, tmp_path / "mark")
     before = [worker.gpu for worker in pool.workers]
-    run = pool.train(descend, {"epochs": EPOCHS, "strike": strike}, options=RunOptions(run_dir=tmp_path / "run"))
-    result = run.result(120)
+    run = pool.train(
+        descend, {"epochs": EPOCHS, "strike": strike}, options=RunOptions(run_dir=tmp_path / "run")
+    )
+    result = run.result(300)
     assert run.attempts == 2
     assert result.values == [2, 2]
     assert_same(result, whole)
@@ -228,10 +278,15 @@ def test_a_rank_that_is_lost_is_replaced(pool: Any, tmp_path: Path, whole: Any, 
 def test_what_the_loop_raises_is_tried_again_if_it_was_named(
     shared_pool: ParallelPool, pool: Any, tmp_path: Path, whole: Any
 ) -> None:
-    strike, lost = Strike("raise", 1, "backward", tmp_path / "mark"), shared_pool.statistics().workers_lost
+    strike, lost = (
+        Strike("raise", 1, "backward", tmp_path / "mark"),
+        shared_pool.statistics().workers_lost,
+    )
     kept = RunOptions(run_dir=tmp_path / "run")
-    run = pool.options(retry_on=KeyError).train(descend, {"epochs": EPOCHS, "strike": strike}, options=kept)
-    assert_same(run.result(120), whole)
+    run = pool.options(retry_on=KeyError).train(
+        descend, {"epochs": EPOCHS, "strike": strike}, options=kept
+    )
+    assert_same(run.result(300), whole)
     assert (run.attempts, shared_pool.statistics().workers_lost) == (2, lost)
 
 
@@ -248,7 +303,7 @@ def test_a_rank_that_is_always_lost(pool: Any, tmp_path: Path) -> None:
 
     run = pool.options(retries=1).train(loop, options=RunOptions(run_dir=tmp_path / "run"))
     with pytest.raises(TrainingError, match=r"It was attempt 2\.") as caught:
-        run.result(120)
+        run.result(300)
     assert caught.value.result.metrics == {"epoch": 0}
     assert caught.value.result.metrics_frame["attempt"].tolist() == [1, 2]
     assert caught.value.result.checkpoint is None
@@ -256,17 +311,22 @@ def test_a_rank_that_is_always_lost(pool: Any, tmp_path: Path) -> None:
     assert "It goes on from" not in str(caught.value)
 
 
-# --- pool.fit ---------------------------------------------------------------------------------------------------------
+# --- pool.fit -------------------------------------------------------------------------------------
 
 
 class Fatal(torch.nn.Module):
-    """A model that draws, has running statistics, and takes its process with it, once, on one rank, in mid-training."""
+    """A model that draws, has running statistics, and takes its process with it, once, on one rank,
+    in mid-training.
+    """
 
     def __init__(self, mark: Path, culprit: int, at_call: int) -> None:
         super().__init__()
         self.mark, self.culprit, self.at_call, self.calls = mark, culprit, at_call, 0
         self.layers = torch.nn.Sequential(
-            torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1)
+            torch.nn.Linear(6, 8),
+            torch.nn.BatchNorm1d(8),
+            torch.nn.Dropout(0.2),
+            torch.nn.Linear(8, 1),
         ).double()
 
     def forward(self, x: Any) -> Any:
@@ -284,9 +344,16 @@ class Fatal(torch.nn.Module):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("strategy", "culprit"), [pytest.param("ddp", 0, marks=pytest.mark.long), ("ddp", 1), ("fsdp", 0)])
-def test_fit_ends_as_if_nothing_had_happened(pool: Any, tmp_path: Path, strategy: str, culprit: int) -> None:
-    """To the last bit, on two ranks: also what it draws, its running statistics, the optimizer and the learning rate."""
+@pytest.mark.parametrize(
+    ("strategy", "culprit"),
+    [pytest.param("ddp", 0, marks=pytest.mark.long), ("ddp", 1), ("fsdp", 0)],
+)
+def test_fit_ends_as_if_nothing_had_happened(
+    pool: Any, tmp_path: Path, strategy: str, culprit: int
+) -> None:
+    """To the last bit, on two ranks: also what it draws, its running statistics, the optimizer and
+    the learning rate.
+    """
     x = torch.randn(60, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     data = x, x.sum(1, keepdim=True).sin()
     options = TrainingOptions(
@@ -301,13 +368,21 @@ def test_fit_ends_as_if_nothing_had_happened(pool: Any, tmp_path: Path, strategy
     )
     torch.manual_seed(1)
     model = Fatal(tmp_path / "mark", culprit, 10**9)
-    whole = pool.fit(model, data, torch.nn.functional.mse_loss, options).result(120)
+    whole = pool.fit(model, data, torch.nn.functional.mse_loss, options).result(300)
     model.at_call = 12  # of 18, after the first checkpoint
-    run = pool.fit(model, data, torch.nn.functional.mse_loss, options, run_options=RunOptions(run_dir=tmp_path / "run"))
-    result = run.result(120)
+    run = pool.fit(
+        model,
+        data,
+        torch.nn.functional.mse_loss,
+        options,
+        run_options=RunOptions(run_dir=tmp_path / "run"),
+    )
+    result = run.result(300)
     assert run.attempts == 2
     assert (tmp_path / "mark").exists()
-    torch.testing.assert_close(dict(result.model.state_dict()), dict(whole.model.state_dict()), rtol=0, atol=0)
+    torch.testing.assert_close(
+        dict(result.model.state_dict()), dict(whole.model.state_dict()), rtol=0, atol=0
+    )
     for name in ("loss", "validation_loss", "learning_rate", "epoch", "step"):
         assert result.metrics[name] == whole.metrics[name], name
     assert result.metrics_frame.query("attempt == 2")["epoch"].tolist() == [2, 3, 4, 5]

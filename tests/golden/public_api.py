@@ -1,6 +1,8 @@
-"""All that users can name: classes, functions, their arguments and defaults, and the options of the command line.
+"""All that users can name: classes, functions, their arguments and defaults, and the options of the
+command line.
 
-`python -m tests.golden.public_api` writes public_api.txt anew; what differs is what users lose or gain.
+`python -m tests.golden.public_api` writes public_api.txt anew; what differs is what users lose or
+gain.
 """
 
 from __future__ import annotations
@@ -52,10 +54,18 @@ def of_value(name: str, value: Any) -> Iterator[str]:
     elif issubclass(value, Enum):
         yield f"{name}: {', '.join(value.__members__)}"
     else:
-        others = [base.__name__ for base in value.__mro__[1:-1] if not base.__module__.startswith("raypool")]
-        yield f"{name}{signature(value) if name in MADE_BY_USERS else ''}{': ' * bool(others)}{', '.join(others)}"
+        others = [
+            base.__name__
+            for base in value.__mro__[1:-1]
+            if not base.__module__.startswith("raypool")
+        ]
+        yield (
+            f"{name}{signature(value) if name in MADE_BY_USERS else ''}{': ' * bool(others)}{', '.join(others)}"
+        )
         own = [base for base in value.__mro__ if base.__module__.startswith("raypool")]
-        for member in sorted({member for base in own for member in vars(base) if not member.startswith("_")}):
+        for member in sorted(
+            {member for base in own for member in vars(base) if not member.startswith("_")}
+        ):
             yield from of_member(f"    {name}.{member}", inspect.getattr_static(value, member))
 
 

@@ -1,6 +1,8 @@
-"""Twenty scenarios on pools in simulated time: what each pool does, step by step, is in a file that must not change by accident.
+"""Twenty scenarios on pools in simulated time: what each pool does, step by step, is in a file that
+must not change by accident.
 
-`python -m tests.golden.scenarios` writes the files anew; look at the difference before you commit it.
+`python -m tests.golden.scenarios` writes the files anew; look at the difference before you commit
+it.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ Outcome = dict[str, Any]
 SCENARIOS: dict[str, Callable[[Path], Outcome]] = {}
 
 
-def scenario(num_workers: int, plan: FaultPlan | None = None, **profile: Any) -> Callable[[Callable[[ParallelPool], Any]], None]:
+def scenario(
+    num_workers: int, plan: FaultPlan | None = None, **profile: Any
+) -> Callable[[Callable[[ParallelPool], Any]], None]:
     """Add a scenario: a function of the pool that it is given, named as its file."""
 
     def add(play: Callable[[ParallelPool], Any]) -> None:
@@ -60,7 +64,7 @@ def ended(*futures: Any) -> list[Any]:
     return found
 
 
-# --- loops ------------------------------------------------------------------------------------------------------------
+# --- loops ----------------------------------------------------------------------------------------
 
 
 @scenario(2)
@@ -93,7 +97,10 @@ def loop_with_costs(pool: ParallelPool) -> Outcome:
 @scenario(2)
 def loop_that_collects_errors(pool: ParallelPool) -> Outcome:
     results = pool.parfor(fail_at_two, range(4), on_error="collect")
-    return {"results": list(results), "errors": {index: str(error) for index, error in results.errors.items()}}
+    return {
+        "results": list(results),
+        "errors": {index: str(error) for index, error in results.errors.items()},
+    }
 
 
 @scenario(2)
@@ -107,11 +114,13 @@ def loop_that_stops_at_an_error(pool: ParallelPool) -> Outcome:
 
 @scenario(2)
 def loop_with_retries(pool: ParallelPool) -> Outcome:
-    results = pool.options(retries=2, retry_on=ValueError).parfor(fail_at_two, range(4), on_error="collect")
+    results = pool.options(retries=2, retry_on=ValueError).parfor(
+        fail_at_two, range(4), on_error="collect"
+    )
     return {"results": list(results)}
 
 
-# --- workers die ------------------------------------------------------------------------------------------------------
+# --- workers die ----------------------------------------------------------------------------------
 
 
 @scenario(3, FaultPlan(seed=3, p_loss=0.3))
@@ -137,11 +146,13 @@ def stragglers(pool: ParallelPool) -> Outcome:
     return {"results": list(pool.parfor(double, range(16)))}
 
 
-# --- futures ----------------------------------------------------------------------------------------------------------
+# --- futures --------------------------------------------------------------------------------------
 
 
 def together(pool: ParallelPool, submit: Callable[[], list[Any]]) -> list[Any]:
-    """Let a function submit tasks of which none begins before all are submitted; otherwise each would run at once."""
+    """Let a function submit tasks of which none begins before all are submitted; otherwise each
+    would run at once.
+    """
     futures: list[Any] = []
     pool._engine.driver.do(lambda: futures.extend(submit()))
     return futures
@@ -152,7 +163,9 @@ def futures_with_priorities(pool: ParallelPool) -> Outcome:
     done: list[int] = []
 
     def submit() -> list[Any]:
-        futures = [pool.options(priority=number % 3).parfeval(double, number) for number in range(6)]
+        futures = [
+            pool.options(priority=number % 3).parfeval(double, number) for number in range(6)
+        ]
         for number, future in enumerate(futures):
             future.add_done_callback(lambda _, number=number: done.append(number))
         return futures
@@ -186,7 +199,11 @@ def cancelled_and_stubborn(pool: ParallelPool) -> Outcome:
 @scenario(1, FaultPlan(item_s=10.0, spread=0.0))
 def out_of_time(pool: ParallelPool) -> Outcome:
     limited = pool.options(timeout_s=2.0)
-    return {"results": ended(*together(pool, lambda: [limited.parfeval(double, 1), pool.parfeval(double, 2)]))}
+    return {
+        "results": ended(
+            *together(pool, lambda: [limited.parfeval(double, 1), pool.parfeval(double, 2)])
+        )
+    }
 
 
 @scenario(3)
@@ -206,7 +223,7 @@ def chosen_workers(pool: ParallelPool) -> Outcome:
     return {"results": ended(*futures)}
 
 
-# --- ranks, sizes, ends -----------------------------------------------------------------------------------------------
+# --- ranks, sizes, ends ---------------------------------------------------------------------------
 
 
 @scenario(3)
@@ -221,7 +238,9 @@ def ranks(pool: ParallelPool) -> Outcome:
             pool.spmd_async(lambda context: 1 // context.rank),
         ],
     )
-    return {"results": [list(each) if isinstance(each, Composite) else each for each in ended(*futures)]}
+    return {
+        "results": [list(each) if isinstance(each, Composite) else each for each in ended(*futures)]
+    }
 
 
 @scenario(2)
@@ -245,11 +264,13 @@ def closed_with_work_left(pool: ParallelPool) -> Outcome:
     return {"results": ended(*together(pool, submit))}
 
 
-# --- the files --------------------------------------------------------------------------------------------------------
+# --- the files ------------------------------------------------------------------------------------
 
 
 def course(name: str) -> str:
-    """Play a scenario, and return its course: each event with its time, the commands that answer it, and what comes of it all."""
+    """Play a scenario, and return its course: each event with its time, the commands that answer
+    it, and what comes of it all.
+    """
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.jsonl"
         outcome = SCENARIOS[name](trace)
@@ -270,7 +291,11 @@ def shown(value: Any) -> str:
         return f"{value:.6f}"
     if hasattr(value, "_asdict"):
         usual = value._field_defaults
-        given = [f"{key}={shown(entry)}" for key, entry in value._asdict().items() if key not in usual or usual[key] != entry]
+        given = [
+            f"{key}={shown(entry)}"
+            for key, entry in value._asdict().items()
+            if key not in usual or usual[key] != entry
+        ]
         return f"{type(value).__name__}({', '.join(given)})"
     if isinstance(value, (tuple, list)):
         return f"[{', '.join(map(shown, value))}]"

@@ -1,6 +1,7 @@
 """What must not change by accident: the course of twenty scenarios, and the public names.
 
-If a change is meant, `python -m tests.golden.scenarios` or `python -m tests.golden.public_api` writes the files anew.
+If a change is meant, `python -m tests.golden.scenarios` or `python -m tests.golden.public_api`
+writes the files anew.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A GPU is clean between tasks: caches are given back, a leak costs its worker, and a full GPU is told from other failures."""
+"""A GPU is clean between tasks: caches are given back, a leak costs its worker, and a full GPU is
+told from other failures.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +37,16 @@ def fill(num_bytes: int) -> int:
 def leave(num_bytes: int) -> int:
     import torch
 
-    builtins.__dict__.setdefault("left_over", []).append(torch.ones(num_bytes, dtype=torch.uint8, device="cuda"))
+    builtins.__dict__.setdefault("left_over", []).append(
+        torch.ones(num_bytes, dtype=torch.uint8, device="cuda")
+    )
     return os.getpid()
 
 
 def test_the_cache_is_given_back_between_tasks(pool: ParallelPool) -> None:
-    """What a task had is in the table; when it has ended, others see all but the context as free, and its process goes on."""
+    """What a task had is in the table; when it has ended, others see all but the context as free,
+    and its process goes on.
+    """
     (worker,) = pool.workers
     assert pool.parfeval(fill, 1).result() == 1
     before = NvmlInventory().memory_used(worker.gpus)
@@ -59,7 +65,10 @@ def test_the_cache_is_given_back_between_tasks(pool: ParallelPool) -> None:
 def test_a_leak_costs_its_worker(pool: ParallelPool) -> None:
     """The next task finds another process, and the GPU as it was before any."""
     (worker,) = pool.workers
-    leaving, looking = pool.parfeval(leave, 3 * GIBIBYTE), pool.parfeval(NvmlInventory().memory_used, worker.gpus)
+    leaving, looking = (
+        pool.parfeval(leave, 3 * GIBIBYTE),
+        pool.parfeval(NvmlInventory().memory_used, worker.gpus),
+    )
     pid = leaving.result()
     used = looking.result()
     assert pool.parfeval(os.getpid).result() != pid
@@ -68,7 +77,9 @@ def test_a_leak_costs_its_worker(pool: ParallelPool) -> None:
 
 
 def test_a_full_gpu_is_told_from_other_failures(pool: ParallelPool) -> None:
-    """The exception is torch's own, with a note of what the process had; what comes next on that worker succeeds."""
+    """The exception is torch's own, with a note of what the process had; what comes next on that
+    worker succeeds.
+    """
     card = NvmlInventory().find(str(pool.workers[0].gpus[0]))
     assert card is not None
     assert card.total_bytes is not None
@@ -79,7 +90,9 @@ def test_a_full_gpu_is_told_from_other_failures(pool: ParallelPool) -> None:
 
 
 def test_a_gpu_that_fails_takes_its_process_with_it(pool: ParallelPool) -> None:
-    """After a failed assertion on the device nothing works any more in that process: the next task runs in another."""
+    """After a failed assertion on the device nothing works any more in that process: the next task
+    runs in another.
+    """
 
     def trip() -> None:
         import torch

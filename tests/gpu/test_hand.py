@@ -1,4 +1,6 @@
-"""Transfers on a real GPU: what is there stays there, pinned memory is pinned, and metrics wait on the card."""
+"""Transfers on a real GPU: what is there stays there, pinned memory is pinned, and metrics wait on
+the card.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def test_what_is_on_the_card_is_the_very_object() -> None:
 @pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize("bring", [as_device, copy_to])
 def test_there_and_back(bring: object, pinned: bool, non_blocking: bool) -> None:
-    """A thousand random numbers come back as they were, by all ways; those that were to lie in pinned memory do."""
+    """A thousand random numbers come back as they were, by all ways; those that were to lie in
+    pinned memory do.
+    """
     x = {"x": torch.randn(1000), "n": torch.arange(10)}
     there = bring(x, gpu(), pinned=pinned, non_blocking=non_blocking)  # type: ignore[operator]
     assert {each.device for each in there.values()} == {gpu()}
@@ -72,7 +76,9 @@ def test_a_buffer_brings_the_same_numbers_as_item() -> None:
                 buffer.add(norm=(x * step).norm(), step=step)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert buffer.flush() == [{"norm": (x * step).norm().item(), "step": step} for step in range(200)]
+    assert buffer.flush() == [
+        {"norm": (x * step).norm().item(), "step": step} for step in range(200)
+    ]
 
 
 def test_each_card_by_its_number() -> None:

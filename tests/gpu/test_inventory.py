@@ -1,4 +1,6 @@
-"""On a real GPU: what NVML tells agrees with CUDA, without touching CUDA, and quickly. `pytest -m gpu`."""
+"""On a real GPU: what NVML tells agrees with CUDA, without touching CUDA, and quickly. `pytest -m
+gpu`.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,14 @@ def needs_a_whole_gpu() -> None:
 def said(program: str, **environ: str | None) -> Any:
     """Run a program in a process with this environment; return what it prints last."""
     full = {name: value for name, value in {**os.environ, **environ}.items() if value is not None}
-    done = subprocess.run([sys.executable, "-c", program], env=full, capture_output=True, text=True, timeout=200, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=full,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=True,
+    )
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
@@ -104,7 +113,9 @@ def test_the_environment_is_read_as_cuda_reads_it() -> None:
     wrong = {}
     for text in texts:
         environ = {"CUDA_VISIBLE_DEVICES": text, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-        ours = [cards[gpu.index].uuid for gpu in visible_gpus(environ, cards) if gpu.index is not None]
+        ours = [
+            cards[gpu.index].uuid for gpu in visible_gpus(environ, cards) if gpu.index is not None
+        ]
         cudas = said(COUNT, **environ)
         if ours != cudas:
             wrong[text] = (ours, cudas)
@@ -123,5 +134,14 @@ def test_the_inventory_takes_less_than_50_ms() -> None:
 def test_the_table_has_a_row_for_each_card() -> None:
     table = gpu_device_table()
     assert len(table) == gpu_device_count("all")
-    known = ["name", "uuid", "total_bytes", "used_bytes", "compute_mode", "compute_capability", "mig", "is_selected"]
+    known = [
+        "name",
+        "uuid",
+        "total_bytes",
+        "used_bytes",
+        "compute_mode",
+        "compute_capability",
+        "mig",
+        "is_selected",
+    ]
     assert not table[known].isna().any(axis=None)

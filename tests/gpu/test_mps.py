@@ -1,4 +1,6 @@
-"""NVIDIA's Multi-Process Service, the real one: workers that share a card are its clients, and it ends with the pool."""
+"""NVIDIA's Multi-Process Service, the real one: workers that share a card are its clients, and it
+ends with the pool.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +45,22 @@ def compute(seconds: float) -> tuple[int, str | None]:
 def asked(command: str, pipes: str) -> set[str]:
     environ = {**os.environ, mps.PIPES: pipes, mps.LOGS: str(Path(pipes).parent / "log")}
     done = subprocess.run(
-        [mps.PROGRAM], input=f"{command}\n", env=environ, capture_output=True, text=True, check=True, timeout=30
+        [mps.PROGRAM],
+        input=f"{command}\n",
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=30,
     )
     return set(done.stdout.split())
 
 
 def daemons() -> int:
-    return sum((process.info["name"] or "").startswith("nvidia-cuda-mps") for process in psutil.process_iter(["name"]))
+    return sum(
+        (process.info["name"] or "").startswith("nvidia-cuda-mps")
+        for process in psutil.process_iter(["name"])
+    )
 
 
 def test_workers_that_share_a_card_are_its_clients(
@@ -57,10 +68,11 @@ def test_workers_that_share_a_card_are_its_clients(
 ) -> None:
     before = daemons()
     with parpool(2, resources=HALF, gpus=[0], mps=True, quiet=True) as pool:
-        found = pool.parfeval_on_all(compute, 1.0).result(120)
+        found = pool.parfeval_on_all(compute, 1.0).result(300)
         if "take turns" in caplog.text:
-            pytest.skip(caplog.text)  # it cannot be started here, in a container, say; that was said, and all went on
-        ((_, pipes), (_, other)) = found
+            # it cannot be started here, in a container, say; that was said, and all went on
+            pytest.skip(caplog.text)
+        (_, pipes), (_, other) = found
         assert pipes is not None
         assert pipes == other
         (server,) = asked("get_server_list", pipes)
@@ -79,7 +91,7 @@ def test_a_worker_that_is_killed_in_its_work_does_not_take_the_others_with_it(
                 continue
 
     with parpool(2, resources=HALF, gpus=[0], mps=True, cancel_grace_s=1.0, quiet=True) as pool:
-        pool.parfeval_on_all(compute, 0.1).result(120)
+        pool.parfeval_on_all(compute, 0.1).result(300)
         if "take turns" in caplog.text:
             pytest.skip(caplog.text)
         stubborn = pool.options(worker=0).parfeval(compute_on)
@@ -87,5 +99,5 @@ def test_a_worker_that_is_killed_in_its_work_does_not_take_the_others_with_it(
         while not stubborn.running():
             time.sleep(0.01)
         stubborn.cancel()
-        innocent.result(120)
-        assert pool.parfeval(compute, 0.1).result(120)[1] is not None
+        innocent.result(300)
+        assert pool.parfeval(compute, 0.1).result(300)[1] is not None

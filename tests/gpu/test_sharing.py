@@ -1,4 +1,6 @@
-"""Several workers to a real GPU: each keeps to its part of the memory, and an auto pool finds how many fit (scenario 49)."""
+"""Several workers to a real GPU: each keeps to its part of the memory, and an auto pool finds how
+many fit (scenario 49).
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,11 @@ GIBIBYTE = 2**30
 def gpu() -> int:
     """Return the index of a GPU that nobody else fills."""
     cards = NvmlInventory().devices()
-    free = [card.index for card in cards if card.free_bytes is not None and card.free_bytes > 0.9 * (card.total_bytes or 0)]
+    free = [
+        card.index
+        for card in cards
+        if card.free_bytes is not None and card.free_bytes > 0.9 * (card.total_bytes or 0)
+    ]
     if not free:
         pytest.skip("Every GPU is in use.")
     return free[0]
@@ -36,7 +42,9 @@ def pair(by_value: None, gpu: int) -> Iterator[ParallelPool]:
 
 
 def test_out_of_memory_in_one_leaves_the_other_alone(pair: ParallelPool) -> None:
-    """One asks for more than its half while the other holds most of its own: only the first fails, and both go on."""
+    """One asks for more than its half while the other holds most of its own: only the first fails,
+    and both go on.
+    """
     total = NvmlInventory().devices()[pair.workers[0].gpus[0]].total_bytes
     assert total is not None
 
@@ -60,8 +68,12 @@ def test_out_of_memory_in_one_leaves_the_other_alone(pair: ParallelPool) -> None
     assert first[1] == second[1] >= 7
 
 
-def test_an_auto_pool_fills_the_card_and_a_large_item_gets_it_whole(by_value: None, gpu: int) -> None:
-    """Items that need a sixth of the card: it is shared by several. One that needs nearly all of it runs again, alone."""
+def test_an_auto_pool_fills_the_card_and_a_large_item_gets_it_whole(
+    by_value: None, gpu: int
+) -> None:
+    """Items that need a sixth of the card: it is shared by several. One that needs nearly all of it
+    runs again, alone.
+    """
     total = NvmlInventory().devices()[gpu].total_bytes
     assert total is not None
 

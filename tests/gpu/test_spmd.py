@@ -1,4 +1,6 @@
-"""On real GPUs: tensors stay on their card, and go from card to card through NCCL. `pytest -m gpu`."""
+"""On real GPUs: tensors stay on their card, and go from card to card through NCCL. `pytest -m
+gpu`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Ray Train on the pool's real GPUs: each rank has one of them, also by LOCAL_RANK. `pytest -m gpu`."""
+"""Ray Train on the pool's real GPUs: each rank has one of them, also by LOCAL_RANK. `pytest -m
+gpu`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from raypool.gpus.nvml import nvml
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data.context"),  # Ray warns of itself
+    # Ray warns of itself
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data.context"),
 ]
 
 
@@ -45,11 +48,15 @@ def on_the_card(config: dict[str, Any]) -> dict[str, Any]:
 def test_ranks_have_the_cards_of_the_workers(by_value: None) -> None:
     with parpool(quiet=True) as pool:
         before = [worker.gpu_uuid for worker in pool.workers]
-        result = pool.train(on_the_card, lane="managed").result(240)
+        result = pool.train(on_the_card, lane="managed").result(300)
         assert {seen["uuid"].removeprefix("GPU-") for seen in result.values} == {
             (uuid or "").removeprefix("GPU-") for uuid in before
         }
         for seen in result.values:
-            assert (len(seen["devices"]), seen["backend"], seen["sum"]) == (1, "nccl", pool.num_workers)
-        assert pool.parfeval_on_all(pow, 2, 3).result(240) == [8] * pool.num_workers
+            assert (len(seen["devices"]), seen["backend"], seen["sum"]) == (
+                1,
+                "nccl",
+                pool.num_workers,
+            )
+        assert pool.parfeval_on_all(pow, 2, 3).result(300) == [8] * pool.num_workers
         assert [worker.gpu_uuid for worker in pool.workers] == before

@@ -1,4 +1,6 @@
-"""A real browser for the tests that look at pages: headless Chromium, with no network but this machine's own."""
+"""A real browser for the tests that look at pages: headless Chromium, with no network but this
+machine's own.
+"""
 
 from __future__ import annotations
 
@@ -50,13 +52,21 @@ def browser() -> Iterator[Any]:
 
 def complaints(browser: Any) -> list[str]:
     """Return what the console has said since the last time: warnings and errors."""
-    return [entry["message"] for entry in browser.get_log("browser") if entry["level"] in ("WARNING", "SEVERE")]
+    return [
+        entry["message"]
+        for entry in browser.get_log("browser")
+        if entry["level"] in ("WARNING", "SEVERE")
+    ]
 
 
 def requests(browser: Any) -> set[str]:
     """Return the addresses that the browser has asked for since the last time."""
     messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    return {message["params"]["request"]["url"] for message in messages if message["method"] == "Network.requestWillBeSent"}
+    return {
+        message["params"]["request"]["url"]
+        for message in messages
+        if message["method"] == "Network.requestWillBeSent"
+    }
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -68,11 +78,15 @@ class Quiet(SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def serve() -> Iterator[Callable[[Path], str]]:
-    """Give `serve(folder)`: it lets a browser on this machine have a folder's files, and returns their address."""
+    """Give `serve(folder)`: it lets a browser on this machine have a folder's files, and returns
+    their address.
+    """
     servers: list[ThreadingHTTPServer] = []
 
     def start(folder: Path) -> str:
-        server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder)))
+        server = ThreadingHTTPServer(
+            ("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder))
+        )
         servers.append(server)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         return f"http://127.0.0.1:{server.server_port}"

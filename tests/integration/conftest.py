@@ -53,7 +53,9 @@ def free_gpus(ray_session: None) -> None:
 
 @pytest.fixture(scope="module")
 def load(ray_session: None) -> Iterator[Callable[[str], ModuleType]]:
-    """Load examples, so that their functions travel to the workers as those of a user's script do."""
+    """Load examples, so that their functions travel to the workers as those of a user's script
+    do.
+    """
     from ray import cloudpickle
 
     loaded: dict[str, ModuleType] = {}
@@ -76,22 +78,27 @@ def load(ray_session: None) -> Iterator[Callable[[str], ModuleType]]:
 
 @pytest.fixture(scope="module")
 def coordinator(ray_session: None) -> Iterator[None]:
-    """Have Ray's autoscaling coordinator now: the first training in the managed lane makes it, and then it stays."""
-    from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import get_or_create_autoscaling_coordinator
+    """Have Ray's autoscaling coordinator now: the first training in the managed lane makes it, and
+    then it stays.
+    """
+    from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (
+        get_or_create_autoscaling_coordinator,
+    )
 
     handle = get_or_create_autoscaling_coordinator()
     yield
     del handle
 
 
-# --- a head with a dashboard, for jobs ----------------------------------------------------------------------------------
+# --- a head with a dashboard, for jobs ------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Head:
     """A cluster of one machine, this one.
 
-    `url` is that of its dashboard, `client` the address for Ray Client, `address` that for nodes; `folder` has all of its files.
+    `url` is that of its dashboard, `client` the address for Ray Client, `address` that for nodes;
+    `folder` has all of its files.
     """
 
     url: str
@@ -123,7 +130,9 @@ def run_head() -> Callable[..., contextlib.AbstractContextManager[Head]]:
 
 
 @contextlib.contextmanager
-def running(options: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Iterator[Head]:
+def running(
+    options: Mapping[str, Any], environment: Mapping[str, str] | None = None
+) -> Iterator[Head]:
     mark = uuid.uuid4().hex
     folder = Path(tempfile.mkdtemp(prefix="rp-", dir=SHARED))  # Ray's sockets need short names
     token_file = folder / "token"
@@ -140,16 +149,34 @@ def running(options: Mapping[str, Any], environment: Mapping[str, str] | None = 
         "object-store-memory": 100_000_000,
         "temp-dir": folder,
     }
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--include-dashboard=true"]
+    command = [
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "start",
+        "--head",
+        "--block",
+        "--include-dashboard=true",
+    ]
     with (folder / "start.log").open("w") as log:
         ray = subprocess.Popen(
-            [*command, "--disable-usage-stats", *(f"--{name}={value}" for name, value in options.items())],
+            [
+                *command,
+                "--disable-usage-stats",
+                *(f"--{name}={value}" for name, value in options.items()),
+            ],
             env=env,
             stdout=log,
             stderr=log,
             start_new_session=True,
         )
-    head = Head(f"http://127.0.0.1:{dashboard}", f"ray://127.0.0.1:{client}", f"127.0.0.1:{port}", token_file, folder)
+    head = Head(
+        f"http://127.0.0.1:{dashboard}",
+        f"ray://127.0.0.1:{client}",
+        f"127.0.0.1:{port}",
+        token_file,
+        folder,
+    )
     try:
         wait_until_up(head, ray)
         yield head
@@ -173,7 +200,8 @@ OPEN = {LOOPBACK_ONLY: "1"}
 
 @pytest.fixture
 def second_node() -> Iterator[Callable[..., str]]:
-    """Give a way to start another node of a head that is `OPEN`: `second_node(head, options of ray start)`.
+    """Give a way to start another node of a head that is `OPEN`: `second_node(head, options of ray
+    start)`.
 
     It returns the mark of its processes.
     """
@@ -183,7 +211,14 @@ def second_node() -> Iterator[Callable[..., str]]:
         mark = uuid.uuid4().hex
         env = {**os.environ, **OPEN, MARK: mark, "RAY_AUTH_TOKEN_PATH": str(head.token_file)}
         options = {**options, "address": head.address, "object-store-memory": 100_000_000}
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+        command = [
+            sys.executable,
+            "-m",
+            "ray.scripts.scripts",
+            "start",
+            "--block",
+            "--disable-usage-stats",
+        ]
         ray = subprocess.Popen(
             [*command, *(f"--{name}={value}" for name, value in options.items())],
             env=env,
@@ -205,11 +240,12 @@ def second_node() -> Iterator[Callable[..., str]]:
 
 
 def free_ports(number: int) -> list[int]:
-    """Return ports that nobody listens at: none of those that Ray gives to workers, or this system to whoever connects."""
+    """Return ports that nobody listens at: none of those that Ray gives to workers, or this system
+    to whoever connects.
+    """
     ports: list[int] = []
-    mine = (
-        int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 10
-    )  # what another process has chosen is not open yet
+    # what another process has chosen is not open yet
+    mine = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 10
     while len(ports) < number:
         port = random.randrange(3000 + mine, 10_000, 10)
         with socket.socket() as probe:

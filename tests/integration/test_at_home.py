@@ -14,11 +14,15 @@ import pytest
 from tests.documents import Block, blocks_of, commands_of
 
 DOCUMENT = "docs/at_home.md"
-TRAIN, *SCRIPTS = sorted(blocks_of(DOCUMENT, "python"), key=lambda block: block.heading != "At the prompt")
+TRAIN, *SCRIPTS = sorted(
+    blocks_of(DOCUMENT, "python"), key=lambda block: block.heading != "At the prompt"
+)
 
 
 def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=110)
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=110
+    )
 
 
 @pytest.mark.parametrize("block", SCRIPTS, ids=str)
@@ -40,7 +44,9 @@ def raypool(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_prompt(tmp_path: Path) -> None:
-    """A sweep, again for what is missing, one item of it, and a page; with the status that the table says."""
+    """A sweep, again for what is missing, one item of it, and a page; with the status that the
+    table says.
+    """
     texts = [block.code for block in blocks_of(DOCUMENT, "") if block.heading == TRAIN.heading]
     configs, recorded = texts
     (tmp_path / "train.py").write_text(TRAIN.code)
@@ -48,7 +54,9 @@ def test_the_prompt(tmp_path: Path) -> None:
     sweep, again, replay, report, doctor = commands_of(DOCUMENT)
     first = raypool(sweep, tmp_path)
     assert first.returncode == 1
-    assert shape(first.stderr.splitlines()[0], *first.stdout.splitlines(), *first.stderr.splitlines()[1:]) == shape(recorded)
+    assert shape(
+        first.stderr.splitlines()[0], *first.stdout.splitlines(), *first.stderr.splitlines()[1:]
+    ) == shape(recorded)
     second = raypool(again, tmp_path)
     assert second.returncode == 1
     losses = [row["loss"] for row in json.loads(second.stdout)]
@@ -61,6 +69,8 @@ def test_the_prompt(tmp_path: Path) -> None:
 
 
 def shape(*lines: str) -> list[str]:
-    """Return what is printed without what is another each time: times, the machine, the worker, and the widths of columns."""
+    """Return what is printed without what is another each time: times, the machine, the worker, and
+    the widths of columns.
+    """
     text = re.sub(r"^raypool: .*|(?<=  )\d\S+ +\d$", "*", "\n".join(lines), flags=re.MULTILINE)
     return [re.sub(r" +", " ", line) for line in text.split("\n") if line]

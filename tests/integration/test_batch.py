@@ -1,4 +1,6 @@
-"""Functions that a real cluster calls by itself: their outputs, their errors, and what is left of them for other processes."""
+"""Functions that a real cluster calls by itself: their outputs, their errors, and what is left of
+them for other processes.
+"""
 
 from __future__ import annotations
 
@@ -75,10 +77,12 @@ def wait_for(path: str) -> str:
     return "opened"
 
 
-# --- a call with a pool, from its beginning to its end -------------------------------------------------------------------
+# --- a call with a pool, from its beginning to its end --------------------------------------------
 
 
-def test_a_job_has_its_own_pool_and_its_outputs_are_there_for_another_process(head: Any, run_python: Run) -> None:
+def test_a_job_has_its_own_pool_and_its_outputs_are_there_for_another_process(
+    head: Any, run_python: Run
+) -> None:
     """The process that hands it in is gone before it ends."""
     submitter = f"""
     import raypool
@@ -109,7 +113,11 @@ def test_a_job_has_its_own_pool_and_its_outputs_are_there_for_another_process(he
 
 def assert_nobody_else_can_read(head: Any, secret: str) -> None:
     """A value is in no log, and in no file that another user could read."""
-    [left] = [path for path in (head.session / "raypool-outputs").iterdir() if secret.encode() in path.read_bytes()]
+    [left] = [
+        path
+        for path in (head.session / "raypool-outputs").iterdir()
+        if secret.encode() in path.read_bytes()
+    ]
     assert stat.S_IMODE(left.stat().st_mode) == 0o600
     assert stat.S_IMODE(left.parent.stat().st_mode) == 0o700
     link = head.session / "logs" / "raypool-outputs"
@@ -131,13 +139,20 @@ def test_an_exception_comes_back_as_itself(head: Any) -> None:
     assert "DivergedError: diverged at step 7" in job.diary
 
 
-# --- refused before anything happens -----------------------------------------------------------------------------------
+# --- refused before anything happens --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("pool", "changes", "said"),
     [
-        (3, {}, "3 workers are asked for, and the cluster has room for 2 (1 GPU for each; 2 GPU on 1 node, no autoscaler)"),
+        (
+            3,
+            {},
+            (
+                "3 workers are asked for, and the cluster has room for 2 (1 GPU for each; 2 GPU on"
+                " 1 node, no autoscaler)"
+            ),
+        ),
         ((9, 12), {"resources": WorkerResources(gpus=0.25)}, "room for 8"),
         (4, {"resources": WorkerResources(gpus=0)}, "room for 3 (1 CPU for each"),
         (1, {"resources": WorkerResources(gpus=3)}, "room for 0 (3 GPU for each"),
@@ -182,8 +197,15 @@ def test_where_an_autoscaler_could_not_make_room_the_job_itself_says_so(
         del environment["RAY_NODE_TYPE_NAME"]  # as Ray's launcher does
     settings = tmp_path / "settings.json"
     settings.write_text(json.dumps(growth.SETTINGS))
-    with run_head({"num-cpus": 1, "num-gpus": 0, "autoscaling-config": settings}, environment) as head:
-        job = raypool.batch(squares, 3, pool=7, profile=dataclasses.replace(head.profile, resources=WorkerResources(gpus=1)))
+    with run_head(
+        {"num-cpus": 1, "num-gpus": 0, "autoscaling-config": settings}, environment
+    ) as head:
+        job = raypool.batch(
+            squares,
+            3,
+            pool=7,
+            profile=dataclasses.replace(head.profile, resources=WorkerResources(gpus=1)),
+        )
         with pytest.raises(ResourceError, match="7"):
             job.fetch_outputs(timeout_s=300)
 
@@ -199,12 +221,22 @@ def test_where_an_autoscaler_could_not_make_room_the_job_itself_says_so(
         ({"outputs": "results"}, InvalidValueError, "neither a URL"),
         ({"outputs": 3}, InvalidTypeError, "outputs=3"),
         ({"outputs": "s3://me:secret@bucket/a"}, InvalidValueError, "a password"),
-        ({"outputs": "nowhere://bucket/a"}, InvalidValueError, "outputs='nowhere://bucket/a' cannot be used from here"),
+        (
+            {"outputs": "nowhere://bucket/a"},
+            InvalidValueError,
+            "outputs='nowhere://bucket/a' cannot be used from here",
+        ),
         ({"args": (threading.Lock(),)}, SerializationError, "args[0]"),
-        ({"fn": functools.partial(print, threading.Lock())}, SerializationError, "Cannot send a call to a cluster"),
+        (
+            {"fn": functools.partial(print, threading.Lock())},
+            SerializationError,
+            "Cannot send a call to a cluster",
+        ),
     ],
 )
-def test_arguments_that_cannot_work_are_refused(head: Any, arguments: dict[str, Any], error: type[Exception], said: str) -> None:
+def test_arguments_that_cannot_work_are_refused(
+    head: Any, arguments: dict[str, Any], error: type[Exception], said: str
+) -> None:
     settings = {"profile": head.profile, **arguments}
     fn, args = settings.pop("fn", squares), settings.pop("args", (3,))
     with pytest.raises(error) as caught:
@@ -213,7 +245,9 @@ def test_arguments_that_cannot_work_are_refused(head: Any, arguments: dict[str, 
     assert "secret" not in str(caught.value)
 
 
-def test_a_call_that_is_too_large_is_refused_with_its_size(head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_is_too_large_is_refused_with_its_size(
+    head: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("raypool.batches.MOST_BYTES", 2**20)
     with pytest.raises(CloudError, match=r"are 3 MiB, and at most 1 MiB"):
         raypool.batch(len, bytes(3 * 2**20), profile=head.profile)
@@ -224,7 +258,7 @@ def test_no_such_job_is_said(head: Any) -> None:
         raypool.find_job("mars", profile=head.profile)
 
 
-# --- outputs -----------------------------------------------------------------------------------------------------------
+# --- outputs --------------------------------------------------------------------------------------
 
 
 @pytest.mark.long
@@ -241,7 +275,8 @@ def test_a_hundred_megabytes_come_back_whole(head: Any) -> None:
 @pytest.mark.long
 def test_outputs_may_lie_elsewhere(head: Any, tmp_path: Path) -> None:
     jobs = [
-        raypool.batch(max, [3, 5], profile=head.profile, outputs=place) for place in (f"file://{tmp_path}/a/b", f"{tmp_path}/c/")
+        raypool.batch(max, [3, 5], profile=head.profile, outputs=place)
+        for place in (f"file://{tmp_path}/a/b", f"{tmp_path}/c/")
     ]
     assert [job.fetch_outputs(timeout_s=300) for job in jobs] == [5, 5]
     for job, folder in zip(jobs, (tmp_path / "a" / "b", tmp_path / "c"), strict=True):
@@ -256,7 +291,9 @@ def test_outputs_may_lie_elsewhere(head: Any, tmp_path: Path) -> None:
 
 
 def test_what_the_job_has_not_written_is_not_unpickled(head: Any, tmp_path: Path) -> None:
-    """Whoever may write to the place could put a pickle there that runs code; a transfer may also break off."""
+    """Whoever may write to the place could put a pickle there that runs code; a transfer may also
+    break off.
+    """
 
     class Bomb:
         def __reduce__(self) -> Any:
@@ -269,7 +306,9 @@ def test_what_the_job_has_not_written_is_not_unpickled(head: Any, tmp_path: Path
     line, _, _ = written.partition(b"\n")
     for other in (written[:-1], written + b"x", line + b"\n" + pickle.dumps(Bomb()), line, b""):
         left.write_bytes(other)
-        with pytest.raises(CloudError, match=rf"\({len(other)} bytes\) is not what job {job.id} has written"):
+        with pytest.raises(
+            CloudError, match=rf"\({len(other)} bytes\) is not what job {job.id} has written"
+        ):
             job.fetch_outputs()
     assert not (tmp_path / "it has run").exists()
     left.write_bytes(written)
@@ -279,7 +318,9 @@ def test_what_the_job_has_not_written_is_not_unpickled(head: Any, tmp_path: Path
 def test_another_version_there_is_said(head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raypool.batches.version", lambda package: "0.0.9")
     job = raypool.batch(max, [3, 5], profile=head.profile)
-    with pytest.raises(CloudError, match=r"between the same versions only: raypool 0\.0\.9 there and"):
+    with pytest.raises(
+        CloudError, match=r"between the same versions only: raypool 0\.0\.9 there and"
+    ):
         job.fetch_outputs(timeout_s=300)
 
 
@@ -291,9 +332,15 @@ def test_a_place_that_cannot_be_written_to_costs_no_work(head: Any, tmp_path: Pa
         return "hours of work"
 
     (tmp_path / "file").touch()
-    never = raypool.batch(work, tmp_path, tmp_path / "1", profile=head.profile, outputs=f"{tmp_path}/file/folder")
-    late = raypool.batch(work, tmp_path / "place", tmp_path / "2", profile=head.profile, outputs=f"{tmp_path}/place")
-    with pytest.raises(CloudError, match=r"The function was not called: its outputs are to go to .*/file/folder"):
+    never = raypool.batch(
+        work, tmp_path, tmp_path / "1", profile=head.profile, outputs=f"{tmp_path}/file/folder"
+    )
+    late = raypool.batch(
+        work, tmp_path / "place", tmp_path / "2", profile=head.profile, outputs=f"{tmp_path}/place"
+    )
+    with pytest.raises(
+        CloudError, match=r"The function was not called: its outputs are to go to .*/file/folder"
+    ):
         never.fetch_outputs(timeout_s=300)
     assert late.fetch_outputs(timeout_s=300) == "hours of work"
     assert "is left on this node" in late.diary
@@ -307,7 +354,10 @@ def test_outputs_that_cannot_travel_say_so(head: Any) -> None:
         return {"loss": 0.5, "guard": threading.Lock()}
 
     job = raypool.batch(lock, profile=head.profile)
-    with pytest.raises(SerializationError, match=r"Cannot send a result back: \['guard'\] \(a lock\) cannot be pickled"):
+    with pytest.raises(
+        SerializationError,
+        match=r"Cannot send a result back: \['guard'\] \(a lock\) cannot be pickled",
+    ):
         job.fetch_outputs(timeout_s=300)
     assert (job.state, job.exit_code) == ("failed", 1)
 
@@ -317,18 +367,25 @@ def test_one_that_ends_its_process_says_so(head: Any) -> None:
         print("last words", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    killed, left = raypool.batch(kill, profile=head.profile), raypool.batch(sys.exit, 3, profile=head.profile)
-    with pytest.raises(TaskError, match=r"ended with exit code -?\d+ and has left nothing.*last words"):
+    killed, left = (
+        raypool.batch(kill, profile=head.profile),
+        raypool.batch(sys.exit, 3, profile=head.profile),
+    )
+    with pytest.raises(
+        TaskError, match=r"ended with exit code -?\d+ and has left nothing.*last words"
+    ):
         killed.fetch_outputs(timeout_s=300)
     with pytest.raises(TaskError, match="has ended its process, with exit code 3"):
         left.fetch_outputs(timeout_s=300)
     assert left.exit_code == 3
 
 
-# --- while it runs -----------------------------------------------------------------------------------------------------
+# --- while it runs --------------------------------------------------------------------------------
 
 
-def test_one_that_runs_can_be_waited_for_read_and_cancelled(head: Any, tmp_path: Path, eventually: Poll) -> None:
+def test_one_that_runs_can_be_waited_for_read_and_cancelled(
+    head: Any, tmp_path: Path, eventually: Poll
+) -> None:
     job = raypool.batch(wait_for, str(tmp_path / "gate"), pool=2, profile=head.profile)
     assert eventually(lambda: "begun\n" in job.diary)
     assert (job.state, job.error, job.exit_code, job.finished_at) == ("running", None, None, None)
@@ -348,7 +405,9 @@ def test_one_that_runs_can_be_waited_for_read_and_cancelled(head: Any, tmp_path:
 
 @pytest.mark.long
 def test_modules_travel_with_the_working_dir(head: Any, tmp_path: Path, run_python: Run) -> None:
-    (tmp_path / "my_models.py").write_text("class MyError(Exception): pass\ndef train(x):\n    raise MyError(x)\n")
+    (tmp_path / "my_models.py").write_text(
+        "class MyError(Exception): pass\ndef train(x):\n    raise MyError(x)\n"
+    )
     submitter = f"""
     import sys
     sys.path.insert(0, {str(tmp_path)!r})

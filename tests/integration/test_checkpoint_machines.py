@@ -1,4 +1,6 @@
-"""Checkpoints where machines do not see the same folders, and a real training that goes on after it was killed."""
+"""Checkpoints where machines do not see the same folders, and a real training that goes on after it
+was killed.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# HOME is a path by which every process sees another folder: the driver's agent its own, a worker the one that it has gone to.
+# HOME is a path by which every process sees another folder: the driver's agent its own, a worker
+# the one that it has gone to.
 ELSEWHERE = """
     import os, platform
     from pathlib import Path
@@ -40,7 +43,7 @@ ELSEWHERE = """
         kind = WorkerResources(gpus=0)
         with parpool(1, address=cluster.address, resources=kind, setup=go_elsewhere, quiet=True) as pool:
             try:
-                pool.options(checkpoints=HOME).parfeval(train).result(80)
+                pool.options(checkpoints=HOME).parfeval(train).result(300)
             except InvalidValueError as error:
                 for part in (HOME, platform.node(), "Use a folder that all machines share, or a URL"):
                     assert part in str(error), error
@@ -48,9 +51,9 @@ ELSEWHERE = """
                 raise AssertionError("it has begun without its checkpoints")
             assert not os.listdir(os.environ["ELSEWHERE"])
             view = pool.options(checkpoints=Path(os.environ["HERE"], "url").as_uri(), retries=2)
-            step, folder, files = view.parfeval(train).result(80)
+            step, folder, files = view.parfeval(train).result(300)
             assert (step, files) == (2, ["checkpoint.pt", "last.txt"])
-            assert view.parfeval(train).result(80)[0] == 3
+            assert view.parfeval(train).result(300)[0] == 3
             assert not Path(folder).exists()
             (kept,) = Path(os.environ["HERE"]).rglob("checkpoint.pt")
             assert load_checkpoint(kept)["weights"].tolist() == [4, 4]
@@ -62,11 +65,16 @@ ELSEWHERE = """
 """
 
 
-def test_a_machine_that_does_not_see_the_folder_says_so_and_a_url_is_seen(run_python: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_machine_that_does_not_see_the_folder_says_so_and_a_url_is_seen(
+    run_python: Callable[..., Any], tmp_path: Path
+) -> None:
     here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
     here.mkdir()
     elsewhere.mkdir()
-    assert "done" in run_python(ELSEWHERE, NAME="kept", HERE=str(here), ELSEWHERE=str(elsewhere)).stdout
+    assert (
+        "done"
+        in run_python(ELSEWHERE, NAME="kept", HERE=str(here), ELSEWHERE=str(elsewhere)).stdout
+    )
 
 
 TRAINING = """

@@ -1,4 +1,6 @@
-"""Processes that are started by `multiprocessing`: those of a task, which run what the script defines, and managers."""
+"""Processes that are started by `multiprocessing`: those of a task, which run what the script
+defines, and managers.
+"""
 
 from __future__ import annotations
 
@@ -37,15 +39,21 @@ kept = 0
 
 def use_children(how: str) -> list[Any]:
     context = multiprocessing.get_context(how)
-    loader = torch.utils.data.DataLoader(Data(2), 2, num_workers=1, multiprocessing_context=context, collate_fn=lambda x: sum(x))
+    loader = torch.utils.data.DataLoader(
+        Data(2), 2, num_workers=1, multiprocessing_context=context, collate_fn=lambda x: sum(x)
+    )
     with concurrent.futures.ProcessPoolExecutor(1, context, keep, (10,)) as executor:
         made = executor.submit(Data, 5).result()
         return [*loader, executor.submit(add, 3).result(), isinstance(made, Data), made.size]
 
 
 @pytest.mark.parametrize("how", ["fork", "spawn"])
-def test_they_are_given_what_the_script_defines_and_send_it_back(shared_pool: ParallelPool, how: str) -> None:
-    """Data loaders and executors in a task run the script's functions and classes; what an initializer has set is there."""
+def test_they_are_given_what_the_script_defines_and_send_it_back(
+    shared_pool: ParallelPool, how: str
+) -> None:
+    """Data loaders and executors in a task run the script's functions and classes; what an
+    initializer has set is there.
+    """
     assert shared_pool.parfeval(use_children, how).result() == [1, 13, True, 5]
 
 
@@ -57,7 +65,9 @@ def take_a_turn(shared: Any, queue: Any) -> int:
 
 
 def test_proxies_of_a_manager_reach_what_they_stand_for(shared_pool: ParallelPool) -> None:
-    """A manager's queue and what is got from its dictionary work in a task, though the manager asks for a key."""
+    """A manager's queue and what is got from its dictionary work in a task, though the manager asks
+    for a key.
+    """
     with multiprocessing.Manager() as manager:
         shared, queue = manager.dict(turns=0), manager.Queue()
         shared["lock"] = manager.Lock()

@@ -1,4 +1,5 @@
-"""Which GPUs a pool takes, where it may not take any: chosen ones, those with enough memory, those of certain nodes.
+"""Which GPUs a pool takes, where it may not take any: chosen ones, those with enough memory, those
+of certain nodes.
 
 On Ray with three GPUs that do not exist; an inventory of simulated cards knows them.
 """
@@ -21,7 +22,14 @@ import pytest
 import ray
 from ray.util import placement_group, remove_placement_group
 
-from raypool import ParallelPool, ResourceError, StartupError, WorkerResources, current_task, parpool
+from raypool import (
+    ParallelPool,
+    ResourceError,
+    StartupError,
+    WorkerResources,
+    current_task,
+    parpool,
+)
 from raypool.gpus.simulated import SimulatedGpus
 
 pytestmark = [pytest.mark.usefixtures("ray_session", "by_value")]
@@ -45,20 +53,26 @@ def see() -> tuple[int | None, str]:
     return current_task().gpu, os.environ["CUDA_VISIBLE_DEVICES"]
 
 
-# --- nobody has another's ---------------------------------------------------------------------------------------------
+# --- nobody has another's -------------------------------------------------------------------------
 
 
 def test_two_chosen_gpus_and_nothing_on_the_third(gpus: SimulatedGpus) -> None:
-    """Scenario 1, by the cards themselves: tasks use 0 and 2, each its own, and 1 stays empty; again after `delete()`."""
+    """Scenario 1, by the cards themselves: tasks use 0 and 2, each its own, and 1 stays empty;
+    again after `delete()`.
+    """
 
     def use(_: int) -> tuple[int | None, list[int]]:
         gpus.allocate(GIB)
-        return current_task().gpu, [card.index for card in gpus.devices() if os.getpid() in gpus.held_by_process(card.index)]
+        return current_task().gpu, [
+            card.index for card in gpus.devices() if os.getpid() in gpus.held_by_process(card.index)
+        ]
 
     for chosen in ([0, 2], [2, 0]):
         with parpool(gpus=chosen, inventory=gpus, quiet=True) as pool:
             assert gpus_of(pool) == chosen
-            assert [worker.gpu_uuid for worker in pool.workers] == [gpus.devices()[gpu].uuid for gpu in chosen]
+            assert [worker.gpu_uuid for worker in pool.workers] == [
+                gpus.devices()[gpu].uuid for gpu in chosen
+            ]
             assert pool.parfeval_on_all(use, 0).result(300) == [(gpu, [gpu]) for gpu in chosen]
             assert all(seen == [gpu] for gpu, seen in pool.parfor(use, range(8)))
             assert gpus.devices()[1].processes == ()
@@ -69,7 +83,10 @@ def test_two_chosen_gpus_and_nothing_on_the_third(gpus: SimulatedGpus) -> None:
 @pytest.mark.long
 def test_as_many_workers_as_cards_each_with_another(gpus: SimulatedGpus) -> None:
     """Scenario 2: N different devices, by UUID; and two pools never share one."""
-    with parpool(1, inventory=gpus, quiet=True) as first, parpool(inventory=gpus, quiet=True) as rest:
+    with (
+        parpool(1, inventory=gpus, quiet=True) as first,
+        parpool(inventory=gpus, quiet=True) as rest,
+    ):
         workers = first.workers + rest.workers
         assert {worker.gpu_uuid for worker in workers} == {card.uuid for card in gpus.devices()}
         assert [worker.gpu_name for worker in workers] == ["Simulated GPU"] * 3
@@ -78,8 +95,12 @@ def test_as_many_workers_as_cards_each_with_another(gpus: SimulatedGpus) -> None
 
 
 @pytest.mark.long
-def test_two_processes_that_choose_at_once(run_python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    """Each holds for a moment what the other wants, again and again, and both get what they want."""
+def test_two_processes_that_choose_at_once(
+    run_python: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    """Each holds for a moment what the other wants, again and again, and both get what they
+    want.
+    """
 
     code = f"""
     from raypool import parpool
@@ -104,18 +125,23 @@ def test_two_workers_with_one_card_are_found_out(gpus: SimulatedGpus) -> None:
         parpool(gpus=[0, 1], inventory=gpus, quiet=True)
 
 
-# --- cards that somebody else fills -----------------------------------------------------------------------------------
+# --- cards that somebody else fills ---------------------------------------------------------------
 
 
 def test_a_card_that_is_full_is_left_out_and_named(gpus: SimulatedGpus, caplog: Any) -> None:
     gpus.change(1, used_bytes=13 * GIB)
     with parpool(inventory=gpus, min_free_memory_bytes=8 * GIB, quiet=True) as pool:
         assert gpus_of(pool) == [0, 2]
-        words = r"Left out, as min_free_memory_bytes asks for 8.0 GiB: GPU 1 of \S+ \(3.0 of 16.0 GiB free\)"
+        words = (
+            r"Left out, as min_free_memory_bytes asks for 8.0 GiB: GPU 1 of \S+ \(3.0 of 16.0 GiB"
+            r" free\)"
+        )
         assert [record for record in caplog.records if "Left out" in record.getMessage()] != []
         with pytest.raises(ResourceError, match=f"GPU: requested 1, available 0 .*{words}"):
             pool.resize(3)
-        assert len([record for record in caplog.records if "Left out" in record.getMessage()]) == 1, "it is said once"
+        assert (
+            len([record for record in caplog.records if "Left out" in record.getMessage()]) == 1
+        ), "it is said once"
         gpus.change(1, used_bytes=0)
         pool.resize(3)
         assert gpus_of(pool) == [0, 2, 1]
@@ -127,7 +153,11 @@ def test_too_few_cards_have_enough_memory(gpus: SimulatedGpus) -> None:
     with pytest.raises(ResourceError) as caught:
         parpool(2, inventory=gpus, min_free_memory_bytes=8 * GIB, quiet=True)
     assert (caught.value.requested, caught.value.available, caught.value.holders) == (2, 1, ())
-    for words in ("GPU: requested 2, available 1 (the cluster has 3)", "(4.0 of 16.0 GiB free)", "(0.0 of 16.0 GiB free)"):
+    for words in (
+        "GPU: requested 2, available 1 (the cluster has 3)",
+        "(4.0 of 16.0 GiB free)",
+        "(0.0 of 16.0 GiB free)",
+    ):
         assert words in str(caught.value)
     assert "Ask for at most 1" in str(caught.value)
 
@@ -139,7 +169,10 @@ def test_chosen_gpus_that_are_full(gpus: SimulatedGpus, caplog: Any) -> None:
     with parpool(gpus=[2, 1], **asked) as pool:
         assert gpus_of(pool) == [2]
         assert "GPU 1 of" in caplog.text
-    with pytest.raises(ResourceError, match=r"requested 2, available 1\. Left out, .*GPU 1 .*4\.0 of 16\.0 GiB free"):
+    with pytest.raises(
+        ResourceError,
+        match=r"requested 2, available 1\. Left out, .*GPU 1 .*4\.0 of 16\.0 GiB free",
+    ):
         parpool(2, gpus=[2, 1], **asked)
     with pytest.raises(ResourceError, match=r"requested 1, available 0\. Left out, "):
         parpool(gpus=[1], **asked)
@@ -156,7 +189,9 @@ def test_memory_of_which_nothing_is_known_counts_as_free(gpus: SimulatedGpus, ca
     gpus.change(2, used_bytes=16 * GIB)
     with parpool(inventory=gpus, min_free_memory_bytes=8 * GIB, quiet=True) as pool:
         assert gpus_of(pool) == [0, 1]
-    (said,) = [record.getMessage() for record in caplog.records if "is not known" in record.getMessage()]
+    (said,) = [
+        record.getMessage() for record in caplog.records if "is not known" in record.getMessage()
+    ]
     assert "GPU 1 of" in said
     assert "GPU 0" not in said
     gpus.break_down()
@@ -170,68 +205,105 @@ def test_both_cards_of_a_worker_need_the_memory(gpus: SimulatedGpus) -> None:
     two = WorkerResources(gpus=2)
     with pytest.raises(ResourceError, match=r"GPU: requested 2, available 0 .*GPU 1 of"):
         parpool(1, resources=two, inventory=gpus, min_free_memory_bytes=8 * GIB, quiet=True)
-    with parpool(1, resources=two, inventory=gpus, min_free_memory_bytes=3 * GIB, quiet=True) as pool:
+    with parpool(
+        1, resources=two, inventory=gpus, min_free_memory_bytes=3 * GIB, quiet=True
+    ) as pool:
         assert [worker.gpus for worker in pool.workers] == [(0, 1)]
 
 
-# --- what cannot be ---------------------------------------------------------------------------------------------------
+# --- what cannot be -------------------------------------------------------------------------------
 
 
 def test_a_gpu_that_does_not_exist_is_not_waited_for(gpus: SimulatedGpus) -> None:
     """While others are held, only the inventory can tell that it is not one of these."""
     with parpool(1, gpus=[1], inventory=gpus, quiet=True):
-        with pytest.raises(ResourceError, match=r"GPU 5 does not exist here: this machine has 3\. GPUs are numbered from 0"):
+        with pytest.raises(
+            ResourceError,
+            match=r"GPU 5 does not exist here: this machine has 3\. GPUs are numbered from 0",
+        ):
             parpool(gpus=[0, 5], inventory=gpus, start_timeout_s=600, quiet=True)
-        with pytest.raises(ResourceError, match=r"GPU 0, 1: requested 2, available 1 .*This process itself holds 1: "):
+        with pytest.raises(
+            ResourceError,
+            match=r"GPU 0, 1: requested 2, available 1 .*This process itself holds 1: ",
+        ):
             parpool(gpus=[0, 1], inventory=gpus, start_timeout_s=600, quiet=True)
 
 
-def test_chosen_gpus_that_somebody_else_holds(gpus: SimulatedGpus, caplog: pytest.LogCaptureFixture) -> None:
+def test_chosen_gpus_that_somebody_else_holds(
+    gpus: SimulatedGpus, caplog: pytest.LogCaptureFixture
+) -> None:
     """They are waited for, which is said, and then it is said which are free."""
     other = placement_group([{"GPU": 1}])
     ray.get(other.ready(), timeout=300)
     try:
-        words = r"GPU (0|1|2) is in use: requested 3, available 2 \(free: \d, \d\)\. Held by: a placement group \(1 GPU\)"
+        words = (
+            r"GPU (0|1|2) is in use: requested 3, available 2 \(free: \d, \d\)\. Held by: a"
+            r" placement group \(1 GPU\)"
+        )
         with pytest.raises(ResourceError, match=words):
             parpool(gpus=[0, 1, 2], inventory=gpus, start_timeout_s=3, quiet=True)
-        assert re.search(r"Waiting for GPU \d, for start_timeout_s=3 at most\. Held by: a placement group \(1 GPU\)", caplog.text)
+        assert re.search(
+            r"Waiting for GPU \d, for start_timeout_s=3 at most\. Held by: a placement group \(1"
+            r" GPU\)",
+            caplog.text,
+        )
     finally:
         remove_placement_group(other)
 
 
 def test_more_workers_on_a_card_than_it_can_hold(gpus: SimulatedGpus) -> None:
     gpus.change(0, total_bytes=GIB)
-    words = r"4 workers cannot share GPU 0 .*: 1\.0 GiB / 4 = 0\.25 GiB for each, .* 0\.5 GiB\..* 2 at most"
+    words = (
+        r"4 workers cannot share GPU 0 .*: 1\.0 GiB / 4 = 0\.25 GiB for each, .* 0\.5 GiB\..* 2 at"
+        r" most"
+    )
     with pytest.raises(ResourceError, match=words) as caught:
         parpool(4, resources=WorkerResources(gpus=0.25), inventory=gpus, quiet=True)
     assert (caught.value.requested, caught.value.available) == (4, 2)
 
 
 @pytest.mark.long
-def test_as_many_workers_on_a_card_as_it_can_hold_and_on_one_of_unknown_size(gpus: SimulatedGpus) -> None:
+def test_as_many_workers_on_a_card_as_it_can_hold_and_on_one_of_unknown_size(
+    gpus: SimulatedGpus,
+) -> None:
     gpus.change(0, total_bytes=GIB)
     with parpool(2, gpus=[0], resources=HALF, inventory=gpus, quiet=True) as pool:
         assert gpus_of(pool) == [0, 0]
     gpus.break_down()
-    with parpool(4, gpus=[0], resources=WorkerResources(gpus=0.25), inventory=gpus, quiet=True) as pool:
+    with parpool(
+        4, gpus=[0], resources=WorkerResources(gpus=0.25), inventory=gpus, quiet=True
+    ) as pool:
         assert gpus_of(pool) == [0] * 4
 
 
 def test_nodes_of_a_kind_that_nobody_has() -> None:
     """It is known without waiting."""
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"labels": {"room": "cellar"}}, r"No node has the label room=cellar; none has a label room\. Change labels="),
+        (
+            {"labels": {"room": "cellar"}},
+            r"No node has the label room=cellar; none has a label room\. Change labels=",
+        ),
         ({"accelerator_type": "H100"}, r"No node has an accelerator of type H100; there are: none"),
     ]
     for (resources, words), gpus in itertools.product(cases, (None, [0])):
         with pytest.raises(ResourceError, match=words) as caught:
-            parpool(1, resources=WorkerResources(gpus=1, **resources), gpus=gpus, start_timeout_s=600, quiet=True)
+            parpool(
+                1,
+                resources=WorkerResources(gpus=1, **resources),
+                gpus=gpus,
+                start_timeout_s=600,
+                quiet=True,
+            )
         assert caught.value.available == 0
 
 
 def test_a_machine_that_is_not_there() -> None:
     with pytest.raises(
-        ResourceError, match=r"No node of the cluster is called 'lab-9', of which gpus= names GPU 0, 2\. There are: \S+ \("
+        ResourceError,
+        match=(
+            r"No node of the cluster is called 'lab-9', of which gpus= names GPU 0, 2\. There are:"
+            r" \S+ \("
+        ),
     ):
         parpool(gpus={"lab-9": [0, 2]}, quiet=True)
 
@@ -241,7 +313,9 @@ def test_this_machine_by_name(gpus: SimulatedGpus) -> None:
 
     with parpool(gpus={platform.node(): [2, 1]}, inventory=gpus, quiet=True) as pool:
         assert gpus_of(pool) == [2, 1]
-        with pytest.raises(ResourceError, match=rf"the pool may use GPU 2, 1 of {platform.node()} only"):
+        with pytest.raises(
+            ResourceError, match=rf"the pool may use GPU 2, 1 of {platform.node()} only"
+        ):
             pool.resize(3)
     import ray
 
@@ -250,7 +324,7 @@ def test_this_machine_by_name(gpus: SimulatedGpus) -> None:
         parpool(gpus={platform.node(): [0], node["NodeID"]: [1]}, quiet=True)
 
 
-# --- a Ray that was told which GPUs it has, and a cluster -----------------------------------------------------------------
+# --- a Ray that was told which GPUs it has, and a cluster -----------------------------------------
 
 PREAMBLE = """
 import json, logging, os, sys, threading, time
@@ -310,7 +384,9 @@ def end():
 
 
 @pytest.fixture
-def run_script(run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> Callable[..., dict[str, Any]]:
+def run_script(
+    run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> Callable[..., dict[str, Any]]:
     """Run a script in a process of its own, beside a cluster if it is to; return its facts."""
 
     def run(code: str, preamble: str = CLUSTER, **env: str) -> dict[str, Any]:
@@ -325,7 +401,9 @@ def run_script(run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_
 
 
 def test_chosen_gpus_of_each_machine(run_script: Any) -> None:
-    """They come in the order in which they are named; those of a machine that was lost come back with it."""
+    """They come in the order in which they are named; those of a machine that was lost come back
+    with it.
+    """
     facts = run_script("""
     a, b = add("a", 0, 1, 2), add("b", 3, 4)
     options = {"address": cluster.address, "inventory": cards}
@@ -344,11 +422,15 @@ def test_chosen_gpus_of_each_machine(run_script: Any) -> None:
     end()
     """)
     assert facts["all"] == [["b", 4], ["a", 2], ["a", 0]]
-    assert "GPU 1 of a, 2 of a: requested 2, available 1 (the cluster has 5). This process itself holds 3:" in facts["held"]
+    assert (
+        "GPU 1 of a, 2 of a: requested 2, available 1 (the cluster has 5). This process itself"
+        " holds 3:" in facts["held"]
+    )
     assert facts["left"] == [["a", 0], ["a", 2]]
     assert facts["back"] == [["a", 0], ["a", 2], ["b", 4]]
     assert (
-        "GPU 0 does not exist here: this machine has 0. Others have some: say which, as in gpus={'a': [0]}." in facts["none here"]
+        "GPU 0 does not exist here: this machine has 0. Others have some: say which, as in"
+        " gpus={'a': [0]}." in facts["none here"]
     )
     assert "GPU 5 does not exist on b, which has 2" in facts["not there"]
     assert "3 nodes of the cluster are called '127.0.0.1'" in facts["which"]
@@ -374,9 +456,16 @@ def test_nodes_with_labels(run_script: Any) -> None:
     assert facts["!spot"] == [["b", 1], ["b", 2], ["c", 3]]
     assert facts["in(spot, reserved)"] == [["a", 0], ["b", 1], ["b", 2]]
     assert facts["!in(spot, reserved)"] == [["c", 3]]
-    assert "GPU: requested 2, available 1 (the nodes that are asked for have 1)." in facts["too many"]
-    assert "No node has the label market=cattle; there are market=reserved, market=spot." in facts["nobody"]
-    assert facts["elsewhere"].startswith("b: No node has the label market=spot; there are market=reserved.")
+    assert (
+        "GPU: requested 2, available 1 (the nodes that are asked for have 1)." in facts["too many"]
+    )
+    assert (
+        "No node has the label market=cattle; there are market=reserved, market=spot."
+        in facts["nobody"]
+    )
+    assert facts["elsewhere"].startswith(
+        "b: No node has the label market=spot; there are market=reserved."
+    )
 
 
 @pytest.mark.parametrize(
@@ -387,7 +476,9 @@ def test_nodes_with_labels(run_script: Any) -> None:
     ],
 )
 def test_a_ray_that_was_told_which_gpus_it_has(run_script: Any, visible: str) -> None:
-    """By indices and by UUIDs; indices are those of the machine, whatever Ray and CUDA call them."""
+    """By indices and by UUIDs; indices are those of the machine, whatever Ray and CUDA call
+    them.
+    """
     facts = run_script(
         """
     import ray
@@ -420,7 +511,9 @@ def test_a_ray_that_was_told_which_gpus_it_has(run_script: Any, visible: str) ->
 
 
 def test_chosen_gpus_of_a_ray_that_is_started_for_the_pool(run_script: Any) -> None:
-    """Scenario 1: what the inventory knows of, and the environment leaves of it, is what the new Ray has."""
+    """Scenario 1: what the inventory knows of, and the environment leaves of it, is what the new
+    Ray has.
+    """
     code = """
     with parpool(gpus=[0, 2], inventory=cards, quiet=True) as pool:
         facts["chosen"] = pool.parfeval_on_all(see).result(300)

@@ -11,7 +11,15 @@ import pytest
 import ray
 from ray.util import placement_group, remove_placement_group
 
-from raypool import ParallelPool, PoolClosedError, RaypoolError, ResourceError, StartupError, WorkerResources, parpool
+from raypool import (
+    ParallelPool,
+    PoolClosedError,
+    RaypoolError,
+    ResourceError,
+    StartupError,
+    WorkerResources,
+    parpool,
+)
 
 
 def test_two_pools_choose_at_once(ray_session: None, by_value: None) -> None:
@@ -25,7 +33,11 @@ def test_two_pools_choose_at_once(ray_session: None, by_value: None) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert {gpu: [worker.gpu for worker in pool.workers] for gpu, pool in pools.items()} == {0: [0], 1: [1], 2: [2]}
+    assert {gpu: [worker.gpu for worker in pool.workers] for gpu, pool in pools.items()} == {
+        0: [0],
+        1: [1],
+        2: [2],
+    }
     for pool in pools.values():
         pool.delete()
 
@@ -36,14 +48,19 @@ def test_chosen_gpus_can_be_given_back_and_had_again(ray_session: None, by_value
         assert pool.num_workers == 1
         pool.resize(2)
         assert sorted(worker.gpu for worker in pool.workers if worker.gpu is not None) == [0, 2]
-        with pytest.raises(ResourceError, match="requested 1 workers, available 0: the pool may use GPU 0, 2 only"):
+        with pytest.raises(
+            ResourceError, match="requested 1 workers, available 0: the pool may use GPU 0, 2 only"
+        ):
             pool.resize(3)
 
 
 def test_shares_of_a_gpu_fill_up_before_another_is_taken(ray_session: None, by_value: None) -> None:
     half = WorkerResources(gpus=0.5)
     with parpool(2, resources=half, quiet=True) as pool:
-        assert sorted(worker.gpu for worker in pool.workers) == [0, 1] or len({w.gpu for w in pool.workers}) == 2
+        assert (
+            sorted(worker.gpu for worker in pool.workers) == [0, 1]
+            or len({w.gpu for w in pool.workers}) == 2
+        )
         pool.resize(4)
         gpus = [worker.gpu for worker in pool.workers]
         assert sorted(gpus.count(gpu) for gpu in set(gpus)) == [2, 2]
@@ -71,12 +88,15 @@ def test_a_pool_that_is_shut_down_while_it_waits_for_gpus_keeps_none(
         assert isinstance(caught[0], (PoolClosedError, ResourceError))
 
 
-# --- start_timeout_s ----------------------------------------------------------------------------------------------------
+# --- start_timeout_s ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("resources", "scarce"),
-    [(WorkerResources(gpus=1), "1 GPU"), pytest.param(WorkerResources(gpus=0, cpus=2), "2 CPU", marks=pytest.mark.long)],
+    [
+        (WorkerResources(gpus=1), "1 GPU"),
+        pytest.param(WorkerResources(gpus=0, cpus=2), "2 CPU", marks=pytest.mark.long),
+    ],
 )
 def test_a_pool_that_cannot_grow_says_in_time_who_holds_the_rest(
     ray_session: None, by_value: None, resources: WorkerResources, scarce: str
@@ -87,7 +107,9 @@ def test_a_pool_that_cannot_grow_says_in_time_who_holds_the_rest(
         other = placement_group([{name: float(scarce[:1])}] * others)
         ray.get(other.ready(), timeout=300)
         before = pool.workers
-        with pytest.raises(ResourceError, match=f"{name}: requested .*Held by: .*process {os.getpid()}.*{scarce}") as caught:
+        with pytest.raises(
+            ResourceError, match=f"{name}: requested .*Held by: .*process {os.getpid()}.*{scarce}"
+        ) as caught:
             pool.resize(2)
         assert caught.value.available == 0
         assert pool.workers == before, "the pool stays as it is"
@@ -104,15 +126,21 @@ def test_what_a_pool_that_ends_gives_back_is_waited_for(
     caplog: pytest.LogCaptureFixture,
     eventually: Callable[..., bool],
 ) -> None:
-    """Another pool of this process is not waited for while it is open, but it is as soon as it takes no more work."""
+    """Another pool of this process is not waited for while it is open, but it is as soon as it
+    takes no more work.
+    """
     gate = make_gate()
     with parpool(3, quiet=True) as holder:
-        with pytest.raises(ResourceError, match=r"This process itself holds 3: the pool opened at test_claims\.py"):
+        with pytest.raises(
+            ResourceError, match=r"This process itself holds 3: the pool opened at test_claims\.py"
+        ):
             parpool(1, start_timeout_s=600, quiet=True)
         last = holder.parfeval(gate.wait)
         holder.shutdown(wait=False)
         opened: list[ParallelPool] = []
-        opener = threading.Thread(target=lambda: opened.append(parpool(3, start_timeout_s=300, quiet=True)))
+        opener = threading.Thread(
+            target=lambda: opened.append(parpool(3, start_timeout_s=300, quiet=True))
+        )
         opener.start()
         assert eventually(lambda: "Waiting for 3 GPU" in caplog.text)
         gate.open()
@@ -122,7 +150,12 @@ def test_what_a_pool_that_ends_gives_back_is_waited_for(
     opened[0].delete()
 
 
-def test_workers_that_do_not_come_up_in_time(ray_session: None, by_value: None, make_gate: Callable[[], Any]) -> None:
+def test_workers_that_do_not_come_up_in_time(
+    ray_session: None, by_value: None, make_gate: Callable[[], Any]
+) -> None:
     gate = make_gate()
-    with pytest.raises(StartupError, match=r"2 of 2 workers did not start.*had not come up within start_timeout_s=2"):
+    with pytest.raises(
+        StartupError,
+        match=r"2 of 2 workers did not start.*had not come up within start_timeout_s=2",
+    ):
         parpool(2, setup=gate.wait, start_timeout_s=2, quiet=True)

@@ -35,7 +35,9 @@ def pool(free_gpus: None, gpus: SimulatedGpus, by_value: None) -> Iterator[Paral
 def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[str], list[str]]:
     """Find what was said with some words in it."""
     caplog.set_level(logging.WARNING, logger="raypool")
-    return lambda words: [record.getMessage() for record in caplog.records if words in record.getMessage()]
+    return lambda words: [
+        record.getMessage() for record in caplog.records if words in record.getMessage()
+    ]
 
 
 def keep_for_ever(thing: object) -> None:
@@ -43,11 +45,13 @@ def keep_for_ever(thing: object) -> None:
     builtins.__dict__.setdefault("left_over", []).append(thing)
 
 
-# --- how much a task had ----------------------------------------------------------------------------------------------
+# --- how much a task had --------------------------------------------------------------------------
 
 
 def test_the_peak_of_each_item_is_in_the_table(pool: ParallelPool, gpus: SimulatedGpus) -> None:
-    """One column for the loop, one attribute for the future; what one item had does not count for the next."""
+    """One column for the loop, one attribute for the future; what one item had does not count for
+    the next.
+    """
 
     def use(mebibytes: int) -> int:
         gpus.allocate(mebibytes * MIB)
@@ -68,7 +72,9 @@ def test_without_a_gpu_there_is_nothing_to_tell() -> None:
 
 
 def test_why_something_has_failed(pool: ParallelPool, gpus: SimulatedGpus) -> None:
-    """A GPU that is full is told from a machine that is, and both from all else; the first with the peak in the message."""
+    """A GPU that is full is told from a machine that is, and both from all else; the first with the
+    peak in the message.
+    """
 
     def work(how: str) -> str:
         held = gpus.allocate(1024 * MIB)
@@ -83,7 +89,12 @@ def test_why_something_has_failed(pool: ParallelPool, gpus: SimulatedGpus) -> No
 
     results = pool.parfor(work, ["fine", "gpu", "machine", "wrong"], on_error="collect")
     frame = results.to_frame()
-    assert frame["reason"].fillna("").tolist() == ["", "gpu out of memory", "out of memory", "error"]
+    assert frame["reason"].fillna("").tolist() == [
+        "",
+        "gpu out of memory",
+        "out of memory",
+        "error",
+    ]
     assert frame["peak_memory_bytes"].tolist()[1] == 1024 * MIB
     assert "its process had up to 1.07 GB of the memory of " in str(results.errors[1].__notes__)
     assert "which has 17.18 GB" in str(results.errors[1].__notes__)
@@ -97,10 +108,12 @@ def test_why_something_has_failed(pool: ParallelPool, gpus: SimulatedGpus) -> No
     assert future.reason == "process ended"
 
 
-# --- what a task leaves -----------------------------------------------------------------------------------------------
+# --- what a task leaves ---------------------------------------------------------------------------
 
 
-def test_what_is_kept_for_later_is_free_for_others_between_tasks(pool: ParallelPool, gpus: SimulatedGpus) -> None:
+def test_what_is_kept_for_later_is_free_for_others_between_tasks(
+    pool: ParallelPool, gpus: SimulatedGpus
+) -> None:
     """Also what a task had that has failed: its exception comes back, and keeps nothing there."""
     (worker,) = pool.workers
     pid = pool.parfeval(os.getpid).result()
@@ -113,7 +126,7 @@ def test_what_is_kept_for_later_is_free_for_others_between_tasks(pool: ParallelP
 
     assert pool.parfeval(use, False).result() == 3000 * MIB + CONTEXT_BYTES
     assert gpus.memory_used(worker.gpus) == CONTEXT_BYTES
-    assert isinstance(pool.parfeval(use, True).exception(60), ValueError)
+    assert isinstance(pool.parfeval(use, True).exception(300), ValueError)
     assert pool.parfeval(gpus.memory_used, worker.gpus).result() == CONTEXT_BYTES
     assert pool.parfeval(os.getpid).result() == pid
 
@@ -121,7 +134,9 @@ def test_what_is_kept_for_later_is_free_for_others_between_tasks(pool: ParallelP
 def test_a_task_that_leaves_much_costs_its_worker(
     pool: ParallelPool, gpus: SimulatedGpus, warnings: Callable[[str], list[str]]
 ) -> None:
-    """The next task, which is queued already, finds a new process and all of the card; it is said once which function it was."""
+    """The next task, which is queued already, finds a new process and all of the card; it is said
+    once which function it was.
+    """
     (worker,) = pool.workers
 
     def leave() -> int:
@@ -141,13 +156,18 @@ def test_a_task_that_leaves_much_costs_its_worker(
     assert pids[0] != pids[1]
     (said,) = warnings("left over")
     assert (
-        "2.10 GB are left over on its GPU, and 1.72 GB are allowed (max_leftover_bytes); leave has left 2.10 GB of that" in said
+        "2.10 GB are left over on its GPU, and 1.72 GB are allowed (max_leftover_bytes); leave has"
+        " left 2.10 GB of that" in said
     )
     assert "pool.constant" in said
 
 
-def test_what_was_sent_ahead_runs_in_the_next_process(pool: ParallelPool, gpus: SimulatedGpus) -> None:
-    """Short items share calls, of which a worker has two; none runs where one before it has left too much, and none is lost."""
+def test_what_was_sent_ahead_runs_in_the_next_process(
+    pool: ParallelPool, gpus: SimulatedGpus
+) -> None:
+    """Short items share calls, of which a worker has two; none runs where one before it has left
+    too much, and none is lost.
+    """
 
     def leave_now_and_then(index: int) -> tuple[int, int]:
         left = len(builtins.__dict__.get("left_over", ()))
@@ -161,8 +181,12 @@ def test_what_was_sent_ahead_runs_in_the_next_process(pool: ParallelPool, gpus: 
     assert set(results.to_frame()["attempts"]) == {1}
 
 
-def test_what_is_kept_on_purpose_stays(pool: ParallelPool, gpus: SimulatedGpus, eventually: Any) -> None:
-    """A constant is built once, and its worker goes on; so is a part of a Composite, which keeps its worker."""
+def test_what_is_kept_on_purpose_stays(
+    pool: ParallelPool, gpus: SimulatedGpus, eventually: Any
+) -> None:
+    """A constant is built once, and its worker goes on; so is a part of a Composite, which keeps
+    its worker.
+    """
     model = pool.constant(lambda: gpus.allocate(6000 * MIB))
     before = pool.parfeval(os.getpid).result()
 
@@ -189,7 +213,9 @@ def test_what_is_kept_on_purpose_stays(pool: ParallelPool, gpus: SimulatedGpus, 
 
 
 @pytest.mark.long
-def test_max_leftover_bytes_says_how_much_may_stay(ray_session: None, gpus: SimulatedGpus, by_value: None) -> None:
+def test_max_leftover_bytes_says_how_much_may_stay(
+    ray_session: None, gpus: SimulatedGpus, by_value: None
+) -> None:
     """What `setup` has made does not count."""
 
     def prepare() -> None:
@@ -199,18 +225,24 @@ def test_max_leftover_bytes_says_how_much_may_stay(ray_session: None, gpus: Simu
         keep_for_ever(gpus.allocate(mebibytes * MIB))
         return os.getpid()
 
-    with parpool(1, inventory=gpus, max_leftover_bytes=100 * MIB, setup=prepare, quiet=True) as pool:
+    with parpool(
+        1, inventory=gpus, max_leftover_bytes=100 * MIB, setup=prepare, quiet=True
+    ) as pool:
         first = pool.parfeval(leave, 60).result()
         assert pool.parfeval(leave, 60).result() == first
         assert pool.parfeval(os.getpid).result() != first, "120 MiB in all"
 
 
-# --- what a task that was ended leaves (scenario 19) ------------------------------------------------------------------
+# --- what a task that was ended leaves (scenario 19) ----------------------------------------------
 
 
 @pytest.mark.parametrize("is_stubborn", [False, True])
-def test_memory_is_back_before_the_next_task(pool: ParallelPool, gpus: SimulatedGpus, gate: Any, is_stubborn: bool) -> None:
-    """A task that was cancelled, and one that had to be killed for it: the card is empty again, and it is the same card."""
+def test_memory_is_back_before_the_next_task(
+    pool: ParallelPool, gpus: SimulatedGpus, gate: Any, is_stubborn: bool
+) -> None:
+    """A task that was cancelled, and one that had to be killed for it: the card is empty again, and
+    it is the same card.
+    """
     (worker,) = pool.workers
     before = gpus.memory_used(worker.gpus) or 0
 

@@ -1,4 +1,6 @@
-"""`raypool sweep` as a user starts it: a process of its own, workers on Ray, Ctrl-C, and the same command again."""
+"""`raypool sweep` as a user starts it: a process of its own, workers on Ray, Ctrl-C, and the same
+command again.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def start_sweep(folder: Path, start_python: Callable[..., Any]) -> Callable[...,
     return start
 
 
-def test_a_function_of_a_file_runs_on_workers_with_the_modules_beside_it(folder: Path, start_sweep: Callable[..., Any]) -> None:
+def test_a_function_of_a_file_runs_on_workers_with_the_modules_beside_it(
+    folder: Path, start_sweep: Callable[..., Any]
+) -> None:
     (folder / "configs.yaml").write_text("- {width: 8}\n- {width: 36}\n- {width: 16}\n")
     done = start_sweep("configs.yaml", "--workers", "2", "--json").finish()
     assert done.returncode == 1, done.stderr
@@ -71,14 +75,19 @@ def test_ctrl_c_and_the_same_command_again(
     folder: Path, start_sweep: Callable[..., Any], eventually: Callable[..., bool], profile: str
 ) -> None:
     paths = {"ready": str(folder / "ready"), "gate": str(folder / "gate")}
-    (folder / "configs.jsonl").write_text("".join(json.dumps({"width": width, **paths}) + "\n" for width in (8, 16, 64)))
+    (folder / "configs.jsonl").write_text(
+        "".join(json.dumps({"width": width, **paths}) + "\n" for width in (8, 16, 64))
+    )
     options = ("configs.jsonl", "--workers", "1", "--profile", profile)
     started = start_sweep(*options)
     assert eventually((folder / "ready").exists), started.finish(1)
     os.killpg(started.pid, signal.SIGINT)
     done = started.finish()
     assert (done.returncode, done.stdout) == (130, ""), done.stderr
-    assert "Interrupted: 2 of 3 have finished, and are kept in run. The same command goes on from there." in done.stderr
+    assert (
+        "Interrupted: 2 of 3 have finished, and are kept in run. The same command goes on from"
+        " there." in done.stderr
+    )
     assert eventually(lambda: not started.family())
 
     (folder / "gate").touch()
@@ -87,7 +96,9 @@ def test_ctrl_c_and_the_same_command_again(
     assert [row["accuracy"] for row in json.loads(done.stdout)] == [0.08, 0.16, 0.64]
 
 
-def test_more_workers_than_there_is_room_for_is_wrong_use(folder: Path, start_sweep: Callable[..., Any]) -> None:
+def test_more_workers_than_there_is_room_for_is_wrong_use(
+    folder: Path, start_sweep: Callable[..., Any]
+) -> None:
     (folder / "configs.csv").write_text("width\n8\n")
     done = start_sweep("configs.csv", "--workers", "5000").finish()
     assert (done.returncode, done.stdout) == (2, ""), done.stderr

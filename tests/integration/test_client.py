@@ -1,4 +1,6 @@
-"""A pool from outside of the cluster, over Ray Client: everything as inside, on a real head with its client server."""
+"""A pool from outside of the cluster, over Ray Client: everything as inside, on a real head with
+its client server.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ Laptop = Callable[..., Any]
 
 @pytest.fixture
 def laptop(head: Any, laptop_at: Laptop) -> Laptop:
-    """Run code in a process that knows the cluster by its address only; return what it puts into `said`."""
+    """Run code in a process that knows the cluster by its address only; return what it puts into
+    `said`.
+    """
     return lambda code, **env: laptop_at(head, code, **env)
 
 
@@ -41,7 +45,12 @@ def laptop_at(run_python: Any, tmp_path: Path) -> Laptop:
     """The same for any head."""
 
     def run(head: Any, code: str, **env: str) -> Any:
-        given = {"HEAD": head.client, "TOKEN": str(head.token_file), "TMP_OF_TEST": str(tmp_path), "HOME": str(tmp_path)}
+        given = {
+            "HEAD": head.client,
+            "TOKEN": str(head.token_file),
+            "TMP_OF_TEST": str(tmp_path),
+            "HOME": str(tmp_path),
+        }
         done = run_python(f"{LAPTOP}\n{code}\nprint('SAID', json.dumps(said))", **{**given, **env})
         line = next(line for line in done.stdout.splitlines() if line.startswith("SAID "))
         return json.loads(line.removeprefix("SAID "))
@@ -158,7 +167,10 @@ with pool_of(2) as pool:
 def test_a_laptop_is_another_machine(laptop: Laptop) -> None:
     said = laptop(FAR)
     assert said["saved"] == 5
-    assert "opened the pool, which is outside of the cluster. Use a folder that all machines share" in said["refused"]
+    assert (
+        "opened the pool, which is outside of the cluster. Use a folder that all machines share"
+        in said["refused"]
+    )
     assert said["same"] == [True, False]
     assert said["values"] == [1, 2]
 
@@ -229,8 +241,12 @@ def test_a_folder_travels_with_the_connection(laptop: Laptop) -> None:
     assert said["seen"][0] == said["again"] == 42
     assert "data.csv" in said["seen"][1]
     assert "secret.csv" not in said["seen"][1]
-    assert said["another"].startswith("working_dir can be shipped only when this process connects to Ray")
-    assert said["elsewhere"].startswith("This process is connected to another Ray than the one at ray://127.0.0.1:1")
+    assert said["another"].startswith(
+        "working_dir can be shipped only when this process connects to Ray"
+    )
+    assert said["elsewhere"].startswith(
+        "This process is connected to another Ray than the one at ray://127.0.0.1:1"
+    )
 
 
 REFUSED = """
@@ -320,8 +336,12 @@ def test_a_connection_that_breaks_ends_the_pool(laptop: Laptop) -> None:
     said = laptop(BROKEN)
     name, words = said["error"]
     assert name == "PoolBrokenError"
-    assert "The connection to the cluster has ended" in words or "The cluster has not answered for" in words
-    assert not said["begun"], "".join(said["begun"][0])  # Ray starts a new one on this machine if it is asked anything afterwards
+    assert (
+        "The connection to the cluster has ended" in words
+        or "The cluster has not answered for" in words
+    )
+    # Ray starts a new one on this machine if it is asked anything afterwards
+    assert not said["begun"], "".join(said["begun"][0])
     assert said["asked"] == ["PoolClosedError"] * 2
     assert said["ours"] is True
 
@@ -341,7 +361,12 @@ with pool_of(2) as pool:
 def test_a_laptop_that_is_gone_leaves_nothing_running(
     head: Any, start_python: Any, tmp_path: Path, eventually: Callable[..., bool]
 ) -> None:
-    env = {"HEAD": head.client, "TOKEN": str(head.token_file), "TMP_OF_TEST": str(tmp_path), "HOME": str(tmp_path)}
+    env = {
+        "HEAD": head.client,
+        "TOKEN": str(head.token_file),
+        "TMP_OF_TEST": str(tmp_path),
+        "HOME": str(tmp_path),
+    }
     process = start_python(LAPTOP + LEFT, **env, RAY_CLIENT_RECONNECT_GRACE_PERIOD="1")
     assert eventually(lambda: len(list(tmp_path.glob("*-*"))) == 2)
     pids = [int(pid) for path in tmp_path.glob("*-*") for pid in path.name.split("-")]
@@ -349,7 +374,7 @@ def test_a_laptop_that_is_gone_leaves_nothing_running(
     assert eventually(lambda: not any(map(psutil.pid_exists, pids)))
 
 
-# --- encrypted ----------------------------------------------------------------------------------------------------------
+# --- encrypted ------------------------------------------------------------------------------------
 
 TLS = """
 def tls(name, authority="ours"):
@@ -376,7 +401,9 @@ said["left"] = [name for name in os.environ if "TLS" in name]
 
 
 @pytest.mark.long
-def test_an_encrypted_cluster(head: Any, run_head: Callable[..., Any], laptop_at: Laptop, tmp_path: Path) -> None:
+def test_an_encrypted_cluster(
+    head: Any, run_head: Callable[..., Any], laptop_at: Laptop, tmp_path: Path
+) -> None:
     for authority, node in (("ours", "node"), ("theirs", "theirs-node")):
         make_certificates(tmp_path, authority, node)
     env = {
@@ -390,8 +417,14 @@ def test_an_encrypted_cluster(head: Any, run_head: Callable[..., Any], laptop_at
     assert said["values"] == [[1, 2, 3], 3_000_000]
     expected = {
         "none": "encrypts its connections, and this process has no certificate.",
-        "their certificate": "does not accept the certificate of this machine, or this machine not the one shown there",
-        "their authority": "does not accept the certificate of this machine, or this machine not the one shown there",
+        "their certificate": (
+            "does not accept the certificate of this machine, or this machine not the one shown"
+            " there"
+        ),
+        "their authority": (
+            "does not accept the certificate of this machine, or this machine not the one shown"
+            " there"
+        ),
         "not to that one": "does not encrypt. Leave tls (and RAY_USE_TLS) out",
     }
     for name, words in expected.items():
@@ -402,18 +435,30 @@ def test_an_encrypted_cluster(head: Any, run_head: Callable[..., Any], laptop_at
 
 
 def make_certificates(folder: Path, authority: str, node: str) -> None:
-    """Write an authority's certificate, and a certificate with its key for this machine that it has signed."""
+    """Write an authority's certificate, and a certificate with its key for this machine that it has
+    signed.
+    """
     signer, root = new_key(), subject(f"{authority} authority")
     extension = x509.BasicConstraints(ca=True, path_length=None)
     write_certificate(folder / f"{authority}.pem", root, root, signer, signer, extension)
     key = new_key()
-    addresses = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries if entry.family == AF_INET}
+    addresses = {
+        entry.address
+        for entries in psutil.net_if_addrs().values()
+        for entry in entries
+        if entry.family == AF_INET
+    }
     names = x509.SubjectAlternativeName(
-        [x509.DNSName("localhost"), *(x509.IPAddress(ipaddress.ip_address(address)) for address in sorted(addresses))]
+        [
+            x509.DNSName("localhost"),
+            *(x509.IPAddress(ipaddress.ip_address(address)) for address in sorted(addresses)),
+        ]
     )
     write_certificate(folder / f"{node}.pem", subject(node), root, key, signer, names)
     text = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.TraditionalOpenSSL,
+        serialization.NoEncryption(),
     )
     (folder / f"{node}.key").write_bytes(text)
 
@@ -447,7 +492,7 @@ def write_certificate(
     path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
 
-# --- a machine of the cluster goes --------------------------------------------------------------------------------------
+# --- a machine of the cluster goes ----------------------------------------------------------------
 
 LOSS = """
 import psutil
@@ -473,7 +518,9 @@ with pool_of(4, retries=3, resources=WorkerResources(gpus=0)) as pool:
 
 
 @pytest.mark.long
-def test_a_machine_that_is_lost(run_head: Callable[..., Any], second_node: Callable[..., str], laptop_at: Laptop) -> None:
+def test_a_machine_that_is_lost(
+    run_head: Callable[..., Any], second_node: Callable[..., str], laptop_at: Laptop
+) -> None:
     health = {"RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": "4"}
     with run_head({"num-cpus": 2, "num-gpus": 0}, {**health, LOOPBACK_ONLY: "1"}) as head:
         said = laptop_at(head, LOSS, SECOND=second_node(head, {"num-cpus": 2, "num-gpus": 0}))

@@ -1,4 +1,6 @@
-"""Libraries that take an executor, or a pool with a `map`, take this one: scipy, emcee, Optuna, asyncio, dask."""
+"""Libraries that take an executor, or a pool with a `map`, take this one: scipy, emcee, Optuna,
+asyncio, dask.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +35,16 @@ def refuse(x: Any) -> float:
     raise LookupError(f"nothing is known of {type(x).__name__}")
 
 
-# --- scipy ------------------------------------------------------------------------------------------------------------
+# --- scipy ----------------------------------------------------------------------------------------
 
 BOUNDS = [(-2.0, 2.0)] * 3
 
 
 def evolved(fn: Callable[[Any], float], **arguments: Any) -> Any:
     optimize = pytest.importorskip("scipy.optimize")
-    return optimize.differential_evolution(fn, BOUNDS, rng=1, maxiter=8, popsize=6, updating="deferred", **arguments)
+    return optimize.differential_evolution(
+        fn, BOUNDS, rng=1, maxiter=8, popsize=6, updating="deferred", **arguments
+    )
 
 
 def valley(x: Any) -> float:
@@ -63,7 +67,7 @@ def test_scipy_with_what_cannot_be_sent(pool: ParallelPool, with_a_lock: Any) ->
         evolved(with_a_lock, workers=pool.map)
 
 
-# --- emcee ------------------------------------------------------------------------------------------------------------
+# --- emcee ----------------------------------------------------------------------------------------
 
 
 def bell(x: Any, width: float) -> float:
@@ -92,7 +96,7 @@ def test_emcee_with_what_cannot_be_sent(pool: ParallelPool, with_a_lock: Any) ->
         chain(with_a_lock, (), pool)
 
 
-# --- Optuna -----------------------------------------------------------------------------------------------------------
+# --- Optuna ---------------------------------------------------------------------------------------
 
 
 NUM_EPOCHS = 10
@@ -147,20 +151,28 @@ def test_optuna_prunes_by_live_metrics(two_workers: Any, eventually: Any, stop: 
     tune(two_workers, study, 5, lambda job: getattr(job, stop)())
 
     trials = study.get_trials()
-    assert [trial.state.name for trial in trials] == ["COMPLETE", "COMPLETE", "PRUNED", "PRUNED", "COMPLETE"]
+    assert [trial.state.name for trial in trials] == [
+        "COMPLETE",
+        "COMPLETE",
+        "PRUNED",
+        "PRUNED",
+        "COMPLETE",
+    ]
     assert [len(trial.intermediate_values) for trial in trials[:2]] == [NUM_EPOCHS] * 2
     assert study.best_value == 0.5**NUM_EPOCHS
     assert eventually(lambda: not two_workers.busy)
 
 
-# --- asyncio ----------------------------------------------------------------------------------------------------------
+# --- asyncio --------------------------------------------------------------------------------------
 
 
 def test_asyncio_waits_for_calls(pool: ParallelPool) -> None:
     async def use() -> tuple[list[int], int]:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(squared(number)) for number in range(5)]
-        return [task.result() for task in tasks], await asyncio.get_running_loop().run_in_executor(pool, pow, 2, 10)
+        return [task.result() for task in tasks], await asyncio.get_running_loop().run_in_executor(
+            pool, pow, 2, 10
+        )
 
     async def squared(number: int) -> int:
         return await asyncio.wrap_future(pool.submit(pow, number, 2))
@@ -168,7 +180,9 @@ def test_asyncio_waits_for_calls(pool: ParallelPool) -> None:
     assert asyncio.run(use()) == ([0, 1, 4, 9, 16], 1024)
 
 
-def test_a_task_group_that_fails_cancels_what_runs(pool: ParallelPool, gate: Any, eventually: Any) -> None:
+def test_a_task_group_that_fails_cancels_what_runs(
+    pool: ParallelPool, gate: Any, eventually: Any
+) -> None:
     async def use() -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(awaited(pool.submit(gate.wait)))
@@ -183,7 +197,9 @@ def test_a_task_group_that_fails_cancels_what_runs(pool: ParallelPool, gate: Any
     assert eventually(lambda: not pool.busy)
 
 
-def test_a_wait_of_asyncio_that_runs_out_cancels_the_call(pool: ParallelPool, gate: Any, eventually: Any) -> None:
+def test_a_wait_of_asyncio_that_runs_out_cancels_the_call(
+    pool: ParallelPool, gate: Any, eventually: Any
+) -> None:
     async def use() -> Any:
         future = pool.submit(gate.wait)
         with pytest.raises(TimeoutError):
@@ -202,7 +218,7 @@ def test_asyncio_with_what_cannot_be_sent(pool: ParallelPool, with_a_lock: Any) 
         asyncio.run(use())
 
 
-# --- dask -------------------------------------------------------------------------------------------------------------
+# --- dask -----------------------------------------------------------------------------------------
 
 
 def test_dask_computes_with_the_pool(pool: ParallelPool) -> None:
@@ -222,14 +238,21 @@ def test_dask_computes_with_the_pool(pool: ParallelPool) -> None:
 def test_dask_runs_where_the_pool_is(pool: ParallelPool) -> None:
     dask = pytest.importorskip("dask")
     with dask.config.set(scheduler=pool):
-        workers = dask.compute(*[dask.delayed(lambda _: (os.getpid(), current_task().worker), pure=False)(n) for n in range(8)])
+        workers = dask.compute(
+            *[
+                dask.delayed(lambda _: (os.getpid(), current_task().worker), pure=False)(n)
+                for n in range(8)
+            ]
+        )
     assert set(workers) <= {(worker.pid, worker.index) for worker in pool.workers}
 
 
 def test_dask_gives_on_what_goes_wrong(pool: ParallelPool, eventually: Any) -> None:
     dask = pytest.importorskip("dask")
     with pytest.raises(LookupError, match="nothing is known of int"):
-        dask.delayed(sum)([dask.delayed(refuse)(number) for number in range(4)]).compute(scheduler=pool)
+        dask.delayed(sum)([dask.delayed(refuse)(number) for number in range(4)]).compute(
+            scheduler=pool
+        )
     assert eventually(lambda: not pool.busy)
 
 

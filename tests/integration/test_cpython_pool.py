@@ -1,4 +1,6 @@
-"""The tests that the interpreter brings for its own `multiprocessing.Pool`, run against ours; on Ray, tests/suites runs them."""
+"""The tests that the interpreter brings for its own `multiprocessing.Pool`, run against ours; on
+Ray, tests/suites runs them.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,17 @@ from raypool.interop.multiprocessing import Pool
 
 try:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # those of modules that will be removed, of which these tests are full
+        # those of modules that will be removed, of which these tests are full
+        warnings.simplefilter("ignore")
         from test import _test_multiprocessing as theirs
 except ImportError:
     pytest.skip("this Python comes without its tests", allow_module_level=True)
 
 
 class TestInThreads(theirs._TestPool, unittest.TestCase):
-    """With workers that are threads of this process, as those of `multiprocessing.pool.ThreadPool`."""
+    """With workers that are threads of this process, as those of
+    `multiprocessing.pool.ThreadPool`.
+    """
 
     TYPE = "threads"
     Pool: Any = staticmethod(functools.partial(Pool, profile="threads"))

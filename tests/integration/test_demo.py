@@ -17,13 +17,26 @@ from matplotlib.image import imread
 from raypool.cli import demo
 from raypool.cli.main import main
 
-COLUMNS = ["index", "network", "width", "lr", "accuracy", "loss", "parameters", "seconds", "status", "duration_s"]
+COLUMNS = [
+    "index",
+    "network",
+    "width",
+    "lr",
+    "accuracy",
+    "loss",
+    "parameters",
+    "seconds",
+    "status",
+    "duration_s",
+]
 COLUMNS += ["started_at", "worker", "gpu", "attempts", "peak_memory_bytes", "reason", "error"]
 
 
 @pytest.fixture(autouse=True)
 def threads_kept() -> Iterator[None]:
-    """Let torch have as many threads after a test as before: in this process the demo sets their number for all."""
+    """Let torch have as many threads after a test as before: in this process the demo sets their
+    number for all.
+    """
     count = torch.get_num_threads()
     yield
     torch.set_num_threads(count)
@@ -40,7 +53,10 @@ def check_files(folder: Path) -> list[dict[str, str]]:
     assert failed["status"] == "failed"
     assert failed["error"] == "ValueError: num_channels (36) must be divisible by num_groups (8)"
     assert failed["accuracy"] == ""
-    assert all(row["status"] == "finished" and row["error"] == "" and int(row["parameters"]) > 1000 for row in finished)
+    assert all(
+        row["status"] == "finished" and row["error"] == "" and int(row["parameters"]) > 1000
+        for row in finished
+    )
     accuracies = [float(row["accuracy"]) for row in finished]
     assert accuracies == sorted(accuracies, reverse=True)
     assert 0.96 <= accuracies[0] <= 1
@@ -52,7 +68,9 @@ def check_files(folder: Path) -> list[dict[str, str]]:
 def test_trains_all_networks_in_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "EPOCHS", 15)
     out = tmp_path / "made" / "when missing"
-    result = CliRunner().invoke(main, ["demo", "--workers", "2", "--profile", "threads", "--out", str(out)])
+    result = CliRunner().invoke(
+        main, ["demo", "--workers", "2", "--profile", "threads", "--out", str(out)]
+    )
     assert result.exception is None, result.output
     rows = check_files(out)
     lines = [line.rstrip() for line in result.output.splitlines()]
@@ -61,25 +79,40 @@ def test_trains_all_networks_in_threads(tmp_path: Path, monkeypatch: pytest.Monk
         "raypool: 2 workers (threads of this process)",
     ]
     table = [line.split() for line in lines if line.endswith(("finished", "failed"))]
-    assert [words[:2] for words in table[:-1]] == [[str(rank), row["network"]] for rank, row in enumerate(rows[:-1], 1)]
+    assert [words[:2] for words in table[:-1]] == [
+        [str(rank), row["network"]] for rank, row in enumerate(rows[:-1], 1)
+    ]
     assert table[-1][:3] == ["cnn", "36", "0.001"]
     assert all(len(line) <= 80 for line in lines if line.endswith(("finished", "failed")))
     best, failed = rows[0], rows[-1]
     assert lines[-3:] == [
         f"Failed: cnn, width 36, lr 0.001: {failed['error']}",
-        f"Best: cnn, width {best['width']}, lr {best['lr']}: {float(best['accuracy']):.1%} of 360 other images read right.",
+        (
+            f"Best: cnn, width {best['width']}, lr {best['lr']}: {float(best['accuracy']):.1%} of"
+            " 360 other images read right."
+        ),
         f"Wrote {out / 'results.csv'} and {out / 'learning_curves.png'}",
     ]
 
 
 @pytest.mark.long
 def test_trains_all_networks_on_ray(tmp_path: Path) -> None:
-    code = "import sys; from pathlib import Path; from raypool.cli.demo import run; run(2, out=Path(sys.argv[1]))"
-    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=False, timeout=170)
+    code = (
+        "import sys; from pathlib import Path; from raypool.cli.demo import run; run(2,"
+        " out=Path(sys.argv[1]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=170,
+    )
     assert done.returncode == 0, done.stderr
+    # how it goes, after 10 s
     assert all(line.startswith("raypool: training: ") for line in done.stderr.splitlines()), (
         done.stderr
-    )  # how it goes, after 10 s
+    )
     assert "raypool: 2 workers on " in done.stdout
     rows = check_files(tmp_path)
     assert {row["worker"] for row in rows} == {"0", "1"}
@@ -87,14 +120,21 @@ def test_trains_all_networks_on_ray(tmp_path: Path) -> None:
 
 
 def test_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raypool.errors.find_spec", lambda module: None if module == "sklearn" else module)
+    monkeypatch.setattr(
+        "raypool.errors.find_spec", lambda module: None if module == "sklearn" else module
+    )
     result = CliRunner().invoke(main, ["demo", "--out", str(tmp_path / "out")])
     assert result.exit_code == 1
-    assert result.output == 'Error: The demo needs scikit-learn, which is not installed: pip install "raypool[demo]"\n'
+    assert (
+        result.output == "Error: The demo needs scikit-learn, which is not installed: pip install"
+        ' "raypool[demo]"\n'
+    )
     assert not (tmp_path / "out").exists()
 
 
-def test_raises_what_all_networks_failed_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raises_what_all_networks_failed_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(demo, "CONFIGS", [demo.CONFIGS[-1]] * 2)
     with pytest.raises(ValueError, match="must be divisible"):
         demo.run(profile="inline", out=tmp_path)

@@ -1,4 +1,6 @@
-"""The GPUs of a pool's machines, live: on Ray, with simulated cards whose state the tests change."""
+"""The GPUs of a pool's machines, live: on Ray, with simulated cards whose state the tests
+change.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,12 @@ def gpus(tmp_path_factory: pytest.TempPathFactory, by_value: None) -> Cards:
 
 @pytest.fixture(scope="module")
 def pool(free_gpus: None, gpus: Cards) -> Iterator[ParallelPool]:
-    """Give a pool of three workers on two of Ray's three GPUs; the machine has a fourth of which Ray knows nothing."""
-    with parpool(3, gpus=[0, 1], resources=WorkerResources(gpus=0.5), inventory=gpus, quiet=True) as pool:
+    """Give a pool of three workers on two of Ray's three GPUs; the machine has a fourth of which
+    Ray knows nothing.
+    """
+    with parpool(
+        3, gpus=[0, 1], resources=WorkerResources(gpus=0.5), inventory=gpus, quiet=True
+    ) as pool:
         yield pool
 
 
@@ -60,7 +66,9 @@ def test_every_gpu_of_the_machine_and_who_is_on_it(pool: ParallelPool, gpus: Car
     assert table["index"].tolist() == [0, 1, 2, 3]
     assert table["uuid"].tolist() == [card.uuid for card in gpus.devices()]
     assert set(table["host"]) == {os.uname().nodename}
-    by_gpu = [tuple(worker.index for worker in pool.workers if worker.gpu == gpu) for gpu in range(4)]
+    by_gpu = [
+        tuple(worker.index for worker in pool.workers if worker.gpu == gpu) for gpu in range(4)
+    ]
     assert table["workers"].tolist() == by_gpu
     assert sorted(map(len, by_gpu)) == [0, 0, 1, 2]
     assert table["running"].tolist() == [(None,) * len(workers) for workers in by_gpu]
@@ -69,13 +77,24 @@ def test_every_gpu_of_the_machine_and_who_is_on_it(pool: ParallelPool, gpus: Car
 def test_what_changes_is_as_it_is_now(pool: ParallelPool, gpus: Cards) -> None:
     gpus.change(3, utilisation=0.25, used_bytes=3 * GIBIBYTE, temperature_c=71.0)
     row = by_index(pool).loc[3]
-    assert [row[name] for name in LIVE] == [16 * GIBIBYTE, 3 * GIBIBYTE, 13 * GIBIBYTE, 0.25, 71.0, {}]
+    assert [row[name] for name in LIVE] == [
+        16 * GIBIBYTE,
+        3 * GIBIBYTE,
+        13 * GIBIBYTE,
+        0.25,
+        71.0,
+        {},
+    ]
     gpus.change(3, utilisation=0.5)
     assert by_index(pool).loc[3, "utilisation"] == 0.5
 
 
-def test_what_runs_and_what_it_takes(pool: ParallelPool, gpus: Cards, make_gate: Callable[[], Any]) -> None:
-    """A single call by its name, an item of a loop by its number; its memory counts, and its process."""
+def test_what_runs_and_what_it_takes(
+    pool: ParallelPool, gpus: Cards, make_gate: Callable[[], Any]
+) -> None:
+    """A single call by its name, an item of a loop by its number; its memory counts, and its
+    process.
+    """
     started, end = make_gate(), make_gate()
 
     def hold(_: int) -> None:
@@ -112,14 +131,19 @@ def test_what_runs_and_what_it_takes(pool: ParallelPool, gpus: Cards, make_gate:
 def test_a_part_shows_its_own_workers(pool: ParallelPool) -> None:
     part, rest = pool.partition(workers=[1])
     assert [index for workers in part.device_table()["workers"] for index in workers] == [1]
-    assert sorted(index for workers in rest.device_table()["workers"] for index in workers) == [0, 2]
+    assert sorted(index for workers in rest.device_table()["workers"] for index in workers) == [
+        0,
+        2,
+    ]
     assert len(pool.options(retries=0).device_table()) == 4
     everybody, nobody = pool.partition(per_host=3)
     assert (len(everybody.device_table()), len(nobody.device_table())) == (4, 0)
 
 
 def test_a_driver_that_fails_in_mid_run(pool: ParallelPool, gpus: Cards) -> None:
-    """The pool goes on; the table says what is still known, and all of it when the driver is well again."""
+    """The pool goes on; the table says what is still known, and all of it when the driver is well
+    again.
+    """
     try:
         gpus.break_down()
         table = pool.device_table()
@@ -148,7 +172,9 @@ def test_a_node_that_does_not_answer_holds_up_nobody(pool: ParallelPool, gpus: C
 
 
 @pytest.mark.long
-def test_workers_that_rest_still_have_their_gpus(gpus: Cards, eventually: Callable[..., bool]) -> None:
+def test_workers_that_rest_still_have_their_gpus(
+    gpus: Cards, eventually: Callable[..., bool]
+) -> None:
     """They have ended, and their claims have not; when the pool is closed, nobody is asked."""
     with parpool(1, idle_timeout_s=0.2, inventory=gpus, quiet=True) as pool:
         assert eventually(lambda: pool.workers[0].state == "parked")
@@ -163,12 +189,19 @@ def test_without_ray_it_is_the_table_of_this_machine(profile: str, gpus: Cards) 
         table = pool.device_table()
         assert table["uuid"].tolist() == [card.uuid for card in gpus.devices()]
         assert table["workers"].tolist() == [()] * 4
-        assert pool.spmd(lambda context: len(pool.device_table()) >= 0)[1]  # a rank in a thread of its own does not wait
+        # a rank in a thread of its own does not wait
+        assert pool.spmd(lambda context: len(pool.device_table()) >= 0)[1]
 
 
 def test_without_a_gpu_it_is_empty_and_has_its_columns(tmp_path: Path) -> None:
     with parpool(2, profile="threads", inventory=SimulatedGpus(tmp_path, 0), quiet=True) as pool:
         table = pool.device_table()
     assert len(table) == 0
-    assert [*table.columns[:3], *table.columns[-2:]] == ["host", "index", "name", "workers", "running"]
+    assert [*table.columns[:3], *table.columns[-2:]] == [
+        "host",
+        "index",
+        "name",
+        "workers",
+        "running",
+    ]
     assert str(table["used_bytes"].dtype) == "Int64"

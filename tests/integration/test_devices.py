@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 import ray
 
-from raypool import ParallelPool, ResourceError, WorkerLostError, WorkerResources, current_task, gcp, parpool
+from raypool import (
+    ParallelPool,
+    ResourceError,
+    WorkerLostError,
+    WorkerResources,
+    current_task,
+    gcp,
+    parpool,
+)
 
 pytestmark = pytest.mark.usefixtures("ray_session", "by_value")
 
@@ -28,7 +36,7 @@ def gpus_of(pool: ParallelPool) -> list[int | None]:
     return [worker.gpu for worker in pool.workers]
 
 
-# --- chosen GPUs ------------------------------------------------------------------------------------------------------
+# --- chosen GPUs ----------------------------------------------------------------------------------
 
 
 def test_a_number_of_workers_goes_with_chosen_gpus() -> None:
@@ -38,7 +46,7 @@ def test_a_number_of_workers_goes_with_chosen_gpus() -> None:
         assert gpus_of(pool) == [1, 2]
 
 
-# --- any GPUs ---------------------------------------------------------------------------------------------------------
+# --- any GPUs -------------------------------------------------------------------------------------
 
 
 def test_one_worker_for_each_gpu_and_one_line(capfd: Any) -> None:
@@ -70,7 +78,10 @@ def test_who_holds_the_gpus_is_named(caplog: pytest.LogCaptureFixture) -> None:
         with parpool(1, quiet=True):
             with pytest.raises(ResourceError, match="GPU: requested 2, available 1") as caught:
                 parpool(2, start_timeout_s=2, quiet=True)
-            assert "Waiting for 2 GPU (1 available), for start_timeout_s=2 at most. Held by: " in caplog.text
+            assert (
+                "Waiting for 2 GPU (1 available), for start_timeout_s=2 at most. Held by: "
+                in caplog.text
+            )
             holders = " ".join(caught.value.holders)
             assert f"process {os.getpid()}" in holders
             assert "1 GPU" in holders
@@ -78,7 +89,9 @@ def test_who_holds_the_gpus_is_named(caplog: pytest.LogCaptureFixture) -> None:
             assert all(holder in str(caught.value) for holder in caught.value.holders)
             with parpool((1, 5), quiet=True) as rest:
                 assert rest.num_workers == 1
-            with pytest.raises(ResourceError, match=r"requested 3, available 2 .*This process itself holds 1"):
+            with pytest.raises(
+                ResourceError, match=r"requested 3, available 2 .*This process itself holds 1"
+            ):
                 parpool((3, 5), start_timeout_s=600, quiet=True)
     finally:
         ray.kill(trainer)
@@ -99,7 +112,7 @@ def test_pools_that_start_at_once_never_share_a_gpu() -> None:
         assert sorted(pool.parfeval(look).result(300)[2] for pool in pools) == ["0", "1", "2"]
 
 
-# --- parts of a GPU, and more than one ----------------------------------------------------------------------------------
+# --- parts of a GPU, and more than one ------------------------------------------------------------
 
 
 def test_what_there_is_too_little_of() -> None:
@@ -136,7 +149,11 @@ def test_a_pool_that_shrinks_gives_its_gpus_back() -> None:
             assert pool.parfeval(look).result(300) == (0, 0, "0")
         pool.resize(3)
         assert sorted(gpus_of(pool)) == [0, 1, 2]
-        assert sorted(visible for _, _, visible in pool.parfeval_on_all(look).result(300)) == ["0", "1", "2"]
+        assert sorted(visible for _, _, visible in pool.parfeval_on_all(look).result(300)) == [
+            "0",
+            "1",
+            "2",
+        ]
 
 
 def test_the_pool_that_gcp_makes_stays() -> None:
@@ -154,29 +171,40 @@ def test_the_pool_that_gcp_makes_stays() -> None:
     assert gcp(create=False) is None
 
 
-# --- the pool that tests share -------------------------------------------------------------------------------------------
+# --- the pool that tests share --------------------------------------------------------------------
 
 
 @pytest.mark.quick
 def test_a_worker_is_replaced_on_the_same_gpu(pool: ParallelPool, eventually: Any) -> None:
     before = pool.workers
 
-    lost = pool.options(worker=1).parfeval(lambda: os.kill(os.getpid(), signal.SIGKILL)).exception(60)
+    lost = (
+        pool.options(worker=1).parfeval(lambda: os.kill(os.getpid(), signal.SIGKILL)).exception(300)
+    )
 
     assert isinstance(lost, WorkerLostError)
     assert "GPU 1" in str(lost)
-    assert eventually(lambda: pool.workers[1].pid != before[1].pid and pool.workers[1].state == "idle")
+    assert eventually(
+        lambda: pool.workers[1].pid != before[1].pid and pool.workers[1].state == "idle"
+    )
     after = pool.workers
     assert [(worker.index, worker.gpu) for worker in after] == [(0, 0), (1, 1), (2, 2)]
     assert (after[0].pid, after[2].pid) == (before[0].pid, before[2].pid)
-    assert pool.parfeval_on_all(look).result(300) == [(index, index, str(index)) for index in range(3)]
+    assert pool.parfeval_on_all(look).result(300) == [
+        (index, index, str(index)) for index in range(3)
+    ]
 
 
 def test_a_worker_without_a_gpu_sees_none(shared_pool: ParallelPool) -> None:
     def see() -> tuple[Any, ...]:
         import torch
 
-        return look()[1], os.environ["CUDA_VISIBLE_DEVICES"], torch.cuda.device_count(), str(current_task().device)
+        return (
+            look()[1],
+            os.environ["CUDA_VISIBLE_DEVICES"],
+            torch.cuda.device_count(),
+            str(current_task().device),
+        )
 
     with parpool(1, resources=NO_GPU, quiet=True) as pool:
         assert pool.parfeval(see).result(300) == (None, "", 0, "cpu")

@@ -1,6 +1,7 @@
 """`pool.fit` on real ranks: it comes to what one process comes to, and every rank to the same.
 
-One process is a loop in plain torch here, with whole mini-batches; only the order of the samples is taken from raypool.
+One process is a loop in plain torch here, with whole mini-batches; only the order of the samples is
+taken from raypool.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from raypool.train.runs import RunOptions
 from raypool.train.training_options import TrainingOptions
 
 WAIT_S = 100.0
-"""The first training in a worker imports torch and Ray Train, which takes long where much else runs."""
+"""The first training in a worker imports torch and Ray Train, which takes long where much else
+runs.
+"""
 
 NUM_SAMPLES = 130
 BATCH = 32
@@ -46,16 +49,36 @@ def model() -> nn.Module:
 
 @pytest.fixture(scope="module")
 def data() -> tuple[torch.Tensor, torch.Tensor]:
-    inputs = torch.randn(NUM_SAMPLES, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    inputs = torch.randn(
+        NUM_SAMPLES, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
     return inputs, inputs.sum(1, keepdim=True).sin()
 
 
 def options(**changes: Any) -> TrainingOptions:
-    return TrainingOptions(**{"mini_batch_size": BATCH, "max_epochs": 3, "learning_rate": 0.02, "report_every": 1, **changes})
+    return TrainingOptions(
+        **{
+            "mini_batch_size": BATCH,
+            "max_epochs": 3,
+            "learning_rate": 0.02,
+            "report_every": 1,
+            **changes,
+        }
+    )
 
 
-def train_alone(model: nn.Module, data: Any, optimizer: Any, *, epochs: int = 3, accumulate: int = 1, clip: Any = None) -> Any:
-    """Train in one process, with whole mini-batches; return the model and the loss of each iteration."""
+def train_alone(
+    model: nn.Module,
+    data: Any,
+    optimizer: Any,
+    *,
+    epochs: int = 3,
+    accumulate: int = 1,
+    clip: Any = None,
+) -> Any:
+    """Train in one process, with whole mini-batches; return the model and the loss of each
+    iteration.
+    """
     model = copy.deepcopy(model)
     optimizer = optimizer(model.parameters())
     losses = []
@@ -77,11 +100,15 @@ def train_alone(model: nn.Module, data: Any, optimizer: Any, *, epochs: int = 3,
 
 
 def assert_same_model(ours: nn.Module, theirs: nn.Module, atol: float = 1e-12) -> None:
-    torch.testing.assert_close(dict(ours.state_dict()), dict(theirs.state_dict()), rtol=0, atol=atol)
+    torch.testing.assert_close(
+        dict(ours.state_dict()), dict(theirs.state_dict()), rtol=0, atol=atol
+    )
 
 
 def train_and_show(config: dict[str, Any]) -> Any:
-    """Train as `pool.fit` does; return this rank's own parameters and buffers, and how many samples it took of a mini-batch."""
+    """Train as `pool.fit` does; return this rank's own parameters and buffers, and how many samples
+    it took of a mini-batch.
+    """
     from raypool.train.fit_loop import RankTraining, ranks_here
 
     training = RankTraining(config["fit"], ranks_here(config["fit"]))
@@ -89,17 +116,30 @@ def train_and_show(config: dict[str, Any]) -> Any:
     return training._learner.module.state_dict(), training._learner.share.size
 
 
-def ranks_of(pool: ParallelPool, model: Any, data: Any, options: TrainingOptions, workers: int = 3) -> Any:
+def ranks_of(
+    pool: ParallelPool, model: Any, data: Any, options: TrainingOptions, workers: int = 3
+) -> Any:
     """Train on so many workers; return the states of all ranks, and their shares."""
     call = prepare_fit(model, data, mse_loss, options, pool.workers[:workers])
-    return zip(*pool.train(train_and_show, call.config, workers=call.ranks).result(WAIT_S).values, strict=True)
+    return zip(
+        *pool.train(train_and_show, call.config, workers=call.ranks).result(WAIT_S).values,
+        strict=True,
+    )
 
 
-# --- equal to one process ---------------------------------------------------------------------------------------------
+# --- equal to one process -------------------------------------------------------------------------
 
 CASES: dict[str, tuple[dict[str, Any], Callable[[Any], torch.optim.Optimizer], dict[str, Any]]] = {
-    "sgdm": ({"optimizer": "sgdm"}, lambda params: torch.optim.SGD(params, lr=0.02, momentum=0.9), {}),
-    "adam, loads": ({"optimizer": "adam", "worker_load": [3, 1, 1]}, lambda params: torch.optim.Adam(params, lr=0.02), {}),
+    "sgdm": (
+        {"optimizer": "sgdm"},
+        lambda params: torch.optim.SGD(params, lr=0.02, momentum=0.9),
+        {},
+    ),
+    "adam, loads": (
+        {"optimizer": "adam", "worker_load": [3, 1, 1]},
+        lambda params: torch.optim.Adam(params, lr=0.02),
+        {},
+    ),
     "adamw, an idle worker": (
         {"optimizer": "adamw", "weight_decay": 0.1, "worker_load": [5, 0, 2]},
         lambda params: torch.optim.AdamW(params, lr=0.02, weight_decay=0.1),
@@ -156,14 +196,21 @@ def test_all_ranks_end_with_the_same_bits(pool: ParallelPool, data: Any, load: A
 
 
 def test_running_statistics_are_those_of_all_samples(pool: ParallelPool, data: Any) -> None:
-    """One step from the same parameters, momentum 1: the statistics are those of the whole mini-batch, but for the factor of
-    n / (n - 1) that torch takes for each rank's own samples."""
+    """One step from the same parameters, momentum 1: the statistics are those of the whole
+    mini-batch, but for the factor of n / (n - 1) that torch takes for each rank's own samples."""
     model = nn.Sequential(nn.BatchNorm1d(6, momentum=1.0), nn.Linear(6, 1)).double()
-    changes = {"mini_batch_size": NUM_SAMPLES, "max_epochs": 1, "worker_load": [2, 1], "shuffle": "never"}
+    changes = {
+        "mini_batch_size": NUM_SAMPLES,
+        "max_epochs": 1,
+        "worker_load": [2, 1],
+        "shuffle": "never",
+    }
     (state, _), (size, _) = ranks_of(pool, model, data, options(**changes), workers=2)
     parts = data[0].split([size, NUM_SAMPLES - size])
     whole = data[0].mean(0)
-    variance = sum(len(part) / NUM_SAMPLES * (part.var(0) + (part.mean(0) - whole) ** 2) for part in parts)
+    variance = sum(
+        len(part) / NUM_SAMPLES * (part.var(0) + (part.mean(0) - whole) ** 2) for part in parts
+    )
     torch.testing.assert_close(state["0.running_mean"], whole, rtol=0, atol=1e-12)
     torch.testing.assert_close(state["0.running_var"], variance, rtol=0, atol=1e-12)
 
@@ -182,11 +229,15 @@ class Partly(nn.Module):
 def test_parameters_that_are_not_used(pool: ParallelPool, data: Any) -> None:
     model = Partly().double()
     result = pool.fit(model, data, mse_loss, options()).result(WAIT_S)
-    alone, _ = train_alone(model, data, lambda params: torch.optim.SGD(params, lr=0.02, momentum=0.9))
+    alone, _ = train_alone(
+        model, data, lambda params: torch.optim.SGD(params, lr=0.02, momentum=0.9)
+    )
     assert_same_model(result.model, alone)
 
 
-def test_the_model_that_was_given_stays_as_it_was(pool: ParallelPool, model: nn.Module, data: Any) -> None:
+def test_the_model_that_was_given_stays_as_it_was(
+    pool: ParallelPool, model: nn.Module, data: Any
+) -> None:
     before = copy.deepcopy(model.state_dict())
     result = pool.fit(model, data, mse_loss, options(max_epochs=1)).result(WAIT_S)
     assert_same_model(model, copy.deepcopy(model))
@@ -195,7 +246,7 @@ def test_the_model_that_was_given_stays_as_it_was(pool: ParallelPool, model: nn.
     assert result.model is not model
 
 
-# --- FSDP -------------------------------------------------------------------------------------------------------------
+# --- FSDP -----------------------------------------------------------------------------------------
 
 
 class Tied(nn.Module):
@@ -216,7 +267,9 @@ class Tied(nn.Module):
 
 
 class Deep(nn.Module):
-    """Most of it is in a list of layers within a layer, whose attention has a part that is never called."""
+    """Most of it is in a list of layers within a layer, whose attention has a part that is never
+    called.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,26 +284,46 @@ class Deep(nn.Module):
 CLIPPED = {"clip_gradient_norm": 0.1, "accumulate_steps": 2}
 
 
-@pytest.mark.parametrize(("make", "changes"), [(make_model, CLIPPED), (Tied, CLIPPED), (Deep, {"worker_load": [3, 2, 1]})])
-def test_fsdp_equals_one_process(pool: ParallelPool, data: Any, make: Any, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("make", "changes"),
+    [(make_model, CLIPPED), (Tied, CLIPPED), (Deep, {"worker_load": [3, 2, 1]})],
+)
+def test_fsdp_equals_one_process(
+    pool: ParallelPool, data: Any, make: Any, changes: dict[str, Any]
+) -> None:
     model = make().double()
     result = pool.fit(
-        model, data, mse_loss, options(strategy="fsdp", optimizer="adam", validation_data=(data[0][:4], data[1][:4]), **changes)
+        model,
+        data,
+        mse_loss,
+        options(
+            strategy="fsdp", optimizer="adam", validation_data=(data[0][:4], data[1][:4]), **changes
+        ),
     ).result(WAIT_S)
-    how = {"accumulate": changes.get("accumulate_steps", 1), "clip": changes.get("clip_gradient_norm")}
-    alone, losses = train_alone(model, data, lambda params: torch.optim.Adam(params, lr=0.02), **how)
-    # Attention's biases of keys have no gradient but what is rounded, which differs between processors; Adam makes it larger.
+    how = {
+        "accumulate": changes.get("accumulate_steps", 1),
+        "clip": changes.get("clip_gradient_norm"),
+    }
+    alone, losses = train_alone(
+        model, data, lambda params: torch.optim.Adam(params, lr=0.02), **how
+    )
+    # Attention's biases of keys have no gradient but what is rounded, which differs between
+    # processors; Adam makes it larger.
     assert_same_model(result.model, alone, 1e-9)
     assert result.metrics_frame["loss"].tolist() == pytest.approx(losses, rel=1e-9)
     with torch.no_grad():
-        assert result.metrics["validation_loss"] == pytest.approx(mse_loss(alone(data[0][:4]), data[1][:4]).item(), rel=1e-9)
+        assert result.metrics["validation_loss"] == pytest.approx(
+            mse_loss(alone(data[0][:4]), data[1][:4]).item(), rel=1e-9
+        )
 
 
-# --- validation, patience, stopping -----------------------------------------------------------------------------------
+# --- validation, patience, stopping ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [2, 130])
-def test_the_validation_loss_is_that_of_all_samples(pool: ParallelPool, data: Any, count: int) -> None:
+def test_the_validation_loss_is_that_of_all_samples(
+    pool: ParallelPool, data: Any, count: int
+) -> None:
     held_out = data[0][:count] + 0.5, data[1][:count]
     changes = {"validation_data": held_out, "validation_frequency": 2, "report_every": None}
     result = pool.fit(make_norm_model, data, mse_loss, options(**changes)).result(WAIT_S)
@@ -261,9 +334,16 @@ def test_the_validation_loss_is_that_of_all_samples(pool: ParallelPool, data: An
     assert result.metrics["dropped_samples"] == 2
 
 
-def test_patience_ends_a_training_that_gets_no_better(pool: ParallelPool, model: nn.Module, data: Any) -> None:
+def test_patience_ends_a_training_that_gets_no_better(
+    pool: ParallelPool, model: nn.Module, data: Any
+) -> None:
     """The better it knows the targets, the worse it is at their opposites."""
-    changes = {"validation_data": (data[0], -data[1]), "patience": 2, "max_epochs": 20, "optimizer": "adam"}
+    changes = {
+        "validation_data": (data[0], -data[1]),
+        "patience": 2,
+        "max_epochs": 20,
+        "optimizer": "adam",
+    }
     result = pool.fit(model, data, mse_loss, options(**changes)).result(WAIT_S)
     validated = result.metrics_frame["validation_loss"].dropna()
     assert validated.is_monotonic_increasing
@@ -271,15 +351,26 @@ def test_patience_ends_a_training_that_gets_no_better(pool: ParallelPool, model:
     assert result.values[0]["epochs"] == 3
 
 
-def test_an_output_function_ends_all_ranks_at_the_same_step(pool: ParallelPool, model: nn.Module, data: Any) -> None:
-    result = pool.fit(model, data, mse_loss, options(output_fn=lambda metrics: metrics["step"] == 5)).result(WAIT_S)
-    assert result.values == [{"epochs": 1, "steps": 6, "dropped_samples": 2, "ended_by": "output_fn"}] * 3
-    alone, _ = train_alone(model, data, lambda params: torch.optim.SGD(params, lr=0.02, momentum=0.9), epochs=2)
+def test_an_output_function_ends_all_ranks_at_the_same_step(
+    pool: ParallelPool, model: nn.Module, data: Any
+) -> None:
+    result = pool.fit(
+        model, data, mse_loss, options(output_fn=lambda metrics: metrics["step"] == 5)
+    ).result(WAIT_S)
+    assert (
+        result.values
+        == [{"epochs": 1, "steps": 6, "dropped_samples": 2, "ended_by": "output_fn"}] * 3
+    )
+    alone, _ = train_alone(
+        model, data, lambda params: torch.optim.SGD(params, lr=0.02, momentum=0.9), epochs=2
+    )
     assert len(result.metrics_frame) == 6
     assert (result.model[0].weight - alone[0].weight).abs().max() > 0
 
 
-def test_a_stop_gives_the_model_as_it_is(pool: ParallelPool, model: nn.Module, data: Any, gate: Any, eventually: Any) -> None:
+def test_a_stop_gives_the_model_as_it_is(
+    pool: ParallelPool, model: nn.Module, data: Any, gate: Any, eventually: Any
+) -> None:
     path = str(gate.path)
 
     def wait(metrics: dict[str, Any]) -> None:
@@ -301,7 +392,7 @@ def test_a_stop_gives_the_model_as_it_is(pool: ParallelPool, model: nn.Module, d
     assert result.model is not None
 
 
-# --- checkpoints ------------------------------------------------------------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------------------
 
 
 class Noisy(nn.Module):
@@ -309,7 +400,9 @@ class Noisy(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1)).double()
+        self.layers = nn.Sequential(
+            nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1)
+        ).double()
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.layers(x)
@@ -328,70 +421,111 @@ def step_down(optimizer: Any) -> Any:
     ],
     ids=["cosine", "own schedule", "fsdp"],
 )
-def test_a_training_goes_on_as_if_it_had_not_stopped(pool: ParallelPool, data: Any, tmp_path: Path, changes: Any) -> None:
-    """To the last bit on two ranks. With more, DDP's first iteration adds gradients in another order than those after it."""
-    changes = {**changes, "validation_data": (data[0][:20], data[1][:20]), "checkpoint_every": 2, "max_epochs": 5}
+def test_a_training_goes_on_as_if_it_had_not_stopped(
+    pool: ParallelPool, data: Any, tmp_path: Path, changes: Any
+) -> None:
+    """To the last bit on two ranks. With more, DDP's first iteration adds gradients in another
+    order than those after it.
+    """
+    changes = {
+        **changes,
+        "validation_data": (data[0][:20], data[1][:20]),
+        "checkpoint_every": 2,
+        "max_epochs": 5,
+    }
     whole = pool.fit(Noisy, data, mse_loss, options(**changes), workers=2).result(WAIT_S)
 
     def stop(metrics: dict[str, Any]) -> bool:
         return metrics["epoch"] == 2
 
     kept = RunOptions(run_dir=tmp_path / "run")
-    stopped = pool.fit(Noisy, data, mse_loss, options(**changes, output_fn=stop), workers=2, run_options=kept).result(WAIT_S)
+    stopped = pool.fit(
+        Noisy, data, mse_loss, options(**changes, output_fn=stop), workers=2, run_options=kept
+    ).result(WAIT_S)
     assert stopped.values[0]["epochs"] == 2
-    rest = pool.fit(Noisy, data, mse_loss, options(**changes), workers=2, run_options=kept).result(WAIT_S)
+    rest = pool.fit(Noisy, data, mse_loss, options(**changes), workers=2, run_options=kept).result(
+        WAIT_S
+    )
     assert_same_model(rest.model, whole.model, 0)
     assert rest.metrics["loss"] == whole.metrics["loss"]
     assert rest.metrics["learning_rate"] == whole.metrics["learning_rate"]
     assert rest.metrics_frame["epoch"].min() == 2
 
 
-def test_a_checkpoint_of_another_model_is_refused(pool: ParallelPool, model: nn.Module, data: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused(
+    pool: ParallelPool, model: nn.Module, data: Any, tmp_path: Path
+) -> None:
     kept = RunOptions(run_dir=tmp_path / "run")
-    first = pool.fit(model, data, mse_loss, options(max_epochs=1, checkpoint_every=1), run_options=kept).result(WAIT_S)
+    first = pool.fit(
+        model, data, mse_loss, options(max_epochs=1, checkpoint_every=1), run_options=kept
+    ).result(WAIT_S)
     others = {
-        "'0.weight' has the shape \\(8, 6\\) in it, and \\(9, 6\\) here": nn.Sequential(
-            nn.Linear(6, 9), nn.Linear(9, 1)
-        ).double(),
+        "'0.weight' has the shape \\(8, 6\\) in it, and \\(9, 6\\) here": (
+            nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 1)).double()
+        ),
         "it has no '4.weight'": nn.Sequential(*make_model(), nn.Linear(1, 1)).double(),
-        "it has '2.weight', which is not here": nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Tanh(), nn.Linear(8, 1)).double(),
+        "it has '2.weight', which is not here": (
+            nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Tanh(), nn.Linear(8, 1)).double()
+        ),
     }
     for message, other in others.items():
-        run = pool.fit(other, data, mse_loss, options(), run_options=RunOptions(start_from=first.checkpoint))
+        run = pool.fit(
+            other, data, mse_loss, options(), run_options=RunOptions(start_from=first.checkpoint)
+        )
         with pytest.raises(TrainingError, match=message) as raised:
             run.result(WAIT_S)
         assert isinstance(raised.value.__cause__, InvalidValueError)
 
 
 @pytest.mark.parametrize("content", [b"not at all", None])
-def test_what_is_no_checkpoint_is_refused(pool: ParallelPool, model: nn.Module, data: Any, tmp_path: Path, content: Any) -> None:
+def test_what_is_no_checkpoint_is_refused(
+    pool: ParallelPool, model: nn.Module, data: Any, tmp_path: Path, content: Any
+) -> None:
     folder = tmp_path / "kept"
     folder.mkdir()
     (folder / ("weights.bin" if content is None else "training.pt")).write_bytes(content or b"")
-    message = "it has no training.pt in it, but weights.bin" if content is None else "it cannot be read"
+    message = (
+        "it has no training.pt in it, but weights.bin" if content is None else "it cannot be read"
+    )
     run = pool.fit(model, data, mse_loss, options(), run_options=RunOptions(start_from=folder))
     with pytest.raises(TrainingError, match=message):
         run.result(WAIT_S)
 
 
-def test_other_options_are_refused(pool: ParallelPool, model: nn.Module, data: Any, tmp_path: Path) -> None:
+def test_other_options_are_refused(
+    pool: ParallelPool, model: nn.Module, data: Any, tmp_path: Path
+) -> None:
     kept = RunOptions(run_dir=tmp_path / "run")
-    pool.fit(model, data, mse_loss, options(max_epochs=1, checkpoint_every=1), run_options=kept).result(WAIT_S)
+    pool.fit(
+        model, data, mse_loss, options(max_epochs=1, checkpoint_every=1), run_options=kept
+    ).result(WAIT_S)
     for changes in ({"schedule": step_down}, {"precision": "fp16"}, {"strategy": "fsdp"}):
         with pytest.raises(TrainingError, match="was made with"):
             pool.fit(model, data, mse_loss, options(**changes), run_options=kept).result(WAIT_S)
 
 
-# --- precision, data sets, learning rates -----------------------------------------------------------------------------
+# --- precision, data sets, learning rates ---------------------------------------------------------
 
 
 @pytest.mark.parametrize(("precision", "strategy"), [("bf16", "ddp"), ("fp16", "fsdp")])
-def test_reduced_precision_learns(pool: ParallelPool, data: Any, precision: str, strategy: str) -> None:
+def test_reduced_precision_learns(
+    pool: ParallelPool, data: Any, precision: str, strategy: str
+) -> None:
     single = tuple(tensor.float() for tensor in data)
-    changes = {"precision": precision, "strategy": strategy, "max_epochs": 15, "clip_gradient_norm": 1.0, "optimizer": "adam"}
-    result = pool.fit(lambda: make_model().float(), single, mse_loss, options(report_every=None, **changes), workers=2).result(
-        WAIT_S
-    )
+    changes = {
+        "precision": precision,
+        "strategy": strategy,
+        "max_epochs": 15,
+        "clip_gradient_norm": 1.0,
+        "optimizer": "adam",
+    }
+    result = pool.fit(
+        lambda: make_model().float(),
+        single,
+        mse_loss,
+        options(report_every=None, **changes),
+        workers=2,
+    ).result(WAIT_S)
     losses = result.metrics_frame["loss"]
     assert losses.iloc[-1] < 0.8 * losses.iloc[0]
     assert all(tensor.dtype == torch.float32 for tensor in result.model.state_dict().values())
@@ -419,12 +553,24 @@ class Classifier(nn.Module):
 
 def test_a_data_set_gives_what_arrays_give(pool: ParallelPool) -> None:
     from_set = pool.fit(Classifier, Digits(), cross_entropy, options()).result(WAIT_S).model
-    alone = parpool(1, profile="inline", quiet=True).fit(Classifier, Digits(), cross_entropy, options()).result(WAIT_S).model
+    alone = (
+        parpool(1, profile="inline", quiet=True)
+        .fit(Classifier, Digits(), cross_entropy, options())
+        .result(WAIT_S)
+        .model
+    )
     assert_same_model(from_set, alone)
 
 
-def test_a_scaled_learning_rate_is_reported(pool: ParallelPool, model: nn.Module, data: Any) -> None:
-    changes = {"mini_batch_size": 10, "scale_batch": "per_worker", "scale_learning_rate": "linear", "warmup_steps": 2}
+def test_a_scaled_learning_rate_is_reported(
+    pool: ParallelPool, model: nn.Module, data: Any
+) -> None:
+    changes = {
+        "mini_batch_size": 10,
+        "scale_batch": "per_worker",
+        "scale_learning_rate": "linear",
+        "warmup_steps": 2,
+    }
     result = pool.fit(model, data, mse_loss, options(**changes)).result(WAIT_S)
     rates = result.metrics_frame["learning_rate"].tolist()
     assert rates == pytest.approx([0.02 * (1 + 2 / 2), *[0.06] * 11])
@@ -436,11 +582,19 @@ def test_a_scaled_learning_rate_is_reported(pool: ParallelPool, model: nn.Module
     [
         (lambda outputs, targets: (outputs - targets) ** 2, "a tensor of shape"),
         (lambda outputs, targets: 3.0, "has returned a float"),
-        (lambda outputs, targets: mse_loss(outputs, targets[:, 0]), "different shapes: Using a target size"),
-        (lambda outputs, targets: mse_loss(outputs.detach(), targets), "does not depend on the model's parameters"),
+        (
+            lambda outputs, targets: mse_loss(outputs, targets[:, 0]),
+            "different shapes: Using a target size",
+        ),
+        (
+            lambda outputs, targets: mse_loss(outputs.detach(), targets),
+            "does not depend on the model's parameters",
+        ),
     ],
 )
-def test_losses_that_are_none(pool: ParallelPool, model: nn.Module, data: Any, loss: Any, message: str) -> None:
+def test_losses_that_are_none(
+    pool: ParallelPool, model: nn.Module, data: Any, loss: Any, message: str
+) -> None:
     with pytest.raises(TrainingError, match=message):
         pool.fit(model, data, loss, options()).result(WAIT_S)
 
@@ -448,7 +602,10 @@ def test_losses_that_are_none(pool: ParallelPool, model: nn.Module, data: Any, l
 def test_steps_are_measured(pool: ParallelPool, model: nn.Module, data: Any) -> None:
     call = prepare_fit(model, data, mse_loss, options(accumulate_steps=2), pool.workers)
     for is_synchronised in (True, False):
-        config = {"config": call.config, "measure": Measure(num_steps=5, num_warm_up=1, is_synchronised=is_synchronised)}
+        config = {
+            "config": call.config,
+            "measure": Measure(num_steps=5, num_warm_up=1, is_synchronised=is_synchronised),
+        }
         values = pool.train(measure_loop, config).result(WAIT_S).values
         assert [len(seconds) for seconds in values] == [5] * 3
         assert min(map(min, values)) > 0
@@ -459,7 +616,9 @@ def test_models_whose_parameters_are_of_many_kinds(pool: ParallelPool, data: Any
 
     def draw() -> nn.Module:
         torch.seed()
-        model = nn.Sequential(nn.Unflatten(1, (6, 1, 1)), nn.Conv2d(6, 4, 1), nn.Flatten(), nn.Linear(4, 1)).double()
+        model = nn.Sequential(
+            nn.Unflatten(1, (6, 1, 1)), nn.Conv2d(6, 4, 1), nn.Flatten(), nn.Linear(4, 1)
+        ).double()
         model.to(memory_format=torch.channels_last)
         model.register_buffer("flags", torch.rand(9) > 0.5)
         model.register_buffer("nothing", torch.zeros(0))
@@ -470,9 +629,13 @@ def test_models_whose_parameters_are_of_many_kinds(pool: ParallelPool, data: Any
         torch.testing.assert_close(dict(state), dict(states[0]), rtol=0, atol=0)
 
 
-def test_a_loss_that_is_no_number_ends_it(pool: ParallelPool, model: nn.Module, data: Any, tmp_path: Path) -> None:
+def test_a_loss_that_is_no_number_ends_it(
+    pool: ParallelPool, model: nn.Module, data: Any, tmp_path: Path
+) -> None:
     changes = {"learning_rate": 1e300, "checkpoint_every": 1, "max_epochs": 50}
-    result = pool.fit(model, data, mse_loss, options(**changes), run_options=RunOptions(run_dir=tmp_path / "run")).result(WAIT_S)
+    result = pool.fit(
+        model, data, mse_loss, options(**changes), run_options=RunOptions(run_dir=tmp_path / "run")
+    ).result(WAIT_S)
     assert result.values[0]["ended_by"] == "loss is nan"
     assert result.values[0]["steps"] < 10
     assert result.checkpoint is None

@@ -1,4 +1,6 @@
-"""Ray's real autoscaler, whose nodes are processes, makes a cluster larger for a pool, and smaller after it."""
+"""Ray's real autoscaler, whose nodes are processes, makes a cluster larger for a pool, and smaller
+after it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ import pytest
 from tests.cloud.lab import Lab, give_token, is_allowed
 
 pytestmark = [
-    pytest.mark.skipif(not is_allowed(), reason="this machine lets nobody make namespaces, or has no `ip`"),
+    pytest.mark.skipif(
+        not is_allowed(), reason="this machine lets nobody make namespaces, or has no `ip`"
+    )
 ]
 
 HEAD_ID = "f" * 51 + "00000"
@@ -31,7 +35,15 @@ ENVIRONMENT = {
 }
 
 COMMANDS = [
-    f"{each}_commands" for each in ("initialization", "setup", "head_setup", "worker_setup", "head_start_ray", "worker_start_ray")
+    f"{each}_commands"
+    for each in (
+        "initialization",
+        "setup",
+        "head_setup",
+        "worker_setup",
+        "head_start_ray",
+        "worker_start_ray",
+    )
 ]
 
 SETTINGS = {
@@ -51,7 +63,11 @@ SETTINGS = {
     "head_node_type": HEAD_TYPE,
     "available_node_types": {
         HEAD_TYPE: {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
-        "worker": {"resources": {"CPU": 1, "object_store_memory": 80_000_000}, "node_config": {}, "max_workers": 3},
+        "worker": {
+            "resources": {"CPU": 1, "object_store_memory": 80_000_000},
+            "node_config": {},
+            "max_workers": 3,
+        },
     },
     "auth": {},
     "docker": {},
@@ -102,15 +118,30 @@ print(json.dumps(facts))
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """Switch on a machine with a head whose autoscaler may add three nodes with a core each.
 
-    They have no GPUs: all are one machine in truth, so their GPUs would have the same numbers, which a pool refuses.
+    They have no GPUs: all are one machine in truth, so their GPUs would have the same numbers,
+    which a pool refuses.
     """
     lab = Lab(tmp_path_factory.mktemp("lab"), ("head",))
     try:
         give_token([lab["head"]])
         settings = lab["head"].home / "settings.json"
         settings.write_text(json.dumps(SETTINGS))
-        head = ("--head", "--port=6379", "--num-cpus=0", "--object-store-memory=80000000", "--include-dashboard=false")
-        lab.run("head", "ray", "start", *head, "--disable-usage-stats", f"--autoscaling-config={settings}", **ENVIRONMENT)
+        head = (
+            "--head",
+            "--port=6379",
+            "--num-cpus=0",
+            "--object-store-memory=80000000",
+            "--include-dashboard=false",
+        )
+        lab.run(
+            "head",
+            "ray",
+            "start",
+            *head,
+            "--disable-usage-stats",
+            f"--autoscaling-config={settings}",
+            **ENVIRONMENT,
+        )
         yield lab
     finally:
         lab.close()
@@ -118,7 +149,9 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 @pytest.mark.long
 def test_a_cluster_grows_for_a_pool_and_shrinks_after_it(lab: Lab) -> None:
-    """More than it can ever have is refused at once; what it can have is waited for, and this is said."""
+    """More than it can ever have is refused at once; what it can have is waited for, and this is
+    said.
+    """
     driver = lab.python("head", DRIVER, PYTHONWARNINGS="ignore", RAY_AUTH_MODE="token")
     try:
         out, said = driver.communicate(timeout=500)
@@ -127,7 +160,9 @@ def test_a_cluster_grows_for_a_pool_and_shrinks_after_it(lab: Lab) -> None:
     assert driver.returncode == 0, f"{out}\n{said}"
     facts: dict[str, Any] = json.loads(out.splitlines()[-1])
     assert facts["before"] == 1
-    assert facts["never"].startswith("CPU: requested 4, available 0; with all nodes that its autoscaler may add")
+    assert facts["never"].startswith(
+        "CPU: requested 4, available 0; with all nodes that its autoscaler may add"
+    )
     assert "would have 3" in facts["never"]
     assert facts["large"] == 4
     assert facts["nodes"] == 3

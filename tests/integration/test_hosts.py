@@ -1,4 +1,5 @@
-"""A pool over several machines that are namespaces: a cable is cut, a machine goes with notice, another without (scenario 46).
+"""A pool over several machines that are namespaces: a cable is cut, a machine goes with notice,
+another without (scenario 46).
 
 And a stranger on their network, whom every port refuses (scenario 53).
 """
@@ -18,7 +19,9 @@ from tests.cloud.lab import Lab, give_token, is_allowed
 from tests.conftest import Marks
 
 pytestmark = [
-    pytest.mark.skipif(not is_allowed(), reason="this machine lets nobody make namespaces, or has no `ip`"),
+    pytest.mark.skipif(
+        not is_allowed(), reason="this machine lets nobody make namespaces, or has no `ip`"
+    )
 ]
 
 WORKERS = ("left", "right")
@@ -74,7 +77,16 @@ def stay(i):
 
 def start_ray(lab: Lab, name: str) -> subprocess.Popen[str]:
     """Let a host join the cluster."""
-    return lab.start(name, "ray", "start", "--address=10.88.0.1:6379", "--num-gpus=2", *SMALL, **QUIET, RAY_AUTH_MODE="token")
+    return lab.start(
+        name,
+        "ray",
+        "start",
+        "--address=10.88.0.1:6379",
+        "--num-gpus=2",
+        *SMALL,
+        **QUIET,
+        RAY_AUTH_MODE="token",
+    )
 
 
 def has_joined(started: subprocess.Popen[str]) -> bool:
@@ -84,11 +96,21 @@ def has_joined(started: subprocess.Popen[str]) -> bool:
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """Switch on a head without GPUs, two machines with two each, and one that belongs to somebody else."""
+    """Switch on a head without GPUs, two machines with two each, and one that belongs to somebody
+    else.
+    """
     lab = Lab(tmp_path_factory.mktemp("lab"), ("head", *WORKERS, "stranger"))
     try:
         give_token([lab[name] for name in ("head", *WORKERS)])
-        head = ("ray", "start", "--head", "--port=6379", "--num-gpus=0", "--dashboard-host=127.0.0.1", *SMALL)
+        head = (
+            "ray",
+            "start",
+            "--head",
+            "--port=6379",
+            "--num-gpus=0",
+            "--dashboard-host=127.0.0.1",
+            *SMALL,
+        )
         lab.run("head", *head, **QUIET, **HEALTH, RAY_AUTH_MODE="token")
         assert all(map(has_joined, [start_ray(lab, name) for name in WORKERS]))
         yield lab
@@ -102,7 +124,9 @@ def drive(lab: Lab, marks: Marks) -> Iterator[Callable[[str], Callable[[], dict[
     started: list[subprocess.Popen[str]] = []
 
     def begin(code: str) -> Callable[[], dict[str, Any]]:
-        process = lab.python("head", PREAMBLE + code + "\nprint(json.dumps(facts))", MARKS=str(marks.folder), **QUIET)
+        process = lab.python(
+            "head", PREAMBLE + code + "\nprint(json.dumps(facts))", MARKS=str(marks.folder), **QUIET
+        )
         started.append(process)
 
         def finish() -> dict[str, Any]:
@@ -120,13 +144,19 @@ def drive(lab: Lab, marks: Marks) -> Iterator[Callable[[str], Callable[[], dict[
 
 def rays_on(lab: Lab, name: str) -> list[str]:
     """Return which of Ray's processes a host has."""
-    listing = "import psutil; print(*[process.info['name'] for process in psutil.process_iter(['name'])])"
+    listing = (
+        "import psutil; print(*[process.info['name'] for process in psutil.process_iter(['name'])])"
+    )
     return [word for word in lab.run(name, sys.executable, "-c", listing).split() if "ray" in word]
 
 
 @pytest.mark.long
-def test_a_cable_is_cut_under_a_loop_and_put_back(lab: Lab, drive: Any, marks: Marks, eventually: Any) -> None:
-    """Items move to the other machine, the pool is smaller; what was cut off ends by itself, and the pool grows again."""
+def test_a_cable_is_cut_under_a_loop_and_put_back(
+    lab: Lab, drive: Any, marks: Marks, eventually: Any
+) -> None:
+    """Items move to the other machine, the pool is smaller; what was cut off ends by itself, and
+    the pool grows again.
+    """
     finish = drive("""
 with parpool(4, address="10.88.0.1:6379", quiet=True, retries=1, cancel_grace_s=1) as pool:
     facts["before"] = hosts(pool)
@@ -157,8 +187,12 @@ with parpool(4, address="10.88.0.1:6379", quiet=True, retries=1, cancel_grace_s=
     assert facts["after"] == {"left": 2}
 
 
-def test_one_machine_goes_with_notice_and_the_other_without(lab: Lab, drive: Any, marks: Marks, eventually: Any) -> None:
-    """What is drained costs no attempt, what is killed costs one, and the pool grows between; one is off then."""
+def test_one_machine_goes_with_notice_and_the_other_without(
+    lab: Lab, drive: Any, marks: Marks, eventually: Any
+) -> None:
+    """What is drained costs no attempt, what is killed costs one, and the pool grows between; one
+    is off then.
+    """
     finish = drive("""
 import ray
 from ray._private import state
@@ -216,7 +250,7 @@ with parpool(4, address="10.88.0.1:6379", quiet=True, retries=1, cancel_grace_s=
     assert facts["survivors"] == {"left": 2}
 
 
-# --- strangers --------------------------------------------------------------------------------------------------------
+# --- strangers ------------------------------------------------------------------------------------
 
 LISTENERS = """
 import json, psutil
@@ -288,19 +322,31 @@ print(json.dumps(answers))
 """
 
 
-WITH_PORTS = {"raylet", "ray::PoolWorker", "ray::NodeAgent", "ray::RuntimeEnvAgent", "ray::DashboardAgent"}
+WITH_PORTS = {
+    "raylet",
+    "ray::PoolWorker",
+    "ray::NodeAgent",
+    "ray::RuntimeEnvAgent",
+    "ray::DashboardAgent",
+}
 
 
 def listeners(lab: Lab, name: str) -> dict[str, str]:
-    """Return who listens on a host, by port, where others can reach it; what Ray's processes do is left out of their names."""
+    """Return who listens on a host, by port, where others can reach it; what Ray's processes do is
+    left out of their names.
+    """
     found: dict[str, str] = json.loads(lab.run(name, sys.executable, "-c", LISTENERS))
     return {port: title.partition(".")[0] for port, title in found.items()}
 
 
-def test_a_stranger_is_refused_at_every_port(lab: Lab, drive: Any, marks: Marks, eventually: Any) -> None:
-    """Without the token, or with a wrong one. Only how busy a machine is can be read; the dashboard cannot even be reached.
+def test_a_stranger_is_refused_at_every_port(
+    lab: Lab, drive: Any, marks: Marks, eventually: Any
+) -> None:
+    """Without the token, or with a wrong one. Only how busy a machine is can be read; the dashboard
+    cannot even be reached.
 
-    The last one: with the right token, to see that it opens the ports, come empty messages too, at which a raylet of Ray ends.
+    The last one: with the right token, to see that it opens the ports, come empty messages too, at
+    which a raylet of Ray ends.
     """
     finish = drive("""
 with parpool((1, 4), address="10.88.0.1:6379", quiet=True) as pool:
@@ -308,15 +354,20 @@ with parpool((1, 4), address="10.88.0.1:6379", quiet=True) as pool:
     eventually(lambda: marked("looked"))
 """)
     assert eventually(lambda: marks.count("open"))
-    assert eventually(lambda: set(listeners(lab, "left").values()) >= WITH_PORTS), listeners(lab, "left")
+    assert eventually(lambda: set(listeners(lab, "left").values()) >= WITH_PORTS), listeners(
+        lab, "left"
+    )
     ports = {lab[name].address: listeners(lab, name) for name in ("head", "left")}
     token = lab["head"].home / ".ray" / "auth_token"
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
     assert stat.S_IMODE(token.parent.stat().st_mode) == 0o700
-    answers = json.loads(lab.run("stranger", sys.executable, "-c", KNOCK, json.dumps(ports), token.read_text()))
+    answers = json.loads(
+        lab.run("stranger", sys.executable, "-c", KNOCK, json.dumps(ports), token.read_text())
+    )
     marks.add("looked")
     finish()
-    assert "6379" in {port for _, port, _, _ in answers}  # 10001 too, unless Ray Client's server has ended as Ray came up slowly
+    # 10001 too, unless Ray Client's server has ended as Ray came up slowly
+    assert "6379" in {port for _, port, _, _ in answers}
     assert "8265" not in {port for _, port, _, _ in answers}
     for host, port, name, said in answers:
         assert is_refusal(said) or tells_metrics_only(said), (host, port, name, said)
@@ -325,8 +376,15 @@ with parpool((1, 4), address="10.88.0.1:6379", quiet=True) as pool:
 def is_refusal(said: dict[str, list[Any]]) -> bool:
     """Whether only who has the right token gets an answer."""
     if isinstance(said["none"][0], int):
-        return set(said["none"]) == {401} and set(said["wrong"]) == {403} and not {401, 403} & set(said["right"])
-    is_shut = all({"UNAUTHENTICATED"} <= set(said[token]) <= {"UNAUTHENTICATED", "UNIMPLEMENTED"} for token in ("none", "wrong"))
+        return (
+            set(said["none"]) == {401}
+            and set(said["wrong"]) == {403}
+            and not {401, 403} & set(said["right"])
+        )
+    is_shut = all(
+        {"UNAUTHENTICATED"} <= set(said[token]) <= {"UNAUTHENTICATED", "UNIMPLEMENTED"}
+        for token in ("none", "wrong")
+    )
     return is_shut and "UNAUTHENTICATED" not in said["right"]
 
 

@@ -1,4 +1,6 @@
-"""Ctrl-C: what it gives back, and that nothing stays (scenario 9). A terminal sends it to the whole group of processes."""
+"""Ctrl-C: what it gives back, and that nothing stays (scenario 9). A terminal sends it to the whole
+group of processes.
+"""
 
 from __future__ import annotations
 
@@ -67,8 +69,12 @@ with parpool(2, quiet=True) as pool:
 
 
 @pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_in_a_script_that_does_not_expect_it(start_python: Any, make_gate: Any, eventually: Any, times: int) -> None:
-    """The script ends with the usual traceback; the second time, it does not wait for anything any more."""
+def test_in_a_script_that_does_not_expect_it(
+    start_python: Any, make_gate: Any, eventually: Any, times: int
+) -> None:
+    """The script ends with the usual traceback; the second time, it does not wait for anything any
+    more.
+    """
     ready = make_gate()
     started = start_python(
         LOOP.format(ready=str(ready.path))
@@ -95,7 +101,9 @@ with parpool(2, quiet=True) as pool:
     check_nothing_is_left(started, eventually)
 
 
-def test_while_somebody_waits_for_a_future(start_python: Any, make_gate: Any, eventually: Any) -> None:
+def test_while_somebody_waits_for_a_future(
+    start_python: Any, make_gate: Any, eventually: Any
+) -> None:
     """A future goes on: only who waits was interrupted."""
     ready = make_gate()
     started = start_python(

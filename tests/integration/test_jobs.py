@@ -1,4 +1,6 @@
-"""Jobs on a real cluster, through nothing but its dashboard: what they are given, what they print, and how they end."""
+"""Jobs on a real cluster, through nothing but its dashboard: what they are given, what they print,
+and how they end.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,10 @@ def in_cluster(head: Any) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.environ().get("RAY_AUTH_TOKEN_PATH") == str(head.token_file) and process.pid != os.getpid():
+            if (
+                process.environ().get("RAY_AUTH_TOKEN_PATH") == str(head.token_file)
+                and process.pid != os.getpid()
+            ):
                 found.append(process)
     return found
 
@@ -65,19 +70,33 @@ def command_lines(processes: list[psutil.Process]) -> list[str]:
     return lines
 
 
-# --- from the command line ----------------------------------------------------------------------------------------------
+# --- from the command line ------------------------------------------------------------------------
 
 WORDS = ["--lr", "0.1", "a b", "it's", "--", "--follow", "$HOME", "*"]
 
 
-def test_a_command_runs_as_it_was_given_and_its_exit_code_is_kept(job_command: Callable[..., Result], tmp_path: Path) -> None:
+def test_a_command_runs_as_it_was_given_and_its_exit_code_is_kept(
+    job_command: Callable[..., Result], tmp_path: Path
+) -> None:
     (tmp_path / "beside.py").write_text("ANSWER = 42")
-    code = "import os, sys, json, beside; print(json.dumps([sys.argv[1:], beside.ANSWER, os.environ['COLOUR']])); sys.exit(7)"
+    code = (
+        "import os, sys, json, beside; print(json.dumps([sys.argv[1:], beside.ANSWER,"
+        " os.environ['COLOUR']])); sys.exit(7)"
+    )
     done = job_command(
-        "submit", "--working-dir", str(tmp_path), "--env", "COLOUR=blue=green", "--name", "trial", "--", *python(code, *WORDS)
+        "submit",
+        "--working-dir",
+        str(tmp_path),
+        "--env",
+        "COLOUR=blue=green",
+        "--name",
+        "trial",
+        "--",
+        *python(code, *WORDS),
     )
     assert done.exit_code == 7, done.output
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("["))  # Ray's own may be written after it
+    # Ray's own may be written after it
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("["))
     assert json.loads(line) == [WORDS, 42, "blue=green"]
     assert done.stderr.splitlines()[-1].endswith("failed, exit code 7")
     job_id = done.stderr.splitlines()[0]
@@ -120,9 +139,9 @@ def test_the_log_comes_as_it_is_written_and_a_stop_lets_the_command_tidy_up(
 ) -> None:
     tidied = tmp_path / "tidied"
     code = (
-        "import pathlib, signal, sys, time\n"
-        "def tidy(*_):\n    pathlib.Path(sys.argv[1]).touch()\n    print('tidied')\n    sys.exit(0)\n"
-        "signal.signal(signal.SIGTERM, tidy)\nprint('begun', flush=True)\ntime.sleep(600)"
+        "import pathlib, signal, sys, time\ndef tidy(*_):\n    pathlib.Path(sys.argv[1]).touch()\n "
+        "   print('tidied')\n    sys.exit(0)\nsignal.signal(signal.SIGTERM, tidy)\nprint('begun',"
+        " flush=True)\ntime.sleep(600)"
     )
     job_id = jobs.submit(python(code, str(tidied)))
     log = jobs.follow(job_id)
@@ -137,7 +156,11 @@ def test_the_log_comes_as_it_is_written_and_a_stop_lets_the_command_tidy_up(
     assert tidied.exists()
     assert "tidied" in "".join(log)
     assert jobs.look(job_id).exit_status == 1
-    assert not [path for path in head.session.rglob("*") if path.is_file() and token in path.read_text(errors="replace")]
+    assert not [
+        path
+        for path in head.session.rglob("*")
+        if path.is_file() and token in path.read_text(errors="replace")
+    ]
 
 
 def test_a_job_that_waits_is_really_stopped(jobs: Jobs, job_command: Callable[..., Result]) -> None:
@@ -167,9 +190,18 @@ def test_a_command_that_is_killed_ends_as_shells_say_it(jobs: Jobs) -> None:
 @pytest.mark.long
 def test_ctrl_c_ends_the_looking_only(jobs: Jobs, head: Any, eventually: Poll) -> None:
     which = ["--address", head.url, "--token-file", str(head.token_file)]
-    words = ["job", "submit", *which, "--", *python("import time; print('begun', flush=True); time.sleep(600)")]
+    words = [
+        "job",
+        "submit",
+        *which,
+        "--",
+        *python("import time; print('begun', flush=True); time.sleep(600)"),
+    ]
     with subprocess.Popen(
-        [str(Path(sys.executable).parent / "raypool"), *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [str(Path(sys.executable).parent / "raypool"), *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None
         assert any(line == "begun\n" for line in process.stdout)
@@ -184,7 +216,7 @@ def test_ctrl_c_ends_the_looking_only(jobs: Jobs, head: Any, eventually: Poll) -
         jobs.stop(job_id)
 
 
-# --- connections --------------------------------------------------------------------------------------------------------
+# --- connections ----------------------------------------------------------------------------------
 
 
 def refusal(profile: Profile) -> str:
@@ -193,7 +225,9 @@ def refusal(profile: Profile) -> str:
     return str(caught.value)
 
 
-def test_a_wrong_token_is_said_and_never_shown(head: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_token_is_said_and_never_shown(
+    head: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wrong = tmp_path / "token"
     wrong.write_text("0123456789" * 6)
     said = refusal(Profile(jobs_address=head.url, token_file=wrong))
@@ -205,10 +239,16 @@ def test_a_wrong_token_is_said_and_never_shown(head: Any, tmp_path: Path, monkey
     assert "0123456789" not in said
 
 
-def test_a_missing_token_is_said(head: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_token_is_said(
+    head: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
-    assert f"asks for a token, and there is none in {tmp_path / 'none'}" in refusal(Profile(jobs_address=head.url))
-    assert "There is no token in /nowhere" in refusal(Profile(jobs_address=head.url, token_file="/nowhere"))
+    assert f"asks for a token, and there is none in {tmp_path / 'none'}" in refusal(
+        Profile(jobs_address=head.url)
+    )
+    assert "There is no token in /nowhere" in refusal(
+        Profile(jobs_address=head.url, token_file="/nowhere")
+    )
 
 
 def test_a_token_is_found_where_ray_finds_it(head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,10 +271,14 @@ def test_no_setting_of_this_machine_leads_elsewhere_or_replaces_the_token(
 
 
 def test_who_does_not_answer_is_said_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "No dashboard of Ray answers at http://127.0.0.1:1" in refusal(Profile(jobs_address="http://127.0.0.1:1"))
+    assert "No dashboard of Ray answers at http://127.0.0.1:1" in refusal(
+        Profile(jobs_address="http://127.0.0.1:1")
+    )
     monkeypatch.setitem(TIMEOUTS_S, "GET", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        assert "timed out" in refusal(Profile(jobs_address=f"http://127.0.0.1:{silent.getsockname()[1]}"))
+        assert "timed out" in refusal(
+            Profile(jobs_address=f"http://127.0.0.1:{silent.getsockname()[1]}")
+        )
 
 
 def test_whoever_is_no_dashboard_is_said() -> None:
@@ -247,7 +291,9 @@ def test_whoever_is_no_dashboard_is_said() -> None:
                 connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello")
 
         threading.Thread(target=answer, daemon=True).start()
-        assert "is no dashboard of Ray" in refusal(Profile(jobs_address=f"http://127.0.0.1:{other.getsockname()[1]}"))
+        assert "is no dashboard of Ray" in refusal(
+            Profile(jobs_address=f"http://127.0.0.1:{other.getsockname()[1]}")
+        )
 
 
 class Tunnel:
@@ -299,7 +345,9 @@ def tunnel(head: Any) -> Iterator[Tunnel]:
     tunnel.close()
 
 
-def test_a_tunnel_that_breaks_costs_no_line_and_repeats_none(tunnel: Tunnel, head: Any, tmp_path: Path) -> None:
+def test_a_tunnel_that_breaks_costs_no_line_and_repeats_none(
+    tunnel: Tunnel, head: Any, tmp_path: Path
+) -> None:
     gate = tmp_path / "gate"
     code = (
         "import pathlib, sys, time\n"
@@ -315,4 +363,6 @@ def test_a_tunnel_that_breaks_costs_no_line_and_repeats_none(tunnel: Tunnel, hea
     tunnel.cut()
     gate.touch()
     seen += "".join(log)
-    assert [line for line in seen.splitlines() if line.startswith("line")] == [f"line {i}" for i in range(1000)]
+    assert [line for line in seen.splitlines() if line.startswith("line")] == [
+        f"line {i}" for i in range(1000)
+    ]

@@ -1,4 +1,6 @@
-"""How a driver may end, and that nothing of its pool outlives it (scenario 9; for Ctrl-C see test_interrupts.py)."""
+"""How a driver may end, and that nothing of its pool outlives it (scenario 9; for Ctrl-C see
+test_interrupts.py).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ import pytest
 import ray
 
 GONE_WITHIN_S = 300.0
-"""Measured on two quiet cores: 0.6 s after a normal end, 4 s after SIGKILL (Ray's own node manager has to notice it)."""
+"""Measured on two quiet cores: 0.6 s after a normal end, 4 s after SIGKILL (Ray's own node manager
+has to notice it).
+"""
 
 BEGIN = """
 import os, sys, time
@@ -43,7 +47,9 @@ def check_nothing_is_left(started: Any, eventually: Callable[..., bool]) -> None
     ],
     ids=["open pool", "pending futures", "exception"],
 )
-def test_a_driver_that_ends_by_itself(start_python: Any, eventually: Any, body: str, status: int) -> None:
+def test_a_driver_that_ends_by_itself(
+    start_python: Any, eventually: Any, body: str, status: int
+) -> None:
     """It neither waits for what runs nor leaves it running."""
     started = start_python(driver(body))
 
@@ -65,9 +71,13 @@ with parpool(2, profile=PROFILE, quiet=True) as pool:
 """
 
 
-@pytest.mark.parametrize("profile", [pytest.param("inline", marks=pytest.mark.quick), "threads", "local"])
+@pytest.mark.parametrize(
+    "profile", [pytest.param("inline", marks=pytest.mark.quick), "threads", "local"]
+)
 def test_a_script_ends_well(run_python: Any, profile: str) -> None:
-    """Whatever it has used: native code in threads, of torch's groups, may abort a process that ends."""
+    """Whatever it has used: native code in threads, of torch's groups, may abort a process that
+    ends.
+    """
     for _ in range(4 if profile == "threads" else 1):
         done = run_python(EVERY_VERB.replace("PROFILE", repr(profile)))
         assert done.stdout == "[2, 2] [1, 2] 3 4\n"
@@ -126,15 +136,21 @@ print("the user's Ray", ray.is_initialized() and ray.get(kept))
 
 
 def test_a_pool_leaves_the_process_as_it_was(run_python: Any) -> None:
-    """Its random numbers, what handles its breakpoints and exceptions, its forked children; and a Ray that it starts itself."""
+    """Its random numbers, what handles its breakpoints and exceptions, its forked children; and a
+    Ray that it starts itself.
+    """
     said = run_python(AFTER_A_POOL, PYTHONWARNINGS="ignore").stdout.splitlines()
     in_child = [("StartupError", True), ("PoolClosedError", True), [5], True]
     assert said == ["open True", "child -15", f"{in_child} 8", "closed True", "the user's Ray 1"]
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_a_driver_that_is_ended(start_python: Any, eventually: Any, make_gate: Any, how: signal.Signals) -> None:
-    """With tasks that run, a child of a worker, as a data loader's processes are; one that has left its group; and an orphan."""
+def test_a_driver_that_is_ended(
+    start_python: Any, eventually: Any, make_gate: Any, how: signal.Signals
+) -> None:
+    """With tasks that run, a child of a worker, as a data loader's processes are; one that has left
+    its group; and an orphan.
+    """
     ready = make_gate()
     started = start_python(
         driver(f"""
@@ -154,7 +170,8 @@ futures[0].result()
     )
     ready.wait()
     assert len(started.family()) > 4
-    processes = psutil.Process(started.process.pid).children(recursive=True)  # Ray's agents hide what tells the family
+    # Ray's agents hide what tells the family
+    processes = psutil.Process(started.process.pid).children(recursive=True)
 
     started.process.send_signal(how)
 
@@ -207,7 +224,9 @@ pool.submit(hold).result()
 
 
 def test_forgotten_and_deleted_pools_leave_no_process(run_python: Any) -> None:
-    """With Ray still there for another pool: workers go with their pool, also when nobody deletes it."""
+    """With Ray still there for another pool: workers go with their pool, also when nobody deletes
+    it.
+    """
     run_python("""
     import gc, os, time
     import psutil
@@ -232,18 +251,20 @@ def test_forgotten_and_deleted_pools_leave_no_process(run_python: Any) -> None:
     future = forgotten.submit(os.getpid)
     del forgotten
     gc.collect()
-    assert future.result(30) in pids
+    assert future.result(300) in pids
     wait_gone(pids)
 
     with parpool(2, resources=light, quiet=True) as deleted:
         pids = [worker.pid for worker in deleted.workers]
     wait_gone(pids)
-    assert keeper.submit(abs, -1).result(30) == 1
+    assert keeper.submit(abs, -1).result(300) == 1
     """)
 
 
 def test_a_pool_that_was_opened_in_a_thread_that_has_ended(run_python: Any) -> None:
-    """The kernel ends Ray's processes with the thread that has started them, if nobody takes care."""
+    """The kernel ends Ray's processes with the thread that has started them, if nobody takes
+    care.
+    """
     run_python("""
     import threading
     import psutil
@@ -256,11 +277,11 @@ def test_a_pool_that_was_opened_in_a_thread_that_has_ended(run_python: Any) -> N
     (pool,) = pools
     raylet = [child for child in psutil.Process().children() if child.name() == "raylet"]
     assert len(raylet) == 1, "Ray has ended with the thread"
-    assert pool.submit(abs, -1).result(30) == 1
+    assert pool.submit(abs, -1).result(300) == 1
     pool.resize(1)
     pool.delete()
     with parpool(1, quiet=True) as again:
-        assert again.submit(abs, -1).result(30) == 1
+        assert again.submit(abs, -1).result(300) == 1
     """)
 
 
@@ -276,7 +297,7 @@ def test_ray_that_is_shut_down_under_a_pool(run_python: Any) -> None:
     ray.shutdown()
     error = future.exception(timeout=30)
     assert isinstance(error, RaypoolError), error
-    for use in (lambda: pool.submit(abs, -1).result(30), lambda: list(pool.parfor(abs, [-1]))):
+    for use in (lambda: pool.submit(abs, -1).result(300), lambda: list(pool.parfor(abs, [-1]))):
         try:
             use()
         except RaypoolError:
@@ -285,13 +306,15 @@ def test_ray_that_is_shut_down_under_a_pool(run_python: Any) -> None:
     pool.delete()
     assert not ray.is_initialized(), "a new Ray was started"
     with parpool(1, quiet=True) as again:
-        assert again.submit(abs, -1).result(30) == 1
+        assert again.submit(abs, -1).result(300) == 1
     """)
     assert "Started" not in done.stderr
 
 
 def test_a_worker_that_is_lost_while_ray_shuts_down(run_python: Any) -> None:
-    """Ray ends the process, with exit status 1, if a reference is dropped when its core has ended and it has not said so yet."""
+    """Ray ends the process, with exit status 1, if a reference is dropped when its core has ended
+    and it has not said so yet.
+    """
     run_python("""
     import threading, time
     from raypool import parpool

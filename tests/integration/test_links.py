@@ -42,9 +42,14 @@ def test_they_are_there_before_torch_is() -> None:
     """Also in a worker that replaces another."""
     settings = {**SETTINGS, "NCCL_IB_DISABLE": "0"}
     with parpool(
-        2, env=SETTINGS, fast_multinode=True, setup=watch_for_torch, resources=WorkerResources(gpus=0), quiet=True
+        2,
+        env=SETTINGS,
+        fast_multinode=True,
+        setup=watch_for_torch,
+        resources=WorkerResources(gpus=0),
+        quiet=True,
     ) as pool:
-        pool.options(retries=0, worker=0).parfeval(os._exit, 3).exception(60)
+        pool.options(retries=0, worker=0).parfeval(os._exit, 3).exception(300)
         reports = pool.parfeval_on_all(import_torch).result(300)
         in_group = pool.spmd(lambda context: {name: os.environ[name] for name in settings})
         assert list(in_group) == [settings] * 2
@@ -55,5 +60,7 @@ def test_they_are_there_before_torch_is() -> None:
 
 
 def test_nobody_is_told_anything_unasked(pool: ParallelPool) -> None:
-    names = pool.parfeval(lambda: [name for name in os.environ if name.startswith("NCCL_")]).result(300)
+    names = pool.parfeval(lambda: [name for name in os.environ if name.startswith("NCCL_")]).result(
+        300
+    )
     assert names == [name for name in os.environ if name.startswith("NCCL_")]

@@ -1,4 +1,6 @@
-"""How loops are shown, on the real thing: a pseudo-terminal, the kernel of a notebook, a log file, and GPUs of a pool on Ray."""
+"""How loops are shown, on the real thing: a pseudo-terminal, the kernel of a notebook, a log file,
+and GPUs of a pool on Ray.
+"""
 
 from __future__ import annotations
 
@@ -47,11 +49,14 @@ pool = parpool(4, profile="threads", quiet=True)
 """Item 3 fails, and those from number `held` on wait until the gate is open."""
 
 
-# --- a terminal -------------------------------------------------------------------------------------------------------
+# --- a terminal -----------------------------------------------------------------------------------
 
 
-def on_terminal(code: str, keys: bytes = b"", watch: Callable[[Callable[[], str]], object] = lambda shown: None) -> str:
-    """Return what a program writes to a terminal of 24 lines of 100 characters, on which these keys are pressed.
+def on_terminal(
+    code: str, keys: bytes = b"", watch: Callable[[Callable[[], str]], object] = lambda shown: None
+) -> str:
+    """Return what a program writes to a terminal of 24 lines of 100 characters, on which these keys
+    are pressed.
 
     While it runs, `watch` is given a way to ask for what has been written so far.
     """
@@ -63,7 +68,8 @@ def on_terminal(code: str, keys: bytes = b"", watch: Callable[[Callable[[], str]
         stdin=follower,
         stdout=follower,
         stderr=follower,
-        env={**os.environ, "TERM": "xterm-256color", "PYTHONBREAKPOINT": ""},  # a Ray in this process has set that one
+        # a Ray in this process has set that one
+        env={**os.environ, "TERM": "xterm-256color", "PYTHONBREAKPOINT": ""},
         start_new_session=True,
     )
     os.close(follower)
@@ -95,10 +101,15 @@ def plain(shown: str) -> str:
 
 
 def test_a_picture_on_a_terminal(gate: Any, eventually: Callable[..., bool]) -> None:
-    """Each worker has a line while the loop runs; at the end the first line is left, and the cursor is there again."""
+    """Each worker has a line while the loop runs; at the end the first line is left, and the cursor
+    is there again.
+    """
     patterns = [
         rf"train [━╸╺]+ 8 of 24, 1 failed  {DURATION}, about {DURATION} left",
-        *(rf"worker {worker} +\d done +{DURATION}  item \d+  epoch=\d+, loss=0\.\d+" for worker in range(4)),
+        *(
+            rf"worker {worker} +\d done +{DURATION}  item \d+  epoch=\d+, loss=0\.\d+"
+            for worker in range(4)
+        ),
         r"item 3 failed: ValueError: 36 channels cannot be divided into <8> groups",
     ]
 
@@ -114,7 +125,8 @@ def test_a_picture_on_a_terminal(gate: Any, eventually: Callable[..., bool]) -> 
     shown = on_terminal(code, watch=see)
     assert re.search(rf"train ━+ 24 of 24, 1 failed  {DURATION} *\nafter\n$", plain(shown))
     assert shown.rfind("\x1b[?25h") > shown.rfind("\x1b[?25l")
-    # What stands on the terminal at the end is that line and what follows: all others were wiped out.
+    # What stands on the terminal at the end is that line and what follows: all others were wiped
+    # out.
     assert "\x1b[2K" in shown
 
 
@@ -134,7 +146,9 @@ def items():
 pool.parfor(abs, items(), name="first")
 """
     text = plain(on_terminal(code))
-    assert re.search(rf"^raypool: second: 3 of 3 done, [\d,.]+/(s|min), in {DURATION}$", text, re.MULTILINE)
+    assert re.search(
+        rf"^raypool: second: 3 of 3 done, [\d,.]+/(s|min), in {DURATION}$", text, re.MULTILINE
+    )
     assert re.search(rf"first ━+ 2 of 2  {DURATION}\s*$", text)
 
 
@@ -154,7 +168,7 @@ assert list(pool.parfor(work, [7])) == [7]
     assert "\x1b[2K" not in shown
 
 
-# --- a notebook -------------------------------------------------------------------------------------------------------
+# --- a notebook -----------------------------------------------------------------------------------
 
 RUN_CELLS = """
 import json, pathlib, sys, tempfile
@@ -185,9 +199,11 @@ print(json.dumps([list(updates.values()), outputs]))
 def run_cells(
     cells: list[str], gate: Path, folder: Path, order: Sequence[int] | None = None
 ) -> tuple[list[list[float]], list[list[dict[str, Any]]]]:
-    """Run cells in a kernel, each once or in this order; open a gate when an output has been replaced three times.
+    """Run cells in a kernel, each once or in this order; open a gate when an output has been
+    replaced three times.
 
-    Return when each output was replaced [Unix s], by output, and the outputs of each run of a cell, as a saved notebook has them.
+    Return when each output was replaced [Unix s], by output, and the outputs of each run of a cell,
+    as a saved notebook has them.
     """
     folders = dict.fromkeys(("IPYTHONDIR", "JUPYTER_RUNTIME_DIR"), str(folder))
     command = [
@@ -198,25 +214,36 @@ def run_cells(
         str(gate),
         json.dumps(list(range(len(cells)) if order is None else order)),
     ]
-    done = subprocess.run(command, env={**os.environ, **folders}, text=True, capture_output=True, timeout=110)
+    done = subprocess.run(
+        command, env={**os.environ, **folders}, text=True, capture_output=True, timeout=110
+    )
     assert done.returncode == 0, done.stderr
     updates, outputs = json.loads(done.stdout.splitlines()[-1])
     return updates, outputs
 
 
 def page_of(outputs: list[dict[str, Any]]) -> list[str]:
-    return [output["data"]["text/html"] for output in outputs if output["output_type"] == "display_data"]
+    return [
+        output["data"]["text/html"] for output in outputs if output["output_type"] == "display_data"
+    ]
 
 
 def test_pictures_in_a_notebook(tmp_path: Path, gate: Any) -> None:
-    """Each is replaced in place, and its last state is in the saved notebook; cells and threads do not disturb each other."""
+    """Each is replaced in place, and its last state is in the saved notebook; cells and threads do
+    not disturb each other.
+    """
     cells = [
         TRAIN.format(held=8, gate=str(gate.path)),
         "results = pool.parfor(train, range(12), on_error='collect')",
-        "results = pool.parfor(train, range(4), on_error='collect', name='again'); print('printed')",
-        "import threading\n"
-        "loops = [threading.Thread(target=pool.parfor, args=(abs, range(3)), kwargs=dict(name=f'loop {i}')) for i in range(2)]\n"
-        "[loop.start() for loop in loops]; [loop.join() for loop in loops]; None",
+        (
+            "results = pool.parfor(train, range(4), on_error='collect', name='again');"
+            " print('printed')"
+        ),
+        (
+            "import threading\nloops = [threading.Thread(target=pool.parfor, args=(abs, range(3)),"
+            " kwargs=dict(name=f'loop {i}')) for i in range(2)]\n[loop.start() for loop in loops];"
+            " [loop.join() for loop in loops]; None"
+        ),
         "try:\n    pool.parfor(train, [3])\nexcept ValueError as error:\n    print('raised')",
         "from tqdm import tqdm\nresults = pool.parfor(abs, range(5), progress=tqdm)",
         "pool.delete()",
@@ -228,21 +255,27 @@ def test_pictures_in_a_notebook(tmp_path: Path, gate: Any) -> None:
     assert "item 3 failed: ValueError: 36 channels cannot be divided into &lt;8&gt; groups" in page
     assert "worker" not in page
     assert "again" in page_of(again)[0]
-    assert [output["text"] for output in again if output["output_type"] == "stream"] == ["printed\n"]
+    assert [output["text"] for output in again if output["output_type"] == "stream"] == [
+        "printed\n"
+    ]
     assert sorted(re.findall(r"loop \d", "".join(page_of(both)))) == ["loop 0", "loop 1"]
     assert "stopped" in page_of(raised)[0]
     assert "5/5" in "".join(output["text"] for output in bar)
     assert page_of(bar) == []
     *while_it_ran, _ = updates[0]  # the end is shown at once
     assert len(while_it_ran) >= 2
-    assert all(later - earlier > 0.4 for earlier, later in itertools.pairwise(while_it_ran)), "the eyes cannot follow"
+    assert all(later - earlier > 0.4 for earlier, later in itertools.pairwise(while_it_ran)), (
+        "the eyes cannot follow"
+    )
     every = [*first, *again, *both, *raised]
     assert all(output["output_type"] in ("display_data", "stream") for output in every)
     assert all(output.get("name") != "stderr" for output in every)
 
 
 def test_a_cell_that_is_run_again_has_one_picture_again(tmp_path: Path) -> None:
-    """The one of before is gone with the outputs of before, and nothing is left of it that would write into the new ones."""
+    """The one of before is gone with the outputs of before, and nothing is left of it that would
+    write into the new ones.
+    """
     cells = [
         TRAIN.format(held=8, gate=""),
         "results = pool.parfor(train, range(8), on_error='collect'); print(len(results))",
@@ -253,33 +286,42 @@ def test_a_cell_that_is_run_again_has_one_picture_again(tmp_path: Path) -> None:
         (page,) = page_of(outputs)
         assert "8 of 8" in page
         assert "1 failed" in page
-        assert [(output["name"], output["text"]) for output in outputs if output["output_type"] == "stream"] == [
-            ("stdout", "8\n")
-        ]
+        assert [
+            (output["name"], output["text"])
+            for output in outputs
+            if output["output_type"] == "stream"
+        ] == [("stdout", "8\n")]
         assert {output["output_type"] for output in outputs} == {"display_data", "stream"}
     assert end == []
     assert len(updates) == len(runs), "each run has replaced its own picture only"
 
 
-# --- a log ------------------------------------------------------------------------------------------------------------
+# --- a log ----------------------------------------------------------------------------------------
 
 
 def test_lines_in_a_log_file(start_python: Any, gate: Any) -> None:
-    """Nobody looks at it meanwhile, so there is no escape code in it, and each line is whole, between those of others."""
+    """Nobody looks at it meanwhile, so there is no escape code in it, and each line is whole,
+    between those of others.
+    """
     code = TRAIN.format(held=0, gate=str(gate.path))
-    process = start_python(code + "pool.parfor(train, range(8), on_error='collect', progress=True)\npool.parfor(abs, [1])")
+    process = start_python(
+        code
+        + "pool.parfor(train, range(8), on_error='collect', progress=True)\npool.parfor(abs, [1])"
+    )
     first = process.process.stderr.readline()
     gate.open()
     done = process.finish()
     assert done.returncode == 0
     assert re.fullmatch(rf"raypool: train: 0 of 8 done, after {DURATION}\n", first)
     last = done.stderr.splitlines()[-1]
-    assert re.fullmatch(rf"raypool: train: 8 of 8 done, 1 failed, [\d,.]+/(s|min), in {DURATION}", last)
+    assert re.fullmatch(
+        rf"raypool: train: 8 of 8 done, 1 failed, [\d,.]+/(s|min), in {DURATION}", last
+    )
     assert "\x1b" not in first + done.stderr
     assert done.stdout == ""
 
 
-# --- the GPUs of a pool on Ray ----------------------------------------------------------------------------------------
+# --- the GPUs of a pool on Ray --------------------------------------------------------------------
 
 
 class Cards(SimulatedGpus):
@@ -297,8 +339,12 @@ def gpus(tmp_path_factory: pytest.TempPathFactory, by_value: None) -> Cards:
 
 
 @pytest.mark.usefixtures("ray_session")
-def test_the_memory_of_the_gpus_as_it_is(gpus: Cards, eventually: Callable[..., bool], make_gate: Any) -> None:
-    """By worker, from what the agents see once a second; nobody waits for them, and none is asked twice at a time."""
+def test_the_memory_of_the_gpus_as_it_is(
+    gpus: Cards, eventually: Callable[..., bool], make_gate: Any
+) -> None:
+    """By worker, from what the agents see once a second; nobody waits for them, and none is asked
+    twice at a time.
+    """
     told: list[dict[int, GpuMemory]] = []
     with parpool(2, gpus=[0, 1], inventory=gpus, quiet=True) as pool:
         ask = pool._engine.backend.gpu_memory
@@ -325,7 +371,9 @@ def test_the_memory_of_the_gpus_as_it_is(gpus: Cards, eventually: Callable[..., 
         future.result(300)
         (gpus._folder / "hangs").touch()
         try:
-            assert eventually(lambda: ask(told.append) or told[-1] == {}), "what was seen long ago is not how it is now"
+            assert eventually(lambda: ask(told.append) or told[-1] == {}), (
+                "what was seen long ago is not how it is now"
+            )
         finally:
             (gpus._folder / "hangs").unlink()
     length = len(told)

@@ -1,4 +1,6 @@
-"""docs/matlab.md: the Python beside MATLAB's programs is one program, and runs on Ray with three GPUs that do not exist."""
+"""docs/matlab.md: the Python beside MATLAB's programs is one program, and runs on Ray with three
+GPUs that do not exist.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Pools whose workers differ: some have a GPU, some have none; on Ray, with three GPUs that do not exist."""
+"""Pools whose workers differ: some have a GPU, some have none; on Ray, with three GPUs that do not
+exist.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ import pytest
 import ray
 from ray.util import placement_group, remove_placement_group
 
-from raypool import InvalidValueError, ParallelPool, ResourceError, WorkerResources, current_task, parpool
+from raypool import (
+    InvalidValueError,
+    ParallelPool,
+    ResourceError,
+    WorkerResources,
+    current_task,
+    parpool,
+)
 
 pytestmark = [pytest.mark.usefixtures("ray_session", "by_value")]
 
@@ -35,7 +44,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-# --- what there is ----------------------------------------------------------------------------------------------------
+# --- what there is --------------------------------------------------------------------------------
 
 
 def test_two_workers_without_a_gpu_and_two_with_one(capfd: Any) -> None:
@@ -74,31 +83,50 @@ def test_shares_of_gpus_beside_workers_without_one() -> None:
 def test_chosen_gpus_go_to_those_that_have_one() -> None:
     with parpool(resources=[CPU, GPU, CPU, GPU], gpus=[2, 0], quiet=True) as pool:
         assert gpus_of(pool) == [None, 2, None, 0]
-        assert [visible for _, _, visible in pool.parfeval_on_all(look).result(300)] == ["", "2", "", "0"]
+        assert [visible for _, _, visible in pool.parfeval_on_all(look).result(300)] == [
+            "",
+            "2",
+            "",
+            "0",
+        ]
 
 
 @pytest.mark.long
 def test_loops_use_workers_of_all_kinds(make_gate: Callable[[], Any], eventually: Any) -> None:
     gate = make_gate()
     with parpool(resources=[CPU, CPU, GPU], quiet=True) as pool:
-        jobs = [pool.parfeval(lambda: (gate.wait(), current_task().gpu is None)[1]) for _ in range(3)]
+        jobs = [
+            pool.parfeval(lambda: (gate.wait(), current_task().gpu is None)[1]) for _ in range(3)
+        ]
         assert eventually(lambda: all(job.running() for job in jobs))
         gate.open()
         assert sorted(job.result(300) for job in jobs) == [False, True, True]
 
 
-# --- too little ---------------------------------------------------------------------------------------------------------
+# --- too little -----------------------------------------------------------------------------------
 
 
 def test_one_kind_is_missing() -> None:
-    """The error comes at once, whatever the time limit, and nothing of the other kinds is kept (`nothing_is_left` looks)."""
+    """The error comes at once, whatever the time limit, and nothing of the other kinds is kept
+    (`nothing_is_left` looks).
+    """
     none, both = WorkerResources(gpus=0), WorkerResources(gpus=1, cpus=1)
     for resources, words, requested, available in (
-        ([CPU, GPU, GPU, GPU, GPU], "GPU: requested 4, available 3 .*Name at most 3 such workers", 4, 3),
+        (
+            [CPU, GPU, GPU, GPU, GPU],
+            "GPU: requested 4, available 3 .*Name at most 3 such workers",
+            4,
+            3,
+        ),
         ([GPU] + [none] * 5, "CPU: requested 5, available 4 .*Name at most 4 such workers", 5, 4),
         ([GPU, WorkerResources(gpus=0, cpus=9)], "CPU: requested 9, available 0", 9, 0),
         ([both] * 2 + [none] * 3, r"CPU: requested 5 \(2 \+ 3\) for 5 workers, available 4", 5, 4),
-        ([GPU, WorkerResources(gpus=0, memory_bytes=10**15)], "No node of the cluster is large enough.*memory", 1, 0),
+        (
+            [GPU, WorkerResources(gpus=0, memory_bytes=10**15)],
+            "No node of the cluster is large enough.*memory",
+            1,
+            0,
+        ),
     ):
         with pytest.raises(ResourceError, match=f"(?s){words}") as caught:
             parpool(resources=resources, start_timeout_s=1000, quiet=True)
@@ -116,7 +144,9 @@ def test_somebody_holds_what_one_kind_needs(gpus: list[int] | None) -> None:
     for other in others:
         remove_placement_group(other)
     with parpool(gpus=[1, 2], quiet=True):
-        with pytest.raises(ResourceError, match=r"requested 2, available 1 .*This process itself holds 2"):
+        with pytest.raises(
+            ResourceError, match=r"requested 2, available 1 .*This process itself holds 2"
+        ):
             parpool(resources=[CPU, CPU, GPU, GPU], gpus=gpus, start_timeout_s=600, quiet=True)
         with parpool(resources=[CPU, CPU, GPU], quiet=True) as pool:
             assert gpus_of(pool) == [None, None, 0]
@@ -128,21 +158,32 @@ def test_another_number_of_workers_than_the_list_has() -> None:
             parpool(number, resources=[CPU, CPU, GPU], quiet=True)
 
 
-# --- over time ----------------------------------------------------------------------------------------------------------
+# --- over time ------------------------------------------------------------------------------------
 
 
 def test_a_worker_of_each_kind_is_replaced_by_its_like(eventually: Any) -> None:
     with parpool(resources=[CPU, GPU, HALF, CPU], quiet=True) as pool:
         before = pool.workers
         for index in range(4):
-            pool.options(worker=index).parfeval(die).exception(60)
+            pool.options(worker=index).parfeval(die).exception(300)
             assert eventually(
-                lambda index=index: pool.workers[index].pid != before[index].pid and pool.workers[index].state == "idle", 60
+                lambda index=index: (
+                    pool.workers[index].pid != before[index].pid
+                    and pool.workers[index].state == "idle"
+                ),
+                60,
             )
         after = pool.workers
-        assert [(worker.index, worker.gpu) for worker in after] == [(worker.index, worker.gpu) for worker in before]
+        assert [(worker.index, worker.gpu) for worker in after] == [
+            (worker.index, worker.gpu) for worker in before
+        ]
         gpu, half = gpus_of(pool)[1:3]
-        assert pool.parfeval_on_all(look).result(300) == [(0, None, ""), (1, gpu, str(gpu)), (2, half, str(half)), (3, None, "")]
+        assert pool.parfeval_on_all(look).result(300) == [
+            (0, None, ""),
+            (1, gpu, str(gpu)),
+            (2, half, str(half)),
+            (3, None, ""),
+        ]
 
 
 def test_a_mixed_pool_shrinks_and_fills_up_again(eventually: Any) -> None:
@@ -154,8 +195,15 @@ def test_a_mixed_pool_shrinks_and_fills_up_again(eventually: Any) -> None:
         pool.resize(4)
         assert Counter(gpu is None for gpu in gpus_of(pool)) == {True: 2, False: 2}
         assert len(set(gpus_of(pool))) == 3
-        assert sorted(pool.parfeval_on_all(lambda: current_task().gpu is None).result(300)) == [False, False, True, True]
-        with pytest.raises(ResourceError, match=r"Requested 1 workers, available 0: .* each of 4 workers"):
+        assert sorted(pool.parfeval_on_all(lambda: current_task().gpu is None).result(300)) == [
+            False,
+            False,
+            True,
+            True,
+        ]
+        with pytest.raises(
+            ResourceError, match=r"Requested 1 workers, available 0: .* each of 4 workers"
+        ):
             pool.resize(5)
         assert pool.num_workers == 4
 
@@ -172,7 +220,11 @@ def test_two_mixed_pools_at_once() -> None:
     """Both open at the same moment, where there is enough for both."""
     pools: list[ParallelPool] = []
     starters = [
-        threading.Thread(target=lambda: pools.append(parpool(resources=[CPU, GPU, CPU], quiet=True, start_timeout_s=300)))
+        threading.Thread(
+            target=lambda: pools.append(
+                parpool(resources=[CPU, GPU, CPU], quiet=True, start_timeout_s=300)
+            )
+        )
         for _ in range(2)
     ]
     for starter in starters:

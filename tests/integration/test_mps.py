@@ -1,4 +1,6 @@
-"""NVIDIA's Multi-Process Service under a pool on Ray: its daemon is a program that acts as it does (tests/fake_mps.py)."""
+"""NVIDIA's Multi-Process Service under a pool on Ray: its daemon is a program that acts as it does
+(tests/fake_mps.py).
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def processes(pipes: str) -> list[psutil.Process]:
     for process in psutil.process_iter():
         try:
             words = " ".join(process.cmdline())
-            if process.environ().get(mps.PIPES) == pipes and ("mps-control" in words or "mps_keeper" in words):
+            if process.environ().get(mps.PIPES) == pipes and (
+                "mps-control" in words or "mps_keeper" in words
+            ):
                 found.append(process)
         except psutil.Error:
             continue
@@ -53,9 +57,15 @@ def note_pipes() -> None:
     os.environ["SEEN_BY_SETUP"] = os.environ.get(mps.PIPES, "")
 
 
-def test_workers_that_share_a_gpu_have_it(path: str, caplog: pytest.LogCaptureFixture, eventually: Callable[..., bool]) -> None:
-    """One service for both, before anything of the user's runs there; it ends with the pool, and its files go."""
-    with parpool(2, resources=HALF, gpus=[0], mps=True, setup=note_pipes, env={"PATH": path}, quiet=True) as pool:
+def test_workers_that_share_a_gpu_have_it(
+    path: str, caplog: pytest.LogCaptureFixture, eventually: Callable[..., bool]
+) -> None:
+    """One service for both, before anything of the user's runs there; it ends with the pool, and
+    its files go.
+    """
+    with parpool(
+        2, resources=HALF, gpus=[0], mps=True, setup=note_pipes, env={"PATH": path}, quiet=True
+    ) as pool:
         (pipes, logs, seen), other = pool.parfeval_on_all(look).result(300)
         assert other == (pipes, logs, seen)
         assert pipes == seen
@@ -63,21 +73,29 @@ def test_workers_that_share_a_gpu_have_it(path: str, caplog: pytest.LogCaptureFi
         assert logs is not None
         assert len(processes(pipes)) == 3
         said = (Path(logs) / "control.log").read_text().splitlines()
-        assert said[0] == "CUDA_VISIBLE_DEVICES=None 0o700"  # Ray lets the agent see no GPU; the daemon sees all
+        # Ray lets the agent see no GPU; the daemon sees all
+        assert said[0] == "CUDA_VISIBLE_DEVICES=None 0o700"
         assert sum(line.startswith("start_server") for line in said) == 1
     assert eventually(lambda: not processes(pipes))
     assert eventually(lambda: not Path(pipes).exists())
     assert "mps" not in caplog.text
 
 
-def test_where_it_cannot_be_the_workers_take_turns(path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_where_it_cannot_be_the_workers_take_turns(
+    path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """One warning, however many workers, says why and what to do; all goes on."""
     (tmp_path / "bin" / "mode").write_text("fails")
     with parpool(2, resources=HALF, mps=True, env={"PATH": path}, quiet=True) as pool:
         assert pool.parfeval_on_all(look).result(300) == [(None, None, None)] * 2
-    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    warnings = [
+        record.getMessage() for record in caplog.records if record.levelno == logging.WARNING
+    ]
     assert len(warnings) == 1
-    assert "take turns, for nvidia-cuda-mps-control -d has failed with status 1: An instance of this" in warnings[0]
+    assert (
+        "take turns, for nvidia-cuda-mps-control -d has failed with status 1: An instance of this"
+        in warnings[0]
+    )
 
 
 @pytest.mark.long
@@ -86,20 +104,28 @@ def test_a_gpu_that_is_not_shared_needs_none(path: str, caplog: pytest.LogCaptur
         assert pool.parfeval_on_all(look).result(300) == [(None, None, None)] * 2
     assert caplog.messages == [mps.NOT_SHARED]
     caplog.clear()
-    with parpool(1, resources=WorkerResources(gpus=0), mps=True, env={"PATH": path}, quiet=True) as pool:
+    with parpool(
+        1, resources=WorkerResources(gpus=0), mps=True, env={"PATH": path}, quiet=True
+    ) as pool:
         assert pool.parfeval(look).result(300) == (None, None, None)
     assert caplog.messages == []
 
 
 @pytest.mark.long
 def test_a_service_of_the_users_own_is_left_alone(path: str, tmp_path: Path) -> None:
-    with parpool(1, resources=HALF, mps=True, env={"PATH": path, mps.PIPES: str(tmp_path)}, quiet=True) as pool:
+    with parpool(
+        1, resources=HALF, mps=True, env={"PATH": path, mps.PIPES: str(tmp_path)}, quiet=True
+    ) as pool:
         assert pool.parfeval(look).result(300)[0] == str(tmp_path)
         assert not processes(str(tmp_path))
 
 
-def test_a_worker_that_must_be_killed_leaves_the_service_first(path: str, gate: Any, eventually: Callable[..., bool]) -> None:
-    """NVIDIA: one that dies in the midst of its work may take others with it. The one that replaces it has the service, too."""
+def test_a_worker_that_must_be_killed_leaves_the_service_first(
+    path: str, gate: Any, eventually: Callable[..., bool]
+) -> None:
+    """NVIDIA: one that dies in the midst of its work may take others with it. The one that replaces
+    it has the service, too.
+    """
 
     def stay() -> None:
         gate.open()
@@ -109,7 +135,13 @@ def test_a_worker_that_must_be_killed_leaves_the_service_first(path: str, gate: 
             except BaseException:  # it does not stop
                 continue
 
-    options: dict[str, Any] = {"resources": HALF, "mps": True, "env": {"PATH": path}, "cancel_grace_s": 0.5, "quiet": True}
+    options: dict[str, Any] = {
+        "resources": HALF,
+        "mps": True,
+        "env": {"PATH": path},
+        "cancel_grace_s": 0.5,
+        "quiet": True,
+    }
     with parpool(1, **options) as pool:
         pipes, logs, _ = pool.parfeval(look).result(300)
         (worker,) = pool.workers
@@ -120,7 +152,9 @@ def test_a_worker_that_must_be_killed_leaves_the_service_first(path: str, gate: 
         assert pool.parfeval(look).result(300)[0] == pipes
         assert pool.workers[0].pid != worker.pid
         said = (Path(str(logs)) / "control.log").read_text().splitlines()
-        assert [line.split()[2] for line in said if line.startswith("terminate_client")] == [str(worker.pid)]
+        assert [line.split()[2] for line in said if line.startswith("terminate_client")] == [
+            str(worker.pid)
+        ]
 
 
 def test_a_driver_that_is_killed_leaves_no_service(

@@ -1,6 +1,7 @@
 """Nodes that are killed, drained and added under an open pool, and Ray itself killed (scenario 46).
 
-Each cluster here is Ray's own for tests: nodes are processes of one machine, in a session of their own.
+Each cluster here is Ray's own for tests: nodes are processes of one machine, in a session of their
+own.
 """
 
 from __future__ import annotations
@@ -97,10 +98,14 @@ def end():
 def on_cluster(run_python: Run, tmp_path: Any) -> Callable[..., tuple[dict[str, Any], str]]:
     """Run a script beside a cluster; return its facts, and what it has said."""
 
-    def run(code: str, cores: int = 1, preamble: str = CLUSTER, **env: str) -> tuple[dict[str, Any], str]:
+    def run(
+        code: str, cores: int = 1, preamble: str = CLUSTER, **env: str
+    ) -> tuple[dict[str, Any], str]:
         folder = tmp_path / "marks"
         folder.mkdir()
-        code = preamble.replace("FOLDER", repr(str(folder))).replace("CORES", str(cores)) + textwrap.dedent(code)
+        code = preamble.replace("FOLDER", repr(str(folder))).replace(
+            "CORES", str(cores)
+        ) + textwrap.dedent(code)
         done = run_python(code, PYTHONWARNINGS="ignore", **env)
         facts = [line for line in done.stdout.splitlines() if line.startswith("{")]
         assert facts, done.stdout + done.stderr
@@ -109,11 +114,13 @@ def on_cluster(run_python: Run, tmp_path: Any) -> Callable[..., tuple[dict[str, 
     return run
 
 
-# --- with notice ------------------------------------------------------------------------------------------------------
+# --- with notice ----------------------------------------------------------------------------------
 
 
 def test_tasks_leave_a_node_that_is_about_to_go_and_the_pool_grows_again(on_cluster: Any) -> None:
-    """What ran there is interrupted in time, runs again elsewhere, and no attempt is charged for it."""
+    """What ran there is interrupted in time, runs again elsewhere, and no attempt is charged for
+    it.
+    """
     facts, words = on_cluster("""
     node = add(num_cpus=1)
     with parpool(2, address=cluster.address, quiet=True, retries=1, cancel_grace_s=1) as pool:
@@ -167,7 +174,9 @@ def test_without_a_deadline_what_runs_is_left_to_its_end(on_cluster: Any) -> Non
 
 @pytest.mark.long
 def test_the_table_of_gpus_is_of_all_nodes_that_there_are_workers_on(on_cluster: Any) -> None:
-    """Each node's agent tells of its own; a node that has gone has no rows. (Here both are this machine, with the same cards.)"""
+    """Each node's agent tells of its own; a node that has gone has no rows. (Here both are this
+    machine, with the same cards.)
+    """
     facts, _ = on_cluster("""
     from raypool.gpus.simulated import SimulatedGpus
     gpus = SimulatedGpus(folder / "gpus", 2)
@@ -184,11 +193,13 @@ def test_the_table_of_gpus_is_of_all_nodes_that_there_are_workers_on(on_cluster:
     assert facts == {"both": cards * 2, "one": cards}
 
 
-# --- without ----------------------------------------------------------------------------------------------------------
+# --- without --------------------------------------------------------------------------------------
 
 
 def test_a_node_that_is_killed_under_a_loop(on_cluster: Any) -> None:
-    """Items that were there run again; the pool is smaller, says so, and grows when a node comes; never beyond what it was."""
+    """Items that were there run again; the pool is smaller, says so, and grows when a node comes;
+    never beyond what it was.
+    """
     facts, words = on_cluster("""
     node = add(num_cpus=2)
     with parpool(3, address=cluster.address, quiet=True, retries=1) as pool:
@@ -348,7 +359,7 @@ def test_a_node_is_drained_under_a_durable_loop(on_cluster: Any, tmp_path: Any) 
     assert facts["values"] == [[i, 1] for i in range(16)]
 
 
-# --- Ray itself -------------------------------------------------------------------------------------------------------
+# --- Ray itself -----------------------------------------------------------------------------------
 
 LOCAL = (
     PREAMBLE
@@ -371,9 +382,13 @@ def what_becomes_of(futures):
 )
 
 
-@pytest.mark.parametrize(("name", "words"), [("gcs_server", "control store (GCS)"), ("raylet", "(the raylet) has died")])
+@pytest.mark.parametrize(
+    ("name", "words"), [("gcs_server", "control store (GCS)"), ("raylet", "(the raylet) has died")]
+)
 def test_ray_on_this_machine_is_killed(on_cluster: Any, name: str, words: str) -> None:
-    """Everything that is pending fails within seconds, with words that say so; another pool can be opened."""
+    """Everything that is pending fails within seconds, with words that say so; another pool can be
+    opened.
+    """
     facts, said = on_cluster(
         f"""
     pool = parpool(2, quiet=True)
@@ -415,7 +430,9 @@ def test_ray_on_this_machine_is_killed(on_cluster: Any, name: str, words: str) -
 
 @pytest.mark.parametrize("name", ["gcs_server", pytest.param("raylet", marks=pytest.mark.long)])
 def test_ray_on_this_machine_is_stopped(on_cluster: Any, name: str) -> None:
-    """As by a debugger, or on a machine that swaps: time limits hold, the pool ends, and another can be opened."""
+    """As by a debugger, or on a machine that swaps: time limits hold, the pool ends, and another
+    can be opened.
+    """
     facts, _ = on_cluster(
         f"""
     pool = parpool(2, quiet=True, cancel_grace_s=1)
@@ -454,7 +471,7 @@ def test_ray_of_a_cluster_is_killed_under_the_driver(on_cluster: Any, end: str, 
     futures = [pool.parfeval(stay, number) for number in range(4)]
     eventually(lambda: len(list(folder.iterdir())) == 2)
     cluster.head_node.kill_{end}()
-    facts["ends"] = sorted({{type(future.exception(90)).__name__ for future in futures}})
+    facts["ends"] = sorted({{type(future.exception(300)).__name__ for future in futures}})
     facts["words"] = str(futures[0].exception())
     pool.delete()
     end()

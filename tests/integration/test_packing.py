@@ -1,4 +1,6 @@
-"""What is packed comes out as it went in, and what cannot be packed is named. Imports Ray, starts none."""
+"""What is packed comes out as it went in, and what cannot be packed is named. Imports Ray, starts
+none.
+"""
 
 from __future__ import annotations
 
@@ -43,12 +45,23 @@ lock = threading.Lock()
 
 
 def through(value: object) -> object:
-    """Send a value through a parcel, its buffers made read-only as those that are mapped from the object store."""
+    """Send a value through a parcel, its buffers made read-only as those that are mapped from the
+    object store.
+    """
     parcel = dump(value)
-    return load(Parcel(parcel.header, [memoryview(bytes(buffer.raw())) for buffer in parcel.buffers], parcel.refs))
+    return load(
+        Parcel(
+            parcel.header,
+            [memoryview(bytes(buffer.raw())) for buffer in parcel.buffers],
+            parcel.refs,
+        )
+    )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64],
+)
 def test_tensors_keep_type_shape_and_values(dtype: torch.dtype) -> None:
     for shape in ((LARGE,), (4, LARGE // 2), (3,), (), (0, 5)):
         tensor = torch.randint(0, 2, shape).to(dtype)
@@ -83,7 +96,15 @@ def test_a_tensor_that_arrives_has_memory_of_its_own() -> None:
         torch.ones(LARGE).to_sparse(),
         torch.zeros(LARGE, dtype=torch.complex64).conj(),
     ],
-    ids=["transposed", "columns", "half a storage", "parameter", "requires grad", "sparse", "conjugate"],
+    ids=[
+        "transposed",
+        "columns",
+        "half a storage",
+        "parameter",
+        "requires grad",
+        "sparse",
+        "conjugate",
+    ],
 )
 def test_tensors_that_are_more_than_memory_travel_too(tensor: torch.Tensor) -> None:
     again = through(tensor)
@@ -93,7 +114,9 @@ def test_tensors_that_are_more_than_memory_travel_too(tensor: torch.Tensor) -> N
 
 
 def test_a_model_trains_after_the_journey() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.BatchNorm1d(256), torch.nn.Linear(256, 1))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(64, 256), torch.nn.BatchNorm1d(256), torch.nn.Linear(256, 1)
+    )
     again = through(model)
     again(torch.randn(8, 64)).sum().backward()
     assert all(parameter.grad is not None for parameter in again.parameters())
@@ -181,24 +204,42 @@ def local_things() -> dict[str, Any]:
         (lambda has: has["Splitter"]().run, "'rows' (a generator) of Splitter"),
         (lambda has: has["LeavesItsLock"](), "parts['a'][0].rows (a generator) of LeavesItsLock"),
         (lambda has: has["Net"](), "layers.1.gate (a lock) of Net"),
-        (lambda _: functools.partial(sorted, 1, lock, key=""), "args[1] (a lock) of a partial of sorted"),
+        (
+            lambda _: functools.partial(sorted, 1, lock, key=""),
+            "args[1] (a lock) of a partial of sorted",
+        ),
         (lambda _: functools.partial(sorted, key=lock), "'key' (a lock) of a partial of sorted"),
-        (lambda has: functools.partial(has["waits"], 1), "'event' (a threading.Event) used by waits"),
+        (
+            lambda has: functools.partial(has["waits"], 1),
+            "'event' (a threading.Event) used by waits",
+        ),
     ],
 )
 def test_the_culprit_is_named(make: Callable[[dict[str, Any]], object], name: str) -> None:
-    """The error names the innermost variable that the user knows, and no private part of somebody else's object."""
+    """The error names the innermost variable that the user knows, and no private part of somebody
+    else's object.
+    """
     with pytest.raises(SerializationError) as caught:
         pack(make(local_things()), "the thing")
-    assert str(caught.value).startswith(f"Cannot send the thing to a worker: {name} cannot be pickled (")
+    assert str(caught.value).startswith(
+        f"Cannot send the thing to a worker: {name} cannot be pickled ("
+    )
     assert caught.value.what == name
     assert isinstance(caught.value.__cause__, TypeError)
 
 
 @pytest.mark.parametrize(
-    "make", [multiprocessing.Lock, multiprocessing.Queue, lambda: multiprocessing.Value("i"), multiprocessing.Pipe]
+    "make",
+    [
+        multiprocessing.Lock,
+        multiprocessing.Queue,
+        lambda: multiprocessing.Value("i"),
+        multiprocessing.Pipe,
+    ],
 )
-def test_what_only_children_inherit_is_refused_with_what_to_use_instead(make: Callable[[], object]) -> None:
+def test_what_only_children_inherit_is_refused_with_what_to_use_instead(
+    make: Callable[[], object],
+) -> None:
     with pytest.raises(SerializationError, match=r"raypool\.DataQueue .* pool\.store"):
         pack(functools.partial(print, make()), "the initializer")
 
@@ -214,7 +255,9 @@ def test_a_builtin_travels_by_its_name() -> None:
 
 
 def test_what_a_script_decorates_travels() -> None:
-    """Cached functions and properties, functions that dispatch by type and typed decorators travel with what uses them."""
+    """Cached functions and properties, functions that dispatch by type and typed decorators travel
+    with what uses them.
+    """
     parameters, user_id = ParamSpec("parameters"), NewType("user_id", int)
 
     @functools.lru_cache(maxsize=7)
@@ -251,15 +294,22 @@ def test_what_a_script_decorates_travels() -> None:
 
     fibonacci(10), kind(1)
     for annotated in (typed, typed(train)):
-        annotated.__annotations__ = {"args": parameters.args, "fn": user_id}  # not a string, as in a script without the import
+        # not a string, as in a script without the import
+        annotated.__annotations__ = {"args": parameters.args, "fn": user_id}
     again, cached = unpack(pack((train, fibonacci), "it"))
     assert again() == train() == (6765, "int", "object", True, "setup", 3)
-    assert cached.cache_info() == (18, 21, 7, 7), "it is the very function that the other calls, with a cache of its own"
+    assert cached.cache_info() == (
+        18,
+        21,
+        7,
+        7,
+    ), "it is the very function that the other calls, with a cache of its own"
     assert cached.cache_parameters() == {"maxsize": 7, "typed": False}
-    assert unpack(pack(tokenize._compile, "it")) is tokenize._compile, "that of a module travels by its name"  # type: ignore[attr-defined]
+    of_module = tokenize._compile  # type: ignore[attr-defined]
+    assert unpack(pack(of_module, "it")) is of_module, "that of a module travels by its name"
 
 
-# --- the values of a call ---------------------------------------------------------------------------------------------
+# --- the values of a call -------------------------------------------------------------------------
 
 
 def kept(values: list[Any], keeper: ParcelKeeper | None = None) -> Parcel:

@@ -28,8 +28,12 @@ def gpus_of(view: Any) -> list[int | None]:
     return [worker.gpu for worker in view.workers]
 
 
-def test_two_pools_of_a_mixed_one_run_at_the_same_time(make_gate: Callable[[], Any], eventually: Any) -> None:
-    """Scenario 5: workers without a GPU prepare, those with one train; neither waits for the other."""
+def test_two_pools_of_a_mixed_one_run_at_the_same_time(
+    make_gate: Callable[[], Any], eventually: Any
+) -> None:
+    """Scenario 5: workers without a GPU prepare, those with one train; neither waits for the
+    other.
+    """
     gate = make_gate()
     with parpool(resources=[CPU] * 2 + [GPU] * 2, quiet=True) as pool:
         training, preparing = pool.partition(per_gpu=1)
@@ -41,7 +45,9 @@ def test_two_pools_of_a_mixed_one_run_at_the_same_time(make_gate: Callable[[], A
             return look()[2]
 
         models = [training.parfeval(train, number) for number in range(4)]
-        assert eventually(lambda: [model.state for model in models] == ["running"] * 2 + ["queued"] * 2)
+        assert eventually(
+            lambda: [model.state for model in models] == ["running"] * 2 + ["queued"] * 2
+        )
         prepared = preparing.parfor(lambda x: (x + 1, *look()[1:]), 60)
         assert [value for value, _, _ in prepared] == list(range(1, 61))
         assert {(gpu, visible) for _, gpu, visible in prepared} == {(None, "")}
@@ -70,7 +76,9 @@ def test_workers_with_several_gpus() -> None:
 
 
 def test_parts_of_a_pool_that_rests(eventually: Any) -> None:
-    """Which GPU is whose is known also while no worker has a process; and each comes back to its own."""
+    """Which GPU is whose is known also while no worker has a process; and each comes back to its
+    own.
+    """
     with parpool(resources=[CPU, GPU, GPU], idle_timeout_s=0.3, quiet=True) as pool:
         before = [(worker.index, worker.gpu) for worker in pool.workers]
         assert eventually(lambda: {worker.state for worker in pool.workers} == {"parked"})
@@ -79,26 +87,39 @@ def test_parts_of_a_pool_that_rests(eventually: Any) -> None:
         with pytest.raises(ResourceError, match="requested 2, available 1"):
             parpool(2, start_timeout_s=0.5, quiet=True)
         assert set(training.parfor(lambda _: look()[1], 10)) <= {gpu for _, gpu in before[1:]}
-        assert pool.parfeval_on_all(look).result(300) == [(index, gpu, "" if gpu is None else str(gpu)) for index, gpu in before]
+        assert pool.parfeval_on_all(look).result(300) == [
+            (index, gpu, "" if gpu is None else str(gpu)) for index, gpu in before
+        ]
         assert preparing.parfeval(look).result(300)[0] == 0
 
 
-# --- the pool that tests share ----------------------------------------------------------------------------------------
+# --- the pool that tests share --------------------------------------------------------------------
 
 
-def test_a_worker_that_is_replaced_stays_in_its_part(pool: ParallelPool, eventually: Any, marks: Any) -> None:
-    """And a sticky call of a part is for the part's workers only, also for those that come later."""
+def test_a_worker_that_is_replaced_stays_in_its_part(
+    pool: ParallelPool, eventually: Any, marks: Any
+) -> None:
+    """And a sticky call of a part is for the part's workers only, also for those that come
+    later.
+    """
     part, rest = pool.partition(workers=[1])
     part.parfeval_on_all(lambda: marks.add(f"part {look()[0]}"), sticky=True).result(300)
     before = pool.workers
     for view, index in ((part, 1), (rest, 0)):
-        view.options(worker=index, retries=0).parfeval(os.kill, before[index].pid, signal.SIGKILL).exception(60)
+        view.options(worker=index, retries=0).parfeval(
+            os.kill, before[index].pid, signal.SIGKILL
+        ).exception(300)
         assert eventually(
-            lambda index=index: pool.workers[index].pid != before[index].pid and pool.workers[index].state == "idle", 60
+            lambda index=index: (
+                pool.workers[index].pid != before[index].pid and pool.workers[index].state == "idle"
+            ),
+            60,
         )
     assert [worker.index for worker in part.workers] == [1]
     assert part.parfeval(look).result(300) == (1, before[1].gpu, str(before[1].gpu))
-    assert rest.parfeval_on_all(look).result(300) == [(place, before[place].gpu, str(before[place].gpu)) for place in (0, 2)]
+    assert rest.parfeval_on_all(look).result(300) == [
+        (place, before[place].gpu, str(before[place].gpu)) for place in (0, 2)
+    ]
     assert marks.all() == ["part 1", "part 1"]
 
 

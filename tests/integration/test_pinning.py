@@ -23,7 +23,9 @@ pytestmark = pytest.mark.quick
         (["1"], "1,0", "1,0", "given GPU 1, but something has set CUDA_VISIBLE_DEVICES=1,0"),
     ],
 )
-def test_a_worker_sees_what_it_was_given(given: list[str], before: str | None, after: str, problem: str | None) -> None:
+def test_a_worker_sees_what_it_was_given(
+    given: list[str], before: str | None, after: str, problem: str | None
+) -> None:
     environ = {} if before is None else {"CUDA_VISIBLE_DEVICES": before}
     said = pin(given, environ)
     assert environ["CUDA_VISIBLE_DEVICES"] == after

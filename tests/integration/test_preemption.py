@@ -1,4 +1,5 @@
-"""Machines that a cloud takes back under an open pool: its notice, the watcher beside Ray, what becomes of work (scenario 46).
+"""Machines that a cloud takes back under an open pool: its notice, the watcher beside Ray, what
+becomes of work (scenario 46).
 
 Each cluster is Ray's own for tests; the metadata server is one of ours, the watcher the real one.
 """
@@ -45,14 +46,22 @@ def metadata() -> Iterator[FakeMetadata]:
 def on_cluster(
     start_python: Any, tmp_path: Path, metadata: FakeMetadata, eventually: Any
 ) -> Callable[..., tuple[dict[str, Any], str]]:
-    """Run a script beside a cluster; give notice when it says so; return its facts, and what it has said."""
+    """Run a script beside a cluster; give notice when it says so; return its facts, and what it has
+    said.
+    """
 
     def run(code: str, cores: int = 1) -> tuple[dict[str, Any], str]:
         folder = tmp_path / "marks"
         folder.mkdir()
-        preamble = PREAMBLE.replace("FOLDER", repr(str(folder))).replace("CORES", str(cores)).replace("URL", repr(metadata.url))
+        preamble = (
+            PREAMBLE.replace("FOLDER", repr(str(folder)))
+            .replace("CORES", str(cores))
+            .replace("URL", repr(metadata.url))
+        )
         started = start_python(
-            preamble + textwrap.dedent(code), PYTHONWARNINGS="ignore", PYTHONPATH=str(Path(__file__).parents[2])
+            preamble + textwrap.dedent(code),
+            PYTHONWARNINGS="ignore",
+            PYTHONPATH=str(Path(__file__).parents[2]),
         )
         eventually(lambda: (folder / "taken back").exists() or started.process.poll() is not None)
         metadata.preempted = "TRUE"
@@ -65,8 +74,12 @@ def on_cluster(
     return run
 
 
-def test_what_runs_on_a_machine_that_is_taken_back_saves_and_goes_on_elsewhere(on_cluster: Any, tmp_path: Path) -> None:
-    """Two that look at `should_stop`, and two that have a function called: each is at most once where it was, at no charge."""
+def test_what_runs_on_a_machine_that_is_taken_back_saves_and_goes_on_elsewhere(
+    on_cluster: Any, tmp_path: Path
+) -> None:
+    """Two that look at `should_stop`, and two that have a function called: each is at most once
+    where it was, at no charge.
+    """
     facts, words = on_cluster(f"""
     node = add(num_cpus=3)
 
@@ -154,7 +167,9 @@ def has_same_model(one, other):
 
 
 def test_fit_goes_on_elsewhere_from_the_very_step(on_cluster: Any, tmp_path: Path) -> None:
-    """In the midst of an epoch, with retries=0, when the pool has its size again; the model is what it would have been."""
+    """In the midst of an epoch, with retries=0, when the pool has its size again; the model is what
+    it would have been.
+    """
     facts, words = on_cluster(
         FIT
         + textwrap.dedent(f"""
@@ -166,12 +181,12 @@ def test_fit_goes_on_elsewhere_from_the_very_step(on_cluster: Any, tmp_path: Pat
         watcher = take_back(node)
         eventually(lambda: list(Path({str(tmp_path / "run")!r}).glob("checkpoint_*.json")) or run.done())
         add(num_cpus=1)
-        result = run.result(150)
+        result = run.result(300)
         note(result)
         kill(node)
         facts["watcher"] = watcher.wait(20)
         sizes(pool, 2)
-        facts["same"] = has_same_model(result, fit(pool, 0).result(100))
+        facts["same"] = has_same_model(result, fit(pool, 0).result(300))
     end()
     """)
     )
@@ -184,7 +199,9 @@ def test_fit_goes_on_elsewhere_from_the_very_step(on_cluster: Any, tmp_path: Pat
 
 
 @pytest.mark.long
-def test_fit_on_a_single_machine_goes_on_when_there_is_another(on_cluster: Any, tmp_path: Path) -> None:
+def test_fit_on_a_single_machine_goes_on_when_there_is_another(
+    on_cluster: Any, tmp_path: Path
+) -> None:
     """It keeps what it has and goes on while it can; what it has done since is done again."""
     facts, _ = on_cluster(
         FIT
@@ -197,10 +214,10 @@ def test_fit_on_a_single_machine_goes_on_when_there_is_another(on_cluster: Any, 
         eventually(lambda: run.attempts == 2)
         kill(node)
         add(num_cpus=2)
-        result = run.result(150)
+        result = run.result(300)
         note(result)
         facts["watcher"] = watcher.wait(20)
-        facts["same"] = has_same_model(result, fit(pool, 0).result(100))
+        facts["same"] = has_same_model(result, fit(pool, 0).result(300))
     end()
     """),
         cores=0,
@@ -225,7 +242,7 @@ def test_fit_on_machines_that_have_gone_already_is_charged_nothing(on_cluster: A
 
     node = add(num_cpus=2)
     with parpool(2, address=cluster.address, quiet=True, retries=0) as pool:
-        fit(pool, 0).result(100)
+        fit(pool, 0).result(300)
         heard = pool.options(retries=1).parfeval(hear)
         eventually(lambda: marked("hears"))
         drain(node, 60)
@@ -234,7 +251,7 @@ def test_fit_on_machines_that_have_gone_already_is_charged_nothing(on_cluster: A
         run = fit(pool, 0.02)
         kill(node)
         add(num_cpus=2)
-        facts["epochs"] = run.result(100).metrics_frame["epoch"].max().item()
+        facts["epochs"] = run.result(300).metrics_frame["epoch"].max().item()
         facts["attempts"] = run.attempts
     end()
     """),
@@ -265,7 +282,9 @@ def loop():
 
 
 @pytest.mark.long
-def test_a_loop_asks_ray_train_whose_machine_is_about_to_go(on_cluster: Any, tmp_path: Path) -> None:
+def test_a_loop_asks_ray_train_whose_machine_is_about_to_go(
+    on_cluster: Any, tmp_path: Path
+) -> None:
     """It goes on with those that are left, where these are enough."""
     facts, _ = on_cluster(
         "import tempfile"

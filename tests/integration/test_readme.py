@@ -1,4 +1,6 @@
-"""The README's ten lines, pasted into a Python prompt, and its sweep, on the Ray that raypool starts."""
+"""The README's ten lines, pasted into a Python prompt, and its sweep, on the Ray that raypool
+starts.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,30 @@ from tests.documents import blocks_of
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 CODE = {block.heading: block.code for block in blocks_of("README.md", "python")}
-TEN_LINES, SWEEP, DURABLE = CODE["Ten lines"], CODE["A sweep that is watched"], CODE["A sweep that survives"]
-SPMD, TRAINING, SHARED = CODE["Every worker at once"], CODE["One model on all workers"], CODE["GPUs, seen and shared"]
+TEN_LINES, SWEEP, DURABLE = (
+    CODE["Ten lines"],
+    CODE["A sweep that is watched"],
+    CODE["A sweep that survives"],
+)
+SPMD, TRAINING, SHARED = (
+    CODE["Every worker at once"],
+    CODE["One model on all workers"],
+    CODE["GPUs, seen and shared"],
+)
 
 
 def run(*args: str, code: str | None = None, cwd: Path) -> str:
     """Run Python, with a home of its own, and return what it printed."""
     home = {**os.environ, "HOME": str(cwd)}
-    done = subprocess.run([sys.executable, *args], input=code, cwd=cwd, capture_output=True, text=True, timeout=220, env=home)
+    done = subprocess.run(
+        [sys.executable, *args],
+        input=code,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=220,
+        env=home,
+    )
     assert done.returncode == 0, done.stderr
     assert "Error" not in done.stderr, done.stderr
     return done.stdout
@@ -34,35 +52,59 @@ def run(*args: str, code: str | None = None, cwd: Path) -> str:
 def test_the_ten_lines_at_a_prompt(tmp_path: Path) -> None:
     printed = run("-i", "-q", code=TEN_LINES, cwd=tmp_path)
     assert re.search(r"raypool: \d+ workers? on \S+: (CPU|GPU)", printed)
-    rows = re.findall(r"^ *(\d+) +(8|32|128) +(0\.\d+) +(\d\S+)", printed.replace(">>> ", "").replace("... ", ""), re.MULTILINE)
+    rows = re.findall(
+        r"^ *(\d+) +(8|32|128) +(0\.\d+) +(\d\S+)",
+        printed.replace(">>> ", "").replace("... ", ""),
+        re.MULTILINE,
+    )
     assert len(rows) == 9
     losses = [float(row[3]) for row in rows]
     assert losses == sorted(losses)
     assert losses[0] < 0.1
 
 
-@pytest.mark.parametrize("opened", ['parpool(2, profile="threads")', pytest.param("parpool()", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "opened", ['parpool(2, profile="threads")', pytest.param("parpool()", marks=pytest.mark.long)]
+)
 def test_the_sweep_that_survives(
     opened: str, tmp_path: Path, start_python: Callable[..., Any], eventually: Callable[..., bool]
 ) -> None:
-    """It is killed when the first checkpoints are there, started again, and one of its trainings is replayed."""
+    """It is killed when the first checkpoints are there, started again, and one of its trainings is
+    replayed.
+    """
     assert "with parpool() as pool" in DURABLE
     (tmp_path / "sweep.py").write_text(DURABLE.replace("parpool()", opened))
-    run_it = f"import os, runpy; os.chdir({str(tmp_path)!r}); runpy.run_path('sweep.py', run_name='__main__')"
+    run_it = (
+        f"import os, runpy; os.chdir({str(tmp_path)!r}); runpy.run_path('sweep.py',"
+        " run_name='__main__')"
+    )
     process = start_python(run_it)
     assert eventually(lambda: list(tmp_path.glob("runs/widths/items/*/checkpoint/checkpoint.pt")))
     process.process.kill()
     printed = run("sweep.py", cwd=tmp_path)
     rows = re.findall(r"^(\d) +(\d+) +(0\.\d+) +finished$", printed, re.MULTILINE)
-    assert [(int(index), int(width)) for index, width, _ in rows] == list(enumerate((4, 8, 16, 32, 64, 128)))
+    assert [(int(index), int(width)) for index, width, _ in rows] == list(
+        enumerate((4, 8, 16, 32, 64, 128))
+    )
     assert len(re.findall(r"^\d +0\.\d+$", printed, re.MULTILINE)) == 6, "the best of each"
-    again = run("-c", "from raypool.cli.main import main; main()", "replay", "runs/widths", "3", cwd=tmp_path)
-    assert float(ast.literal_eval(again.strip())["loss"]) == pytest.approx(float(rows[3][2]), abs=1e-6)
+    again = run(
+        "-c",
+        "from raypool.cli.main import main; main()",
+        "replay",
+        "runs/widths",
+        "3",
+        cwd=tmp_path,
+    )
+    assert float(ast.literal_eval(again.strip())["loss"]) == pytest.approx(
+        float(rows[3][2]), abs=1e-6
+    )
 
 
 def test_every_worker_at_once(tmp_path: Path) -> None:
     printed = run("-c", SPMD, cwd=tmp_path)
-    assert "<Composite of 2 ranks>\n  0: Linear, 9 parameters\n  1: Linear, 9 parameters\n" in printed
+    assert (
+        "<Composite of 2 ranks>\n  0: Linear, 9 parameters\n  1: Linear, 9 parameters\n" in printed
+    )
     losses = re.search(r"^\[([\d.]+), ([\d.]+)\]$", printed, re.MULTILINE)
     assert losses
     assert losses[1] != losses[2]
@@ -72,15 +114,22 @@ def test_one_model_on_all_workers(tmp_path: Path) -> None:
     printed = run("-c", TRAINING, cwd=tmp_path)
     rows = re.findall(r"^\d+ +0 +(\d+) +(\d\S+)$", printed, re.MULTILINE)
     assert [epoch for epoch, _ in rows] == ["17", "18", "19"]
-    (path,) = re.findall(r"^(/.*raypool_runs/train_loop-.*/checkpoint_000020)$", printed, re.MULTILINE)
-    assert sorted(each.name for each in Path(path).parent.glob("checkpoint_??????")) == ["checkpoint_000019", "checkpoint_000020"]
+    (path,) = re.findall(
+        r"^(/.*raypool_runs/train_loop-.*/checkpoint_000020)$", printed, re.MULTILINE
+    )
+    assert sorted(each.name for each in Path(path).parent.glob("checkpoint_??????")) == [
+        "checkpoint_000019",
+        "checkpoint_000020",
+    ]
     assert "torch.Size([512, 1])" in printed
 
 
 def test_gpus_seen_and_shared(tmp_path: Path) -> None:
     printed = run("-c", SHARED, cwd=tmp_path)
     assert re.search(r"^\d+ GPUs$", printed, re.MULTILINE)
-    assert len(re.findall(r"^[0-5] +\d+ +\d\.\S+ ", printed, re.MULTILINE)) == 6, "a width and a loss in each row"
+    assert len(re.findall(r"^[0-5] +\d+ +\d\.\S+ ", printed, re.MULTILINE)) == 6, (
+        "a width and a loss in each row"
+    )
 
 
 @pytest.mark.quick
@@ -89,18 +138,31 @@ def test_the_sweep_is_the_example() -> None:
 
 
 def tell_story(printed: str) -> dict[str, str]:
-    """Check that a run of the sweep went as the README tells, and return the state of each training."""
+    """Check that a run of the sweep went as the README tells, and return the state of each
+    training.
+    """
     stopped = re.search(r"^(width .*) learns nothing and is stopped:$", printed, re.MULTILINE)
     assert stopped
     error = re.search(
-        r"^ArithmeticError: (?:.*\n)raypool: it printed last:\n((?:  epoch .*\n)+)raypool: (.*), attempt 1", printed, re.MULTILINE
+        r"^ArithmeticError: (?:.*\n)raypool: it printed last:\n((?:  epoch .*\n)+)raypool: (.*),"
+        r" attempt 1",
+        printed,
+        re.MULTILINE,
     )
     assert error
-    assert [line.split(":")[0] for line in error[1].splitlines()] == ["  epoch 0", "  epoch 1", "  epoch 2"]
+    assert [line.split(":")[0] for line in error[1].splitlines()] == [
+        "  epoch 0",
+        "  epoch 1",
+        "  epoch 2",
+    ]
     best = re.search(r"^Best: (.*), after .* s on worker \d+$", printed, re.MULTILINE)
     assert best
-    assert re.search(r"free again after \d+ ms: <ParallelPool: (\d+) workers?, \1 idle>$", printed, re.MULTILINE)
-    table = re.findall(r"^(width \d+, lr \S+) +(finished|failed|cancelled)\b", printed, re.MULTILINE)
+    assert re.search(
+        r"free again after \d+ ms: <ParallelPool: (\d+) workers?, \1 idle>$", printed, re.MULTILINE
+    )
+    table = re.findall(
+        r"^(width \d+, lr \S+) +(finished|failed|cancelled)\b", printed, re.MULTILINE
+    )
     states = dict(table)
     assert len(table) == len(states) == 10
     assert states[stopped[1]] == states[best[1]] == "finished"

@@ -44,7 +44,11 @@ def replay(*arguments: object) -> Result:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +56,9 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Give the folder of a sweep that a script has run."""
     folder = tmp_path_factory.mktemp("sweep")
     (folder / "sweep.py").write_text(SWEEP)
-    subprocess.run([sys.executable, "sweep.py"], cwd=folder, check=True, capture_output=True, timeout=100)
+    subprocess.run(
+        [sys.executable, "sweep.py"], cwd=folder, check=True, capture_output=True, timeout=100
+    )
     return folder / "run"
 
 
@@ -94,7 +100,15 @@ def test_a_folder_without_a_run_is_an_error(tmp_path):
 
 
 def test_the_debugger_stops_at_the_function_and_where_it_raises(swept):
-    command = [sys.executable, "-c", "from raypool.cli.main import main; main()", "replay", str(swept), "3", "--debug"]
+    command = [
+        sys.executable,
+        "-c",
+        "from raypool.cli.main import main; main()",
+        "replay",
+        str(swept),
+        "3",
+        "--debug",
+    ]
     typed = "p config.lr\ncontinue\np config.lr + 1\nquit\n"
     done = subprocess.run(command, input=typed, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1

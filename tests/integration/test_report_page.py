@@ -1,4 +1,6 @@
-"""The page of `Results.report` in a real browser: it loads without a complaint, sorts, filters, and asks nobody for anything."""
+"""The page of `Results.report` in a real browser: it loads without a complaint, sorts, filters, and
+asks nobody for anything.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,11 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results() -> Results:
-    configs = [{"lr": lr, "network": network, HOSTILE: lr} for lr in (0.2, 0.1, 0.3, 10) for network in ("cnn", "mlp")]
+    configs = [
+        {"lr": lr, "network": network, HOSTILE: lr}
+        for lr in (0.2, 0.1, 0.3, 10)
+        for network in ("cnn", "mlp")
+    ]
     with parpool(2, profile="threads", quiet=True) as pool:
         found: Results = pool.parfor(train, configs, on_error="collect")
         return found
@@ -41,7 +47,8 @@ def results() -> Results:
 
 def headings(browser: Any) -> list[str]:
     found: list[str] = browser.execute_script(
-        "return [...document.querySelectorAll(arguments[0])].map((cell) => cell.innerText.trim())", HEADINGS
+        "return [...document.querySelectorAll(arguments[0])].map((cell) => cell.innerText.trim())",
+        HEADINGS,
     )
     return found
 
@@ -61,7 +68,11 @@ def cells(browser: Any, heading: str) -> list[str]:
 def open_page(browser: Any, path: Path) -> None:
     complaints(browser), requests(browser)  # those of other tests
     browser.get(path.as_uri())
-    assert eventually(lambda: browser.execute_script("return document.querySelectorAll('#items tbody tr').length") > 0)
+    assert eventually(
+        lambda: (
+            browser.execute_script("return document.querySelectorAll('#items tbody tr').length") > 0
+        )
+    )
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +83,9 @@ def written(results: Results, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def page(browser: Any, written: Path) -> Iterator[Any]:
-    """Give the browser with that page, loaded if it is not there already. A test that filters it takes that back."""
+    """Give the browser with that page, loaded if it is not there already. A test that filters it
+    takes that back.
+    """
     if browser.current_url != written.as_uri():
         open_page(browser, written)
     yield browser
@@ -85,7 +98,9 @@ def test_it_loads_without_a_complaint_and_asks_nobody(browser: Any, written: Pat
     assert complaints(browser) == []
     assert {address.partition(":")[0] for address in requests(browser)} <= {"file", "data", "blob"}
     assert browser.execute_script("return window.hacked") is None
-    assert browser.execute_script("return document.querySelectorAll('[data-title*=hare]').length") == 0, "nothing sends data away"
+    assert (
+        browser.execute_script("return document.querySelectorAll('[data-title*=hare]').length") == 0
+    ), "nothing sends data away"
 
 
 EXTENTS = """
@@ -105,12 +120,21 @@ return [...document.querySelectorAll("#coordinates .gl-container canvas")].map((
 
 def test_every_chart_has_drawn_something(page: Any) -> None:
     def wide(marks: str) -> int:
-        return sum(width > 1 and height > 1 for width, height in page.execute_script(EXTENTS, marks))
+        return sum(
+            width > 1 and height > 1 for width, height in page.execute_script(EXTENTS, marks)
+        )
 
     assert eventually(lambda: wide("#curves .scatterlayer .js-line") == 8), "a line for each item"
-    assert eventually(lambda: sum(height > 5 for _, height in page.execute_script(EXTENTS, "#timeline .bars path")) >= 2)
+    assert eventually(
+        lambda: (
+            sum(height > 5 for _, height in page.execute_script(EXTENTS, "#timeline .bars path"))
+            >= 2
+        )
+    )
     assert eventually(lambda: wide("#concurrency .scatterlayer path") >= 1)
-    assert eventually(lambda: max(page.execute_script(PIXELS), default=0) > 1000), page.execute_script(PIXELS)
+    assert eventually(lambda: max(page.execute_script(PIXELS), default=0) > 1000), (
+        page.execute_script(PIXELS)
+    )
     assert complaints(page) == []
 
 
@@ -134,9 +158,13 @@ def test_numbers_sort_as_numbers(page: Any) -> None:
     assert cells(page, "lr") == ["0.2", "0.2", "0.1", "0.1", "0.3", "0.3", "10", "10"]
     heading = page.find_elements(By.CSS_SELECTOR, HEADINGS)[headings(page).index("lr")]
     heading.click()
-    assert eventually(lambda: cells(page, "lr") == ["0.1", "0.1", "0.2", "0.2", "0.3", "0.3", "10", "10"])
+    assert eventually(
+        lambda: cells(page, "lr") == ["0.1", "0.1", "0.2", "0.2", "0.3", "0.3", "10", "10"]
+    )
     heading.click()
-    assert eventually(lambda: cells(page, "lr") == ["10", "10", "0.3", "0.3", "0.2", "0.2", "0.1", "0.1"])
+    assert eventually(
+        lambda: cells(page, "lr") == ["10", "10", "0.3", "0.3", "0.2", "0.2", "0.1", "0.1"]
+    )
 
 
 def curves_drawn(page: Any) -> int:
@@ -158,7 +186,9 @@ def test_the_search_filters_the_table_and_the_charts(page: Any) -> None:
 
 
 def coordinates_drawn(page: Any) -> int:
-    count: int = page.execute_script("return document.querySelectorAll('#coordinates canvas').length")
+    count: int = page.execute_script(
+        "return document.querySelectorAll('#coordinates canvas').length"
+    )
     return count
 
 
@@ -167,18 +197,27 @@ def test_a_column_can_be_filtered(page: Any) -> None:
     from selenium.webdriver.common.keys import Keys
 
     at = headings(page).index("status")
-    fields = page.find_elements(By.CSS_SELECTOR, "div.dt-scroll-head thead tr:nth-child(2) :is(th, td)")[at]
+    fields = page.find_elements(
+        By.CSS_SELECTOR, "div.dt-scroll-head thead tr:nth-child(2) :is(th, td)"
+    )[at]
     field = fields.find_element(By.CSS_SELECTOR, "input")
     field.send_keys("failed")
     assert eventually(lambda: cells(page, "status") == ["failed"] * 2)
     assert eventually(lambda: not coordinates_drawn(page)), "none of these has an accuracy"
-    assert page.execute_script("return document.getElementById('coordinates-note').innerText").startswith("No item")
+    assert page.execute_script(
+        "return document.getElementById('coordinates-note').innerText"
+    ).startswith("No item")
     field.send_keys(Keys.BACKSPACE * len("failed"))
     assert eventually(lambda: coordinates_drawn(page) > 0)
 
 
-def test_values_that_are_too_close_to_be_written_beside_each_other_have_round_ticks_instead(page: Any) -> None:
-    axes = "return document.getElementById('coordinates').data[0].dimensions.map((axis) => [axis.label, axis.ticktext ?? null])"
+def test_values_that_are_too_close_to_be_written_beside_each_other_have_round_ticks_instead(
+    page: Any,
+) -> None:
+    axes = (
+        "return document.getElementById('coordinates').data[0].dimensions.map((axis) =>"
+        " [axis.label, axis.ticktext ?? null])"
+    )
     written = dict(page.execute_script(axes))
     assert sorted(written["lr"]) == ["0.1", "0.2", "10"]
     assert written["accuracy"] is None, "0.8, 0.9 and -9"
@@ -192,10 +231,17 @@ def test_it_fits_into_the_window_light_and_dark(page: Any, width: int) -> None:
         window = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", window)
         for scheme in ("light", "dark"):
-            page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
+            page.execute_cdp_cmd(
+                "Emulation.setEmulatedMedia",
+                {"features": [{"name": "prefers-color-scheme", "value": scheme}]},
+            )
             assert eventually(lambda: page.execute_script(is_dark) == (scheme == "dark"))  # noqa: B023 - called at once
-            colours.add(page.execute_script("return getComputedStyle(document.body).backgroundColor"))
-            assert eventually(lambda: page.execute_script("return document.documentElement.scrollWidth") <= width)
+            colours.add(
+                page.execute_script("return getComputedStyle(document.body).backgroundColor")
+            )
+            assert eventually(
+                lambda: page.execute_script("return document.documentElement.scrollWidth") <= width
+            )
     finally:  # other tests have the same browser
         page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
         page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
@@ -203,19 +249,19 @@ def test_it_fits_into_the_window_light_and_dark(page: Any, width: int) -> None:
 
 
 def test_another_metric_can_be_chosen(page: Any) -> None:
-    page.execute_script(
-        """
+    page.execute_script("""
         const choice = document.getElementById("coordinates-metric");
         choice.value = "duration_s";
         choice.dispatchEvent(new Event("change"));
-        """
+        """)
+    labels = page.execute_script(
+        "return document.getElementById('coordinates').data[0].dimensions.map((axis) => axis.label)"
     )
-    labels = page.execute_script("return document.getElementById('coordinates').data[0].dimensions.map((axis) => axis.label)")
     assert labels[0] == "lr"
     assert labels[-1] == "duration_s"
 
 
-# --- other pages -------------------------------------------------------------------------------------------------------
+# --- other pages ----------------------------------------------------------------------------------
 
 
 def test_the_page_of_an_empty_run_loads_without_a_complaint(browser: Any, tmp_path: Path) -> None:
@@ -237,10 +283,7 @@ def test_the_page_of_an_empty_run_loads_without_a_complaint(browser: Any, tmp_pa
     ],
 )
 def test_other_runs_load_without_a_complaint(
-    browser: Any,
-    tmp_path: Path,
-    fn: Callable[[Any], Any],
-    items: list[Any],
+    browser: Any, tmp_path: Path, fn: Callable[[Any], Any], items: list[Any]
 ) -> None:
     with parpool(2, profile="threads", quiet=True) as pool:
         path = pool.parfor(fn, items, on_error="collect").report(tmp_path / "page.html")
@@ -251,11 +294,19 @@ def test_other_runs_load_without_a_complaint(
 
 
 def test_a_notebook_shows_the_timeline_also_without_pyplot(tmp_path: Path) -> None:
-    make = "from raypool import parpool\nwith parpool(profile='inline', quiet=True) as pool:\n    results = pool.parfor(abs, [1])"
+    make = (
+        "from raypool import parpool\nwith parpool(profile='inline', quiet=True) as pool:\n   "
+        " results = pool.parfor(abs, [1])"
+    )
     svg = "%matplotlib inline\n%config InlineBackend.figure_formats = ['svg']"
 
-    _, outputs = run_cells([make, "results.timeline()", svg, "results.timeline()"], tmp_path / "gate", tmp_path)
+    _, outputs = run_cells(
+        [make, "results.timeline()", svg, "results.timeline()"], tmp_path / "gate", tmp_path
+    )
 
-    kinds = [[set(output["data"]) for output in cell if output["output_type"] == "execute_result"] for cell in outputs]
+    kinds = [
+        [set(output["data"]) for output in cell if output["output_type"] == "execute_result"]
+        for cell in outputs
+    ]
     assert kinds[1] == [{"image/png", "text/plain"}]
     assert kinds[3] == [{"image/svg+xml", "text/plain"}], "what the user has chosen stays"

@@ -1,4 +1,6 @@
-"""`raypool.scaling_report`: what the workers of a training are worth, measured on the training's own workers."""
+"""`raypool.scaling_report`: what the workers of a training are worth, measured on the training's
+own workers.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def pool(two_workers: Any) -> Any:
 
 
 class Slow(nn.Module):
-    """A model of which each sample takes its time: so two workers are twice as fast, whatever else the machine does."""
+    """A model of which each sample takes its time: so two workers are twice as fast, whatever else
+    the machine does.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +66,9 @@ def test_computation_communication_and_what_one_worker_needs(pool: Any) -> None:
     assert report.speed_up > 1
     assert report.to_frame()["workers"].tolist() == [1, 2]
     assert "2 workers:" in str(report)
-    assert all(torch.equal(value, before[name]) for name, value in run.result().model.state_dict().items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in run.result().model.state_dict().items()
+    )
     assert not pool.busy
 
 
@@ -82,7 +88,10 @@ def test_batches_go_round_where_there_are_few(pool: Any) -> None:
     run.result(300)
     report = scaling_report(run)
     assert report.num_steps == 20, "of a training that had 4"
-    assert all(math.isfinite(value) and value > 0 for value in (report.step_s, report.compute_s, report.one_worker_s))
+    assert all(
+        math.isfinite(value) and value > 0
+        for value in (report.step_s, report.compute_s, report.one_worker_s)
+    )
 
 
 def test_while_it_trains_the_report_waits(pool: Any, make_gate: Callable[[], Any]) -> None:
@@ -136,7 +145,12 @@ def test_bad_arguments() -> None:
         for bad in (None, 5, run.result(), pool.parfeval(abs, -1)):
             with pytest.raises(InvalidTypeError, match=r"Give what pool\.fit has returned"):
                 scaling_report(bad)
-        for changes in ({"num_steps": 0}, {"num_steps": None}, {"num_warm_up": -1}, {"num_steps": 1.5}):
+        for changes in (
+            {"num_steps": 0},
+            {"num_steps": None},
+            {"num_warm_up": -1},
+            {"num_steps": 1.5},
+        ):
             with pytest.raises((InvalidValueError, InvalidTypeError), match=next(iter(changes))):
                 scaling_report(run, **changes)
     with pytest.raises(PoolClosedError):
@@ -151,7 +165,15 @@ def test_the_page_on_several_gpus_is_true(run_python: Callable[..., Any]) -> Non
     assert "2 workers:" in printed
     assert "speed-up" in printed
     for name in re.findall(r"`(\w+_(?:s|up))`|`(efficiency)`", text):
-        assert hasattr(ScalingReport, "".join(name)) or "".join(name) in ScalingReport.__annotations__
-    for name in ("mini_batch_size", "scale_batch", "scale_learning_rate", "accumulate_steps", "precision"):
+        assert (
+            hasattr(ScalingReport, "".join(name)) or "".join(name) in ScalingReport.__annotations__
+        )
+    for name in (
+        "mini_batch_size",
+        "scale_batch",
+        "scale_learning_rate",
+        "accumulate_steps",
+        "precision",
+    ):
         assert f"`{name}" in text
         assert name in TrainingOptions.__annotations__

@@ -1,4 +1,5 @@
-"""The Ray that raypool starts: safe, quiet, and gone afterwards; and the one that it finds, which stays (scenarios 2 and 4).
+"""The Ray that raypool starts: safe, quiet, and gone afterwards; and the one that it finds, which
+stays (scenarios 2 and 4).
 
 Each session here has a process of its own, with Ray's settings as a user has them.
 """
@@ -91,13 +92,15 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def session(run_python: Run, code: str, **env: Any) -> tuple[dict[str, Any], subprocess.CompletedProcess[str]]:
+def session(
+    run_python: Run, code: str, **env: Any
+) -> tuple[dict[str, Any], subprocess.CompletedProcess[str]]:
     """Run a script that tells what it has seen in its last line."""
     done = run_python(PREAMBLE + textwrap.dedent(code), **env)
     return json.loads(done.stdout.splitlines()[-1]), done
 
 
-# --- a session from its beginning to its end --------------------------------------------------------------------------
+# --- a session from its beginning to its end ------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +172,9 @@ def test_one_worker_for_each_core_or_gpu(first: Any) -> None:
 
 
 def test_one_line_is_printed_and_no_more(first: Any) -> None:
-    """Not what the workers print, not Ray's own words, and nothing about a worker that dies and is replaced."""
+    """Not what the workers print, not Ray's own words, and nothing about a worker that dies and is
+    replaced.
+    """
     facts, done = first
     line, *rest = done.stdout.splitlines()
     count = len(facts["workers"])
@@ -191,7 +196,9 @@ def test_all_ports_are_on_the_loopback(first: Any) -> None:
 
 
 def test_no_process_runs_that_has_nothing_to_do(first: Any) -> None:
-    """No dashboard, nothing that scales, nobody who reads logs; and who asks the dashboard is told so, not kept waiting."""
+    """No dashboard, nothing that scales, nobody who reads logs; and who asks the dashboard is told
+    so, not kept waiting.
+    """
     facts, _ = first
     said = "\n".join(facts["commands"])
     assert "gcs_server" in said, "the test has not seen Ray's processes"
@@ -230,7 +237,9 @@ def test_its_files_are_this_users_and_go_with_it(first: Any) -> None:
 
 
 def test_values_outlive_the_ray_that_made_them(first: Any) -> None:
-    """Those that were fetched, those that only a future holds, and errors; also while the next Ray runs."""
+    """Those that were fetched, those that only a future holds, and errors; also while the next Ray
+    runs.
+    """
     sums = [0, 500_000, 1_000_000]
     assert first[0]["values"] == [*sums, 499_999, "division by zero", *sums]
 
@@ -242,12 +251,16 @@ def test_ray_is_gone_with_the_last_pool_and_comes_again(first: Any) -> None:
     assert facts["again"] == [1]
 
 
-# --- other beginnings -------------------------------------------------------------------------------------------------
+# --- other beginnings -----------------------------------------------------------------------------
 
 
 @pytest.mark.long
-def test_ray_imported_first_and_a_token_that_others_can_read(run_python: Run, tmp_path: Path) -> None:
-    """What Ray has read from the environment when it was imported is put right; so is the file's mode."""
+def test_ray_imported_first_and_a_token_that_others_can_read(
+    run_python: Run, tmp_path: Path
+) -> None:
+    """What Ray has read from the environment when it was imported is put right; so is the file's
+    mode.
+    """
     token = tmp_path / ".ray" / "auth_token"
     token.parent.mkdir(mode=0o755)
     token.write_text("a" * 64)
@@ -277,7 +290,9 @@ def test_ray_imported_first_and_a_token_that_others_can_read(run_python: Run, tm
 def test_a_ray_that_runs_in_this_process_is_used_and_left(shared_pool: ParallelPool) -> None:
     before = ray.get_runtime_context().get_node_id()
     with parpool(1, resources=WorkerResources(gpus=0), quiet=True) as pool:
-        inside = pool.parfeval(lambda: __import__("ray").get_runtime_context().get_node_id()).result(300)
+        inside = pool.parfeval(
+            lambda: __import__("ray").get_runtime_context().get_node_id()
+        ).result(300)
     assert inside == before
     assert ray.is_initialized()
     assert ray.get_runtime_context().get_node_id() == before
@@ -285,7 +300,9 @@ def test_a_ray_that_runs_in_this_process_is_used_and_left(shared_pool: ParallelP
 
 @pytest.mark.long
 def test_a_ray_of_the_users_own_with_chosen_gpus(run_python: Run) -> None:
-    """Ray's own numbers of GPUs count: with CUDA_VISIBLE_DEVICES=4,6 there are a GPU 4 and a GPU 6."""
+    """Ray's own numbers of GPUs count: with CUDA_VISIBLE_DEVICES=4,6 there are a GPU 4 and a GPU
+    6.
+    """
     code = """
     import ray
     ray.init(
@@ -317,7 +334,9 @@ def test_a_ray_of_the_users_own_with_chosen_gpus(run_python: Run) -> None:
     assert facts["is Ray left"] is True
 
 
-def test_a_cluster_at_an_address_is_used_and_left(ray_session: None, run_python: Run, eventually: Any) -> None:
+def test_a_cluster_at_an_address_is_used_and_left(
+    ray_session: None, run_python: Run, eventually: Any
+) -> None:
     """Another process joins the Ray of this one, takes two of its GPUs, and leaves."""
     address = ray.get_runtime_context().gcs_address
     code = f"""
@@ -362,7 +381,10 @@ def test_ray_does_not_come_up(run_python: Run) -> None:
         print(json.dumps({"error": str(error)}))
     """
     facts, _ = session(run_python, code)
-    assert "could not be started or reached at this machine: The current node timed out" in facts["error"]
+    assert (
+        "could not be started or reached at this machine: The current node timed out"
+        in facts["error"]
+    )
 
 
 def test_a_home_that_cannot_be_written(run_python: Run) -> None:
@@ -378,12 +400,14 @@ def test_a_home_that_cannot_be_written(run_python: Run) -> None:
     assert "/dev/null/.ray" in facts["error"]
 
 
-# --- without Ray ------------------------------------------------------------------------------------------------------
+# --- without Ray ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("allowed", ["one core", "SLURM"])
 def test_only_the_cores_that_this_process_may_use(run_python: Run, allowed: str) -> None:
-    """Scenario 4: an affinity mask and SLURM's share count; and neither Ray nor torch is imported."""
+    """Scenario 4: an affinity mask and SLURM's share count; and neither Ray nor torch is
+    imported.
+    """
     code = f"""
     if {allowed!r} == "one core":
         os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
@@ -402,7 +426,9 @@ def test_only_the_cores_that_this_process_may_use(run_python: Run, allowed: str)
 
 
 def test_a_debugger_stops_in_the_function_itself(by_value: None) -> None:
-    """Scenario 8: with profile="inline" and max_workers=0 the function runs on the caller's own stack."""
+    """Scenario 8: with profile="inline" and max_workers=0 the function runs on the caller's own
+    stack.
+    """
     import inspect
 
     def callers(_: int) -> list[str]:

@@ -34,8 +34,12 @@ def test_all_cards_get_as_many_workers(pool: ParallelPool) -> None:
     assert len({worker.pid for worker in pool.workers}) == 6
 
 
-def test_who_wants_more_than_its_part_harms_nobody_else(pool: ParallelPool, cards: SimulatedGpus) -> None:
-    """All hold what they may have, at the same time; then all ask for more, and fail by themselves."""
+def test_who_wants_more_than_its_part_harms_nobody_else(
+    pool: ParallelPool, cards: SimulatedGpus
+) -> None:
+    """All hold what they may have, at the same time; then all ask for more, and fail by
+    themselves.
+    """
 
     def ask_for_much(spmd: object) -> tuple[int, str, int]:
         import torch
@@ -53,4 +57,6 @@ def test_who_wants_more_than_its_part_harms_nobody_else(pool: ParallelPool, card
 
     answers = list(pool.spmd(ask_for_much))
     assert Counter(gpu for gpu, _, _ in answers) == {0: 2, 1: 2, 2: 2}
-    assert all("out of memory" in words and num_bytes == 7 * GIBIBYTE for _, words, num_bytes in answers)
+    assert all(
+        "out of memory" in words and num_bytes == 7 * GIBIBYTE for _, words, num_bytes in answers
+    )

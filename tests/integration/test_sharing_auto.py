@@ -27,9 +27,14 @@ def gpus(tmp_path: Path) -> SimulatedGpus:
 
 @pytest.mark.parametrize("retries", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_a_card_is_filled_and_an_item_that_needs_it_whole_gets_it(
-    gpus: SimulatedGpus, retries: int, caplog: pytest.LogCaptureFixture, eventually: Callable[..., bool]
+    gpus: SimulatedGpus,
+    retries: int,
+    caplog: pytest.LogCaptureFixture,
+    eventually: Callable[..., bool],
 ) -> None:
-    """Items of 3 GiB: four workers share the card. Then one of 14 GiB : it runs again alone, and all have results."""
+    """Items of 3 GiB: four workers share the card. Then one of 14 GiB : it runs again alone, and
+    all have results.
+    """
     caplog.set_level(logging.INFO, "raypool")
 
     def train(gibibytes: int) -> tuple[int, int, int]:
@@ -56,7 +61,9 @@ def test_a_card_is_filled_and_an_item_that_needs_it_whole_gets_it(
         assert [value[0] for value in pool.parfor(train, [3, 3])] == [3, 3]
 
 
-def test_where_nothing_is_known_each_card_keeps_one_worker(gpus: SimulatedGpus, caplog: pytest.LogCaptureFixture) -> None:
+def test_where_nothing_is_known_each_card_keeps_one_worker(
+    gpus: SimulatedGpus, caplog: pytest.LogCaptureFixture
+) -> None:
     """NVML gives no answer: the pool works, stays as it is, and says so once."""
     gpus.break_down()
 
@@ -71,7 +78,9 @@ def test_where_nothing_is_known_each_card_keeps_one_worker(gpus: SimulatedGpus, 
 
 
 def is_somebody_in_the_door() -> bool:
-    """Whether an item waits to be alone on a card: it holds a lock in the pool's folder for temporary files."""
+    """Whether an item waits to be alone on a card: it holds a lock in the pool's folder for
+    temporary files.
+    """
     for path in Path(tempfile.gettempdir()).rglob("gpu-*.door"):
         with path.open() as file:
             try:
@@ -81,8 +90,12 @@ def is_somebody_in_the_door() -> bool:
     return False
 
 
-def test_waiting_for_the_card_can_be_cancelled(gpus: SimulatedGpus, gate: Any, eventually: Callable[..., bool]) -> None:
-    """An item that is to run alone waits for its neighbour; it is cancelled there, and neither worker is lost for that."""
+def test_waiting_for_the_card_can_be_cancelled(
+    gpus: SimulatedGpus, gate: Any, eventually: Callable[..., bool]
+) -> None:
+    """An item that is to run alone waits for its neighbour; it is cancelled there, and neither
+    worker is lost for that.
+    """
 
     def train(gibibytes: int) -> int:
         return gpus.allocate(gibibytes * GIBIBYTE).num_bytes

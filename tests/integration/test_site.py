@@ -70,7 +70,9 @@ def test_all_links_lead_somewhere(pages: dict[Path, Page], site: Path) -> None:
             if target.is_dir():
                 target /= "index.html"
             is_there = target.exists() and (
-                not address.fragment or target not in pages or has_place(pages[target], address.fragment)
+                not address.fragment
+                or target not in pages
+                or has_place(pages[target], address.fragment)
             )
             if not is_there:
                 astray[path.relative_to(site).as_posix()].append(link)
@@ -92,14 +94,23 @@ def test_nothing_is_fetched_from_elsewhere(pages: dict[Path, Page], site: Path) 
 def test_every_public_name_has_its_place(pages: dict[Path, Page], site: Path) -> None:
     places = set().union(*(page.anchors for path, page in pages.items() if "api" in path.parts))
     assert {f"raypool.{name}" for name in raypool.__all__} <= places
-    assert {"raypool.ParallelPool.parfor", "raypool.Future.cancel", "raypool.Results.to_frame"} <= places
-    found = {entry["location"] for entry in json.loads((site / "search/search_index.json").read_text())["docs"]}
+    assert {
+        "raypool.ParallelPool.parfor",
+        "raypool.Future.cancel",
+        "raypool.Results.to_frame",
+    } <= places
+    found = {
+        entry["location"]
+        for entry in json.loads((site / "search/search_index.json").read_text())["docs"]
+    }
     assert "docs/api/pools.html#raypool.parpool" in found
     assert any(place.startswith("docs/durable.html#") for place in found)
 
 
 def test_a_browser_shows_it(site: Path, browser: Any, serve: Callable[[Path], str]) -> None:  # noqa: F811
-    """Each kind of page loads without a complaint, and without asking anybody else; what is looked for is found."""
+    """Each kind of page loads without a complaint, and without asking anybody else; what is looked
+    for is found.
+    """
     from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException
     from selenium.webdriver.common.by import By
     from selenium.webdriver.support.ui import WebDriverWait
@@ -117,12 +128,21 @@ def test_a_browser_shows_it(site: Path, browser: Any, serve: Callable[[Path], st
         assert browser.find_element(By.TAG_NAME, "h1").text.startswith(title)
         assert complaints(browser) == []
     browser.get(f"{root}/index.html")
-    torn = [NoSuchElementException, StaleElementReferenceException]  # it searches anew with each letter
+    # it searches anew with each letter
+    torn = [NoSuchElementException, StaleElementReferenceException]
     wait = WebDriverWait(browser, 30, ignored_exceptions=torn)
-    wait.until(lambda _: browser.find_element(By.CSS_SELECTOR, "[data-md-component=search-query]").is_displayed())
-    browser.find_element(By.CSS_SELECTOR, "[data-md-component=search-query]").send_keys("parfeval_on_all")
+    wait.until(
+        lambda _: browser.find_element(
+            By.CSS_SELECTOR, "[data-md-component=search-query]"
+        ).is_displayed()
+    )
+    browser.find_element(By.CSS_SELECTOR, "[data-md-component=search-query]").send_keys(
+        "parfeval_on_all"
+    )
     selector = ".md-search-result__link[href*='ParallelPool.parfeval_on_all']"
-    browser.get(wait.until(lambda _: browser.find_element(By.CSS_SELECTOR, selector).get_attribute("href")))
+    browser.get(
+        wait.until(lambda _: browser.find_element(By.CSS_SELECTOR, selector).get_attribute("href"))
+    )
     heading = browser.find_element(By.ID, "raypool.ParallelPool.parfeval_on_all")
     signature = heading.find_element(By.XPATH, "following-sibling::div[1]")
     assert "fn: Callable" in signature.text

@@ -1,4 +1,6 @@
-"""Every worker at once, on real Ray: collectives, rings, values that stay, other work beside it (scenarios 28 to 30, 32, 33)."""
+"""Every worker at once, on real Ray: collectives, rings, values that stay, other work beside it
+(scenarios 28 to 30, 32, 33).
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def add_up(context: Any) -> int:
     return context.all_reduce(context.rank + 1)
 
 
-# --- collectives ------------------------------------------------------------------------------------------------------
+# --- collectives ----------------------------------------------------------------------------------
 
 
 def test_collectives(pool: ParallelPool) -> None:
@@ -51,9 +53,14 @@ def test_collectives(pool: ParallelPool) -> None:
             "mean": context.all_reduce(float(context.rank), op="mean"),
             "joined": context.all_reduce((context.rank,), op=lambda a, b: a + b),
             "reduced": (first, None if last is None else last.tolist()),
-            "gathered": (context.all_gather(context.rank), context.gather(str(context.rank), dst=1)),
+            "gathered": (
+                context.all_gather(context.rank),
+                context.gather(str(context.rank), dst=1),
+            ),
             "broadcast": context.broadcast({"from": context.rank}, src=2),
-            "scattered": context.scatter([10 * n for n in range(3)] if context.rank == 2 else None, src=2),
+            "scattered": context.scatter(
+                [10 * n for n in range(3)] if context.rank == 2 else None, src=2
+            ),
         }
 
     for rank, seen in enumerate(pool.spmd(fn)):
@@ -73,7 +80,11 @@ def test_collectives(pool: ParallelPool) -> None:
 @pytest.mark.quick
 def test_a_rank_is_on_its_workers_gpu(pool: ParallelPool) -> None:
     def fn(context: Any) -> Any:
-        return current_task().gpu, os.environ["CUDA_VISIBLE_DEVICES"], context.device == current_task().device
+        return (
+            current_task().gpu,
+            os.environ["CUDA_VISIBLE_DEVICES"],
+            context.device == current_task().device,
+        )
 
     expected = [(worker.gpu, str(worker.gpu), True) for worker in pool.workers]
     assert list(pool.spmd(fn)) == expected
@@ -81,7 +92,9 @@ def test_a_rank_is_on_its_workers_gpu(pool: ParallelPool) -> None:
 
 
 @pytest.mark.quick
-def test_what_ranks_report_and_print_arrives(pool: ParallelPool, gate: Any, eventually: Callable[..., bool]) -> None:
+def test_what_ranks_report_and_print_arrives(
+    pool: ParallelPool, gate: Any, eventually: Callable[..., bool]
+) -> None:
     """While they run, too."""
 
     def fn(context: Any) -> None:
@@ -115,7 +128,9 @@ def test_a_ring_of_large_tensors(pool: ParallelPool) -> None:
         right, left = (context.rank + 1) % 3, (context.rank - 1) % 3
         size = 1_000_000
         for turn in range(3):
-            tensor = context.send_receive(torch.full((size,), 10.0 * turn + context.rank, dtype=torch.float64), right, left)
+            tensor = context.send_receive(
+                torch.full((size,), 10.0 * turn + context.rank, dtype=torch.float64), right, left
+            )
             array = context.send_receive(np.full(size, context.rank), right, left)
             text = context.send_receive(str(context.rank) * 8 * size, right, left)
             assert tensor.shape == (size,)
@@ -136,13 +151,15 @@ def test_an_open_chain(pool: ParallelPool) -> None:
         last = context.world_size - 1
         right = None if context.rank == last else context.rank + 1
         left = None if context.rank == 0 else context.rank - 1
-        got = context.send_receive(torch.full((1_000_000,), float(context.rank)), dst=right, src=left)
+        got = context.send_receive(
+            torch.full((1_000_000,), float(context.rank)), dst=right, src=left
+        )
         return None if got is None else got.unique().tolist()
 
     assert list(pool.spmd(fn, workers=[2, 0, 1])) == [None, [0.0], [1.0]]
 
 
-# --- values that stay -------------------------------------------------------------------------------------------------
+# --- values that stay -----------------------------------------------------------------------------
 
 
 def load(context: Any) -> Any:
@@ -156,11 +173,17 @@ def train(context: Any, weights: Any, step: float) -> float:
     return context.all_reduce(weights.mean().item())
 
 
-def test_a_composite_from_its_making_to_its_end(pool: ParallelPool, eventually: Callable[..., bool]) -> None:
+def test_a_composite_from_its_making_to_its_end(
+    pool: ParallelPool, eventually: Callable[..., bool]
+) -> None:
     """Scenario 30, with a worker that dies in between."""
     models = pool.spmd(load, workers=[0, 2])
     with pool.transfer_bytes() as moved:
-        assert repr(models) == "<Composite of 2 ranks>\n  0: Tensor (500, 500) float32\n  1: Tensor (500, 500) float32"
+        assert (
+            repr(models)
+            == "<Composite of 2 ranks>\n  0: Tensor (500, 500) float32\n  1: Tensor (500, 500)"
+            " float32"
+        )
         assert [pool.spmd(train, models, 1.0)[0] for _ in range(5)] == [3.0, 5.0, 7.0, 9.0, 11.0]
     assert max(moved.total) < 100_000, "a megabyte went by"
     assert models[1].unique().tolist() == [6.0]
@@ -174,7 +197,9 @@ def test_a_composite_from_its_making_to_its_end(pool: ParallelPool, eventually: 
 
 
 def check_lost(pool: ParallelPool, models: Composite, eventually: Callable[..., bool]) -> None:
-    """Rank 1 has lost its worker, which is told wherever its part is wanted; the other part is there."""
+    """Rank 1 has lost its worker, which is told wherever its part is wanted; the other part is
+    there.
+    """
     assert eventually(lambda: not models.exists(1))
     assert models[0].unique().tolist() == [5.0]
     for use in (lambda: models[1], lambda: pool.spmd(train, models, 1.0)):
@@ -184,7 +209,7 @@ def check_lost(pool: ParallelPool, models: Composite, eventually: Callable[..., 
     assert "1: lost with worker 2" in repr(models)
 
 
-# --- beside other work ------------------------------------------------------------------------------------------------
+# --- beside other work ----------------------------------------------------------------------------
 
 
 def test_a_gang_gets_its_turn_in_a_stream_of_tasks(pool: ParallelPool) -> None:
@@ -222,7 +247,9 @@ def test_calls_from_several_threads(pool: ParallelPool) -> None:
 
 
 @pytest.mark.quick
-def test_a_call_from_the_callback_of_a_future(pool: ParallelPool, gate: Any, eventually: Callable[..., bool]) -> None:
+def test_a_call_from_the_callback_of_a_future(
+    pool: ParallelPool, gate: Any, eventually: Callable[..., bool]
+) -> None:
     """It can be handed in there, but not waited for."""
     jobs: list[Any] = []
     problems: list[BaseException] = []
@@ -241,7 +268,9 @@ def test_a_call_from_the_callback_of_a_future(pool: ParallelPool, gate: Any, eve
     assert list(jobs[0].result(300)) == [6] * 3
 
 
-def test_a_part_that_is_busy_does_not_hold_up_the_other(pool: ParallelPool, gate: Any, eventually: Callable[..., bool]) -> None:
+def test_a_part_that_is_busy_does_not_hold_up_the_other(
+    pool: ParallelPool, gate: Any, eventually: Callable[..., bool]
+) -> None:
     """Scenario 33."""
     second, first = pool.partition(workers=[0, 1])
     holding = first.parfeval(gate.wait)
@@ -270,7 +299,10 @@ def test_two_parts_start_groups_at_the_same_time(shared_pool: ParallelPool) -> N
         parts = pool.partition(workers=[0, 1])
         for turn in range(20):
             wanted = [order[turn % 2] for order in orders]
-            jobs = [part.spmd_async(fn, workers=order) for part, order in zip(parts, wanted, strict=True)]
+            jobs = [
+                part.spmd_async(fn, workers=order)
+                for part, order in zip(parts, wanted, strict=True)
+            ]
             (first,), (second,) = [set(map(repr, job.result(300))) for job in jobs]
             assert first.startswith(f"(3.0, {wanted[0]}, ")
             assert second.startswith(f"(7.0, {wanted[1]}, ")

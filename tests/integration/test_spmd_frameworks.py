@@ -1,6 +1,8 @@
-"""Scripts of other frameworks in a pool: the examples, on two CPU workers, come to what one process comes to.
+"""Scripts of other frameworks in a pool: the examples, on two CPU workers, come to what one process
+comes to.
 
-All share one pool, and with it one warm group: that each leaves it as it was is part of what is tested.
+All share one pool, and with it one warm group: that each leaves it as it was is part of what is
+tested.
 """
 
 from __future__ import annotations
@@ -25,8 +27,12 @@ Load = Callable[[str], Any]
 
 
 def needs(package: str) -> pytest.MarkDecorator:
-    """Skip a test where a package is not installed, without importing it here: that is for the workers."""
-    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
+    """Skip a test where a package is not installed, without importing it here: that is for the
+    workers.
+    """
+    return pytest.mark.skipif(
+        importlib.util.find_spec(package) is None, reason=f"{package} is not installed"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +43,9 @@ def pool(ray_session: None, by_value: None) -> Iterator[ParallelPool]:
 
 
 def assert_same(ours: Any, theirs: Any) -> None:
-    """Check that tensors are the same but for the order in which sums were formed, and that they say something."""
+    """Check that tensors are the same but for the order in which sums were formed, and that they
+    say something.
+    """
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
     tensors = theirs.values() if isinstance(theirs, dict) else theirs
     assert all(tensor.abs().max() > 1e-4 for tensor in tensors)
@@ -49,7 +57,7 @@ def assert_learned(losses: list[float], losses_alone: list[float]) -> None:
     assert losses[-1] < losses[0]
 
 
-# --- torch ------------------------------------------------------------------------------------------------------------
+# --- torch ----------------------------------------------------------------------------------------
 
 
 def test_ddp_equals_one_process(pool: ParallelPool, load: Load) -> None:
@@ -79,7 +87,12 @@ def test_tensor_parallel_equals_one_process(pool: ParallelPool, load: Load) -> N
     for outputs, gradients, held in pool.spmd(example.train):
         assert_same([outputs], [outputs_alone])
         assert_same(gradients, gradients_alone)
-        assert held == {"up.weight": (32, 16), "up.bias": (32,), "down.weight": (16, 32), "down.bias": (16,)}
+        assert held == {
+            "up.weight": (32, 16),
+            "up.bias": (32,),
+            "down.weight": (16, 32),
+            "down.bias": (16,),
+        }
 
 
 def test_pipeline_equals_one_process(pool: ParallelPool, load: Load) -> None:
@@ -97,8 +110,12 @@ def identity(ctx: Any) -> tuple[int, int]:
     return os.getpid(), id(ctx.process_group)
 
 
-def test_one_group_serves_them_all(pool: ParallelPool, load: Load, monkeypatch: Any, capsys: Any) -> None:
-    """Each script as a user runs it, but in this pool: it prints what it says, and the group is the same at the end."""
+def test_one_group_serves_them_all(
+    pool: ParallelPool, load: Load, monkeypatch: Any, capsys: Any
+) -> None:
+    """Each script as a user runs it, but in this pool: it prints what it says, and the group is the
+    same at the end.
+    """
     before = list(pool.spmd(identity))
     for name in TORCH_EXAMPLES:
         monkeypatch.setattr(load(name), "parpool", lambda num_workers: nullcontext(pool))
@@ -119,7 +136,7 @@ def test_a_script_by_itself(run_python: Any) -> None:
     assert done.stdout.endswith(" at most.\n")
 
 
-# --- others -----------------------------------------------------------------------------------------------------------
+# --- others ---------------------------------------------------------------------------------------
 
 
 def check_descent(results: Any, alone: Any) -> None:
@@ -132,11 +149,16 @@ def check_descent(results: Any, alone: Any) -> None:
 
 @needs("tensorflow")
 def test_tensorflow_equals_one_process(pool: ParallelPool, load: Load) -> None:
-    """Also with the strategy of an earlier call, and with one that is made anew, which finds the addresses as they were."""
+    """Also with the strategy of an earlier call, and with one that is made anew, which finds the
+    addresses as they were.
+    """
     example = load("spmd_tensorflow")
     for _ in range(2):
         strategies = pool.spmd(example.connect)
-        assert list(pool.spmd(lambda _, strategy: strategy.num_replicas_in_sync, strategies)) == [2, 2]
+        assert list(pool.spmd(lambda _, strategy: strategy.num_replicas_in_sync, strategies)) == [
+            2,
+            2,
+        ]
         for _ in range(2):
             check_descent(pool.spmd(example.train, strategies, 10), example.train_alone(10))
     assert list(pool.spmd(lambda ctx: ctx.all_reduce(1))) == [2, 2]

@@ -1,4 +1,6 @@
-"""The process group of the ranks, on real Ray: warm from call to call, hidden in between, on the loopback only; nothing leaks."""
+"""The process group of the ranks, on real Ray: warm from call to call, hidden in between, on the
+loopback only; nothing leaks.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ def count() -> dict[str, int]:
     }
 
 
-# --- warm -------------------------------------------------------------------------------------------------------------
+# --- warm -----------------------------------------------------------------------------------------
 
 
 def test_many_calls_use_one_group(pool: ParallelPool) -> None:
@@ -71,8 +73,12 @@ def test_many_calls_use_one_group(pool: ParallelPool) -> None:
             assert seen[-1][rank][name] <= seen[9][rank][name] + SPARE, name
 
 
-def test_groups_that_alternate_leave_nothing_behind(pool: ParallelPool, eventually: Callable[..., bool]) -> None:
-    """What a group that is of no use any more has left open is closed some seconds later, in the next call."""
+def test_groups_that_alternate_leave_nothing_behind(
+    pool: ParallelPool, eventually: Callable[..., bool]
+) -> None:
+    """What a group that is of no use any more has left open is closed some seconds later, in the
+    next call.
+    """
     subsets = ([0, 1, 2], [2, 1], [1, 0], [2, 1, 0])
     before = pool.parfeval_on_all(count).result(300)
     numbers = [pool.spmd(look_inside, workers=subsets[turn % 4])[0]["number"] for turn in range(40)]
@@ -82,7 +88,9 @@ def test_groups_that_alternate_leave_nothing_behind(pool: ParallelPool, eventual
         pool.spmd(add_up)
         now = pool.parfeval_on_all(count).result(300)
         return all(
-            each[name] <= start[name] + 20 for start, each in zip(before, now, strict=True) for name in ("sockets", "threads")
+            each[name] <= start[name] + 20
+            for start, each in zip(before, now, strict=True)
+            for name in ("sockets", "threads")
         )
 
     assert eventually(are_few), pool.parfeval_on_all(count).result(300)
@@ -113,7 +121,7 @@ def test_failures_leave_nothing_behind(pool: ParallelPool) -> None:
             assert end[name] <= start[name] + SPARE, (name, before, after)
 
 
-# --- hidden -----------------------------------------------------------------------------------------------------------
+# --- hidden ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.quick
@@ -160,7 +168,9 @@ def test_a_group_that_a_task_leaves_open_is_its_own(pool: ParallelPool) -> None:
 
 @pytest.mark.parametrize("is_warm", [True, False])
 def test_a_group_that_one_worker_has_left(pool: ParallelPool, is_warm: bool) -> None:
-    """Torch numbers the groups of a process, and ranks find each other by these numbers: they have to agree all the same."""
+    """Torch numbers the groups of a process, and ranks find each other by these numbers: they have
+    to agree all the same.
+    """
 
     def make_some() -> None:
         import torch.distributed as dist
@@ -172,7 +182,8 @@ def test_a_group_that_one_worker_has_left(pool: ParallelPool, is_warm: bool) -> 
     def close_all() -> None:
         import torch.distributed as dist
 
-        if dist.is_initialized():  # torch closes all groups of a process with the ranks' own one, when that is replaced
+        # torch closes all groups of a process with the ranks' own one, when that is replaced
+        if dist.is_initialized():
             dist.destroy_process_group()
 
     def pair(context: Any) -> float:
@@ -231,7 +242,7 @@ def test_the_default_group_is_torchs_own(pool: ParallelPool) -> None:
     assert [seen[3:] for seen in pool.spmd(fn)] == [("gloo", 4.0), ("gloo", 2.0), ("gloo", 4.0)]
 
 
-# --- the environment --------------------------------------------------------------------------------------------------
+# --- the environment ------------------------------------------------------------------------------
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -253,13 +264,20 @@ def test_the_environment_is_that_of_torchrun(pool: ParallelPool) -> None:
     pool.parfeval_on_all(set_own, "mine").result(300)
     seen = list(pool.spmd(fn))
     for rank, names in enumerate(seen):
-        expected = {"RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "3"}
+        expected = {
+            "RANK": str(rank),
+            "WORLD_SIZE": "3",
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": "3",
+        }
         assert {name: names[name] for name in expected} == expected
         assert names["MASTER_ADDR"] == "127.0.0.1"
     ports = {names["MASTER_PORT"] for names in seen}
     assert len(ports) == 1
     assert pool.parfeval_on_all(look).result(300) == [dict.fromkeys(NAMES) | {"RANK": "mine"}] * 3
-    others = {pool.spmd(fn, workers=order)[0]["MASTER_PORT"] for order in ([2, 1, 0], [1, 0, 2], [0, 2])}
+    others = {
+        pool.spmd(fn, workers=order)[0]["MASTER_PORT"] for order in ([2, 1, 0], [1, 0, 2], [0, 2])
+    }
     assert len(others | ports) == 4, "the port is always the same"
     pool.parfeval_on_all(remove_own).result(300)
 
@@ -281,14 +299,17 @@ def test_what_is_in_the_environment_makes_a_group(pool: ParallelPool) -> None:
         dist.init_process_group("gloo")
         x = torch.tensor(context.rank + 1.0)
         dist.all_reduce(x)
-        context.barrier()  # gloo drops what a rank has not read yet when another one closes the connection
+        # gloo drops what a rank has not read yet when another one closes the connection
+        context.barrier()
         dist.destroy_process_group()
         return x.item()
 
     assert list(pool.spmd(fn)) == [6.0] * 3
 
 
-def test_nobody_outside_this_machine_can_connect(pool: ParallelPool, make_gate: Callable[[], Any]) -> None:
+def test_nobody_outside_this_machine_can_connect(
+    pool: ParallelPool, make_gate: Callable[[], Any]
+) -> None:
     """Whatever the ranks listen at, they do on the loopback."""
 
     def fn(context: Any) -> int:
@@ -308,17 +329,26 @@ def test_nobody_outside_this_machine_can_connect(pool: ParallelPool, make_gate: 
     during = {pid: listeners(pid) for pid in before}
     going_on.open()
     assert set(future.result(300)) < set(before)
-    new = {address for pid in before for address in (*during[pid], *listeners(pid)) if address not in before[pid]}
+    new = {
+        address
+        for pid in before
+        for address in (*during[pid], *listeners(pid))
+        if address not in before[pid]
+    }
     assert new, "nobody listens at all"
     assert {ip for ip, _ in new} <= {"127.0.0.1", "::1"}
 
 
 def listeners(pid: int) -> set[tuple[str, int]]:
     connections = psutil.Process(pid).net_connections("inet")
-    return {(entry.laddr.ip, entry.laddr.port) for entry in connections if entry.status == psutil.CONN_LISTEN}
+    return {
+        (entry.laddr.ip, entry.laddr.port)
+        for entry in connections
+        if entry.status == psutil.CONN_LISTEN
+    }
 
 
-# --- by itself --------------------------------------------------------------------------------------------------------
+# --- by itself ------------------------------------------------------------------------------------
 
 
 def test_a_function_runs_by_itself_as_on_one_rank(pool: ParallelPool) -> None:
@@ -327,7 +357,9 @@ def test_a_function_runs_by_itself_as_on_one_rank(pool: ParallelPool) -> None:
         import torch
 
         torch.manual_seed(3 + context.rank)
-        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1), process_group=context.process_group)
+        model = torch.nn.parallel.DistributedDataParallel(
+            torch.nn.Linear(3, 1), process_group=context.process_group
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses = []
         for _ in range(steps):

@@ -1,4 +1,6 @@
-"""Which workers an spmd call runs on, on real Ray: some, in any order, of pools that grow, shrink, rest and lose workers."""
+"""Which workers an spmd call runs on, on real Ray: some, in any order, of pools that grow, shrink,
+rest and lose workers.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def workers_of(composite: Composite) -> list[int]:
     return workers
 
 
-# --- some of them -----------------------------------------------------------------------------------------------------
+# --- some of them ---------------------------------------------------------------------------------
 
 
 @pytest.mark.quick
@@ -57,7 +59,9 @@ def test_the_ranks_are_those_that_are_named_in_their_order(pool: ParallelPool) -
         assert len(set(workers_of(pool.spmd(who, workers=count)))) == count
 
 
-def test_so_many_take_those_that_are_free(pool: ParallelPool, gate: Any, eventually: Callable[..., bool]) -> None:
+def test_so_many_take_those_that_are_free(
+    pool: ParallelPool, gate: Any, eventually: Callable[..., bool]
+) -> None:
     holding = pool.options(worker=0).parfeval(gate.wait)
     assert eventually(lambda: holding.state == "running")
     assert set(pool.spmd_async(who, workers=2).result(300).workers) == {1, 2}
@@ -66,7 +70,9 @@ def test_so_many_take_those_that_are_free(pool: ParallelPool, gate: Any, eventua
 
 
 def test_no_worker_means_here(pool: ParallelPool) -> None:
-    composite = pool.spmd(lambda context: (os.getpid(), context.world_size, context.all_reduce(5)), workers=0)
+    composite = pool.spmd(
+        lambda context: (os.getpid(), context.world_size, context.all_reduce(5)), workers=0
+    )
     assert list(composite) == [(os.getpid(), 1, 5)]
 
 
@@ -84,7 +90,10 @@ def test_the_workers_of_a_part(pool: ParallelPool) -> None:
 def test_the_workers_of_a_composite(pool: ParallelPool) -> None:
     """A call goes where its argument is; one that goes elsewhere is refused."""
     parts = pool.spmd(lambda context: [context.rank], workers=[2, 0])
-    assert [list(seen) for seen in pool.spmd(lambda context, part: [*part, current_task().worker], parts)] == [[0, 2], [1, 0]]
+    assert [
+        list(seen)
+        for seen in pool.spmd(lambda context, part: [*part, current_task().worker], parts)
+    ] == [[0, 2], [1, 0]]
     for workers in (None, [0, 2], 3, [1]):
         if workers is not None:
             with pytest.raises(InvalidValueError, match=r"workers=\[2, 0\]"):
@@ -113,14 +122,24 @@ def test_what_spmd_does_not_take(pool: ParallelPool) -> None:
         pool.spmd(3)  # type: ignore[arg-type]
 
 
-# --- within each other ------------------------------------------------------------------------------------------------
+# --- within each other ----------------------------------------------------------------------------
 
 
 def test_a_call_within_a_task_has_one_rank(pool: ParallelPool) -> None:
-    """Wherever it is: it cannot wait for workers that wait for it. And the group of the workers is none the worse for it."""
+    """Wherever it is: it cannot wait for workers that wait for it. And the group of the workers is
+    none the worse for it.
+    """
 
     def alone(item: int) -> tuple[int, int, int, int]:
-        seen = pool.spmd(lambda context, x: (context.rank, context.world_size, context.all_reduce(x), os.getpid()), item)
+        seen = pool.spmd(
+            lambda context, x: (
+                context.rank,
+                context.world_size,
+                context.all_reduce(x),
+                os.getpid(),
+            ),
+            item,
+        )
         assert seen[0][3] == os.getpid()
         return (*seen[0][:3], len(seen))
 
@@ -147,7 +166,7 @@ def test_a_loop_within_a_rank(pool: ParallelPool) -> None:
     assert list(pool.spmd(fn)) == [12] * 3
 
 
-# --- pools that change ------------------------------------------------------------------------------------------------
+# --- pools that change ----------------------------------------------------------------------------
 
 
 def test_a_pool_that_has_lost_a_worker(pool: ParallelPool, eventually: Callable[..., bool]) -> None:
@@ -155,7 +174,9 @@ def test_a_pool_that_has_lost_a_worker(pool: ParallelPool, eventually: Callable[
     for index in (2, 0):
         before = pool.workers[index].pid
         os.kill(before, signal.SIGKILL)
-        assert eventually(lambda before=before, index=index: pool.workers[index].pid not in (0, before))
+        assert eventually(
+            lambda before=before, index=index: pool.workers[index].pid not in (0, before)
+        )
         assert workers_of(pool.spmd(who)) == [0, 1, 2]
 
 
@@ -170,7 +191,9 @@ def test_a_pool_that_rests(shared_pool: ParallelPool, eventually: Callable[..., 
         assert workers_of(pool.spmd(who)) == [0, 1]
 
 
-def test_a_pool_that_shrinks_and_grows(shared_pool: ParallelPool, gate: Any, eventually: Callable[..., bool]) -> None:
+def test_a_pool_that_shrinks_and_grows(
+    shared_pool: ParallelPool, gate: Any, eventually: Callable[..., bool]
+) -> None:
     """A call that waits has its error at once, and does not wait for workers that will not come."""
     with parpool(2, resources=CPU, quiet=True) as pool:
         kept = pool.spmd(lambda context: [context.rank])

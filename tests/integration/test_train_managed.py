@@ -1,4 +1,6 @@
-"""The managed lane on real Ray: Ray Train on the workers' GPUs, and nothing left of it (scenarios 6, 40, 41)."""
+"""The managed lane on real Ray: Ray Train on the workers' GPUs, and nothing left of it (scenarios
+6, 40, 41).
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ from raypool.train.checkpoints import list_kept
 from raypool.train.runs import RunOptions
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data.context"),  # Ray warns of itself
+    # Ray warns of itself
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data.context"),
     pytest.mark.usefixtures("coordinator"),
 ]
 
@@ -62,7 +65,7 @@ def ray_data(ray_session: None) -> None:
     assert ray.data.range(4).materialize().num_blocks() > 0
 
 
-# --- loops ------------------------------------------------------------------------------------------------------------
+# --- loops ----------------------------------------------------------------------------------------
 
 
 def keep(text: str) -> Any:
@@ -105,7 +108,8 @@ def learn(config: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(0)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    print(f"rank {rank} begins\n", end="")  # in one piece: the ranks share a diary as they would a terminal
+    # in one piece: the ranks share a diary as they would a terminal
+    print(f"rank {rank} begins\n", end="")
     for step in range(config["num_steps"]):
         optimizer.zero_grad()
         loss = model(torch.full((4, 2), rank + 1.0)).square().mean()
@@ -116,8 +120,16 @@ def learn(config: dict[str, Any]) -> dict[str, Any]:
         ray.train.report({"loss": loss.item(), "step": step}, checkpoint=checkpoint)
     total = torch.tensor([rank + 1.0])
     torch.distributed.all_reduce(total)
-    kept = [Path(each.checkpoint.path).is_dir() for each in ray.train.get_all_reported_checkpoints()]
-    return {**who(), "total": total, "weight": model.module.weight.detach(), "before": before, "kept": kept}
+    kept = [
+        Path(each.checkpoint.path).is_dir() for each in ray.train.get_all_reported_checkpoints()
+    ]
+    return {
+        **who(),
+        "total": total,
+        "weight": model.module.weight.detach(),
+        "before": before,
+        "kept": kept,
+    }
 
 
 def steps_forever(config: dict[str, Any]) -> Any:
@@ -133,28 +145,38 @@ def steps_forever(config: dict[str, Any]) -> Any:
     while not current_task().should_stop and step < config.get("num_steps", 10**9):
         step += 1
         ray.train.report(
-            {"step": step}, checkpoint=keep(str(step)) if step % config.get("every", 10) == 0 and rank == 0 else None
+            {"step": step},
+            checkpoint=(
+                keep(str(step)) if step % config.get("every", 10) == 0 and rank == 0 else None
+            ),
         )
         time.sleep(0.02)
     return {**who(), "first": first, "last": step}
 
 
-# --- what it gives ----------------------------------------------------------------------------------------------------
+# --- what it gives --------------------------------------------------------------------------------
 
 
 def test_ray_train_has_the_gpus_of_the_workers(pool: ParallelPool, tmp_path: Path) -> None:
-    """Scenarios 6 and 41: those that were named; the others go on; what is bound to them waits; then all is as before."""
+    """Scenarios 6 and 41: those that were named; the others go on; what is bound to them waits;
+    then all is as before.
+    """
     gpus, pids = [worker.gpu for worker in pool.workers], [worker.pid for worker in pool.workers]
     held = pool.spmd(lambda context: context.rank)
     kept = RunOptions(run_dir=tmp_path / "run", keep_checkpoints=2, best_metric="loss")
-    run = pool.options(name="learn").train(learn, {"num_steps": 6}, workers=[2, 0], lane="managed", options=kept)
+    run = pool.options(name="learn").train(
+        learn, {"num_steps": 6}, workers=[2, 0], lane="managed", options=kept
+    )
     waiting = pool.options(worker=0).parfeval(pow, 2, 4)
     while not run.running():
         assert pool.options(worker=1).parfeval(pow, 2, 3).result(300) == 8
     result = run.result(LONG_S)
     assert waiting.result(300) == 16
     assert [(value["rank"], value["gpu"]) for value in result.values] == [(0, 0), (1, 2)]
-    assert [(value["sees"], value["local_rank"]) for value in result.values] == [("0,2", "0"), ("0,2", "1")]
+    assert [(value["sees"], value["local_rank"]) for value in result.values] == [
+        ("0,2", "0"),
+        ("0,2", "1"),
+    ]
     assert [value["total"].item() for value in result.values] == [3.0, 3.0]
     assert result.values[0]["weight"].equal(result.values[1]["weight"])
     assert result.metrics["step"] == 5
@@ -169,18 +191,30 @@ def test_ray_train_has_the_gpus_of_the_workers(pool: ParallelPool, tmp_path: Pat
     assert result.path == tmp_path / "run"
     assert is_free(pool)
     assert [worker.gpu for worker in pool.workers] == gpus
-    assert [worker.pid == pid for worker, pid in zip(pool.workers, pids, strict=True)] == [False, True, False]
+    assert [worker.pid == pid for worker, pid in zip(pool.workers, pids, strict=True)] == [
+        False,
+        True,
+        False,
+    ]
     assert held[1] == 1
     with pytest.raises(CompositeError, match="rank 0"):
         held[0]
 
 
-def test_a_run_goes_on_in_either_lane_and_knows_what_was_kept(pool: ParallelPool, tmp_path: Path) -> None:
-    """`get_all_reported_checkpoints` has those of earlier runs, of both lanes, and none that was deleted."""
+def test_a_run_goes_on_in_either_lane_and_knows_what_was_kept(
+    pool: ParallelPool, tmp_path: Path
+) -> None:
+    """`get_all_reported_checkpoints` has those of earlier runs, of both lanes, and none that was
+    deleted.
+    """
     kept = RunOptions(run_dir=tmp_path / "run", keep_checkpoints=2)
     pool.train(learn, {"num_steps": 6}, workers=1, options=kept).result(LONG_S)
     for before in (2, 2):
-        (value,) = pool.train(learn, {"num_steps": 6}, workers=1, lane="managed", options=kept).result(LONG_S).values
+        (value,) = (
+            pool.train(learn, {"num_steps": 6}, workers=1, lane="managed", options=kept)
+            .result(LONG_S)
+            .values
+        )
         assert (value["before"], value["kept"]) == (before, [True, True])
     (value,) = pool.train(learn, {"num_steps": 2}, workers=1, options=kept).result(LONG_S).values
     assert (value["before"], value["kept"]) == (2, [True, True])
@@ -208,14 +242,24 @@ def validated(config: dict[str, Any]) -> Any:
     import torch.distributed as dist
 
     for step in range(2):
-        checkpoint = keep("x" * (7 - step)) if ray.train.get_context().get_world_rank() == 0 else None
+        checkpoint = (
+            keep("x" * (7 - step)) if ray.train.get_context().get_world_rank() == 0 else None
+        )
         ray.train.report({"step": step}, checkpoint=checkpoint, validation=checkpoint is not None)
     num_rows = sum(1 for _ in ray.train.get_dataset_shard("train").iter_rows())
-    return num_rows, [each.metrics for each in ray.train.get_all_reported_checkpoints()], dist.get_backend()
+    return (
+        num_rows,
+        [each.metrics for each in ray.train.get_all_reported_checkpoints()],
+        dist.get_backend(),
+    )
 
 
-def test_all_that_a_trainer_takes_passes_through(pool: ParallelPool, tmp_path: Path, ray_data: None) -> None:
-    """Ray Data, callbacks, a file system, validation, and which checkpoints are kept: as with Ray Train itself."""
+def test_all_that_a_trainer_takes_passes_through(
+    pool: ParallelPool, tmp_path: Path, ray_data: None
+) -> None:
+    """Ray Data, callbacks, a file system, validation, and which checkpoints are kept: as with Ray
+    Train itself.
+    """
     import ray.data
     from pyarrow.fs import LocalFileSystem
     from ray.train import CheckpointConfig, DataConfig, RunConfig, ScalingConfig
@@ -240,7 +284,9 @@ def test_all_that_a_trainer_takes_passes_through(pool: ParallelPool, tmp_path: P
             checkpoint_config=CheckpointConfig(num_to_keep=1, checkpoint_score_attribute="score"),
         ),
     ).result(LONG_S)
-    assert result.values == [(6, [{"step": 1, "score": 6}, {"step": 0, "score": 7}], "gloo")] * 2, "the best, and the last"
+    assert result.values == [(6, [{"step": 1, "score": 6}, {"step": 0, "score": 7}], "gloo")] * 2, (
+        "the best, and the last"
+    )
     assert (tmp_path / "notes").read_text() == "2 0\n2 1\n"
     assert result.checkpoint is not None
     assert Path(result.checkpoint.path).parent == tmp_path / "storage" / "mine"
@@ -262,7 +308,9 @@ def test_an_exception_of_the_loops_ends_it(pool: ParallelPool, tmp_path: Path) -
         torch.distributed.barrier()
 
     run = pool.options(retries=2).train(fail, {}, workers=2, lane="managed", **folders(tmp_path))
-    with pytest.raises(TrainingError, match=r"Rank 1 of fail \(worker 1, .*\) failed: KeyError: 'bad sample'") as caught:
+    with pytest.raises(
+        TrainingError, match=r"Rank 1 of fail \(worker 1, .*\) failed: KeyError: 'bad sample'"
+    ) as caught:
         run.result(LONG_S)
     error = caught.value
     assert (error.first_rank, set(error.failures)) == (1, {1})
@@ -274,7 +322,9 @@ def test_an_exception_of_the_loops_ends_it(pool: ParallelPool, tmp_path: Path) -
     assert is_free(pool)
 
 
-def test_cancelled_before_there_are_workers(pool: ParallelPool, gate: Any, eventually: Callable[..., bool]) -> None:
+def test_cancelled_before_there_are_workers(
+    pool: ParallelPool, gate: Any, eventually: Callable[..., bool]
+) -> None:
     """It costs nothing, and the thread that conducts it ends."""
     busy = pool.parfeval_on_all(gate.wait)
     run = pool.train(steps_forever, {}, lane="managed")
@@ -305,7 +355,10 @@ def test_what_cannot_work_is_refused_at_the_call(pool: ParallelPool, tmp_path: P
     }.items():
         with pytest.raises(InvalidTypeError, match=words):
             train(**wishes)
-    mine, kept = RunConfig(storage_path="/mine"), RunConfig(checkpoint_config=CheckpointConfig(num_to_keep=1))
+    mine, kept = (
+        RunConfig(storage_path="/mine"),
+        RunConfig(checkpoint_config=CheckpointConfig(num_to_keep=1)),
+    )
     for words, wishes in {
         "workers=": {"scaling_config": ScalingConfig(num_workers=2)},
         "Both run_dir=": {"run_config": mine, "options": RunOptions(run_dir=tmp_path)},
@@ -323,20 +376,27 @@ def test_ray_data_without_a_core_is_refused_with_the_numbers(ray_session: None) 
     num_cores = int(ray.cluster_resources()["CPU"])
     with (
         parpool(1, resources=WorkerResources(gpus=0, cpus=num_cores), quiet=True) as other,
-        pytest.raises(ResourceError, match=rf"CPU: requested {num_cores + 1}, available {num_cores}: .*Ray Data") as caught,
+        pytest.raises(
+            ResourceError,
+            match=rf"CPU: requested {num_cores + 1}, available {num_cores}: .*Ray Data",
+        ) as caught,
     ):
         other.train(learn, {}, lane="managed", datasets={"train": ray.data.range(3)})
     assert (caught.value.requested, caught.value.available) == (num_cores + 1, num_cores)
     assert any("raypool in process" in holder for holder in caught.value.holders)
 
 
-# --- what can happen to it --------------------------------------------------------------------------------------------
+# --- what can happen to it ------------------------------------------------------------------------
 
 
-def test_a_lost_rank_is_started_again(pool: ParallelPool, tmp_path: Path, marks: Any, eventually: Callable[..., bool]) -> None:
+def test_a_lost_rank_is_started_again(
+    pool: ParallelPool, tmp_path: Path, marks: Any, eventually: Callable[..., bool]
+) -> None:
     """Scenario 40: from the last checkpoint, on the same GPUs."""
     config = {"marks": marks, "every": 5}
-    run = pool.options(retries=1).train(steps_forever, config, workers=[1, 2], lane="managed", **folders(tmp_path))
+    run = pool.options(retries=1).train(
+        steps_forever, config, workers=[1, 2], lane="managed", **folders(tmp_path)
+    )
     assert eventually(lambda: len(list_kept(tmp_path / "run")) >= 2, LONG_S)
     pid = next(int(mark.split()[1]) for mark in marks.all() if mark.endswith("rank 1"))
     os.kill(pid, signal.SIGKILL)
@@ -349,13 +409,19 @@ def test_a_lost_rank_is_started_again(pool: ParallelPool, tmp_path: Path, marks:
     first = result.values[0]["first"]
     assert first >= 10
     assert {value["first"] for value in result.values} == {first}
-    assert len({value["last"] for value in result.values}) == 1, "all have stopped at the same report"
+    assert len({value["last"] for value in result.values}) == 1, (
+        "all have stopped at the same report"
+    )
     assert is_free(pool)
 
 
 @pytest.mark.long
-def test_lost_too_often(pool: ParallelPool, tmp_path: Path, marks: Any, eventually: Callable[..., bool]) -> None:
-    run = pool.options(retries=0).train(steps_forever, {"marks": marks}, workers=2, lane="managed", **folders(tmp_path))
+def test_lost_too_often(
+    pool: ParallelPool, tmp_path: Path, marks: Any, eventually: Callable[..., bool]
+) -> None:
+    run = pool.options(retries=0).train(
+        steps_forever, {"marks": marks}, workers=2, lane="managed", **folders(tmp_path)
+    )
     assert eventually(lambda: marks.count("begun") == 2, LONG_S)
     pid = next(int(mark.split()[1]) for mark in marks.all() if mark.endswith("rank 1"))
     os.kill(pid, signal.SIGKILL)
@@ -366,11 +432,20 @@ def test_lost_too_often(pool: ParallelPool, tmp_path: Path, marks: Any, eventual
     assert is_free(pool)
 
 
-@pytest.mark.parametrize("after_s", [None, *(pytest.param(after_s, marks=pytest.mark.long) for after_s in (0.0, 1.0, 4.0, 8.0))])
+@pytest.mark.parametrize(
+    "after_s",
+    [None, *(pytest.param(after_s, marks=pytest.mark.long) for after_s in (0.0, 1.0, 4.0, 8.0))],
+)
 def test_cancelled_at_any_moment(
-    pool: ParallelPool, marks: Any, after_s: float | None, eventually: Callable[..., bool], tmp_path: Path
+    pool: ParallelPool,
+    marks: Any,
+    after_s: float | None,
+    eventually: Callable[..., bool],
+    tmp_path: Path,
 ) -> None:
-    """Nothing is left: no actor, no placement group, no process of a rank's (the fixture looks for the first two)."""
+    """Nothing is left: no actor, no placement group, no process of a rank's (the fixture looks for
+    the first two).
+    """
     run = pool.train(steps_forever, {"marks": marks}, lane="managed", **folders(tmp_path))
     assert eventually(run.running)
     if after_s is None:
@@ -395,9 +470,13 @@ def test_its_time_is_up(pool: ParallelPool, marks: Any, tmp_path: Path) -> None:
     assert is_free(pool)
 
 
-def test_ray_trains_controller_is_killed(pool: ParallelPool, marks: Any, tmp_path: Path, eventually: Callable[..., bool]) -> None:
+def test_ray_trains_controller_is_killed(
+    pool: ParallelPool, marks: Any, tmp_path: Path, eventually: Callable[..., bool]
+) -> None:
     """Nothing stays behind that only the controller knew of."""
-    run = pool.options(retries=0).train(steps_forever, {"marks": marks}, workers=2, lane="managed", **folders(tmp_path))
+    run = pool.options(retries=0).train(
+        steps_forever, {"marks": marks}, workers=2, lane="managed", **folders(tmp_path)
+    )
     assert eventually(lambda: marks.count("begun") == 2, LONG_S)
     ours = psutil.Process().children(recursive=True)  # of this session's Ray only
     (controller,) = [process for process in ours if _title(process, "TrainController")]
@@ -430,7 +509,7 @@ def test_a_rank_that_reports_less_often(pool: ParallelPool) -> None:
     assert is_free(pool)
 
 
-# --- several, and others ----------------------------------------------------------------------------------------------
+# --- several, and others --------------------------------------------------------------------------
 
 
 @pytest.mark.long
@@ -441,7 +520,12 @@ def test_two_at_once_on_two_parts(pool: ParallelPool, tmp_path: Path) -> None:
     warm = second.train(steps_forever, {"num_steps": 20}, options=kept).result(LONG_S)
     assert warm.values[0]["first"] == 0
     runs = [
-        first.train(steps_forever, {"num_steps": 20}, lane="managed", options=RunOptions(run_dir=tmp_path / "a")),
+        first.train(
+            steps_forever,
+            {"num_steps": 20},
+            lane="managed",
+            options=RunOptions(run_dir=tmp_path / "a"),
+        ),
         second.train(steps_forever, {"num_steps": 40}, lane="managed", options=kept),
     ]
     a, b = (run.result(LONG_S) for run in runs)
@@ -457,12 +541,17 @@ def test_two_at_once_on_two_parts(pool: ParallelPool, tmp_path: Path) -> None:
 def test_other_trainers_of_rays(pool: ParallelPool) -> None:
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-    result = pool.train(who, workers=[2, 1], lane="managed", trainer=DataParallelTrainer).result(LONG_S)
+    result = pool.train(who, workers=[2, 1], lane="managed", trainer=DataParallelTrainer).result(
+        LONG_S
+    )
     assert [(value["rank"], value["gpu"]) for value in result.values] == [(0, 1), (1, 2)]
 
 
 def test_somebody_else_takes_a_gpu_meanwhile(
-    free_gpus: None, monkeypatch: pytest.MonkeyPatch, eventually: Callable[..., bool], caplog: pytest.LogCaptureFixture
+    free_gpus: None,
+    monkeypatch: pytest.MonkeyPatch,
+    eventually: Callable[..., bool],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The pool waits for it as at its start, then goes on without, and says who has it."""
     from ray.util import placement_group, remove_placement_group
@@ -481,18 +570,24 @@ def test_somebody_else_takes_a_gpu_meanwhile(
         try:
             result = other.train(who, {}, workers=[1, 2], lane="managed").result(LONG_S)
             assert [value["gpu"] for value in result.values] == [1, 2]
-            assert eventually(lambda: [worker.gpu for worker in other.workers] == [0, 2] and not other.busy)
+            assert eventually(
+                lambda: [worker.gpu for worker in other.workers] == [0, 2] and not other.busy
+            )
             assert is_free(other)
         finally:
             remove_placement_group(taken[0])
-    (text,) = [record.getMessage() for record in caplog.records if "has left" in record.getMessage()]
+    (text,) = [
+        record.getMessage() for record in caplog.records if "has left" in record.getMessage()
+    ]
     assert "GPU 1 was taken by somebody else while a training had it. Held by: " in text
     assert "somebody else (1 GPU)" in text
     assert "The pool has 2 left." in text
 
 
 @pytest.mark.long
-def test_the_pool_ends_meanwhile(ray_session: None, marks: Any, eventually: Callable[..., bool], pool: ParallelPool) -> None:
+def test_the_pool_ends_meanwhile(
+    ray_session: None, marks: Any, eventually: Callable[..., bool], pool: ParallelPool
+) -> None:
     """Ctrl-C cancels all that runs; nothing is left (the fixture looks)."""
     runs = []
 

@@ -1,4 +1,6 @@
-"""A training on a machine that is lost without a word: nobody knows at first that it is the machine (scenario 46)."""
+"""A training on a machine that is lost without a word: nobody knows at first that it is the machine
+(scenario 46).
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ with parpool(2, address=cluster.address, quiet=True) as pool:
     mark("struck")
     eventually(lambda: pool.num_workers == 1)
     new = add(num_cpus=1)
-    result = run.result(100)
+    result = run.result(300)
     facts["starts"], facts["steps"] = result.values, result.metrics_frame["step"].tolist()
     sizes(pool, 2)
     facts["on"] = sorted(pool.parfeval_on_all(node_of).result(300)) == sorted([node_of(), new.node_id])
@@ -74,13 +76,21 @@ end()
 """
 
 
-@pytest.mark.parametrize("how", [pytest.param("its processes end", marks=pytest.mark.long), "it falls silent"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("its processes end", marks=pytest.mark.long), "it falls silent"]
+)
 def test_a_machine_is_lost_and_the_training_goes_on_with_another(
     run_python: Callable[..., Any], tmp_path: Path, how: str
 ) -> None:
-    """Ranks beside it may see connections break before anybody knows why; the next attempt may be made before, too."""
+    """Ranks beside it may see connections break before anybody knows why; the next attempt may be
+    made before, too.
+    """
     (folder := tmp_path / "marks").mkdir()
-    code = CLUSTER.replace("FOLDER", repr(str(folder))).replace("CORES", "1") + f"HOW = {how!r}\n" + LOST
+    code = (
+        CLUSTER.replace("FOLDER", repr(str(folder))).replace("CORES", "1")
+        + f"HOW = {how!r}\n"
+        + LOST
+    )
     done = run_python(code, PYTHONWARNINGS="ignore", **HEALTH)
     facts = [line for line in done.stdout.splitlines() if line.startswith("{")]
     assert facts, done.stdout + done.stderr

@@ -1,4 +1,6 @@
-"""The warm lane on real Ray, with GPUs that are pretended: a loop as Ray's documentation has it, and what goes wrong in one."""
+"""The warm lane on real Ray, with GPUs that are pretended: a loop as Ray's documentation has it,
+and what goes wrong in one.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,7 @@ from typing import Any
 
 import pytest
 
-from raypool import (
-    CollectiveError,
-    InvalidValueError,
-    RunOptions,
-    TrainingError,
-    current_task,
-)
+from raypool import CollectiveError, InvalidValueError, RunOptions, TrainingError, current_task
 
 torch = pytest.importorskip("torch")
 
@@ -31,7 +27,9 @@ def pool(two_workers: Any) -> Any:
 
 
 def train_func(config):
-    """Train a small network: "Get Started with Distributed Training using PyTorch" of Ray's documentation, with its pieces."""
+    """Train a small network: "Get Started with Distributed Training using PyTorch" of Ray's
+    documentation, with its pieces.
+    """
     import os
     import tempfile
 
@@ -95,22 +93,31 @@ def assert_nothing_is_left(pool: Any) -> None:
             ray.train.get_context()
         except RuntimeError as error:
             is_outside = "outside of a Ray Train" in str(error)
-        return is_outside, train_fn_utils._train_fn_utils, torch.distributed.is_initialized(), "NODE_RANK" in os.environ
+        return (
+            is_outside,
+            train_fn_utils._train_fn_utils,
+            torch.distributed.is_initialized(),
+            "NODE_RANK" in os.environ,
+        )
 
     assert list(pool.parfor(look, range(4))) == [(True, None, False, False)] * 4
 
 
-# --- a loop as it is --------------------------------------------------------------------------------------------------
+# --- a loop as it is ------------------------------------------------------------------------------
 
 
 def test_a_loop_of_the_documentation(pool: Any, tmp_path: Path) -> None:
     """In one go, and in two: the same parameters, to the last bit."""
-    whole = pool.train(train_func, {"epochs": 4}, options=RunOptions(run_dir=tmp_path / "whole")).result(300)
+    whole = pool.train(
+        train_func, {"epochs": 4}, options=RunOptions(run_dir=tmp_path / "whole")
+    ).result(300)
     assert whole.metrics_frame["epoch"].tolist() == [0, 1, 2, 3]
     assert whole.metrics["loss"] < whole.metrics_frame["loss"][0]
     assert state_of(whole.checkpoint)["epoch"] == 3
     halves = [
-        pool.train(train_func, {"epochs": epochs}, options=RunOptions(run_dir=tmp_path / "halves")).result(300)
+        pool.train(
+            train_func, {"epochs": epochs}, options=RunOptions(run_dir=tmp_path / "halves")
+        ).result(300)
         for epochs in (2, 4)
     ]
     assert halves[1].metrics_frame["epoch"].tolist() == [2, 3]
@@ -120,7 +127,9 @@ def test_a_loop_of_the_documentation(pool: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_same_as_by_a_bare_trainer(pool: Any, tmp_path: Path, run_python: Callable[..., Any]) -> None:
+def test_the_same_as_by_a_bare_trainer(
+    pool: Any, tmp_path: Path, run_python: Callable[..., Any]
+) -> None:
     """Ray's own trainer comes to the same parameters with the same loop."""
     code = f"""
         import warnings
@@ -142,7 +151,11 @@ def test_the_same_as_by_a_bare_trainer(pool: Any, tmp_path: Path, run_python: Ca
         """
     done = run_python(code, RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.2")
     theirs = torch.load(Path(done.stdout.split()[-1]) / "model.pt")
-    ours = state_of(pool.train(train_func, {"epochs": 2}, options=RunOptions(run_dir=tmp_path / "run")).result(300).checkpoint)
+    ours = state_of(
+        pool.train(train_func, {"epochs": 2}, options=RunOptions(run_dir=tmp_path / "run"))
+        .result(300)
+        .checkpoint
+    )
     assert ours["epoch"] == theirs["epoch"] == 1
     torch.testing.assert_close(ours["model"], theirs["model"], rtol=1e-6, atol=1e-7)
 
@@ -153,7 +166,14 @@ def test_what_torch_and_the_environment_say(pool: Any) -> None:
         import torch.distributed as dist
 
         model = ray.train.torch.prepare_model(torch.nn.Linear(1, 1))
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "ACCELERATE_TORCH_DEVICE")
+        names = (
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "LOCAL_WORLD_SIZE",
+            "NODE_RANK",
+            "ACCELERATE_TORCH_DEVICE",
+        )
         return (
             dist.get_rank(),
             dist.get_world_size(),
@@ -163,7 +183,8 @@ def test_what_torch_and_the_environment_say(pool: Any) -> None:
         )
 
     assert pool.train(loop).result(300).values == [
-        (rank, 2, [str(rank), "2", str(rank), "2", "0", "cpu"], "DistributedDataParallel", "cpu") for rank in range(2)
+        (rank, 2, [str(rank), "2", str(rank), "2", "0", "cpu"], "DistributedDataParallel", "cpu")
+        for rank in range(2)
     ]
     (value,) = pool.train(loop, workers=[1]).result(300).values
     assert value == (0, 1, ["0", "1", "0", "1", "0", "cpu"], "Linear", "cpu")
@@ -198,7 +219,9 @@ def test_threads_and_native_threads_of_the_loop_belong_to_it(pool: Any) -> None:
 
 @pytest.mark.quick
 def test_what_is_private_of_ray_is_there() -> None:
-    """The warm lane stands on these names; with a Ray that has others it has to be changed (raypool/train/ray_train.py)."""
+    """The warm lane stands on these names; with a Ray that has others it has to be changed
+    (raypool/train/ray_train.py).
+    """
     from ray.train import ScalingConfig
     from ray.train.torch import TorchTrainer
     from ray.train.v2._internal.execution import train_fn_utils
@@ -231,16 +254,21 @@ def test_what_is_private_of_ray_is_there() -> None:
     )
     for name in ("_create_validation_file", "_check_validation_file"):
         assert getattr(_Storage, name) is not getattr(_Storage.__base__, name)
-    assert _Trainer._get_local_controller is not TorchTrainer._get_local_controller  # which is there
+    # which is there
+    assert _Trainer._get_local_controller is not TorchTrainer._get_local_controller
     trainer = TorchTrainer(lambda: "ours", scaling_config=ScalingConfig(num_workers=0))
-    trainer._get_local_controller = lambda: type("Controller", (), {"run": staticmethod(lambda fn: (fn(), "was asked"))})
+    trainer._get_local_controller = lambda: type(
+        "Controller", (), {"run": staticmethod(lambda fn: (fn(), "was asked"))}
+    )
     assert trainer.fit() == ("ours", "was asked")
 
 
-# --- what goes wrong --------------------------------------------------------------------------------------------------
+# --- what goes wrong ------------------------------------------------------------------------------
 
 
-def failure(pool: Any, loop: Callable[..., Any], config: Any = None, **options: Any) -> TrainingError:
+def failure(
+    pool: Any, loop: Callable[..., Any], config: Any = None, **options: Any
+) -> TrainingError:
     with pytest.raises(TrainingError) as caught:
         pool.train(loop, config, options=RunOptions(**options)).result(300)
     assert_nothing_is_left(pool)
@@ -248,7 +276,9 @@ def failure(pool: Any, loop: Callable[..., Any], config: Any = None, **options: 
 
 
 def test_a_rank_that_reports_other_names(pool: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """What rank 0 reports is kept; one warning says which rank is the first to differ, and in what."""
+    """What rank 0 reports is kept; one warning says which rank is the first to differ, and in
+    what.
+    """
 
     def loop() -> None:
         import ray.train
@@ -264,7 +294,10 @@ def test_a_rank_that_reports_other_names(pool: Any, caplog: pytest.LogCaptureFix
     assert run.result(300).metrics == {"loss": 2}
     assert "other" not in run.metrics
     assert caplog.text.count("Rank 1 has reported other metrics than rank 0: 'acc0', 'acc1', ") == 1
-    assert "and 492 more is missing, 'other' is not among those of rank 0. Only what rank 0 reports is kept" in caplog.text
+    assert (
+        "and 492 more is missing, 'other' is not among those of rank 0. Only what rank 0 reports is"
+        " kept" in caplog.text
+    )
 
 
 def test_a_rank_that_returns_while_others_report(pool: Any) -> None:
@@ -277,7 +310,9 @@ def test_a_rank_that_returns_while_others_report(pool: Any) -> None:
     error = failure(pool, loop)
     assert isinstance(error.__cause__, CollectiveError)
     assert re.search(
-        r"Rank 0 has ended, rank 1 waits for it in ray.train.report \(the \d+th collective of this call\)", str(error)
+        r"Rank 0 has ended, rank 1 waits for it in ray.train.report \(the \d+th collective of this"
+        r" call\)",
+        str(error),
     )
     assert error.result.metrics == {"step": 2}
 
@@ -296,7 +331,9 @@ def test_a_rank_in_something_else(pool: Any) -> None:
 
 
 def test_a_disk_that_is_full_on_one_rank(pool: Any, tmp_path: Path) -> None:
-    """All ranks get the error, nothing of the checkpoint is left, and the one before it is there."""
+    """All ranks get the error, nothing of the checkpoint is left, and the one before it is
+    there.
+    """
 
     def loop() -> None:
         import resource
@@ -325,7 +362,10 @@ def test_a_disk_that_is_full_on_one_rank(pool: Any, tmp_path: Path) -> None:
         assert each.errno == errno.EFBIG
         assert f"could not write a checkpoint to {run_dir}: {os.strerror(errno.EFBIG)}" in str(each)
         assert "Rank 1, on " in str(each)
-    assert sorted(path.name for path in run_dir.iterdir()) == ["checkpoint_000001", "checkpoint_000001.json"]
+    assert sorted(path.name for path in run_dir.iterdir()) == [
+        "checkpoint_000001",
+        "checkpoint_000001.json",
+    ]
     assert Path(error.result.checkpoint.path).name == "checkpoint_000001"
     assert str(run_dir) in str(error)
 
@@ -341,7 +381,9 @@ def test_an_upload_function_that_fails_on_one_rank(pool: Any, tmp_path: Path) ->
                 raise KeyError("no credentials")
             return checkpoint
 
-        ray.train.report({}, ray.train.Checkpoint.from_directory(str(tmp_path)), checkpoint_upload_fn=upload)
+        ray.train.report(
+            {}, ray.train.Checkpoint.from_directory(str(tmp_path)), checkpoint_upload_fn=upload
+        )
 
     error = failure(pool, loop, run_dir=tmp_path / "run")
     assert list(error.failures) == [1]
@@ -391,7 +433,10 @@ def test_a_beginning_that_not_all_machines_see(pool: Any, tmp_path: Path) -> Non
     finally:
         pool.spmd(blind, False, workers=[1])
     assert isinstance(error.__cause__, InvalidValueError)
-    assert f"does not see the checkpoint {tmp_path / 'start'} that the training is to begin with" in str(error)
+    assert (
+        f"does not see the checkpoint {tmp_path / 'start'} that the training is to begin with"
+        in str(error)
+    )
 
 
 def test_a_lost_rank_is_replaced_and_all_begin_again(pool: Any, tmp_path: Path) -> None:
@@ -405,7 +450,11 @@ def test_a_lost_rank_is_replaced_and_all_begin_again(pool: Any, tmp_path: Path) 
         if checkpoint:
             start = json.loads((Path(checkpoint.path) / "epoch").read_text()) + 1
         for epoch in range(start, 4):
-            if epoch == 2 and current_task().attempt == 1 and ray.train.get_context().get_world_rank():
+            if (
+                epoch == 2
+                and current_task().attempt == 1
+                and ray.train.get_context().get_world_rank()
+            ):
                 os._exit(1)
             with tempfile.TemporaryDirectory() as folder:
                 (Path(folder) / "epoch").write_text(str(epoch))
@@ -413,7 +462,7 @@ def test_a_lost_rank_is_replaced_and_all_begin_again(pool: Any, tmp_path: Path) 
         return start
 
     run = pool.options(retries=1).train(loop, options=RunOptions(run_dir=tmp_path / "run"))
-    result = run.result(100)
+    result = run.result(300)
     assert result.values == [2, 2]
     assert result.metrics_frame["epoch"].tolist() == [0, 1, 2, 3]
     assert result.metrics_frame["attempt"].tolist() == [1, 1, 2, 2]
@@ -434,7 +483,9 @@ def test_cancelled_in_the_middle(pool: Any, tmp_path: Path) -> None:
                 ray.train.report({"a": 1}, ray.train.Checkpoint.from_directory(folder))
 
     for number in range(4):
-        run = pool.train(loop, options=RunOptions(run_dir=tmp_path / f"{number}", keep_checkpoints=2))
+        run = pool.train(
+            loop, options=RunOptions(run_dir=tmp_path / f"{number}", keep_checkpoints=2)
+        )
         while run.metrics.empty:
             assert not run.done()
             threading.Event().wait(0.01)

@@ -1,6 +1,8 @@
-"""Every notebook runs from the first cell to the last in a fresh kernel; its own cells assert what has to come out.
+"""Every notebook runs from the first cell to the last in a fresh kernel; its own cells assert what
+has to come out.
 
-nbmake runs a copy, in a process of its own: the kernel starts a Ray of its own, as a user's does, and nothing of either is left.
+nbmake runs a copy, in a process of its own: the kernel starts a Ray of its own, as a user's does,
+and nothing of either is left.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ RUN = """
 """Runs a notebook as `pytest --nbmake` does, and keeps its outputs."""
 
 OURS = re.compile(r"raypool: .*|\s*")
-"""What may stand on the standard error stream of a notebook: raypool's own lines, and the empty ones between them."""
+"""What may stand on the standard error stream of a notebook: raypool's own lines, and the empty
+ones between them.
+"""
 
 
 def code_cells(path: Path) -> list[dict[str, Any]]:
@@ -38,12 +42,16 @@ def outputs_of(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def assert_whole_and_clean(path: Path) -> None:
-    """Every cell has run, once and in order; none has failed, and no library has complained of anything."""
+    """Every cell has run, once and in order; none has failed, and no library has complained of
+    anything.
+    """
     cells = code_cells(path)
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     assert any(outputs_of(path))
     assert all(output["output_type"] != "error" for output in outputs_of(path))
-    said = "".join("".join(output["text"]) for output in outputs_of(path) if output.get("name") == "stderr")
+    said = "".join(
+        "".join(output["text"]) for output in outputs_of(path) if output.get("name") == "stderr"
+    )
     assert [line for line in said.splitlines() if not OURS.fullmatch(line)] == []
 
 
@@ -52,12 +60,16 @@ def stem(path: Path) -> str:
 
 
 def test_they_are_numbered() -> None:
-    assert [path.name[:3] for path in NOTEBOOKS] == [f"{number:02}_" for number in range(1, len(NOTEBOOKS) + 1)]
+    assert [path.name[:3] for path in NOTEBOOKS] == [
+        f"{number:02}_" for number in range(1, len(NOTEBOOKS) + 1)
+    ]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=stem)
-def test_it_runs(path: Path, start_python: Callable[..., Any], eventually: Callable[..., bool], tmp_path: Path) -> None:
+def test_it_runs(
+    path: Path, start_python: Callable[..., Any], eventually: Callable[..., bool], tmp_path: Path
+) -> None:
     copy = tmp_path / path.name
     shutil.copy(path, copy)
     settings = {name: str(tmp_path) for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR")}

@@ -1,4 +1,6 @@
-"""Whatever is damaged in a journal: it opens, all that it gives back is right, and what is lost is said."""
+"""Whatever is damaged in a journal: it opens, all that it gives back is right, and what is lost is
+said.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,16 @@ class Sample(NamedTuple):
 
 def outcome(number: int) -> Outcome:
     key = f"{number:024x}"
-    facts = {"started_at": 1000.0 + number, "duration_s": float(number), "worker": number % 4, "host": "here"}
+    facts = {
+        "started_at": 1000.0 + number,
+        "duration_s": float(number),
+        "worker": number % 4,
+        "host": "here",
+    }
     if number % 7 == 3:
         return Outcome(key, 1, "failed", error=ValueError(f"number {number}"), **facts)
-    value = {"loss": number / 8, "name": f"model {number}"} if number % 5 else (number, {number})  # a set is a pickle
+    # a set is a pickle
+    value = {"loss": number / 8, "name": f"model {number}"} if number % 5 else (number, {number})
     return Outcome(key, 1, "finished", value=value, **facts)
 
 
@@ -61,7 +69,9 @@ def make_sample(folder: Path) -> Sample:
 @pytest.fixture(scope="module")
 def memory() -> Iterator[Path]:
     """Give a folder that costs nothing to write to, where there is one."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+    with tempfile.TemporaryDirectory(
+        dir="/dev/shm" if Path("/dev/shm").is_dir() else None
+    ) as folder:
         yield Path(folder)
 
 
@@ -101,8 +111,12 @@ def check(sample: Sample, folder: Path, said: Callable[[], list[str]], where: st
             assert found == sample.values[key], where
         lost = [key for key in sample.values if key not in stored]
         if lost:
-            assert len(said()) > said_before, f"{where}: {len(lost)} are lost, and nobody has said so"
-        assert not journal.write([Outcome(key, 1, "finished", value="again") for key in lost]), where
+            assert len(said()) > said_before, (
+                f"{where}: {len(lost)} are lost, and nobody has said so"
+            )
+        assert not journal.write([Outcome(key, 1, "finished", value="again") for key in lost]), (
+            where
+        )
     caught = len(said())
     with Journal.open(folder, "sweeps.train", seed=7) as journal:
         assert set(journal.stored()) == set(sample.values), where
@@ -116,19 +130,27 @@ def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 
 
 def positions(data: bytes, count: int | None) -> list[int]:
-    """Return where something stands; of the empty space, which is all the same, a place here and there."""
+    """Return where something stands; of the empty space, which is all the same, a place here and
+    there.
+    """
     there = [position for position, byte in enumerate(data) if byte or position % 101 == 0]
     return there if count is None else random.Random(0).sample(there, min(count, len(there)))
 
 
 def flips(data: bytes, count: int | None) -> Iterator[tuple[str, bytes]]:
     for position in positions(data, count):
-        yield f"byte {position}", data[:position] + bytes([data[position] ^ 0xFF]) + data[position + 1 :]
+        yield (
+            f"byte {position}",
+            data[:position] + bytes([data[position] ^ 0xFF]) + data[position + 1 :],
+        )
 
 
 def small_changes(data: bytes, count: int | None) -> Iterator[tuple[str, bytes]]:
     for position in positions(data, count):
-        yield f"byte {position} plus 1", data[:position] + bytes([(data[position] + 1) % 256]) + data[position + 1 :]
+        yield (
+            f"byte {position} plus 1",
+            data[:position] + bytes([(data[position] + 1) % 256]) + data[position + 1 :],
+        )
 
 
 def cuts(data: bytes, count: int | None) -> Iterator[tuple[str, bytes]]:
@@ -141,7 +163,10 @@ def blots(data: bytes, count: int | None) -> Iterator[tuple[str, bytes]]:
     for position in positions(data, count):
         size = (1, 16, 512, 4096)[position % 4]
         for what, blot in (("zeros", bytes(size)), ("noise", noise[:size])):
-            yield f"{size} bytes of {what} at {position}", (data[:position] + blot + data[position + size :])[: len(data)]
+            yield (
+                f"{size} bytes of {what} at {position}",
+                (data[:position] + blot + data[position + size :])[: len(data)],
+            )
 
 
 DAMAGES = [flips, small_changes, blots]
@@ -164,8 +189,12 @@ def test_a_journal_that_was_cut_off_opens_and_gives_only_what_is_right(name, sam
             check(sample, folder, said, f"{name}, {where}")
 
 
-def check_beginning(sample: Sample, folder: Path, said: Callable[[], list[str]], where: str) -> None:
-    """Of a log that ends early SQLite has written no more, as far as anybody can tell; only what lacks in between is missed."""
+def check_beginning(
+    sample: Sample, folder: Path, said: Callable[[], list[str]], where: str
+) -> None:
+    """Of a log that ends early SQLite has written no more, as far as anybody can tell; only what
+    lacks in between is missed.
+    """
     said_before = len(said())
     with Journal.open(folder, "sweeps.train", seed=7) as journal:
         stored = journal.stored()
@@ -191,9 +220,17 @@ def test_every_byte_of_a_journal_may_be_damaged(name, damage, sample, memory, sa
         caplog.clear()
 
 
-# --- plain data and keys ----------------------------------------------------------------------------------------------
+# --- plain data and keys --------------------------------------------------------------------------
 
-scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.complex_numbers(allow_nan=False)
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.binary()
+    | st.complex_numbers(allow_nan=False)
+)
 values = st.recursive(
     scalars,
     lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner),
@@ -244,10 +281,16 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="module")
 def others() -> Iterator[list[subprocess.Popen[str]]]:
-    """Give other processes that make keys of what they are told, each with other hashes of strings."""
+    """Give other processes that make keys of what they are told, each with other hashes of
+    strings.
+    """
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", CODE], env={"PYTHONHASHSEED": seed}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", CODE],
+            env={"PYTHONHASHSEED": seed},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for seed in ("1", "2")
     ]
@@ -257,7 +300,12 @@ def others() -> Iterator[list[subprocess.Popen[str]]]:
 
 
 nested = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text() | st.binary(),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text()
+    | st.binary(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     max_leaves=8,
 )

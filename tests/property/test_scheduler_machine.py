@@ -1,8 +1,8 @@
 """Any events, in any order: the scheduler keeps its promises.
 
-Hypothesis plays the world (users, workers, time) against the scheduler. A model beside it, which knows nothing of how the
-scheduler works, checks every command; `check_invariants` looks inside after every event. In the end everything is brought
-to a close.
+Hypothesis plays the world (users, workers, time) against the scheduler. A model beside it, which
+knows nothing of how the scheduler works, checks every command; `check_invariants` looks inside
+after every event. In the end everything is brought to a close.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from raypool.core.model import Report, Slice, TaskSpec, TaskState
 from raypool.core.scheduler import Scheduler
 from raypool.errors import LossReason
 
-pytestmark = pytest.mark.timeout(400)  # it takes Hypothesis five minutes, at most, to make a failure small
+# it takes Hypothesis five minutes, at most, to make a failure small
+pytestmark = pytest.mark.timeout(400)
 
 PICK = st.integers(0, 1000)
 PLACES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 TIMEOUTS = st.sampled_from([None, None, None, 5.0])
 DELAYS = st.sampled_from([0.0, 0.0, 7.0, 200.0])
 IDLE_S = 40.0
-LOSSES = [reason for reason in LossReason if reason is not LossReason.FAULTY]  # that one the scheduler finds by itself
+# that one the scheduler finds by itself
+LOSSES = [reason for reason in LossReason if reason is not LossReason.FAULTY]
 MOVES = (m.PlaceLeaving, m.TimerFired)  # after these, what runs may be interrupted to run elsewhere
 
 
@@ -45,7 +47,8 @@ class Job:
     outcomes: dict[int, str] = field(default_factory=dict)
     attempts: dict[int, int] = field(default_factory=dict)  # the last one of each item
     flying: Counter[int] = field(default_factory=Counter)  # items
-    rests: list[tuple[float, set[int]]] = field(default_factory=list)  # items that are to run again, but not before this time
+    # items that are to run again, but not before this time
+    rests: list[tuple[float, set[int]]] = field(default_factory=list)
     calls: int = 0  # slices in flight
     end: TaskState | None = None
     is_cancelled: bool = False
@@ -59,7 +62,9 @@ class Job:
 
     def may_run_on(self, worker_id: int, place: int) -> bool:
         """Whether a worker may run it."""
-        return self.worker_id in (None, worker_id) and (self.spec.places is None or place in self.spec.places)
+        return self.worker_id in (None, worker_id) and (
+            self.spec.places is None or place in self.spec.places
+        )
 
     @property
     def resting(self) -> set[int]:
@@ -89,7 +94,9 @@ class Hand:
     is_ready: bool = False
     is_used: bool = False
     is_spent: bool = False
-    leaks: bool = False  # it is to be replaced before it runs anything else, unless that is the end of something bound to it
+    # it is to be replaced before it runs anything else, unless that is the end of something bound
+    # to it
+    leaks: bool = False
     calls: list[int] = field(default_factory=list)
 
 
@@ -106,20 +113,24 @@ class World(RuleBasedStateMachine):
         self.hands: dict[int, Hand] = {}  # workers that are there, or about to be
         self.places: dict[int, int | None] = {}  # place -> worker; None: it is parked
         self.calls: dict[int, m.RunTasks] = {}  # in flight, as far as anybody can tell
-        self.past: list[tuple[int, int, tuple[Report, ...]]] = []  # answers that nobody waits for any more
+        # answers that nobody waits for any more
+        self.past: list[tuple[int, int, tuple[Report, ...]]] = []
         self.numbers: set[int] = set()  # all workers that ever were
         self.timed_out: set[int] = set()  # calls that run on, although their time is over
         self.signals: set[tuple[int, int]] = set()  # (attempt, task) that were told to end
-        self.moved: set[tuple[int, int]] = set()  # (attempt, task) that were interrupted to run elsewhere
-        self.leaving: dict[int, float] = {}  # places that are to go, and when what is there is interrupted
-        self.pardoned: dict[tuple[int, int], int] = {}  # (task, item) -> attempt, that was lost for no fault of its own
+        # (attempt, task) that were interrupted to run elsewhere
+        self.moved: set[tuple[int, int]] = set()
+        # places that are to go, and when what is there is interrupted
+        self.leaving: dict[int, float] = {}
+        # (task, item) -> attempt, that was lost for no fault of its own
+        self.pardoned: dict[tuple[int, int], int] = {}
         self.timers: list[m.SetTimer] = []
         self.shutdown_asked = False
         self.cancels_queued = False
         self.is_broken = False
         self.is_closed = False
 
-    # --- what users do ------------------------------------------------------------------------------------------------
+    # --- what users do ----------------------------------------------------------------------------
 
     @initialize(
         num_places=st.integers(1, 4),
@@ -149,7 +160,9 @@ class World(RuleBasedStateMachine):
     )
     def submit(self, fn_id, size, is_open, priority, retries, max_workers, **wishes) -> None:
         is_open = is_open and size in (0, 2)
-        self.submit_spec(TaskSpec(len(self.jobs), fn_id, size, is_open, priority, retries, max_workers, **wishes))
+        self.submit_spec(
+            TaskSpec(len(self.jobs), fn_id, size, is_open, priority, retries, max_workers, **wishes)
+        )
 
     @rule(
         fn_id=st.integers(0, 2),
@@ -164,7 +177,18 @@ class World(RuleBasedStateMachine):
         retry_delay_s=DELAYS,
     )
     def submit_bound(self, fn_id, size, is_open, priority, retries, max_workers, **wishes) -> None:
-        self.submit_spec(TaskSpec(len(self.jobs), fn_id, size, is_open and size < 2, priority, retries, max_workers, **wishes))
+        self.submit_spec(
+            TaskSpec(
+                len(self.jobs),
+                fn_id,
+                size,
+                is_open and size < 2,
+                priority,
+                retries,
+                max_workers,
+                **wishes,
+            )
+        )
 
     @rule(
         fn_id=st.integers(2, 3),
@@ -176,7 +200,9 @@ class World(RuleBasedStateMachine):
     )
     def submit_gang(self, fn_id, size, places, priority, timeout_s, is_loan) -> None:
         wishes = {"places": places, "timeout_s": timeout_s, "is_loan": is_loan}
-        self.submit_spec(TaskSpec(len(self.jobs), fn_id, size, False, priority, is_gang=True, **wishes))
+        self.submit_spec(
+            TaskSpec(len(self.jobs), fn_id, size, False, priority, is_gang=True, **wishes)
+        )
 
     @rule(
         fn_id=st.integers(0, 1),
@@ -187,7 +213,9 @@ class World(RuleBasedStateMachine):
     )
     def submit_calls(self, fn_id, count, retries, places, is_fresh) -> None:
         for _ in range(count):
-            self.submit_spec(TaskSpec(len(self.jobs), fn_id, retries=retries, places=places, is_fresh=is_fresh))
+            self.submit_spec(
+                TaskSpec(len(self.jobs), fn_id, retries=retries, places=places, is_fresh=is_fresh)
+            )
 
     def submit_spec(self, spec: TaskSpec) -> None:
         worker_id = self.places.get(spec.place) if spec.place is not None else None
@@ -199,7 +227,9 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: any(job.is_open for job in self.jobs.values()))
     @rule(pick=PICK, count=st.integers(0, 8), stays_open=st.booleans())
     def add_items(self, pick: int, count: int, stays_open: bool) -> None:
-        task_id, job = picked([(task_id, job) for task_id, job in self.jobs.items() if job.is_open], pick)
+        task_id, job = picked(
+            [(task_id, job) for task_id, job in self.jobs.items() if job.is_open], pick
+        )
         job.is_open = stays_open
         job.size += count if job.end is None else 0
         self.tell(m.ItemsAdded(task_id, count, stays_open))
@@ -217,13 +247,20 @@ class World(RuleBasedStateMachine):
     def ask_to_stop(self, pick: int) -> None:
         task_id = picked(list(self.jobs), pick)
         running = [call for call in self.calls.values() if self.counts(call, task_id)]
-        told = [m.SignalTask(call.worker_id, call.attempt_id, task_id, m.Signal.STOP) for call in running]
+        told = [
+            m.SignalTask(call.worker_id, call.attempt_id, task_id, m.Signal.STOP)
+            for call in running
+        ]
         is_over = self.jobs[task_id].end is not None
-        assert sorted(self.tell(m.StopRequested(task_id)), key=str) == ([] if is_over else sorted(told, key=str))
+        assert sorted(self.tell(m.StopRequested(task_id)), key=str) == (
+            [] if is_over else sorted(told, key=str)
+        )
 
     def counts(self, call: m.RunTasks, task_id: int) -> bool:
         """Whether a call has something of a task in it, and time left for it."""
-        return call.attempt_id not in self.timed_out and any(piece.task_id == task_id for piece in call.slices)
+        return call.attempt_id not in self.timed_out and any(
+            piece.task_id == task_id for piece in call.slices
+        )
 
     @rule(
         places=st.lists(st.integers(0, 5), max_size=2, unique=True),
@@ -231,7 +268,11 @@ class World(RuleBasedStateMachine):
         leave=st.just([]) | st.lists(st.integers(0, 5), max_size=2, unique=True),
     )
     def resize(self, places: list[int], count: int, leave: list[int]) -> None:
-        self.tell(m.ResizeRequested(tuple(place for place in places if place not in self.places), count, tuple(leave)))
+        self.tell(
+            m.ResizeRequested(
+                tuple(place for place in places if place not in self.places), count, tuple(leave)
+            )
+        )
 
     @precondition(lambda self: len(self.jobs) > 25)
     @rule(cancel_queued=st.booleans(), cancel_running=st.booleans())
@@ -240,7 +281,7 @@ class World(RuleBasedStateMachine):
         self.cancels_queued |= cancel_queued or cancel_running
         self.tell(m.ShutdownRequested(cancel_queued, cancel_running))
 
-    # --- what workers do ----------------------------------------------------------------------------------------------
+    # --- what workers do --------------------------------------------------------------------------
 
     @precondition(lambda self: self.starting())
     @rule(pick=PICK)
@@ -251,7 +292,11 @@ class World(RuleBasedStateMachine):
         self.tell(m.WorkerReady(worker_id))
 
     def starting(self) -> list[int]:
-        return [worker_id for worker_id, hand in self.hands.items() if hand.is_launched and not hand.is_ready]
+        return [
+            worker_id
+            for worker_id, hand in self.hands.items()
+            if hand.is_launched and not hand.is_ready
+        ]
 
     @precondition(lambda self: self.running())
     @rule(
@@ -289,9 +334,13 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: any(not self.is_gang(call.slices[0]) for call in self.running()))
     @rule(pick=PICK, data=st.data())
     def go_on_with_some(self, pick: int, data: st.DataObject) -> None:
-        """Tell what is done of a call that lasts, keep what is at hand, and hand the rest back with all that waits behind it."""
+        """Tell what is done of a call that lasts, keep what is at hand, and hand the rest back with
+        all that waits behind it.
+        """
         calls = [call for call in self.running() if not self.is_gang(call.slices[0])]
-        call = picked([call for call in calls if len(self.hands[call.worker_id].calls) > 1] or calls, pick)
+        call = picked(
+            [call for call in calls if len(self.hands[call.worker_id].calls) > 1] or calls, pick
+        )
         at_hand = data.draw(st.integers(0, len(call.slices) - 1))
         reports, kept, left = [], [], []
         for number, piece in enumerate(call.slices):
@@ -302,10 +351,14 @@ class World(RuleBasedStateMachine):
             reports.append(Report(done, len(failed), retry, 0.001 * done))
             kept.append(data.draw(st.integers(1, size - done)) if number == at_hand else 0)
             if kept[-1]:
-                left.append(piece._replace(start=piece.start + done, stop=piece.start + done + kept[-1]))
+                left.append(
+                    piece._replace(start=piece.start + done, stop=piece.start + done + kept[-1])
+                )
         hand = self.hands[call.worker_id]
         for behind in hand.calls[1:]:
-            self.past.append((call.worker_id, behind, tuple(Report(0) for _ in self.land(behind).slices)))
+            self.past.append(
+                (call.worker_id, behind, tuple(Report(0) for _ in self.land(behind).slices))
+            )
         hand.calls = [call.attempt_id]
         self.lay_failed_to_rest(call, tuple(reports))
         self.calls[call.attempt_id] = rest = call._replace(slices=tuple(left))
@@ -314,12 +367,19 @@ class World(RuleBasedStateMachine):
             for piece in rest.slices:
                 self.jobs[piece.task_id].calls += 1
                 self.jobs[piece.task_id].flying.update(range(piece.start, piece.stop))
-        self.tell(m.AttemptNarrowed(call.worker_id, call.attempt_id, tuple(reports), tuple(kept)), answered=call)
+        self.tell(
+            m.AttemptNarrowed(call.worker_id, call.attempt_id, tuple(reports), tuple(kept)),
+            answered=call,
+        )
 
     def lay_failed_to_rest(self, call: m.RunTasks, reports: tuple[Report, ...]) -> None:
         for piece, report in zip(call.slices, reports, strict=True):
             job = self.jobs[piece.task_id]
-            if self.counts(call, piece.task_id) and piece.attempt <= job.spec.retries and not job.spec.is_gang:
+            if (
+                self.counts(call, piece.task_id)
+                and piece.attempt <= job.spec.retries
+                and not job.spec.is_gang
+            ):
                 job.lay_to_rest(report.retry, piece.attempt, self.now)
 
     def running(self) -> list[m.RunTasks]:
@@ -341,7 +401,9 @@ class World(RuleBasedStateMachine):
     @rule(pick=PICK)
     def answer_again(self, pick: int) -> None:
         worker_id, attempt_id, reports = picked(self.past, pick)
-        assert self.tell(m.AttemptNarrowed(worker_id, attempt_id, reports, (1,) * len(reports))) == []
+        assert (
+            self.tell(m.AttemptNarrowed(worker_id, attempt_id, reports, (1,) * len(reports))) == []
+        )
         assert self.tell(m.AttemptFinished(worker_id, attempt_id, reports)) == []
 
     @precondition(lambda self: self.hands)
@@ -349,9 +411,15 @@ class World(RuleBasedStateMachine):
     def die(self, pick: int, reason: LossReason, was_idle: bool) -> None:
         worker_id = picked(list(self.hands), pick)
         is_ready = self.hands[worker_id].is_ready
-        self.bury(worker_id, is_pardoned=was_idle or self.is_forgiven(worker_id, reason), was_idle=was_idle)
+        self.bury(
+            worker_id,
+            is_pardoned=was_idle or self.is_forgiven(worker_id, reason),
+            was_idle=was_idle,
+        )
         commands = self.tell(m.WorkerLost(worker_id, reason, was_idle))
-        is_held_against_it = any(isinstance(command, m.SetTimer) and command.kind == "start" for command in commands)
+        is_held_against_it = any(
+            isinstance(command, m.SetTimer) and command.kind == "start" for command in commands
+        )
         assert not (is_ready and reason is LossReason.STOPPED and is_held_against_it)
 
     def is_forgiven(self, worker_id: int, reason: LossReason) -> bool:
@@ -396,7 +464,9 @@ class World(RuleBasedStateMachine):
                 elif piece.attempt <= job.spec.retries:
                     job.lay_to_rest(items, piece.attempt, self.now)
             self.land(attempt_id)
-            self.past.append((worker_id, attempt_id, tuple(Report(p.stop - p.start) for p in call.slices)))
+            self.past.append(
+                (worker_id, attempt_id, tuple(Report(p.stop - p.start) for p in call.slices))
+            )
 
     def land(self, attempt_id: int) -> m.RunTasks:
         call = self.calls.pop(attempt_id)
@@ -410,7 +480,7 @@ class World(RuleBasedStateMachine):
             job.calls -= 1
             job.flying.subtract(range(piece.start, piece.stop))
 
-    # --- what machines do ---------------------------------------------------------------------------------------------
+    # --- what machines do -------------------------------------------------------------------------
 
     @precondition(lambda self: self.places)
     @rule(pick=PICK, delay_s=st.sampled_from([None, -1.0, 15.0, 60.0]))
@@ -420,7 +490,9 @@ class World(RuleBasedStateMachine):
         hand = self.hands.get(self.places[place])
         self.leaving[place] = inf if delay_s is None else self.now + delay_s
         self.tell(m.PlaceLeaving(place, None if delay_s is None else self.now + delay_s))
-        assert (place in self.places) == bool(hand and hand.calls), "a place that nothing runs in goes at once"
+        assert (place in self.places) == bool(hand and hand.calls), (
+            "a place that nothing runs in goes at once"
+        )
 
     @precondition(lambda self: self.places)
     @rule(pick=PICK)
@@ -441,7 +513,7 @@ class World(RuleBasedStateMachine):
         self.tell(m.PlaceLost(place, reason))
         assert place not in self.places
 
-    # --- what time does -----------------------------------------------------------------------------------------------
+    # --- what time does ---------------------------------------------------------------------------
 
     @precondition(lambda self: self.timers)
     @rule()
@@ -462,7 +534,7 @@ class World(RuleBasedStateMachine):
         """Let nothing happen for a while, as long as no timer is due."""
         self.now = min([self.now + IDLE_S / 4, *(timer.at for timer in self.timers)])
 
-    # --- what the scheduler says --------------------------------------------------------------------------------------
+    # --- what the scheduler says ------------------------------------------------------------------
 
     def tell(self, event: m.Event, answered: m.RunTasks | None = None) -> list[m.Command]:
         was_over = self.is_closed or self.is_broken
@@ -471,14 +543,19 @@ class World(RuleBasedStateMachine):
         commands = self.scheduler.handle(event, self.now)
         for command in commands:
             if isinstance(command, m.TimeOutItems) and not self.is_gang(command.items):
-                self.take_out(self.call_of(command.items))  # makes room for what is sent in its place, before it is told
+                # makes room for what is sent in its place, before it is told
+                self.take_out(self.call_of(command.items))
         for command in commands:
             if isinstance(command, m.SettleItems):
                 self.on_settle(command, answered)
             elif isinstance(command, m.Vacate):
                 self.on_vacate(command, event)
             elif isinstance(command, m.SignalTask):
-                self.on_signal(command, event, [other.task_id for other in commands if isinstance(other, m.EndTask)])
+                self.on_signal(
+                    command,
+                    event,
+                    [other.task_id for other in commands if isinstance(other, m.EndTask)],
+                )
             else:
                 getattr(self, f"on_{type(command).__name__}")(command)
         runs = [call for command in commands for call in calls_in(command)]
@@ -506,14 +583,22 @@ class World(RuleBasedStateMachine):
             if gang.is_loan:
                 self.lend(call.worker_id)
             self.on_RunTasks(call, is_rank=True)
-        assert [call.slices for call in gang.runs] == [(Slice(task_id, rank, rank + 1, 1),) for rank in range(job.size)]
+        assert [call.slices for call in gang.runs] == [
+            (Slice(task_id, rank, rank + 1, 1),) for rank in range(job.size)
+        ]
         places = [self.hands[call.worker_id].place for call in gang.runs]
         assert len(set(places)) == len(places)
-        order = places if job.spec.places is None else [job.spec.places.index(place) for place in places]
+        order = (
+            places
+            if job.spec.places is None
+            else [job.spec.places.index(place) for place in places]
+        )
         assert order == sorted(order), "ranks are not in the order of their places"
 
     def lend(self, worker_id: int) -> None:
-        """A worker that is free ends, and another has its place, and what is bound to it, without starting yet."""
+        """A worker that is free ends, and another has its place, and what is bound to it, without
+        starting yet.
+        """
         place = self.scheduler.workers.by_id[worker_id].place
         before = self.places[place]
         hand = self.hands.pop(before)
@@ -533,8 +618,12 @@ class World(RuleBasedStateMachine):
         hand = self.hands[call.worker_id]
         assert hand.is_ready
         assert not hand.is_spent
-        bound = [job for job in self.jobs.values() if job.worker_id == call.worker_id and job.end is None]
-        assert not hand.leaks or bound, "a worker that should have been replaced has got something more"
+        bound = [
+            job for job in self.jobs.values() if job.worker_id == call.worker_id and job.end is None
+        ]
+        assert not hand.leaks or bound, (
+            "a worker that should have been replaced has got something more"
+        )
         assert hand.place not in self.leaving, "a place that is about to go has got something more"
         is_fresh = any(self.jobs[piece.task_id].spec.is_fresh for piece in call.slices)
         assert not (is_fresh and hand.is_used)
@@ -547,19 +636,32 @@ class World(RuleBasedStateMachine):
         for piece in call.slices:
             self.check_piece(piece, call, hand)
         pieces = [piece for attempt_id in hand.calls for piece in self.calls[attempt_id].slices]
-        is_precious = [self.jobs[piece.task_id].spec.runs_alone() or piece.attempt > 1 for piece in pieces]
-        assert not any(is_precious) or len(is_precious) == 1, "what can't run again shares its worker"
+        is_precious = [
+            self.jobs[piece.task_id].spec.runs_alone() or piece.attempt > 1 for piece in pieces
+        ]
+        assert not any(is_precious) or len(is_precious) == 1, (
+            "what can't run again shares its worker"
+        )
 
     def check_piece(self, piece: Slice, call: m.RunTasks, hand: Hand) -> None:
         job = self.jobs[piece.task_id]
         items = range(piece.start, piece.stop)
         assert job.end is None
         assert 0 <= piece.start < piece.stop <= job.size
-        assert not any(item in job.outcomes or job.flying[item] > 0 for item in items), "an item runs twice"
+        assert not any(item in job.outcomes or job.flying[item] > 0 for item in items), (
+            "an item runs twice"
+        )
         assert job.resting.isdisjoint(items), "too early"
-        assert all(job.attempts.get(item, 1) <= piece.attempt <= job.spec.retries + 1 for item in items)
-        assert piece.attempt <= job.spec.retries or len(items) == 1, "the last attempt is made alone"
-        assert all(self.pardoned.pop((piece.task_id, item), piece.attempt) == piece.attempt for item in items), "wrongly charged"
+        assert all(
+            job.attempts.get(item, 1) <= piece.attempt <= job.spec.retries + 1 for item in items
+        )
+        assert piece.attempt <= job.spec.retries or len(items) == 1, (
+            "the last attempt is made alone"
+        )
+        assert all(
+            self.pardoned.pop((piece.task_id, item), piece.attempt) == piece.attempt
+            for item in items
+        ), "wrongly charged"
         assert not job.spec.runs_alone() or len(items) == 1
         assert job.may_run_on(call.worker_id, hand.place)
         job.attempts.update(dict.fromkeys(items, piece.attempt))
@@ -568,15 +670,30 @@ class World(RuleBasedStateMachine):
         assert job.spec.max_workers is None or job.calls <= job.spec.max_workers
 
     def check_gangs(self, runs: list[m.RunTasks]) -> None:
-        for task_id in {piece.task_id for call in runs for piece in call.slices if self.jobs[piece.task_id].spec.is_gang}:
+        for task_id in {
+            piece.task_id
+            for call in runs
+            for piece in call.slices
+            if self.jobs[piece.task_id].spec.is_gang
+        }:
             ranks = [call for call in runs if call.slices[0].task_id == task_id]
             places = [self.hands[call.worker_id].place for call in ranks]
-            assert [call.slices for call in ranks] == [(Slice(task_id, i, i + 1, 1),) for i in range(self.jobs[task_id].size)]
-            assert places == sorted(set(places)), "ranks are not on distinct workers, in the order of their places"
+            assert [call.slices for call in ranks] == [
+                (Slice(task_id, i, i + 1, 1),) for i in range(self.jobs[task_id].size)
+            ]
+            assert places == sorted(set(places)), (
+                "ranks are not on distinct workers, in the order of their places"
+            )
 
     def check_overtaking(self, runs: list[m.RunTasks]) -> None:
-        """Nothing starts in a place that an older gang waits for; among gangs, that holds for those with the same wishes."""
-        gangs = [job for job in self.jobs.values() if job.spec.is_gang and job.has_more and not job.has_started]
+        """Nothing starts in a place that an older gang waits for; among gangs, that holds for those
+        with the same wishes.
+        """
+        gangs = [
+            job
+            for job in self.jobs.values()
+            if job.spec.is_gang and job.has_more and not job.has_started
+        ]
         for call in runs:
             started = self.jobs[call.slices[0].task_id]
             place = self.hands[call.worker_id].place
@@ -587,14 +704,22 @@ class World(RuleBasedStateMachine):
                     gang.spec.places,
                     gang.spec.priority,
                 ):
-                    assert all(order_of(self.jobs[piece.task_id]) < order_of(gang) for piece in call.slices), "overtaken"
+                    assert all(
+                        order_of(self.jobs[piece.task_id]) < order_of(gang) for piece in call.slices
+                    ), "overtaken"
 
     def check_broken_up(self) -> None:
-        """The ranks in flight of a gang in which something has failed were all told to stop; no others were."""
+        """The ranks in flight of a gang in which something has failed were all told to stop; no
+        others were.
+        """
         for task_id, job in self.jobs.items():
             if not job.spec.is_gang or job.end is not None:
                 continue
-            flying = {(call.attempt_id, task_id) for call in self.calls.values() if call.slices[0].task_id == task_id}
+            flying = {
+                (call.attempt_id, task_id)
+                for call in self.calls.values()
+                if call.slices[0].task_id == task_id
+            }
             assert flying & self.signals == (flying if job.is_broken_up else set())
             assert bool(flying) == job.has_started, "a gang has not ended with its last rank"
             assert job.has_started or not job.outcomes, "a rank has an outcome that has not begun"
@@ -609,15 +734,32 @@ class World(RuleBasedStateMachine):
             for job in waiting:
                 if job.spec.is_fresh or started.spec.is_fresh:
                     continue  # it may have its worker already, which is starting
-                if job.spec.is_gang or started.spec.is_gang or not job.may_run_on(call.worker_id, place):
+                if (
+                    job.spec.is_gang
+                    or started.spec.is_gang
+                    or not job.may_run_on(call.worker_id, place)
+                ):
                     continue
-                assert all(order_of(self.jobs[piece.task_id]) <= order_of(job) for piece in call.slices), "out of turn"
+                assert all(
+                    order_of(self.jobs[piece.task_id]) <= order_of(job) for piece in call.slices
+                ), "out of turn"
 
     def check_signals(self, commands: list[m.Command]) -> None:
-        """What runs of a task that has ended, or longer than it may, was told so, unless its worker ends anyway."""
-        late = {(number, self.calls[number].slices[0].task_id) for number in self.timed_out if number in self.calls}
+        """What runs of a task that has ended, or longer than it may, was told so, unless its worker
+        ends anyway.
+        """
+        late = {
+            (number, self.calls[number].slices[0].task_id)
+            for number in self.timed_out
+            if number in self.calls
+        }
         ended = {command.task_id for command in commands if isinstance(command, m.EndTask)}
-        running = {(call.attempt_id, p.task_id) for call in self.calls.values() for p in call.slices if p.task_id in ended}
+        running = {
+            (call.attempt_id, p.task_id)
+            for call in self.calls.values()
+            for p in call.slices
+            if p.task_id in ended
+        }
         assert running | late <= self.signals
 
     def on_signal(self, command: m.SignalTask, event: m.Event, ended: list[int]) -> None:
@@ -630,12 +772,20 @@ class World(RuleBasedStateMachine):
         elif command.signal is m.Signal.LEAVE:
             assert isinstance(event, m.PlaceLeaving)
             job = self.jobs[command.task_id]
-            assert job.spec.is_gang or (job.spec.retries > 0 and self.hands[call.worker_id].place == event.place)
+            assert job.spec.is_gang or (
+                job.spec.retries > 0 and self.hands[call.worker_id].place == event.place
+            )
             assert (call.attempt_id, command.task_id) not in self.signals, "it has to end anyway"
-        elif command.task_id not in ended and getattr(event, "kind", "leave") == "leave" and isinstance(event, MOVES):
+        elif (
+            command.task_id not in ended
+            and getattr(event, "kind", "leave") == "leave"
+            and isinstance(event, MOVES)
+        ):
             job = self.jobs[command.task_id]
             assert self.leaving[self.hands[call.worker_id].place] <= self.now, "too early"
-            assert job.spec.is_gang or job.spec.retries > 0, "what may run once only was interrupted"
+            assert job.spec.is_gang or job.spec.retries > 0, (
+                "what may run once only was interrupted"
+            )
             self.moved.add((call.attempt_id, command.task_id))
         else:
             is_news = (call.attempt_id, command.task_id) not in self.signals
@@ -643,7 +793,11 @@ class World(RuleBasedStateMachine):
             self.signals.add((call.attempt_id, command.task_id))
 
     def call_of(self, items: Slice) -> m.RunTasks:
-        (call,) = (call for call in self.calls.values() if items in call.slices and call.attempt_id not in self.timed_out)
+        (call,) = (
+            call
+            for call in self.calls.values()
+            if items in call.slices and call.attempt_id not in self.timed_out
+        )
         return call
 
     def on_TimeOutItems(self, command: m.TimeOutItems) -> None:
@@ -691,8 +845,15 @@ class World(RuleBasedStateMachine):
         job = self.jobs[command.task_id]
         assert job.end is None, "a task ends twice"
         job.end = command.state
-        if job.has_started and not job.is_cancelled and not self.cancels_queued and not self.is_broken:
-            assert sorted(job.outcomes) == list(range(job.size)), "a gang has ended before its ranks"
+        if (
+            job.has_started
+            and not job.is_cancelled
+            and not self.cancels_queued
+            and not self.is_broken
+        ):
+            assert sorted(job.outcomes) == list(range(job.size)), (
+                "a gang has ended before its ranks"
+            )
             assert command.state is (TaskState.FAILED if job.is_broken_up else TaskState.FINISHED)
         if command.state is TaskState.FINISHED:
             assert not job.is_open
@@ -707,7 +868,8 @@ class World(RuleBasedStateMachine):
         place = self.places.get(command.place)
         assert command.worker_id not in self.places.values() or place == command.worker_id
         if place != command.worker_id:
-            if place in self.hands:  # it makes room for something that wants a process of its own, or has run that
+            # it makes room for something that wants a process of its own, or has run that
+            if place in self.hands:
                 hand = self.hands.pop(place)
                 assert hand.is_used
                 assert not hand.calls
@@ -718,7 +880,9 @@ class World(RuleBasedStateMachine):
 
     def on_SetTimer(self, command: m.SetTimer) -> None:
         assert command.at > self.now
-        assert command.kind != "idle" or all(timer.kind != "idle" for timer in self.timers), "two idle timers"
+        assert command.kind != "idle" or all(timer.kind != "idle" for timer in self.timers), (
+            "two idle timers"
+        )
         self.timers.append(command)
         if command.kind == "timeout":
             (piece,) = self.calls[command.attempt_id].slices
@@ -727,12 +891,20 @@ class World(RuleBasedStateMachine):
         if command.kind == "retry":
             assert command.at in [until for until, _ in self.jobs[command.task_id].rests]
         if command.kind == "start":
-            place = next(place for place, worker_id in self.places.items() if worker_id not in (None, *self.hands))
+            place = next(
+                place
+                for place, worker_id in self.places.items()
+                if worker_id not in (None, *self.hands)
+            )
             self.places[place] = command.worker_id
             self.hands[command.worker_id] = Hand(place)
 
     def on_vacate(self, command: m.Vacate, event: m.Event) -> None:
-        if isinstance(event, m.ResizeRequested) and command.place in event.add and command.place not in self.places:
+        if (
+            isinstance(event, m.ResizeRequested)
+            and command.place in event.add
+            and command.place not in self.places
+        ):
             assert self.shutdown_asked or self.is_broken
             return
         worker_id = self.places.pop(command.place)
@@ -750,7 +922,9 @@ class World(RuleBasedStateMachine):
 
     def on_DropPlace(self, command: m.DropPlace) -> None:
         assert command.place not in self.places
-        assert command.reason is not LossReason.FAULTY or self.places, "the last place was taken out"
+        assert command.reason is not LossReason.FAULTY or self.places, (
+            "the last place was taken out"
+        )
 
     def on_BreakPool(self, command: m.BreakPool) -> None:
         assert not self.places
@@ -769,16 +943,18 @@ class World(RuleBasedStateMachine):
     def all_is_well_inside(self) -> None:
         check_invariants(self.scheduler)
         workers = self.scheduler.workers
-        assert {number: w.place for number, w in workers.by_id.items() if number not in workers.parked} == {
-            worker_id: hand.place for worker_id, hand in self.hands.items()
-        }
+        assert {
+            number: w.place for number, w in workers.by_id.items() if number not in workers.parked
+        } == {worker_id: hand.place for worker_id, hand in self.hands.items()}
         for worker_id, hand in self.hands.items():
             assert not hand.is_ready or list(workers.by_id[worker_id].attempts) == hand.calls
         counts = self.scheduler.counts
         assert counts.submitted == sum(job.size for job in self.jobs.values())
-        assert counts.finished + counts.failed == sum(len(job.outcomes) for job in self.jobs.values())
+        assert counts.finished + counts.failed == sum(
+            len(job.outcomes) for job in self.jobs.values()
+        )
 
-    # --- the end ------------------------------------------------------------------------------------------------------
+    # --- the end ----------------------------------------------------------------------------------
 
     def teardown(self) -> None:
         """Let everything go well from now on: every task must end, and the pool close."""

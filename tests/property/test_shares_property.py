@@ -10,13 +10,17 @@ from hypothesis import strategies as st
 from raypool.train.shares import divide, share_of, split_batch
 
 loads = st.lists(
-    st.one_of(st.integers(0, 10**6), st.floats(0, 1e9, allow_nan=False, allow_infinity=False)), min_size=1, max_size=9
+    st.one_of(st.integers(0, 10**6), st.floats(0, 1e9, allow_nan=False, allow_infinity=False)),
+    min_size=1,
+    max_size=9,
 ).filter(any)
 sizes = st.integers(0, 10**7)
 
 
 @given(sizes, loads)
-def test_every_sample_goes_to_one_rank_and_no_rank_is_off_by_one(size: int, loads: list[float]) -> None:
+def test_every_sample_goes_to_one_rank_and_no_rank_is_off_by_one(
+    size: int, loads: list[float]
+) -> None:
     shares = split_batch(size, loads)
     assert sum(shares) == size
     total = sum(Fraction(load) for load in loads)
@@ -34,7 +38,9 @@ def test_equal_loads_differ_by_one_and_the_first_have_more(size: int, ranks: int
 
 @given(sizes, loads, st.integers(1, 1000))
 def test_only_proportions_count(size: int, loads: list[float], factor: int) -> None:
-    assert split_batch(size, loads) == split_batch(size, [Fraction(load) * factor for load in loads])  # type: ignore[misc]
+    assert split_batch(size, loads) == split_batch(
+        size, [Fraction(load) * factor for load in loads]
+    )
 
 
 @given(st.integers(1, 10**5), loads)
@@ -46,7 +52,9 @@ def test_shares_lie_end_to_end(size: int, loads: list[float]) -> None:
 
 
 @given(st.integers(1, 10**6), st.integers(1, 10**6), st.integers(1, 100))
-def test_an_epoch_has_iterations_and_loses_less_than_one(num_samples: int, batch_size: int, accumulate: int) -> None:
+def test_an_epoch_has_iterations_and_loses_less_than_one(
+    num_samples: int, batch_size: int, accumulate: int
+) -> None:
     division = divide(num_samples, batch_size, accumulate)
     assert division.steps >= 1
     assert 1 <= division.batch_size <= batch_size

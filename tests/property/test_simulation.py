@@ -1,4 +1,6 @@
-"""Whatever the seed: every task is resolved once, and the same seed gives the same course of events."""
+"""Whatever the seed: every task is resolved once, and the same seed gives the same course of
+events.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,10 @@ Wishes = list[dict[str, Any]]
 
 def specs_of(drawn: Wishes, num_workers: int) -> list[TaskSpec]:
     specs = [TaskSpec(number, **wishes) for number, wishes in enumerate(drawn)]
-    return [spec._replace(size=min(spec.size, num_workers), fail_fast=False) if spec.is_gang else spec for spec in specs]
+    return [
+        spec._replace(size=min(spec.size, num_workers), fail_fast=False) if spec.is_gang else spec
+        for spec in specs
+    ]
 
 
 @settings(max_examples=50)
@@ -57,19 +62,26 @@ def test_every_task_ends_exactly_once(plan: FaultPlan, num_workers: int, drawn: 
 
 @settings(max_examples=10)
 @given(plan=plans, num_workers=st.integers(1, 8), drawn=st.lists(kinds, max_size=15))
-def test_the_same_seed_gives_the_same_trace(plan: FaultPlan, num_workers: int, drawn: Wishes) -> None:
+def test_the_same_seed_gives_the_same_trace(
+    plan: FaultPlan, num_workers: int, drawn: Wishes
+) -> None:
     specs = specs_of(drawn, num_workers)
     assert simulate(num_workers, specs, plan).trace == simulate(num_workers, specs, plan).trace
 
 
 def test_the_trace_does_not_depend_on_the_hash_seed() -> None:
     code = (
-        "from raypool.testing import *; from raypool.core.model import TaskSpec;"
-        "print(simulate(5, [TaskSpec(i, i % 3, 1 + i % 7) for i in range(200)], FaultPlan(seed=4, p_loss=0.1)).trace)"
+        "from raypool.testing import *; from raypool.core.model import TaskSpec;print(simulate(5,"
+        " [TaskSpec(i, i % 3, 1 + i % 7) for i in range(200)], FaultPlan(seed=4,"
+        " p_loss=0.1)).trace)"
     )
     traces = {
         subprocess.run(
-            [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
         for seed in ("1", "2")
     }
@@ -78,8 +90,12 @@ def test_the_trace_does_not_depend_on_the_hash_seed() -> None:
 
 @settings(max_examples=20)
 @given(seed=st.integers(0, 2**32), num_workers=st.integers(1, 16), num_tasks=st.integers(1, 200))
-def test_without_faults_no_worker_idles_while_something_waits(seed: int, num_workers: int, num_tasks: int) -> None:
-    """The bound of list scheduling: makespan <= work / m + (1 - 1/m) * longest (Graham 1966, 1969)."""
+def test_without_faults_no_worker_idles_while_something_waits(
+    seed: int, num_workers: int, num_tasks: int
+) -> None:
+    """The bound of list scheduling: makespan <= work / m + (1 - 1/m) * longest (Graham 1966,
+    1969).
+    """
     plan = FaultPlan(seed=seed, item_s=1.0, start_s=0.0, p_straggler=0.1)
     report = simulate(num_workers, [TaskSpec(i, 0) for i in range(num_tasks)], plan)
     longest = 1.5 * plan.straggler_factor
@@ -98,8 +114,11 @@ def test_without_faults_no_worker_idles_while_something_waits(seed: int, num_wor
 def test_a_simulated_pool_returns_every_result_in_order(
     seed: int, p_loss: float, num_workers: int, count: int, item_s: float, from_generator: bool
 ) -> None:
-    # Three starts in a row that fail are the end of a place, and of the pool if it was the last one.
-    plan = FaultPlan(seed=seed, p_loss=p_loss, p_failed_start=0.05 if num_workers > 2 else 0.0, item_s=item_s)
+    # Three starts in a row that fail are the end of a place, and of the pool if it was the last
+    # one.
+    plan = FaultPlan(
+        seed=seed, p_loss=p_loss, p_failed_start=0.05 if num_workers > 2 else 0.0, item_s=item_s
+    )
     try:
         pool = sim_pool(num_workers, plan, retries=50)
     except StartupError:
@@ -144,7 +163,9 @@ def test_items_of_a_simulated_pool_time_out_and_the_others_do_not(p_stubborn: fl
 def test_a_simulation_kills_what_does_not_stop() -> None:
     specs = [TaskSpec(number, 0, size=20, timeout_s=1.0) for number in range(3)]
     gentle = simulate(3, specs, FaultPlan(seed=1, item_s=1.0, p_straggler=0.3), check=True).counts
-    stubborn = simulate(3, specs, FaultPlan(seed=1, item_s=1.0, p_straggler=0.3, p_stubborn=1.0), check=True).counts
+    stubborn = simulate(
+        3, specs, FaultPlan(seed=1, item_s=1.0, p_straggler=0.3, p_stubborn=1.0), check=True
+    ).counts
     assert (gentle.workers_lost, gentle.finished + gentle.failed) == (0, 60)
     assert stubborn.workers_lost > 0
     assert stubborn.finished + stubborn.failed == 60

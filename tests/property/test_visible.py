@@ -1,4 +1,6 @@
-"""What CUDA_VISIBLE_DEVICES lets a process see: as torch reads it, and by a plain model of what NVIDIA says of instances."""
+"""What CUDA_VISIBLE_DEVICES lets a process see: as torch reads it, and by a plain model of what
+NVIDIA says of instances.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,47 @@ UUIDS = ["GPU-aa11", "GPU-aa12", "GPU-ab11", "GPU-c111", "GPU-c112"]
 NUMBERS = st.one_of(
     st.integers(-2, 6).map(str),
     st.sampled_from(
-        ["", " ", "-1", "+1", "1gpu2", "2ampere", "0 ", " 2", "x", "GPU-aa11", "MIG-1", "00", "01", "-0", "1 2", "0x1"]
+        [
+            "",
+            " ",
+            "-1",
+            "+1",
+            "1gpu2",
+            "2ampere",
+            "0 ",
+            " 2",
+            "x",
+            "GPU-aa11",
+            "MIG-1",
+            "00",
+            "01",
+            "-0",
+            "1 2",
+            "0x1",
+        ]
     ),
 )
 NAMES = st.one_of(
     st.sampled_from(UUIDS),
-    st.sampled_from(["GPU-aa", "GPU-ab", "GPU-c11", "GPU-aa1", "GPU-", "GPU-nobody", "0", " GPU-ab11", "GPU-ab11 ", "", "MIG-1"]),
+    st.sampled_from(
+        [
+            "GPU-aa",
+            "GPU-ab",
+            "GPU-c11",
+            "GPU-aa1",
+            "GPU-",
+            "GPU-nobody",
+            "0",
+            " GPU-ab11",
+            "GPU-ab11 ",
+            "",
+            "MIG-1",
+        ]
+    ),
 )
-CARDS = st.integers(0, 5).map(lambda count: [GpuDevice(index=i, name="H", uuid=UUIDS[i], mig=()) for i in range(count)])
+CARDS = st.integers(0, 5).map(
+    lambda count: [GpuDevice(index=i, name="H", uuid=UUIDS[i], mig=()) for i in range(count)]
+)
 
 
 def see(text: str | None, cards: list[GpuDevice], **others: str) -> list[int | None]:
@@ -37,7 +72,9 @@ def as_torch_sees(text: str, cards: list[GpuDevice]) -> list[int]:
         listed = torch.cuda._parse_visible_devices()
     if listed and isinstance(listed[0], str):
         return torch.cuda._transform_uuid_to_ordinals(listed, [str(card.uuid) for card in cards])
-    return next((listed[:place] for place, number in enumerate(listed) if number >= len(cards)), listed)
+    return next(
+        (listed[:place] for place, number in enumerate(listed) if number >= len(cards)), listed
+    )
 
 
 @given(st.lists(NUMBERS, max_size=5).map(",".join), CARDS)
@@ -49,13 +86,17 @@ def test_numbers_mean_what_torch_takes_them_for(text: str, cards: list[GpuDevice
 
 
 @given(st.lists(NAMES, max_size=4), st.sampled_from(UUIDS), CARDS)
-def test_uuids_mean_what_torch_takes_them_for(names: list[str], first: str, cards: list[GpuDevice]) -> None:
+def test_uuids_mean_what_torch_takes_them_for(
+    names: list[str], first: str, cards: list[GpuDevice]
+) -> None:
     text = ",".join([first, *names])
     assert see(text, cards) == as_torch_sees(text, cards)
 
 
 @given(CARDS, st.data())
-def test_each_uuid_may_be_as_short_as_it_is_still_unique(cards: list[GpuDevice], data: st.DataObject) -> None:
+def test_each_uuid_may_be_as_short_as_it_is_still_unique(
+    cards: list[GpuDevice], data: st.DataObject
+) -> None:
     order = data.draw(st.permutations(range(len(cards))))
     whole = [str(cards[index].uuid) for index in order]
     short = []
@@ -63,14 +104,17 @@ def test_each_uuid_may_be_as_short_as_it_is_still_unique(cards: list[GpuDevice],
         least = next(
             size
             for size in range(5, 9)
-            if sum(str(card.uuid).startswith(uuid[:size]) for card in cards) == 1 or size == len(uuid)
+            if sum(str(card.uuid).startswith(uuid[:size]) for card in cards) == 1
+            or size == len(uuid)
         )
         short.append(uuid[: data.draw(st.integers(least, len(uuid)))])
     assert see(",".join(short), cards) == see(",".join(whole), cards) == list(order)
 
 
 @given(CARDS, st.data())
-def test_what_is_visible_is_a_beginning_of_what_is_named(cards: list[GpuDevice], data: st.DataObject) -> None:
+def test_what_is_visible_is_a_beginning_of_what_is_named(
+    cards: list[GpuDevice], data: st.DataObject
+) -> None:
     entries = data.draw(st.lists(st.integers(0, 7), unique=True, max_size=6))
     seen = see(",".join(map(str, entries)), cards)
     assert seen == entries[: len(seen)]
@@ -83,13 +127,20 @@ def divided(draw: st.DrawFn) -> list[GpuDevice]:
     """Cards of which some are divided into instances."""
     counts = draw(st.lists(st.integers(0, 3), min_size=1, max_size=4))
     return [
-        GpuDevice(index=i, name="H", uuid=UUIDS[i], mig=tuple(f"MIG-{i}{letter}" for letter in "abc"[:count]))
+        GpuDevice(
+            index=i,
+            name="H",
+            uuid=UUIDS[i],
+            mig=tuple(f"MIG-{i}{letter}" for letter in "abc"[:count]),
+        )
         for i, count in enumerate(counts)
     ]
 
 
 @given(divided(), st.data())
-def test_a_process_has_one_instance_and_nothing_beside_it(cards: list[GpuDevice], data: st.DataObject) -> None:
+def test_a_process_has_one_instance_and_nothing_beside_it(
+    cards: list[GpuDevice], data: st.DataObject
+) -> None:
     instances = {name: card.index for card in cards for name in card.mig or ()}
     kind = data.draw(st.sampled_from(["unset", "numbers", "uuids", "instances"]))
     entries: list[str] = {
@@ -100,10 +151,13 @@ def test_a_process_has_one_instance_and_nothing_beside_it(cards: list[GpuDevice]
     }[kind]
     environ = {} if kind == "unset" else {"CUDA_VISIBLE_DEVICES": ",".join(entries)}
     seen = visible_gpus(environ, cards)
-    # The model: what each entry stands for, its first instance or the whole; the first instance hides all else.
+    # The model: what each entry stands for, its first instance or the whole; the first instance
+    # hides all else.
     plain = []
     for entry in entries:
-        card = next(card for card in cards if entry in (str(card.index), card.uuid, *(card.mig or ())))
+        card = next(
+            card for card in cards if entry in (str(card.index), card.uuid, *(card.mig or ()))
+        )
         name = entry if entry.startswith("MIG-") else next(iter(card.mig or ()), None)
         plain.append(VisibleGpu(card.index, name))
     first = next((gpu for gpu in plain if gpu.mig), None)
@@ -127,7 +181,11 @@ def test_what_nobody_knows_is_not_guessed(text: str, count: int) -> None:
 
 
 def test_numbers_of_unlike_cards_are_known_only_if_cuda_counts_as_nvidia_smi_does() -> None:
-    cards = [GpuDevice(index=0, name="L4"), GpuDevice(index=1, name="H200"), GpuDevice(index=2, name="L4")]
+    cards = [
+        GpuDevice(index=0, name="L4"),
+        GpuDevice(index=1, name="H200"),
+        GpuDevice(index=2, name="L4"),
+    ]
     assert see("0,1", cards) == [None, None]
     assert see("0,1", cards, CUDA_DEVICE_ORDER="FASTEST_FIRST") == [None, None]
     assert see("0,1", cards, CUDA_DEVICE_ORDER="PCI_BUS_ID") == [0, 1]
@@ -137,7 +195,11 @@ def test_numbers_of_unlike_cards_are_known_only_if_cuda_counts_as_nvidia_smi_doe
     assert is_order_known({}, [GpuDevice(index=0)])
 
 
-@given(st.integers(0, 6), st.lists(st.integers(0, 6), max_size=4), st.lists(st.integers(0, 6), max_size=4))
+@given(
+    st.integers(0, 6),
+    st.lists(st.integers(0, 6), max_size=4),
+    st.lists(st.integers(0, 6), max_size=4),
+)
 def test_hip_chooses_among_what_rocr_leaves(count: int, rocr: list[int], hip: list[int]) -> None:
     def left(of: list[int], numbers: list[int]) -> list[int]:
         if len(set(numbers)) < len(numbers):
@@ -149,7 +211,10 @@ def test_hip_chooses_among_what_rocr_leaves(count: int, rocr: list[int], hip: li
             kept.append(of[number])
         return kept
 
-    text = {"ROCR_VISIBLE_DEVICES": ",".join(map(str, rocr)), "HIP_VISIBLE_DEVICES": ",".join(map(str, hip))}
+    text = {
+        "ROCR_VISIBLE_DEVICES": ",".join(map(str, rocr)),
+        "HIP_VISIBLE_DEVICES": ",".join(map(str, hip)),
+    }
     assert visible_amd(text, count) == tuple(left(left(list(range(count)), rocr), hip))
     alias = {"CUDA_VISIBLE_DEVICES": text["HIP_VISIBLE_DEVICES"]}
     assert visible_amd(alias, count) == tuple(left(list(range(count)), hip))

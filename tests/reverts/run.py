@@ -1,7 +1,9 @@
-"""Revert bug fixes one by one in a scratch clone, and say which lane catches each: python -m tests.reverts.run [commit ...]
+"""Revert bug fixes one by one in a scratch clone, and say which lane catches each: python -m
+tests.reverts.run [commit ...]
 
-`fixes.json` names the fixes and the files whose tests are about them; `patches` brings each bug back. If a patch no longer
-applies, make it again by hand, as long as the bug can exist in the code of today.
+`fixes.json` names the fixes and the files whose tests are about them; `patches` brings each bug
+back. If a patch no longer applies, make it again by hand, as long as the bug can exist in the code
+of today.
 """
 
 from __future__ import annotations
@@ -41,7 +43,15 @@ def caught_by(tree: Path, files: list[str]) -> tuple[str, str]:
         ]
         env = {**os.environ, "PYTHONPATH": str(tree)}
         try:
-            done = subprocess.run([*command, *there], cwd=tree, env=env, capture_output=True, text=True, timeout=600, check=False)
+            done = subprocess.run(
+                [*command, *there],
+                cwd=tree,
+                env=env,
+                capture_output=True,
+                text=True,
+                timeout=600,
+                check=False,
+            )
         except subprocess.TimeoutExpired:
             return lane, "hangs"
         if done.returncode not in NOTHING_FAILED:
@@ -59,9 +69,18 @@ def main(commits: list[str]) -> None:
                 continue
             subprocess.run(["git", "reset", "-q", "--hard"], cwd=tree, check=True)
             patch = HERE / "patches" / f"{fix['commit']}.patch"
-            applied = subprocess.run(["git", "apply", "--3way", str(patch)], cwd=tree, capture_output=True, check=False)
-            lane, what = caught_by(tree, fix["files"]) if applied.returncode == 0 else ("the patch does not apply", "")
-            print(f"| {fix['commit']} | {fix['fixed']} | {lane or 'SLIPS THROUGH'} | {what} |", flush=True)
+            applied = subprocess.run(
+                ["git", "apply", "--3way", str(patch)], cwd=tree, capture_output=True, check=False
+            )
+            lane, what = (
+                caught_by(tree, fix["files"])
+                if applied.returncode == 0
+                else ("the patch does not apply", "")
+            )
+            print(
+                f"| {fix['commit']} | {fix['fixed']} | {lane or 'SLIPS THROUGH'} | {what} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

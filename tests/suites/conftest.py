@@ -1,7 +1,8 @@
 """Other libraries' own tests, run against raypool, and compared with what is expected of them.
 
-Each suite runs in a pytest of its own, with a plugin from this folder that puts our pools in the place of the library's; their
-code is used as it is installed. A test that fails without being listed fails ours, as does a listed one that passes.
+Each suite runs in a pytest of its own, with a plugin from this folder that puts our pools in the
+place of the library's; their code is used as it is installed. A test that fails without being
+listed fails ours, as does a listed one that passes.
 """
 
 from __future__ import annotations
@@ -71,13 +72,17 @@ def differences(run: Run, expected: Mapping[str, str], either: Mapping[str, str]
         elif outcome == "passed" and reason is not None:
             found.append(f"{name} passes; take it from the list of those that fail ({reason}).")
     known = {*run.ended, *(name.partition("[")[0] for name in run.ended)}
-    found += [f"{name} is listed, and there is no such test." for name in {*expected, *either} - known]
+    found += [
+        f"{name} is listed, and there is no such test." for name in {*expected, *either} - known
+    ]
     return found
 
 
 @pytest.fixture
 def run_suite(start_python: Any, tmp_path: Path) -> Callable[..., Run]:
-    """Give `run_suite(plugin, tests, backend, ...)`, which runs a suite and compares it with what is expected."""
+    """Give `run_suite(plugin, tests, backend, ...)`, which runs a suite and compares it with what
+    is expected.
+    """
 
     def run(
         plugin: str,
@@ -97,7 +102,8 @@ def run_suite(start_python: Any, tmp_path: Path) -> Callable[..., Run]:
             plugin: Its name.
             tests: Modules or files.
             backend: "threads" or "ray".
-            least_passed: If fewer pass, something is wrong with the suite and not with a single test.
+            least_passed: If fewer pass, something is wrong with the suite and not with a single
+                test.
             limit_s: How long it may take [s].
             expected: Why tests fail, by their names, or by those of all their parameters.
             either: Why tests may fail, or not.
@@ -106,16 +112,34 @@ def run_suite(start_python: Any, tmp_path: Path) -> Callable[..., Run]:
         """
         record = tmp_path / "record.jsonl"
         record.touch()
-        plugins = ["-p", "tests.suites.recorder", "-p", f"tests.suites.{plugin}", "-p", "no:cacheprovider"]
-        settings = ["-c", os.devnull, "--rootdir", str(tmp_path), f"--timeout={TEST_S}", "--timeout-method=signal"]
+        plugins = [
+            "-p",
+            "tests.suites.recorder",
+            "-p",
+            f"tests.suites.{plugin}",
+            "-p",
+            "no:cacheprovider",
+        ]
+        settings = [
+            "-c",
+            os.devnull,
+            "--rootdir",
+            str(tmp_path),
+            f"--timeout={TEST_S}",
+            "--timeout-method=signal",
+        ]
         chosen = ["-k", " and ".join(f"not {word}" for word in left_out)] if left_out else []
-        show = ["-q", "--tb=native"]  # Python 3.11 cannot parse what it has compiled after some errors, which other styles need
+        # Python 3.11 cannot parse what it has compiled after some errors, which other styles need
+        show = ["-q", "--tb=native"]
         arguments = [*plugins, *settings, *chosen, *show, *options, "--pyargs", *tests]
-        # From elsewhere, or it would find our fixtures; and not in this Python, which makes an error of each warning.
+        # From elsewhere, or it would find our fixtures; and not in this Python, which makes an
+        # error of each warning.
         command = [sys.executable, "-m", "pytest", *arguments]
         process = start_python(
             f"import os; os.chdir({str(tmp_path)!r}); os.execv({sys.executable!r}, {command!r})",
-            PYTHONPATH=os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(HERE.parents[1])])),
+            PYTHONPATH=os.pathsep.join(
+                filter(None, [os.environ.get("PYTHONPATH"), str(HERE.parents[1])])
+            ),
             **{recorder.RECORD: str(record), stand_ins.BACKEND: backend},
         )
         is_late = False
@@ -132,12 +156,19 @@ def run_suite(start_python: Any, tmp_path: Path) -> Callable[..., Run]:
         found = differences(outcome, expected, either)
         said = "\n".join(done.stdout.splitlines()[-30:] + done.stderr.splitlines()[-30:])
         if is_late:
-            found.insert(0, f"It was not done in {limit_s:g} s, and was at {outcome.running}.\n{said}")
+            found.insert(
+                0, f"It was not done in {limit_s:g} s, and was at {outcome.running}.\n{said}"
+            )
         elif done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-            found.insert(0, f"It ended with {done.returncode}, and was at {outcome.running}.\n{said}")
+            found.insert(
+                0, f"It ended with {done.returncode}, and was at {outcome.running}.\n{said}"
+            )
         if outcome.count("passed") < least_passed:
             found.append(f"Only {outcome.count('passed')} tests pass, of at least {least_passed}.")
-        print(f"{plugin}, {backend}: {outcome.count('passed')} pass, {outcome.count('failed')} fail as expected")
+        print(
+            f"{plugin}, {backend}: {outcome.count('passed')} pass, {outcome.count('failed')} fail"
+            " as expected"
+        )
         if found:
             pytest.fail("\n".join(found), pytrace=False)
         return outcome

@@ -1,4 +1,5 @@
-"""A plugin for joblib's own tests of `Parallel`: our backend stands where they look for loky, and is the default as that is.
+"""A plugin for joblib's own tests of `Parallel`: our backend stands where they look for loky, and
+is the default as that is.
 
 The tests that are about joblib's other backends are left out.
 """
@@ -39,7 +40,9 @@ def exchange() -> Any:
 
 
 def run_script(command: list[str], timeout: float | None = None, **expected: Any) -> None:
-    """Run a script of theirs as they do, with our backend, and in time for a Ray of its own to come up."""
+    """Run a script of theirs as they do, with our backend, and in time for a Ray of its own to come
+    up.
+    """
     from joblib.testing import check_subprocess_call
 
     _, first, *rest = command
@@ -49,7 +52,8 @@ def run_script(command: list[str], timeout: float | None = None, **expected: Any
 
 def pytest_configure(config: pytest.Config) -> None:
     stand_ins.start()
-    config.stash[POOL] = stand_ins.open_pool(4)  # first: these tests ask how many workers there are when they are imported
+    # first: these tests ask how many workers there are when they are imported
+    config.stash[POOL] = stand_ins.open_pool(4)
     backend = exchange()
     suite = importlib.import_module(SUITE)
     suite.LokyBackend = backend

@@ -1,4 +1,6 @@
-"""CPython's own tests of `multiprocessing.Pool`, in whose place ours stands: for a pytest of its own, and its plugin."""
+"""CPython's own tests of `multiprocessing.Pool`, in whose place ours stands: for a pytest of its
+own, and its plugin.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""A plugin for the pytest that runs another library's tests: it writes down what becomes of each, as soon as it is known.
+"""A plugin for the pytest that runs another library's tests: it writes down what becomes of each,
+as soon as it is known.
 
-There is a line of JSON for each test that begins and for each that has ended, so that a run which is killed, or crashes, has
-said how far it came.
+There is a line of JSON for each test that begins and for each that has ended, so that a run which
+is killed, or crashes, has said how far it came.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def note(**what: Any) -> None:
 
 
 def name_of(item: pytest.Item) -> str:
-    """Return what a test is called in our lists: not by its file, which versions of a library call differently."""
+    """Return what a test is called in our lists: not by its file, which versions of a library call
+    differently.
+    """
     return item.nodeid.partition("::")[2]
 
 
@@ -37,11 +40,16 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
     return (yield)
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)  # outermost: after whoever makes of a failure that the library expects what it is
+# outermost: after whoever makes of a failure that the library expects what it is
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[Any]:
     report = yield
     if report.failed or report.skipped or report.when == "call":
-        note(ended=name_of(item), outcome=report.outcome, last="\n".join(str(report.longrepr).splitlines()[-NUM_LINES:]))
+        note(
+            ended=name_of(item),
+            outcome=report.outcome,
+            last="\n".join(str(report.longrepr).splitlines()[-NUM_LINES:]),
+        )
     return report
 
 

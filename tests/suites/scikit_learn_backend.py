@@ -1,4 +1,6 @@
-"""A plugin for scikit-learn's own tests: whatever they run in parallel, on whichever number of jobs, is run by a pool of ours."""
+"""A plugin for scikit-learn's own tests: whatever they run in parallel, on whichever number of
+jobs, is run by a pool of ours.
+"""
 
 from __future__ import annotations
 

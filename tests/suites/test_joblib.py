@@ -1,4 +1,5 @@
-"""joblib's own tests of `Parallel` (`joblib.test.test_parallel`), with our backend in the place of loky, and as the default.
+"""joblib's own tests of `Parallel` (`joblib.test.test_parallel`), with our backend in the place of
+loky, and as the default.
 
 | counted with joblib 1.6, Python 3.11 to 3.13 | pass | fail as expected | seconds |
 |---|---|---|---|
@@ -33,11 +34,15 @@ EXPECTED = {
     "test_effective_n_jobs_None[None-parallel_backend]": ALL_WORKERS,
     "test_effective_n_jobs_None[None-parallel_config]": ALL_WORKERS,
     "test_nested_backend_in_sequential": ALL_WORKERS,
-    "test_multiple_generator_call_separated_gc": "two calls share a pool, of which loky lets the second fail",
+    "test_multiple_generator_call_separated_gc": (
+        "two calls share a pool, of which loky lets the second fail"
+    ),
     "test_nested_parallel_warnings[threading-loky-True]": "ours runs in a thread without a warning",
     "test_nested_parallelism_limit": "our backend has another name",
     "test_parallel_pickling": "threads pickle nothing, and on Ray it is a SerializationError",
-    "test_parallel_with_interactively_defined_bound_method_loky": "it looks for the names of loky's processes in the log",
+    "test_parallel_with_interactively_defined_bound_method_loky": (
+        "it looks for the names of loky's processes in the log"
+    ),
 }
 
 EITHER = dict.fromkeys(
@@ -81,7 +86,9 @@ def test_on_ray(run_suite: Callable[..., Any]) -> None:
             "test_initializer_not_reused": MANAGER,
             "test_initializer_parallel": MANAGER,
             "test_initializer_reused": MANAGER,
-            "test_threadpool_limitation_in_child_override": "workers have the environment that they were started with",
+            "test_threadpool_limitation_in_child_override": (
+                "workers have the environment that they were started with"
+            ),
         },
         either=EITHER,
     )

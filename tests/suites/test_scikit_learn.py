@@ -1,4 +1,5 @@
-"""scikit-learn's own tests of searches and forests, in which all that is parallel runs on a pool of ours.
+"""scikit-learn's own tests of searches and forests, in which all that is parallel runs on a pool of
+ours.
 
 | counted with scikit-learn 1.9, Python 3.11 and 3.13 | pass | fail as expected | seconds |
 |---|---|---|---|
@@ -27,13 +28,19 @@ def test_in_threads(run_suite: Callable[..., Any]) -> None:
         "threads",
         least_passed=450,
         limit_s=1000,
-        expected={"test_multi_metric_search_forwards_metadata": "it looks for the caller on its own stack, as one thread has it"},
+        expected={
+            "test_multi_metric_search_forwards_metadata": (
+                "it looks for the caller on its own stack, as one thread has it"
+            )
+        },
     )
     assert run.notes["tasks"] > 10_000
 
 
 def test_on_ray(run_suite: Callable[..., Any]) -> None:
-    """Searches alone, since forests are made in threads everywhere; the same tests fail with loky."""
+    """Searches alone, since forests are made in threads everywhere; the same tests fail with
+    loky.
+    """
     away = "what it looks at happens in another process"
     run = run_suite(
         "scikit_learn_backend",

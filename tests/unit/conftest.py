@@ -1,4 +1,6 @@
-"""What these tests share: a scheduler to whom events are told in short words, and the way to the benchmarks."""
+"""What these tests share: a scheduler to whom events are told in short words, and the way to the
+benchmarks.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def benchmark_of(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 class Pool:
-    """A scheduler with places 0 to n - 1, in which the workers 0 to n - 1 are ready. Every word returns the commands."""
+    """A scheduler with places 0 to n - 1, in which the workers 0 to n - 1 are ready. Every word
+    returns the commands.
+    """
 
     def __init__(self, num_workers: int, idle_timeout_s: float | None = None) -> None:
         self.scheduler = Scheduler(start_timeout_s=60.0, idle_timeout_s=idle_timeout_s)
@@ -42,7 +46,9 @@ class Pool:
         check_invariants(self.scheduler)
         for command in commands:
             calls = command.runs if isinstance(command, m.RunGang) else (command,)
-            self.calls.update((call.attempt_id, call) for call in calls if isinstance(call, m.RunTasks))
+            self.calls.update(
+                (call.attempt_id, call) for call in calls if isinstance(call, m.RunTasks)
+            )
         return commands
 
     def submit(self, task_id: int, fn_id: int = 0, **spec: Any) -> list[m.Command]:
@@ -57,8 +63,12 @@ class Pool:
         """Give up a task."""
         return self.tell(m.CancelRequested(task_id))
 
-    def finish(self, attempt_id: int, *reports: Report, busy_s: float = 1.0, is_spent: bool = False) -> list[m.Command]:
-        """Let a worker answer; without reports, all items of the call are done and took `busy_s` each."""
+    def finish(
+        self, attempt_id: int, *reports: Report, busy_s: float = 1.0, is_spent: bool = False
+    ) -> list[m.Command]:
+        """Let a worker answer; without reports, all items of the call are done and took `busy_s`
+        each.
+        """
         call = self.calls[attempt_id]
         if not reports:
             counts = [piece.stop - piece.start for piece in call.slices]
@@ -69,7 +79,9 @@ class Pool:
         """Let a worker come up."""
         return self.tell(m.WorkerReady(worker_id))
 
-    def lose(self, worker_id: int, reason: LossReason = LossReason.EXIT, was_idle: bool = False) -> list[m.Command]:
+    def lose(
+        self, worker_id: int, reason: LossReason = LossReason.EXIT, was_idle: bool = False
+    ) -> list[m.Command]:
         """Let a worker die."""
         return self.tell(m.WorkerLost(worker_id, reason, was_idle))
 
@@ -77,7 +89,9 @@ class Pool:
         """Ask a task to end by itself."""
         return self.tell(m.StopRequested(task_id))
 
-    def fire(self, kind: str, worker_id: int = -1, attempt_id: int = -1, task_id: int = -1) -> list[m.Command]:
+    def fire(
+        self, kind: str, worker_id: int = -1, attempt_id: int = -1, task_id: int = -1
+    ) -> list[m.Command]:
         """Let a timer run out."""
         return self.tell(m.TimerFired(kind, worker_id, attempt_id, task_id))
 
@@ -85,17 +99,21 @@ class Pool:
         """Add places, take away workers, or those in some places."""
         return self.tell(m.ResizeRequested(tuple(add), remove, tuple(leave)))
 
-    def shutdown(self, cancel_queued: bool = False, cancel_running: bool = False) -> list[m.Command]:
+    def shutdown(
+        self, cancel_queued: bool = False, cancel_running: bool = False
+    ) -> list[m.Command]:
         """Take no more tasks."""
         return self.tell(m.ShutdownRequested(cancel_queued, cancel_running))
 
     def get_used_to(self, fn_id: int, task_id: int, item_s: float = 0.001) -> None:
-        """Run a task of one item, so that the scheduler knows how long this function takes; every worker has to be free."""
+        """Run a task of one item, so that the scheduler knows how long this function takes; every
+        worker has to be free.
+        """
         (call,) = self.submit(task_id, fn_id)
         assert isinstance(call, m.RunTasks)
         self.finish(call.attempt_id, busy_s=item_s)
 
-    # --- what is known of it ------------------------------------------------------------------------------------------
+    # --- what is known of it ----------------------------------------------------------------------
 
     @property
     def size(self) -> int:
@@ -127,17 +145,22 @@ class Pool:
 
     def calls_of(self, worker_id: int) -> list[m.RunTasks]:
         """Return what a worker is at, and what it has behind that."""
-        return [self.calls[attempt_id] for attempt_id in self.scheduler.workers.by_id[worker_id].attempts]
+        return [
+            self.calls[attempt_id]
+            for attempt_id in self.scheduler.workers.by_id[worker_id].attempts
+        ]
 
     def worker_in(self, place: int) -> int:
         """Return the worker of a place, ready or not."""
         return self.scheduler.workers.places[place].worker_id
 
-    # --- what is expected ---------------------------------------------------------------------------------------------
+    # --- what is expected -------------------------------------------------------------------------
 
     @staticmethod
     def runs(worker_id: int, attempt_id: int, *pieces: tuple[int, ...]) -> m.RunTasks:
-        """Expect a call; each piece is (task, start, stop) or (task, start, stop, attempt number)."""
+        """Expect a call; each piece is (task, start, stop) or (task, start, stop, attempt
+        number).
+        """
         return m.RunTasks(worker_id, attempt_id, tuple(map(as_slice, pieces)))
 
     @staticmethod
@@ -151,7 +174,9 @@ class Pool:
         return m.FailItems(as_slice(piece), reason)
 
     @staticmethod
-    def signals(worker_id: int, attempt_id: int, task_id: int, signal: m.Signal = m.Signal.CANCEL) -> m.SignalTask:
+    def signals(
+        worker_id: int, attempt_id: int, task_id: int, signal: m.Signal = m.Signal.CANCEL
+    ) -> m.SignalTask:
         """Expect a task to be told to stop."""
         return m.SignalTask(worker_id, attempt_id, task_id, signal)
 

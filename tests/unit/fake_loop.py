@@ -6,7 +6,14 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
-from raypool.channel.records import Failure, Function, GpuMemory, LocalValues, SliceResult, WorkerInfo
+from raypool.channel.records import (
+    Failure,
+    Function,
+    GpuMemory,
+    LocalValues,
+    SliceResult,
+    WorkerInfo,
+)
 from raypool.core.model import Slice, TaskState
 from raypool.engine.in_flight import Call
 from raypool.engine.loop import LoopOptions, LoopWork
@@ -14,7 +21,9 @@ from raypool.views.status import LoopStatus
 
 
 class FakeLoop:
-    """A loop and what is known of it, `status`. `memory` is what the nodes say of the GPUs, by worker."""
+    """A loop and what is known of it, `status`. `memory` is what the nodes say of the GPUs, by
+    worker.
+    """
 
     def __init__(self, items: Any = range(13), label: str = "train") -> None:
         self.now = 1000.0
@@ -39,12 +48,16 @@ class FakeLoop:
         self.work.begin(piece, WorkerInfo(worker, "here", 1), call)
         return piece
 
-    def finish(self, worker: int, piece: Slice, error: Exception | None = None, took_s: float = 1.0) -> None:
+    def finish(
+        self, worker: int, piece: Slice, error: Exception | None = None, took_s: float = 1.0
+    ) -> None:
         """Let them come back."""
         count = piece.stop - piece.start
         failures = {} if error is None else {piece.start: Failure(error, None)}
         durations = array("d", [took_s] * count)
-        result = SliceResult(piece.start, count, LocalValues([None] * count), 0, failures, durations, self.now)
+        result = SliceResult(
+            piece.start, count, LocalValues([None] * count), 0, failures, durations, self.now
+        )
         calls = self._calls[worker]
         calls.pop(piece).is_over = True
         for call in list(calls.values())[:1]:

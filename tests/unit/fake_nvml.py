@@ -1,4 +1,6 @@
-"""An NVML library without GPUs: it has the functions and errors of pynvml, and answers from what a test says."""
+"""An NVML library without GPUs: it has the functions and errors of pynvml, and answers from what a
+test says.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ class FakeCard:
 
     uuid: Any = "GPU-11111111-0000-0000-0000-000000000000"
     name: Any = "NVIDIA H200"
-    memory: Any = field(default_factory=lambda: SimpleNamespace(total=140 * GIB, used=2 * GIB, free=138 * GIB))
+    memory: Any = field(
+        default_factory=lambda: SimpleNamespace(total=140 * GIB, used=2 * GIB, free=138 * GIB)
+    )
     rates: Any = field(default_factory=lambda: SimpleNamespace(gpu=25, memory=10))
     temperature: Any = 41
     mode: Any = 0
@@ -71,7 +75,11 @@ class FakeNvml:
         if name == "nvmlDeviceGetHandleByIndex":
             return self.cards[args[0]] if args[0] < len(self.cards) else error("INVALID_ARGUMENT")
         if name == "nvmlDeviceGetMigDeviceHandleByIndex":
-            return SimpleNamespace(uuid=args[0].instances[args[1]]) if args[1] in args[0].instances else error("NOT_FOUND")
+            return (
+                SimpleNamespace(uuid=args[0].instances[args[1]])
+                if args[1] in args[0].instances
+                else error("NOT_FOUND")
+            )
         return getattr(args[0], ANSWERS[name]) if ANSWERS[name] != "most" else 7
 
 

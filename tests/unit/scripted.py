@@ -1,7 +1,9 @@
-"""A pool whose workers do what a test says: for what the driver makes of what it is told, whenever that comes.
+"""A pool whose workers do what a test says: for what the driver makes of what it is told, whenever
+that comes.
 
-Nothing runs. Each call that goes out is shown to the test's script, which says what comes of it, and after how many seconds of
-simulated time. What the user gets of that (results, futures, warnings) is what tests look at.
+Nothing runs. Each call that goes out is shown to the test's script, which says what comes of it,
+and after how many seconds of simulated time. What the user gets of that (results, futures,
+warnings) is what tests look at.
 """
 
 from __future__ import annotations
@@ -20,11 +22,15 @@ from raypool.errors import LossReason
 from raypool.testing import VirtualClock
 
 News = tuple[float, m.Event | None, Any]
-"""What comes of a call: after how many seconds, the event, and what goes with it. Without an event: a function to call then."""
+"""What comes of a call: after how many seconds, the event, and what goes with it. Without an event:
+a function to call then.
+"""
 
 
 class Call(NamedTuple):
-    """A call that has gone out to a worker, to wait there for the one that it is `behind`, if any."""
+    """A call that has gone out to a worker, to wait there for the one that it is `behind`, if
+    any.
+    """
 
     worker_id: int
     attempt_id: int
@@ -46,9 +52,19 @@ class Call(NamedTuple):
 
     def narrowed(self, *results: SliceResult, kept: Sequence[int], after_s: float = 0.001) -> News:
         """Let the worker tell what is done of each part, and how many items after that it keeps."""
-        return after_s, m.AttemptNarrowed(self.worker_id, self.attempt_id, (), tuple(kept)), list(results)
+        return (
+            after_s,
+            m.AttemptNarrowed(self.worker_id, self.attempt_id, (), tuple(kept)),
+            list(results),
+        )
 
-    def lost(self, reason: LossReason = LossReason.EXIT, *, was_idle: bool = False, after_s: float = 0.001) -> News:
+    def lost(
+        self,
+        reason: LossReason = LossReason.EXIT,
+        *,
+        was_idle: bool = False,
+        after_s: float = 0.001,
+    ) -> News:
         """Let its worker die."""
         return after_s, m.WorkerLost(self.worker_id, reason, was_idle), "it was killed"
 
@@ -59,13 +75,21 @@ def items_of(part: Part) -> list[Any]:
 
 
 def done(
-    part: Part, count: int | None = None, *, item_s: float = 0.001, errors: dict[int, BaseException] | None = None
+    part: Part,
+    count: int | None = None,
+    *,
+    item_s: float = 0.001,
+    errors: dict[int, BaseException] | None = None,
 ) -> SliceResult:
-    """Return the result of a slice of which so many items (None: all) are done: each gives itself, or the error at its place."""
+    """Return the result of a slice of which so many items (None: all) are done: each gives itself,
+    or the error at its place.
+    """
     count = part.num_items if count is None else count
     failures = {part.start + place: Failure(error, None) for place, error in (errors or {}).items()}
     values = LocalValues(items_of(part)[:count])
-    return SliceResult(part.start, count, values, 0, failures, array("d", [item_s] * count), 1000.0 + part.start)
+    return SliceResult(
+        part.start, count, values, 0, failures, array("d", [item_s] * count), 1000.0 + part.start
+    )
 
 
 Script = Callable[[Call], Iterable[News]]
@@ -117,13 +141,22 @@ class Workers:
     def vacate(self, place: int, *, keep: bool = False) -> None: ...
 
     def pack(self, value: Any, what: str, *, is_trial: bool = False) -> Any:
-        """Return the value; for the same function always the same text, so that how long it takes is known."""
+        """Return the value; for the same function always the same text, so that how long it takes
+        is known.
+        """
         if callable(value):
             return str(id(value)).encode()
         self.packs(value)
         return value
 
-    def run(self, worker_id: int, attempt_id: int, parts: Sequence[Part], functions: Sequence[Any], behind: int | None) -> None:
+    def run(
+        self,
+        worker_id: int,
+        attempt_id: int,
+        parts: Sequence[Part],
+        functions: Sequence[Any],
+        behind: int | None,
+    ) -> None:
         call = Call(worker_id, attempt_id, parts, behind)
         self.calls.append(call)
         self.later(*self.script(call))
@@ -142,7 +175,9 @@ class Workers:
 
 
 def scripted(num_workers: int, **changes: Any) -> tuple[ParallelPool, Workers]:
-    """Open such a pool; `changes` are fields of its profile. Until a script says more, all calls come back done."""
+    """Open such a pool; `changes` are fields of its profile. Until a script says more, all calls
+    come back done.
+    """
     clock = VirtualClock()
     made: list[Workers] = []
 

@@ -1,4 +1,6 @@
-"""What is measured is what is said: wrong answers are found, and the page has the records' numbers."""
+"""What is measured is what is said: wrong answers are found, and the page has the records'
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,16 @@ def backwards(fn: Callable[[Any], Any], items: list[Any]) -> list[Any]:
 
 def test_every_party_has_its_turn(benchmark_of: Any) -> None:
     contest, peer = benchmark_of("contest"), benchmark_of("peers").Peer
-    parties = {"raypool": peer(plainly, plainly, backwards), "other": peer(map=plainly, unordered=backwards)}
+    parties = {
+        "raypool": peer(plainly, plainly, backwards),
+        "other": peer(map=plainly, unordered=backwards),
+    }
     items = {"map": [1, 2, 3], "submit": [1, 2, 3], "unordered": [3, 1, 2]}
-    lines = contest.contest(parties, [contest.Workload("squares", lambda x: x * x, items, bound_s=1e-9, target=2.0)], rounds=3)
+    lines = contest.contest(
+        parties,
+        [contest.Workload("squares", lambda x: x * x, items, bound_s=1e-9, target=2.0)],
+        rounds=3,
+    )
     assert [(line.area, line.against) for line in lines] == [
         ("at once", "other"),
         ("at once", "the least possible"),
@@ -69,7 +78,15 @@ def test_who_loses_answers_is_found(benchmark_of: Any) -> None:
 
 def test_the_page_has_what_is_on_record(benchmark_of: Any, records: Any, tmp_path: Path) -> None:
     line, machine = benchmark_of("measuring").Line, benchmark_of("machine").machine()
-    lost = line("cancel", "a loop", "20 ms", "us", [30_000.0, 20_000.0, 40_000.0], target=20_000.0, reason="It waits.")
+    lost = line(
+        "cancel",
+        "a loop",
+        "20 ms",
+        "us",
+        [30_000.0, 20_000.0, 40_000.0],
+        target=20_000.0,
+        reason="It waits.",
+    )
     won = line("cancel", "a sleep", "ray.kill", "us", [10.0], [100.0], target=5.0, is_speedup=True)
     records.keep("cancel", "Cancelling", "What it costs.", [lost, won], machine, 12.0)
     peer = line("at once", "1 ms", "Ray", "us", [10.0], [25.0], is_speedup=True)
@@ -82,18 +99,36 @@ def test_the_page_has_what_is_on_record(benchmark_of: Any, records: Any, tmp_pat
     records.keep("launchers", "Launchers", "By each.", [thrice, once, counted], machine, 100.0)
 
     assert records.kept("cancel")["lines"] == [lost, won]
-    assert json.loads((tmp_path / "cancel.json").read_text())["lines"][0]["values"] == [30_000.0, 20_000.0, 40_000.0]
+    assert json.loads((tmp_path / "cancel.json").read_text())["lines"][0]["values"] == [
+        30_000.0,
+        20_000.0,
+        40_000.0,
+    ]
     benchmark_of("page").write_page()
     page = (tmp_path / "RESULTS.md").read_text()
     assert "1 of 2 are met." in page
-    assert "- **It waits.** Cancelling, cancel: a loop, against 20 ms: 1.5 x (1-2), target missed." in page
+    assert (
+        "- **It waits.** Cancelling, cancel: a loop, against 20 ms: 1.5 x (1-2), target missed."
+        in page
+    )
     assert "- **Nobody has found out why yet.** Peers, at once: 1 ms, against loky: 2 x." in page
     assert "took 12 s" in page
     assert "A real sweep (`sweep`)" in page[page.index("## Not measured") :]
-    assert "| cancel: a loop (3 rounds) | 30 ms (20-40) | 20 ms |  |  | at most 20 ms | MISSED |" in page
-    assert "| cancel: a sleep (1 round) | 10 us | ray.kill | 100 us | 10 x faster | at least 5 x | met |" in page
+    assert (
+        "| cancel: a loop (3 rounds) | 30 ms (20-40) | 20 ms |  |  | at most 20 ms | MISSED |"
+        in page
+    )
+    assert (
+        "| cancel: a sleep (1 round) | 10 us | ray.kill | 100 us | 10 x faster | at least 5 x |"
+        " met |" in page
+    )
     assert page.index("## Peers") < page.index("## Cancelling")
-    beside = ["| raypool | 10 us |", "| Ray | 2.5 x |", "| loky | 0.5 x |", "| Tune (turns: 1) | 3 x |"]
+    beside = [
+        "| raypool | 10 us |",
+        "| Ray | 2.5 x |",
+        "| loky | 0.5 x |",
+        "| Tune (turns: 1) | 3 x |",
+    ]
     assert "\n".join(["| at once | 1 ms (1 round) |", "| --- | --- |", *beside]) in page
 
     assert "| from the prompt | the end (3 rounds) | lines |" in page
@@ -111,29 +146,50 @@ def test_the_page_has_what_is_on_record(benchmark_of: Any, records: Any, tmp_pat
 
 def test_what_grows_is_drawn(benchmark_of: Any) -> None:
     line, plots = benchmark_of("measuring").Line, benchmark_of("plots")
-    lines = [line("simulated", f"an event, {size:,} workers", "10 us", "us", [5.0]) for size in (10, 1_000)]
+    lines = [
+        line("simulated", f"an event, {size:,} workers", "10 us", "us", [5.0])
+        for size in (10, 1_000)
+    ]
     assert plots.curves_of(lines) == {("simulated: an event", "us"): {10: [5.0], 1_000: [5.0]}}
     assert plots.figure_of("scheduler", lines) is None
     lines.append(line("simulated", "an event, 10,000 workers", "100 workers", "us", [7.0], [6.0]))
-    assert plots.curves_of(lines)["simulated: an event", "us"] == {10: [5.0], 1_000: [5.0], 10_000: [7.0], 100: [6.0]}
+    assert plots.curves_of(lines)["simulated: an event", "us"] == {
+        10: [5.0],
+        1_000: [5.0],
+        10_000: [7.0],
+        100: [6.0],
+    }
     assert plots.figure_of("scheduler", lines) is not None
 
 
 def test_a_picture_has_room_for_many_measurements(benchmark_of: Any) -> None:
     line, plots = benchmark_of("measuring").Line, benchmark_of("plots")
-    lines = [line("a", f"what {number}", "torchrun", "us", [1.0], [2.0 + number]) for number in range(12)]
+    lines = [
+        line("a", f"what {number}", "torchrun", "us", [1.0], [2.0 + number]) for number in range(12)
+    ]
     figure = plots.figure_of("launchers", lines)
     looks = {
-        (drawn.get_marker(), drawn.get_color()) for drawn in figure.axes[0].get_lines() if drawn.get_marker() in plots.MARKERS
+        (drawn.get_marker(), drawn.get_color())
+        for drawn in figure.axes[0].get_lines()
+        if drawn.get_marker() in plots.MARKERS
     }
     assert len(looks) == 12, "each can be told from the others"
 
 
 def test_where_raypool_loses_the_reason_is_known(benchmark_of: Any) -> None:
-    """Fails when new records have rows that nobody has explained: find out why, and say so in benchmarks/losses.py."""
+    """Fails when new records have rows that nobody has explained: find out why, and say so in
+    benchmarks/losses.py.
+    """
     suite, kept = benchmark_of("suite").SUITE, benchmark_of("records").kept
-    lost = [loss for name in suite if (record := kept(name)) for loss in benchmark_of("losses").losses(name, record["lines"])]
-    assert [f"{line.area}: {line.what}, against {line.against}" for line, reason in lost if not reason] == []
+    lost = [
+        loss
+        for name in suite
+        if (record := kept(name))
+        for loss in benchmark_of("losses").losses(name, record["lines"])
+    ]
+    assert [
+        f"{line.area}: {line.what}, against {line.against}" for line, reason in lost if not reason
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -146,7 +202,9 @@ def test_where_raypool_loses_the_reason_is_known(benchmark_of: Any) -> None:
         ([85.0, 90.0, 94.0, 97.0], 0.95, ""),  # too few rounds to say so
     ],
 )
-def test_what_the_rounds_cannot_tell_is_said(benchmark_of: Any, others: list[float], target: float | None, expected: str) -> None:
+def test_what_the_rounds_cannot_tell_is_said(
+    benchmark_of: Any, others: list[float], target: float | None, expected: str
+) -> None:
     losses, line = benchmark_of("losses"), benchmark_of("measuring").Line
     lost = line("a", "b", "c", "us", [100.0] * len(others), others, target, is_speedup=True)
     assert losses.losses("none", [lost]) == [(lost, getattr(losses, expected, ""))]
@@ -165,9 +223,15 @@ def test_all_take_an_hour_and_no_part_has_more_than_its_share(benchmark_of: Any)
 
 
 def test_one_that_fails_does_not_end_the_others(
-    benchmark_of: Any, records: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    benchmark_of: Any,
+    records: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    running, line = benchmark_of("running"), benchmark_of("measuring").Line("a", "b", "c", "us", [1.0])
+    running, line = (
+        benchmark_of("running"),
+        benchmark_of("measuring").Line("a", "b", "c", "us", [1.0]),
+    )
     sessions = []
 
     @contextlib.contextmanager
@@ -180,9 +244,16 @@ def test_one_that_fails_does_not_end_the_others(
 
     given = []
     monkeypatch.setattr(running, "session", session)
-    modules = {"start": broken, "skew": lambda *_: [line], "gap": broken, "cancel": lambda number: given.append(number) or [line]}
+    modules = {
+        "start": broken,
+        "skew": lambda *_: [line],
+        "gap": broken,
+        "cancel": lambda number: given.append(number) or [line],
+    }
     monkeypatch.setattr(
-        running, "import_module", lambda name: SimpleNamespace(run=modules[name.removeprefix("benchmarks.bench_")])
+        running,
+        "import_module",
+        lambda name: SimpleNamespace(run=modules[name.removeprefix("benchmarks.bench_")]),
     )
     run = running.Run(modules)
     run.measure_all()
@@ -203,7 +274,9 @@ def test_each_benchmark_is_there_and_says_what_it_measures(benchmark_of: Any) ->
 
 
 class Liar:
-    """A system that says of each call what it is told to say; a long call is a process that sleeps."""
+    """A system that says of each call what it is told to say; a long call is a process that
+    sleeps.
+    """
 
     def __init__(self, says: Any) -> None:
         self.says = says
@@ -213,7 +286,9 @@ class Liar:
         if fn is abs:
             return lambda: fn(*args)
         path, seconds = args
-        self.processes.append(subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({seconds})"]))
+        self.processes.append(
+            subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({seconds})"])
+        )
         Path(path).write_text(f"{self.processes[-1].pid}\n")
         return lambda: self.says
 
@@ -269,12 +344,16 @@ def test_a_list_without_end_ends_when_nobody_wants_more(benchmark_of: Any) -> No
         faults.streamed("other", in_pairs)
 
 
-def test_models_that_are_made_for_each_item_are_counted(benchmark_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_that_are_made_for_each_item_are_counted(
+    benchmark_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     setup, wrong = benchmark_of("bench_peers_setup"), benchmark_of("contest").WrongAnswersError
     monkeypatch.setattr(setup, "BUILD_S", 0.0)
 
     class Here:
-        def __init__(self, num_workers: int, initializer: Callable[[], None], again: bool = False) -> None:
+        def __init__(
+            self, num_workers: int, initializer: Callable[[], None], again: bool = False
+        ) -> None:
             self.build = initializer
             self.again = again
             initializer()
@@ -290,7 +369,9 @@ def test_models_that_are_made_for_each_item_are_counted(benchmark_of: Any, monke
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr(setup, "SYSTEMS", {"once": Here, "again": lambda *args: Here(*args, again=True)})
+    monkeypatch.setattr(
+        setup, "SYSTEMS", {"once": Here, "again": lambda *args: Here(*args, again=True)}
+    )
     setup.sweep("once")
     with pytest.raises(wrong, match=f"of {setup.ITEMS + 1} models"):
         setup.sweep("again")
@@ -298,14 +379,22 @@ def test_models_that_are_made_for_each_item_are_counted(benchmark_of: Any, monke
 
 def test_a_benchmark_that_is_none_is_said() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "parfro"], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-m", "benchmarks", "parfro"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
     )
     assert done.returncode == 1
     assert "There is no benchmark parfro" in done.stderr
 
 
 def test_numbers_that_are_apart_are_found(benchmark_of: Any) -> None:
-    check_same, wrong = benchmark_of("bench_launchers").check_same, benchmark_of("contest").WrongAnswersError
+    check_same, wrong = (
+        benchmark_of("bench_launchers").check_same,
+        benchmark_of("contest").WrongAnswersError,
+    )
     check_same({"raypool": [1.0, 2.0], "other": [1.0, 2.00001]})
     with pytest.raises(wrong, match=r"other has trained something else .* 0\.5 apart"):
         check_same({"raypool": [1.0, 2.0], "other": [1.5, 2.0]})
@@ -318,19 +407,26 @@ def test_numbers_that_are_apart_are_found(benchmark_of: Any) -> None:
         note_same(noted, "raypool", [2.0])
 
 
-def test_launchers_are_held_against_raypool_in_all_that_is_asked_of_their_ranks(benchmark_of: Any) -> None:
+def test_launchers_are_held_against_raypool_in_all_that_is_asked_of_their_ranks(
+    benchmark_of: Any,
+) -> None:
     bench = benchmark_of("bench_launchers")
 
     def of(us: float, loss: float = 0.5) -> dict[int, Callable[..., list[list[float]]]]:
         def ranks(size: int) -> Callable[..., list[list[float]]]:
-            return lambda what, *_: [[us] if what == "reduce" else [us / size, 3.0, loss] for _ in range(size)]
+            return lambda what, *_: [
+                [us] if what == "reduce" else [us / size, 3.0, loss] for _ in range(size)
+            ]
 
         return {1: ranks(1), 2: ranks(2)}
 
     found = {"raypool": of(10.0), "torchrun": of(20.0), "by hand": of(5.0)}
     ranks = {(name, size): ask for name, its in found.items() for size, ask in its.items()}
     summing = {name: ranks[name, 2] for name in found} | {bench.BARE_REDUCE: of(9.0)[2]}
-    lines = [*bench.step_lines(ranks, 2, {"small": 7}), *bench.sum_lines(summing, 2, {"1 MB": (1_000_000, 3)})]
+    lines = [
+        *bench.step_lines(ranks, 2, {"small": 7}),
+        *bench.sum_lines(summing, 2, {"1 MB": (1_000_000, 3)}),
+    ]
     assert [(line.what, line.against, line.ratios()[0], line.is_met()) for line in lines] == [
         ("small model, 1 worker", "torchrun", 2.0, True),
         ("small model, 1 worker", "by hand", 0.5, False),
@@ -357,7 +453,11 @@ def test_a_launcher_that_trains_from_the_prompt_is_held_against_raypool(
 
     def whole(name: str, weights: dict[str, list[float]]) -> tuple[float, float, float]:
         weights[name] = [1.0]
-        return {"raypool": (4e6, 8e6, 500.0), "torchrun": (2e6, 4e6, 250.0), "TorchTrainer": (9e6, 9e6, 900.0)}[name]
+        return {
+            "raypool": (4e6, 8e6, 500.0),
+            "torchrun": (2e6, 4e6, 250.0),
+            "TorchTrainer": (9e6, 9e6, 900.0),
+        }[name]
 
     monkeypatch.setattr(bench, "whole", whole)
     monkeypatch.setattr(bench, "there", lambda: ["raypool", "torchrun", "TorchTrainer"])
@@ -368,7 +468,9 @@ def test_a_launcher_that_trains_from_the_prompt_is_held_against_raypool(
         ("most memory", "MB", 0.5),
     ]
     lost = benchmark_of("losses").losses("launchers", bench.wholes(3))
-    assert {why for line, why in lost if line.against == "torchrun"} == {benchmark_of("losses").NO_RAY_FOR_RANKS}
+    assert {why for line, why in lost if line.against == "torchrun"} == {
+        benchmark_of("losses").NO_RAY_FOR_RANKS
+    }
     assert lines[3].what == "lines"
     assert lines[3].ratios()[0] > 1  # its script is longer
 
@@ -383,16 +485,23 @@ def test_ranks_wait_until_they_are_asked(benchmark_of: Any) -> None:
         assert [len(answer) for answer in ask("reduce", 1000, 2)] == [1, 1]
 
 
-@pytest.mark.parametrize("launcher", ["raypool", "torchrun", "TorchTrainer", "Accelerate", "Lightning Fabric"])
+@pytest.mark.parametrize(
+    "launcher", ["raypool", "torchrun", "TorchTrainer", "Accelerate", "Lightning Fabric"]
+)
 def test_each_launcher_trains_as_a_plain_loop_does(benchmark_of: Any, launcher: str) -> None:
     bench = benchmark_of("bench_launchers")
     if launcher not in bench.there():
         pytest.skip(f"{launcher} is not installed: it is one of the extra `bench`")
     plainly = (
-        "from benchmarks.launchers import training as t; from torch.utils.data import DataLoader; model = t.network(); "
-        "t.show(t.train(model, t.optimizer_of(model), DataLoader(t.loader().dataset, t.SIZE.batch)))"
+        "from benchmarks.launchers import training as t; from torch.utils.data import DataLoader;"
+        " model = t.network(); t.show(t.train(model, t.optimizer_of(model),"
+        " DataLoader(t.loader().dataset, t.SIZE.batch)))"
     )
-    expected = benchmark_of("scripts").run_script("a plain loop", ["-c", plainly], bench.ONE_THREAD).said["weights"]
+    expected = (
+        benchmark_of("scripts")
+        .run_script("a plain loop", ["-c", plainly], bench.ONE_THREAD)
+        .said["weights"]
+    )
     first_step_us, took_us, peak_mb = bench.whole(launcher, theirs := {})
     bench.check_same({"raypool": theirs[launcher], "a plain loop": expected})
     assert 0 < first_step_us < took_us
@@ -400,7 +509,9 @@ def test_each_launcher_trains_as_a_plain_loop_does(benchmark_of: Any, launcher: 
     assert bench.lines_of(bench.script(launcher)) > 5
 
 
-def test_parties_without_workers_move_each_array_and_answer_like_a_plain_loop(benchmark_of: Any) -> None:
+def test_parties_without_workers_move_each_array_and_answer_like_a_plain_loop(
+    benchmark_of: Any,
+) -> None:
     data, tasks, moved = benchmark_of("bench_peers_data"), benchmark_of("tasks"), []
     party = data.alone(lambda array: moved.append(array.nbytes) or array)
     array = tasks.array_of((7, 80))

@@ -1,4 +1,6 @@
-"""The benchmarks beside the peers: each system has its turns, answers are looked at, and counted."""
+"""The benchmarks beside the peers: each system has its turns, answers are looked at, and
+counted.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,22 @@ pytestmark = pytest.mark.long
 
 def test_warm_ups_are_not_counted(benchmark_of: Any) -> None:
     contest, calls = benchmark_of("contest"), []
-    peer = benchmark_of("peers").Peer(map=lambda fn, items: calls.append(items) or [fn(item) for item in items])
+    peer = benchmark_of("peers").Peer(
+        map=lambda fn, items: calls.append(items) or [fn(item) for item in items]
+    )
     for warm_ups in (0, 2):
-        workload = contest.Workload("same", lambda x: x, {"map": [1, 2]}, bound_s=1e-9, warm_ups=warm_ups)
+        workload = contest.Workload(
+            "same", lambda x: x, {"map": [1, 2]}, bound_s=1e-9, warm_ups=warm_ups
+        )
         calls.clear()
         (line,) = contest.contest({"raypool": peer}, [workload], rounds=3)
         assert len(line.values) == 3
         assert len(calls) == 3 + warm_ups
 
 
-def test_a_system_that_starts_and_answers_wrongly_is_found(benchmark_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_that_starts_and_answers_wrongly_is_found(
+    benchmark_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     start, wrong = benchmark_of("bench_peers_start"), benchmark_of("contest").WrongAnswersError
     monkeypatch.setattr(start, "fresh_process", lambda *_: json.dumps([1.0, 2.0, 3.0, [0, 1]]))
     assert start.started("loky") == (1.0, 2.0, 3.0)
@@ -59,10 +67,16 @@ def test_who_starts_on_ray_has_a_core_for_each_worker(
 def test_who_skips_an_item_of_a_skewed_load_is_found(benchmark_of: Any) -> None:
     skew, wrong = benchmark_of("bench_skew"), benchmark_of("contest").WrongAnswersError
     pool = SimpleNamespace(parfor=lambda fn, items, **_: items)
-    lines = skew.run(SimpleNamespace(pool=pool, ray_pool=SimpleNamespace(map=lambda fn, items, **_: items)))
+    lines = skew.run(
+        SimpleNamespace(pool=pool, ray_pool=SimpleNamespace(map=lambda fn, items, **_: items))
+    )
     assert len(lines) == 4
     with pytest.raises(wrong, match="of "):
-        skew.run(SimpleNamespace(pool=pool, ray_pool=SimpleNamespace(map=lambda fn, items, **_: items[1:])))
+        skew.run(
+            SimpleNamespace(
+                pool=pool, ray_pool=SimpleNamespace(map=lambda fn, items, **_: items[1:])
+            )
+        )
 
 
 def test_long_items_go_every_way_and_the_bounds_are_right(benchmark_of: Any) -> None:
@@ -82,7 +96,9 @@ def test_of_each_system_there_is_said_what_becomes_of_its_calls(benchmark_of: An
     assert {*systems, *benchmark_of("streams").STREAMS} < set(benchmark_of("peers").PEERS)
 
 
-def test_calls_that_wait_are_counted_for_each_system(benchmark_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_wait_are_counted_for_each_system(
+    benchmark_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     many, counts = benchmark_of("bench_many"), {}
 
     def queue(_program: str, name: str, is_on_ray: int, _workers: int, count: int) -> str:
@@ -132,11 +148,19 @@ def test_a_loop_round_actors_keeps_its_order_and_its_distance(benchmark_of: Any)
 
 def test_what_a_driver_takes_is_of_the_items_that_were_run(benchmark_of: Any) -> None:
     view, wrong = benchmark_of("bench_live_view"), benchmark_of("contest").WrongAnswersError
-    assert view.driver_share("raypool", lambda fn, items: [fn(item) for item in items], [0.0, 0.01]) >= 0
+    assert (
+        view.driver_share("raypool", lambda fn, items: [fn(item) for item in items], [0.0, 0.01])
+        >= 0
+    )
     with pytest.raises(wrong, match="bare actors"):
         view.driver_share("bare actors", lambda fn, items: items[1:], [0.0, 0.01])
-    lines = view.driver_lines({"raypool": [2.0] * 5, "bare actors": [4.0] * 5, "nothing": [1.0] * 5})
-    assert [(line.against, line.ratios()[0]) for line in lines] == [("a loop over bare actors", 0.5), ("", 1.0)]
+    lines = view.driver_lines(
+        {"raypool": [2.0] * 5, "bare actors": [4.0] * 5, "nothing": [1.0] * 5}
+    )
+    assert [(line.against, line.ratios()[0]) for line in lines] == [
+        ("a loop over bare actors", 0.5),
+        ("", 1.0),
+    ]
 
 
 def test_mpire_is_stopped_killed_and_goes_on(benchmark_of: Any) -> None:

@@ -1,4 +1,6 @@
-"""Checkpoints as files: whole or not at all, wherever they are kept, and whatever happens meanwhile."""
+"""Checkpoints as files: whole or not at all, wherever they are kept, and whatever happens
+meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,17 @@ import torch
 
 from raypool import InvalidTypeError, InvalidValueError, load_checkpoint, save_checkpoint
 from raypool.worker import checkpoint_folders
-from raypool.worker.checkpoint_folders import LocalCopy, StoredFile, UrlStorage, files_in, sees, token_of
+from raypool.worker.checkpoint_folders import (
+    LocalCopy,
+    StoredFile,
+    UrlStorage,
+    files_in,
+    sees,
+    token_of,
+)
 from raypool.worker.folders import TemporaryFolder
 
-# --- one file ---------------------------------------------------------------------------------------------------------
+# --- one file -------------------------------------------------------------------------------------
 
 
 def test_what_is_saved_is_loaded_as_it_was(tmp_path: Path) -> None:
@@ -43,7 +52,9 @@ def test_what_is_saved_is_loaded_as_it_was(tmp_path: Path) -> None:
     file = save_checkpoint(state, tmp_path / "model.pt")
     loaded = load_checkpoint(file)
     assert torch.equal(loaded["model"]["weight"], model.weight)
-    assert torch.equal(loaded["optimizer"]["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
+    assert torch.equal(
+        loaded["optimizer"]["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"]
+    )
     assert {name: loaded[name] for name in ("python", "epoch", "history")} == {
         name: state[name] for name in ("python", "epoch", "history")
     }
@@ -68,9 +79,14 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
 
 def test_a_file_that_could_run_code_is_not_loaded(tmp_path: Path) -> None:
     file = tmp_path / "a.pt"
-    for write in (lambda: torch.save(torch.nn.Linear(1, 1), file), lambda: file.write_bytes(pickle.dumps(os.getpid, protocol=2))):
+    for write in (
+        lambda: torch.save(torch.nn.Linear(1, 1), file),
+        lambda: file.write_bytes(pickle.dumps(os.getpid, protocol=2)),
+    ):
         write()
-        with pytest.raises(InvalidValueError, match=r"a\.pt holds something else .* code in it could run here"):
+        with pytest.raises(
+            InvalidValueError, match=r"a\.pt holds something else .* code in it could run here"
+        ):
             load_checkpoint(file)
 
 
@@ -78,7 +94,9 @@ def test_a_damaged_file_is_named_or_does_no_harm(tmp_path: Path) -> None:
     file = save_checkpoint({"weights": torch.arange(50.0), "epoch": 3}, tmp_path / "a.pt")
     whole = file.read_bytes()
     damaged = [whole[:length] for length in range(0, len(whole), 97)]
-    damaged += [whole[:at] + bytes([whole[at] ^ 255]) + whole[at + 1 :] for at in range(0, len(whole), 31)]
+    damaged += [
+        whole[:at] + bytes([whole[at] ^ 255]) + whole[at + 1 :] for at in range(0, len(whole), 31)
+    ]
     for data in damaged:
         file.write_bytes(data)
         with contextlib.suppress(InvalidValueError):
@@ -103,7 +121,7 @@ def test_a_full_disk_leaves_the_file_of_before(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["a.pt"]
 
 
-# --- kept elsewhere ---------------------------------------------------------------------------------------------------
+# --- kept elsewhere -------------------------------------------------------------------------------
 
 
 class KilledError(BaseException):
@@ -144,7 +162,9 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {file: (folder / file).read_bytes() for file in files_in(folder)}
 
 
-def test_what_is_uploaded_is_what_others_fetch(storage: UrlStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_uploaded_is_what_others_fetch(
+    storage: UrlStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checkpoint_folders, "PIECE_BYTES", 1000)
     one = LocalCopy(storage, "a/checkpoint", tmp_path / "one")
     assert contents(one.folder) == {}
@@ -161,7 +181,9 @@ def test_what_is_uploaded_is_what_others_fetch(storage: UrlStorage, tmp_path: Pa
     (two.folder / "deep" / "er" / "x.bin").write_bytes(b"new")
     (two.folder / "empty").unlink()
     two.upload()
-    assert contents(LocalCopy(storage, "a/checkpoint", tmp_path / "three").folder) == contents(two.folder)
+    assert contents(LocalCopy(storage, "a/checkpoint", tmp_path / "three").folder) == contents(
+        two.folder
+    )
     assert contents(LocalCopy(storage, "b/checkpoint", tmp_path / "other").folder) == {}
 
 
@@ -192,10 +214,15 @@ def test_only_what_has_changed_is_uploaded(storage: UrlStorage, tmp_path: Path) 
     (again.folder / "new").write_text("2")
     again.upload()
     assert [name for name in sent if name in ("old", "new")] == ["new"]
-    assert contents(LocalCopy(storage, "a", tmp_path / "three").folder) == {"old": b"1", "new": b"2"}
+    assert contents(LocalCopy(storage, "a", tmp_path / "three").folder) == {
+        "old": b"1",
+        "new": b"2",
+    }
 
 
-def test_whoever_is_killed_while_uploading_leaves_the_old_version_or_the_new(storage: UrlStorage, tmp_path: Path) -> None:
+def test_whoever_is_killed_while_uploading_leaves_the_old_version_or_the_new(
+    storage: UrlStorage, tmp_path: Path
+) -> None:
     first = LocalCopy(storage, "a", tmp_path / "first")
     for name in ("x", "y"):
         (first.folder / name).write_text("old")
@@ -220,7 +247,10 @@ def test_whoever_is_killed_while_uploading_leaves_the_old_version_or_the_new(sto
 
 
 def test_an_attempt_that_was_given_up_replaces_nothing(storage: UrlStorage, tmp_path: Path) -> None:
-    late, new = LocalCopy(storage, "a", tmp_path / "late"), LocalCopy(storage, "a", tmp_path / "new")
+    late, new = (
+        LocalCopy(storage, "a", tmp_path / "late"),
+        LocalCopy(storage, "a", tmp_path / "new"),
+    )
     (late.folder / "x").write_text("late")
     version = storage.begin("a")
     storage.write("a", version, "x", [b"late"])
@@ -240,18 +270,31 @@ def test_a_machine_finds_out_whether_it_sees_a_folder(tmp_path: Path) -> None:
 
 
 def test_a_url_that_nobody_knows_is_named() -> None:
-    with pytest.raises(InvalidValueError, match="checkpoints='nothing://x/y' cannot be used from here"):
+    with pytest.raises(
+        InvalidValueError, match="checkpoints='nothing://x/y' cannot be used from here"
+    ):
         UrlStorage("nothing://x/y")
 
 
-# --- temporary folders ------------------------------------------------------------------------------------------------
+# --- temporary folders ----------------------------------------------------------------------------
 
 
-def test_a_temporary_folder_goes_with_its_process_however_that_ends(tmp_path: Path, eventually: Callable[..., bool]) -> None:
-    code = "import os, signal; from raypool import current_task; print(current_task().checkpoint_dir, flush=True); "
+def test_a_temporary_folder_goes_with_its_process_however_that_ends(
+    tmp_path: Path, eventually: Callable[..., bool]
+) -> None:
+    code = (
+        "import os, signal; from raypool import current_task; print(current_task().checkpoint_dir,"
+        " flush=True); "
+    )
     code += "assert current_task().checkpoint_dir.is_dir(); "
     for end in ("pass", "os._exit(1)", "os.kill(os.getpid(), signal.SIGKILL)"):
-        done = subprocess.run([sys.executable, "-c", code + end], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", code + end],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
         folder = Path(done.stdout.strip())
         assert folder.is_absolute()
         assert eventually(lambda folder=folder: not folder.parent.exists())

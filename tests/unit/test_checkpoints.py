@@ -1,4 +1,6 @@
-"""The folder of a run: a checkpoint is there as a whole or not at all, old ones go, the last and the best stay."""
+"""The folder of a run: a checkpoint is there as a whole or not at all, old ones go, the last and
+the best stay.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ def losses(run_dir: Path) -> list[Any]:
     return [kept.metrics["loss"] for kept in list_kept(run_dir)]
 
 
-# --- one checkpoint ---------------------------------------------------------------------------------------------------
+# --- one checkpoint -------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_is_a_folder_with_a_json_beside_it(run_dir: Path) -> None:
@@ -92,7 +94,13 @@ def test_numbers_go_on(run_dir: Path) -> None:
 def test_the_order_is_that_of_the_numbers_not_of_the_names(run_dir: Path) -> None:
     for name in ("b", "c", "a", None, "checkpoint_000002"):
         keep(run_dir, name=name)
-    assert [kept.path.name for kept in list_kept(run_dir)] == ["b", "c", "a", "checkpoint_000004", "checkpoint_000002"]
+    assert [kept.path.name for kept in list_kept(run_dir)] == [
+        "b",
+        "c",
+        "a",
+        "checkpoint_000004",
+        "checkpoint_000002",
+    ]
     last = latest(run_dir)
     assert last is not None
     assert last.path.name == "checkpoint_000002"
@@ -103,9 +111,14 @@ def test_nothing_is_replaced_by_one_of_the_same_name(run_dir: Path) -> None:
     path = keep(run_dir, "new", name="last", loss=1)
     assert path.name == "last-000002"
     assert [(kept.path / "model").read_text() for kept in list_kept(run_dir)] == ["old", "new"]
-    (run_dir / "lost.json").write_text('{"index": 9, "metrics": {}, "path": null}')  # its folder was never there
+    # its folder was never there
+    (run_dir / "lost.json").write_text('{"index": 9, "metrics": {}, "path": null}')
     assert keep(run_dir, name="lost", loss=3).name == "lost"
-    assert [(kept.index, kept.metrics["loss"]) for kept in list_kept(run_dir)] == [(1, 2), (2, 1), (3, 3)]
+    assert [(kept.index, kept.metrics["loss"]) for kept in list_kept(run_dir)] == [
+        (1, 2),
+        (2, 1),
+        (3, 3),
+    ]
 
 
 def test_one_that_stays_elsewhere_is_noted(run_dir: Path, tmp_path: Path) -> None:
@@ -156,7 +169,7 @@ def test_metrics_that_json_cannot_take_are_left_out(run_dir: Path) -> None:
     assert kept.metrics == {"array": [0, 1], "number": 0.5, "some": [1, None, {"a": [2, 3]}]}
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 def test_files_are_copied_with_their_folders(tmp_path: Path) -> None:
@@ -169,7 +182,9 @@ def test_files_are_copied_with_their_folders(tmp_path: Path) -> None:
     (source / "link").symlink_to(source / "a")
     target.mkdir()
     copy_in(source, target, 0)
-    assert (target / "a").read_bytes() == (target / "link").read_bytes() == (source / "a").read_bytes()
+    assert (
+        (target / "a").read_bytes() == (target / "link").read_bytes() == (source / "a").read_bytes()
+    )
     assert not (target / "link").is_symlink()
     assert (target / "deep" / "deeper" / "b").read_text() == "b"
     assert (target / "empty").is_dir()
@@ -197,14 +212,15 @@ def test_what_cannot_be_read_is_an_error(tmp_path: Path) -> None:
         copy_in(tmp_path / "source", tmp_path / "target", 0)
 
 
-# --- what was interrupted ---------------------------------------------------------------------------------------------
+# --- what was interrupted -------------------------------------------------------------------------
 
 
 def test_what_is_not_complete_is_no_checkpoint(run_dir: Path) -> None:
     keep(run_dir, loss=1)
     open_partial(run_dir, None, "token")
     (run_dir / "checkpoint_000003").mkdir()  # without a json
-    (run_dir / "checkpoint_000004.json").write_text('{"index": 4, "metrics": {}, "path": null}')  # without a folder
+    # without a folder
+    (run_dir / "checkpoint_000004.json").write_text('{"index": 4, "metrics": {}, "path": null}')
     assert losses(run_dir) == [1]
     last = latest(run_dir)
     assert last is not None
@@ -213,14 +229,18 @@ def test_what_is_not_complete_is_no_checkpoint(run_dir: Path) -> None:
 
 @pytest.mark.parametrize("step", ["_write", "Path.replace"])
 def test_a_crash_in_the_middle(run_dir: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
-    """Whatever the last thing was that was done: the checkpoint before it is the latest, and the next run tidies up."""
+    """Whatever the last thing was that was done: the checkpoint before it is the latest, and the
+    next run tidies up.
+    """
     keep(run_dir, loss=1)
     with monkeypatch.context() as patch:
         if step == "_write":
             patch.setattr(checkpoints, "_write", _crash)
         else:
             replace = Path.replace
-            patch.setattr(Path, "replace", lambda self, to: replace(self, to) if self.is_file() else _crash())
+            patch.setattr(
+                Path, "replace", lambda self, to: replace(self, to) if self.is_file() else _crash()
+            )
         with pytest.raises(KeyboardInterrupt):
             keep(run_dir, loss=2)
     assert losses(run_dir) == [1]
@@ -270,7 +290,7 @@ def test_other_files_in_the_folder_are_left_alone(run_dir: Path) -> None:
     assert len(list_kept(run_dir)) == 1
 
 
-# --- which stay -------------------------------------------------------------------------------------------------------
+# --- which stay -----------------------------------------------------------------------------------
 
 
 def test_the_best(run_dir: Path) -> None:
@@ -278,7 +298,8 @@ def test_the_best(run_dir: Path) -> None:
         keep(run_dir, loss=loss, same=1)
     keep(run_dir)  # without the metric
     indexes = [
-        best(run_dir, metric, mode) for metric, mode in (("loss", "min"), ("loss", "max"), ("same", "max"), ("none", "min"))
+        best(run_dir, metric, mode)
+        for metric, mode in (("loss", "min"), ("loss", "max"), ("same", "max"), ("none", "min"))
     ]
     assert [kept and kept.index for kept in indexes] == [4, 1, 8, None]
 
@@ -301,7 +322,9 @@ def test_only_numbers_that_are_none_have_no_best(run_dir: Path) -> None:
         (2, "none", "min", [2, 3]),
     ],
 )
-def test_prune(run_dir: Path, keep_so_many: int | None, metric: str | None, mode: str, left: list[int]) -> None:
+def test_prune(
+    run_dir: Path, keep_so_many: int | None, metric: str | None, mode: str, left: list[int]
+) -> None:
     for loss in (5, 1, 4, 2, 3):
         keep(run_dir, loss=loss)
     gone = prune(run_dir, keep_so_many, metric, mode)
@@ -328,7 +351,9 @@ def test_prune_step_by_step_keeps_the_best_of_all(run_dir: Path) -> None:
     assert top.metrics == {"loss": 1}
 
 
-def test_a_crash_while_pruning_leaves_no_half_of_one(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_while_pruning_leaves_no_half_of_one(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for loss in (1, 2, 3):
         keep(run_dir, loss=loss)
     with monkeypatch.context() as patch:
@@ -343,7 +368,9 @@ def test_a_crash_while_pruning_leaves_no_half_of_one(run_dir: Path, monkeypatch:
 
 
 def test_a_name_that_is_taken_gets_the_number(tmp_path: Path) -> None:
-    """So it is in both lanes: Ray Train would put a second checkpoint of a name into the folder of the first."""
+    """So it is in both lanes: Ray Train would put a second checkpoint of a name into the folder of
+    the first.
+    """
     assert free_name(tmp_path, "best", 1) == "best"
     (tmp_path / "best").mkdir()
     assert free_name(tmp_path, "best", 2) == "best-000002"

@@ -8,7 +8,15 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from raypool import InvalidTypeError, InvalidValueError, JournalError, PoolBrokenError, ResourceError, Results, StartupError
+from raypool import (
+    InvalidTypeError,
+    InvalidValueError,
+    JournalError,
+    PoolBrokenError,
+    ResourceError,
+    Results,
+    StartupError,
+)
 from raypool.cli import demo
 from raypool.cli.main import main
 from raypool.cli.output import errors_said
@@ -18,7 +26,8 @@ ENDS = [
     (InvalidTypeError("no"), 2),
     (ResourceError("no", requested=2, available=1, holders=()), 2),
     (JournalError("no", run_dir="run"), 2),
-    (JournalError("no", run_dir="run", results=Results([], [], list, {})), 1),  # met when all was done
+    # met when all was done
+    (JournalError("no", run_dir="run", results=Results([], [], list, {})), 1),
     (StartupError("no"), 1),
     (PoolBrokenError("no"), 1),
 ]
@@ -59,7 +68,8 @@ def test_ctrl_c_ends_a_command_as_shells_have_it(monkeypatch: pytest.MonkeyPatch
 def test_the_demo_knows_its_mistake(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     good = [{"network": network, "width": 8, "lr": 0.001} for network in ("mlp", "cnn")]
     monkeypatch.setattr(demo, "EPOCHS", 2)
-    monkeypatch.setattr("torch.set_num_threads", lambda count: None)  # it would count for all tests in this process
+    # it would count for all tests in this process
+    monkeypatch.setattr("torch.set_num_threads", lambda count: None)
     monkeypatch.setattr(demo, "CONFIGS", [*good, demo.MISTAKE])
     assert demo.run(profile="inline", out=tmp_path)
     monkeypatch.setattr(demo, "CONFIGS", [*good, demo.MISTAKE, {**good[0], "width": -1}])
@@ -67,7 +77,13 @@ def test_the_demo_knows_its_mistake(tmp_path: Any, monkeypatch: pytest.MonkeyPat
 
 
 def test_wrong_use_ends_with_2() -> None:
-    for line in ("demo --profile nowhere", "demo --workers 0", "replay nowhere 0", "gpus all", "swep"):
+    for line in (
+        "demo --profile nowhere",
+        "demo --workers 0",
+        "replay nowhere 0",
+        "gpus all",
+        "swep",
+    ):
         done = CliRunner().invoke(main, line.split())
         assert done.exit_code == 2, done.output
         assert "Error: " in done.stderr

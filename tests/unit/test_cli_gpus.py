@@ -20,11 +20,19 @@ UUID = "GPU-00000000-0000-0000-0000-000000000001"
 @pytest.fixture
 def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimulatedGpus:
     """Two cards; somebody computes on the second."""
-    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+    for name in (
+        "CUDA_VISIBLE_DEVICES",
+        "CUDA_DEVICE_ORDER",
+        "HIP_VISIBLE_DEVICES",
+        "ROCR_VISIBLE_DEVICES",
+    ):
         monkeypatch.delenv(name, raising=False)
     gpus = SimulatedGpus(tmp_path / "gpus", 2)
     gpus.change(
-        1, used_bytes=5 * GIB, utilisation=0.75, processes=[{"pid": 7, "used_bytes": 4 * GIB}, {"pid": 8, "used_bytes": None}]
+        1,
+        used_bytes=5 * GIB,
+        utilisation=0.75,
+        processes=[{"pid": 7, "used_bytes": 4 * GIB}, {"pid": 8, "used_bytes": None}],
     )
     return gpus
 
@@ -36,7 +44,9 @@ def show(gpus: SimulatedGpus, *arguments: str) -> str:
 
 
 def test_a_line_for_each_card_and_who_is_on_it(gpus: SimulatedGpus) -> None:
-    heading, first, second, more, below = (" ".join(line.split()) for line in show(gpus).splitlines())
+    heading, first, second, more, below = (
+        " ".join(line.split()) for line in show(gpus).splitlines()
+    )
     assert heading == "GPU name memory utilisation temperature processes compute mode"
     assert first == "* 0 Simulated GPU 0.0 of 16.0 GiB 0 % 30 °C none default"
     assert second == "* 1 Simulated GPU 5.0 of 16.0 GiB 75 % 30 °C 7 (4.0 GiB) default"
@@ -61,7 +71,9 @@ def test_those_that_are_visible_here_are_marked(
     assert said in shown
 
 
-def test_what_is_not_known_is_said_to_be_unknown(gpus: SimulatedGpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_known_is_said_to_be_unknown(
+    gpus: SimulatedGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gpus.break_down()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", UUID)
     _, first, second, below = show(gpus).splitlines()
@@ -107,7 +119,9 @@ def test_a_machine_without_a_gpu_says_so_and_what_to_do(tmp_path: Path) -> None:
     assert json.loads(show(none, "--json")) == []
 
 
-def test_a_name_in_brackets_is_shown_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_in_brackets_is_shown_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert "Card [red]" in show(SimulatedGpus(tmp_path, [GpuDevice(index=0, name="Card [red]")]))
 

@@ -68,7 +68,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def sweep(function: str, configs: str, *options: str) -> Result:
     return CliRunner().invoke(
-        main, ["sweep", f"module_of_sweep:{function}", configs, "--run-dir", "run", "--profile", "inline", *options]
+        main,
+        [
+            "sweep",
+            f"module_of_sweep:{function}",
+            configs,
+            "--run-dir",
+            "run",
+            "--profile",
+            "inline",
+            *options,
+        ],
     )
 
 
@@ -89,22 +99,34 @@ def test_what_has_failed_is_named_with_how_to_look_at_it(folder: Path) -> None:
     done = sweep("train", "bad.csv")
     assert done.exit_code == 1
     assert "Failed: item 1 (width=36, lr=0.2): ValueError: 36 is no multiple of 8" in done.stderr
-    (replay,) = (line.strip() for line in done.stderr.splitlines() if line.startswith("  raypool replay"))
+    (replay,) = (
+        line.strip() for line in done.stderr.splitlines() if line.startswith("  raypool replay")
+    )
     assert replay == "raypool replay run 1 --debug"
     again = CliRunner().invoke(main, shlex.split(replay.removesuffix(" --debug"))[1:])
     assert (again.exit_code, "ValueError: 36" in again.stderr) == (1, True)
 
 
 EVIL = "\x1b]0;owned\x07\x1b[2Jlr\r\x9b31m\u202e"
-"""Sets a window's title, clears the screen, goes back to the start of the line, sets a color and turns letters round."""
+"""Sets a window's title, clears the screen, goes back to the start of the line, sets a color and
+turns letters round.
+"""
 
 
-def test_nothing_that_users_have_named_gives_the_terminal_orders(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_that_users_have_named_gives_the_terminal_orders(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Names of columns and jobs, values, and errors about them come without control characters."""
     (folder / "evil.jsonl").write_text(json.dumps({EVIL: EVIL, "width": 36}))
-    (folder / "module_of_sweep.py").write_text(f"class Error(Exception): ...\nError.__name__ = {EVIL!r}\n{RAISING}")
-    info = SimpleNamespace(id="j1", name=EVIL, state="failed", message=EVIL, exit_code=1, submitted_at=None)
-    monkeypatch.setattr("raypool.cli.job._jobs", lambda *_, **__: SimpleNamespace(look=lambda _: info))
+    (folder / "module_of_sweep.py").write_text(
+        f"class Error(Exception): ...\nError.__name__ = {EVIL!r}\n{RAISING}"
+    )
+    info = SimpleNamespace(
+        id="j1", name=EVIL, state="failed", message=EVIL, exit_code=1, submitted_at=None
+    )
+    monkeypatch.setattr(
+        "raypool.cli.job._jobs", lambda *_, **__: SimpleNamespace(look=lambda _: info)
+    )
     commands = [
         "sweep module_of_sweep:fail evil.jsonl --run-dir run --profile inline",
         "replay run 0",
@@ -113,7 +135,8 @@ def test_nothing_that_users_have_named_gives_the_terminal_orders(folder: Path, m
     ]
     for command in commands:
         done = CliRunner().invoke(main, command.split(" "), color=True)
-        own = done.output.replace("\x1b[31m", "").replace("\x1b[0m", "")  # that it has failed is said in red
+        # that it has failed is said in red
+        own = done.output.replace("\x1b[31m", "").replace("\x1b[0m", "")
         assert "owned" in own, command
         assert not CONTROLS.search(own), (command, own)
 
@@ -123,7 +146,15 @@ def test_json_is_one_document_and_nothing_else(folder: Path) -> None:
     assert done.exit_code == 1
     rows = json.loads(done.stdout, parse_constant=pytest.fail)
     assert [row["index"] for row in rows] == [0, 1, 2]
-    wanted = {"width": 8, "lr": 0.1, "accuracy": 0.08, "loss": None, "curve": [0.5, None], "status": "finished", "error": None}
+    wanted = {
+        "width": 8,
+        "lr": 0.1,
+        "accuracy": 0.08,
+        "loss": None,
+        "curve": [0.5, None],
+        "status": "finished",
+        "error": None,
+    }
     assert wanted.items() <= rows[0].items()
     assert (rows[1]["status"], rows[1]["error"]) == ("failed", "ValueError: 36 is no multiple of 8")
     assert len(done.stdout.splitlines()) == 3
@@ -131,7 +162,11 @@ def test_json_is_one_document_and_nothing_else(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("header", "function", "number"),
-    [("index", "train", "item number"), ("index,item number", "train", "item number 2"), ("lr", "indexed", "item number")],
+    [
+        ("index", "train", "item number"),
+        ("index,item number", "train", "item number 2"),
+        ("lr", "indexed", "item number"),
+    ],
 )
 def test_the_number_of_an_item_is_in_json_whatever_columns_are_called(
     folder: Path, header: str, function: str, number: str
@@ -146,7 +181,9 @@ def test_the_number_of_an_item_is_in_json_whatever_columns_are_called(
 def test_a_name_that_the_configuration_lacks_is_said_with_those_that_it_has(folder: Path) -> None:
     done = sweep("mistaken", "good.csv")
     assert done.exit_code == 1
-    assert "KeyError: 'widht'. The configuration has: width, lr. Did you mean 'width'?" in done.stderr
+    assert (
+        "KeyError: 'widht'. The configuration has: width, lr. Did you mean 'width'?" in done.stderr
+    )
 
 
 def test_many_failures_are_counted(folder: Path) -> None:
@@ -164,7 +201,9 @@ def test_the_same_command_goes_on(folder: Path) -> None:
     Path("mended").touch()
     done = sweep("interrupted", "bad.csv", "--json")
     assert done.exit_code == 0, done.output
-    assert [(row["value"], row["status"]) for row in json.loads(done.stdout)] == [(n, "finished") for n in (8, 36, 16)]
+    assert [(row["value"], row["status"]) for row in json.loads(done.stdout)] == [
+        (n, "finished") for n in (8, 36, 16)
+    ]
 
 
 def test_ctrl_c_keeps_what_has_finished_and_says_how_to_go_on(folder: Path) -> None:
@@ -172,20 +211,33 @@ def test_ctrl_c_keeps_what_has_finished_and_says_how_to_go_on(folder: Path) -> N
     assert (done.exit_code, done.stdout) == (130, "")
     assert (
         done.stderr.splitlines()[-1]
-        == "Interrupted: 1 of 3 have finished, and are kept in run. The same command goes on from there."
+        == "Interrupted: 1 of 3 have finished, and are kept in run. The same command goes on from"
+        " there."
     )
     assert load_results("run")[0] == 8
     assert not is_in_use(folder / "run")
 
 
 WRONG_USE = [
-    (["module_of_sweep:trian", "good.csv"], "module_of_sweep has no function 'trian'. Did you mean train?"),
-    (["module_of_sweep:narrow", "good.csv"], "narrow(width, epochs=3) would get the whole configuration, a dict, as width"),
+    (
+        ["module_of_sweep:trian", "good.csv"],
+        "module_of_sweep has no function 'trian'. Did you mean train?",
+    ),
+    (
+        ["module_of_sweep:narrow", "good.csv"],
+        "narrow(width, epochs=3) would get the whole configuration, a dict, as width",
+    ),
     (["module_of_swep:train", "good.csv"], "Did you mean module_of_sweep"),
     (["module_of_sweep:train", "none.csv"], "none.csv could not be read: No such file"),
-    (["module_of_sweep:train", "good.csv", "--profile", "nowhere"], "There is no profile 'nowhere'"),
+    (
+        ["module_of_sweep:train", "good.csv", "--profile", "nowhere"],
+        "There is no profile 'nowhere'",
+    ),
     (["module_of_sweep:train", "good.csv", "--workers", "0"], "0 is not in the range x>=1"),
-    (["module_of_sweep:train", "good.csv", "--rerun", "some"], "'some' is not one of 'failed', 'missing', 'all'"),
+    (
+        ["module_of_sweep:train", "good.csv", "--rerun", "some"],
+        "'some' is not one of 'failed', 'missing', 'all'",
+    ),
     (["module_of_sweep:train", "good.csv", "--run-dir", "good.csv"], "is a file"),
     (["module_of_sweep:train", "good.csv", "--run-dir", ""], "run_dir='' is empty"),
     (["module_of_sweep:train", "good.csv", "--run-dir", "s3://bucket/run"], "is a URL"),
@@ -196,7 +248,9 @@ WRONG_USE = [
 def test_wrong_use_ends_with_2_and_does_nothing(folder: Path) -> None:
     for arguments, words in WRONG_USE:
         before = sorted(folder.iterdir())
-        done = CliRunner().invoke(main, ["sweep", "--run-dir", "run", "--profile", "inline", *arguments])
+        done = CliRunner().invoke(
+            main, ["sweep", "--run-dir", "run", "--profile", "inline", *arguments]
+        )
         assert (done.exit_code, done.stdout) == (2, "")
         assert words in " ".join(done.stderr.split())
         assert [path for path in sorted(folder.iterdir()) if path.name != "__pycache__"] == before
@@ -206,11 +260,16 @@ def test_the_folder_of_another_sweep_is_wrong_use(folder: Path) -> None:
     assert sweep("train", "good.csv").exit_code == 0
     done = sweep("other", "good.csv")
     assert done.exit_code == 2
-    assert "holds what became of module_of_sweep.train; this call is for module_of_sweep.other" in " ".join(done.stderr.split())
+    assert (
+        "holds what became of module_of_sweep.train; this call is for module_of_sweep.other"
+        in " ".join(done.stderr.split())
+    )
     assert len(load_results("run")) == 2
 
 
-def test_more_threads_than_a_process_should_have_are_wrong_use(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_threads_than_a_process_should_have_are_wrong_use(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("raypool.backends.local.MOST_WORKERS", 3)
     done = sweep("train", "good.csv", "--profile", "threads", "--workers", "4")
     assert (done.exit_code, done.stdout) == (2, "")
@@ -223,7 +282,7 @@ def test_a_run_dir_is_asked_for(folder: Path) -> None:
     assert (done.exit_code, "Missing option '--run-dir'" in done.stderr) == (2, True)
 
 
-# --- the report -------------------------------------------------------------------------------------------------------
+# --- the report -----------------------------------------------------------------------------------
 
 
 def report(*arguments: str) -> Result:
@@ -256,7 +315,9 @@ def test_a_report_that_cannot_be_is_wrong_use(folder: Path) -> None:
         assert words in " ".join(done.stderr.split())
 
 
-def test_a_report_that_cannot_be_made_says_why(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_that_cannot_be_made_says_why(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sweep("train", "good.csv")
 
     def fail(error: Exception) -> Any:
@@ -265,20 +326,26 @@ def test_a_report_that_cannot_be_made_says_why(folder: Path, monkeypatch: pytest
 
         return report
 
-    monkeypatch.setattr(Results, "report", fail(ModuleNotFoundError('pip install "raypool[plots]"')))
+    monkeypatch.setattr(
+        Results, "report", fail(ModuleNotFoundError('pip install "raypool[plots]"'))
+    )
     done = report("run")
     assert (done.exit_code, done.stderr) == (1, 'Error: pip install "raypool[plots]"\n')
     monkeypatch.setattr(Results, "report", fail(OSError(28, "No space left on device")))
-    assert report("run").stderr == "Error: sweep.html could not be written: No space left on device.\n"
+    assert (
+        report("run").stderr == "Error: sweep.html could not be written: No space left on device.\n"
+    )
 
 
-# --- the command itself -----------------------------------------------------------------------------------------------
+# --- the command itself ---------------------------------------------------------------------------
 
 
 def test_what_it_needs_is_imported_when_it_is_needed() -> None:
     heavy = {"ray", "torch", "pandas", "numpy", "rich", "yaml", "psutil"}
     code = f"import sys, raypool.cli.main; print(sorted({heavy} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -295,9 +362,15 @@ SWEEP = "sweep module_of_sweep:train good.csv --run-dir run --profile inline"
         ("--help", 0),
     ],
 )
-def test_a_reader_that_goes_changes_nothing_of_how_a_command_ends(folder: Path, arguments: str, status: int) -> None:
+def test_a_reader_that_goes_changes_nothing_of_how_a_command_ends(
+    folder: Path, arguments: str, status: int
+) -> None:
     done = piped(f"from raypool.cli.main import main; main()' {arguments}", folder)
-    assert (done.returncode, "Traceback" in done.stderr, "BrokenPipe" in done.stderr) == (status, False, False)
+    assert (done.returncode, "Traceback" in done.stderr, "BrokenPipe" in done.stderr) == (
+        status,
+        False,
+        False,
+    )
     assert "sweep" not in arguments or len(load_results("run")) in (2, 3)
 
 
@@ -315,4 +388,6 @@ with readers_may_go():
 def piped(code_and_arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run Python into a pipe whose reader goes at once."""
     command = f"set -o pipefail; {shlex.quote(sys.executable)} -c '{code_and_arguments} | true"
-    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=60, cwd=folder)
+    return subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, check=False, timeout=60, cwd=folder
+    )

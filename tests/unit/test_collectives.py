@@ -33,13 +33,18 @@ class Crew:
         self._number = 0
 
     def run(self, fn: Callable[[SpmdContext], Any]) -> list[Any]:
-        """Call the function on all ranks; return what it returns, or its exception, in rank order."""
+        """Call the function on all ranks; return what it returns, or its exception, in rank
+        order.
+        """
         self._number += 1
         results: list[Any] = [None] * self.size
 
         def rank_does(rank: int) -> None:
             try:
-                group = join(Assignment(rank, self.size, rank, self.size, self._number, True, False, "k"), self._exchange)
+                group = join(
+                    Assignment(rank, self.size, rank, self.size, self._number, True, False, "k"),
+                    self._exchange,
+                )
                 results[rank] = fn(SpmdContext(group))
                 group.end()
             except BaseException as error:
@@ -58,7 +63,9 @@ class Crew:
     def well(self, fn: Callable[[SpmdContext], Any]) -> list[Any]:
         """Do the same where nothing may go wrong."""
         results = self.run(fn)
-        for error in sorted((result for result in results if isinstance(result, BaseException)), key=is_disconnect):
+        for error in sorted(
+            (result for result in results if isinstance(result, BaseException)), key=is_disconnect
+        ):
             raise error
         return results
 
@@ -79,7 +86,9 @@ def crew_of() -> Iterator[Callable[[int], Crew]]:
 
 @pytest.fixture(scope="module", params=[wire.MAX_INLINE_BYTES, 0], ids=["in words", "apart"])
 def limit(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Let the memory of small values travel in the words, or by itself as that of large ones does."""
+    """Let the memory of small values travel in the words, or by itself as that of large ones
+    does.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wire, "MAX_INLINE_BYTES", request.param)
         yield
@@ -99,9 +108,17 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         if not isinstance(b, torch.Tensor) or a.dtype != b.dtype:
             return False
-        return a.shape == b.shape and bool(torch.equal(a.to(torch.complex128), b.to(torch.complex128)))  # float8 has no equal
+        # float8 has no equal
+        return a.shape == b.shape and bool(
+            torch.equal(a.to(torch.complex128), b.to(torch.complex128))
+        )
     if isinstance(a, np.ndarray):
-        return isinstance(b, np.ndarray) and a.dtype == b.dtype and a.shape == b.shape and np.array_equal(a, b)
+        return (
+            isinstance(b, np.ndarray)
+            and a.dtype == b.dtype
+            and a.shape == b.shape
+            and np.array_equal(a, b)
+        )
     return type(a) is type(b) and bool(a == b)
 
 
@@ -139,7 +156,9 @@ def use_all(ctx: SpmdContext, make: Callable[[int], Any]) -> dict[str, Any]:
         "all_gather": ctx.all_gather(own),
         "gather": ctx.gather(own, dst=last),
         "broadcast": ctx.broadcast(own if ctx.rank == last else None, src=last),
-        "scatter": ctx.scatter([make(rank) for rank in range(ctx.world_size)] if ctx.rank == 0 else None, src=0),
+        "scatter": ctx.scatter(
+            [make(rank) for rank in range(ctx.world_size)] if ctx.rank == 0 else None, src=0
+        ),
         "ring": ctx.send_receive(own, dst=right, src=left),
         "own": own,
     }
@@ -150,7 +169,9 @@ def use_all(ctx: SpmdContext, make: Callable[[int], Any]) -> dict[str, Any]:
 
 def test_values_of_every_kind_arrive_as_they_were(limit: None, workers: Crew) -> None:
     last = workers.size - 1
-    for rank, by_kind in enumerate(workers.well(lambda ctx: {kind: use_all(ctx, make) for kind, make in MAKE.items()})):
+    for rank, by_kind in enumerate(
+        workers.well(lambda ctx: {kind: use_all(ctx, make) for kind, make in MAKE.items()})
+    ):
         for kind, got in by_kind.items():
             everybody = [MAKE[kind](rank) for rank in range(workers.size)]
             assert all(map(same, got["all_gather"], everybody)), kind
@@ -164,11 +185,28 @@ def test_values_of_every_kind_arrive_as_they_were(limit: None, workers: Crew) ->
 
 
 NUMPY = {"sum": np.add, "product": np.multiply, "min": np.minimum, "max": np.maximum}
-DTYPES = ["float64", "float32", "int64", "int32", "int16", "int8", "uint8", "uint16", "bool", "complex64", "complex128"]
+DTYPES = [
+    "float64",
+    "float32",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint8",
+    "uint16",
+    "bool",
+    "complex64",
+    "complex128",
+]
 
 
 @settings(max_examples=25)
-@given(data=st.data(), size=st.sampled_from([2, 3]), dtype=st.sampled_from(DTYPES), op=st.sampled_from(list(NUMPY)))
+@given(
+    data=st.data(),
+    size=st.sampled_from([2, 3]),
+    dtype=st.sampled_from(DTYPES),
+    op=st.sampled_from(list(NUMPY)),
+)
 def test_reductions_are_those_of_numpy(
     limit: None, crew_of: Callable[[int], Crew], data: Any, size: int, dtype: str, op: str
 ) -> None:
@@ -176,7 +214,10 @@ def test_reductions_are_those_of_numpy(
         op = "sum"
     shape = data.draw(npst.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4))
     # Whole numbers, so that the order in which floats are added does not matter.
-    arrays = [np.asarray(data.draw(npst.arrays("int64", shape, elements=st.integers(0, 4)))).astype(dtype) for _ in range(size)]
+    arrays = [
+        np.asarray(data.draw(npst.arrays("int64", shape, elements=st.integers(0, 4)))).astype(dtype)
+        for _ in range(size)
+    ]
     if dtype.startswith("complex"):
         arrays = [np.asarray(array * (1 + 2j)) for array in arrays]
     expected = functools.reduce(NUMPY[op], arrays)
@@ -215,7 +256,13 @@ def test_means(limit: None, workers: Crew) -> None:
 
     pair = torch.full((2,), complex(mean, mean))
     for results in workers.well(body):
-        assert all(map(same, results, [torch.full((2,), mean), np.full(2, mean), np.full(2, mean, "float32"), mean, pair]))
+        assert all(
+            map(
+                same,
+                results,
+                [torch.full((2,), mean), np.full(2, mean), np.full(2, mean, "float32"), mean, pair],
+            )
+        )
 
 
 def test_functions_fold_in_rank_order(limit: None, workers: Crew) -> None:
@@ -255,7 +302,10 @@ def test_tensors_are_changed_in_place_and_nothing_else_is(limit: None, trio: Cre
         assert ctx.all_reduce(part) is part
         assert wide.eq(torch.tensor([3.0, 0.0] * 3)).all()
         target = torch.zeros(2, 3).T
-        assert ctx.broadcast(torch.ones(3, 2) if ctx.rank == 0 else target, src=0) is target or ctx.rank == 0
+        assert (
+            ctx.broadcast(torch.ones(3, 2) if ctx.rank == 0 else target, src=0) is target
+            or ctx.rank == 0
+        )
         assert ctx.rank == 0 or target.eq(1).all()
         weight = torch.nn.Parameter(torch.ones(2))
         assert ctx.all_reduce(weight) is weight
@@ -263,17 +313,24 @@ def test_tensors_are_changed_in_place_and_nothing_else_is(limit: None, trio: Cre
         value, array = [ctx.rank], np.ones(2)
         assert ctx.all_gather(value)[ctx.rank] is not value
         assert not np.shares_memory(ctx.broadcast(array, src=0), array)
-        ctx.broadcast(torch.ones(1).expand(3) if ctx.rank == 0 else None, src=0)  # whose elements share their memory
+        # whose elements share their memory
+        ctx.broadcast(torch.ones(1).expand(3) if ctx.rank == 0 else None, src=0)
 
     trio.well(body)
 
 
 def test_an_open_chain_of_large_tensors(workers: Crew) -> None:
     def body(ctx: SpmdContext) -> Any:
-        right, left = (ctx.rank + 1 if ctx.rank + 1 < ctx.world_size else None), (ctx.rank - 1 if ctx.rank else None)
+        right, left = (
+            (ctx.rank + 1 if ctx.rank + 1 < ctx.world_size else None),
+            (ctx.rank - 1 if ctx.rank else None),
+        )
         return ctx.send_receive(torch.full((1_000_000,), ctx.rank), dst=right, src=left)
 
-    assert [x if x is None else x[-1].item() for x in workers.well(body)] == [None, *range(workers.size - 1)]
+    assert [x if x is None else x[-1].item() for x in workers.well(body)] == [
+        None,
+        *range(workers.size - 1),
+    ]
 
 
 def test_messages_overtake_none(trio: Crew) -> None:
@@ -285,19 +342,25 @@ def test_messages_overtake_none(trio: Crew) -> None:
     assert trio.well(body) == [[], list(range(0, 2000, 100)), []]
 
 
-# --- what cannot work -------------------------------------------------------------------------------------------------
+# --- what cannot work -----------------------------------------------------------------------------
 
 WRONG: dict[str, Callable[[SpmdContext], Any]] = {
     "is in barrier": lambda ctx: ctx.all_reduce(1) if ctx.rank else ctx.barrier(),
     "tensor (1,)": lambda ctx: ctx.all_reduce(torch.ones(1 + ctx.rank)),
-    "an int64 array (2,)": lambda ctx: ctx.reduce(np.ones(2, "int64" if ctx.rank else "int32"), dst=0),
+    "an int64 array (2,)": lambda ctx: ctx.reduce(
+        np.ones(2, "int64" if ctx.rank else "int32"), dst=0
+    ),
     "a Python value": lambda ctx: ctx.all_reduce(1.0 if ctx.rank else np.ones(1)),
     "from rank 1": lambda ctx: ctx.broadcast(1, src=ctx.rank),
     "to rank 2": lambda ctx: ctx.gather(1, dst=ctx.rank),
     "with op='max'": lambda ctx: ctx.all_reduce(1, "max" if ctx.rank else "min"),
     "with a function": lambda ctx: ctx.all_reduce(1, operator.add if ctx.rank else "sum"),
-    "wants it in a float32 tensor (3,)": lambda ctx: ctx.broadcast(torch.ones(3 if ctx.rank == 2 else 2), src=0),
-    "want it in a float32 tensor (2,)": lambda ctx: ctx.broadcast(torch.ones(2) if ctx.rank else "a text", src=0),
+    "wants it in a float32 tensor (3,)": lambda ctx: ctx.broadcast(
+        torch.ones(3 if ctx.rank == 2 else 2), src=0
+    ),
+    "want it in a float32 tensor (2,)": lambda ctx: ctx.broadcast(
+        torch.ones(2) if ctx.rank else "a text", src=0
+    ),
     "scatters 2 parts to 3 ranks": lambda ctx: ctx.scatter([1, 2], src=1),
     "scatters no list of parts": lambda ctx: ctx.scatter(None, src=1),
 }
@@ -321,11 +384,15 @@ def test_all_ranks_get_the_same_error_and_can_go_on(trio: Crew) -> None:
 def test_a_rank_that_ends_while_others_wait_is_found_out(trio: Crew) -> None:
     results = trio.run(lambda ctx: None if ctx.rank == 1 else (ctx.barrier(), ctx.all_reduce(1)))
     assert {(type(result), result.missing) for result in results} == {(CollectiveError, (1,))}
-    assert str(results[0]).startswith("Rank 1 has ended, ranks 0 and 2 wait for it in barrier (the 1st collective of this call).")
+    assert str(results[0]).startswith(
+        "Rank 1 has ended, ranks 0 and 2 wait for it in barrier (the 1st collective of this call)."
+    )
     assert not any(map(is_disconnect, results))
 
 
-@pytest.mark.parametrize("wait", [lambda ctx: ctx.receive(src=0), lambda ctx: ctx.send_receive(1, dst=0, src=0)])
+@pytest.mark.parametrize(
+    "wait", [lambda ctx: ctx.receive(src=0), lambda ctx: ctx.send_receive(1, dst=0, src=0)]
+)
 def test_a_rank_that_ends_without_a_message_is_found_out(
     trio: Crew, wait: Callable[[SpmdContext], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,7 +405,9 @@ def test_a_rank_that_ends_without_a_message_is_found_out(
 def test_ranks_that_are_none(trio: Crew) -> None:
     def body(ctx: SpmdContext) -> None:
         for call in (ctx.reduce, ctx.broadcast, ctx.gather, ctx.scatter, ctx.send):
-            with pytest.raises(InvalidValueError, match=r"=7 is not a rank. There are 3, from 0 to 2."):
+            with pytest.raises(
+                InvalidValueError, match=r"=7 is not a rank. There are 3, from 0 to 2."
+            ):
                 call(1, 7)
         with pytest.raises(InvalidTypeError, match=r"dst=1.0 is a float"):
             ctx.send(1, 1.0)
@@ -351,7 +420,10 @@ def test_ranks_that_are_none(trio: Crew) -> None:
 
 def test_operations_that_are_none(trio: Crew) -> None:
     def body(ctx: SpmdContext) -> None:
-        with pytest.raises(InvalidValueError, match="op='average' is none of 'sum', 'product', 'min', 'max', 'mean'"):
+        with pytest.raises(
+            InvalidValueError,
+            match="op='average' is none of 'sum', 'product', 'min', 'max', 'mean'",
+        ):
             ctx.all_reduce(1, "average")
         with pytest.raises(InvalidTypeError, match=r"mean of torch\.int64"):
             ctx.all_reduce(torch.ones(2, dtype=torch.int64), "mean")
@@ -375,23 +447,34 @@ def test_values_that_cannot_travel(trio: Crew) -> None:
     assert "The lock for all_gather cannot be sent to other ranks" in str(results[1])
     assert is_disconnect(results[0])
     results = trio.run(lambda ctx: ctx.all_gather(Unreadable() if ctx.rank == 1 else 1))
-    assert {str(result)[:55] for result in results} == {"What rank 1 has sent in all_gather cannot be read here:"}
+    assert {str(result)[:55] for result in results} == {
+        "What rank 1 has sent in all_gather cannot be read here:"
+    }
 
 
-def test_a_long_wait_is_told(trio: Crew, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_long_wait_is_told(
+    trio: Crew, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(group_module, "LONG_WAIT_S", 0.01)
     told = threading.Event()
-    monkeypatch.setattr(caplog.handler, "emit", lambda record: (caplog.records.append(record), told.set()))
+    monkeypatch.setattr(
+        caplog.handler, "emit", lambda record: (caplog.records.append(record), told.set())
+    )
     trio.well(lambda ctx: (told.wait(30) if ctx.rank == 0 else None, ctx.barrier()))
     messages = [record.getMessage() for record in caplog.records]
-    assert any("has waited for the other ranks in barrier (operation 1 of this call) since" in text for text in messages)
+    assert any(
+        "has waited for the other ranks in barrier (operation 1 of this call) since" in text
+        for text in messages
+    )
     assert len(messages) <= 3
 
 
 def test_what_needs_a_process_and_what_comes_too_late_say_so(trio: Crew) -> None:
     def body(ctx: SpmdContext) -> SpmdContext:
         for ask in (lambda: ctx.process_group, ctx.tf_config, ctx.jax_options):
-            with pytest.raises(InvalidValueError, match="The 3 ranks of this call are threads of one process"):
+            with pytest.raises(
+                InvalidValueError, match="The 3 ranks of this call are threads of one process"
+            ):
                 ask()
 
         return ctx

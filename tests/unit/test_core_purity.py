@@ -1,4 +1,6 @@
-"""The core is a function of its events: it imports nothing that could tell it more, and hash seeds do not change its mind."""
+"""The core is a function of its events: it imports nothing that could tell it more, and hash seeds
+do not change its mind.
+"""
 
 import ast
 import os
@@ -10,7 +12,17 @@ import raypool.core
 
 CORE = Path(raypool.core.__file__).parent
 MODULES = sorted(CORE.glob("*.py"))
-PLAIN = {"__future__", "collections", "collections.abc", "dataclasses", "enum", "heapq", "itertools", "math", "typing"}
+PLAIN = {
+    "__future__",
+    "collections",
+    "collections.abc",
+    "dataclasses",
+    "enum",
+    "heapq",
+    "itertools",
+    "math",
+    "typing",
+}
 OURS = ("raypool.core", "raypool.errors")
 
 
@@ -25,12 +37,20 @@ def imported(tree):
 
 
 def test_the_core_imports_plain_data_modules_only():
-    names = {(path.name, name) for path in MODULES for name in imported(ast.parse(path.read_text(encoding="utf-8")))}
-    assert not [(file, name) for file, name in names if name not in PLAIN and not name.startswith(OURS)]
+    names = {
+        (path.name, name)
+        for path in MODULES
+        for name in imported(ast.parse(path.read_text(encoding="utf-8")))
+    }
+    assert not [
+        (file, name) for file, name in names if name not in PLAIN and not name.startswith(OURS)
+    ]
 
 
 def test_the_core_iterates_no_set():
-    """As far as can be seen: no loop, and no list, tuple or dict, is made over what is written as a set."""
+    """As far as can be seen: no loop, and no list, tuple or dict, is made over what is written as a
+    set.
+    """
     found = []
     for path in MODULES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -45,13 +65,20 @@ def test_the_core_iterates_no_set():
                 sources = node.args
             for source in sources:
                 is_call = isinstance(source, ast.Call) and isinstance(source.func, ast.Name)
-                if isinstance(source, ast.Set | ast.SetComp) or (is_call and source.func.id in {"set", "frozenset"}):
+                if isinstance(source, ast.Set | ast.SetComp) or (
+                    is_call and source.func.id in {"set", "frozenset"}
+                ):
                     found.append(f"{path.name}:{source.lineno}")
     assert not found
 
 
 def test_the_scheduler_asks_nobody_for_the_time_or_for_chance(pool_of, monkeypatch):
-    for module, name in (("time", "time"), ("time", "monotonic"), ("time", "perf_counter"), ("random", "random")):
+    for module, name in (
+        ("time", "time"),
+        ("time", "monotonic"),
+        ("time", "perf_counter"),
+        ("random", "random"),
+    ):
         monkeypatch.delattr(f"{module}.{name}")
     pool = pool_of(1)
     pool.submit(0)

@@ -1,4 +1,6 @@
-"""What tasks print passes on as ever, and is noted for the task that has printed it, and for no other."""
+"""What tasks print passes on as ever, and is noted for the task that has printed it, and for no
+other.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def listener() -> Listener:
     return Listener()
 
 
-def test_what_a_task_prints_is_heard_and_passes_on(listener: Listener, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_task_prints_is_heard_and_passes_on(
+    listener: Listener, capsys: pytest.CaptureFixture[str]
+) -> None:
     with listening():
         print("before")
         with listener.in_task():
@@ -101,7 +105,9 @@ def test_threads_are_told_apart(listener: Listener) -> None:
             for _ in range(500):
                 print(number)
 
-    threads = [threading.Thread(target=work, args=(one, number)) for number, one in enumerate(others)]
+    threads = [
+        threading.Thread(target=work, args=(one, number)) for number, one in enumerate(others)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -142,7 +148,9 @@ def test_somebody_elses_streams_are_left_alone(listener: Listener) -> None:
         assert sys.stdout is theirs
 
 
-def test_listens_again_on_top_of_what_has_taken_its_place(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listens_again_on_top_of_what_has_taken_its_place(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
     capture.put_on_top()
     assert not isinstance(sys.stdout, Echo)
     with listening():
@@ -153,7 +161,9 @@ def test_listens_again_on_top_of_what_has_taken_its_place(listener: Listener, mo
     assert listener.text == "here\n"
 
 
-def test_a_process_without_streams_is_no_problem(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_without_streams_is_no_problem(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     with listening(), listener.in_task():
         print("nowhere")
@@ -171,8 +181,12 @@ class Failing(io.StringIO):
         raise self._error
 
 
-def test_what_is_printed_after_a_stream_was_closed_beneath_is_heard_and_no_error(listener: Listener) -> None:
-    """Its file or its descriptor: another task has done that. A disk that is full is an error, as ever."""
+def test_what_is_printed_after_a_stream_was_closed_beneath_is_heard_and_no_error(
+    listener: Listener,
+) -> None:
+    """Its file or its descriptor: another task has done that. A disk that is full is an error, as
+    ever.
+    """
     closed, detached = io.TextIOWrapper(io.BytesIO()), io.TextIOWrapper(io.BytesIO())
     closed.close()
     buffer = detached.detach()
@@ -204,7 +218,9 @@ def test_an_error_carries_the_last_lines_of_its_own_item(listener: Listener) -> 
         for number in range(100):
             print("line", number)
     note_last_lines(error, listener.note)
-    assert notes(error) == ["\n  ".join(["raypool: it printed last:", *(f"line {number}" for number in range(90, 100))])]
+    assert notes(error) == [
+        "\n  ".join(["raypool: it printed last:", *(f"line {number}" for number in range(90, 100))])
+    ]
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "  \n"])
@@ -219,7 +235,9 @@ def test_an_error_after_nothing_has_no_note(listener: Listener, text: str) -> No
 
 def test_lines_are_cut_and_progress_bars_show_their_last_state() -> None:
     error = ValueError("bad")
-    add_last_lines(error, "x" * 10**6 + "\n" + "\r".join(f"{percent} %" for percent in range(101)) + "\n")
+    add_last_lines(
+        error, "x" * 10**6 + "\n" + "\r".join(f"{percent} %" for percent in range(101)) + "\n"
+    )
     (note,) = notes(error)
     assert note.splitlines()[-1] == "  100 %"
     assert len(note) < 1000
@@ -238,11 +256,16 @@ def test_memory_for_the_last_lines_is_bounded(listener: Listener) -> None:
         for _ in range(3000):
             sys.stdout.write("x" * 10_000)
     assert listener.note.printed is not None
-    assert sum(len(text) for _, text in listener.note.printed) <= capture.KEPT_WRITES * capture.KEPT_TEXT
+    assert (
+        sum(len(text) for _, text in listener.note.printed)
+        <= capture.KEPT_WRITES * capture.KEPT_TEXT
+    )
 
 
 def test_a_stream_can_be_taken_away_from_under_a_print(run_python: Callable[..., Any]) -> None:
-    """What one thread prints while the last task ends in another: `print` itself holds no reference to the stream."""
+    """What one thread prints while the last task ends in another: `print` itself holds no reference
+    to the stream.
+    """
     run_python("""
         import gc, sys
         from raypool.channel import capture

@@ -1,4 +1,6 @@
-"""`raypool doctor`: what it makes of machines that are well, that are not, and that are like none here."""
+"""`raypool doctor`: what it makes of machines that are well, that are not, and that are like none
+here.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ IMPORTS: dict[tuple[str, ...], doctor.Import] = {}
 
 
 class Ill:
-    """A machine, well at first: one H100, a driver for CUDA 12.4 and a torch for it. Its methods make it ill."""
+    """A machine, well at first: one H100, a driver for CUDA 12.4 and a torch for it. Its methods
+    make it ill.
+    """
 
     def __init__(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.home, self.patch, self.cards = home, monkeypatch, [CARD]
@@ -74,7 +78,14 @@ class Ill:
         self.patch.setattr(doctor, "PCI", home / "pci")
         self.patch.setattr(doctor, "KERNEL_DRIVER", home / "version")
         self.patch.chdir(home)
-        for name in (*doctor.PINNING, "RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_TMPDIR", "TMPDIR"):
+        for name in (
+            *doctor.PINNING,
+            "RAY_ADDRESS",
+            "RAY_AUTH_TOKEN",
+            "RAY_AUTH_TOKEN_PATH",
+            "RAY_TMPDIR",
+            "TMPDIR",
+        ):
             self.patch.delenv(name, raising=False)
         self.patch.setenv("HOME", str(home))
         self.patch.setenv("PYTHONPATH", str(home))
@@ -99,8 +110,17 @@ class Ill:
     def gpus(self, *cards: GpuDevice) -> None:
         self.cards = list(cards)
 
-    def torch(self, cuda: str | None = "12.4", available: bool = True, archs: str = "sm_80 sm_90", warning: str = "") -> None:
-        self.write("torch.py", TORCH.format(cuda=cuda, available=available, archs=archs.split(), warning=warning))
+    def torch(
+        self,
+        cuda: str | None = "12.4",
+        available: bool = True,
+        archs: str = "sm_80 sm_90",
+        warning: str = "",
+    ) -> None:
+        self.write(
+            "torch.py",
+            TORCH.format(cuda=cuda, available=available, archs=archs.split(), warning=warning),
+        )
 
     def ray(self, free: int = 9, total: int = 10, store: int = 1) -> None:
         self.write("ray.py", RAY.format(free=free, total=total, store=store))
@@ -112,9 +132,14 @@ class Ill:
     def nvml(self, error: int, kernel: str = "", card: str = "") -> None:
         self.library.error, self.cards = error, []
         if kernel:
-            self.write("version", f"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {kernel}\nGCC version: 12\n")
+            self.write(
+                "version",
+                f"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {kernel}\nGCC version:"
+                " 12\n",
+            )
         if card:
-            for address, kind in ((f"{card}.0", "0x030200"), (f"{card}.1", "0x040300")):  # the second is its loudspeaker
+            # the second is its loudspeaker
+            for address, kind in ((f"{card}.0", "0x030200"), (f"{card}.1", "0x040300")):
                 self.write(f"pci/{address}/vendor", "0x10de\n")
                 self.write(f"pci/{address}/class", f"{kind}\n")
 
@@ -181,36 +206,135 @@ NEEDS = ["click>=9999", "nothing-of-this-name", "x; extra == 'dev'"]
 BLIND = "torch sees no GPU: unknown error; torch 2.9.0 was built for CUDA 12.4"
 
 ILLNESSES: list[tuple[str, str, Callable[[Ill], Any], str, str]] = [
-    ("packages", "problem", lambda m: m.fails("importlib.metadata.requires", NEEDS), "of-this-name is missing", "'click>=9999'"),
+    (
+        "packages",
+        "problem",
+        lambda m: m.fails("importlib.metadata.requires", NEEDS),
+        "of-this-name is missing",
+        "'click>=9999'",
+    ),
     ("packages", "warning", lambda m: closed(m, "importlib.metadata.requires"), CLOSED, ""),
-    ("ray", "problem", lambda m: m.write("ray.py", "import libfoo"), "No module named 'libfoo'", "--force-reinstall ray"),
-    ("ray", "problem", lambda m: m.write("ray.py", "raise SystemExit(3)"), "the process ended with status 3", ""),
-    ("ray", "ok", lambda m: m.write("ray.py", "__version__ = '99.0'"), "99.0", ""),  # without the names that are looked at
-    ("torch", "problem", lambda m: m.write("torch.py", "import os; os.abort()"), "the process ended with status -6", ""),
-    ("torch", "problem", lambda m: m.patch.setattr(doctor, "IMPORT_TIMEOUT_S", 1e-3), "it took longer than 0 s", ""),
-    ("torch", "problem", lambda m: m.write("torch.py", "import os; os._exit(0)"), "it does not say what it is", ""),
+    (
+        "ray",
+        "problem",
+        lambda m: m.write("ray.py", "import libfoo"),
+        "No module named 'libfoo'",
+        "--force-reinstall ray",
+    ),
+    (
+        "ray",
+        "problem",
+        lambda m: m.write("ray.py", "raise SystemExit(3)"),
+        "the process ended with status 3",
+        "",
+    ),
+    # without the names that are looked at
+    ("ray", "ok", lambda m: m.write("ray.py", "__version__ = '99.0'"), "99.0", ""),
+    (
+        "torch",
+        "problem",
+        lambda m: m.write("torch.py", "import os; os.abort()"),
+        "the process ended with status -6",
+        "",
+    ),
+    (
+        "torch",
+        "problem",
+        lambda m: m.patch.setattr(doctor, "IMPORT_TIMEOUT_S", 1e-3),
+        "it took longer than 0 s",
+        "",
+    ),
+    (
+        "torch",
+        "problem",
+        lambda m: m.write("torch.py", "import os; os._exit(0)"),
+        "it does not say what it is",
+        "",
+    ),
     ("NVIDIA driver", "ok", lambda m: None, "550.54.15, which runs CUDA up to 12.4", ""),
     ("NVIDIA driver", "ok", lambda m: m.nvml(12), "none, and no NVIDIA GPU", ""),
-    ("NVIDIA driver", "problem", lambda m: m.nvml(12, card="a"), r"; 1 NVIDIA GPU\(s\) are there, at a.0$", "docker run --gpus"),
-    ("NVIDIA driver", "problem", lambda m: m.nvml(12, kernel="550.1"), "the kernel has .* 550.1$", "docker run --gpus all"),
-    ("NVIDIA driver", "problem", lambda m: m.nvml(18, "550.1", "a"), "mismatch.; the kernel has .* 550.1; 1 NVIDIA", "Restart"),
+    (
+        "NVIDIA driver",
+        "problem",
+        lambda m: m.nvml(12, card="a"),
+        r"; 1 NVIDIA GPU\(s\) are there, at a.0$",
+        "docker run --gpus",
+    ),
+    (
+        "NVIDIA driver",
+        "problem",
+        lambda m: m.nvml(12, kernel="550.1"),
+        "the kernel has .* 550.1$",
+        "docker run --gpus all",
+    ),
+    (
+        "NVIDIA driver",
+        "problem",
+        lambda m: m.nvml(18, "550.1", "a"),
+        "mismatch.; the kernel has .* 550.1; 1 NVIDIA",
+        "Restart",
+    ),
     ("NVIDIA driver", "problem", lambda m: m.nvml(9, card="a"), "Not Loaded", "modprobe"),
     ("NVIDIA driver", "problem", lambda m: m.nvml(4, card="a"), "does not answer", "/dev/nvidia"),
     ("NVIDIA driver", "problem", lambda m: m.nvml(999), "Unknown", "nvidia-smi"),
     ("GPUs", "ok", lambda m: m.gpus(), "none", ""),
     ("GPUs", "ok", lambda m: m.gpus(CARD, OTHER_MAKER), "0 NVIDIA H100, 4 AMD GPU", ""),
-    ("GPUs", "ok", lambda m: m.env("CUDA_VISIBLE_DEVICES", "0"), "visible here, by CUDA_VISIBLE_DEVICES=0: 0", ""),
-    ("GPUs", "warning", lambda m: m.env("CUDA_VISIBLE_DEVICES", ""), "none is visible here, by CUDA_", "Change CUDA_VIS"),
-    ("GPUs", "warning", lambda m: m.gpus(FULL), "GPU 1: 40.0 GiB of 80.0 GiB are in use, by process 7", "parpool"),
-    ("GPUs", "warning", lambda m: m.gpus(SHUT), "GPU 2 has the compute mode 'prohibited'", "nvidia-smi -i 2 -c DEFAULT"),
+    (
+        "GPUs",
+        "ok",
+        lambda m: m.env("CUDA_VISIBLE_DEVICES", "0"),
+        "visible here, by CUDA_VISIBLE_DEVICES=0: 0",
+        "",
+    ),
+    (
+        "GPUs",
+        "warning",
+        lambda m: m.env("CUDA_VISIBLE_DEVICES", ""),
+        "none is visible here, by CUDA_",
+        "Change CUDA_VIS",
+    ),
+    (
+        "GPUs",
+        "warning",
+        lambda m: m.gpus(FULL),
+        "GPU 1: 40.0 GiB of 80.0 GiB are in use, by process 7",
+        "parpool",
+    ),
+    (
+        "GPUs",
+        "warning",
+        lambda m: m.gpus(SHUT),
+        "GPU 2 has the compute mode 'prohibited'",
+        "nvidia-smi -i 2 -c DEFAULT",
+    ),
     ("GPUs", "warning", lambda m: m.gpus(SILENT), "GPU 3 does not answer", "dmesg"),
     ("GPUs", "warning", lambda m: closed(m, "gpus_here"), CLOSED, ""),
     ("torch on GPUs", "ok", lambda m: m.nvml(12), "no NVIDIA GPU", ""),
-    ("torch on GPUs", "ok", lambda m: m.torch("12.8"), "12.8; .*up to 12.4", ""),  # any CUDA 12 runs on a driver for 12
-    ("torch on GPUs", "ok", lambda m: m.torch(archs="sm_80 compute_80"), "built for", ""),  # what is made when it runs
-    ("torch on GPUs", "problem", lambda m: m.torch(None, False), "built without CUDA, so 1 GPU", "download.pytorch.org/whl/cu12"),
-    ("torch on GPUs", "problem", lambda m: m.torch("13.0", False), "for CUDA 13.0; .* up to 12.4", "Update the driver"),
-    ("torch on GPUs", "problem", lambda m: m.torch(available=False, warning="unknown error"), BLIND, "nvidia-smi"),
+    # any CUDA 12 runs on a driver for 12
+    ("torch on GPUs", "ok", lambda m: m.torch("12.8"), "12.8; .*up to 12.4", ""),
+    # what is made when it runs
+    ("torch on GPUs", "ok", lambda m: m.torch(archs="sm_80 compute_80"), "built for", ""),
+    (
+        "torch on GPUs",
+        "problem",
+        lambda m: m.torch(None, False),
+        "built without CUDA, so 1 GPU",
+        "download.pytorch.org/whl/cu12",
+    ),
+    (
+        "torch on GPUs",
+        "problem",
+        lambda m: m.torch("13.0", False),
+        "for CUDA 13.0; .* up to 12.4",
+        "Update the driver",
+    ),
+    (
+        "torch on GPUs",
+        "problem",
+        lambda m: m.torch(available=False, warning="unknown error"),
+        BLIND,
+        "nvidia-smi",
+    ),
     (
         "torch on GPUs",
         "problem",
@@ -218,17 +342,59 @@ ILLNESSES: list[tuple[str, str, Callable[[Ill], Any], str, str]] = [
         r"for GPU 0 \(NVIDIA H100, 9.0\); it has sm_80",
         "out",
     ),
-    ("torch on GPUs", "problem", lambda m: m.write("torch.py", "1 / 0"), "torch cannot be imported", ""),
-    ("cores", "warning", lambda m: m.fails("usable_cpus", 0), "^0 of .* may be used here, for 1 GPUs", "--cpus-per-task"),
+    (
+        "torch on GPUs",
+        "problem",
+        lambda m: m.write("torch.py", "1 / 0"),
+        "torch cannot be imported",
+        "",
+    ),
+    (
+        "cores",
+        "warning",
+        lambda m: m.fails("usable_cpus", 0),
+        "^0 of .* may be used here, for 1 GPUs",
+        "--cpus-per-task",
+    ),
     ("memory", "ok", lambda m: None, "9.0 GiB of 10.0 GiB are free", ""),
     ("memory", "warning", lambda m: m.ray(free=0), "0.0 GiB of 10.0 GiB are free", "95 %"),
-    ("shared memory", "ok", lambda m: None, "50.0 GiB are free in /dev/shm, and the object store would take 1.0 GiB", ""),
-    ("shared memory", "warning", lambda m: m.ray(store=60), "50.0 GiB are free", "docker run --shm-size=65g"),
-    ("shared memory", "problem", lambda m: m.fails("shutil.disk_usage", FileNotFoundError()), "there is no /dev/shm", "mount"),
-    ("Ray's files", "ok", lambda m: m.env("TMPDIR", "/tmp/a"), f"50.0 GiB of 100.0 GiB .* where /tmp/a/ray-{os.getuid()} is", ""),
+    (
+        "shared memory",
+        "ok",
+        lambda m: None,
+        "50.0 GiB are free in /dev/shm, and the object store would take 1.0 GiB",
+        "",
+    ),
+    (
+        "shared memory",
+        "warning",
+        lambda m: m.ray(store=60),
+        "50.0 GiB are free",
+        "docker run --shm-size=65g",
+    ),
+    (
+        "shared memory",
+        "problem",
+        lambda m: m.fails("shutil.disk_usage", FileNotFoundError()),
+        "there is no /dev/shm",
+        "mount",
+    ),
+    (
+        "Ray's files",
+        "ok",
+        lambda m: m.env("TMPDIR", "/tmp/a"),
+        f"50.0 GiB of 100.0 GiB .* where /tmp/a/ray-{os.getuid()} is",
+        "",
+    ),
     ("Ray's files", "warning", lambda m: m.disk(9), "9.0 GiB of 100.0 GiB", "RAY_TMPDIR"),
     ("Ray's files", "problem", lambda m: m.disk(4), "4.0 GiB of 100.0 GiB", "RAY_TMPDIR"),
-    ("Ray's files", "problem", lambda m: m.fails("os.access", False), "cannot be written", "RAY_TMPDIR"),
+    (
+        "Ray's files",
+        "problem",
+        lambda m: m.fails("os.access", False),
+        "cannot be written",
+        "RAY_TMPDIR",
+    ),
     (
         "Ray's files",
         "problem",
@@ -240,13 +406,49 @@ ILLNESSES: list[tuple[str, str, Callable[[Ill], Any], str, str]] = [
     ("open files", "ok", lambda m: None, "1,024, which Ray raises to 65,536", ""),
     ("open files", "ok", lambda m: m.files(1024, resource.RLIM_INFINITY), "raises to 65,536", ""),
     ("open files", "ok", lambda m: m.files(-1, -1), "no limit", ""),
-    ("open files", "warning", lambda m: m.files(1024, 2048), "2,048 at most, and Ray asks for 4,096", "ulimit -n 65536"),
-    ("ports", "warning", lambda m: m.patch.setattr(doctor, "FEWEST_PORTS", 10**6), "local ports are free", "ip_local_port_range"),
-    ("ports", "problem", lambda m: m.fails("socket.socket", OSError(99, "Cannot assign")), "Cannot assign", "ip link set lo up"),
+    (
+        "open files",
+        "warning",
+        lambda m: m.files(1024, 2048),
+        "2,048 at most, and Ray asks for 4,096",
+        "ulimit -n 65536",
+    ),
+    (
+        "ports",
+        "warning",
+        lambda m: m.patch.setattr(doctor, "FEWEST_PORTS", 10**6),
+        "local ports are free",
+        "ip_local_port_range",
+    ),
+    (
+        "ports",
+        "problem",
+        lambda m: m.fails("socket.socket", OSError(99, "Cannot assign")),
+        "Cannot assign",
+        "ip link set lo up",
+    ),
     ("ports", "warning", lambda m: closed(m, "psutil.net_connections"), CLOSED, ""),
-    ("profiles", "problem", lambda m: m.write("raypool.toml", "[profiles.lab\n"), "raypool.toml is not valid TOML", ""),
-    ("Ray's token", "problem", lambda m: m.fails("os.access", False), "auth_token cannot be written", "RAY_AUTH_TOKEN_PATH"),
-    ("Ray's address", "warning", lambda m: m.env("RAY_ADDRESS", "10.0.0.7:6379"), "joins that Ray", "unset RAY_ADDRESS"),
+    (
+        "profiles",
+        "problem",
+        lambda m: m.write("raypool.toml", "[profiles.lab\n"),
+        "raypool.toml is not valid TOML",
+        "",
+    ),
+    (
+        "Ray's token",
+        "problem",
+        lambda m: m.fails("os.access", False),
+        "auth_token cannot be written",
+        "RAY_AUTH_TOKEN_PATH",
+    ),
+    (
+        "Ray's address",
+        "warning",
+        lambda m: m.env("RAY_ADDRESS", "10.0.0.7:6379"),
+        "joins that Ray",
+        "unset RAY_ADDRESS",
+    ),
 ]
 
 
@@ -276,7 +478,12 @@ def test_the_folder_of_rays_files(machine: Ill) -> None:
 
 def test_a_machine_that_is_closed_is_still_looked_at(machine: Ill) -> None:
     before = [entry["check"] for entry in found(machine)]
-    for name in ("importlib.metadata.requires", "shutil.disk_usage", "psutil.net_connections", "gpus_here"):
+    for name in (
+        "importlib.metadata.requires",
+        "shutil.disk_usage",
+        "psutil.net_connections",
+        "gpus_here",
+    ):
         closed(machine, name)
     assert [entry["check"] for entry in found(machine)] == before
 
@@ -286,8 +493,15 @@ def test_a_machine_with_a_problem_ends_with_1(machine: Ill) -> None:
     done = run(machine)
     assert (done.exit_code, done.stderr) == (1, "")
     lines = done.stdout.splitlines()
-    place = next(number for number, line in enumerate(lines) if line.startswith("problem  NVIDIA driver  does not answer: "))
-    assert lines[place + 1] == f"{'':24}The driver was updated while it was in use. Restart this machine."
+    place = next(
+        number
+        for number, line in enumerate(lines)
+        if line.startswith("problem  NVIDIA driver  does not answer: ")
+    )
+    assert (
+        lines[place + 1]
+        == f"{'':24}The driver was updated while it was in use. Restart this machine."
+    )
     assert lines[-1].startswith("problems: 1, warnings: ")
 
 
@@ -308,5 +522,10 @@ def test_this_machine_is_looked_at_and_nothing_is_left() -> None:
     done = run(None, "--json")
     findings = json.loads(done.stdout)
     assert done.exit_code == any(finding["state"] == "problem" for finding in findings)
-    assert {finding["check"] for finding in findings if finding["state"] == "ok"} >= {"Python", "packages", "ray", "torch"}
+    assert {finding["check"] for finding in findings if finding["state"] == "ok"} >= {
+        "Python",
+        "packages",
+        "ray",
+        "torch",
+    }
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before

@@ -1,4 +1,6 @@
-"""What the driver makes of what workers say: of calls that last, of those that wait behind them, and of those that are lost."""
+"""What the driver makes of what workers say: of calls that last, of those that wait behind them,
+and of those that are lost.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ def cut_short(pool: ParallelPool, size: int, **options: Any) -> Results:
     return results
 
 
-# --- what is told of a call that lasts --------------------------------------------------------------------------------
+# --- what is told of a call that lasts ------------------------------------------------------------
 
 
 def test_what_is_told_early_counts_once_and_what_is_handed_back_runs_elsewhere() -> None:
@@ -71,7 +73,9 @@ def test_what_is_told_early_counts_once_and_what_is_handed_back_runs_elsewhere()
 
 
 @pytest.mark.parametrize("num_done", [0, 2, 3, 5])
-def test_what_was_kept_may_come_back_unbegun_and_what_was_handed_back_is_not_asked_for(num_done: int) -> None:
+def test_what_was_kept_may_come_back_unbegun_and_what_was_handed_back_is_not_asked_for(
+    num_done: int,
+) -> None:
     pool, workers = scripted(1)
 
     def script(call: Call) -> Iterator[News]:
@@ -125,7 +129,9 @@ def test_a_slice_that_could_not_be_opened_has_failed_as_far_as_it_was_kept() -> 
 
 
 def test_calls_that_were_not_sent_are_not_mixed_up_with_those_that_were() -> None:
-    """One is cancelled in the instant in which it would go out, between an item of a loop and two other calls."""
+    """One is cancelled in the instant in which it would go out, between an item of a loop and two
+    other calls.
+    """
     pool, workers = used_to_it(1)
     workers.script = lambda call: ()
     before = [pool.parfeval(train, number) for number in range(7)]
@@ -161,7 +167,9 @@ def test_what_waits_behind_a_call_that_lasts_runs_elsewhere_whatever_it_answers(
             yield call.narrowed(done(call.parts[0], 1), kept=[1], after_s=1)
             yield call.finished(after_s=9)
         elif call.behind == workers.calls[0].attempt_id and call is workers.calls[1]:
-            yield call.finished(done(call.parts[0], errors={0: ValueError("nobody asked")}), after_s=2)
+            yield call.finished(
+                done(call.parts[0], errors={0: ValueError("nobody asked")}), after_s=2
+            )
         else:
             yield call.finished(after_s=9)
 
@@ -201,11 +209,13 @@ def test_what_is_told_of_a_loop_that_has_ended_changes_nothing() -> None:
     assert {call.worker_id for call in workers.calls[2:]} == {0, 1}
 
 
-# --- what runs, and what only waits -----------------------------------------------------------------------------------
+# --- what runs, and what only waits ---------------------------------------------------------------
 
 
 def test_only_what_a_worker_is_at_is_cancelled() -> None:
-    """Worker 0 is at its first call; worker 1 is at its second, as the first has come back. Each has another one behind that."""
+    """Worker 0 is at its first call; worker 1 is at its second, as the first has come back. Each
+    has another one behind that.
+    """
     pool, workers = used_to_it(2)
     workers.script = lambda call: [interrupted(call)] if call.items == [2, 3] else []
     results = cut_short(pool, 12)
@@ -241,7 +251,10 @@ def test_what_was_lost_with_its_worker_is_not_cancelled_too() -> None:
 
     workers.script = script
     frame = cut_short(pool, 4).attempts
-    assert frame.loc[frame["item"] < 2, ["attempt", "status"]].values.tolist() == [[1, "lost"], [2, "cancelled"]] * 2
+    assert (
+        frame.loc[frame["item"] < 2, ["attempt", "status"]].values.tolist()
+        == [[1, "lost"], [2, "cancelled"]] * 2
+    )
 
 
 def test_of_a_call_that_lasts_only_what_it_keeps_is_cancelled() -> None:
@@ -278,7 +291,12 @@ def test_what_has_timed_out_is_not_cancelled_too() -> None:
         with pytest.raises(KeyboardInterrupt) as caught:
             pool.options(timeout_s=2.0).parfor(train, range(4), on_error="collect")
         results = caught.value.results  # type: ignore[attr-defined]
-        assert workers.signals[0] == (0, workers.calls[0].attempt_id, workers.calls[0].parts[0].task_id, Signal.CANCEL)
+        assert workers.signals[0] == (
+            0,
+            workers.calls[0].attempt_id,
+            workers.calls[0].parts[0].task_id,
+            Signal.CANCEL,
+        )
         assert rows(results, "failed") == [0, 2]
         assert rows(results, "cancelled") == [3]
         assert results.attempts["started_at"][0] > 0, "it is known when it began"
@@ -320,7 +338,8 @@ def test_an_item_that_runs_again_has_the_time_of_the_call_that_it_failed_in() ->
 @pytest.mark.parametrize(
     ("reason", "was_idle", "lost", "without_time"),
     [
-        (LossReason.EXIT, False, [0, 1, 2, 3], [2, 3]),  # charged: nobody knows whether the second call had begun
+        # charged: nobody knows whether the second call had begun
+        (LossReason.EXIT, False, [0, 1, 2, 3], [2, 3]),
         (LossReason.PREEMPTED, False, [0, 1], []),
         (LossReason.STOPPED, False, [0, 1], []),
         (LossReason.EXIT, True, [], []),  # it had gone before anything came
@@ -346,13 +365,16 @@ def test_what_waited_when_its_worker_died_is_an_attempt_only_if_it_is_charged(
     assert frame["worker"].tolist() == [0] * len(lost)
 
 
-# --- its own end ------------------------------------------------------------------------------------------------------
+# --- its own end ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (ConnectionError("Client is shutting down."), "The connection to the cluster has ended: Client is shutting down. "),
+        (
+            ConnectionError("Client is shutting down."),
+            "The connection to the cluster has ended: Client is shutting down. ",
+        ),
         (KeyError(7), "This is a mistake in raypool"),
     ],
 )

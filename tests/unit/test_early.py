@@ -18,7 +18,15 @@ from raypool.core.messages import Signal
 from raypool.worker import runner
 from raypool.worker import runner as early_module
 from raypool.worker.interrupts import Guard, ThreadGuard
-from raypool.worker.runner import Early, Narrowed, OpenCall, RawResult, Surroundings, Watch, run_parts
+from raypool.worker.runner import (
+    Early,
+    Narrowed,
+    OpenCall,
+    RawResult,
+    Surroundings,
+    Watch,
+    run_parts,
+)
 from tests.conftest import poll
 
 
@@ -43,7 +51,8 @@ def told() -> Told:
 def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     monkeypatch.setattr(early_module, "LASTS_S", 0.05)
     monkeypatch.setattr(early_module, "LOOK_S", 0.01)
-    monkeypatch.setattr(runner, "CALL_LIMIT_S", math.inf)  # a call takes all its items, however late the watch is
+    # a call takes all its items, however late the watch is
+    monkeypatch.setattr(runner, "CALL_LIMIT_S", math.inf)
     watch = Watch()
     yield watch
     watch.close()
@@ -54,20 +63,32 @@ def early(watch: Watch, told: Told) -> Early:
     return Early(watch, told)
 
 
-def run(early: Early | None, *parts: Part, fn: Callable[[Any], Any], guard: Guard | None = None, attempt_id: int = 7) -> Any:
-    here = Surroundings(WorkerInfo(0, "here", 1), lambda _: fn, list, guard or Guard(), lambda *_: None, early=early)
+def run(
+    early: Early | None,
+    *parts: Part,
+    fn: Callable[[Any], Any],
+    guard: Guard | None = None,
+    attempt_id: int = 7,
+) -> Any:
+    here = Surroundings(
+        WorkerInfo(0, "here", 1), lambda _: fn, list, guard or Guard(), lambda *_: None, early=early
+    )
     return run_parts(attempt_id, parts, here)
 
 
 def part(start: int, stop: int, task_id: int = 0, **changes: Any) -> Part:
-    return Part(task_id, 0, range(start, stop), stop - start, start, 1, is_call=False)._replace(**changes)
+    return Part(task_id, 0, range(start, stop), stop - start, start, 1, is_call=False)._replace(
+        **changes
+    )
 
 
 def outline(narrowed: Narrowed) -> list[tuple[list[Any], int]]:
-    return [(result.values, kept) for result, kept in zip(narrowed.results, narrowed.kept, strict=True)]
+    return [
+        (result.values, kept) for result, kept in zip(narrowed.results, narrowed.kept, strict=True)
+    ]
 
 
-# --- what is told -----------------------------------------------------------------------------------------------------
+# --- what is told ---------------------------------------------------------------------------------
 
 
 def waits_at(number: int, told: Told) -> Callable[[int], int]:
@@ -87,7 +108,11 @@ def test_what_is_done_is_told_and_what_follows_is_not_begun(early: Early, told: 
     (narrowed,) = told.all
     assert narrowed.attempt_id == 7
     assert outline(narrowed) == [([0, -1], 0), ([-10, -11], 1), ([], 0)]
-    assert [result.values for result in results] == [[0, -1], [-10, -11, -12], []], "the answer has all of it"
+    assert [result.values for result in results] == [
+        [0, -1],
+        [-10, -11, -12],
+        [],
+    ], "the answer has all of it"
     assert [result.done for result in results] == [2, 3, 0]
 
 
@@ -134,7 +159,9 @@ def test_each_call_is_told_of_once(early: Early, told: Told) -> None:
     assert [narrowed.attempt_id for narrowed in told.all] == [7, 8]
 
 
-def test_short_calls_are_not_told_of(early: Early, told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_calls_are_not_told_of(
+    early: Early, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(early_module, "LASTS_S", 60.0)  # so that they are short on any machine
     for attempt_id in range(50):
         run(early, part(0, 3), fn=abs, attempt_id=attempt_id)
@@ -178,7 +205,9 @@ def test_a_call_that_is_over_is_not_told_of(early: Early, told: Told) -> None:
     assert told.all == []
 
 
-def test_nothing_is_told_of_a_slice_that_is_cancelled_in_this_instant(early: Early, told: Told) -> None:
+def test_nothing_is_told_of_a_slice_that_is_cancelled_in_this_instant(
+    early: Early, told: Told
+) -> None:
     call = OpenCall(7, [part(0, 3)])
     result = RawResult(0)
     call.begin(result)
@@ -196,7 +225,9 @@ def test_a_worker_that_is_to_be_replaced_hands_back_what_it_keeps(early: Early, 
     assert outline(told.all[0]) == [([], 0), ([], 1)]
 
 
-def test_a_mistake_ends_neither_the_call_nor_the_watch(watch: Watch, told: Told, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_mistake_ends_neither_the_call_nor_the_watch(
+    watch: Watch, told: Told, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(call: OpenCall, narrowed: Narrowed) -> None:
         told(call, narrowed)
         raise OSError("the disk is full, say")
@@ -246,16 +277,22 @@ def test_what_is_told_travels_with_its_values() -> None:
     narrowed = Narrowed(5, [told_of(1, [2]), failed, told_of()], (0, 1, 0))
     attempt_id, kept, results = unpack_narrowed(pack_narrowed(narrowed))
     assert (attempt_id, kept) == (5, (0, 1, 0))
-    assert [part.values.get()[part.offset : part.offset + part.done] for part in results] == [[1, [2]], [{"loss": 1.0}, None], []]
+    assert [part.values.get()[part.offset : part.offset + part.done] for part in results] == [
+        [1, [2]],
+        [{"loss": 1.0}, None],
+        [],
+    ]
     assert str(results[1].failures[8].error) == "no"
 
 
 def test_large_values_come_with_the_answer() -> None:
-    _, kept, results = unpack_narrowed(pack_narrowed(Narrowed(5, [told_of(bytes(100_000)), told_of(1)], (0, 1))))
+    _, kept, results = unpack_narrowed(
+        pack_narrowed(Narrowed(5, [told_of(bytes(100_000)), told_of(1)], (0, 1)))
+    )
     assert (kept, [part.done for part in results]) == ((1, 2), [0, 0])
 
 
-# --- what is behind it ------------------------------------------------------------------------------------------------
+# --- what is behind it ----------------------------------------------------------------------------
 
 
 def test_what_waits_behind_a_call_that_was_told_of_is_not_to_run(
@@ -271,7 +308,7 @@ def test_what_waits_behind_a_call_that_was_told_of_is_not_to_run(
     assert not early.is_behind(None)
 
 
-# --- at any moment ----------------------------------------------------------------------------------------------------
+# --- at any moment --------------------------------------------------------------------------------
 
 
 class AtAnyMoment(Early):
@@ -297,15 +334,21 @@ def busy_threads() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-def test_what_is_told_and_what_is_left_make_up_the_call(watch: Watch, told: Told, busy_threads: None) -> None:
-    """Whenever it comes: no item is begun that was handed back, and none is told of that is not done."""
+def test_what_is_told_and_what_is_left_make_up_the_call(
+    watch: Watch, told: Told, busy_threads: None
+) -> None:
+    """Whenever it comes: no item is begun that was handed back, and none is told of that is not
+    done.
+    """
     num_told = 0
     for attempt_id in range(300):
         told.all.clear()
         begun: list[int] = []
         early = AtAnyMoment(watch, told)
 
-        def fn(item: int, when: int = attempt_id, begun: list[int] = begun, early: AtAnyMoment = early) -> int:
+        def fn(
+            item: int, when: int = attempt_id, begun: list[int] = begun, early: AtAnyMoment = early
+        ) -> int:
             begun.append(item)
             if item == when:
                 early.go.set()

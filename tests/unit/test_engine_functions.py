@@ -1,4 +1,6 @@
-"""Which functions workers keep when nobody calls them: those that they find by name, as long as few bytes stand for them."""
+"""Which functions workers keep when nobody calls them: those that they find by name, as long as few
+bytes stand for them.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def engine() -> Iterator[Engine]:
     engine.shutdown(wait=True)
 
 
-def test_a_function_with_code_goes_with_who_calls_it_and_comes_back_with_its_number(engine: Engine) -> None:
+def test_a_function_with_code_goes_with_who_calls_it_and_comes_back_with_its_number(
+    engine: Engine,
+) -> None:
     """So its times stay known. Meanwhile it is one function for all who call it."""
 
     def ask() -> Any:

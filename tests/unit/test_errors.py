@@ -37,4 +37,6 @@ def test_errors_are_what_python_would_raise_too() -> None:
     assert issubclass(errors.InvalidTypeError, TypeError)
     assert issubclass(errors.PoolClosedError, RuntimeError)
     assert issubclass(errors.PoolBrokenError, BrokenExecutor)
-    assert not issubclass(errors.TaskTimeoutError, TimeoutError), "a wait that ran out is something else"
+    assert not issubclass(errors.TaskTimeoutError, TimeoutError), (
+        "a wait that ran out is something else"
+    )

@@ -36,7 +36,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-# --- offers -----------------------------------------------------------------------------------------------------------
+# --- offers ---------------------------------------------------------------------------------------
 
 
 def test_an_offer_waits_for_its_own_answer() -> None:
@@ -70,7 +70,7 @@ def test_an_answer_to_nobody_is_dropped() -> None:
     run(scenario())
 
 
-# --- ends of queues ---------------------------------------------------------------------------------------------------
+# --- ends of queues -------------------------------------------------------------------------------
 
 
 def test_the_end_of_a_queue_waits_until_all_who_put_into_it_know() -> None:
@@ -108,7 +108,9 @@ def test_the_end_of_a_queue_that_nobody_puts_into_is_known_at_once() -> None:
     run(scenario())
 
 
-def test_the_end_of_a_queue_waits_for_the_dead_no_longer_than_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_queue_waits_for_the_dead_no_longer_than_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "END_TIMEOUT_S", 0.05)
 
     async def scenario() -> None:
@@ -146,7 +148,7 @@ def test_nobody_waits_for_a_worker_that_is_forgotten() -> None:
     run(scenario())
 
 
-# --- the store --------------------------------------------------------------------------------------------------------
+# --- the store ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -191,14 +193,24 @@ def test_a_missing_key_is_named(store: ValueStore) -> None:
 
 def test_keys_that_are_none(store: ValueStore) -> None:
     for key in [None, 1.5, ["a"], ("a", None), b"x", True, ("a", False)]:
-        for verb in (store.get, store.remove, store.wait, store.__getitem__, store.__contains__, lambda key: store.put(key, 1)):
+        for verb in (
+            store.get,
+            store.remove,
+            store.wait,
+            store.__getitem__,
+            store.__contains__,
+            lambda key: store.put(key, 1),
+        ):
             with pytest.raises(InvalidTypeError, match="neither a text nor a whole number"):
                 verb(key)
 
 
 def test_waiting_for_a_key(store: ValueStore) -> None:
     values: list[Any] = []
-    waiting = [threading.Thread(target=lambda: values.append(store.wait("start", TIMEOUT_S))) for _ in range(3)]
+    waiting = [
+        threading.Thread(target=lambda: values.append(store.wait("start", TIMEOUT_S)))
+        for _ in range(3)
+    ]
     for thread in waiting:
         thread.start()
     with pytest.raises(TimeoutError, match=r"'stop' into the store within 0.01 s"):
@@ -243,7 +255,9 @@ def test_every_change_is_told_in_order(store: ValueStore, eventually: Any) -> No
     store["c"] = 4
     assert eventually(lambda: second == ["a", "b", "c"])
     other.remove()
-    assert eventually(lambda: not any(thread.name == "raypool-store" for thread in threading.enumerate()))
+    assert eventually(
+        lambda: not any(thread.name == "raypool-store" for thread in threading.enumerate())
+    )
     store["d"] = 5
     third: list[Any] = []
     store.on_change(lambda changed, key: third.append(key))
@@ -253,7 +267,9 @@ def test_every_change_is_told_in_order(store: ValueStore, eventually: Any) -> No
     assert len(second) == 3
 
 
-def test_a_listener_that_fails_is_told_again(store: ValueStore, eventually: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_listener_that_fails_is_told_again(
+    store: ValueStore, eventually: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     seen: list[Any] = []
 
     def fail(changed: ValueStore, key: str) -> None:
@@ -301,7 +317,9 @@ def test_the_end_of_a_store(store: ValueStore, local: LocalExchange, eventually:
     listener.remove()
     assert repr(store) == "<ValueStore: closed>"
     names = ("raypool-store", "raypool-exchange")
-    assert eventually(lambda: not any(thread.name in names for thread in set(threading.enumerate()) - before))
+    assert eventually(
+        lambda: not any(thread.name in names for thread in set(threading.enumerate()) - before)
+    )
 
 
 def test_a_store_that_nobody_has_asked_starts_no_thread() -> None:
@@ -313,7 +331,9 @@ def test_a_store_that_nobody_has_asked_starts_no_thread() -> None:
     assert threading.active_count() == before
 
 
-def test_the_store_of_another_pool_is_told_from_ones_own(store: ValueStore, local: LocalExchange) -> None:
+def test_the_store_of_another_pool_is_told_from_ones_own(
+    store: ValueStore, local: LocalExchange
+) -> None:
     store["mine"] = 1
     assert ValueStore(local, local.ask("store", None, "identify")[0])["mine"] == 1
     with pytest.raises(InvalidValueError, match="of another pool"):
@@ -330,8 +350,7 @@ def test_outside_a_pool_there_is_a_store_of_this_process() -> None:
 
 
 def test_a_forked_child_is_refused_and_does_not_hang(run_python: Any) -> None:
-    run_python(
-        """
+    run_python("""
         import os
         from raypool import PoolClosedError, current_task, parpool
         pool = parpool(1, profile="threads", quiet=True)
@@ -347,5 +366,4 @@ def test_a_forked_child_is_refused_and_does_not_hang(run_python: Any) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
         assert pool.store["a"] == 1
         pool.shutdown()
-        """
-    )
+        """)

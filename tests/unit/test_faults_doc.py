@@ -1,4 +1,6 @@
-"""docs/faults.md names a test for each fault; each of them exists, and has the case that is named."""
+"""docs/faults.md names a test for each fault; each of them exists, and has the case that is
+named.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,20 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ROWS = [line for line in (ROOT / "docs/faults.md").read_text().splitlines() if re.match(r"\| (?!fault)[^-]", line)]
+ROWS = [
+    line
+    for line in (ROOT / "docs/faults.md").read_text().splitlines()
+    if re.match(r"\| (?!fault)[^-]", line)
+]
 
 
 @functools.cache
 def names_in(path: Path) -> set[str]:
-    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
+    return {
+        node.name
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    }
 
 
 def test_the_tests_of_all_faults_exist() -> None:

@@ -78,10 +78,16 @@ def test_columns_stand_in_the_order_of_their_first_value_and_have_gaps() -> None
 def test_a_metric_may_be_called_like_a_column() -> None:
     feed = Feed()
     feed.add_row((1.0, 3, 1, {"time": 7, "item": "a", "attempt": 9}))
-    assert feed.metrics("item")[["item", "reported_time", "reported_item", "reported_attempt"]].values.tolist() == [
-        [3, 7, "a", 9]
+    assert feed.metrics("item")[
+        ["item", "reported_time", "reported_item", "reported_attempt"]
+    ].values.tolist() == [[3, 7, "a", 9]]
+    assert list(feed.metrics(None)) == [
+        "time",
+        "attempt",
+        "reported_time",
+        "item",
+        "reported_attempt",
     ]
-    assert list(feed.metrics(None)) == ["time", "attempt", "reported_time", "item", "reported_attempt"]
 
 
 def test_the_rows_of_a_loop_stand_in_the_order_of_its_items() -> None:
@@ -89,7 +95,12 @@ def test_the_rows_of_a_loop_stand_in_the_order_of_its_items() -> None:
     feed.add_rows(*packed(row(0, item=2), row(1, item=2, attempt=2)))
     feed.add_rows(*packed(row(5, item=0), row(4, item=0)))
     frame = feed.metrics("item")
-    assert frame[["item", "attempt", "step"]].values.tolist() == [[0, 1, 5], [0, 1, 4], [2, 1, 0], [2, 2, 1]]
+    assert frame[["item", "attempt", "step"]].values.tolist() == [
+        [0, 1, 5],
+        [0, 1, 4],
+        [2, 1, 0],
+        [2, 2, 1],
+    ]
 
 
 def test_the_last_values_are_merged_within_an_attempt() -> None:
@@ -176,7 +187,9 @@ def test_files_are_gone_with_what_is_in_them(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("written", [0, 100])
-def test_a_full_disk_costs_memory_and_nothing_else(monkeypatch: pytest.MonkeyPatch, written: int) -> None:
+def test_a_full_disk_costs_memory_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, written: int
+) -> None:
     write, is_full = os.pwrite, False
 
     def write_some(descriptor: int, data: bytes, offset: int) -> int:
@@ -221,8 +234,12 @@ def test_many_threads_may_write_and_read() -> None:
         lengths.append(len(feed.metrics("item")))
     assert lengths == sorted(lengths)
     frame = feed.metrics("item")
-    assert all(frame.loc[frame["item"] == item, "step"].tolist() == list(range(2000)) for item in range(4))
-    assert sorted(feed.text().split()) == sorted(str(item) for item in range(4) for _ in range(2000))
+    assert all(
+        frame.loc[frame["item"] == item, "step"].tolist() == list(range(2000)) for item in range(4)
+    )
+    assert sorted(feed.text().split()) == sorted(
+        str(item) for item in range(4) for _ in range(2000)
+    )
 
 
 def test_travels_with_all_that_is_in_it() -> None:
@@ -247,7 +264,9 @@ def test_feeds_can_be_put_together() -> None:
     for feed in feeds:
         whole.add_all_of(feed)
     frame = whole.metrics(None)
-    assert frame[["number", "step"]].values.tolist() == [[number, step] for number in range(3) for step in range(700)]
+    assert frame[["number", "step"]].values.tolist() == [
+        [number, step] for number in range(3) for step in range(700)
+    ]
     assert whole.text().splitlines()[1] == "1" * (TEXT_BYTES - 600_000) + "2" * 600_000
     assert feeds[0].text() == "0" * 600_000
 
@@ -276,13 +295,19 @@ def test_what_is_said_while_the_process_ends_stays_in_memory(spool: Spool) -> No
     assert spool.add(b"after") == b"after"
 
 
-# --- what the items of a loop print -----------------------------------------------------------------------------------
+# --- what the items of a loop print ---------------------------------------------------------------
 
 
 def test_of_each_item_the_last_attempt_is_kept() -> None:
     """Also where text of an earlier attempt arrives late, from a worker that was lost."""
     feed = LoopFeed()
-    for item, attempt, text in [(3, 1, "a"), (4, 1, "b"), (3, 2, "c"), (3, 1, "late"), (3, 2, "d\n")]:
+    for item, attempt, text in [
+        (3, 1, "a"),
+        (4, 1, "b"),
+        (3, 2, "c"),
+        (3, 1, "late"),
+        (3, 2, "d\n"),
+    ]:
         feed.add_text(text, 0, item, attempt)
     assert [feed.diary(item) for item in (3, 4, 5)] == ["cd\n", "b", ""]
 
@@ -300,7 +325,9 @@ def test_of_an_item_that_prints_much_the_newest_mebibyte_is_kept() -> None:
 
 
 def test_the_diaries_of_a_long_loop_take_bounded_memory() -> None:
-    """100,000 items that print 2 KB each, in 40 writes: the newest 64 MiB stay, and the others say how much they have lost."""
+    """100,000 items that print 2 KB each, in 40 writes: the newest 64 MiB stay, and the others say
+    how much they have lost.
+    """
     feed = LoopFeed()
     text = "x" * 49 + "\n"
     tracemalloc.start()

@@ -1,4 +1,6 @@
-"""What `pool.fit` makes of its arguments before anything trains: who trains, on what, and what it refuses."""
+"""What `pool.fit` makes of its arguments before anything trains: who trains, on what, and what it
+refuses.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,19 @@ def on_cpus(count: int) -> list[WorkerInfo]:
 
 
 def on_gpus(*gpus: int | None, host: str = "here") -> list[WorkerInfo]:
-    return [WorkerInfo(index, host, index, () if gpu is None else (gpu,)) for index, gpu in enumerate(gpus)]
+    return [
+        WorkerInfo(index, host, index, () if gpu is None else (gpu,))
+        for index, gpu in enumerate(gpus)
+    ]
 
 
-def prepare(workers: list[WorkerInfo], num_samples: int = 130, model: Any = None, **options: Any) -> FitCall:
+def prepare(
+    workers: list[WorkerInfo], num_samples: int = 130, model: Any = None, **options: Any
+) -> FitCall:
     data = torch.zeros(num_samples, 3), torch.zeros(num_samples, 1)
-    return prepare_fit(model or torch.nn.Linear(3, 1), data, MSE, TrainingOptions(**options), workers)
+    return prepare_fit(
+        model or torch.nn.Linear(3, 1), data, MSE, TrainingOptions(**options), workers
+    )
 
 
 def job_of(call: FitCall) -> FitJob:
@@ -51,7 +60,7 @@ def shares(call: FitCall) -> list[int]:
     return [job_of(call).share(rank, len(call.ranks)).size for rank in range(len(call.ranks))]
 
 
-# --- who trains -------------------------------------------------------------------------------------------------------
+# --- who trains -----------------------------------------------------------------------------------
 
 
 def test_a_global_batch_is_shared_out() -> None:
@@ -79,7 +88,9 @@ def test_a_worker_without_load_is_left_out_and_named() -> None:
         ("multi-gpu", (None, 0, 1), [1, 2]),
     ],
 )
-def test_execution_says_who_trains(execution: str, gpus: tuple[int | None, ...], ranks: list[int]) -> None:
+def test_execution_says_who_trains(
+    execution: str, gpus: tuple[int | None, ...], ranks: list[int]
+) -> None:
     call = prepare(on_gpus(*gpus), mini_batch_size=10, execution=execution)
     assert call.ranks == ranks
     assert job_of(call).is_on_cpu == (execution == "cpu")
@@ -101,7 +112,9 @@ def test_gpus_that_are_not_there_are_an_error(execution: str) -> None:
 
 @pytest.mark.parametrize("load", [[1], [1, 1, 1]])
 def test_a_load_for_each_worker(load: list[int]) -> None:
-    with pytest.raises(InvalidValueError, match=f"has {len(load)} numbers, and 2 workers may train: 0, 1"):
+    with pytest.raises(
+        InvalidValueError, match=f"has {len(load)} numbers, and 2 workers may train: 0, 1"
+    ):
         prepare(on_cpus(2), worker_load=load)
 
 
@@ -117,28 +130,49 @@ def test_fewer_ranks_than_planned_share_the_same_batch() -> None:
     assert job.share(0, 1).size == 96
 
 
-# --- on what ----------------------------------------------------------------------------------------------------------
+# --- on what --------------------------------------------------------------------------------------
 
 
 def test_a_scaled_batch_and_rate() -> None:
-    """64 on one GPU are 256 on four; the rate is four times as high when that is asked for, and said."""
-    plain = prepare(on_gpus(0, 1, 2, 3), 2560, mini_batch_size=64, scale_batch="per_worker", learning_rate=0.1)
-    assert (job_of(plain).division.batch_size, shares(plain), job_of(plain).rate_scale) == (256, [64] * 4, 1)
+    """64 on one GPU are 256 on four; the rate is four times as high when that is asked for, and
+    said.
+    """
+    plain = prepare(
+        on_gpus(0, 1, 2, 3), 2560, mini_batch_size=64, scale_batch="per_worker", learning_rate=0.1
+    )
+    assert (job_of(plain).division.batch_size, shares(plain), job_of(plain).rate_scale) == (
+        256,
+        [64] * 4,
+        1,
+    )
     assert job_of(plain).course.warmup_steps == 0
     scaled = prepare(
-        on_gpus(0, 1, 2, 3), 2560, mini_batch_size=64, scale_batch="per_worker", scale_learning_rate="linear", learning_rate=0.1
+        on_gpus(0, 1, 2, 3),
+        2560,
+        mini_batch_size=64,
+        scale_batch="per_worker",
+        scale_learning_rate="linear",
+        learning_rate=0.1,
     )
     job = job_of(scaled)
     assert (job.rate_scale, job.course.warmup_steps, job.course.num_steps) == (4, 30, 300)
     assert 0.25 < job.course.factor(0) < 0.3
     assert job.course.factor(30) == 1
     assert "0.1 x 4 = 0.4, reached after 30 steps" in scaled.notes[0]
-    assert job_of(prepare(on_gpus(0), 2560, mini_batch_size=64, scale_batch="per_worker")).division.batch_size == 64
+    assert (
+        job_of(
+            prepare(on_gpus(0), 2560, mini_batch_size=64, scale_batch="per_worker")
+        ).division.batch_size
+        == 64
+    )
 
 
 def test_what_is_left_over_is_said() -> None:
     call = prepare(on_cpus(2), 130, mini_batch_size=32)
-    assert call.notes == ["Each epoch leaves out 2 of 130 samples, other ones each time: they do not fill a step of 32."]
+    assert call.notes == [
+        "Each epoch leaves out 2 of 130 samples, other ones each time: they do not fill a step"
+        " of 32."
+    ]
     assert "other ones" not in prepare(on_cpus(2), 130, mini_batch_size=32, shuffle="once").notes[0]
     assert prepare(on_cpus(2), 128, mini_batch_size=32).notes == []
 
@@ -156,7 +190,11 @@ def test_a_small_data_set_is_one_batch_and_that_is_said() -> None:
     ("num_samples", "options", "message"),
     [
         (3, {}, "There are 3 samples for 4 workers.*more samples"),
-        (100, {"mini_batch_size": 2}, "mini-batch of 2 is less than one sample for each of 4 workers.*mini_batch_size"),
+        (
+            100,
+            {"mini_batch_size": 2},
+            "mini-batch of 2 is less than one sample for each of 4 workers.*mini_batch_size",
+        ),
         (100, {"mini_batch_size": 8, "worker_load": [1000, 1, 1, 1]}, "leaves nothing for worker"),
     ],
 )
@@ -171,10 +209,14 @@ def test_the_orders_of_samples() -> None:
     each = [order_of(50, "every-epoch", 1, epoch).tolist() for epoch in range(3)]
     assert each[0] != each[1] != each[2]
     assert all(sorted(order) == list(range(50)) for order in each)
-    assert each[1] == order_of(50, "every-epoch", 1, 1).tolist() != order_of(50, "every-epoch", 2, 1).tolist()
+    assert (
+        each[1]
+        == order_of(50, "every-epoch", 1, 1).tolist()
+        != order_of(50, "every-epoch", 2, 1).tolist()
+    )
 
 
-# --- the forms of data ------------------------------------------------------------------------------------------------
+# --- the forms of data ----------------------------------------------------------------------------
 
 
 class Pairs(Dataset[Any]):
@@ -197,10 +239,19 @@ def first_batch(data: Any, count: int = 3, dtype: torch.dtype = torch.float32) -
 
 def test_arrays_have_the_models_type_and_tensors_their_own() -> None:
     inputs, targets = first_batch((np.ones((4, 2)), np.arange(4, dtype=np.int32)))
-    assert (inputs.dtype, targets.dtype, targets.tolist()) == (torch.float32, torch.int64, [0, 1, 2])
-    inputs, targets = first_batch((torch.ones(4, 2, dtype=torch.float64), torch.arange(4, dtype=torch.int32)))
+    assert (inputs.dtype, targets.dtype, targets.tolist()) == (
+        torch.float32,
+        torch.int64,
+        [0, 1, 2],
+    )
+    inputs, targets = first_batch(
+        (torch.ones(4, 2, dtype=torch.float64), torch.arange(4, dtype=torch.int32))
+    )
     assert (inputs.dtype, targets.dtype) == (torch.float64, torch.int32)
-    assert first_batch((torch.ones(4, 2, dtype=torch.bfloat16), torch.ones(4)))[0].dtype == torch.bfloat16
+    assert (
+        first_batch((torch.ones(4, 2, dtype=torch.bfloat16), torch.ones(4)))[0].dtype
+        == torch.bfloat16
+    )
 
 
 def test_read_only_and_reversed_arrays_are_taken() -> None:
@@ -210,9 +261,15 @@ def test_read_only_and_reversed_arrays_are_taken() -> None:
 
 
 def test_tables() -> None:
-    frame = pd.DataFrame({"a": [1, 2, 3], "label": pd.Categorical(["x", "y", "x"]), "b": [0.5, 1.5, 2.5]})
+    frame = pd.DataFrame(
+        {"a": [1, 2, 3], "label": pd.Categorical(["x", "y", "x"]), "b": [0.5, 1.5, 2.5]}
+    )
     inputs, targets = first_batch((frame, "label"))
-    assert (inputs.tolist(), targets.tolist(), targets.dtype) == ([[1, 0.5], [2, 1.5], [3, 2.5]], [0, 1, 0], torch.int64)
+    assert (inputs.tolist(), targets.tolist(), targets.dtype) == (
+        [[1, 0.5], [2, 1.5], [3, 2.5]],
+        [0, 1, 0],
+        torch.int64,
+    )
     inputs, targets = first_batch(frame.drop(columns="label"))
     assert (inputs.tolist(), targets.tolist()) == ([[1], [2], [3]], [[0.5], [1.5], [2.5]])
     with pytest.raises(InvalidTypeError, match="column 'label' of data is of type category"):
@@ -232,7 +289,9 @@ def test_data_sets() -> None:
 
 
 class Rows:
-    """As a data set of Hugging Face gives its samples: dicts of lists, or of tensors once it was asked for them."""
+    """As a data set of Hugging Face gives its samples: dicts of lists, or of tensors once it was
+    asked for them.
+    """
 
     def __init__(self, form: str | None = None) -> None:
         self.format = {"type": form}
@@ -245,14 +304,23 @@ class Rows:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         row = {"x": [float(index)] * 2, "text": "a", "label": index % 2, "size": float(index)}
-        return {name: torch.tensor(value) if self.format["type"] and name != "text" else value for name, value in row.items()}
+        return {
+            name: torch.tensor(value) if self.format["type"] and name != "text" else value
+            for name, value in row.items()
+        }
 
 
 def test_several_inputs_and_targets() -> None:
-    """Each is what it would be alone; a tuple of two is (inputs, targets) also where they are lists of numbers."""
+    """Each is what it would be alone; a tuple of two is (inputs, targets) also where they are lists
+    of numbers.
+    """
     x, y = np.arange(4.0), torch.arange(4)
     inputs, targets = first_batch(((x, x[:, None]), {"a": y, "b": x}))
-    assert (inputs[0].tolist(), inputs[1].shape, inputs[0].dtype) == ([0, 1, 2], (3, 1), torch.float32)
+    assert (inputs[0].tolist(), inputs[1].shape, inputs[0].dtype) == (
+        [0, 1, 2],
+        (3, 1),
+        torch.float32,
+    )
     assert (targets["a"].tolist(), targets["b"].dtype) == ([0, 1, 2], torch.float32)
     assert first_batch(([1, 2, 3], [4, 5, 6]))[1].tolist() == [4, 5, 6]
     frame = pd.DataFrame({"a": [1, 2, 3], "b": [4, 5, 6], "c": [0.5, 1.5, 2.5]})
@@ -264,35 +332,63 @@ def test_several_inputs_and_targets() -> None:
 
 def test_samples_that_are_dicts() -> None:
     inputs, targets = first_batch(Rows())
-    assert (set(inputs), inputs["x"].tolist(), targets.tolist()) == ({"x", "text", "size"}, [[0, 0], [1, 1], [2, 2]], [0, 1, 0])
+    assert (set(inputs), inputs["x"].tolist(), targets.tolist()) == (
+        {"x", "text", "size"},
+        [[0, 0], [1, 1], [2, 2]],
+        [0, 1, 0],
+    )
     assert first_batch((Rows(), "size"))[1].tolist() == [0, 1, 2]
     inputs, targets = first_batch((Rows(), ["size", "label"]))
-    assert (set(inputs), targets["size"].tolist(), targets["label"].tolist()) == ({"x", "text"}, [0, 1, 2], [0, 1, 0])
+    assert (set(inputs), targets["size"].tolist(), targets["label"].tolist()) == (
+        {"x", "text"},
+        [0, 1, 2],
+        [0, 1, 0],
+    )
     plain = [{"x": 1.5, "y": 2.5}] * 2
     assert first_batch((plain, "y"), 2)[0]["x"].dtype == torch.float32, "as the model has it"
-    for data, words in ((plain, "of 'x', 'y', with no 'label'"), ((plain, "z"), "no 'z'"), ((plain, ["x", "y"]), "but targets")):
+    for data, words in (
+        (plain, "of 'x', 'y', with no 'label'"),
+        ((plain, "z"), "no 'z'"),
+        ((plain, ["x", "y"]), "but targets"),
+    ):
         with pytest.raises(InvalidValueError, match=f"{words}.*Name the target"):
             first_batch(data, 2)
 
 
 def test_what_a_loader_says_counts_unless_the_options_say_others() -> None:
-    """Its batch size and order, its collate_fn and its sampler; without any of them the defaults are as they were."""
+    """Its batch size and order, its collate_fn and its sampler; without any of them the defaults
+    are as they were.
+    """
 
     def division(data: Any, **options: Any) -> Any:
-        job = job_of(prepare_fit(torch.nn.Linear(2, 1), data, MSE, TrainingOptions(**options), on_cpus(1)))
+        job = job_of(
+            prepare_fit(torch.nn.Linear(2, 1), data, MSE, TrainingOptions(**options), on_cpus(1))
+        )
         return job.division.batch_size, job.options.shuffle, len(job.samples)
 
     pairs = TensorDataset(torch.zeros(500, 2), torch.zeros(500, 1))
     assert division(pairs) == (128, "every-epoch", 500)
     assert division(DataLoader(pairs, 32)) == (32, "never", 500)
     assert division(DataLoader(pairs, 32, shuffle=True)) == (32, "every-epoch", 500)
-    assert division(DataLoader(pairs, 32), mini_batch_size=64, shuffle=True) == (64, "every-epoch", 500)
+    assert division(DataLoader(pairs, 32), mini_batch_size=64, shuffle=True) == (
+        64,
+        "every-epoch",
+        500,
+    )
     some = DataLoader(pairs, 4, sampler=SubsetRandomSampler(range(9)))
     assert division(some) == (4, "never", 9)
-    assert division(DataLoader(pairs, 8, sampler=WeightedRandomSampler([1.0] * 500, 900))) == (8, "never", 900)
+    assert division(DataLoader(pairs, 8, sampler=WeightedRandomSampler([1.0] * 500, 900))) == (
+        8,
+        "never",
+        900,
+    )
     with pytest.raises(InvalidValueError, match="shuffle='once' does not go with a sampler"):
         division(some, shuffle="once")
-    inputs, targets = first_batch(DataLoader(Pairs(), collate_fn=lambda batch: {"x": torch.ones(len(batch)), "label": [1, 2, 3]}))
+    inputs, targets = first_batch(
+        DataLoader(
+            Pairs(), collate_fn=lambda batch: {"x": torch.ones(len(batch)), "label": [1, 2, 3]}
+        )
+    )
     assert (inputs["x"].tolist(), targets) == ([1, 1, 1], [1, 2, 3])
 
 
@@ -306,15 +402,39 @@ NO_DATA = [
     (lambda: np.ones(3), InvalidTypeError, "of type ndarray, without targets"),
     (lambda: pd.Series([1.0]), InvalidTypeError, "of type Series, without targets"),
     (lambda: Endless(), InvalidTypeError, "one after the other.*list\\(data\\).*pool.train"),
-    (lambda: DataLoader(Endless()), InvalidTypeError, "of type Endless, whose samples come one after the other"),
+    (
+        lambda: DataLoader(Endless()),
+        InvalidTypeError,
+        "of type Endless, whose samples come one after the other",
+    ),
     (lambda: iter([(1.0, 2.0)]), InvalidTypeError, "one after the other"),
     (lambda: DataLoader(Pairs(), batch_size=None), InvalidTypeError, "a batch_size"),
-    (lambda: DataLoader(Pairs(), batch_sampler=[[0, 1], [2]]), InvalidTypeError, "batch_sampler of its own"),
-    (lambda: DataLoader(Pairs(), sampler=DistributedSampler(Pairs(), 2, 0)), InvalidTypeError, "Leave the sampler out"),
+    (
+        lambda: DataLoader(Pairs(), batch_sampler=[[0, 1], [2]]),
+        InvalidTypeError,
+        "batch_sampler of its own",
+    ),
+    (
+        lambda: DataLoader(Pairs(), sampler=DistributedSampler(Pairs(), 2, 0)),
+        InvalidTypeError,
+        "Leave the sampler out",
+    ),
     (lambda: DataLoader(Pairs(), sampler=Endless()), InvalidTypeError, "Endless, has no length"),
-    (lambda: {"train": Pairs(), "test": Pairs()}, InvalidTypeError, "a dict of 'train', 'test'. Give one of its parts"),
-    (lambda: ((np.ones((3, 1)), np.ones((4, 1))), np.ones(3)), InvalidValueError, "3 and 4 inputs and 3 targets"),
-    (lambda: ([np.ones(3), np.zeros(3)], np.ones(3)), InvalidValueError, "2 inputs and 3 targets.*inputs are a tuple"),
+    (
+        lambda: {"train": Pairs(), "test": Pairs()},
+        InvalidTypeError,
+        "a dict of 'train', 'test'. Give one of its parts",
+    ),
+    (
+        lambda: ((np.ones((3, 1)), np.ones((4, 1))), np.ones(3)),
+        InvalidValueError,
+        "3 and 4 inputs and 3 targets",
+    ),
+    (
+        lambda: ([np.ones(3), np.zeros(3)], np.ones(3)),
+        InvalidValueError,
+        "2 inputs and 3 targets.*inputs are a tuple",
+    ),
     (lambda: ((), np.ones(3)), InvalidValueError, "no inputs and 3 targets"),
     (lambda: None, InvalidTypeError, "of type NoneType"),
     (lambda: 7, InvalidTypeError, "of type int"),
@@ -330,7 +450,7 @@ def test_data_that_cannot_be_trained_on() -> None:
             take_samples(make())
 
 
-# --- models and losses ------------------------------------------------------------------------------------------------
+# --- models and losses ----------------------------------------------------------------------------
 
 
 def frozen() -> torch.nn.Module:
@@ -355,20 +475,40 @@ def test_models_that_cannot_be_trained(strategy: str) -> None:
 
 def test_a_loss_that_cannot_be_called() -> None:
     with pytest.raises(InvalidTypeError, match="loss='mse' is not callable"):
-        prepare_fit(torch.nn.Linear(1, 1), (torch.ones(2, 1), torch.ones(2, 1)), "mse", TrainingOptions(), on_cpus(1))  # type: ignore[arg-type]
+        prepare_fit(
+            torch.nn.Linear(1, 1),
+            (torch.ones(2, 1), torch.ones(2, 1)),
+            "mse",
+            TrainingOptions(),
+            on_cpus(1),
+        )
 
 
 def test_a_loss_that_is_a_class() -> None:
     with pytest.raises(InvalidTypeError, match=r"loss=MSELoss\(\)"):
-        prepare_fit(torch.nn.Linear(1, 1), (torch.ones(2, 1), torch.ones(2, 1)), torch.nn.MSELoss, TrainingOptions(), on_cpus(1))
+        prepare_fit(
+            torch.nn.Linear(1, 1),
+            (torch.ones(2, 1), torch.ones(2, 1)),
+            torch.nn.MSELoss,
+            TrainingOptions(),
+            on_cpus(1),
+        )
 
 
 @pytest.mark.parametrize(
-    "loss", [torch.nn.MSELoss(reduction="sum"), functools.partial(MSE, reduction="none")], ids=["module", "partial"]
+    "loss",
+    [torch.nn.MSELoss(reduction="sum"), functools.partial(MSE, reduction="none")],
+    ids=["module", "partial"],
 )
 def test_a_loss_that_is_no_mean(loss: Any) -> None:
     with pytest.raises(InvalidValueError, match="reduction='mean'"):
-        prepare_fit(torch.nn.Linear(1, 1), (torch.ones(2, 1), torch.ones(2, 1)), loss, TrainingOptions(), on_cpus(1))
+        prepare_fit(
+            torch.nn.Linear(1, 1),
+            (torch.ones(2, 1), torch.ones(2, 1)),
+            loss,
+            TrainingOptions(),
+            on_cpus(1),
+        )
 
 
 def test_the_data_travel_once() -> None:
@@ -380,4 +520,7 @@ def test_the_data_travel_once() -> None:
 
 def test_the_size_of_gradients() -> None:
     assert gradient_bytes(prepare(on_cpus(1)).config) == 16
-    assert gradient_bytes(prepare(on_cpus(1), model=lambda: torch.nn.Linear(3, 1).double()).config) == 32
+    assert (
+        gradient_bytes(prepare(on_cpus(1), model=lambda: torch.nn.Linear(3, 1).double()).config)
+        == 32
+    )

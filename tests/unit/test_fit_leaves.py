@@ -1,4 +1,6 @@
-"""`pool.fit` in this process, whose machine is about to go in the midst of an epoch: it goes on from there."""
+"""`pool.fit` in this process, whose machine is about to go in the midst of an epoch: it goes on
+from there.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +45,16 @@ def fit(folder: Path, *steps: int, **changes: Any) -> Any:
     global _step
     _step = 0
     torch.manual_seed(0)
-    options = TrainingOptions(max_epochs=2, mini_batch_size=4, report_every=1, learning_rate=0.1, **changes)
+    options = TrainingOptions(
+        max_epochs=2, mini_batch_size=4, report_every=1, learning_rate=0.1, **changes
+    )
     with parpool(profile="inline", quiet=True, retries=3) as pool:
         return pool.fit(
-            Model(*steps), (INPUTS, INPUTS.sum(1, keepdim=True)), mse_loss, options, run_options=RunOptions(run_dir=folder)
+            Model(*steps),
+            (INPUTS, INPUTS.sum(1, keepdim=True)),
+            mse_loss,
+            options,
+            run_options=RunOptions(run_dir=folder),
         ).result()
 
 

@@ -1,4 +1,6 @@
-"""A future of the results of several futures: they are brought here when somebody asks, in the thread of who asks."""
+"""A future of the results of several futures: they are brought here when somebody asks, in the
+thread of who asks.
+"""
 
 from __future__ import annotations
 

@@ -59,7 +59,9 @@ class Patient:
         pytest.param([0.0, 60.0], 1, id="the rest belongs to others"),
     ],
 )
-def test_what_is_on_its_way_is_waited_for(monkeypatch: pytest.MonkeyPatch, times_s: list[float], number: int) -> None:
+def test_what_is_on_its_way_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, times_s: list[float], number: int
+) -> None:
     clock = Clock()
     monkeypatch.setattr(claims, "time", clock)
     arriving: Any = Arriving(clock, times_s)

@@ -1,4 +1,6 @@
-"""What runs only where there is a GPU is tried here on the CPU: the record of the tests, and the parts of the benchmark."""
+"""What runs only where there is a GPU is tried here on the CPU: the record of the tests, and the
+parts of the benchmark.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-# --- make test-gpu ----------------------------------------------------------------------------------------------------
+# --- make test-gpu --------------------------------------------------------------------------------
 
 TESTS = """
     import pytest
@@ -57,7 +59,15 @@ TESTS = """
 def test_the_record_says_how_each_test_went(benchmark_of: Any, tmp_path: Path) -> None:
     gpu_tests = benchmark_of("gpu_tests")
     (tmp_path / "test_it.py").write_text("\n".join(line[4:] for line in TESTS.splitlines()))
-    command = (sys.executable, "-m", "pytest", "test_it.py", "--junitxml=report.xml", "-p", "no:cacheprovider")
+    command = (
+        sys.executable,
+        "-m",
+        "pytest",
+        "test_it.py",
+        "--junitxml=report.xml",
+        "-p",
+        "no:cacheprovider",
+    )
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, check=False, timeout=60)
     tests = gpu_tests.outcomes(tmp_path / "report.xml")
     assert {test["test"].rpartition(".")[2]: test["outcome"] for test in tests} == {
@@ -83,7 +93,19 @@ def test_the_record_says_how_each_test_went(benchmark_of: Any, tmp_path: Path) -
 def test_what_it_ran_on_is_described(benchmark_of: Any) -> None:
     machine = benchmark_of("machine")
     described = {**machine.machine(), **machine.cards()}
-    assert {"date", "commit", "driver", "cuda", "gpus", "torch", "ray", "raypool", "python", "system", "cores"} <= set(described)
+    assert {
+        "date",
+        "commit",
+        "driver",
+        "cuda",
+        "gpus",
+        "torch",
+        "ray",
+        "raypool",
+        "python",
+        "system",
+        "cores",
+    } <= set(described)
     assert len(described["gpus"]) == len(NvmlInventory().devices())
     json.dumps(described)
 
@@ -91,10 +113,7 @@ def test_what_it_ran_on_is_described(benchmark_of: Any) -> None:
 @pytest.mark.skipif(bool(NvmlInventory().devices()), reason="there is a GPU")
 @pytest.mark.parametrize(
     ("command", "said"),
-    [
-        ("benchmarks.gpu_tests", "No test was run"),
-        ("benchmarks gpu", "Nothing was measured"),
-    ],
+    [("benchmarks.gpu_tests", "No test was run"), ("benchmarks gpu", "Nothing was measured")],
 )
 def test_without_a_gpu_it_says_so_and_fails(command: str, said: str) -> None:
     """A machine whose driver is broken must not look as if all were well."""
@@ -111,7 +130,7 @@ def test_all_tests_of_gpus_are_marked() -> None:
         assert "pytest.mark.gpu" in path.read_text(), path.name
 
 
-# --- make bench-gpu ---------------------------------------------------------------------------------------------------
+# --- make bench-gpu -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["MLP", "small CNN"])
@@ -141,11 +160,17 @@ def test_the_table_says_what_several_at_once_are_worth(one_thread: None, benchma
     lines = bench.fillings({"profile": "threads"}, together=(1, 2), rounds=1, steps=2)
     assert [line.what for line in lines] == [
         *("MLP, one after another", "MLP, 2 at a time", "MLP, the best of these: 2 at a time"),
-        *("small CNN, one after another", "small CNN, 2 at a time", "small CNN, the best of these: 2 at a time"),
+        *(
+            "small CNN, one after another",
+            "small CNN, 2 at a time",
+            "small CNN, the best of these: 2 at a time",
+        ),
     ], "where MPS does not start there is no line about it"
     assert [line.target for line in lines] == [None, None, 2, None, None, 2]
     assert all(line.values and line.values[0] > 0 for line in lines)
-    assert {line.area for line in lines} == {f"8 small trainings on one GPU, {os.cpu_count()} cores"}
+    assert {line.area for line in lines} == {
+        f"8 small trainings on one GPU, {os.cpu_count()} cores"
+    }
 
 
 def test_the_best_is_held_against_the_target(benchmark_of: Any) -> None:

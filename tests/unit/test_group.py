@@ -1,4 +1,5 @@
-"""Ranks with a process each: how they find each other, torch's default group, the environment, and what happens when one goes.
+"""Ranks with a process each: how they find each other, torch's default group, the environment, and
+what happens when one goes.
 
 Each test is a program of its own, which forks its ranks: what they change is theirs.
 """
@@ -108,7 +109,9 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="module")
 def forge() -> Iterator[Started]:
-    """Start what the programs are forked from: torch, which takes seconds to import, is there already."""
+    """Start what the programs are forked from: torch, which takes seconds to import, is there
+    already.
+    """
     forge = Started(PRELUDE + FORGE, {}, stdin=subprocess.PIPE)
     yield forge
     forge.process.stdin.close()
@@ -117,7 +120,9 @@ def forge() -> Iterator[Started]:
 
 @pytest.fixture
 def ranks(forge: Started, tmp_path: Path) -> Callable[[str], None]:
-    """Run a program after the prelude: `run(size, fn)` calls `fn(rank, size, way)` in a process for each rank."""
+    """Run a program after the prelude: `run(size, fn)` calls `fn(rank, size, way)` in a process for
+    each rank.
+    """
 
     def start(code: str) -> None:
         said = tmp_path / "said"

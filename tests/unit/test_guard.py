@@ -18,7 +18,17 @@ from raypool.errors import InvalidTypeError, TaskCancelled
 from raypool.task import current_task
 from raypool.worker import interrupts as guard_module
 from raypool.worker import runner
-from raypool.worker.interrupts import AT_HAND, NOTHING, SIGNALS, STOP_SIGNAL, WHOLE, WISH, Guard, ProcessGuard, ThreadGuard
+from raypool.worker.interrupts import (
+    AT_HAND,
+    NOTHING,
+    SIGNALS,
+    STOP_SIGNAL,
+    WHOLE,
+    WISH,
+    Guard,
+    ProcessGuard,
+    ThreadGuard,
+)
 from raypool.worker.runner import RawResult, Surroundings, run_parts
 from raypool.worker.running import Running, note_here, unbroken
 
@@ -35,7 +45,10 @@ def note() -> Running:
 
 def calls(*functions: Callable[[], Any]) -> list[Part]:
     """Return a call of single tasks, numbered from 0."""
-    return [Part(task_id, task_id, [((), {})], 1, 0, 1, is_call=True) for task_id, _ in enumerate(functions)]
+    return [
+        Part(task_id, task_id, [((), {})], 1, 0, 1, is_call=True)
+        for task_id, _ in enumerate(functions)
+    ]
 
 
 def run(guard: Guard, *functions: Callable[[], Any], attempt_id: int = 7) -> list[RawResult]:
@@ -57,7 +70,13 @@ def guard() -> Iterator[ProcessGuard]:
     signal.signal(STOP_SIGNAL, before)
 
 
-def wish(guard: ProcessGuard, attempt_id: int, task_id: int, kind: Signal = Signal.CANCEL, is_signalled: bool = True) -> None:
+def wish(
+    guard: ProcessGuard,
+    attempt_id: int,
+    task_id: int,
+    kind: Signal = Signal.CANCEL,
+    is_signalled: bool = True,
+) -> None:
     """Do what the node agent does."""
     descriptor = os.open(f"/proc/self/fd/{guard.pipe}", os.O_WRONLY)
     os.write(descriptor, WISH.pack(attempt_id, task_id, SIGNALS.index(kind)))
@@ -88,7 +107,9 @@ def test_what_is_at_hand_is_interrupted(guard: ProcessGuard) -> None:
 
 
 @pytest.mark.parametrize("key", [(6, 0), (8, 0), (7, 1)])
-def test_a_wish_for_something_else_interrupts_nothing(guard: ProcessGuard, key: tuple[int, int]) -> None:
+def test_a_wish_for_something_else_interrupts_nothing(
+    guard: ProcessGuard, key: tuple[int, int]
+) -> None:
     def task() -> str:
         wish(guard, *key)
         return "a value"
@@ -162,13 +183,17 @@ def test_a_wish_for_an_early_end(guard: ProcessGuard) -> None:
     assert run(guard, lambda: current_task().should_stop, attempt_id=8)[0].values == [False]
 
 
-# --- whose machine is about to go -------------------------------------------------------------------------------------
+# --- whose machine is about to go -----------------------------------------------------------------
 
 
-def run_loop(guard: Guard, fn: Callable[[int], Any], size: int = 4, *, is_fixed: bool = True) -> RawResult:
+def run_loop(
+    guard: Guard, fn: Callable[[int], Any], size: int = 4, *, is_fixed: bool = True
+) -> RawResult:
     """Run a slice of a loop."""
     here = Surroundings(HERE, lambda _: fn, lambda items: items, guard, say_nothing)
-    (result,) = run_parts(7, [Part(0, 0, list(range(size)), size, 0, 1, is_call=False, is_fixed=is_fixed)], here)
+    (result,) = run_parts(
+        7, [Part(0, 0, list(range(size)), size, 0, 1, is_call=False, is_fixed=is_fixed)], here
+    )
     return result
 
 
@@ -189,7 +214,9 @@ def test_what_has_looked_and_ends_runs_again(guard: ProcessGuard) -> None:
 
 
 def test_what_has_not_looked_and_ends_has_ended(guard: ProcessGuard) -> None:
-    result = run_loop(guard, lambda number: wish(guard, 7, 0, Signal.LEAVE) if number == 1 else number)
+    result = run_loop(
+        guard, lambda number: wish(guard, 7, 0, Signal.LEAVE) if number == 1 else number
+    )
     assert (result.done, result.values) == (2, [0, None])
 
 
@@ -204,7 +231,9 @@ def test_what_has_looked_and_fails_runs_again(guard: ProcessGuard) -> None:
 
 
 @pytest.mark.parametrize("order", [(Signal.LEAVE, Signal.STOP), (Signal.STOP, Signal.LEAVE)])
-def test_what_the_user_has_stopped_too_counts(guard: ProcessGuard, order: tuple[Signal, Signal]) -> None:
+def test_what_the_user_has_stopped_too_counts(
+    guard: ProcessGuard, order: tuple[Signal, Signal]
+) -> None:
     def task() -> bool:
         for each in order:
             wish(guard, 7, 0, each)
@@ -215,7 +244,9 @@ def test_what_the_user_has_stopped_too_counts(guard: ProcessGuard, order: tuple[
 
 def test_what_has_not_begun_need_not_be_told(guard: ProcessGuard) -> None:
     told = []
-    first, second = run(guard, lambda: wish(guard, 7, 1, Signal.LEAVE), lambda: told.append("began"))
+    first, second = run(
+        guard, lambda: wish(guard, 7, 1, Signal.LEAVE), lambda: told.append("began")
+    )
     assert (first.done, second.done, told) == (1, 0, [])
 
 
@@ -235,7 +266,9 @@ def test_what_is_registered_is_called_in_the_tasks_thread_once(guard: ProcessGua
     assert result.done == 2, "who was called may have ended early"
 
 
-def test_what_fails_there_is_printed_and_changes_nothing(guard: ProcessGuard, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_fails_there_is_printed_and_changes_nothing(
+    guard: ProcessGuard, capsys: pytest.CaptureFixture[str]
+) -> None:
     def task() -> None:
         current_task().on_preempt(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
         current_task().on_preempt(lambda: called.append("the next"))
@@ -340,7 +373,9 @@ def test_a_thread_is_interrupted(eventually: Any) -> None:
 
 
 def test_a_thread_that_begins_others_is_interrupted_and_they_are_not() -> None:
-    """Python 3.11 interrupts the one that is just being made, for which its maker then waits for ever."""
+    """Python 3.11 interrupts the one that is just being made, for which its maker then waits for
+    ever.
+    """
     for attempt_id in range(100):
         guard = ThreadGuard()
         running = threading.Event()
@@ -350,7 +385,9 @@ def test_a_thread_that_begins_others_is_interrupted_and_they_are_not() -> None:
             while True:
                 threading.Thread(target=running.set).start()
 
-        def work(guard: Guard = guard, attempt_id: int = attempt_id, results: list[RawResult] = results) -> None:
+        def work(
+            guard: Guard = guard, attempt_id: int = attempt_id, results: list[RawResult] = results
+        ) -> None:
             results.extend(run(guard, task, attempt_id=attempt_id))
 
         thread = threading.Thread(target=work, daemon=True)
@@ -383,7 +420,10 @@ def test_a_thread_that_never_has_begun_another_is_given_up(monkeypatch: pytest.M
     guard.request(Signal.CANCEL, 7, 0)
     goes_on.set()
     thread.join(20)
-    assert [result.is_cancelled for result in results] == [True, False], "it ends by itself, and nobody wants what it returns"
+    assert [result.is_cancelled for result in results] == [
+        True,
+        False,
+    ], "it ends by itself, and nobody wants what it returns"
 
 
 def test_what_has_not_reached_a_thread_does_not_hit_what_comes_next() -> None:
@@ -407,8 +447,12 @@ def test_what_has_not_reached_a_thread_does_not_hit_what_comes_next() -> None:
 
 
 @pytest.mark.parametrize("profile", ["inline", "threads"])
-def test_a_profiler_works_after_tasks_in_this_process(run_python: Callable[..., Any], profile: str) -> None:
-    """Python 3.11 waits for ever in the next traced call after an exception for a thread was taken back."""
+def test_a_profiler_works_after_tasks_in_this_process(
+    run_python: Callable[..., Any], profile: str
+) -> None:
+    """Python 3.11 waits for ever in the next traced call after an exception for a thread was taken
+    back.
+    """
     code = f"""
         import cProfile
         from raypool import parpool

@@ -1,4 +1,6 @@
-"""What one has in hand comes to a device, and is the very same if it is there; `meta` stands for another device than the CPU."""
+"""What one has in hand comes to a device, and is the very same if it is there; `meta` stands for
+another device than the CPU.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,7 @@ def tensors(x: Any) -> list[torch.Tensor]:
     return []
 
 
-# --- as_device --------------------------------------------------------------------------------------------------------
+# --- as_device ------------------------------------------------------------------------------------
 
 
 def test_what_is_there_already_is_the_very_object() -> None:
@@ -79,7 +81,9 @@ def test_what_is_there_already_is_the_very_object() -> None:
         for pack in CONTAINERS:
             x = pack(torch.ones(2))
             assert as_device(x, device) is x
-            assert as_device(x, device, pinned=True, non_blocking=True) is x, "without a GPU both mean nothing"
+            assert as_device(x, device, pinned=True, non_blocking=True) is x, (
+                "without a GPU both mean nothing"
+            )
 
 
 def test_what_is_elsewhere_comes() -> None:
@@ -141,7 +145,11 @@ def test_a_packed_sequence_keeps_its_batch_sizes_on_the_cpu() -> None:
     packed = pack_sequence([torch.ones(2), torch.ones(3)], enforce_sorted=False)
     moved = as_device(packed, META)
     assert isinstance(moved, PackedSequence)
-    assert (moved.data.device, moved.sorted_indices.device, moved.batch_sizes.device) == (META, META, cpu())
+    assert (moved.data.device, moved.sorted_indices.device, moved.batch_sizes.device) == (
+        META,
+        META,
+        cpu(),
+    )
     assert as_device(packed, cpu()) is packed
     again = copy_to(packed, cpu())
     assert again.batch_sizes.tolist() == packed.batch_sizes.tolist()
@@ -156,7 +164,7 @@ def test_gradients_flow_back() -> None:
     assert as_device(x, META).requires_grad
 
 
-# --- copy_to ----------------------------------------------------------------------------------------------------------
+# --- copy_to --------------------------------------------------------------------------------------
 
 
 def test_a_copy_has_memory_of_its_own() -> None:
@@ -172,7 +180,9 @@ def test_a_copy_has_memory_of_its_own() -> None:
         copied_once = {each.data_ptr(): each for each in tensors(copied)}
         for each in copied_once.values():
             each.zero_()
-        assert all(mine.equal(other) for mine, other in zip(tensors(x), tensors(before), strict=True))
+        assert all(
+            mine.equal(other) for mine, other in zip(tensors(x), tensors(before), strict=True)
+        )
 
 
 def test_a_copy_can_be_elsewhere() -> None:
@@ -180,7 +190,9 @@ def test_a_copy_can_be_elsewhere() -> None:
         x = pack(torch.ones(2))
         assert {each.device for each in tensors(copy_to(x, META))} == {META}
         there = as_device(x, META)
-        assert not {id(each) for each in tensors(copy_to(there, META))} & {id(each) for each in tensors(there)}
+        assert not {id(each) for each in tensors(copy_to(there, META))} & {
+            id(each) for each in tensors(there)
+        }
 
 
 def test_containers_and_arrays_are_copied_too() -> None:
@@ -206,17 +218,21 @@ def test_a_model_is_copied() -> None:
 
 
 def test_views_become_whole() -> None:
-    """A row that is shown a thousand times takes a thousand rows once it is a copy: each can be changed by itself."""
+    """A row that is shown a thousand times takes a thousand rows once it is a copy: each can be
+    changed by itself.
+    """
     rows = copy_to(torch.ones(3).expand(4, 3), cpu())
     rows[0] = 0
     assert rows.sum() == 9
 
 
-# --- devices ----------------------------------------------------------------------------------------------------------
+# --- devices --------------------------------------------------------------------------------------
 
 
 def test_operands_on_two_devices_raise() -> None:
-    """Torch does not move them by itself, so what nobody has moved is an error; moved, they are operands."""
+    """Torch does not move them by itself, so what nobody has moved is an error; moved, they are
+    operands.
+    """
     x, y = torch.ones(2), torch.ones(2, device="meta")
     for operation in (torch.add, torch.mul, torch.dot):
         with pytest.raises(RuntimeError, match="device"):
@@ -233,12 +249,16 @@ def test_what_is_no_device_is_an_error() -> None:
 
 def test_a_gpu_that_does_not_exist_is_an_error() -> None:
     count = torch.cuda.device_count()
-    with pytest.raises(InvalidValueError, match=rf"gpu\({count}\) does not exist: this process sees "):
+    with pytest.raises(
+        InvalidValueError, match=rf"gpu\({count}\) does not exist: this process sees "
+    ):
         gpu(count)
     with pytest.raises(InvalidValueError, match=r"gpu\(-1\) does not exist"):
         gpu(-1)
     for bring in (as_device, copy_to):
-        with pytest.raises(InvalidValueError, match=rf"cuda:{count} does not exist: this process sees "):
+        with pytest.raises(
+            InvalidValueError, match=rf"cuda:{count} does not exist: this process sees "
+        ):
             bring(torch.ones(1), f"cuda:{count}")
     for wrong in (True, 1.0, "0"):
         with pytest.raises(InvalidTypeError, match="not a number of a GPU"):

@@ -52,17 +52,29 @@ def test_a_feed_is_made_by_the_first_word(hub: Hub, listener: Listener) -> None:
     assert listener.text == "one two"
     hub.say(note, "metrics", (12.0, {"loss": 1.5}))
     assert listener.feed is not None
-    assert listener.feed.metrics("item")[["item", "attempt", "loss"]].values.tolist() == [[3, 2, 1.5]]
+    assert listener.feed.metrics("item")[["item", "attempt", "loss"]].values.tolist() == [
+        [3, 2, 1.5]
+    ]
 
 
-def test_tasks_are_told_apart_and_those_that_nobody_holds_are_not_heard(hub: Hub, listener: Listener) -> None:
+def test_tasks_are_told_apart_and_those_that_nobody_holds_are_not_heard(
+    hub: Hub, listener: Listener
+) -> None:
     other = Listener()
     hub.watch(8, other)
-    hub.deliver(0, 1, pickle.dumps([("text", 7, "a", 0), ("text", 8, "b", 0), ("text", 99, "c", 0)]))
+    hub.deliver(
+        0, 1, pickle.dumps([("text", 7, "a", 0), ("text", 8, "b", 0), ("text", 99, "c", 0)])
+    )
     assert (listener.text, other.text) == ("a", "b")
     del other
     gc.collect()
-    hub.deliver(0, 2, pickle.dumps([("text", 8, "d", 0), ("metrics", 8, pickle.dumps([]), {}), ("text", 7, "e", 0)]))
+    hub.deliver(
+        0,
+        2,
+        pickle.dumps(
+            [("text", 8, "d", 0), ("metrics", 8, pickle.dumps([]), {}), ("text", 7, "e", 0)]
+        ),
+    )
     assert listener.text == "ae"
 
 
@@ -93,7 +105,10 @@ def test_whoever_waits_has_all_that_was_said_before(hub: Hub, listener: Listener
     assert hub.waiter(0, 1) is None
     wait = hub.waiter(0, 3)
     assert wait is not None
-    threads = [threading.Thread(target=hub.deliver, args=(0, number, says(str(number)))) for number in (3, 2)]
+    threads = [
+        threading.Thread(target=hub.deliver, args=(0, number, says(str(number))))
+        for number in (3, 2)
+    ]
     for thread in threads:
         thread.start()
     wait()
@@ -108,7 +123,9 @@ def test_catching_up_waits_for_all_that_was_asked_for(hub: Hub, listener: Listen
     hub.waiter(0, 1)
     hub.waiter(1, 2)
     hub.deliver(1, 1, says("b"))
-    threads = [threading.Thread(target=hub.deliver, args=(*entry, says("x"))) for entry in ((1, 2), (0, 1))]
+    threads = [
+        threading.Thread(target=hub.deliver, args=(*entry, says("x"))) for entry in ((1, 2), (0, 1))
+    ]
     for thread in threads:
         thread.start()
     hub.catch_up()
@@ -117,7 +134,9 @@ def test_catching_up_waits_for_all_that_was_asked_for(hub: Hub, listener: Listen
         thread.join()
 
 
-def test_what_does_not_come_is_waited_for_once(hub: Hub, listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_come_is_waited_for_once(
+    hub: Hub, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hub_module, "CATCH_UP_S", 0.01)
     wait = hub.waiter(0, 4)
     assert wait is not None
@@ -147,7 +166,9 @@ def test_what_came_without_those_before_it_is_there_when_nobody_waits_for_them_a
 
 
 @pytest.mark.parametrize("end", [lambda hub: hub.forget(0), lambda hub: hub.close()])
-def test_nobody_waits_for_a_worker_that_has_gone(hub: Hub, listener: Listener, end: Callable[[Hub], None]) -> None:
+def test_nobody_waits_for_a_worker_that_has_gone(
+    hub: Hub, listener: Listener, end: Callable[[Hub], None]
+) -> None:
     wait = hub.waiter(0, 5)
     hub.deliver(0, 3, says("3"))
     end(hub)
@@ -159,7 +180,9 @@ def test_nobody_waits_for_a_worker_that_has_gone(hub: Hub, listener: Listener, e
     assert listener.text == "34"
 
 
-def test_what_nobody_knows_is_an_error_and_does_not_stop_what_follows(hub: Hub, listener: Listener) -> None:
+def test_what_nobody_knows_is_an_error_and_does_not_stop_what_follows(
+    hub: Hub, listener: Listener
+) -> None:
     with pytest.raises(InternalError, match="'song'"):
         hub.deliver(0, 1, pickle.dumps([("song", 7, "la")]))
     hub.deliver(0, 2, says("2"))
@@ -173,7 +196,9 @@ def test_values_of_queues_go_to_the_queues(hub: Hub, monkeypatch: pytest.MonkeyP
     assert delivered == [("key", b"1"), ("key", b"2")]
 
 
-def test_what_is_told_of_calls_that_last_goes_to_who_asked_for_it_in_order(hub: Hub, listener: Listener) -> None:
+def test_what_is_told_of_calls_that_last_goes_to_who_asked_for_it_in_order(
+    hub: Hub, listener: Listener
+) -> None:
     seen: list[tuple[Any, ...]] = []
     hub.on_early = lambda *message: seen.append((*message, listener.text))
     hub.deliver(3, 2, pickle.dumps([("early", 9, b"second")]))

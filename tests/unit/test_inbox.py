@@ -10,7 +10,9 @@ from raypool.engine.inbox import BURST, InlineInbox, ThreadInbox
 
 def test_a_burst_gives_way_once(monkeypatch: pytest.MonkeyPatch) -> None:
     messages, gave_way_at = ThreadInbox(), []
-    monkeypatch.setattr(inbox.time, "sleep", lambda seconds: gave_way_at.append(messages._queue.qsize()))
+    monkeypatch.setattr(
+        inbox.time, "sleep", lambda seconds: gave_way_at.append(messages._queue.qsize())
+    )
     for _ in range(3 * BURST):
         messages.put((None, print))
         messages.give_way()

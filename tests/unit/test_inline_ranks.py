@@ -1,4 +1,6 @@
-"""The ranks of a gang "inline": the first in the thread that asks, each other in one of its own, all at the same time."""
+"""The ranks of a gang "inline": the first in the thread that asks, each other in one of its own,
+all at the same time.
+"""
 
 import threading
 
@@ -14,19 +16,35 @@ WAIT_S = 20.0
 
 @pytest.fixture
 def run_gang():
-    """Run a function as three ranks; return what was posted, in order: the worker and how many ranks it has done, or None."""
+    """Run a function as three ranks; return what was posted, in order: the worker and how many
+    ranks it has done, or None.
+    """
 
     def run(fn):
         posted = []
-        backend = InlineBackend(Profile(backend="inline"), lambda event, payload: posted.append((event, payload)), print)
+        backend = InlineBackend(
+            Profile(backend="inline"), lambda event, payload: posted.append((event, payload)), print
+        )
         function = Function(0, fn, "fn")
         for worker_id in range(3):
             backend.start_worker(worker_id, worker_id, ())
         for rank in (2, 1, 0):
-            backend.run(rank, rank, [Part(0, 0, [((rank,), {})], 1, rank, 1, is_call=True, is_rank=True)], [function], None)
+            backend.run(
+                rank,
+                rank,
+                [Part(0, 0, [((rank,), {})], 1, rank, 1, is_call=True, is_rank=True)],
+                [function],
+                None,
+            )
         backend.close()
-        answers = [(event, payload) for event, payload in posted if isinstance(event, (AttemptFinished, WorkerLost))]
-        return [(e.worker_id, p[0].done if isinstance(e, AttemptFinished) else None) for e, p in answers]
+        answers = [
+            (event, payload)
+            for event, payload in posted
+            if isinstance(event, (AttemptFinished, WorkerLost))
+        ]
+        return [
+            (e.worker_id, p[0].done if isinstance(e, AttemptFinished) else None) for e, p in answers
+        ]
 
     return run
 

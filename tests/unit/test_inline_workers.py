@@ -1,4 +1,6 @@
-"""How many workers a pool in this process may have: a bound, which is met before a thread has started."""
+"""How many workers a pool in this process may have: a bound, which is met before a thread has
+started.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ def profile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("num_workers", [MOST + 1, (MOST + 1, MOST + 3), 10**9])
 def test_more_are_refused_before_one_has_started(
-    profile: str, num_workers: int | tuple[int, int], monkeypatch: pytest.MonkeyPatch, eventually: Any
+    profile: str,
+    num_workers: int | tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+    eventually: Any,
 ) -> None:
     started: list[object] = []
     for backend in (local.InlineBackend, ThreadsBackend):
@@ -32,7 +37,8 @@ def test_more_are_refused_before_one_has_started(
     least = num_workers[0] if isinstance(num_workers, tuple) else num_workers
     before = threading.active_count()
     with pytest.raises(
-        ResourceError, match=f"requested {least}, available {MOST}. A pool in this process may have {MOST}"
+        ResourceError,
+        match=f"requested {least}, available {MOST}. A pool in this process may have {MOST}",
     ) as found:
         parpool(num_workers, profile=profile, quiet=True)
     assert (found.value.requested, found.value.available) == (least, MOST)

@@ -9,7 +9,9 @@ from raypool.core.model import Lane, PoolState, Slice, TaskState, WorkerState
 
 
 def a_busy(pool_of):
-    """Return a pool in the middle of everything: two calls, two waiting tasks, a gang that holds one of four workers."""
+    """Return a pool in the middle of everything: two calls, two waiting tasks, a gang that holds
+    one of four workers.
+    """
     pool = pool_of(4)
     pool.submit(0, size=5, max_workers=2, chunk_size=2)
     pool.submit(1, place=2)
@@ -31,7 +33,9 @@ def fly(scheduler, piece):
 def make_fresh(worker):
     """Let a worker that has run something run what wants a process of its own."""
     worker.has_delivered = True
-    worker.attempts = {number: attempt._replace(is_fresh=True) for number, attempt in worker.attempts.items()}
+    worker.attempts = {
+        number: attempt._replace(is_fresh=True) for number, attempt in worker.attempts.items()
+    }
 
 
 def settle(scheduler, count):

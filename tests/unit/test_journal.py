@@ -1,4 +1,6 @@
-"""What is written into a journal is there again, whatever happens; who may not write there is told."""
+"""What is written into a journal is there again, whatever happens; who may not write there is
+told.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,14 @@ import numpy as np
 import pytest
 
 from raypool import load_results
-from raypool.errors import JournalError, LossReason, RemoteTraceback, SerializationError, TaskError, WorkerLostError
+from raypool.errors import (
+    JournalError,
+    LossReason,
+    RemoteTraceback,
+    SerializationError,
+    TaskError,
+    WorkerLostError,
+)
 from raypool.journal import schema
 from raypool.journal.files import Damaged, dump, load
 from raypool.journal.journal import Journal
@@ -40,7 +49,10 @@ def keep(folder: Path, *outcomes: Outcome) -> None:
 
 
 def files_of(folder: Path) -> dict[str, int]:
-    return {str(path.relative_to(folder)): path.stat().st_mode & 0o777 for path in sorted(folder.rglob("*"))}
+    return {
+        str(path.relative_to(folder)): path.stat().st_mode & 0o777
+        for path in sorted(folder.rglob("*"))
+    }
 
 
 class Unlucky(Exception):
@@ -67,20 +79,43 @@ class Stubborn(Exception):
     ids=["none", "number", "dict", "long text", "pickle", "long list", "long pickle"],
 )
 def test_a_value_comes_back(tmp_path, value):
-    keep(tmp_path / "run", Outcome("a", 1, "finished", value=value, started_at=5.0, duration_s=2.0, worker=3, gpu=1, host="h"))
+    keep(
+        tmp_path / "run",
+        Outcome(
+            "a",
+            1,
+            "finished",
+            value=value,
+            started_at=5.0,
+            duration_s=2.0,
+            worker=3,
+            gpu=1,
+            host="h",
+        ),
+    )
     with open_one(tmp_path / "run") as journal:
         stored = journal.stored()["a"]
         back = journal.value(stored)
     assert back == value
     assert type(back) is type(value)
-    assert (stored.run, stored.attempt, stored.status, stored.started_at, stored.duration_s) == (1, 1, "finished", 5.0, 2.0)
+    assert (stored.run, stored.attempt, stored.status, stored.started_at, stored.duration_s) == (
+        1,
+        1,
+        "finished",
+        5.0,
+        2.0,
+    )
     assert (stored.worker, stored.gpu, stored.host) == (3, 1, "h")
 
 
 def test_an_array_and_a_tensor_come_back(tmp_path):
     import torch
 
-    keep(tmp_path, Outcome("a", 1, "finished", value=np.arange(5000)), Outcome("b", 1, "finished", value=torch.ones(3)))
+    keep(
+        tmp_path,
+        Outcome("a", 1, "finished", value=np.arange(5000)),
+        Outcome("b", 1, "finished", value=torch.ones(3)),
+    )
     with open_one(tmp_path) as journal:
         stored = journal.stored()
         assert np.array_equal(journal.value(stored["a"]), np.arange(5000))
@@ -91,7 +126,11 @@ def test_a_function_and_a_local_class_come_back(tmp_path):
     class Local:
         x = 3
 
-    keep(tmp_path, Outcome("a", 1, "finished", value=lambda x: x + 1), Outcome("b", 1, "finished", value=Local()))
+    keep(
+        tmp_path,
+        Outcome("a", 1, "finished", value=lambda x: x + 1),
+        Outcome("b", 1, "finished", value=Local()),
+    )
     with open_one(tmp_path) as journal:
         stored = journal.stored()
         assert journal.value(stored["a"])(1) == 2
@@ -102,7 +141,9 @@ def test_only_what_is_large_has_a_file_and_only_the_owner_may_read_it(tmp_path):
     folder = tmp_path / "deep" / "run"
     with open_one(folder) as journal:
         journal.note_items([("a", 0, {"lr": 1}), ("b", 1, b"x" * 5000)])
-        journal.write([Outcome("a", 1, "finished", value=1), Outcome("b", 2, "finished", value="y" * 5000)])
+        journal.write(
+            [Outcome("a", 1, "finished", value=1), Outcome("b", 2, "finished", value="y" * 5000)]
+        )
     assert files_of(folder) == {
         "items": 0o700,
         "items/b": 0o700,
@@ -116,11 +157,20 @@ def test_only_what_is_large_has_a_file_and_only_the_owner_may_read_it(tmp_path):
 
 
 def test_the_newest_outcome_counts_and_attempts_that_run_again_do_not(tmp_path):
-    keep(tmp_path, Outcome("a", 1, "failed", error=ValueError("first")), Outcome("b", 1, "finished", value=1))
-    keep(tmp_path, Outcome("a", 1, "lost", words="out of memory"), Outcome("a", 2, "retried", error=OSError("busy")))
+    keep(
+        tmp_path,
+        Outcome("a", 1, "failed", error=ValueError("first")),
+        Outcome("b", 1, "finished", value=1),
+    )
+    keep(
+        tmp_path,
+        Outcome("a", 1, "lost", words="out of memory"),
+        Outcome("a", 2, "retried", error=OSError("busy")),
+    )
     with open_one(tmp_path) as journal:
         assert journal.stored()["a"].run == 1
-    keep(tmp_path, Outcome("a", 1, "finished", value=7, started_at=-1e9))  # the clock was set back meanwhile
+    # the clock was set back meanwhile
+    keep(tmp_path, Outcome("a", 1, "finished", value=7, started_at=-1e9))
     with open_one(tmp_path) as journal:
         assert journal.run == 5
         assert journal.value(journal.stored()["a"]) == 7
@@ -139,12 +189,21 @@ def test_an_exception_comes_back_as_itself_with_its_notes_and_remote_traceback(t
     assert repr(back) == "ValueError('too large')"
     assert back.__notes__ == ["item 3"]
     assert str(back.__cause__) == str(error.__cause__)
-    assert (type(lost_back), lost_back.reason, lost_back.attempts) == (WorkerLostError, LossReason.EXIT, 3)
+    assert (type(lost_back), lost_back.reason, lost_back.attempts) == (
+        WorkerLostError,
+        LossReason.EXIT,
+        3,
+    )
 
 
-@pytest.mark.parametrize("error", [Unlucky(3, "bad luck"), Stubborn()], ids=["cannot be made again", "cannot be pickled"])
-def test_an_exception_that_pickle_does_not_bring_back_is_a_task_error_with_its_text(tmp_path, error, monkeypatch):
-    monkeypatch.delitem(copyreg.dispatch_table, type(error), raising=False)  # dask's tblib teaches pickle all exceptions
+@pytest.mark.parametrize(
+    "error", [Unlucky(3, "bad luck"), Stubborn()], ids=["cannot be made again", "cannot be pickled"]
+)
+def test_an_exception_that_pickle_does_not_bring_back_is_a_task_error_with_its_text(
+    tmp_path, error, monkeypatch
+):
+    # dask's tblib teaches pickle all exceptions
+    monkeypatch.delitem(copyreg.dispatch_table, type(error), raising=False)
     error.add_note("item 3 of train")
     try:
         raise error
@@ -160,7 +219,9 @@ def test_an_exception_that_pickle_does_not_bring_back_is_a_task_error_with_its_t
 
 
 @pytest.mark.parametrize(
-    "text", ["x" * 100_000, "é\x00\n" * 50_000, "\ud800" * 9000], ids=["long", "long when written", "halves"]
+    "text",
+    ["x" * 100_000, "é\x00\n" * 50_000, "\ud800" * 9000],
+    ids=["long", "long when written", "halves"],
 )
 def test_an_error_of_any_length_fits(tmp_path, text):
     error = ValueError(text)
@@ -174,20 +235,28 @@ def test_an_error_of_any_length_fits(tmp_path, text):
     with open_one(tmp_path) as journal:
         back = journal.error(journal.stored()["a"])
     assert type(back) is TaskError
-    assert str(back).startswith(f"builtins.ValueError: {text[:3]}" if text[0] != "\ud800" else "builtins.ValueError: \\ud800")
+    assert str(back).startswith(
+        f"builtins.ValueError: {text[:3]}"
+        if text[0] != "\ud800"
+        else "builtins.ValueError: \\ud800"
+    )
 
 
 def test_a_value_that_cannot_be_pickled_is_given_back_with_the_reason(tmp_path):
     lock = concurrent.futures.Future()
     with open_one(tmp_path) as journal:
-        ((outcome, error),) = journal.write([Outcome("a", 1, "finished", value=lock), Outcome("b", 1, "finished", value=1)])
+        ((outcome, error),) = journal.write(
+            [Outcome("a", 1, "finished", value=lock), Outcome("b", 1, "finished", value=1)]
+        )
         assert outcome.key == "a"
         assert isinstance(error, SerializationError)
         assert "a Future cannot be pickled" in str(error)
         assert list(journal.stored()) == ["b"]
 
 
-@pytest.mark.parametrize("damage", ["gone", "changed", "longer", "a stranger's", "writable by others"])
+@pytest.mark.parametrize(
+    "damage", ["gone", "changed", "longer", "a stranger's", "writable by others"]
+)
 def test_a_file_that_is_not_what_was_written_is_not_opened(tmp_path, damage):
     keep(tmp_path, Outcome("a", 1, "finished", value=b"x" * 5000))
     path = tmp_path / "items" / "a" / "value-1-1.pkl"
@@ -212,9 +281,13 @@ def test_a_file_that_is_not_what_was_written_is_not_opened(tmp_path, damage):
 
 def test_another_function_and_another_seed_are_refused(tmp_path):
     keep(tmp_path, Outcome("a", 1, "finished"))
-    with pytest.raises(JournalError, match=r"holds what became of sweeps\.train; this call is for sweeps\.test"):
+    with pytest.raises(
+        JournalError, match=r"holds what became of sweeps\.train; this call is for sweeps\.test"
+    ):
         open_one(tmp_path, "sweeps.test")
-    with pytest.raises(JournalError, match=r"was made with seed=None; this call has seed=3") as caught:
+    with pytest.raises(
+        JournalError, match=r"was made with seed=None; this call has seed=3"
+    ) as caught:
         open_one(tmp_path, seed=3)
     assert caught.value.run_dir == str(tmp_path)
     keep(tmp_path, Outcome("b", 1, "finished"))  # nothing of that holds the lock
@@ -277,7 +350,12 @@ def test_a_journal_that_others_may_have_written_is_not_opened(tmp_path, how, nam
     run = tmp_path / "copy"
     with open_one(tmp_path / "run") as journal:
         journal.note_items([("a", 0, {1}), ("b", 1, {2})])
-        journal.write([Outcome("a", 1, "finished", value={1}), Outcome("b", 1, "finished", value={"x" * MAX_PICKLE_BYTES})])
+        journal.write(
+            [
+                Outcome("a", 1, "finished", value={1}),
+                Outcome("b", 1, "finished", value={"x" * MAX_PICKLE_BYTES}),
+            ]
+        )
         shutil.copytree(tmp_path / "run", run)  # as if its driver had been killed: with a log
     if how == "chmod":
         (run / name).chmod(0o775)
@@ -285,12 +363,21 @@ def test_a_journal_that_others_may_have_written_is_not_opened(tmp_path, how, nam
         os.chown(run / name, 12345, 12345)
     else:
         pytest.skip("only root can give a file away")
-    before = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file() and not path.name.endswith("-shm")}
+    before = {
+        path.name: path.read_bytes()
+        for path in run.iterdir()
+        if path.is_file() and not path.name.endswith("-shm")
+    }
     with pytest.raises(JournalError, match=r"if you trust it, ch(mod go-w|own) it"):
         open_one(run)
-    with pytest.raises(JournalError, match=r"if you trust it, ch(mod go-w|own) it"), replaying(run, "a"):
+    with (
+        pytest.raises(JournalError, match=r"if you trust it, ch(mod go-w|own) it"),
+        replaying(run, "a"),
+    ):
         pass
-    assert load_results(run).to_frame()["status"].tolist() == ["missing"] * 2, "sets are pickles, in the journal and in files"
+    assert load_results(run).to_frame()["status"].tolist() == ["missing"] * 2, (
+        "sets are pickles, in the journal and in files"
+    )
     assert {name: (run / name).read_bytes() for name in before} == before
 
 
@@ -307,14 +394,19 @@ def test_a_folder_that_is_removed_while_it_is_in_use_is_noticed(tmp_path):
     with open_one(tmp_path / "run") as journal:
         assert journal.write([Outcome("a", 1, "finished", value=1)]) == []
         shutil.rmtree(tmp_path / "run")
-        failed = journal.write([Outcome("b", 1, "finished", value=2), Outcome("c", 1, "finished", value=2)])
+        failed = journal.write(
+            [Outcome("b", 1, "finished", value=2), Outcome("c", 1, "finished", value=2)]
+        )
         assert [outcome.key for outcome, _ in failed] == ["b", "c"]
         assert "was removed, or replaced, while it was in use" in str(failed[0][1])
         with pytest.raises(OSError, match="was removed"):
             journal.note_items([("d", 0, 1)])
 
 
-LOOK = "import sqlite3, sys; c = sqlite3.connect(sys.argv[1]); c.execute('SELECT count(*) FROM attempts').fetchall(); c.close()"
+LOOK = (
+    "import sqlite3, sys; c = sqlite3.connect(sys.argv[1]); c.execute('SELECT count(*) FROM"
+    " attempts').fetchall(); c.close()"
+)
 
 
 @pytest.mark.parametrize("before", ["nothing", "load_results", "a copy"])
@@ -344,9 +436,14 @@ def test_a_log_that_is_removed_in_the_midst_costs_nothing(tmp_path, caplog):
         assert journal.write([Outcome("a", 1, "finished", value=1)]) == []
         (tmp_path / "journal.sqlite").read_bytes()
         subprocess.run([sys.executable, "-c", LOOK, tmp_path / "journal.sqlite"], check=True)
-        journal._insert({"attempts": [(2, *to_row(Outcome("b", 1, "finished", value=2), 1, tmp_path))]})  # nobody sees that
+        # nobody sees that
+        journal._insert(
+            {"attempts": [(2, *to_row(Outcome("b", 1, "finished", value=2), 1, tmp_path))]}
+        )
         journal._renew()
-        journal._insert_missing({"attempts": [(2, *to_row(Outcome("b", 1, "finished", value=2), 1, tmp_path))]})
+        journal._insert_missing(
+            {"attempts": [(2, *to_row(Outcome("b", 1, "finished", value=2), 1, tmp_path))]}
+        )
     assert list(load_results(tmp_path)) == [1, 2]
     assert "is opened again" in caplog.text
 
@@ -363,7 +460,10 @@ def sourced(folder: Path, fn: Any) -> None:
 def test_other_arguments_of_a_partial_are_refused(tmp_path):
     sourced(tmp_path, functools.partial(multiply, by=3))
     sourced(tmp_path, functools.partial(multiply, by=3))
-    with pytest.raises(JournalError, match=r"made by .*multiply with by=3 given by functools.partial; this call gives it by=4"):
+    with pytest.raises(
+        JournalError,
+        match=r"made by .*multiply with by=3 given by functools.partial; this call gives it by=4",
+    ):
         sourced(tmp_path, functools.partial(multiply, by=4))
     with pytest.raises(JournalError, match="this call gives it none"):
         sourced(tmp_path, multiply)
@@ -420,7 +520,9 @@ def test_a_function_that_holds_something_else_is_pointed_out(tmp_path, caplog, o
     assert "holds other values" in caplog.text
 
 
-def test_a_relative_folder_stays_where_it_was_when_the_process_goes_elsewhere(tmp_path, monkeypatch):
+def test_a_relative_folder_stays_where_it_was_when_the_process_goes_elsewhere(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     with open_one(Path("run")) as journal:
         monkeypatch.chdir("/")
@@ -434,10 +536,16 @@ def test_items_that_are_known_are_not_stored_again(tmp_path):
             journal.note_items([("b", 0, 2), ("a", 1, 1), ("b", 2, 2)])
             journal.note_items([("c", 3, 3)])
     with sqlite3.connect(tmp_path / "journal.sqlite") as connection:
-        assert connection.execute("SELECT key, body FROM items").fetchall() == [("b", "2"), ("a", "1"), ("c", "3")]
+        assert connection.execute("SELECT key, body FROM items").fetchall() == [
+            ("b", "2"),
+            ("a", "1"),
+            ("c", "3"),
+        ]
         orders = connection.execute("SELECT run, first, items FROM orders").fetchall()
     connection.close()
-    assert orders == [(run, first, items) for run in (1, 2, 3) for first, items in ((0, "1-2,1"), (3, "3"))]
+    assert orders == [
+        (run, first, items) for run in (1, 2, 3) for first, items in ((0, "1-2,1"), (3, "3"))
+    ]
 
 
 def test_long_orders_are_cut_into_rows():
@@ -454,7 +562,11 @@ def test_long_orders_are_cut_into_rows():
 
 def test_threads_may_write_at_the_same_time(tmp_path):
     with open_one(tmp_path) as journal, concurrent.futures.ThreadPoolExecutor(8) as threads:
-        jobs = [threads.submit(journal.write, [Outcome(f"{i}-{j}", 1, "finished", value=i)]) for i in range(8) for j in range(20)]
+        jobs = [
+            threads.submit(journal.write, [Outcome(f"{i}-{j}", 1, "finished", value=i)])
+            for i in range(8)
+            for j in range(20)
+        ]
         assert all(job.result() == [] for job in jobs)
     with open_one(tmp_path) as journal:
         assert len(journal.stored()) == 160
@@ -471,7 +583,10 @@ def test_what_is_written_when_the_process_is_killed_is_there(tmp_path, start_pyt
     """
     start_python(code).finish()
     with open_one(tmp_path / "run") as journal:
-        assert {key: len(str(journal.value(one))) for key, one in journal.stored().items()} == {"a": 5000, "b": 1}
+        assert {key: len(str(journal.value(one))) for key, one in journal.stored().items()} == {
+            "a": 5000,
+            "b": 1,
+        }
         assert journal.run == 2
 
 
@@ -484,7 +599,7 @@ def test_a_forked_child_leaves_the_journal_alone(tmp_path):
         assert journal.write([Outcome("a", 1, "finished")]) == []
 
 
-# --- versions ---------------------------------------------------------------------------------------------------------
+# --- versions -------------------------------------------------------------------------------------
 
 
 def test_an_older_journal_is_brought_up_to_date_and_keeps_its_rows(tmp_path):
@@ -512,7 +627,10 @@ def test_a_newer_journal_is_refused(tmp_path):
     schema.insert(connection, "runs", [row])
     connection.execute(f"PRAGMA user_version = {schema.SCHEMA + 1}")
     connection.close()
-    with pytest.raises(JournalError, match=r"made by a newer raypool \(version 2, this one knows 1\)\. Update raypool"):
+    with pytest.raises(
+        JournalError,
+        match=r"made by a newer raypool \(version 2, this one knows 1\)\. Update raypool",
+    ):
         open_one(tmp_path)
 
 
@@ -537,14 +655,16 @@ def test_a_database_of_somebody_elses_is_left_alone(tmp_path):
     connection.close()
 
 
-# --- salvage ----------------------------------------------------------------------------------------------------------
+# --- salvage --------------------------------------------------------------------------------------
 
 
 def test_a_damaged_journal_is_kept_and_what_is_left_goes_on(tmp_path, caplog):
     caplog.set_level(logging.WARNING, "raypool")
     with open_one(tmp_path) as journal:
         journal.note_items((f"k{i}", i, i) for i in range(300))
-        journal.write([Outcome(f"k{i}", 1, "finished", value="v" * 100 + str(i)) for i in range(300)])
+        journal.write(
+            [Outcome(f"k{i}", 1, "finished", value="v" * 100 + str(i)) for i in range(300)]
+        )
     path = tmp_path / "journal.sqlite"
     data = bytearray(path.read_bytes())
     start = data.index(b"v" * 100 + b"150") // schema.PAGE_BYTES * schema.PAGE_BYTES
@@ -555,9 +675,14 @@ def test_a_damaged_journal_is_kept_and_what_is_left_goes_on(tmp_path, caplog):
         assert 200 < len(stored) < 300
         assert "k150" not in stored
         assert all(journal.value(one) == "v" * 100 + key[1:] for key, one in stored.items())
-        journal.write([Outcome(f"k{i}", 1, "finished", value=i) for i in range(300) if f"k{i}" not in stored])
+        journal.write(
+            [Outcome(f"k{i}", 1, "finished", value=i) for i in range(300) if f"k{i}" not in stored]
+        )
     (message,) = (record.message for record in caplog.records)
-    assert f"{len(stored)} results of 300 items could be read, at least {300 - len(stored)} results are lost." in message
+    assert (
+        f"{len(stored)} results of 300 items could be read, at least {300 - len(stored)} results"
+        " are lost." in message
+    )
     assert message.endswith("journal.damaged-1.sqlite.")
     assert (tmp_path / "journal.damaged-1.sqlite").read_bytes() == data
     with open_one(tmp_path) as journal:
@@ -568,7 +693,9 @@ def test_a_damaged_journal_is_kept_and_what_is_left_goes_on(tmp_path, caplog):
 def test_a_salvage_that_was_interrupted_is_finished(tmp_path):
     keep(tmp_path / "whole", Outcome("a", 1, "finished", value=1))
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "journal.salvaged.sqlite").write_bytes((tmp_path / "whole" / "journal.sqlite").read_bytes())
+    (tmp_path / "run" / "journal.salvaged.sqlite").write_bytes(
+        (tmp_path / "whole" / "journal.sqlite").read_bytes()
+    )
     (tmp_path / "run" / "journal.sqlite").write_bytes(b"damaged")
     (tmp_path / "run" / "journal.sqlite-wal").write_bytes(b"of the damaged one")
     with open_one(tmp_path / "run") as journal:
@@ -583,12 +710,17 @@ def test_what_is_no_journal_at_all_is_kept_beside_a_new_one(tmp_path, caplog):
     assert "is damaged" in caplog.text
 
 
-# --- where the function is --------------------------------------------------------------------------------------------
+# --- where the function is ------------------------------------------------------------------------
 
 
 def test_a_source_says_where_a_function_stands():
     source = FunctionSource.of(json.dumps)
-    assert (source.function, source.module, source.qualname, source.pickled) == ("json.dumps", "json", "dumps", None)
+    assert (source.function, source.module, source.qualname, source.pickled) == (
+        "json.dumps",
+        "json",
+        "dumps",
+        None,
+    )
     assert FunctionSource.from_text(source.to_text()) == source
 
 
@@ -606,7 +738,10 @@ def test_a_pickle_needs_no_script_to_be_opened(run_python, tmp_path):
         "import sys, pathlib\nfrom raypool.journal.files import dump\nclass Config:\n    x = 3\n"
         "pathlib.Path(sys.argv[1]).write_bytes(dump([Config(), 4]))\n"
     )
-    run_python(f"import subprocess, sys; subprocess.check_call([sys.executable, {str(script)!r}, {str(tmp_path / 'pickle')!r}])")
+    run_python(
+        f"import subprocess, sys; subprocess.check_call([sys.executable, {str(script)!r},"
+        f" {str(tmp_path / 'pickle')!r}])"
+    )
     config, number = load((tmp_path / "pickle").read_bytes())
     assert (config.x, number) == (3, 4)
     assert load(dump({1, 2})) == {1, 2}

@@ -1,4 +1,6 @@
-"""What a worker keeps of a value until the end of its call, and what it does where there is no memory for that."""
+"""What a worker keeps of a value until the end of its call, and what it does where there is no
+memory for that.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def run(parts: list[Part], room: int, called: list[int]) -> list[Any]:
         called.append(item)
         return [item]
 
-    here = Surroundings(WorkerInfo(0, "", 0), lambda _: same, list, ThreadGuard(), lambda *_: None, Narrow(room))
+    here = Surroundings(
+        WorkerInfo(0, "", 0), lambda _: same, list, ThreadGuard(), lambda *_: None, Narrow(room)
+    )
     return run_parts(0, parts, here)
 
 

@@ -244,7 +244,10 @@ def test_tensors_are_known_by_what_is_in_them():
     ]
     keys = [key(tensor) for tensor in tensors]
     assert len(set(keys)) == len(keys)
-    assert keys == [key(tensor.detach().clone() if not isinstance(tensor, torch.nn.Parameter) else tensor) for tensor in tensors]
+    assert keys == [
+        key(tensor.detach().clone() if not isinstance(tensor, torch.nn.Parameter) else tensor)
+        for tensor in tensors
+    ]
     assert key(torch.arange(6)[::2]) == key(torch.tensor([0, 2, 4]))
     torch.manual_seed(0)
     model = torch.nn.Linear(2, 2)
@@ -262,7 +265,9 @@ def family(name: str, *children: str) -> Plain:
 
 
 def test_a_child_may_know_its_parent():
-    """What it refers to counts by where that is, so that two of a kind are the same, and others are not."""
+    """What it refers to counts by where that is, so that two of a kind are the same, and others are
+    not.
+    """
     assert key(family("a", "b", "c")) == key(family("a", "b", "c"))
     keys = [key(family(*names)) for names in ("abc", "abd", "ab", "bbc")]
     to_a_sibling = family("a", "b", "c")
@@ -278,14 +283,21 @@ def test_a_child_may_know_its_parent():
 def test_a_configuration_of_hydras_is_what_it_holds():
     whole = {"seed": 1, "optim": {"lr": "${..rate}", "steps": [1, 2]}, "rate": 0.1}
     config = OmegaConf.create(whole)
-    assert key(config) == key(OmegaConf.create(whole)) == key(OmegaConf.to_container(config, resolve=True))
+    assert (
+        key(config)
+        == key(OmegaConf.create(whole))
+        == key(OmegaConf.to_container(config, resolve=True))
+    )
     assert key(config.optim) == key({"lr": 0.1, "steps": [1, 2]})
     config.rate = 0.2
     assert key(config) != key(OmegaConf.create(whole))
 
 
 def test_what_cannot_be_pickled_is_an_error_that_names_the_part():
-    with pytest.raises(InvalidTypeError, match=r"item 3\['lock'\]\[0\] is a lock that cannot be pickled .*Make it inside"):
+    with pytest.raises(
+        InvalidTypeError,
+        match=r"item 3\['lock'\]\[0\] is a lock that cannot be pickled .*Make it inside",
+    ):
         key({"lr": 1, "lock": [threading.Lock()]})
     with pytest.raises(InvalidTypeError, match=r"item 3\.x is a generator"):
         key(Plain(x=(i for i in ())))
@@ -326,16 +338,20 @@ def test_a_function_is_known_by_its_name():
     assert function_key(Callable().method) == f"{here}.Callable.method"
     assert function_key(Callable) == f"{here}.Callable"
     assert function_key(len) == "builtins.len"
-    assert function_key(lambda: 0) == f"{here}.test_a_function_is_known_by_its_name.<locals>.<lambda>"
+    assert (
+        function_key(lambda: 0) == f"{here}.test_a_function_is_known_by_its_name.<locals>.<lambda>"
+    )
 
 
 def test_a_script_has_the_name_of_its_file(tmp_path, run_python):
     script = tmp_path / "sweep.py"
     script.write_text(
-        "from raypool.journal.keys import *\ndef train(): pass\nclass C: pass\nprint(function_key(train), content_key(C(), 'it'))"
+        "from raypool.journal.keys import *\ndef train(): pass\nclass C:"
+        " pass\nprint(function_key(train), content_key(C(), 'it'))"
     )
     as_script = run_python(
-        f"import subprocess, sys; print(subprocess.check_output([sys.executable, {str(script)!r}], text=True))"
+        f"import subprocess, sys; print(subprocess.check_output([sys.executable, {str(script)!r}],"
+        " text=True))"
     )
     as_module = run_python(f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import sweep")
     assert as_script.stdout.split() == as_module.stdout.split()

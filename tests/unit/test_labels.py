@@ -26,11 +26,15 @@ WANTED = [
 
 
 def test_who_has_a_label() -> None:
-    """As Ray sees it (test_choice.py shows that); None stands for a machine that has no such label."""
+    """As Ray sees it (test_choice.py shows that); None stands for a machine that has no such
+    label.
+    """
     machines: list[str | None] = ["spot", "reserved", None]
     for wanted, which in WANTED:
         assert [
-            value for value in machines if has_labels({} if value is None else {"market": value}, {"market": wanted})
+            value
+            for value in machines
+            if has_labels({} if value is None else {"market": value}, {"market": wanted})
         ] == which
 
 
@@ -58,7 +62,19 @@ def test_names_that_no_label_can_have() -> None:
 
 
 def test_values_that_no_label_can_have() -> None:
-    for value in ["-spot", "spot_", "in()", "in(a", "in(a,)", "in(a;b)", "!", "!!a", "!in(a, b!)", "a b", "x" * 64]:
+    for value in [
+        "-spot",
+        "spot_",
+        "in()",
+        "in(a",
+        "in(a,)",
+        "in(a;b)",
+        "!",
+        "!!a",
+        "!in(a, b!)",
+        "a b",
+        "x" * 64,
+    ]:
         with pytest.raises(InvalidValueError, match="no value that a label can have"):
             WorkerResources(labels={"market": value})
 

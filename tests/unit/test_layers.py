@@ -1,4 +1,6 @@
-"""Imports point downwards, and each kind of foreign package is imported only where DESIGN.md says."""
+"""Imports point downwards, and each kind of foreign package is imported only where DESIGN.md
+says.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "raypool"
 
-# From the top down; a module may import from its own floor and from those below. No modules import each other: test_house.py.
+# From the top down; a module may import from its own floor and from those below. No modules import
+# each other: test_house.py.
 FLOORS = [
     "__main__ cli",
     "interop testing batches",
@@ -27,7 +30,8 @@ FLOORS = [
     "errors ray_private",
 ]
 
-RAY_MAY_STAND_IN = ("backends.ray.", "cluster.", "train.", "gpus.table")  # the last asks Ray of GPUs that are not NVIDIA's
+# the last asks Ray of GPUs that are not NVIDIA's
+RAY_MAY_STAND_IN = ("backends.ray.", "cluster.", "train.", "gpus.table")
 
 
 IN_WORKERS = {
@@ -91,13 +95,16 @@ def test_imports_point_downwards() -> None:
         for module, tree in modules()
         if module != "__init__"
         for name in imports(tree)
-        if name.startswith("raypool.") and floor_of(name.removeprefix("raypool.")) < floor_of(module)
+        if name.startswith("raypool.")
+        and floor_of(name.removeprefix("raypool.")) < floor_of(module)
     ]
     assert not upward
 
 
 def test_the_design_has_the_same_floors() -> None:
-    rows = re.findall(r"^\| (\d+) \| `([^`]+)` \|", (PACKAGE.parent / "DESIGN.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| (\d+) \| `([^`]+)` \|", (PACKAGE.parent / "DESIGN.md").read_text(), re.MULTILINE
+    )
     assert rows == [(str(len(FLOORS) - level), floor) for level, floor in enumerate(FLOORS)]
 
 
@@ -105,9 +112,15 @@ def test_ray_and_torch_are_imported_only_where_they_may() -> None:
     wrong = []
     for module, tree in modules():
         if not module.startswith(RAY_MAY_STAND_IN):
-            wrong += [f"{module}: {name}" for name in imports(tree) if name.partition(".")[0] == "ray"]
+            wrong += [
+                f"{module}: {name}" for name in imports(tree) if name.partition(".")[0] == "ray"
+            ]
         if module != "cli.demo" and module not in IN_WORKERS:
-            wrong += [f"{module}: {name}" for name in top_level_imports(tree) if name.partition(".")[0] in HEAVY]
+            wrong += [
+                f"{module}: {name}"
+                for name in top_level_imports(tree)
+                if name.partition(".")[0] in HEAVY
+            ]
     assert not wrong
 
 

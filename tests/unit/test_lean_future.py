@@ -1,4 +1,6 @@
-"""A future is one of the standard library's in all but its size, whoever uses it, and however many at once."""
+"""A future is one of the standard library's in all but its size, whoever uses it, and however many
+at once.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from raypool import Future, futures
 
 
 def test_nothing_is_missing_that_the_base_makes() -> None:
-    """A Python whose futures have more than these would go unnoticed otherwise: the base's constructor is not called."""
+    """A Python whose futures have more than these would go unnoticed otherwise: the base's
+    constructor is not called.
+    """
     lean: Future[int] = Future("lean")
     for name, value in vars(concurrent.futures.Future()).items():
         own = getattr(lean, name)
@@ -33,7 +37,9 @@ def test_of_whoever_is_first_there_is_one() -> None:
             lean: Future[int] = Future("lean")
             start, found = threading.Barrier(4), []
 
-            def come(lean: Future[int] = lean, start: threading.Barrier = start, found: list[Any] = found) -> None:
+            def come(
+                lean: Future[int] = lean, start: threading.Barrier = start, found: list[Any] = found
+            ) -> None:
                 start.wait(30)
                 found.append(lean._condition)
 
@@ -62,7 +68,7 @@ def is_waited_for(future: Future[Any]) -> bool:
 def test_several_threads_wait_for_it(eventually: Callable[..., bool]) -> None:
     future: Future[int] = Future("lean")
     found: list[int] = []
-    threads = [in_a_thread(lambda: found.append(future.result(60))) for _ in range(3)]
+    threads = [in_a_thread(lambda: found.append(future.result(300))) for _ in range(3)]
     assert eventually(lambda: is_waited_for(future))
     future.set_running_or_notify_cancel()
     future.set_result(7)
@@ -89,12 +95,18 @@ def test_a_callback_comes_before_and_after_the_end() -> None:
 
 
 def test_beside_those_of_others(eventually: Callable[..., bool]) -> None:
-    """`wait` and `as_completed` take the locks of all of them at once, and leave a note with each."""
+    """`wait` and `as_completed` take the locks of all of them at once, and leave a note with
+    each.
+    """
     lean: list[Future[int]] = [Future("lean") for _ in range(3)]
     others: list[concurrent.futures.Future[int]] = [concurrent.futures.Future() for _ in range(3)]
     both = [future for pair in zip(lean, others, strict=True) for future in pair]
     found: list[Any] = []
-    thread = in_a_thread(lambda: found.extend(future.result() for future in concurrent.futures.as_completed(both, 60)))
+    thread = in_a_thread(
+        lambda: found.extend(
+            future.result() for future in concurrent.futures.as_completed(both, 60)
+        )
+    )
     assert eventually(lambda: all(future._waiters for future in both))  # type: ignore[attr-defined]
     for number, future in enumerate(both):
         future.set_result(number)

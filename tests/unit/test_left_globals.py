@@ -58,7 +58,9 @@ def test_they_see_what_it_has_bound_and_what_it_has_changed(script: dict[str, An
     assert look() == (7, {"loaded": True}, 3)
 
 
-@pytest.mark.parametrize("wrap", [functools.partial, lambda look: functools.wraps(look)(lambda: look())])
+@pytest.mark.parametrize(
+    "wrap", [functools.partial, lambda look: functools.wraps(look)(lambda: look())]
+)
 def test_also_through_what_is_wrapped_round_them(script: dict[str, Any], wrap: Any) -> None:
     call_setup(travelled(script["load"]), 7)
     look = travelled(script["look"])
@@ -129,9 +131,17 @@ class Data:
 
 @pytest.mark.parametrize(
     ("name", "changed", "seen"),
-    [("model", None, "left"), ("table", "new", "new"), ("fail", None, "left"), ("fail", "new", "new"), ("unknown", "new", "new")],
+    [
+        ("model", None, "left"),
+        ("table", "new", "new"),
+        ("fail", None, "left"),
+        ("fail", "new", "new"),
+        ("unknown", "new", "new"),
+    ],
 )
-def test_what_the_user_has_changed_since_is_the_users(script: dict[str, Any], name: str, changed: str | None, seen: str) -> None:
+def test_what_the_user_has_changed_since_is_the_users(
+    script: dict[str, Any], name: str, changed: str | None, seen: str
+) -> None:
     exec(f"def load():\n    global {name}\n    {name} = 'left'", script)
     exec(f"def look():\n    return {name}", script)
     call_setup(travelled(script["load"]))
@@ -169,7 +179,8 @@ def test_nor_is_that_overwritten_which_the_setup_has_read_only(script: dict[str,
         lambda: SCRIPT,
         Data,
     ],
-    ids=["array", "dict", "Data", "float", "nan", "function of C", "module", "lambda", "class"],  # equal in each process
+    # equal in each process
+    ids=["array", "dict", "Data", "float", "nan", "function of C", "module", "lambda", "class"],
 )
 def test_what_is_unchanged_is_known_again(script: dict[str, Any], value: Any) -> None:
     script["model"] = value
@@ -226,7 +237,9 @@ def test_elsewhere_nothing_is_kept(script: dict[str, Any], monkeypatch: pytest.M
 
 
 def test_what_children_are_to_share_is_not_kept_for_them() -> None:
-    """A worker forgets a function with its global variables, although processes that it starts would join these."""
+    """A worker forgets a function with its global variables, although processes that it starts
+    would join these.
+    """
     scope: dict[str, Any] = {"__name__": "a_script"}
     exec("class Large: pass\nlarge = Large()\ndef fn(): return large", scope)
     large = weakref.ref(scope["large"])

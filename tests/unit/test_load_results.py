@@ -27,7 +27,9 @@ def run(folder: Path, items: list[tuple[str, object]], *outcomes: Outcome) -> No
 
 
 def finished(key: str, value: object) -> Outcome:
-    return Outcome(key, 1, "finished", value=value, started_at=100.0, duration_s=2.0, worker=1, gpu=0)
+    return Outcome(
+        key, 1, "finished", value=value, started_at=100.0, duration_s=2.0, worker=1, gpu=0
+    )
 
 
 def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
@@ -39,7 +41,13 @@ def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
 
 
 def test_each_item_is_there_once_those_of_the_newest_call_first(tmp_path):
-    run(tmp_path, [("a", 1), ("b", 2), ("c", 3)], finished("a", 10), finished("b", 20), finished("c", 30))
+    run(
+        tmp_path,
+        [("a", 1), ("b", 2), ("c", 3)],
+        finished("a", 10),
+        finished("b", 20),
+        finished("c", 30),
+    )
     run(tmp_path, [("d", 4), ("c", 3), ("a", 1)], finished("d", 40), finished("a", 11))
     results = load_results(tmp_path)
     assert list(results) == [40, 30, 11, 20]
@@ -56,8 +64,15 @@ def test_a_folder_in_ones_home(tmp_path, monkeypatch):
 
 
 def test_the_table_says_what_is_known(tmp_path):
-    failed = Outcome("b", 2, "failed", error=ValueError("too large"), started_at=101.0, duration_s=1.0, worker=0)
-    run(tmp_path, [("a", {"lr": 1}), ("b", {"lr": 2}), ("c", {"lr": 3})], finished("a", {"loss": 0.5}), failed)
+    failed = Outcome(
+        "b", 2, "failed", error=ValueError("too large"), started_at=101.0, duration_s=1.0, worker=0
+    )
+    run(
+        tmp_path,
+        [("a", {"lr": 1}), ("b", {"lr": 2}), ("c", {"lr": 3})],
+        finished("a", {"loss": 0.5}),
+        failed,
+    )
     results = load_results(str(tmp_path))
     frame = results.to_frame()
     assert frame["status"].tolist() == ["finished", "failed", "missing"]
@@ -66,16 +81,24 @@ def test_the_table_says_what_is_known(tmp_path):
     assert frame["duration_s"].tolist()[:2] == [2.0, 1.0]
     assert frame["error"].tolist()[1] == "ValueError: too large"
     assert list(results) == [{"loss": 0.5}, None, None]
-    assert {index: repr(error) for index, error in results.errors.items()} == {1: "ValueError('too large')"}
+    assert {index: repr(error) for index, error in results.errors.items()} == {
+        1: "ValueError('too large')"
+    }
     assert repr(results) == "<Results of 3 items: 1 finished, 1 failed, 1 missing>"
     assert list(pickle.loads(pickle.dumps(results))) == list(results)
 
 
 def test_the_table_keeps_its_columns_while_items_are_missing(tmp_path):
-    """An item or a value that is not there (yet) leaves its cells empty, whether it is a dict or not."""
+    """An item or a value that is not there (yet) leaves its cells empty, whether it is a dict or
+    not.
+    """
     run(tmp_path, [("a", {"lr": 1}), ("b", {"lr": 2, "name": "x" * 5000})])
     assert load_results(tmp_path).to_frame()["value"].tolist() == [None, None]
-    run(tmp_path, [("a", {"lr": 1}), ("b", {"lr": 2, "name": "x" * 5000})], finished("b", {"loss": 0.5}))
+    run(
+        tmp_path,
+        [("a", {"lr": 1}), ("b", {"lr": 2, "name": "x" * 5000})],
+        finished("b", {"loss": 0.5}),
+    )
     (tmp_path / "items" / "b" / "item.json").unlink()
     frame = load_results(tmp_path).to_frame()
     assert frame["lr"].isna().tolist() == [False, True]
@@ -84,10 +107,20 @@ def test_the_table_keeps_its_columns_while_items_are_missing(tmp_path):
 
 def test_what_items_reported_is_there_and_what_is_lost_of_it_is_said(tmp_path, caplog):
     run(tmp_path, [("a", 1), ("b", 2)], finished("a", 1))
-    lines = [{"time": 100.0 + i, "run": 1, "attempt": 1, "metrics": {"loss": 1 / (i + 1), "nan": float("nan")}} for i in range(3)]
+    lines = [
+        {
+            "time": 100.0 + i,
+            "run": 1,
+            "attempt": 1,
+            "metrics": {"loss": 1 / (i + 1), "nan": float("nan")},
+        }
+        for i in range(3)
+    ]
     folder = tmp_path / "items" / "b"
     folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"time": 103.0, "ru')
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines) + '{"time": 103.0, "ru'
+    )
     metrics = load_results(tmp_path).metrics
     assert "left out (lines): 1, " in caplog.text
     assert metrics["item"].tolist() == [1, 1, 1]
@@ -127,9 +160,11 @@ def test_a_run_that_was_killed_is_read_with_all_that_was_written(tmp_path):
     (tmp_path / "killed" / "journal.sqlite-shm").unlink()
     before = contents(tmp_path / "killed")
     assert list(load_results(tmp_path / "killed")) == [5, None]
-    assert {name: data for name, data in contents(tmp_path / "killed").items() if not name.endswith("-shm")} == {
-        name: data for name, data in before.items() if not name.endswith("-shm")
-    }
+    assert {
+        name: data
+        for name, data in contents(tmp_path / "killed").items()
+        if not name.endswith("-shm")
+    } == {name: data for name, data in before.items() if not name.endswith("-shm")}
 
 
 @pytest.mark.parametrize("is_killed", [False, True], ids=["ended", "killed"])
@@ -138,12 +173,16 @@ def test_a_folder_that_is_read_only_can_be_read(tmp_path, is_killed):
         journal.note_items([("a", 0, {1})])
         journal.write([finished("a", 5)])
         if is_killed:
-            shutil.copytree(tmp_path / "run", tmp_path / "look", ignore=shutil.ignore_patterns("*-shm"))
+            shutil.copytree(
+                tmp_path / "run", tmp_path / "look", ignore=shutil.ignore_patterns("*-shm")
+            )
     if not is_killed:
         shutil.copytree(tmp_path / "run", tmp_path / "look")
     if (
         os.getuid() != 0
-        or subprocess.run(["mount", "--bind", tmp_path / "look", tmp_path / "look"], capture_output=True).returncode
+        or subprocess.run(
+            ["mount", "--bind", tmp_path / "look", tmp_path / "look"], capture_output=True
+        ).returncode
     ):
         pytest.skip("mounting is not allowed here")
     try:
@@ -176,13 +215,11 @@ def looked_at(folder: Path) -> int | str:
 
 def test_a_run_that_just_begins_is_no_damage(tmp_path, caplog, start_python):
     caplog.set_level(logging.WARNING, "raypool")
-    process = start_python(
-        f"""
+    process = start_python(f"""
         from raypool.journal.journal import Journal
         for number in range(30):
             Journal.open({str(tmp_path)!r} + f"/{{number}}", "sweeps.train", None).close()
-        """
-    )
+        """)
     while process.process.poll() is None:
         for number in range(30):
             if (tmp_path / str(number)).exists():
@@ -203,7 +240,11 @@ def test_a_value_that_is_gone_is_missing_and_that_is_said(tmp_path, caplog):
 
 def test_a_damaged_run_gives_what_is_left(tmp_path, caplog):
     caplog.set_level(logging.WARNING, "raypool")
-    run(tmp_path, [(f"k{i}", i) for i in range(300)], *(finished(f"k{i}", "v" * 100 + str(i)) for i in range(300)))
+    run(
+        tmp_path,
+        [(f"k{i}", i) for i in range(300)],
+        *(finished(f"k{i}", "v" * 100 + str(i)) for i in range(300)),
+    )
     path = tmp_path / "journal.sqlite"
     data = bytearray(path.read_bytes())
     start = data.index(b"v" * 100 + b"150") // 8192 * 8192
@@ -220,7 +261,10 @@ def test_a_damaged_run_gives_what_is_left(tmp_path, caplog):
 
 @pytest.mark.parametrize(
     ("damage", "cause"),
-    [(lambda data: bytes(len(data)), "its beginning is not that of a journal"), (lambda data: data[:99], "cut off, 99 of ")],
+    [
+        (lambda data: bytes(len(data)), "its beginning is not that of a journal"),
+        (lambda data: data[:99], "cut off, 99 of "),
+    ],
 )
 def test_an_unreadable_run_has_0_results_and_says_what_to_do(tmp_path, caplog, damage, cause):
     run(tmp_path, [("a", 1)], finished("a", 2))
@@ -234,13 +278,19 @@ def test_an_unreadable_run_has_0_results_and_says_what_to_do(tmp_path, caplog, d
 
     path.unlink()
     (tmp_path / "items").mkdir()
-    with pytest.raises(JournalError, match=r"0 results could be read: .*journal\.sqlite is missing.*call parfor"):
+    with pytest.raises(
+        JournalError, match=r"0 results could be read: .*journal\.sqlite is missing.*call parfor"
+    ):
         load_results(tmp_path)
 
 
-@pytest.mark.parametrize(("size", "lost"), [(None, 0), (0, 3), (-8192, 1)], ids=["whole", "missing", "cut off"])
+@pytest.mark.parametrize(
+    ("size", "lost"), [(None, 0), (0, 3), (-8192, 1)], ids=["whole", "missing", "cut off"]
+)
 def test_a_lost_log_is_said_with_how_many_results_went_with_it(tmp_path, caplog, size, lost):
-    """A run that was killed has its last results in the log beside its journal, which a copy may lack."""
+    """A run that was killed has its last results in the log beside its journal, which a copy may
+    lack.
+    """
     with Journal.open(tmp_path / "run", "sweeps.train", None) as journal:
         journal.note_items([("a", 0, 1), ("b", 1, 2), ("c", 2, 3)])
         for key in "abc":
@@ -250,7 +300,9 @@ def test_a_lost_log_is_said_with_how_many_results_went_with_it(tmp_path, caplog,
     log = tmp_path / "killed" / "journal.sqlite-wal"
     log.write_bytes(log.read_bytes()[:size])
     if lost == 3:
-        with pytest.raises(JournalError, match=r"0 results could be read: 3 of 3 results of the run in .* are lost"):
+        with pytest.raises(
+            JournalError, match=r"0 results could be read: 3 of 3 results of the run in .* are lost"
+        ):
             load_results(tmp_path / "killed")
     else:
         assert list(load_results(tmp_path / "killed")) == [5, 5, None if lost else 5]
@@ -264,14 +316,12 @@ def test_a_lost_log_is_said_with_how_many_results_went_with_it(tmp_path, caplog,
 
 def test_neither_ray_nor_torch_is_needed(tmp_path, run_python):
     run(tmp_path, [("a", {"lr": 1})], finished("a", 3))
-    done = run_python(
-        f"""
+    done = run_python(f"""
         import sys
         from raypool import load_results
         results = load_results({str(tmp_path)!r})
         print(list(results), sorted({{"ray", "torch", "pandas"}} & set(sys.modules)))
-        """
-    )
+        """)
     assert done.stdout.strip() == "[3] []"
 
 
@@ -279,6 +329,8 @@ def test_a_large_run_is_read(tmp_path):
     with Journal.open(tmp_path, "sweeps.train", None) as journal:
         journal.note_items((f"{i:024x}", i, {"lr": i}) for i in range(20_000))
         for start in range(0, 20_000, 1000):
-            journal.write([finished(f"{i:024x}", {"loss": i / 2}) for i in range(start, start + 1000)])
+            journal.write(
+                [finished(f"{i:024x}", {"loss": i / 2}) for i in range(start, start + 1000)]
+            )
     results = load_results(tmp_path)
     assert [value["loss"] for value in results] == [i / 2 for i in range(20_000)]

@@ -24,7 +24,8 @@ sys.stdin.read()
 def test_the_second_is_told_who_the_first_is(tmp_path):
     lock = RunLock(tmp_path)
     with pytest.raises(
-        JournalError, match=rf"is in use by process {os.getpid()} on {socket.gethostname()}, since 20\d\d-"
+        JournalError,
+        match=rf"is in use by process {os.getpid()} on {socket.gethostname()}, since 20\d\d-",
     ) as caught:
         RunLock(tmp_path)
     assert caught.value.run_dir == str(tmp_path)

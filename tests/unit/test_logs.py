@@ -46,7 +46,15 @@ def worker() -> Iterator[Worker]:
 
 
 def test_what_the_driver_would_drop_is_not_sent(worker: Worker) -> None:
-    worker.forwarder.heed(Levels({"": logging.WARNING, "raypool_test": logging.INFO, "raypool_test.x.quiet": logging.ERROR}))
+    worker.forwarder.heed(
+        Levels(
+            {
+                "": logging.WARNING,
+                "raypool_test": logging.INFO,
+                "raypool_test.x.quiet": logging.ERROR,
+            }
+        )
+    )
     quiet, other = logging.getLogger("raypool_test.x.quiet"), logging.getLogger("raypool_other")
     for logger in (X, quiet, other):
         for level in (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR):
@@ -89,7 +97,11 @@ def test_a_record_travels_with_its_text_and_what_cannot_be_pickled_as_text(worke
     try:
         raise ValueError("bad")
     except ValueError:
-        X.exception("of %s", [1, lock], extra={"epoch": 3, "path": {"a": (1, 2)}, "lock": lock, "item": "mine"})
+        X.exception(
+            "of %s",
+            [1, lock],
+            extra={"epoch": 3, "path": {"a": (1, 2)}, "lock": lock, "item": "mine"},
+        )
     [record] = worker.records
     assert (record.getMessage(), record.levelno, record.funcName) == (
         f"of {[1, lock]}",

@@ -41,7 +41,9 @@ def test_means() -> None:
         by_all_seven: True,
     }
     for loss_fn, is_mean in means.items():
-        assert is_mean_over_samples(loss_fn, OUTPUTS, CLASSES, loss_fn(OUTPUTS, CLASSES)) is is_mean, loss_fn
+        assert (
+            is_mean_over_samples(loss_fn, OUTPUTS, CLASSES, loss_fn(OUTPUTS, CLASSES)) is is_mean
+        ), loss_fn
     for loss_fn, is_mean in ((functional.cross_entropy, True), (summed, False)):
         outputs = OUTPUTS.to(torch.float64)
         assert is_mean_over_samples(loss_fn, outputs, CLASSES, loss_fn(outputs, CLASSES)) is is_mean

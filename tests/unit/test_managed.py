@@ -1,4 +1,6 @@
-"""The managed lane without Ray: how ranks meet, what Ray Train is told of earlier checkpoints, what is said of a failure."""
+"""The managed lane without Ray: how ranks meet, what Ray Train is told of earlier checkpoints, what
+is said of a failure.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ pytest.importorskip("torch")
 pytest.importorskip("ray.train")
 
 from ray import exceptions as rx
-from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
+from ray.train.v2._internal.exceptions import (
+    WorkerGroupStartupTimeoutError,
+    WorkerHealthCheckFailedError,
+)
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from raypool.backends.ray.packing import pack_error
@@ -27,7 +32,7 @@ from raypool.train.checkpoints import TrainingAttempt, commit, list_kept, open_p
 from raypool.train.managed import ManagedAttempt, tell_ray
 from raypool.train.managed_ranks import Mailbox
 
-# --- the mailbox ------------------------------------------------------------------------------------------------------
+# --- the mailbox ----------------------------------------------------------------------------------
 
 
 def test_ranks_hear_of_a_wish_to_stop_at_the_same_report() -> None:
@@ -61,7 +66,7 @@ def test_who_waits_for_a_rank_that_has_returned_hears_of_it(is_early: bool) -> N
     assert asyncio.run(run()) == (False, [1])
 
 
-# --- what Ray Train is told -------------------------------------------------------------------------------------------
+# --- what Ray Train is told -----------------------------------------------------------------------
 
 
 def test_ray_train_is_told_of_checkpoints_that_it_does_not_know(tmp_path: Path) -> None:
@@ -82,7 +87,7 @@ def test_ray_train_is_told_of_checkpoints_that_it_does_not_know(tmp_path: Path) 
     assert len(json.loads(file.read_text())["checkpoint_results"]) == len(list_kept(tmp_path)) == 2
 
 
-# --- what is said of a failure ----------------------------------------------------------------------------------------
+# --- what is said of a failure --------------------------------------------------------------------
 
 
 @pytest.fixture

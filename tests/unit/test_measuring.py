@@ -1,4 +1,6 @@
-"""Who is measured takes turns, answers rightly, and is said to be ahead where it is, for reasons that can be seen."""
+"""Who is measured takes turns, answers rightly, and is said to be ahead where it is, for reasons
+that can be seen.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def plainly(fn: Callable[[Any], Any], items: list[Any]) -> list[Any]:
 def test_who_comes_first_and_after_whom_changes_from_round_to_round(benchmark_of: Any) -> None:
     measuring, said = benchmark_of("measuring"), list[str]()
     names = ["raypool", "a", "b", "dask"]
-    values = measuring.in_turns({name: lambda name=name: said.append(name) or len(said) for name in names}, 4, warm_ups=0)
+    values = measuring.in_turns(
+        {name: lambda name=name: said.append(name) or len(said) for name in names}, 4, warm_ups=0
+    )
     rounds = [said[at : at + 4] for at in range(0, 16, 4)]
     assert [sorted(order) for order in rounds] == [sorted(names)] * 4
     assert sorted(order[0] for order in rounds) == sorted(names)
@@ -35,7 +39,9 @@ def test_who_answers_wrongly_is_found_outside_the_time(benchmark_of: Any) -> Non
             contest.checked("one", lambda answer=answer: answer, [1, 2])()
 
 
-def test_a_loop_that_loses_items_is_not_measured(benchmark_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_that_loses_items_is_not_measured(
+    benchmark_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench, wrong = benchmark_of("bench_parfor"), benchmark_of("contest").WrongAnswersError
     monkeypatch.setattr(bench, "ITEMS", 16)
 
@@ -46,12 +52,16 @@ def test_a_loop_that_loses_items_is_not_measured(benchmark_of: Any, monkeypatch:
         return [fn(item) for item in items][1:]
 
     here, pools = SimpleNamespace(parfor=parfor), {"ray_pool": SimpleNamespace(map=plainly)}
-    assert bench.run(SimpleNamespace(pool=here, process_pool=SimpleNamespace(map=plainly), **pools))[1].others
+    assert bench.run(
+        SimpleNamespace(pool=here, process_pool=SimpleNamespace(map=plainly), **pools)
+    )[1].others
     with pytest.raises(wrong, match="multiprocessing: 15 answers"):
         bench.run(SimpleNamespace(pool=here, process_pool=SimpleNamespace(map=lost), **pools))
 
 
-def test_numbers_that_are_added_up_wrongly_are_found(benchmark_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_that_are_added_up_wrongly_are_found(
+    benchmark_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch
     import torch.distributed as dist
 
@@ -63,7 +73,9 @@ def test_numbers_that_are_added_up_wrongly_are_found(benchmark_of: Any, monkeypa
         trainings.sum_us(torch.empty(4), lambda x: x)
 
 
-def test_reports_are_set_against_those_of_the_same_turn(benchmark_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_are_set_against_those_of_the_same_turn(
+    benchmark_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench, said = benchmark_of("bench_train"), list[str]()
 
     def costs(name: str) -> list[float]:
@@ -74,10 +86,16 @@ def test_reports_are_set_against_those_of_the_same_turn(benchmark_of: Any, monke
     monkeypatch.setattr(bench, "reported", lambda _, counts, lane="warm": costs(lane))
     lines = bench.costs(None)
     assert [sorted(said[at : at + 3]) for at in (0, 3, 6)] == [["bare", "managed", "warm"]] * 3
-    bare, warm = ([at + 1.0 for at, name in enumerate(said) if name == wanted] for wanted in ("bare", "warm"))
+    bare, warm = (
+        [at + 1.0 for at, name in enumerate(said) if name == wanted] for wanted in ("bare", "warm")
+    )
     assert [(line.what, line.values, line.others) for line in lines[::2]] == [
         ("a report, warm lane", warm, bare),
-        ("a report with a checkpoint of 10 MB, warm lane", [100 * us for us in warm], [100 * us for us in bare]),
+        (
+            "a report with a checkpoint of 10 MB, warm lane",
+            [100 * us for us in warm],
+            [100 * us for us in bare],
+        ),
     ]
 
 
@@ -97,9 +115,10 @@ def test_turns_end_in_time_and_who_is_slow_has_one(benchmark_of: Any) -> None:
     runs = in_turns_within(170, parties, rounds=5, clock=lambda: now)
     assert runs == {"quick": [10, 121, 131, 161], "middling": [30, 111, 151], "slow": [91]}
     now = 0.0
-    assert in_turns_within(45, {"ours": takes(20), "other": takes(10)}, clock=lambda: now) == {"ours": [20], "other": [30]}, (
-        "nobody has more turns than the first, which has none left"
-    )
+    assert in_turns_within(45, {"ours": takes(20), "other": takes(10)}, clock=lambda: now) == {
+        "ours": [20],
+        "other": [30],
+    }, "nobody has more turns than the first, which has none left"
 
 
 def test_what_a_loss_is(benchmark_of: Any) -> None:
@@ -113,17 +132,29 @@ def test_what_a_loss_is(benchmark_of: Any) -> None:
     assert found == [(behind, losses.IN_FEW_CHUNKS), (level, losses.LEVEL), (missed, "")]
 
 
-@pytest.mark.parametrize("against", ["the bound", "list scheduling's guarantee", "none lost", "no workers, a memcpy"])
+@pytest.mark.parametrize(
+    "against", ["the bound", "list scheduling's guarantee", "none lost", "no workers, a memcpy"]
+)
 def test_a_bound_is_no_system(benchmark_of: Any, against: str) -> None:
     line, losses = benchmark_of("measuring").Line, benchmark_of("losses")
-    assert not losses.losses("peers_data", [line("at once", "x", against, "us", [2.0] * 5, [1.0] * 5)])
+    assert not losses.losses(
+        "peers_data", [line("at once", "x", against, "us", [2.0] * 5, [1.0] * 5)]
+    )
 
 
 @pytest.mark.parametrize(("bare", "said"), [(1.5, True), (0.9, False), (None, False)])
-def test_what_a_reason_says_of_others_is_seen_in_the_table(benchmark_of: Any, bare: float | None, said: bool) -> None:
+def test_what_a_reason_says_of_others_is_seen_in_the_table(
+    benchmark_of: Any, bare: float | None, said: bool
+) -> None:
     line, losses = benchmark_of("measuring").Line, benchmark_of("losses")
     behind = line("call by call", "1 ms", "multiprocessing", "us", [2.0] * 5, [1.0] * 5)
     elsewhere = line("call by call", "nothing", losses.BARE, "us", [2.0] * 5, [3.0] * 5)
-    third = [] if bare is None else [line("call by call", "1 ms", losses.BARE, "us", [2.0] * 5, [bare] * 5)]
-    reasons = [why for found, why in losses.losses("peers", [behind, elsewhere, *third]) if found is behind]
+    third = (
+        []
+        if bare is None
+        else [line("call by call", "1 ms", losses.BARE, "us", [2.0] * 5, [bare] * 5)]
+    )
+    reasons = [
+        why for found, why in losses.losses("peers", [behind, elsewhere, *third]) if found is behind
+    ]
     assert reasons == [losses.BY_PIPES if said else ""]

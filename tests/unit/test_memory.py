@@ -34,7 +34,9 @@ def test_children_and_theirs_count() -> None:
     grandchild = f"held = bytearray({80 * MB}); print('there', flush=True); input()"
     child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {grandchild!r}])"
     before = memory_used(os.getpid())
-    with subprocess.Popen([sys.executable, "-c", child], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as started:
+    with subprocess.Popen(
+        [sys.executable, "-c", child], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as started:
         assert started.stdout is not None
         assert started.stdout.readline() == b"there\n"
         assert started.pid in family(os.getpid())
@@ -55,7 +57,9 @@ def test_what_forked_processes_share_counts_once(grow: Callable[[int], bytearray
         os._exit(0)
     assert child in family(os.getpid())
     assert memory_used(os.getpid()) - before < 60 * MB
-    assert not is_over(os.getpid(), before + 60 * MB), "what is cheap counts it twice, and is not believed"
+    assert not is_over(os.getpid(), before + 60 * MB), (
+        "what is cheap counts it twice, and is not believed"
+    )
     os.close(there)
     os.close(here)
     assert os.waitpid(child, 0)[0] == child

@@ -1,4 +1,6 @@
-"""Metrics wait where they are; what is reported in the end is the same as if each had been asked for at once."""
+"""Metrics wait where they are; what is reported in the end is the same as if each had been asked
+for at once.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from raypool.worker.running import Running, running
 def said() -> Iterator[list[Any]]:
     """Give what the task that this test plays has reported: (time, metrics) each."""
     heard: list[Any] = []
-    token = running.set(Running(0, 1, None, 0, None, None, say=lambda note, kind, payload: heard.append(payload)))
+    token = running.set(
+        Running(0, 1, None, 0, None, None, say=lambda note, kind, payload: heard.append(payload))
+    )
     yield heard
     running.reset(token)
 
@@ -32,23 +36,44 @@ def fail(buffer: MetricBuffer, loss: torch.Tensor) -> None:
         raise ZeroDivisionError
 
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+]
 
 
-@given(st.lists(st.dictionaries(st.sampled_from("abc"), st.tuples(st.sampled_from(DTYPES), st.integers(0, 255))), max_size=20))
+@given(
+    st.lists(
+        st.dictionaries(
+            st.sampled_from("abc"), st.tuples(st.sampled_from(DTYPES), st.integers(0, 255))
+        ),
+        max_size=20,
+    )
+)
 def test_the_same_numbers_as_item(steps: list[dict[str, tuple[torch.dtype, int]]]) -> None:
     """Whatever dtypes come together, of whatever steps: neither is converted into the other."""
     buffer, expected = MetricBuffer(size=100), []
     for step in steps:
         metrics = {
-            name: torch.tensor(value, dtype=dtype) / 3 if dtype.is_floating_point else torch.tensor(value, dtype=dtype)
+            name: (
+                torch.tensor(value, dtype=dtype) / 3
+                if dtype.is_floating_point
+                else torch.tensor(value, dtype=dtype)
+            )
             for name, (dtype, value) in step.items()
         }
         expected.append({name: value.item() for name, value in metrics.items()})
         buffer.add(**metrics)
     rows = buffer.flush()
     assert rows == expected
-    assert [list(map(type, row.values())) for row in rows] == [list(map(type, row.values())) for row in expected]
+    assert [list(map(type, row.values())) for row in rows] == [
+        list(map(type, row.values())) for row in expected
+    ]
     assert [list(row) for row in rows] == [list(row) for row in expected]
 
 
@@ -76,7 +101,9 @@ def test_a_training_reports_the_same_as_with_item(said: list[Any]) -> None:
         train(metrics)
     assert [metrics for _, metrics in said] == one_by_one
     assert len(one_by_one) == 25
-    assert [list(metrics) for _, metrics in said] == [["step", "loss", "kind"]] * 25, "in the order in which they were given"
+    assert [list(metrics) for _, metrics in said] == [["step", "loss", "kind"]] * 25, (
+        "in the order in which they were given"
+    )
 
 
 def test_nothing_is_brought_before_it_is_full(said: list[Any]) -> None:
@@ -126,7 +153,9 @@ def test_after_an_error_the_last_steps_are_reported(said: list[Any]) -> None:
 
 
 def test_a_device_that_fails_hides_no_error() -> None:
-    """A meta tensor has no value, as one of a GPU that has failed: the training's own error is what comes out."""
+    """A meta tensor has no value, as one of a GPU that has failed: the training's own error is what
+    comes out.
+    """
     buffer = MetricBuffer()
     with pytest.raises(ZeroDivisionError):
         fail(buffer, torch.ones((), device="meta"))
@@ -136,10 +165,14 @@ def test_a_device_that_fails_hides_no_error() -> None:
     assert buffer.flush() == [], "what could not be brought is not tried again"
 
 
-@pytest.mark.parametrize("value", [torch.ones(2), torch.ones(0), torch.ones((), dtype=torch.complex64)])
+@pytest.mark.parametrize(
+    "value", [torch.ones(2), torch.ones(0), torch.ones((), dtype=torch.complex64)]
+)
 def test_what_is_no_single_number_is_an_error(value: torch.Tensor) -> None:
     buffer = MetricBuffer()
-    with pytest.raises(InvalidTypeError, match=r"add\(loss=...\) got a tensor that is (complex|of \d elements)"):
+    with pytest.raises(
+        InvalidTypeError, match=r"add\(loss=...\) got a tensor that is (complex|of \d elements)"
+    ):
         buffer.add(step=1, loss=value)
     with pytest.raises(InvalidTypeError, match="neither a number nor a text"):
         buffer.add(loss=[1])
@@ -161,5 +194,7 @@ def test_in_a_pool_each_item_has_its_own() -> None:
     with parpool(2, profile="threads", quiet=True) as pool:
         frame = pool.parfor(train, [1, 6, 0, 3]).metrics
     assert sorted(zip(frame["item"], frame["step"], frame["loss"], strict=True)) == [
-        (item, step, 10.0 * steps + step) for item, steps in enumerate([1, 6, 0, 3]) for step in range(steps)
+        (item, step, 10.0 * steps + step)
+        for item, steps in enumerate([1, 6, 0, 3])
+        for step in range(steps)
     ]

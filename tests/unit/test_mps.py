@@ -1,4 +1,5 @@
-"""NVIDIA's Multi-Process Service: a program that acts as its daemon does is started, used and ended, whoever dies.
+"""NVIDIA's Multi-Process Service: a program that acts as its daemon does is started, used and
+ended, whoever dies.
 
 On Ray: tests/integration/test_mps.py; with NVIDIA's own: tests/gpu/test_mps.py.
 """
@@ -67,12 +68,19 @@ def said(folder: Path) -> list[str]:
     return (folder / "log" / "control.log").read_text().splitlines()
 
 
-def test_it_is_started_and_ended(service: Mps, program: Path, tmp_path: Path, temporary: TemporaryFolder) -> None:
-    """Its files are the user's only, it sees all GPUs, and nothing of it is there when `stop` returns."""
+def test_it_is_started_and_ended(
+    service: Mps, program: Path, tmp_path: Path, temporary: TemporaryFolder
+) -> None:
+    """Its files are the user's only, it sees all GPUs, and nothing of it is there when `stop`
+    returns.
+    """
     state = start(service, program, tmp_path)
     folder = temporary.path() / "mps"
     assert state == MpsState(str(folder))
-    assert said(folder)[:2] == ["CUDA_VISIBLE_DEVICES=None 0o700", f"start_server -uid {os.getuid()}"]
+    assert said(folder)[:2] == [
+        "CUDA_VISIBLE_DEVICES=None 0o700",
+        f"start_server -uid {os.getuid()}",
+    ]
     assert len(processes(folder)) == 3
     service.stop()
     assert processes(folder) == []
@@ -102,13 +110,19 @@ time.sleep(60)
 
 def run(code: str, argument: str) -> tuple[subprocess.Popen[str], str]:
     """Run some code in a process of its own; return that, and the line that it has printed."""
-    process = subprocess.Popen([sys.executable, "-c", code, argument], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, argument], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     return process, process.stdout.readline().strip()
 
 
-def test_it_stays_as_long_as_a_worker_uses_it(program: Path, eventually: Callable[..., bool]) -> None:
-    """Its agent may have died, and another taken its place. When all have died nothing is left, not even the folder."""
+def test_it_stays_as_long_as_a_worker_uses_it(
+    program: Path, eventually: Callable[..., bool]
+) -> None:
+    """Its agent may have died, and another taken its place. When all have died nothing is left, not
+    even the folder.
+    """
     agent, text = run(AGENT, f"{program.parent}:{os.environ['PATH']}")
     folder = Path(text)
     worker, found = run(WORKER, text)
@@ -117,14 +131,23 @@ def test_it_stays_as_long_as_a_worker_uses_it(program: Path, eventually: Callabl
         agent.kill()
         agent.wait()
         environ = {**os.environ, **mps.variables(folder)}
-        answer = subprocess.run([program], input="get_server_list\n", env=environ, capture_output=True, text=True, check=True)
+        answer = subprocess.run(
+            [program],
+            input="get_server_list\n",
+            env=environ,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         assert int(answer.stdout) in [process.pid for process in processes(folder)]
         worker.kill()
     assert eventually(lambda: processes(folder) == [] and not folder.exists())
 
 
 @pytest.mark.ci
-def test_what_does_not_end_is_killed(service: Mps, program: Path, tmp_path: Path, temporary: TemporaryFolder) -> None:
+def test_what_does_not_end_is_killed(
+    service: Mps, program: Path, tmp_path: Path, temporary: TemporaryFolder
+) -> None:
     (program.parent / "mode").write_text("stubborn")
     start(service, program, tmp_path)
     assert len(processes(temporary.path() / "mps")) == 3
@@ -135,8 +158,18 @@ def test_what_does_not_end_is_killed(service: Mps, program: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("mode", "problem"),
     [
-        ("fails", "nvidia-cuda-mps-control -d has failed with status 1: An instance of this daemon is already running"),
-        pytest.param("serverless", "no MPS server has come up within 10 s: get_server_list", marks=pytest.mark.long),
+        (
+            "fails",
+            (
+                "nvidia-cuda-mps-control -d has failed with status 1: An instance of this daemon is"
+                " already running"
+            ),
+        ),
+        pytest.param(
+            "serverless",
+            "no MPS server has come up within 10 s: get_server_list",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_why_it_could_not_be_started(
@@ -152,10 +185,14 @@ def test_why_it_could_not_be_started(
 def test_without_the_program(service: Mps, tmp_path: Path) -> None:
     state = service.start({"PATH": str(tmp_path)}, usual=tmp_path)
     assert state == MpsState(None, "there is no nvidia-cuda-mps-control in its PATH")
-    assert "take turns, for there is no nvidia-cuda-mps-control" in mps.turns("lab-3", str(state.problem))
+    assert "take turns, for there is no nvidia-cuda-mps-control" in mps.turns(
+        "lab-3", str(state.problem)
+    )
 
 
-def test_one_that_is_there_for_everybody_is_used(service: Mps, program: Path, tmp_path: Path, temporary: TemporaryFolder) -> None:
+def test_one_that_is_there_for_everybody_is_used(
+    service: Mps, program: Path, tmp_path: Path, temporary: TemporaryFolder
+) -> None:
     """CUDA finds it by itself; a dead one does not count, nor a file that is no number."""
     usual = tmp_path / "usual"
     usual.mkdir()
@@ -172,7 +209,9 @@ def test_one_that_is_there_for_everybody_is_used(service: Mps, program: Path, tm
 def test_processes_that_are_killed_have_nothing_on_their_gpus_before(
     service: Mps, program: Path, tmp_path: Path, temporary: TemporaryFolder
 ) -> None:
-    """NVIDIA: a client that dies in the midst of its work may take others with it. Only clients are named to the daemon."""
+    """NVIDIA: a client that dies in the midst of its work may take others with it. Only clients are
+    named to the daemon.
+    """
     start(service, program, tmp_path)
     folder = temporary.path() / "mps"
     (folder / "pipe" / "clients").write_text("11\n12\n13\n")
@@ -190,9 +229,15 @@ def test_what_somebody_has_chosen_is_left_alone() -> None:
 
 
 def test_the_keeper_needs_no_package() -> None:
-    """It runs by its path, isolated: wherever raypool comes from, also by Ray's runtime environment."""
+    """It runs by its path, isolated: wherever raypool comes from, also by Ray's runtime
+    environment.
+    """
     python = [sys.executable, "-I", "-S", "-c"]
     code = (
-        f"import runpy; runpy.run_path({mps_keeper.__file__!r}, run_name='keeper'); import sys; print('raypool' in sys.modules)"
+        f"import runpy; runpy.run_path({mps_keeper.__file__!r}, run_name='keeper'); import sys;"
+        " print('raypool' in sys.modules)"
     )
-    assert subprocess.run([*python, code], capture_output=True, text=True, check=True).stdout == "False\n"
+    assert (
+        subprocess.run([*python, code], capture_output=True, text=True, check=True).stdout
+        == "False\n"
+    )

@@ -1,4 +1,6 @@
-"""What the agent of a node waits for. The rest of it needs processes: see tests/integration/test_cancel.py."""
+"""What the agent of a node waits for. The rest of it needs processes: see
+tests/integration/test_cancel.py.
+"""
 
 from __future__ import annotations
 

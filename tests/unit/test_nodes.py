@@ -1,4 +1,6 @@
-"""What a pool does when nodes go and come, without Ray: the driver is told in time, and what was lost is made up for."""
+"""What a pool does when nodes go and come, without Ray: the driver is told in time, and what was
+lost is made up for.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,11 @@ class Land:
         self.room: list[str] = []
 
     def look(self) -> Nodes:
-        return Nodes(dict(self.alive), {node: at for node, at in self.draining.items() if node in self.alive}, "here")
+        return Nodes(
+            dict(self.alive),
+            {node: at for node, at in self.draining.items() if node in self.alive},
+            "here",
+        )
 
     def places(self) -> dict[int, str | None]:
         return dict(self.where)
@@ -36,7 +42,9 @@ class Land:
         return self.moved.get(place)
 
     def grow(self, most: int) -> list[int]:
-        places = [max(self.where, default=0) + 1 + number for number in range(min(most, len(self.room)))]
+        places = [
+            max(self.where, default=0) + 1 + number for number in range(min(most, len(self.room)))
+        ]
         self.where.update((place, self.room.pop(0)) for place in places)
         return places
 
@@ -78,9 +86,13 @@ def test_a_node_that_goes_is_left_before_it_does() -> None:
     watch.check()
     watch.check()
 
-    assert all(re.fullmatch(r"its node host-b is about to go, in [56]\d s", words) for _, words in told)
+    assert all(
+        re.fullmatch(r"its node host-b is about to go, in [56]\d s", words) for _, words in told
+    )
     assert len(told) == 2
-    assert told.news() == [PlaceLeaving(place, pytest.approx(gone_at - GRACE_S - MARGIN_S)) for place in (1, 2)]
+    assert told.news() == [
+        PlaceLeaving(place, pytest.approx(gone_at - GRACE_S - MARGIN_S)) for place in (1, 2)
+    ]
     assert not watch.stays("b")
     del land.alive["b"]
     watch.check()
@@ -257,7 +269,9 @@ def test_silence_is_counted_by_who_asks() -> None:
 
 
 @pytest.mark.parametrize("reason", [LossReason.EXIT, LossReason.NODE])
-def test_a_worker_that_dies_with_a_node_that_had_given_notice_is_preempted(reason: LossReason) -> None:
+def test_a_worker_that_dies_with_a_node_that_had_given_notice_is_preempted(
+    reason: LossReason,
+) -> None:
     """Ray tells of the worker first, and of the node when somebody asks."""
     land = Land("a", "b")
     watch, told = watch_over(land)

@@ -1,4 +1,6 @@
-"""What NVML tells of GPUs, and what becomes of it when NVML does not: the library is a fake one that is handed in."""
+"""What NVML tells of GPUs, and what becomes of it when NVML does not: the library is a fake one
+that is handed in.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from raypool.gpus.devices import GpuDevice, GpuProcess, index_of
 from raypool.gpus.nvml import NvmlInventory
 from tests.unit.fake_nvml import GIB, FakeCard, FakeNvml, error
 
-FIRST, SECOND = "GPU-11111111-0000-0000-0000-000000000000", "GPU-11112222-0000-0000-0000-000000000000"
+FIRST, SECOND = (
+    "GPU-11111111-0000-0000-0000-000000000000",
+    "GPU-11112222-0000-0000-0000-000000000000",
+)
 WELL = GpuDevice(
     index=0,
     name="NVIDIA H200",
@@ -47,16 +52,25 @@ def process(pid: int, used: int | None) -> SimpleNamespace:
 
 
 def test_all_that_is_known_of_a_card() -> None:
-    nvml = FakeNvml(FakeCard(computing=[process(7, GIB), process(8, None)], mode=3), FakeCard(uuid=SECOND.encode(), name=b"L4"))
+    nvml = FakeNvml(
+        FakeCard(computing=[process(7, GIB), process(8, None)], mode=3),
+        FakeCard(uuid=SECOND.encode(), name=b"L4"),
+    )
     first, second = NvmlInventory(nvml).devices()
     processes = (GpuProcess(pid=7, used_bytes=GIB), GpuProcess(pid=8))
-    assert first == GpuDevice(**{**vars(WELL), "compute_mode": "exclusive_process", "processes": processes})
+    assert first == GpuDevice(
+        **{**vars(WELL), "compute_mode": "exclusive_process", "processes": processes}
+    )
     assert first.free_bytes == 138 * GIB
     assert (second.index, second.name, second.uuid) == (1, "L4", SECOND)  # older modules give bytes
 
 
 def test_who_computes_and_draws_stands_there_once() -> None:
-    card = FakeCard(computing=[process(7, None), process(9, 0)], mps=[process(7, 5), process(8, 6)], drawing=[process(8, 1)])
+    card = FakeCard(
+        computing=[process(7, None), process(9, 0)],
+        mps=[process(7, 5), process(8, 6)],
+        drawing=[process(8, 1)],
+    )
     (device,) = NvmlInventory(FakeNvml(card)).devices()
     assert device.processes == (
         GpuProcess(pid=7, used_bytes=5),
@@ -65,11 +79,16 @@ def test_who_computes_and_draws_stands_there_once() -> None:
     )
     card.drawing = error("NOT_SUPPORTED")
     card.mps = error("FUNCTION_NOT_FOUND")
-    assert [entry.pid for entry in NvmlInventory(FakeNvml(card)).devices()[0].processes or ()] == [7, 9]
+    assert [entry.pid for entry in NvmlInventory(FakeNvml(card)).devices()[0].processes or ()] == [
+        7,
+        9,
+    ]
 
 
 def test_a_divided_card_names_its_instances() -> None:
-    card = FakeCard(mig_mode=[1, 1], instances={0: "MIG-a", 3: "MIG-b"}, rates=error("NOT_SUPPORTED"))
+    card = FakeCard(
+        mig_mode=[1, 1], instances={0: "MIG-a", 3: "MIG-b"}, rates=error("NOT_SUPPORTED")
+    )
     nvml = FakeNvml(FakeCard(uuid=SECOND), card)
     inventory = NvmlInventory(nvml)
     assert [device.mig for device in inventory.devices()] == [(), ("MIG-a", "MIG-b")]
@@ -89,8 +108,23 @@ def test_a_divided_card_names_its_instances() -> None:
 def test_a_card_is_found_by_its_names() -> None:
     inventory = NvmlInventory(FakeNvml(FakeCard(), FakeCard(uuid=SECOND)))
     names = ("0", FIRST, SECOND, "GPU-11112", "GPU-1111", "2", "GPU-3", "", "MIG-nobody")
-    assert [index_of(name, inventory.find(name)) for name in names if name] == [0, 0, 1, 1, -1, 2, -1, -1]
-    assert [name for name in names if inventory.find(name) is None] == ["GPU-1111", "2", "GPU-3", "", "MIG-nobody"]
+    assert [index_of(name, inventory.find(name)) for name in names if name] == [
+        0,
+        0,
+        1,
+        1,
+        -1,
+        2,
+        -1,
+        -1,
+    ]
+    assert [name for name in names if inventory.find(name) is None] == [
+        "GPU-1111",
+        "2",
+        "GPU-3",
+        "",
+        "MIG-nobody",
+    ]
 
 
 def test_the_load_is_all_that_is_asked_for_when_it_is_asked_for() -> None:
@@ -102,7 +136,8 @@ def test_the_load_is_all_that_is_asked_for_when_it_is_asked_for() -> None:
         assert inventory.load([1, 2]) == [busy, GpuDevice(index=2)]
     assert nvml.asked.count("nvmlInit") == 0
     assert nvml.asked.count("nvmlDeviceGetMemoryInfo") == 1
-    assert len(nvml.asked) == 4  # memory and utilisation of the one, and twice whether the other is there
+    # memory and utilisation of the one, and twice whether the other is there
+    assert len(nvml.asked) == 4
     assert inventory.memory_used([0, 1]) == 4 * GIB
     assert inventory.memory_used([0, 2]) is None
     assert inventory.memory_used([]) == 0
@@ -114,12 +149,10 @@ def test_nvml_is_initialised_once_and_names_are_asked_for_once() -> None:
     first = inventory.devices()
     assert NvmlInventory(nvml).devices() == first
     assert inventory.find(SECOND) == first[1]
-    assert {name: nvml.asked.count(name) for name in ("nvmlInit", "nvmlDeviceGetUUID", "nvmlDeviceGetName", "nvmlShutdown")} == {
-        "nvmlInit": 1,
-        "nvmlDeviceGetUUID": 2,
-        "nvmlDeviceGetName": 2,
-        "nvmlShutdown": 0,
-    }
+    assert {
+        name: nvml.asked.count(name)
+        for name in ("nvmlInit", "nvmlDeviceGetUUID", "nvmlDeviceGetName", "nvmlShutdown")
+    } == {"nvmlInit": 1, "nvmlDeviceGetUUID": 2, "nvmlDeviceGetName": 2, "nvmlShutdown": 0}
 
 
 def test_after_a_fork_nvml_begins_anew() -> None:
@@ -155,7 +188,10 @@ def test_what_lasts_is_still_known_when_nvml_fails_in_mid_run() -> None:
         nvml.broken = error(name)
         for _ in range(2):
             known = {"name": "NVIDIA H200", "compute_capability": (9, 0)}
-            left = [GpuDevice(index=0, uuid=FIRST, **known), GpuDevice(index=1, uuid=SECOND, **known)]
+            left = [
+                GpuDevice(index=0, uuid=FIRST, **known),
+                GpuDevice(index=1, uuid=SECOND, **known),
+            ]
             assert inventory.devices() == left
             assert inventory.find("GPU-11112") == left[1]
             assert inventory.load([0]) == [GpuDevice(index=0)]
@@ -172,7 +208,10 @@ def test_a_lost_card_leaves_the_others_as_they_are() -> None:
     assert inventory.devices()[1].used_bytes == 2 * GIB
     for field in ("memory", "rates", "temperature", "mode", "computing", "mig_mode"):
         setattr(lost, field, error("GPU_IS_LOST"))
-    assert inventory.devices() == [WELL, GpuDevice(index=1, name="NVIDIA H200", uuid=SECOND, compute_capability=(9, 0))]
+    assert inventory.devices() == [
+        WELL,
+        GpuDevice(index=1, name="NVIDIA H200", uuid=SECOND, compute_capability=(9, 0)),
+    ]
 
 
 FIELDS = [
@@ -195,7 +234,9 @@ def test_each_answer_may_fail_alone() -> None:
     for failure in FAILURES:
         for field, unknown in FIELDS:
             nvml = FakeNvml(FakeCard(**{field: failure}))
-            assert NvmlInventory(nvml).devices() == [GpuDevice(**{**vars(WELL), **dict.fromkeys(unknown)})]
+            assert NvmlInventory(nvml).devices() == [
+                GpuDevice(**{**vars(WELL), **dict.fromkeys(unknown)})
+            ]
 
 
 def test_the_real_module_has_all_that_is_asked_for() -> None:
@@ -206,7 +247,12 @@ def test_the_real_module_has_all_that_is_asked_for() -> None:
     nvml = FakeNvml(FakeCard(mig_mode=[1, 1], instances={0: "MIG-a"}))
     NvmlInventory(nvml).devices()
     assert [name for name in nvml.asked if not callable(getattr(pynvml, name, None))] == []
-    assert (NOT_SUPPORTED, TEMPERATURE_OF_GPU) == (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_TEMPERATURE_GPU)
+    assert (NOT_SUPPORTED, TEMPERATURE_OF_GPU) == (
+        pynvml.NVML_ERROR_NOT_SUPPORTED,
+        pynvml.NVML_TEMPERATURE_GPU,
+    )
     assert {
-        number: name for number, name in COMPUTE_MODES.items() if getattr(pynvml, f"NVML_COMPUTEMODE_{name.upper()}") != number
+        number: name
+        for number, name in COMPUTE_MODES.items()
+        if getattr(pynvml, f"NVML_COMPUTEMODE_{name.upper()}") != number
     } == {}

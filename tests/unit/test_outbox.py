@@ -39,7 +39,9 @@ class Agent:
         self.batches[number] = batch
 
     def entries(self) -> list[tuple[Any, ...]]:
-        return [entry for number in sorted(self.batches) for entry in pickle.loads(self.batches[number])]
+        return [
+            entry for number in sorted(self.batches) for entry in pickle.loads(self.batches[number])
+        ]
 
 
 @pytest.fixture
@@ -57,7 +59,9 @@ def outbox(agent: Agent) -> Iterator[Outbox]:
 
 @pytest.fixture
 def held(outbox: Outbox, agent: Agent, eventually: Callable[..., bool]) -> Outbox:
-    """Give an outbox whose first batch, with one entry, is on its way and stays there until the agent is open."""
+    """Give an outbox whose first batch, with one entry, is on its way and stays there until the
+    agent is open.
+    """
     agent.is_open.clear()
     outbox.send("queue", "key", b"0")
     assert eventually(lambda: outbox._number == 1)
@@ -76,7 +80,9 @@ def test_sends_by_itself(outbox: Outbox, agent: Agent, eventually: Callable[...,
     assert outbox.flush() == (2, b"")
 
 
-def test_what_is_left_goes_with_the_answer(held: Outbox, agent: Agent, eventually: Callable[..., bool]) -> None:
+def test_what_is_left_goes_with_the_answer(
+    held: Outbox, agent: Agent, eventually: Callable[..., bool]
+) -> None:
     assert held.flush() == (1, b"")
     held.send("queue", "key", b"2")
     number, rest = held.flush()
@@ -90,13 +96,17 @@ def test_shares_batches_and_keeps_the_order(held: Outbox) -> None:
     for number in range(1000):
         held.send("queue", "key", str(number).encode())
         held.say(note_of(held, number % 2), "text", f"{number}\n")
-        held.say(note_of(held, number % 2, index=number), "metrics", (float(number), {"step": number}))
+        held.say(
+            note_of(held, number % 2, index=number), "metrics", (float(number), {"step": number})
+        )
     entries = pickle.loads(held.flush()[1])
     assert len(entries) == 1000 + 2 + 2
     assert [int(entry[2]) for entry in entries if entry[0] == "queue"] == list(range(1000))
     for task_id in (0, 1):
         mine = [entry for entry in entries if entry[1] == task_id]
-        assert "".join(entry[2] for entry in mine if entry[0] == "text").split() == [str(i) for i in range(task_id, 1000, 2)]
+        assert "".join(entry[2] for entry in mine if entry[0] == "text").split() == [
+            str(i) for i in range(task_id, 1000, 2)
+        ]
         rows = [row for entry in mine if entry[0] == "metrics" for row in pickle.loads(entry[2])]
         assert rows == [(float(i), i, 1, {"step": i}) for i in range(task_id, 1000, 2)]
 
@@ -126,11 +136,17 @@ def test_before_the_end_all_of_it_is_sent(held: Outbox, agent: Agent) -> None:
 
 @pytest.mark.parametrize("limit", ["MAX_ENTRIES", "MAX_BYTES"])
 def test_whoever_says_far_too_much_waits(
-    outbox: Outbox, agent: Agent, eventually: Callable[..., bool], monkeypatch: pytest.MonkeyPatch, limit: str
+    outbox: Outbox,
+    agent: Agent,
+    eventually: Callable[..., bool],
+    monkeypatch: pytest.MonkeyPatch,
+    limit: str,
 ) -> None:
     monkeypatch.setattr(outbox_module, limit, 10)
     agent.is_open.clear()
-    thread = threading.Thread(target=lambda: [outbox.send("queue", "key", b"x") for _ in range(100)])
+    thread = threading.Thread(
+        target=lambda: [outbox.send("queue", "key", b"x") for _ in range(100)]
+    )
     thread.start()
     assert eventually(lambda: outbox._entries.qsize() == 10)
     assert thread.is_alive()
@@ -155,11 +171,15 @@ def test_a_way_that_is_broken_holds_nobody_up_and_is_tried_again(
     for _ in range(100):
         outbox.send("queue", "key", b"x")
     agent.num_failures = 0
-    assert eventually(lambda: agent.entries() == [("queue", "key", b"first")] + 10 * [("queue", "key", b"x")])
+    assert eventually(
+        lambda: agent.entries() == [("queue", "key", b"first")] + 10 * [("queue", "key", b"x")]
+    )
     assert caplog.text.count("does not get through") == 1
 
 
-def test_a_forked_child_says_nothing_and_does_not_wait(outbox: Outbox, agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_child_says_nothing_and_does_not_wait(
+    outbox: Outbox, agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(outbox_module, "MAX_ENTRIES", 10)
     token = running.set(note_of(outbox))
     child = os.fork()
@@ -190,7 +210,9 @@ class Listener:
 
 @pytest.fixture
 def without_collector() -> Iterator[None]:
-    """Others have hooks in Python's garbage collector, and an interruption in one of them would be theirs."""
+    """Others have hooks in Python's garbage collector, and an interruption in one of them would be
+    theirs.
+    """
     gc.collect()
     gc.disable()
     yield
@@ -200,7 +222,9 @@ def without_collector() -> Iterator[None]:
 @pytest.mark.usefixtures("without_collector")
 @pytest.mark.parametrize("is_direct", [False, True])
 def test_an_interruption_at_any_moment_breaks_nothing(is_direct: bool) -> None:
-    """A task may be cancelled while it reports: the signal's handler raises wherever the main thread is."""
+    """A task may be cancelled while it reports: the signal's handler raises wherever the main
+    thread is.
+    """
     hub, listener = Hub(), Listener()
     hub.watch(7, listener)
     outbox = Outbox(lambda number, batch: hub.deliver(0, number, batch))

@@ -14,10 +14,18 @@ GIBIBYTE = 2**30
 
 
 def test_rows_of_several_machines(tmp_path: Path) -> None:
-    """An index counts on its own machine only; two workers may share a GPU, and one may have two."""
+    """An index counts on its own machine only; two workers may share a GPU, and one may have
+    two.
+    """
     nodes = [
-        NodeDevices("a", SimulatedGpus(tmp_path / "a", 2).devices(), [WorkerInfo(0, "a", 1, (0,)), WorkerInfo(2, "a", 2, (0,))]),
-        NodeDevices("b", SimulatedGpus(tmp_path / "b", 2).devices(), [WorkerInfo(1, "b", 1, (0, 1))]),
+        NodeDevices(
+            "a",
+            SimulatedGpus(tmp_path / "a", 2).devices(),
+            [WorkerInfo(0, "a", 1, (0,)), WorkerInfo(2, "a", 2, (0,))],
+        ),
+        NodeDevices(
+            "b", SimulatedGpus(tmp_path / "b", 2).devices(), [WorkerInfo(1, "b", 1, (0, 1))]
+        ),
     ]
     table = device_table(nodes, {2: "item 3 of train", 1: "fold"}, [0, 1, 2])
     assert table[["host", "index", "workers", "running"]].to_numpy().tolist() == [
@@ -43,13 +51,24 @@ def test_a_machine_that_does_not_answer_has_what_its_workers_have_said() -> None
     assert table["name"].fillna("").tolist() == ["", "", "NVIDIA H200"]
     assert table["workers"].tolist() == [(2,), (2,), (0, 1)]
     assert table["running"].tolist() == [(None,), (None,), ("fold", None)]
-    assert table[["total_bytes", "used_bytes", "free_bytes", "utilisation", "temperature_c", "processes"]].isna().all(axis=None)
+    assert (
+        table[
+            ["total_bytes", "used_bytes", "free_bytes", "utilisation", "temperature_c", "processes"]
+        ]
+        .isna()
+        .all(axis=None)
+    )
 
 
 def test_what_is_known_in_part_keeps_the_types_of_the_columns() -> None:
     """Integers stay integers beside what is not known: 2**60 + 1 bytes are not a float."""
     cards = [
-        GpuDevice(index=0, total_bytes=2**60 + 1, used_bytes=0, processes=(GpuProcess(pid=7), GpuProcess(pid=8))),
+        GpuDevice(
+            index=0,
+            total_bytes=2**60 + 1,
+            used_bytes=0,
+            processes=(GpuProcess(pid=7), GpuProcess(pid=8)),
+        ),
         GpuDevice(index=1, utilisation=0.5),
     ]
     table = device_table([NodeDevices("a", cards, [WorkerInfo(0, "a", 1)])], {}, [0])

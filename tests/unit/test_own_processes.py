@@ -1,4 +1,6 @@
-"""Tests in several processes at once: each sees what it has left behind itself, and nobody what is another's; see `make test`."""
+"""Tests in several processes at once: each sees what it has left behind itself, and nobody what is
+another's; see `make test`.
+"""
 
 from __future__ import annotations
 
@@ -32,28 +34,35 @@ def pytest_xdist_make_scheduler(config, log):
 
 FILES = {
     "conftest": CONFTEST,
-    "test_process": """
+    "test_process": (
+        """
 import subprocess
 
 def test_it_leaves_an_orphan():
     subprocess.run("sleep 100 > /dev/null 2>&1 & echo $! > pid.new; mv pid.new pid", shell=True, check=True)
-""",
-    "test_innocent": """
+"""
+    ),
+    "test_innocent": (
+        """
 from pathlib import Path
 from tests.leaks import poll
 
 def test_it_ends_while_the_orphan_is_there():
     assert poll(Path("pid").exists, timeout_s=30)
-""",
-    "test_file": """
+"""
+    ),
+    "test_file": (
+        """
 import os, tempfile
 from pathlib import Path
 
 def test_it_leaves_a_file():
     Path(tempfile.gettempdir(), "raypool-left").touch()
     Path("folders", os.environ["RAYPOOL_TEST_PROCESS"]).write_text(tempfile.gettempdir())
-""",
-    "test_end": """
+"""
+    ),
+    "test_end": (
+        """
 import os, subprocess
 from pathlib import Path
 
@@ -65,7 +74,8 @@ def test_it_ends_its_process():
 
 def test_the_next_one_runs():
     Path("next").touch()
-""",
+"""
+    ),
 }
 
 Run = Callable[..., str]
@@ -99,7 +109,14 @@ def run_pytest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     ]
 
     def run(*words: str, folder: Path = tmp_path) -> str:
-        return subprocess.run([*command, *words], cwd=folder, stdout=subprocess.PIPE, text=True, timeout=90, check=False).stdout
+        return subprocess.run(
+            [*command, *words],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=90,
+            check=False,
+        ).stdout
 
     return run
 
@@ -123,7 +140,9 @@ def test_a_test_that_ends_its_process_is_not_repeated_and_the_others_run(
     assert "1 failed, 1 passed" in said
     assert (tmp_path / "ends").read_text() == "once "
     assert (tmp_path / "next").exists()
-    assert eventually(lambda: not psutil.pid_exists(int((tmp_path / "pid").read_text()))), "what it has started goes at the end"
+    assert eventually(lambda: not psutil.pid_exists(int((tmp_path / "pid").read_text()))), (
+        "what it has started goes at the end"
+    )
 
 
 def test_as_many_files_as_processes(run_pytest: Run, tmp_path: Path) -> None:
@@ -133,13 +152,19 @@ def test_as_many_files_as_processes(run_pytest: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ends", [(10,), (8, 9), (0, 1, 18, 19)])
-def test_all_others_run_whenever_processes_end(run_pytest: Run, tmp_path: Path, ends: tuple[int, ...]) -> None:
-    """xdist 3.8 would hand out again the files that are done, and wait for ever for the tests of them that there are not."""
+def test_all_others_run_whenever_processes_end(
+    run_pytest: Run, tmp_path: Path, ends: tuple[int, ...]
+) -> None:
+    """xdist 3.8 would hand out again the files that are done, and wait for ever for the tests of
+    them that there are not.
+    """
     for other in range(20):
         (tmp_path / f"test_{other:02}.py").write_text("def test_it(): pass")
     for number in ends:
         (tmp_path / f"test_{number:02}.py").write_text("import os\n\ndef test_it(): os._exit(3)")
-    assert f"{len(ends)} failed, {20 - len(ends)} passed" in run_pytest(*(f"test_{other:02}.py" for other in range(20)))
+    assert f"{len(ends)} failed, {20 - len(ends)} passed" in run_pytest(
+        *(f"test_{other:02}.py" for other in range(20))
+    )
 
 
 def test_what_has_failed_may_not_clean_up_for_ever(run_pytest: Run, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ class Thing:
     """Something that can be referred to weakly."""
 
 
-# --- keeping ----------------------------------------------------------------------------------------------------------
+# --- keeping --------------------------------------------------------------------------------------
 
 
 def test_what_is_kept_is_found_as_itself_by_key_and_rank(key: str) -> None:
@@ -120,7 +120,7 @@ def test_a_part_may_have_a_finalizer_that_drops_another(key: str) -> None:
     assert type(composite.read(other, 0)) is Gone
 
 
-# --- describing -------------------------------------------------------------------------------------------------------
+# --- describing -----------------------------------------------------------------------------------
 
 Point = namedtuple("Point", "x y")
 
@@ -162,7 +162,9 @@ def test_arrays_and_tables() -> None:
     assert describe(np.array(1.0)).text == "ndarray () float64"
     assert describe(np.float32(1)).text == "float32"
     assert describe(pd.DataFrame({"a": range(10), "b": range(10)})).text == "DataFrame (10, 2)"
-    assert describe(pd.DataFrame({"shape": [1], "dtype": [2]})).text == "DataFrame (1, 2)", "the columns have these names"
+    assert describe(pd.DataFrame({"shape": [1], "dtype": [2]})).text == "DataFrame (1, 2)", (
+        "the columns have these names"
+    )
     assert describe(pd.Series([1.0])).text == "Series (1,) float64"
 
 
@@ -232,7 +234,10 @@ class AnswersAll:
         raise Broken
 
 
-@pytest.mark.parametrize("kind", [RaisingShape, OddShape, ShapeOfThings, RaisingDtype, RaisingLen, RaisingAll, AnswersAll])
+@pytest.mark.parametrize(
+    "kind",
+    [RaisingShape, OddShape, ShapeOfThings, RaisingDtype, RaisingLen, RaisingAll, AnswersAll],
+)
 def test_of_one_that_refuses_only_the_type_is_said(key: str, kind: Any) -> None:
     value = kind()
     assert composite.keep(key, 0, value) == Description(kind.__name__)
@@ -255,7 +260,18 @@ def test_small_values_that_cannot_change_come_along() -> None:
 
 
 def test_others_stay_where_they_are() -> None:
-    for value in ["x" * 2000, b"x" * 2000, 10**5000, [], {}, (1, 2), np.float64(1), np.zeros(1), Point(1, 2), Thing()]:
+    for value in [
+        "x" * 2000,
+        b"x" * 2000,
+        10**5000,
+        [],
+        {},
+        (1, 2),
+        np.float64(1),
+        np.zeros(1),
+        Point(1, 2),
+        Thing(),
+    ]:
         assert describe(value).plain == (), type(value)
 
 

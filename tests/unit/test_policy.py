@@ -31,7 +31,10 @@ CHUNKS = [
 
 def test_chunk_size():
     for mean_s, items, waiting, num_workers, expected in CHUNKS:
-        assert policy.chunk_size(Pace(mean_s, items, calls=1, waiting=waiting), num_workers) == expected
+        assert (
+            policy.chunk_size(Pace(mean_s, items, calls=1, waiting=waiting), num_workers)
+            == expected
+        )
 
 
 LOOKS_AHEAD = [
@@ -51,7 +54,12 @@ LOOKS_AHEAD = [
 
 def test_should_look_ahead():
     for mean_s, longest_s, waiting, num_workers, expected in LOOKS_AHEAD:
-        assert policy.should_look_ahead(Pace(mean_s, longest_s=longest_s, waiting=waiting), num_workers) is expected
+        assert (
+            policy.should_look_ahead(
+                Pace(mean_s, longest_s=longest_s, waiting=waiting), num_workers
+            )
+            is expected
+        )
 
 
 def test_a_long_item_is_remembered_for_a_while():
@@ -97,7 +105,17 @@ def test_pieces_shrink_until_the_culprit_is_alone():
 
 
 def test_restart_delay():
-    for losses, expected in [(0, 0.0), (1, 0.0), (2, 0.5), (3, 1.0), (4, 2.0), (7, 16.0), (8, 30.0), (9, 30.0), (10_000, 30.0)]:
+    for losses, expected in [
+        (0, 0.0),
+        (1, 0.0),
+        (2, 0.5),
+        (3, 1.0),
+        (4, 2.0),
+        (7, 16.0),
+        (8, 30.0),
+        (9, 30.0),
+        (10_000, 30.0),
+    ]:
         assert policy.restart_delay_s(losses) == expected
 
 

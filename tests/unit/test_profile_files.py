@@ -50,7 +50,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
     return write
 
 
-# --- what a file says -------------------------------------------------------------------------------------------------
+# --- what a file says -----------------------------------------------------------------------------
 
 
 def test_all_fields_can_stand_in_a_file(write: Write) -> None:
@@ -75,8 +75,13 @@ def test_single_fields_are_replaced(write: Write) -> None:
     assert (profile.gpus, profile.address, profile.retries) == ((1,), None, 0)
 
 
-def test_a_pool_by_the_name_of_its_profile(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
-    write('[profiles.mine]\nbackend = "threads"\nquiet = true\nresources = [{gpus = 0}, {gpus = 0}, {cpus = 2}]')
+def test_a_pool_by_the_name_of_its_profile(
+    write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(
+        '[profiles.mine]\nbackend = "threads"\nquiet = true\nresources = [{gpus = 0}, {gpus = 0},'
+        " {cpus = 2}]"
+    )
     with parpool(profile="mine") as pool:
         assert pool.num_workers == 3
         assert list(pool.parfor(abs, [-1, 2])) == [1, 2]
@@ -96,8 +101,13 @@ def test_a_cluster_with_paths_beside_the_file(write: Write, tmp_path: Path) -> N
     """)
     profile = named_profile("far")
     folder = Path.cwd()
-    assert (profile.token_file, profile.working_dir) == (str(Path.home() / "token"), str(folder / "../code"))
-    assert profile.tls == Tls(certificate=f"{folder}/tls/me.crt", key="/keys/me.key", authority=f"{folder}/tls/ca.crt")
+    assert (profile.token_file, profile.working_dir) == (
+        str(Path.home() / "token"),
+        str(folder / "../code"),
+    )
+    assert profile.tls == Tls(
+        certificate=f"{folder}/tls/me.crt", key="/keys/me.key", authority=f"{folder}/tls/ca.crt"
+    )
     assert profile.packages == ("scikit-learn>=1.5",)
     assert profile.is_remote
 
@@ -107,25 +117,37 @@ def test_a_cluster_with_paths_beside_the_file(write: Write, tmp_path: Path) -> N
     [
         "[profiles.mixed]\nresources = [{gpus = 0}, {gpus = 0}, {gpus = 1}]",
         "[profiles.mixed]\nresources = [\n  {gpus = 0},\n  {gpus = 0},\n  {gpus = 1},\n]",
-        "[profiles.mixed]\n[[profiles.mixed.resources]]\ngpus = 0\n[[profiles.mixed.resources]]\ngpus = 0\n"
-        "[[profiles.mixed.resources]]\ngpus = 1",
+        (
+            "[profiles.mixed]\n[[profiles.mixed.resources]]\ngpus ="
+            " 0\n[[profiles.mixed.resources]]\ngpus = 0\n[[profiles.mixed.resources]]\ngpus = 1"
+        ),
     ],
 )
 def test_resources_of_each_worker(write: Write, text: str) -> None:
     write(text)
-    assert named_profile("mixed").listed == (WorkerResources(gpus=0), WorkerResources(gpus=0), WorkerResources(gpus=1))
+    assert named_profile("mixed").listed == (
+        WorkerResources(gpus=0),
+        WorkerResources(gpus=0),
+        WorkerResources(gpus=1),
+    )
 
 
 def test_functions_are_imported(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    write("class Cache:\n    @staticmethod\n    def load(): pass\ndef leave(): pass", name="raypool_test_hooks.py")
-    write('[profiles.x]\nsetup = "raypool_test_hooks:Cache.load"\nteardown = "raypool_test_hooks:leave"')
+    write(
+        "class Cache:\n    @staticmethod\n    def load(): pass\ndef leave(): pass",
+        name="raypool_test_hooks.py",
+    )
+    write(
+        '[profiles.x]\nsetup = "raypool_test_hooks:Cache.load"\nteardown ='
+        ' "raypool_test_hooks:leave"'
+    )
     monkeypatch.syspath_prepend(str(Path.cwd()))
     profile = named_profile("x")
     hooks = sys.modules.pop("raypool_test_hooks")
     assert (profile.setup, profile.teardown) == (hooks.Cache.load, hooks.leave)
 
 
-# --- which file counts ------------------------------------------------------------------------------------------------
+# --- which file counts ----------------------------------------------------------------------------
 
 
 def test_a_file_further_up_is_found(write: Write) -> None:
@@ -151,7 +173,11 @@ def test_raypool_toml_goes_before_pyproject_toml(write: Write) -> None:
 
 
 def test_what_other_tools_say_in_pyproject_toml_is_theirs(write: Write) -> None:
-    write('[project]\nname = "x"\n[tool.black]\nprofiles = 3\n[tool.raypool.profiles."a b"]\nretries = 5', name="pyproject.toml")
+    write(
+        '[project]\nname = "x"\n[tool.black]\nprofiles = 3\n[tool.raypool.profiles."a'
+        ' b"]\nretries = 5',
+        name="pyproject.toml",
+    )
     assert named_profile("a b").retries == 5
 
 
@@ -171,26 +197,51 @@ def test_a_working_directory_that_is_gone(write: Write) -> None:
         named_profile("lab")
 
 
-# --- what is said of a name that is not there ----------------------------------------------------------------------------
+# --- what is said of a name that is not there -----------------------------------------------------
 
 
 def test_a_missing_profile_names_those_that_exist(write: Write) -> None:
-    with pytest.raises(InvalidValueError, match=r"There is no profile 'cluster'. There are: local, threads, inline\."):
+    with pytest.raises(
+        InvalidValueError,
+        match=r"There is no profile 'cluster'. There are: local, threads, inline\.",
+    ):
         parpool(profile="cluster")
     path = write("[profiles.lab]\n[profiles.farm]")
-    with pytest.raises(InvalidValueError, match=r"There are: local, threads, inline; in .*: lab, farm") as caught:
+    with pytest.raises(
+        InvalidValueError, match=r"There are: local, threads, inline; in .*: lab, farm"
+    ) as caught:
         parpool(profile="cluster")
     assert str(path) in str(caught.value)
 
 
-# --- what is said of a file that is wrong ---------------------------------------------------------------------------------
+# --- what is said of a file that is wrong ---------------------------------------------------------
 
 
 WRONG = [
-    ("[profiles.x]\n\n# so many\nnum_gpus = 2", 4, InvalidValueError, "no field 'num_gpus'. It has: backend, address, token"),
-    ("[profiles.x]\nresources.gpus = 1\nresources.ram = 2", 3, InvalidValueError, "no field 'ram'. It has: gpus, cpus, mem"),
-    ("[profiles.x.resources]\ngpus = -1", 2, InvalidValueError, "WorkerResources.gpus=-1. is negative"),
-    ("[profiles.x]\nresources = [\n  {gpus = 1},\n  {gpu = 1},\n]", 2, InvalidValueError, "no field 'gpu'"),
+    (
+        "[profiles.x]\n\n# so many\nnum_gpus = 2",
+        4,
+        InvalidValueError,
+        "no field 'num_gpus'. It has: backend, address, token",
+    ),
+    (
+        "[profiles.x]\nresources.gpus = 1\nresources.ram = 2",
+        3,
+        InvalidValueError,
+        "no field 'ram'. It has: gpus, cpus, mem",
+    ),
+    (
+        "[profiles.x.resources]\ngpus = -1",
+        2,
+        InvalidValueError,
+        "WorkerResources.gpus=-1. is negative",
+    ),
+    (
+        "[profiles.x]\nresources = [\n  {gpus = 1},\n  {gpu = 1},\n]",
+        2,
+        InvalidValueError,
+        "no field 'gpu'",
+    ),
     (
         "[profiles.x]\n[[profiles.x.resources]]\ngpus = 1\n[[profiles.x.resources]]\ngpus = '1'",
         5,
@@ -198,25 +249,75 @@ WRONG = [
         "gpus='1'. is not a number",
     ),
     ("[profiles.x]\nresources = []", 2, InvalidValueError, "names no worker"),
-    ("[profiles.x]\nresources = [1, 2]", 2, InvalidTypeError, "is not a table, nor a list of tables"),
+    (
+        "[profiles.x]\nresources = [1, 2]",
+        2,
+        InvalidTypeError,
+        "is not a table, nor a list of tables",
+    ),
     ("[profiles.x]\nenv = {\n", 2, InvalidValueError, "not valid TOML"),
     ("[profiles.x]\nretries = '3'", 2, InvalidTypeError, "retries='3' is not a whole number"),
-    ("[profiles.x]\nretries = 3\nidle_timeout_s = true", 3, InvalidTypeError, "idle_timeout_s=True is not a number"),
+    (
+        "[profiles.x]\nretries = 3\nidle_timeout_s = true",
+        3,
+        InvalidTypeError,
+        "idle_timeout_s=True is not a number",
+    ),
     ("[profiles.x]\nenv = {A = 1}", 2, InvalidTypeError, "texts"),
     ("[profiles.x.env]\nA = 'a'\nB = 5", 3, InvalidTypeError, "'B': 5"),
     ("[profiles.x]\ngpus = [0, 0]", 2, InvalidValueError, "GPU 0 is named twice"),
     ("[profiles.x]\nbackend = 'mpi'", 2, InvalidValueError, "none of ray, threads, inline"),
     ("[profiles.x]\nbackend = [\n'ray',\n]", 2, InvalidValueError, "none of ray, threads, inline"),
     ("[profiles.x]\naddress = 2026-11-21", 2, InvalidTypeError, "not the address of a Ray cluster"),
-    ("[profiles.x]\nsetup = 'load'", 2, InvalidTypeError, 'names no function. Write "module:function"'),
-    ("[profiles.x]\nteardown = 3", 2, InvalidTypeError, 'names no function. Write "module:function"'),
-    ("[profiles.x]\nsetup = 'no_such_module_here:load'", 2, InvalidValueError, "could not be imported: ModuleNotFoundError"),
-    ("[profiles.x]\nsetup = 'os.path:no_such'", 2, InvalidValueError, "could not be imported: AttributeError"),
-    ("[profiles.x]\nsetup = 'os.path:join'", 2, InvalidTypeError, "cannot be called without arguments"),
+    (
+        "[profiles.x]\nsetup = 'load'",
+        2,
+        InvalidTypeError,
+        'names no function. Write "module:function"',
+    ),
+    (
+        "[profiles.x]\nteardown = 3",
+        2,
+        InvalidTypeError,
+        'names no function. Write "module:function"',
+    ),
+    (
+        "[profiles.x]\nsetup = 'no_such_module_here:load'",
+        2,
+        InvalidValueError,
+        "could not be imported: ModuleNotFoundError",
+    ),
+    (
+        "[profiles.x]\nsetup = 'os.path:no_such'",
+        2,
+        InvalidValueError,
+        "could not be imported: AttributeError",
+    ),
+    (
+        "[profiles.x]\nsetup = 'os.path:join'",
+        2,
+        InvalidTypeError,
+        "cannot be called without arguments",
+    ),
     ("[profiles.x]\nsetup = 'os:sep'", 2, InvalidTypeError, "is not callable"),
-    ("\n[profiles.x]\ngpus = [0]\nresources = {gpus = 2}", 2, InvalidValueError, "each worker is to have 2"),
-    ("\n[profile.x]\ngpus = [0]", 2, InvalidValueError, "there is no setting 'profile'. There are: profiles"),
-    ("[profiles.x]\ntls = {key = 'k', certificate = 'c'}", 2, InvalidValueError, "tls lacks authority"),
+    (
+        "\n[profiles.x]\ngpus = [0]\nresources = {gpus = 2}",
+        2,
+        InvalidValueError,
+        "each worker is to have 2",
+    ),
+    (
+        "\n[profile.x]\ngpus = [0]",
+        2,
+        InvalidValueError,
+        "there is no setting 'profile'. There are: profiles",
+    ),
+    (
+        "[profiles.x]\ntls = {key = 'k', certificate = 'c'}",
+        2,
+        InvalidValueError,
+        "tls lacks authority",
+    ),
     ("[profiles.x.tls]\nca = 'k'", 2, InvalidValueError, "tls has no field 'ca'"),
     ("[profiles.x.tls]\nkey = 3", 2, InvalidTypeError, "key=3 is not the path"),
     ("[profiles.x]\npackages = 'torch'", 2, InvalidTypeError, "packages='torch' is not a list"),
@@ -236,7 +337,9 @@ def test_a_file_that_is_wrong(write: Write) -> None:
 
 def test_built_in_profiles_cannot_be_redefined(write: Write) -> None:
     path = write("[profiles.x]\nretries = 1\n[profiles.threads]\nretries = 5")
-    with pytest.raises(InvalidValueError, match=f"{path}, line 3: the profile 'threads' is built in"):
+    with pytest.raises(
+        InvalidValueError, match=f"{path}, line 3: the profile 'threads' is built in"
+    ):
         parpool(2, profile="threads")
     with pytest.raises(InvalidValueError, match=rf"in {path}: x\."):
         parpool(2, profile="y")
@@ -273,7 +376,9 @@ def test_files_that_are_no_text(write: Write) -> None:
         named_profile("x")
 
 
-def test_the_cause_of_an_import_that_fails_is_kept(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cause_of_an_import_that_fails_is_kept(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write("1 / 0", name="raypool_test_broken.py")
     write("[profiles.x]\nsetup = 'raypool_test_broken:f'")
     monkeypatch.syspath_prepend(str(Path.cwd()))
@@ -284,4 +389,7 @@ def test_the_cause_of_an_import_that_fails_is_kept(write: Write, monkeypatch: py
 
 def test_lines_are_those_that_an_editor_shows() -> None:
     text = '[a]\nb = """\n\u2028\n"""\n"c.d" = 1\n[[e]]\n[[e]]\nf.g = 1\n'
-    assert [line_of(text, keys) for keys in [("a",), ("a", "b"), ("a", "c.d"), ("e", 1), ("e", 1, "f", "g")]] == [1, 2, 5, 7, 8]
+    assert [
+        line_of(text, keys)
+        for keys in [("a",), ("a", "b"), ("a", "c.d"), ("e", 1), ("e", 1, "f", "g")]
+    ] == [1, 2, 5, 7, 8]

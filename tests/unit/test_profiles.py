@@ -39,9 +39,17 @@ REFUSED = [
         InvalidValueError,
         "names 2 kinds of worker with a GPU",
     ),
-    ({"resources": [WorkerResources(gpus=0)] * 2, "gpus": [0]}, InvalidValueError, "each worker is to have 0"),
+    (
+        {"resources": [WorkerResources(gpus=0)] * 2, "gpus": [0]},
+        InvalidValueError,
+        "each worker is to have 0",
+    ),
     ({"setup": "load"}, InvalidTypeError, "setup='load' is not callable"),
-    ({"setup": lambda config: None}, InvalidTypeError, "setup=<lambda> cannot be called without arguments.*'config'"),
+    (
+        {"setup": lambda config: None},
+        InvalidTypeError,
+        "setup=<lambda> cannot be called without arguments.*'config'",
+    ),
     ({"teardown": 3}, InvalidTypeError, "teardown=3 is not callable"),
     ({"idle_timeout_s": 0}, InvalidValueError, "idle_timeout_s=0 would end workers"),
     ({"idle_timeout_s": "60"}, InvalidTypeError, "idle_timeout_s='60' is not a number of seconds"),
@@ -49,8 +57,16 @@ REFUSED = [
     ({"cancel_grace_s": None}, InvalidTypeError, "cancel_grace_s=None is not a number of seconds"),
     ({"start_timeout_s": float("nan")}, InvalidValueError, "leaves no time"),
     ({"address": 7}, InvalidTypeError, "address=7 is not the address"),
-    ({"address": "http://head:8265"}, InvalidValueError, "neither 'ray://HOST:10001' nor 'HOST:6379'"),
-    ({"address": "ray://head:10001", "gpus": [0]}, InvalidValueError, "GPUs of this machine, which is no node of ray://head"),
+    (
+        {"address": "http://head:8265"},
+        InvalidValueError,
+        "neither 'ray://HOST:10001' nor 'HOST:6379'",
+    ),
+    (
+        {"address": "ray://head:10001", "gpus": [0]},
+        InvalidValueError,
+        "GPUs of this machine, which is no node of ray://head",
+    ),
     ({"jobs_address": "127.0.0.1:8265"}, InvalidValueError, "is not a URL"),
     ({"jobs_address": 8265}, InvalidTypeError, "is not a URL"),
     ({"token_file": 7}, InvalidTypeError, "token_file=7 is not the path of a file"),
@@ -59,7 +75,11 @@ REFUSED = [
     ({"packages": "torch"}, InvalidTypeError, "not a list of what pip is to install"),
     ({"packages": [""]}, InvalidTypeError, "names no package"),
     ({"quiet": "yes"}, InvalidTypeError, "quiet='yes' is neither True nor False"),
-    ({"gpus": [0], "resources": WorkerResources(gpus=2)}, InvalidValueError, "each worker is to have 2"),
+    (
+        {"gpus": [0], "resources": WorkerResources(gpus=2)},
+        InvalidValueError,
+        "each worker is to have 2",
+    ),
 ]
 
 
@@ -79,7 +99,18 @@ def test_a_profile_of_another_kind_is_refused() -> None:
         parpool(profile=3)  # type: ignore[arg-type]
 
 
-SHARES = [(None, 1), (0, 1), (1, 1), (2, 1), (0.5, 2), (0.33, 3), (0.25, 4), (1 / 3, 3), (0.167, 6), (1 / 7, 7)]
+SHARES = [
+    (None, 1),
+    (0, 1),
+    (1, 1),
+    (2, 1),
+    (0.5, 2),
+    (0.33, 3),
+    (0.25, 4),
+    (1 / 3, 3),
+    (0.167, 6),
+    (1 / 7, 7),
+]
 
 
 def test_workers_per_gpu() -> None:
@@ -88,8 +119,20 @@ def test_workers_per_gpu() -> None:
 
 
 ODD_PARTS = [
-    (0.4, r"2 such workers take 0\.8 of it, and 0\.2 would lie idle\. .* 0\.5 \(2 workers\) and 0\.333 \(3 workers\)"),
-    (0.6, r"one such worker takes 0\.6 of it, and 0\.4 would lie idle\. .* 1 \(1 worker\) and 0\.5 \(2 workers\)"),
+    (
+        0.4,
+        (
+            r"2 such workers take 0\.8 of it, and 0\.2 would lie idle\. .* 0\.5 \(2 workers\) and"
+            r" 0\.333 \(3 workers\)"
+        ),
+    ),
+    (
+        0.6,
+        (
+            r"one such worker takes 0\.6 of it, and 0\.4 would lie idle\. .* 1 \(1 worker\) and"
+            r" 0\.5 \(2 workers\)"
+        ),
+    ),
     (0.3, r"0\.333 \(3 workers\) and 0\.25 \(4 workers\)"),
     (0.51, r"does not divide a GPU"),
     (0.00001, "is less than 0.0001"),
@@ -122,7 +165,9 @@ def test_changes_replace_single_fields() -> None:
 
 
 def test_functions_that_can_be_called_without_arguments_are_taken() -> None:
-    profile = Profile(setup=functools.partial(print, "up"), teardown=dict, idle_timeout_s=0.5, cancel_grace_s=0)
+    profile = Profile(
+        setup=functools.partial(print, "up"), teardown=dict, idle_timeout_s=0.5, cancel_grace_s=0
+    )
     assert callable(profile.setup)
     assert profile.teardown is dict
 
@@ -142,7 +187,14 @@ def test_resources_of_each_worker() -> None:
 
 
 def test_where_jobs_are_handed_in() -> None:
-    assert Profile().jobs_url == Profile(address="localhost:6379").jobs_url == "http://127.0.0.1:8265"
-    assert Profile(address="ray://head:10001", jobs_address="https://head/ray").jobs_url == "https://head/ray"
-    with pytest.raises(InvalidValueError, match=r"Where jobs for ray://head:10001 .* set jobs_address"):
+    assert (
+        Profile().jobs_url == Profile(address="localhost:6379").jobs_url == "http://127.0.0.1:8265"
+    )
+    assert (
+        Profile(address="ray://head:10001", jobs_address="https://head/ray").jobs_url
+        == "https://head/ray"
+    )
+    with pytest.raises(
+        InvalidValueError, match=r"Where jobs for ray://head:10001 .* set jobs_address"
+    ):
         _ = Profile(address="ray://head:10001").jobs_url

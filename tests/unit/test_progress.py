@@ -1,4 +1,6 @@
-"""The picture on a terminal of text: what is on it, in every state of a loop and on terminals of every size."""
+"""The picture on a terminal of text: what is on it, in every state of a loop and on terminals of
+every size.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,21 @@ from tests.unit.fake_loop import FakeLoop
 
 
 class Terminal(FakeLoop):
-    """A terminal and a loop: `at` shows the loop at a time, `lines` is what stands on the terminal then."""
+    """A terminal and a loop: `at` shows the loop at a time, `lines` is what stands on the terminal
+    then.
+    """
 
     def __init__(self, items: Any = range(13), width: int = 100, height: int = 30) -> None:
         super().__init__(items)
         self.stream = io.StringIO()
-        console = Console(file=self.stream, force_terminal=True, color_system=None, width=width, height=height, _environ={})
+        console = Console(
+            file=self.stream,
+            force_terminal=True,
+            color_system=None,
+            width=width,
+            height=height,
+            _environ={},
+        )
         self.view = TerminalView(console)
 
     def at(self, seconds: float) -> list[str]:
@@ -65,7 +76,9 @@ class Terminal(FakeLoop):
 
     @property
     def is_cursor_shown(self) -> bool:
-        return self.stream.getvalue().rfind("\x1b[?25h") >= self.stream.getvalue().rfind("\x1b[?25l")
+        return self.stream.getvalue().rfind("\x1b[?25h") >= self.stream.getvalue().rfind(
+            "\x1b[?25l"
+        )
 
 
 @pytest.fixture
@@ -185,17 +198,25 @@ def test_says_what_has_failed_last_and_why(terminal: Terminal) -> None:
 def test_a_worker_without_work_is_idle(terminal: Terminal) -> None:
     terminal.run(0, 0)
     piece = terminal.run(1, 1, 4)
-    assert [" ".join(line.split()) for line in terminal.at(1)[2:]] == ["worker 1 0 done 1.0 s items 1 to 3"]
+    assert [" ".join(line.split()) for line in terminal.at(1)[2:]] == [
+        "worker 1 0 done 1.0 s items 1 to 3"
+    ]
     terminal.finish(1, piece)
     assert [" ".join(line.split()) for line in terminal.at(2)[2:]] == ["worker 1 3 done idle"]
 
 
-def test_what_waits_in_a_worker_behind_another_call_is_not_what_it_is_at(terminal: Terminal) -> None:
+def test_what_waits_in_a_worker_behind_another_call_is_not_what_it_is_at(
+    terminal: Terminal,
+) -> None:
     first = terminal.run(0, 0, 4)
     terminal.run(0, 4, 9)
-    assert [" ".join(line.split()) for line in terminal.at(1.5)[1:]] == ["worker 0 0 done 1.5 s items 0 to 3"]
+    assert [" ".join(line.split()) for line in terminal.at(1.5)[1:]] == [
+        "worker 0 0 done 1.5 s items 0 to 3"
+    ]
     terminal.finish(0, first)
-    assert [" ".join(line.split())[:35] for line in terminal.at(2.5)[1:2]] == ["worker 0 4 done 1.0 s items 4 to 8"]
+    assert [" ".join(line.split())[:35] for line in terminal.at(2.5)[1:2]] == [
+        "worker 0 4 done 1.0 s items 4 to 8"
+    ]
 
 
 def test_a_generator_has_no_end_until_it_is_known(terminal: Terminal) -> None:
@@ -241,7 +262,9 @@ def test_an_exception_leaves_the_terminal_as_it_was(error: BaseException) -> Non
 
     with pytest.raises(type(error)):
         run_and_fail()
-    assert [text_of(line) for line in terminal.lines] == ["train 1 of 13, stopped 1 s"], "nothing is left to wait for"
+    assert [text_of(line) for line in terminal.lines] == ["train 1 of 13, stopped 1 s"], (
+        "nothing is left to wait for"
+    )
     assert terminal.is_cursor_shown
 
 
@@ -274,7 +297,9 @@ def test_fits_on_a_low_terminal() -> None:
             assert text_of(terminal.lines[0]).startswith("train 0 of 100") or height == 1
 
 
-@pytest.mark.parametrize(("width", "total"), [(12, 1_000_000), (25, None), (40, 1_000_000), (60, 1_000_000), (80, None)])
+@pytest.mark.parametrize(
+    ("width", "total"), [(12, 1_000_000), (25, None), (40, 1_000_000), (60, 1_000_000), (80, None)]
+)
 def test_fits_on_a_narrow_terminal(width: int, total: int | None) -> None:
     terminal = Terminal([{"a long name": "x" * 500, "漢字": "漢字" * 50}] * 20, width=width)
     terminal.total = total
@@ -321,11 +346,15 @@ def look_at(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", screen)
 
 
-def test_what_tasks_print_meanwhile_is_theirs_and_the_picture_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_tasks_print_meanwhile_is_theirs_and_the_picture_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     screen = Screen()
     look_at(screen, monkeypatch)
     said: list[str] = []
-    token = running.set(Running(0, 1, None, 0, None, None, 7, say=lambda note, kind, text: said.append(text)))
+    token = running.set(
+        Running(0, 1, None, 0, None, None, 7, say=lambda note, kind, text: said.append(text))
+    )
     work = LoopWork(Function(0, None, "train"), range(3), LoopOptions("train"))
     with listening():
         print("before")
@@ -363,8 +392,12 @@ def test_one_loop_at_a_time_has_the_terminal(monkeypatch: pytest.MonkeyPatch) ->
     assert is_free()
 
 
-@pytest.mark.parametrize("name", ["raypool.views.terminal.Live", "raypool.views.progress.LoopStatus"])
-def test_a_picture_that_cannot_be_made_does_not_keep_the_terminal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", ["raypool.views.terminal.Live", "raypool.views.progress.LoopStatus"]
+)
+def test_a_picture_that_cannot_be_made_does_not_keep_the_terminal(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise MemoryError("no room")
 
@@ -372,7 +405,10 @@ def test_a_picture_that_cannot_be_made_does_not_keep_the_terminal(name: str, mon
     machine: Any = types.SimpleNamespace(gpu_memory=None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(name, fail)
-        with pytest.raises(MemoryError, match="no room"), watched(None, "train", machine, is_serial=False):
+        with (
+            pytest.raises(MemoryError, match="no room"),
+            watched(None, "train", machine, is_serial=False),
+        ):
             raise AssertionError("it has begun")
     assert is_free()
 
@@ -393,7 +429,9 @@ class Faulty(Screen):
 
 
 @pytest.mark.parametrize("fault", ["write", "flush"])
-def test_a_picture_that_cannot_be_ended_does_not_keep_the_terminal(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_that_cannot_be_ended_does_not_keep_the_terminal(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     screen = Faulty()
     look_at(screen, monkeypatch)
     view = terminal_view()
@@ -420,9 +458,15 @@ DESCRIBED = [
     (None, "None"),
     (list(range(100)), "[0, 1, 2, 3, 4, 5, ...]"),
     ({"n": 10**5000}, "n=a int"),
-    ({"lr": np.float32(0.1), "n": np.int64(3), "is_deep": np.True_, "w": np.array(0.5)}, "lr=0.1, n=3, is_deep=True, w=0.5"),
+    (
+        {"lr": np.float32(0.1), "n": np.int64(3), "is_deep": np.True_, "w": np.array(0.5)},
+        "lr=0.1, n=3, is_deep=True, w=0.5",
+    ),
     (np.float32(0.1), "0.1"),
-    ({"from": np.datetime64("2026-11-22", "ns")}, "from=np.datetime64('2026-11-22T00:00:00.000000000')"),
+    (
+        {"from": np.datetime64("2026-11-22", "ns")},
+        "from=np.datetime64('2026-11-22T00:00:00.000000000')",
+    ),
 ]
 
 
@@ -432,7 +476,13 @@ def test_describes_an_item_in_one_line() -> None:
 
 
 def test_describes_whatever_it_is_given() -> None:
-    for item in [Broken(), {"model": Broken()}, "x" * 10**6, b"x" * 10**6, {str(i): i for i in range(10**4)}]:
+    for item in [
+        Broken(),
+        {"model": Broken()},
+        "x" * 10**6,
+        b"x" * 10**6,
+        {str(i): i for i in range(10**4)},
+    ]:
         assert 0 < len(describe_item(item)) <= 200
 
 
@@ -455,12 +505,17 @@ def test_text_of_the_users_is_no_markup() -> None:
     with terminal:
         terminal.run(0, 0)
         terminal.run(1, 1)
-        assert [line.split("  ")[-1] for line in terminal.at(1)[1:]] == ["'[bold]a[/bold]'", "'[/]'"]
+        assert [line.split("  ")[-1] for line in terminal.at(1)[1:]] == [
+            "'[bold]a[/bold]'",
+            "'[/]'",
+        ]
 
 
 def test_items_that_are_not_in_order_are_called_by_their_own_numbers(terminal: Terminal) -> None:
     order = [1, 3, 2, 0, *range(4, 13)]
-    terminal.work = LoopWork(Function(0, None, "train"), terminal.work.items, LoopOptions("train", order=order))
+    terminal.work = LoopWork(
+        Function(0, None, "train"), terminal.work.items, LoopOptions("train", order=order)
+    )
     terminal.run(0, 1)
     terminal.run(1, 2, 5)
     terminal.report(3, loss=0.5)

@@ -1,4 +1,6 @@
-"""Loops that are shown without a terminal: as lines, in a notebook, by bars of others; and which of them it is, and how often."""
+"""Loops that are shown without a terminal: as lines, in a notebook, by bars of others; and which of
+them it is, and how often.
+"""
 
 from __future__ import annotations
 
@@ -44,11 +46,13 @@ def errors(capsys: pytest.CaptureFixture[str]) -> Callable[[], list[str]]:
     return lambda: capsys.readouterr().err.splitlines()
 
 
-# --- how long it will take --------------------------------------------------------------------------------------------
+# --- how long it will take ------------------------------------------------------------------------
 
 
 def test_the_first_results_of_many_workers_tell_how_long_the_rest_takes(loop: FakeLoop) -> None:
-    """By how long each item takes: one of eight that work at once has come back, and not an eighth of the work is done."""
+    """By how long each item takes: one of eight that work at once has come back, and not an eighth
+    of the work is done.
+    """
     for worker in range(8):
         piece = loop.run(worker, worker)
     loop.now += 10
@@ -70,10 +74,13 @@ def test_what_an_earlier_run_has_left_took_no_time(loop: FakeLoop) -> None:
     assert loop.look(5).left_s() is None
     loop.finish(0, loop.run(0, 10))
     assert loop.look(6).left_s() == pytest.approx(6 * 2)
-    assert line(loop.status) == "train: 11 of 13 done, 10 there already, 10/min, after 6 s, about 12 s left"
+    assert (
+        line(loop.status)
+        == "train: 11 of 13 done, 10 there already, 10/min, after 6 s, about 12 s left"
+    )
 
 
-# --- lines ------------------------------------------------------------------------------------------------------------
+# --- lines ----------------------------------------------------------------------------------------
 
 
 def lines_at(loop: FakeLoop, view: LogLines, *seconds: float) -> None:
@@ -88,7 +95,9 @@ def test_a_short_loop_has_no_lines(loop: FakeLoop, errors: Callable[[], list[str
     assert errors() == []
 
 
-def test_lines_come_at_growing_intervals_and_at_the_end(loop: FakeLoop, errors: Callable[[], list[str]]) -> None:
+def test_lines_come_at_growing_intervals_and_at_the_end(
+    loop: FakeLoop, errors: Callable[[], list[str]]
+) -> None:
     view = LogLines(is_asked_for=False)
     loop.finish(0, loop.run(0, 0), ValueError("bad"))
     lines_at(loop, view, *range(100))
@@ -104,13 +113,17 @@ def test_lines_come_at_growing_intervals_and_at_the_end(loop: FakeLoop, errors: 
     ]
 
 
-def test_a_loop_of_a_day_has_some_hundred_lines(loop: FakeLoop, errors: Callable[[], list[str]]) -> None:
+def test_a_loop_of_a_day_has_some_hundred_lines(
+    loop: FakeLoop, errors: Callable[[], list[str]]
+) -> None:
     view = LogLines(is_asked_for=False)
     lines_at(loop, view, *range(0, 24 * 3600, 10))
     assert 100 < len(errors()) < 200
 
 
-def test_who_asks_for_lines_has_them_at_once(loop: FakeLoop, errors: Callable[[], list[str]]) -> None:
+def test_who_asks_for_lines_has_them_at_once(
+    loop: FakeLoop, errors: Callable[[], list[str]]
+) -> None:
     view = LogLines(is_asked_for=True)
     lines_at(loop, view, 0, 1, 2, 9, 10, 11)
     view.end(loop.end(TaskState.CANCELLED))
@@ -145,7 +158,9 @@ def test_a_line_is_written_in_one_piece_and_is_one_line(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("stream", ["closed", "full", "ascii"])
-def test_a_log_that_takes_no_lines_stops_nothing(stream: str, loop: FakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_that_takes_no_lines_stops_nothing(
+    stream: str, loop: FakeLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log: Any = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     if stream == "closed":
         log.close()
@@ -159,7 +174,7 @@ def test_a_log_that_takes_no_lines_stops_nothing(stream: str, loop: FakeLoop, mo
             log.close()
 
 
-# --- a notebook -------------------------------------------------------------------------------------------------------
+# --- a notebook -----------------------------------------------------------------------------------
 
 
 def words_of(html: str) -> str:
@@ -175,10 +190,11 @@ def test_a_page_has_all_that_the_terminal_has(loop: FakeLoop) -> None:
     loop.finish(1, loop.run(1, 3))
     status = loop.look(4)
     html = page(status, status.rows(16))
-    assert words_of(html) == (
-        "train 2 of 13 , 1 failed 4 s, about 22 s left "
-        "worker 0 1 done 2.0 of 16.0 GiB 4 s item 1, attempt 2 epoch=3, loss=0.4123 network=cnn, lr=0.01 "
-        "worker 1 1 done idle item 0 failed: ValueError: bad"
+    assert (
+        words_of(html)
+        == "train 2 of 13 , 1 failed 4 s, about 22 s left worker 0 1 done 2.0 of 16.0 GiB 4 s item"
+        " 1, attempt 2 epoch=3, loss=0.4123 network=cnn, lr=0.01 worker 1 1 done idle item 0"
+        " failed: ValueError: bad"
     )
     assert 'max="13" value="2"' in html
 
@@ -228,7 +244,9 @@ def cells(monkeypatch: pytest.MonkeyPatch) -> Notebook:
     return cells
 
 
-def test_each_loop_has_a_place_in_the_notebook_and_its_end_stays_there(loop: FakeLoop, cells: Notebook) -> None:
+def test_each_loop_has_a_place_in_the_notebook_and_its_end_stays_there(
+    loop: FakeLoop, cells: Notebook
+) -> None:
     first, second = NotebookView(), NotebookView()
     first.show(loop.look(0))
     second.show(loop.look(0))
@@ -255,7 +273,7 @@ def test_a_loop_that_never_began_leaves_the_cell_empty(loop: FakeLoop, cells: No
     assert cells.outputs == {}
 
 
-# --- bars of others ---------------------------------------------------------------------------------------------------
+# --- bars of others -------------------------------------------------------------------------------
 
 
 class Bar:
@@ -336,7 +354,7 @@ def test_tqdm(loop: FakeLoop) -> None:
     assert "failed=1" in stream.getvalue()
 
 
-# --- how often, and what goes wrong -----------------------------------------------------------------------------------
+# --- how often, and what goes wrong ---------------------------------------------------------------
 
 
 class Slow:
@@ -390,7 +408,9 @@ def test_a_slow_view_rests(loop: FakeLoop, monkeypatch: pytest.MonkeyPatch) -> N
         assert view.num_shown == pytest.approx(expected, abs=1)
 
 
-def test_a_view_that_fails_goes_and_the_loop_goes_on(loop: FakeLoop, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_view_that_fails_goes_and_the_loop_goes_on(
+    loop: FakeLoop, caplog: pytest.LogCaptureFixture
+) -> None:
     view = Slow(ZeroDivisionError("none"))
     watch = LoopWatch(view, loop.status, clock=functools.partial(next, iter(range(100))))
     with caplog.at_level(logging.WARNING, "raypool"):
@@ -403,7 +423,7 @@ def test_a_view_that_fails_goes_and_the_loop_goes_on(loop: FakeLoop, caplog: pyt
     assert (view.num_shown, view.num_ends) == (1, 1), "what it has open is closed"
 
 
-# --- which of them ----------------------------------------------------------------------------------------------------
+# --- which of them --------------------------------------------------------------------------------
 
 
 class Screen(io.StringIO):
@@ -417,7 +437,9 @@ def threads() -> Any:
         yield pool
 
 
-def test_a_second_loop_on_a_terminal_has_lines(threads: ParallelPool, monkeypatch: pytest.MonkeyPatch, gate: Any) -> None:
+def test_a_second_loop_on_a_terminal_has_lines(
+    threads: ParallelPool, monkeypatch: pytest.MonkeyPatch, gate: Any
+) -> None:
     """Above the picture of the first."""
     screen = Screen()
     monkeypatch.setenv("TERM", "xterm")
@@ -461,13 +483,17 @@ def test_nothing_that_users_have_named_gives_the_terminal_orders() -> None:
 
 
 @pytest.mark.parametrize("terminal", ["dumb", "unknown"])
-def test_a_terminal_that_moves_no_cursor_has_lines(threads: ParallelPool, terminal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_that_moves_no_cursor_has_lines(
+    threads: ParallelPool, terminal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     screen = Screen()
     monkeypatch.setenv("TERM", terminal)
     monkeypatch.setattr(sys, "stderr", screen)
     threads.parfor(abs, [-1], progress=True)
     assert "\x1b" not in screen.getvalue()
-    assert screen.getvalue().endswith("raypool: abs: 1 of 1 done, " + screen.getvalue().rpartition("done, ")[2])
+    assert screen.getvalue().endswith(
+        "raypool: abs: 1 of 1 done, " + screen.getvalue().rpartition("done, ")[2]
+    )
 
 
 @pytest.mark.parametrize("max_workers", [0, None])
@@ -484,7 +510,9 @@ def test_what_runs_serially_has_lines_so_that_a_debugger_can_ask(
     assert last.startswith("raypool: abs: 2 of 2 done")
 
 
-def test_what_runs_serially_is_shown_while_it_runs(bars: list[Bar], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_runs_serially_is_shown_while_it_runs(
+    bars: list[Bar], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("raypool.parfor.TICK_S", 0.0)
     monkeypatch.setattr(FactoryBar, "interval_s", 0.0)
     monkeypatch.setattr(progress, "SPARING", 0)
@@ -520,7 +548,9 @@ def test_results_do_not_hold_what_showed_the_loop() -> None:
     assert list(results) == [1, 2]
 
 
-def test_no_lines_of_short_loops_by_default(threads: ParallelPool, errors: Callable[[], list[str]]) -> None:
+def test_no_lines_of_short_loops_by_default(
+    threads: ParallelPool, errors: Callable[[], list[str]]
+) -> None:
     threads.parfor(abs, range(100))
     assert errors() == []
     threads.parfor(abs, range(100), progress=True)
@@ -529,7 +559,9 @@ def test_no_lines_of_short_loops_by_default(threads: ParallelPool, errors: Calla
     assert errors() == []
 
 
-def test_a_process_without_standard_error(threads: ParallelPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_without_standard_error(
+    threads: ParallelPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "stderr", None)
     assert list(threads.parfor(abs, [-1], progress=True)) == [1]
 
@@ -547,7 +579,9 @@ class Plain:
         """Nothing is kept back."""
 
 
-def test_a_stream_that_can_do_little(threads: ParallelPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_can_do_little(
+    threads: ParallelPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stream = Plain()
     monkeypatch.setattr(sys, "stderr", stream)
     assert list(threads.parfor(abs, [-1])) == [1]
@@ -559,7 +593,9 @@ def test_a_stream_that_can_do_little(threads: ParallelPool, monkeypatch: pytest.
     assert list(threads.parfor(abs, [-1], progress=True)) == [1]
 
 
-def test_a_terminal_without_standard_output(threads: ParallelPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_without_standard_output(
+    threads: ParallelPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     screen = Screen()
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", screen)
@@ -569,7 +605,9 @@ def test_a_terminal_without_standard_output(threads: ParallelPool, monkeypatch: 
     assert screen.getvalue().endswith("\x1b[?25h"), "the cursor is shown again"
 
 
-def test_in_a_notebook_it_is_a_picture(threads: ParallelPool, cells: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_notebook_it_is_a_picture(
+    threads: ParallelPool, cells: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(progress, "in_notebook", lambda: True)
     threads.parfor(abs, [-1, -2])
     (output,) = cells.outputs.values()
@@ -582,26 +620,39 @@ def test_a_test_is_no_notebook() -> None:
     assert not notebook.in_notebook()
 
 
-@pytest.mark.parametrize(("shell", "is_one"), [(None, False), (SimpleNamespace(), False), (SimpleNamespace(kernel=1), True)])
-def test_only_a_kernel_is_a_notebook(shell: Any, is_one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("shell", "is_one"),
+    [(None, False), (SimpleNamespace(), False), (SimpleNamespace(kernel=1), True)],
+)
+def test_only_a_kernel_is_a_notebook(
+    shell: Any, is_one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import IPython
 
     monkeypatch.setattr(IPython, "get_ipython", lambda: shell)
     assert notebook.in_notebook() is is_one
 
 
-def test_tasks_show_nothing(threads: ParallelPool, bars: list[Bar], errors: Callable[[], list[str]]) -> None:
+def test_tasks_show_nothing(
+    threads: ParallelPool, bars: list[Bar], errors: Callable[[], list[str]]
+) -> None:
     def outer(item: int) -> list[int]:
         assert current_task().worker is not None
-        return list(threads.parfor(abs, [-item], progress=True)) + list(threads.parfor(abs, [-item], progress=Bar))
+        return list(threads.parfor(abs, [-item], progress=True)) + list(
+            threads.parfor(abs, [-item], progress=Bar)
+        )
 
     assert list(threads.parfor(outer, [1, 2], progress=False)) == [[1, 1], [2, 2]]
     assert bars == []
     assert errors() == []
 
 
-@pytest.mark.parametrize("factory", [Bar, functools.partial(Bar), lambda total, desc: Bar(total, desc)])
-def test_bars_of_real_loops(threads: ParallelPool, bars: list[Bar], factory: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    "factory", [Bar, functools.partial(Bar), lambda total, desc: Bar(total, desc)]
+)
+def test_bars_of_real_loops(
+    threads: ParallelPool, bars: list[Bar], factory: Callable[..., Any]
+) -> None:
     threads.parfor(abs, range(50), progress=factory, name="sizes")
     (bar,) = bars
     assert (bar.total, bar.desc, sum(bar.steps), bar.is_closed) == (50, "sizes", 50, True)

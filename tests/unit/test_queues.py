@@ -14,7 +14,14 @@ from typing import Any
 
 import pytest
 
-from raypool import DataQueue, InvalidTypeError, InvalidValueError, PoolClosedError, QueueClosedError, SerializationError
+from raypool import (
+    DataQueue,
+    InvalidTypeError,
+    InvalidValueError,
+    PoolClosedError,
+    QueueClosedError,
+    SerializationError,
+)
 from raypool.channel import queues
 from raypool.channel.exchange import LocalExchange
 from raypool.channel.queues import add_source, deliver, drop_source, offer
@@ -58,7 +65,9 @@ class Aside:
 
     def interrupt(self, error: type[BaseException]) -> None:
         assert self.thread.ident is not None
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.thread.ident), ctypes.py_object(error))
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(self.thread.ident), ctypes.py_object(error)
+        )
 
 
 def is_in_order(values: list[tuple[int, int]], num_senders: int, count: int) -> bool:
@@ -70,11 +79,12 @@ def is_in_order(values: list[tuple[int, int]], num_senders: int, count: int) -> 
 
 def put_many(queue: DataQueue[Any], num_senders: int, count: int) -> list[Aside]:
     return [
-        Aside(lambda sender=sender: [queue.put((sender, number)) for number in range(count)]) for sender in range(num_senders)
+        Aside(lambda sender=sender: [queue.put((sender, number)) for number in range(count)])
+        for sender in range(num_senders)
     ]
 
 
-# --- put and get ------------------------------------------------------------------------------------------------------
+# --- put and get ----------------------------------------------------------------------------------
 
 
 def test_values_come_in_order_and_are_the_same_objects() -> None:
@@ -136,7 +146,12 @@ def test_arguments_that_cannot_work() -> None:
             DataQueue(**arguments)
 
 
-NO_TIMES = [(-1, InvalidValueError), (float("nan"), InvalidValueError), ("1", InvalidTypeError), (True, InvalidTypeError)]
+NO_TIMES = [
+    (-1, InvalidValueError),
+    (float("nan"), InvalidValueError),
+    ("1", InvalidTypeError),
+    (True, InvalidTypeError),
+]
 
 
 def test_times_that_cannot_be_waited() -> None:
@@ -145,7 +160,7 @@ def test_times_that_cannot_be_waited() -> None:
             DataQueue().get(timeout_s)
 
 
-# --- a limit ----------------------------------------------------------------------------------------------------------
+# --- a limit --------------------------------------------------------------------------------------
 
 
 def test_put_waits_for_room_and_is_let_in_by_turns(eventually: Any) -> None:
@@ -179,7 +194,9 @@ def test_who_gives_up_waiting_has_put_nothing(eventually: Any) -> None:
     assert queue.backlog == 0
 
 
-def test_who_waits_for_room_that_nobody_makes_is_told(monkeypatch: Any, caplog: Any, eventually: Any) -> None:
+def test_who_waits_for_room_that_nobody_makes_is_told(
+    monkeypatch: Any, caplog: Any, eventually: Any
+) -> None:
     monkeypatch.setattr(queues, "PATIENCE_S", 0.05)
     queue: DataQueue[int] = DataQueue(maxsize=1)
     queue.put(0)
@@ -227,7 +244,7 @@ def test_the_latest_are_kept() -> None:
     assert (one.backlog, one.get()) == (1, 2)
 
 
-# --- the end ----------------------------------------------------------------------------------------------------------
+# --- the end --------------------------------------------------------------------------------------
 
 
 def test_a_closed_queue_takes_nothing_and_gives_what_is_left() -> None:
@@ -267,7 +284,7 @@ def test_closing_releases_those_who_wait_to_get() -> None:
     assert third == []
 
 
-# --- listeners --------------------------------------------------------------------------------------------------------
+# --- listeners ------------------------------------------------------------------------------------
 
 
 def test_a_listener_gets_what_waits_already_then_what_comes() -> None:
@@ -297,7 +314,9 @@ def test_listeners_get_everything_in_order_while_it_comes(maxsize: int | None) -
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), SystemExit(1), KeyboardInterrupt()])
-def test_what_a_listener_raises_is_logged_and_stops_nothing(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_listener_raises_is_logged_and_stops_nothing(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
     queue: DataQueue[int] = DataQueue()
     seen: list[int] = []
 
@@ -382,7 +401,9 @@ def test_the_thread_of_the_listeners_ends_after_a_silence_and_comes_back(eventua
     queue.after_each(seen.append)
 
     def threads() -> int:
-        return sum(thread.name == f"raypool-queue-{key_of(queue)[:8]}" for thread in threading.enumerate())
+        return sum(
+            thread.name == f"raypool-queue-{key_of(queue)[:8]}" for thread in threading.enumerate()
+        )
 
     queue.put(1)
     assert eventually(lambda: seen == [1])
@@ -397,7 +418,7 @@ def test_a_listener_must_be_callable() -> None:
         DataQueue().after_each("print")
 
 
-# --- who holds it -----------------------------------------------------------------------------------------------------
+# --- who holds it ---------------------------------------------------------------------------------
 
 
 def test_a_queue_that_nobody_holds_is_forgotten_and_what_comes_is_dropped() -> None:
@@ -440,11 +461,13 @@ def test_a_closed_queue_with_listeners_is_let_go() -> None:
     assert gone() is None
 
 
-# --- from afar --------------------------------------------------------------------------------------------------------
+# --- from afar ------------------------------------------------------------------------------------
 
 
 class FakeLink:
-    """A worker's link: what is sent waits until `flush`; what is asked goes to an exchange in this process."""
+    """A worker's link: what is sent waits until `flush`; what is asked goes to an exchange in this
+    process.
+    """
 
     def __init__(self, worker_id: int, exchange: LocalExchange) -> None:
         self.worker_id = worker_id
@@ -485,7 +508,11 @@ class FakePool:
         self.on_catch_up: Callable[[], object] = lambda: None
 
     def _pass_on(self, queue: str, ticket: int, value: bytes) -> None:
-        offer(queue, value, lambda outcome: Aside(lambda: self.exchange.ask("answer", ticket, outcome)))
+        offer(
+            queue,
+            value,
+            lambda outcome: Aside(lambda: self.exchange.ask("answer", ticket, outcome)),
+        )
 
     def ask(self, method: str, *args: Any) -> Any:
         return self.exchange.ask(method, *args)
@@ -537,7 +564,9 @@ def test_here_it_is_the_same_queue_also_inside_other_things() -> None:
     assert nested["a"][1][0] is queue
 
 
-def test_what_is_put_afar_is_a_snapshot_and_arrives_in_order(far_link: FakeLink, sent_away: Any) -> None:
+def test_what_is_put_afar_is_a_snapshot_and_arrives_in_order(
+    far_link: FakeLink, sent_away: Any
+) -> None:
     queue: DataQueue[Any] = DataQueue()
     away = sent_away(queue)
     assert away is not queue
@@ -560,11 +589,15 @@ def test_afar_one_can_only_put(far_link: FakeLink, sent_away: Any) -> None:
 
 
 def test_without_a_link_nothing_can_be_put(sent_away: Any) -> None:
-    with pytest.raises(InvalidValueError, match="neither the one that has made the queue nor a worker"):
+    with pytest.raises(
+        InvalidValueError, match="neither the one that has made the queue nor a worker"
+    ):
         sent_away(DataQueue()).put(1)
 
 
-def test_a_value_that_cannot_be_opened_is_an_error_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_value_that_cannot_be_opened_is_an_error_of_its_own(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     queue: DataQueue[Any] = DataQueue()
     deliver(key_of(queue), b"no pickle")
     deliver(key_of(queue), pickle.dumps("good"))
@@ -623,7 +656,9 @@ def test_put_afar_waits_for_room_here(far_link: FakeLink, sent_away: Any, eventu
     assert own.result() is None
 
 
-def test_closing_releases_those_afar_who_wait_to_put(far_link: FakeLink, sent_away: Any, eventually: Any) -> None:
+def test_closing_releases_those_afar_who_wait_to_put(
+    far_link: FakeLink, sent_away: Any, eventually: Any
+) -> None:
     queue: DataQueue[int] = DataQueue(maxsize=1)
     away = sent_away(queue)
     senders = [Aside(lambda: [away.put(number) for number in range(3)]) for _ in range(2)]
@@ -652,7 +687,9 @@ def test_closing_is_known_afar_when_it_returns_and_what_was_put_before_is_here(
     assert list(queue) == [1, 2]
 
 
-def test_a_process_that_hears_of_a_closed_queue_later_cannot_put(far_link: FakeLink, sent_away: Any) -> None:
+def test_a_process_that_hears_of_a_closed_queue_later_cannot_put(
+    far_link: FakeLink, sent_away: Any
+) -> None:
     queue: DataQueue[int] = DataQueue()
     early = sent_away(queue)
     queue.close()
@@ -663,7 +700,9 @@ def test_a_process_that_hears_of_a_closed_queue_later_cannot_put(far_link: FakeL
     assert late.is_closed
 
 
-def test_a_reader_waits_for_what_ended_tasks_have_put(far_link: FakeLink, far_pool: FakePool, sent_away: Any) -> None:
+def test_a_reader_waits_for_what_ended_tasks_have_put(
+    far_link: FakeLink, far_pool: FakePool, sent_away: Any
+) -> None:
     queue: DataQueue[int] = DataQueue()
     away = sent_away(queue)
     away.put(1)
@@ -683,7 +722,9 @@ def test_a_queue_that_has_not_travelled_asks_no_pool(far_pool: FakePool) -> None
     assert far_pool.caught_up == []
 
 
-def test_a_pool_that_has_ended_stops_no_queue(far_link: FakeLink, far_pool: FakePool, sent_away: Any) -> None:
+def test_a_pool_that_has_ended_stops_no_queue(
+    far_link: FakeLink, far_pool: FakePool, sent_away: Any
+) -> None:
     queue: DataQueue[int] = DataQueue(maxsize=1)
     away = sent_away(queue)
     away.put(1)
@@ -696,8 +737,7 @@ def test_a_pool_that_has_ended_stops_no_queue(far_link: FakeLink, far_pool: Fake
 
 
 def test_a_forked_child_cannot_use_the_queues_of_its_parent(run_python: Any) -> None:
-    run_python(
-        """
+    run_python("""
         import os
         from raypool import DataQueue, InvalidValueError
         queue = DataQueue()
@@ -711,5 +751,4 @@ def test_a_forked_child_cannot_use_the_queues_of_its_parent(run_python: Any) -> 
             os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
         assert queue.backlog == 1
-        """
-    )
+        """)

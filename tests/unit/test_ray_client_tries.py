@@ -1,4 +1,6 @@
-"""A server of Ray Client that dies as it is started is asked for again; whatever else Ray refuses is said at once."""
+"""A server of Ray Client that dies as it is started is asked for again; whatever else Ray refuses
+is said at once.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,17 @@ import pytest
 
 from raypool.backends.ray.session import CLIENT_TRIES, _init_at
 
-FAILED = "Initialization failure from server:\nRuntimeError: Starting Ray client server failed. See ray_client_server_23000.err."
-ZOMBIE = "Initialization failure from server:\npsutil.ZombieProcess: PID still exists but it's a zombie (pid=9904)"
-GONE = "Initialization failure from server:\npsutil.NoSuchProcess: process no longer exists (pid=9904)"
+FAILED = (
+    "Initialization failure from server:\nRuntimeError: Starting Ray client server failed. See"
+    " ray_client_server_23000.err."
+)
+ZOMBIE = (
+    "Initialization failure from server:\npsutil.ZombieProcess: PID still exists but it's a zombie"
+    " (pid=9904)"
+)
+GONE = (
+    "Initialization failure from server:\npsutil.NoSuchProcess: process no longer exists (pid=9904)"
+)
 
 
 class Head:

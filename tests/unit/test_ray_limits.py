@@ -10,13 +10,19 @@ import pytest
 pytestmark = pytest.mark.long
 
 
-def test_an_actors_share_is_what_the_control_store_has_grown(benchmark_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_actors_share_is_what_the_control_store_has_grown(
+    benchmark_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import ray
 
     limits, looks = benchmark_of("bench_ray_limits"), iter([1_000_000, 1_800_000, 2_200_000])
-    store = SimpleNamespace(name=lambda: "gcs_server", memory_full_info=lambda: SimpleNamespace(uss=next(looks)))
+    store = SimpleNamespace(
+        name=lambda: "gcs_server", memory_full_info=lambda: SimpleNamespace(uss=next(looks))
+    )
     children = [SimpleNamespace(name=lambda: "raylet"), store]
-    monkeypatch.setattr(limits.psutil, "Process", lambda: SimpleNamespace(children=lambda recursive: children))
+    monkeypatch.setattr(
+        limits.psutil, "Process", lambda: SimpleNamespace(children=lambda recursive: children)
+    )
     actor = SimpleNamespace(call=SimpleNamespace(remote=lambda: 1))
     asked = SimpleNamespace(options=lambda num_cpus: SimpleNamespace(remote=lambda: actor))
     monkeypatch.setattr(ray, "remote", lambda _: asked)

@@ -1,4 +1,6 @@
-"""The Ray that is installed has all private names that raypool uses, and raypool uses all that are listed."""
+"""The Ray that is installed has all private names that raypool uses, and raypool uses all that are
+listed.
+"""
 
 from __future__ import annotations
 

@@ -50,12 +50,18 @@ class Unspeakable(RuntimeError):
 REASONS = [
     (torch_error(), "gpu out of memory"),
     (RuntimeError("CUDA error: out of memory"), "gpu out of memory"),
-    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "gpu out of memory"),
+    (
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        "gpu out of memory",
+    ),
     (MemoryError(), "out of memory"),
     (numpy_error(), "out of memory"),
     (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory"),
     (
-        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+        RuntimeError(
+            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"
+            " bytes"
+        ),
         "out of memory",
     ),
     (OSError(errno.ENOSPC, "No space left on device"), "error"),
@@ -66,7 +72,10 @@ REASONS = [
     (TaskCancelled(), "cancelled"),
     (RankInterrupted("It was ended.", at_hand=None, place=""), "stopped"),
     (caused(MemoryError()), "out of memory"),
-    *((WorkerLostError("It died.", reason=reason, attempts=1), reason.value) for reason in LossReason),
+    *(
+        (WorkerLostError("It died.", reason=reason, attempts=1), reason.value)
+        for reason in LossReason
+    ),
 ]
 
 
@@ -79,5 +88,12 @@ def test_the_reason() -> None:
 def test_the_table_has_it_for_each_item() -> None:
     """What has finished has none, nor has what a journal knows and cannot give back."""
     statuses = ["finished", "failed", "cancelled", "missing"]
-    results = Results([0] * 4, [None] * 4, lambda: [Row(status) for status in statuses], {1: MemoryError()})
-    assert results.to_frame()["reason"].fillna("-").tolist() == ["-", "out of memory", "cancelled", "-"]
+    results = Results(
+        [0] * 4, [None] * 4, lambda: [Row(status) for status in statuses], {1: MemoryError()}
+    )
+    assert results.to_frame()["reason"].fillna("-").tolist() == [
+        "-",
+        "out of memory",
+        "cancelled",
+        "-",
+    ]

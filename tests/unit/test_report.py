@@ -16,7 +16,18 @@ from raypool.worker.running import Running, running
 @pytest.fixture
 def said() -> Any:
     said: list[tuple[Any, ...]] = []
-    token = running.set(Running(3, 1, None, 0, None, None, 7, say=lambda note, kind, payload: said.append((kind, *payload))))
+    token = running.set(
+        Running(
+            3,
+            1,
+            None,
+            0,
+            None,
+            None,
+            7,
+            say=lambda note, kind, payload: said.append((kind, *payload)),
+        )
+    )
     yield said
     running.reset(token)
 
@@ -56,8 +67,21 @@ def test_numbers_and_short_texts_are_plain_when_they_travel(said: list[Any]) -> 
 
 
 def test_all_else_is_an_error_at_the_call(said: list[Any]) -> None:
-    for value in (1j, b"x", [1], (1, 2), {"a": 1}, Decimal(1), np.array("a"), np.complex64(1), object(), len):
-        with pytest.raises(InvalidTypeError, match=r"report\(loss=...\) got a .*neither a number nor a text"):
+    for value in (
+        1j,
+        b"x",
+        [1],
+        (1, 2),
+        {"a": 1},
+        Decimal(1),
+        np.array("a"),
+        np.complex64(1),
+        object(),
+        len,
+    ):
+        with pytest.raises(
+            InvalidTypeError, match=r"report\(loss=...\) got a .*neither a number nor a text"
+        ):
             report(step=1, loss=value)
     with pytest.raises(InvalidTypeError, match="a ndarray"):
         report(loss=np.arange(3))

@@ -1,4 +1,6 @@
-"""`Results.report` and `Results.timeline` as files: what is in them, for every kind of results, and what is refused."""
+"""`Results.report` and `Results.timeline` as files: what is in them, for every kind of results, and
+what is refused.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,16 @@ def made(items: list[Any], values: list[Any], **more: Any) -> Results:
     """Return results of items that took a second each, in turns on two workers."""
     errors = more.pop("errors", {})
     rows = [
-        Row("failed" if i in errors else "finished", 1.0, START + i // 2, i % 2, None, 1, host="lab-3") for i in range(len(items))
+        Row(
+            "failed" if i in errors else "finished",
+            1.0,
+            START + i // 2,
+            i % 2,
+            None,
+            1,
+            host="lab-3",
+        )
+        for i in range(len(items))
     ]
     return Results(items, values, lambda: rows, errors, **more)
 
@@ -51,7 +62,9 @@ def told(feed_rows: list[tuple[int, dict[str, Any]]]) -> Feed:
 
 def story_of(path: Path) -> dict[str, Any]:
     """Return what the scripts of a page draw."""
-    found = re.search(r'<script type="application/json" id="story">(.*?)</script>', path.read_text(), re.DOTALL)
+    found = re.search(
+        r'<script type="application/json" id="story">(.*?)</script>', path.read_text(), re.DOTALL
+    )
     assert found is not None
     story: dict[str, Any] = json.loads(found[1])
     return story
@@ -69,7 +82,9 @@ def own_markup(page: str) -> str:
 
 
 def test_the_page_has_the_table_and_the_summary(tmp_path: Path) -> None:
-    results = made([{"lr": 0.1}, {"lr": 0.2}, {"lr": 0.3}], [{"loss": 3.0}, {"loss": 2.0}, {"loss": 1.0}])
+    results = made(
+        [{"lr": 0.1}, {"lr": 0.2}, {"lr": 0.3}], [{"loss": 3.0}, {"loss": 2.0}, {"loss": 1.0}]
+    )
 
     path = results.report(tmp_path / "sweep.html")
 
@@ -125,7 +140,15 @@ def test_halves_of_characters_harm_nothing(tmp_path: Path) -> None:
 
 def test_values_of_all_kinds_become_cells(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    values = [np.zeros((500, 500)), None, math.nan, math.inf, {str(i): i for i in range(1000)}, torch.tensor(0.5), 10**400]
+    values = [
+        np.zeros((500, 500)),
+        None,
+        math.nan,
+        math.inf,
+        {str(i): i for i in range(1000)},
+        torch.tensor(0.5),
+        10**400,
+    ]
 
     path = made(list(range(len(values))), values).report(tmp_path / "page.html")
 
@@ -147,9 +170,17 @@ def test_configurations_within_configurations_have_columns(tmp_path: Path) -> No
 
 
 def test_curves_are_of_what_was_reported(tmp_path: Path) -> None:
-    feed = told([(0, {"epoch": 0, "loss": 2.0}), (0, {"epoch": 1, "loss": 1.0}), (1, {"epoch": 0, "loss": 3.0, "note": "text"})])
+    feed = told(
+        [
+            (0, {"epoch": 0, "loss": 2.0}),
+            (0, {"epoch": 1, "loss": 1.0}),
+            (1, {"epoch": 0, "loss": 3.0, "note": "text"}),
+        ]
+    )
 
-    story = story_of(made([1, 2], [None, None], get_feed=lambda: feed).report(tmp_path / "page.html"))
+    story = story_of(
+        made([1, 2], [None, None], get_feed=lambda: feed).report(tmp_path / "page.html")
+    )
 
     assert story["curves"] == {
         "items": [0, 1],
@@ -180,11 +211,17 @@ def test_an_empty_run_has_a_page_that_says_so(tmp_path: Path) -> None:
     assert "<script" not in page
 
 
-@pytest.mark.parametrize(("duration_s", "heading", "busy"), [(0.002, "busy [ms]", "2.00"), (90.0, "busy [s]", "90.00")])
-def test_times_of_workers_have_a_unit_that_fits(tmp_path: Path, duration_s: float, heading: str, busy: str) -> None:
+@pytest.mark.parametrize(
+    ("duration_s", "heading", "busy"), [(0.002, "busy [ms]", "2.00"), (90.0, "busy [s]", "90.00")]
+)
+def test_times_of_workers_have_a_unit_that_fits(
+    tmp_path: Path, duration_s: float, heading: str, busy: str
+) -> None:
     rows = [Row("finished", duration_s, 0.0, 0, None, 1, host="a")]
 
-    page = own_markup(Results([1], [1], lambda: rows, {}).report(tmp_path / "page.html").read_text())
+    page = own_markup(
+        Results([1], [1], lambda: rows, {}).report(tmp_path / "page.html").read_text()
+    )
 
     assert f"<th>{heading}</th>" in page
     assert f"<td>{busy}</td>" in page
@@ -193,14 +230,18 @@ def test_times_of_workers_have_a_unit_that_fits(tmp_path: Path, duration_s: floa
 def test_a_run_in_which_all_failed(tmp_path: Path) -> None:
     errors: dict[int, BaseException] = {0: KeyError("a"), 1: KeyError("a"), 2: Rude()}
 
-    page = own_markup(made([1, 2, 3], [None] * 3, errors=errors).report(tmp_path / "page.html").read_text())
+    page = own_markup(
+        made([1, 2, 3], [None] * 3, errors=errors).report(tmp_path / "page.html").read_text()
+    )
 
     assert "2\N{MULTIPLICATION SIGN}" in page
     assert "KeyError: " in page
     assert "Rude" in page
 
 
-def test_what_was_there_stays_until_the_new_page_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_there_stays_until_the_new_page_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "page.html"
     path.write_text("before")
     with monkeypatch.context() as patch:
@@ -222,7 +263,10 @@ def test_a_page_is_called_as_pages_are(tmp_path: Path, name: str) -> None:
 
 def test_without_the_extra_nothing_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find = util.find_spec
-    monkeypatch.setattr("raypool.errors.find_spec", lambda name: None if name in ("plotly", "matplotlib") else find(name))
+    monkeypatch.setattr(
+        "raypool.errors.find_spec",
+        lambda name: None if name in ("plotly", "matplotlib") else find(name),
+    )
 
     with pytest.raises(ModuleNotFoundError, match=r'plotly.*pip install "raypool\[plots\]"'):
         made([1], [1]).report(tmp_path / "page.html")
@@ -231,7 +275,7 @@ def test_without_the_extra_nothing_begins(tmp_path: Path, monkeypatch: pytest.Mo
     assert list(tmp_path.iterdir()) == []
 
 
-# --- the timeline -----------------------------------------------------------------------------------------------------
+# --- the timeline ---------------------------------------------------------------------------------
 
 
 def a_troubled_run() -> Results:
@@ -241,14 +285,22 @@ def a_troubled_run() -> Results:
         Row("failed", 1.0, START + 2, 1, 2, 2, host="lab-4"),
         Row("cancelled"),
     ]
-    lost = WorkerLostError("its worker ended", reason=LossReason.EXIT, task="item 1", attempts=2, worker=1)
+    lost = WorkerLostError(
+        "its worker ended", reason=LossReason.EXIT, task="item 1", attempts=2, worker=1
+    )
     misses = [
         Miss(0, Row("retried", 1.0, START, 0, 1, 1, host="lab-3"), "KeyError: 'x'"),
         Miss(1, Row("lost", 1.0, START, 1, 2, 1, host="lab-4"), "signal 9"),
         Miss(2, Row("cancelled", 0.5, START + 3, 0, 1, 1, host="lab-3")),
         Miss(2, Row("lost", attempts=1)),  # of an old journal, which had no times
     ]
-    return Results([{"lr": 1}, {"lr": 2}, {"lr": math.nan}], [1, None, None], lambda: rows, {1: lost}, get_misses=lambda: misses)
+    return Results(
+        [{"lr": 1}, {"lr": 2}, {"lr": math.nan}],
+        [1, None, None],
+        lambda: rows,
+        {1: lost},
+        get_misses=lambda: misses,
+    )
 
 
 def test_all_attempts_are_in_the_table() -> None:
@@ -269,19 +321,31 @@ def test_a_trace_has_a_thread_for_each_worker_and_its_times_in_microseconds(tmp_
     path = tmp_path / "trace.json"
     a_troubled_run().timeline(path)
 
-    events = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))["traceEvents"]
+    events = json.loads(
+        path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON")
+    )["traceEvents"]
 
-    names = {(e["name"], e["args"]["name"]) for e in events if e["ph"] == "M" and "name" in e["args"]}
+    names = {
+        (e["name"], e["args"]["name"]) for e in events if e["ph"] == "M" and "name" in e["args"]
+    }
     assert names == {
         ("process_name", "lab-3"),
         ("process_name", "lab-4"),
         ("thread_name", "worker 0, GPU 1"),
         ("thread_name", "worker 1, GPU 2"),
     }
-    first = next(e for e in events if e["ph"] == "X" and e["name"] == "item 0" and e["cat"] == "finished")
+    first = next(
+        e for e in events if e["ph"] == "X" and e["name"] == "item 0" and e["cat"] == "finished"
+    )
     assert (first["ts"], first["dur"], first["tid"]) == (1_001_000_000, 2_000_000, 0)
     assert first["args"] == {"config": {"lr": 1}, "attempt": 2, "status": "finished", "gpu": 1}
-    assert sorted(e["cat"] for e in events if e["ph"] == "X") == ["cancelled", "finished", "lost", "lost", "retried"]
+    assert sorted(e["cat"] for e in events if e["ph"] == "X") == [
+        "cancelled",
+        "finished",
+        "lost",
+        "lost",
+        "retried",
+    ]
     assert len({e["pid"] for e in events if e["ph"] == "X"}) == 2
 
 
@@ -289,7 +353,10 @@ def test_the_figure_has_a_line_for_each_worker_and_a_colour_for_each_status() ->
     figure = a_troubled_run().timeline(title="costs $5")
 
     axes = figure.axes[0]
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["lab-3: worker 0, GPU 1", "lab-4: worker 1, GPU 2"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "lab-3: worker 0, GPU 1",
+        "lab-4: worker 1, GPU 2",
+    ]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [
         "finished (1)",
         "lost (2)",
@@ -314,12 +381,19 @@ def test_what_nobody_can_write_is_refused(tmp_path: Path) -> None:
 
 def test_a_worker_does_one_thing_at_a_time_whatever_its_clocks_say(tmp_path: Path) -> None:
     rows = [Row("finished", 1.00001, START + i, 0, None, 1, host="a") for i in range(5)]
-    misses = [Miss(5, Row("cancelled", 2.0, START + 3, 0, None, 1, host="a"))]  # sent ahead: the times are the driver's
-    results = Results(list(range(6)), [None] * 6, lambda: [*rows, Row("cancelled")], {}, get_misses=lambda: misses)
+    # sent ahead: the times are the driver's
+    misses = [Miss(5, Row("cancelled", 2.0, START + 3, 0, None, 1, host="a"))]
+    results = Results(
+        list(range(6)), [None] * 6, lambda: [*rows, Row("cancelled")], {}, get_misses=lambda: misses
+    )
 
     results.timeline(tmp_path / "trace.json")
 
-    events = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    events = [
+        e
+        for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        if e["ph"] == "X"
+    ]
     finished = [e for e in events if e["cat"] == "finished"]
     assert all(e["ts"] + e["dur"] <= later["ts"] for e, later in itertools.pairwise(finished))
     _, counts = at_once(plan(results.attempts).attempts, num_points=100)
@@ -327,7 +401,10 @@ def test_a_worker_does_one_thing_at_a_time_whatever_its_clocks_say(tmp_path: Pat
 
 
 def test_pauses_between_calls_are_left_out() -> None:
-    rows = [Row("finished", 1.0, START, 0, None, 1, host="a"), Row("finished", 1.0, START + 86_400, 0, None, 1, host="a", run=2)]
+    rows = [
+        Row("finished", 1.0, START, 0, None, 1, host="a"),
+        Row("finished", 1.0, START + 86_400, 0, None, 1, host="a", run=2),
+    ]
     figure = Results([1, 2], [1, 2], lambda: rows, {}).timeline()
 
     assert figure.axes[0].get_xlim() == (0, 2)
@@ -338,7 +415,17 @@ def test_pauses_between_calls_are_left_out() -> None:
 def test_rows_of_older_pickles_are_understood() -> None:
     row = Row.__new__(Row)
     row.__setstate__(
-        (None, {"status": "finished", "duration_s": 1.0, "started_at": START, "worker": 0, "gpu": None, "attempts": 1})
+        (
+            None,
+            {
+                "status": "finished",
+                "duration_s": 1.0,
+                "started_at": START,
+                "worker": 0,
+                "gpu": None,
+                "attempts": 1,
+            },
+        )
     )
 
     assert (row.host, row.run, row.peak_memory_bytes) == (None, 1, None)

@@ -26,12 +26,21 @@ def test_the_parts_of_a_step() -> None:
     assert numbers.communication_s == pytest.approx(0.010)
     assert numbers.speed_up == pytest.approx(0.390 / 0.110)
     assert numbers.efficiency == pytest.approx(0.390 / 0.110 / 4)
-    assert report(compute_s=0.120).communication_s == 0, "noise may make the parts larger than the whole"
+    assert report(compute_s=0.120).communication_s == 0, (
+        "noise may make the parts larger than the whole"
+    )
 
 
 def test_the_table_has_a_row_for_one_and_one_for_all() -> None:
     frame = report().to_frame()
-    assert frame.columns.tolist() == ["workers", "step_s", "compute_s", "communication_s", "speed_up", "efficiency"]
+    assert frame.columns.tolist() == [
+        "workers",
+        "step_s",
+        "compute_s",
+        "communication_s",
+        "speed_up",
+        "efficiency",
+    ]
     assert frame["workers"].tolist() == [1, 4]
     assert frame.loc[0].tolist() == [1, 0.390, 0.390, 0, 1, 1]
     assert frame.loc[1, "speed_up"] == pytest.approx(0.390 / 0.110)
@@ -44,10 +53,16 @@ ADVICE = [
         {"step_s": 0.012, "compute_s": 0.004, "one_worker_s": 0.015},
         "step is too short: 4 ms.*hide 8 ms.*larger mini_batch_size",
     ),
-    ({"step_s": 0.4}, "links are too slow.*100.0 MB of gradients at about 0.5 GB/s.*fast_multinode"),
+    (
+        {"step_s": 0.4},
+        "links are too slow.*100.0 MB of gradients at about 0.5 GB/s.*fast_multinode",
+    ),
     (
         {"step_s": 0.210, "compute_s": 0.200},
-        "takes 200 ms for a share of the mini-batch and .* for all of it.*larger mini_batch_size.*fewer workers",
+        (
+            "takes 200 ms for a share of the mini-batch and .* for all of it.*larger"
+            " mini_batch_size.*fewer workers"
+        ),
     ),
     ({"num_workers": 1}, "only one worker"),
 ]

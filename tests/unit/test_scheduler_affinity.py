@@ -9,7 +9,12 @@ FINISHED, FAILED, CANCELLED = TaskState.FINISHED, TaskState.FAILED, TaskState.CA
 
 def first_piece(commands):
     """Return who is called first, and for which task."""
-    (call, *_) = (call for command in commands for call in getattr(command, "runs", [command]) if isinstance(call, RunTasks))
+    call, *_ = (
+        call
+        for command in commands
+        for call in getattr(command, "runs", [command])
+        if isinstance(call, RunTasks)
+    )
     return call.worker_id, call.slices[0].task_id
 
 
@@ -17,7 +22,11 @@ def test_a_bound_task_runs_on_its_worker_even_if_others_are_free(pool_of):
     pool = pool_of(3)
     assert pool.submit(0, place=1) == [pool.runs(1, 0, (0, 0, 1))]
     assert pool.submit(1, place=1) == []
-    assert pool.finish(0) == [pool.runs(1, 1, (1, 0, 1)), pool.settles(0, (0, 0, 1)), EndTask(0, FINISHED)]
+    assert pool.finish(0) == [
+        pool.runs(1, 1, (1, 0, 1)),
+        pool.settles(0, (0, 0, 1)),
+        EndTask(0, FINISHED),
+    ]
 
 
 def test_its_worker_takes_the_older_of_its_own_next_task_and_the_pools(pool_of):
@@ -56,7 +65,9 @@ def test_short_tasks_bound_to_one_worker_share_a_call_but_none_is_sent_ahead(poo
     pool.submit(1, place=0)
     for task_id in range(2, 6):
         assert pool.submit(task_id, place=0) == []
-    assert pool.finish(1, busy_s=0.001)[0] == pool.runs(0, 2, *((task_id, 0, 1) for task_id in range(2, 6)))
+    assert pool.finish(1, busy_s=0.001)[0] == pool.runs(
+        0, 2, *((task_id, 0, 1) for task_id in range(2, 6))
+    )
 
 
 def test_a_worker_with_tasks_of_its_own_gets_nothing_ahead(pool_of):
@@ -139,12 +150,18 @@ def test_it_fails_if_its_worker_does_not_come_up(pool_of):
     pool = pool_of(0)
     pool.resize(add=[0])
     pool.submit(0, place=0)
-    assert pool.fire("ready", 0)[-2:] == [pool.fails((0, 0, 1), LossReason.START), EndTask(0, FINISHED)]
+    assert pool.fire("ready", 0)[-2:] == [
+        pool.fails((0, 0, 1), LossReason.START),
+        EndTask(0, FINISHED),
+    ]
 
 
 def test_a_place_that_the_pool_does_not_have_fails_it_at_once(pool_of):
     pool = pool_of(1)
-    assert pool.submit(0, place=7, size=2) == [pool.fails((0, 0, 2), LossReason.UNKNOWN), EndTask(0, FINISHED)]
+    assert pool.submit(0, place=7, size=2) == [
+        pool.fails((0, 0, 2), LossReason.UNKNOWN),
+        EndTask(0, FINISHED),
+    ]
     assert pool.submit(1, place=7, size=0) == [EndTask(1, FINISHED)]
     assert pool.submit(2, place=7, size=0, is_open=True) == [EndTask(2, FAILED)]
 
@@ -171,7 +188,10 @@ def test_a_worker_that_is_to_end_fails_what_still_waits_for_it_and_finishes_what
     pool.submit(2, place=0)
     pool.submit(3, place=0)
     assert pool.resize(remove=1) == [pool.fails((1, 0, 1), LossReason.EXIT), EndTask(1, FINISHED)]
-    assert pool.submit(4, place=1) == [pool.fails((4, 0, 1), LossReason.UNKNOWN), EndTask(4, FINISHED)]
+    assert pool.submit(4, place=1) == [
+        pool.fails((4, 0, 1), LossReason.UNKNOWN),
+        EndTask(4, FINISHED),
+    ]
     assert pool.finish(0) == [pool.settles(0, (0, 0, 1)), EndTask(0, FINISHED), Vacate(1)]
 
 
@@ -180,7 +200,11 @@ def test_what_a_worker_that_is_to_end_hands_back_fails(pool_of):
     pool.submit(0, place=1, size=3, chunk_size=3)
     pool.submit(1, place=0)
     pool.resize(remove=1)
-    assert pool.finish(0, Report(2))[-3:] == [pool.fails((0, 2, 3)), EndTask(0, FINISHED), Vacate(1)]
+    assert pool.finish(0, Report(2))[-3:] == [
+        pool.fails((0, 2, 3)),
+        EndTask(0, FINISHED),
+        Vacate(1),
+    ]
 
 
 def test_what_a_worker_that_is_to_end_takes_with_it_fails(pool_of):
@@ -188,17 +212,25 @@ def test_what_a_worker_that_is_to_end_takes_with_it_fails(pool_of):
     pool.submit(0, place=1, size=3, chunk_size=3)
     pool.submit(1, place=0)
     pool.resize(remove=1)
-    assert pool.lose(1, LossReason.NODE) == [Vacate(1), pool.fails((0, 0, 3), LossReason.NODE), EndTask(0, FINISHED)]
+    assert pool.lose(1, LossReason.NODE) == [
+        Vacate(1),
+        pool.fails((0, 0, 3), LossReason.NODE),
+        EndTask(0, FINISHED),
+    ]
 
 
 def test_a_failure_of_what_waits_is_enough_for_a_task_that_fails_fast(pool_of):
     pool = pool_of(2)
     pool.submit(0, place=1, size=2, fail_fast=True)
     pool.submit(1, place=0)
-    assert pool.resize(remove=1) == [pool.fails((0, 1, 2)), pool.signals(1, 0, 0), EndTask(0, FAILED)]
+    assert pool.resize(remove=1) == [
+        pool.fails((0, 1, 2)),
+        pool.signals(1, 0, 0),
+        EndTask(0, FAILED),
+    ]
 
 
-# --- with gangs -------------------------------------------------------------------------------------------------------
+# --- with gangs -----------------------------------------------------------------------------------
 
 
 def test_a_gang_holds_a_worker_before_younger_tasks_bound_to_it(pool_of):

@@ -1,4 +1,6 @@
-"""Short items share calls, and a busy worker gets its next call ahead of time; long ones go one by one."""
+"""Short items share calls, and a busy worker gets its next call ahead of time; long ones go one by
+one.
+"""
 
 import pytest
 
@@ -14,13 +16,14 @@ def calls(commands):
     return [(run.worker_id, sum(piece.stop - piece.start for piece in run.slices)) for run in runs]
 
 
-# --- chunks -----------------------------------------------------------------------------------------------------------
+# --- chunks ---------------------------------------------------------------------------------------
 
 
 def test_a_loop_begins_with_single_items_and_goes_on_in_chunks_once_they_prove_short(pool_of):
     pool = pool_of(2)
     assert calls(pool.submit(0, size=1000)) == [(0, 1), (1, 1)]
-    # 16 times what was measured; the other worker is not known to run something short, and gets nothing ahead.
+    # 16 times what was measured; the other worker is not known to run something short, and gets
+    # nothing ahead.
     assert calls(pool.finish(0, busy_s=0.001)) == [(0, 16), (0, 32 // 2)]
     assert calls(pool.finish(1, busy_s=0.001)) == [(1, 32), (1, 32)]
     assert calls(pool.finish(2, busy_s=0.001)) == [(0, 50)], "about 50 ms, however much waits"
@@ -46,7 +49,9 @@ def test_short_futures_of_one_function_share_a_call(pool_of):
         assert pool.submit(task_id) == []
     assert pool.finish(1)[:1] == [pool.runs(0, 2, (2, 0, 1), (3, 0, 1), (4, 0, 1), (5, 0, 1))]
     assert pool.finish(2) == [
-        command for task_id in range(2, 6) for command in (pool.settles(2, (task_id, 0, 1)), EndTask(task_id, FINISHED))
+        command
+        for task_id in range(2, 6)
+        for command in (pool.settles(2, (task_id, 0, 1)), EndTask(task_id, FINISHED))
     ]
 
 
@@ -135,7 +140,7 @@ def test_tasks_with_different_chunk_sizes_share_no_call(pool_of):
     assert pool.finish(0)[0] == pool.runs(0, 1, (1, 0, 1), (2, 0, 1))
 
 
-# --- look-ahead -------------------------------------------------------------------------------------------------------
+# --- look-ahead -----------------------------------------------------------------------------------
 
 
 def test_a_worker_that_runs_short_items_gets_one_more_call_while_there_is_enough_for_all(pool_of):
@@ -217,13 +222,16 @@ def test_a_worker_that_has_two_calls_goes_on_with_the_second(pool_of):
     assert pool.finish(3, busy_s=0.001) == [pool.settles(3, (3, 0, 2)), EndTask(3, FINISHED)]
 
 
-# --- what is handed back ----------------------------------------------------------------------------------------------
+# --- what is handed back --------------------------------------------------------------------------
 
 
 def test_items_that_were_not_begun_run_again_first_and_as_the_same_attempt(pool_of):
     pool = pool_of(1)
     pool.submit(0, size=8, chunk_size=5)
-    assert pool.finish(0, Report(2, busy_s=4.0)) == [pool.runs(0, 1, (0, 2, 5)), pool.settles(0, (0, 0, 2))]
+    assert pool.finish(0, Report(2, busy_s=4.0)) == [
+        pool.runs(0, 1, (0, 2, 5)),
+        pool.settles(0, (0, 0, 2)),
+    ]
 
 
 def test_a_call_that_proves_long_after_all_hands_back_and_the_rest_goes_one_by_one(pool_of):
@@ -264,12 +272,13 @@ def test_items_handed_back_by_a_cancelled_task_are_gone(pool_of):
     assert pool.finish(0, Report(2)) == []
 
 
-# --- measured times ---------------------------------------------------------------------------------------------------
+# --- measured times -------------------------------------------------------------------------------
 
 
 def test_times_are_kept_while_a_function_has_no_task_but_not_for_ever(pool_of):
     pool = pool_of(1)
-    pool.submit(0, fn_id=-1, is_open=True, size=0)  # one that stays must not keep the others from being forgotten
+    # one that stays must not keep the others from being forgotten
+    pool.submit(0, fn_id=-1, is_open=True, size=0)
     for fn_id in range(300):
         pool.get_used_to(fn_id, task_id=fn_id + 1)
     assert calls(pool.submit(301, fn_id=0, size=50)) == [(0, 1)]

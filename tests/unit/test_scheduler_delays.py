@@ -2,7 +2,16 @@
 
 import pytest
 
-from raypool.core.messages import BreakPool, ClosePool, DropPlace, EndTask, PlaceLost, RunTasks, SetTimer, Vacate
+from raypool.core.messages import (
+    BreakPool,
+    ClosePool,
+    DropPlace,
+    EndTask,
+    PlaceLost,
+    RunTasks,
+    SetTimer,
+    Vacate,
+)
 from raypool.core.model import Report, TaskState
 from raypool.errors import InternalError, LossReason
 
@@ -17,7 +26,12 @@ def rests(until, task_id=0):
 
 def sent(commands):
     """Return the slices of the calls among commands."""
-    return [tuple(piece) for command in commands if isinstance(command, RunTasks) for piece in command.slices]
+    return [
+        tuple(piece)
+        for command in commands
+        if isinstance(command, RunTasks)
+        for piece in command.slices
+    ]
 
 
 def test_an_item_that_may_run_again_waits_first(pool_of):
@@ -37,7 +51,10 @@ def test_it_waits_twice_as_long_each_time_and_never_longer_than_five_minutes(poo
         assert pool.finish(attempt_id, AGAIN) == [rests(pool.now + delay_s)]
         pool.now += delay_s
         pool.fire("retry", task_id=0)
-    assert pool.finish(4, AGAIN) == [pool.settles(4, (0, 0, 1, 5)), EndTask(0, FINISHED)], "that was the last"
+    assert pool.finish(4, AGAIN) == [
+        pool.settles(4, (0, 0, 1, 5)),
+        EndTask(0, FINISHED),
+    ], "that was the last"
 
 
 def test_an_item_that_has_lost_its_worker_waits_too(pool_of):
@@ -157,7 +174,12 @@ def test_what_rests_ends_with_the_pool(pool_of):
     pool.submit(0, retry_delay_s=1.0)
     pool.finish(0, AGAIN)
     node = LossReason.NODE
-    assert pool.tell(PlaceLost(0, node)) == [Vacate(0), DropPlace(0, node), BreakPool(), EndTask(0, FAILED)]
+    assert pool.tell(PlaceLost(0, node)) == [
+        Vacate(0),
+        DropPlace(0, node),
+        BreakPool(),
+        EndTask(0, FAILED),
+    ]
 
 
 def test_a_first_failure_ends_a_task_with_what_rests(pool_of):

@@ -16,8 +16,12 @@ IMPOSSIBLE = {
     "empty chunks": lambda pool: pool.submit(9, chunk_size=0),
     "a gang without a size": lambda pool: pool.submit(9, is_gang=True, is_open=True),
     "a gang on one worker": lambda pool: pool.submit(9, is_gang=True, place=0),
-    "a gang that does not wait for its ranks": lambda pool: pool.submit(9, is_gang=True, fail_fast=True),
-    "a gang of which less may run": lambda pool: pool.submit(9, is_gang=True, size=2, max_workers=1),
+    "a gang that does not wait for its ranks": lambda pool: pool.submit(
+        9, is_gang=True, fail_fast=True
+    ),
+    "a gang of which less may run": lambda pool: pool.submit(
+        9, is_gang=True, size=2, max_workers=1
+    ),
     "items for a task to come": lambda pool: pool.add_items(2, 1, is_open=True),
     "items for a closed task": lambda pool: pool.add_items(0, 1, is_open=False),
     "fewer items": lambda pool: pool.add_items(1, -1, is_open=True),
@@ -64,7 +68,10 @@ def test_the_error_tells_the_story_of_the_worker(pool_of):
     pool.now = 2.5
     with pytest.raises(InternalError) as caught:
         pool.ready(0)
-    assert caught.value.story == ("0.000000 WorkerReady(worker_id=0)", "2.500000 WorkerReady(worker_id=0)")
+    assert caught.value.story == (
+        "0.000000 WorkerReady(worker_id=0)",
+        "2.500000 WorkerReady(worker_id=0)",
+    )
     assert caught.value.story[-1] in str(caught.value)
 
 
@@ -75,7 +82,11 @@ def test_the_error_tells_the_story_of_the_task(pool_of):
     pool.cancel(1)
     with pytest.raises(InternalError) as caught:
         pool.submit(1)
-    assert [line.split()[1].split("(")[0] for line in caught.value.story] == ["TaskSubmitted", "CancelRequested", "TaskSubmitted"]
+    assert [line.split()[1].split("(")[0] for line in caught.value.story] == [
+        "TaskSubmitted",
+        "CancelRequested",
+        "TaskSubmitted",
+    ]
     assert not any("task_id=11" in line for line in caught.value.story)
 
 

@@ -1,4 +1,6 @@
-"""Places that fail every task while others do well are taken out; tasks that fail everywhere take out none."""
+"""Places that fail every task while others do well are taken out; tasks that fail everywhere take
+out none.
+"""
 
 import pytest
 
@@ -17,7 +19,9 @@ def call_of(pool, place):
 
 
 def fail_all(pool, place, most=100):
-    """Let a place fail whatever it gets; return how often, until it is taken out, and what was said of that."""
+    """Let a place fail whatever it gets; return how often, until it is taken out, and what was said
+    of that.
+    """
     for number in range(most):
         attempt_id = call_of(pool, place)
         if attempt_id is None:
@@ -142,7 +146,9 @@ def test_a_function_that_nobody_else_runs_says_nothing(pool_of):
 
 
 def test_what_a_function_does_in_other_hands_counts_by_function(pool_of):
-    """A part of the pool works on something that fails, and the other part on something that does not."""
+    """A part of the pool works on something that fails, and the other part on something that does
+    not.
+    """
     pool = pool_of(4)
     pool.submit(0, fn_id=1, size=1000, places=(0, 1))
     pool.submit(1, fn_id=2, size=1000, places=(2, 3))
@@ -264,7 +270,10 @@ def test_a_call_sent_ahead_ends_first(pool_of):
             break
         count = sum(piece.stop - piece.start for piece in pool.calls[attempt_id].slices)
         commands = pool.finish(attempt_id, Report(count, failed=count, busy_s=0.001 * count))
-    assert [type(command) for command in commands if not isinstance(command, RunTasks)][-2:] == [Vacate, DropPlace]
+    assert [type(command) for command in commands if not isinstance(command, RunTasks)][-2:] == [
+        Vacate,
+        DropPlace,
+    ]
     assert pool.size == 2
 
 

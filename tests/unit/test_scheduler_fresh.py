@@ -11,7 +11,9 @@ FINISHED, FAILED, CANCELLED = TaskState.FINISHED, TaskState.FAILED, TaskState.CA
 
 @pytest.fixture
 def used(pool_of):
-    """Return a pool of two workers, of which the first has run something; the next task is 1, the next worker 2."""
+    """Return a pool of two workers, of which the first has run something; the next task is 1, the
+    next worker 2.
+    """
     pool = pool_of(2)
     pool.submit(0)
     pool.finish(0)
@@ -21,13 +23,21 @@ def used(pool_of):
 def test_a_worker_that_has_run_nothing_takes_it_and_ends_after_it(pool_of):
     pool = pool_of(1)
     assert pool.submit(0, is_fresh=True) == [pool.runs(0, 0, (0, 0, 1))]
-    assert pool.finish(0) == [pool.settles(0, (0, 0, 1)), EndTask(0, FINISHED), *pool.starts(1, place=0)]
+    assert pool.finish(0) == [
+        pool.settles(0, (0, 0, 1)),
+        EndTask(0, FINISHED),
+        *pool.starts(1, place=0),
+    ]
 
 
 def test_one_that_has_is_replaced_first(used):
     assert used.submit(1, is_fresh=True) == used.starts(2, place=0)
     assert used.ready(2) == [used.runs(2, 1, (1, 0, 1))]
-    assert used.finish(1) == [used.settles(1, (1, 0, 1)), EndTask(1, FINISHED), *used.starts(3, place=0)]
+    assert used.finish(1) == [
+        used.settles(1, (1, 0, 1)),
+        EndTask(1, FINISHED),
+        *used.starts(3, place=0),
+    ]
 
 
 def test_what_comes_later_does_not_wait_for_that(used):
@@ -76,7 +86,9 @@ def test_nobody_is_told_to_stop_what_was_not_begun(used):
     assert used.stop(1) == []
     assert used.cancel(1) == [EndTask(1, CANCELLED)]
     assert used.ready(2) == []
-    assert used.submit(2, is_fresh=True) == [used.runs(2, 2, (2, 0, 1))], "nothing has run in that process"
+    assert used.submit(2, is_fresh=True) == [used.runs(2, 2, (2, 0, 1))], (
+        "nothing has run in that process"
+    )
 
 
 def test_what_runs_is_told_as_any_other(used):

@@ -1,4 +1,6 @@
-"""A gang starts on all its workers together or not at all, and what comes after it does not keep it waiting."""
+"""A gang starts on all its workers together or not at all, and what comes after it does not keep it
+waiting.
+"""
 
 import pytest
 
@@ -42,7 +44,9 @@ def test_ranks_go_by_place_whatever_came_free_first(pool_of):
     pool.submit(3, size=3, is_gang=True)
     pool.finish(2)
     pool.finish(0)
-    assert pool.finish(1)[0] == RunGang(tuple(pool.runs(rank, 3 + rank, (3, rank, rank + 1)) for rank in range(3)))
+    assert pool.finish(1)[0] == RunGang(
+        tuple(pool.runs(rank, 3 + rank, (3, rank, rank + 1)) for rank in range(3))
+    )
 
 
 def test_no_later_task_starts_on_the_workers_that_a_gang_collects(pool_of):
@@ -141,7 +145,7 @@ def test_while_a_gang_collects_no_busy_worker_gets_anything_ahead(pool_of):
     assert pool.submit(3, size=100) == []
 
 
-# --- too big ----------------------------------------------------------------------------------------------------------
+# --- too big --------------------------------------------------------------------------------------
 
 
 def test_a_gang_too_big_for_the_pool_fails_at_once(pool_of):
@@ -157,7 +161,10 @@ def test_a_gang_too_big_for_a_pool_that_is_parked_does_not_wake_it(pool_of):
     pool.now = 10.0
     pool.fire("idle")
     assert pool.submit(0, size=3, is_gang=True) == [EndTask(0, FAILED)]
-    assert pool.submit(1, size=2, is_gang=True) == [*pool.starts(2, place=0), *pool.starts(3, place=1)]
+    assert pool.submit(1, size=2, is_gang=True) == [
+        *pool.starts(2, place=0),
+        *pool.starts(3, place=1),
+    ]
     pool.ready(3)
     assert workers(pool.ready(2)) == [2, 3]
 
@@ -196,7 +203,7 @@ def test_a_pool_that_has_grown_again_by_its_turn_can_run_a_gang(pool_of):
     assert workers(pool.finish(2)) == [0, 2]
 
 
-# --- places -----------------------------------------------------------------------------------------------------------
+# --- places ---------------------------------------------------------------------------------------
 
 
 def test_a_gang_with_places_uses_no_others_and_keeps_no_others_from_working(pool_of):
@@ -216,7 +223,9 @@ def test_a_worker_that_becomes_free_and_is_not_wanted_by_the_gang_goes_on(pool_o
     assert pool.finish(1)[0] == pool.runs(1, 2, (3, 0, 1))
 
 
-def test_a_gang_smaller_than_its_places_takes_those_that_are_free_in_the_order_in_which_they_are_named(pool_of):
+def test_a_gang_smaller_than_its_places_takes_those_that_are_free_in_the_order_in_which_they_are_named(
+    pool_of,
+):
     pool = pool_of(4)
     pool.submit(0, place=1)
     assert workers(pool.submit(1, size=2, is_gang=True, places=(1, 2, 3))) == [2, 3]
@@ -261,7 +270,7 @@ def test_a_gang_fails_as_soon_as_one_of_its_places_is_to_go(pool_of):
     assert pool.resize(remove=1) == [EndTask(1, FAILED)]
 
 
-# --- several at once --------------------------------------------------------------------------------------------------
+# --- several at once ------------------------------------------------------------------------------
 
 
 def test_a_gang_of_one_part_does_not_wait_for_one_of_another(pool_of):
@@ -297,10 +306,14 @@ def test_nothing_overtakes_a_gang_that_has_to_wait_on_the_workers_that_it_wants(
     pool = pool_of(4)
     pool.submit(0, place=0)
     pool.submit(1, size=2, is_gang=True, places=(0, 1))
-    assert pool.submit(2, size=2, is_gang=True, places=(1, 2)) == [], "it waits for the first, and keeps worker 2"
+    assert pool.submit(2, size=2, is_gang=True, places=(1, 2)) == [], (
+        "it waits for the first, and keeps worker 2"
+    )
     assert pool.submit(3, place=2) == []
     assert pool.submit(4, places=(2,)) == []
-    assert pool.submit(5, size=2, is_gang=True, places=(2, 3)) == [], "so does this one with worker 3"
+    assert pool.submit(5, size=2, is_gang=True, places=(2, 3)) == [], (
+        "so does this one with worker 3"
+    )
     assert pool.submit(6) == []
     assert workers(pool.finish(0)) == [0, 1]
     assert workers(pool.finish(2)) == [1, 2]
@@ -375,12 +388,14 @@ def test_short_calls_that_share_a_worker_do_not_overtake_the_gang_that_collects_
     pool.submit(2, places=(0,))
     pool.submit(3, size=2, is_gang=True)
     pool.submit(4, places=(0,))
-    assert pool.finish(1)[0] == pool.runs(0, 3, (2, 0, 1)), "task 4 is of the same function, but younger than the gang"
+    assert pool.finish(1)[0] == pool.runs(0, 3, (2, 0, 1)), (
+        "task 4 is of the same function, but younger than the gang"
+    )
     assert workers(pool.finish(2)) == []
     assert workers(pool.finish(3)) == [0, 1]
 
 
-# --- loans --------------------------------------------------------------------------------------------------------------
+# --- loans ----------------------------------------------------------------------------------------
 
 
 def test_a_loan_ends_its_workers_and_others_start_there_when_it_is_over(pool_of):

@@ -146,7 +146,9 @@ def test_tasks_for_some_places_and_gangs_wait_too(parked):
     parked.submit(1, size=2, is_gang=True)
     assert parked.ready(2) == []
     assert parked.ready(3) == [parked.runs(3, 0, (0, 0, 1))]
-    assert parked.finish(0)[0] == RunGang((parked.runs(2, 1, (1, 0, 1)), parked.runs(3, 2, (1, 1, 2))))
+    assert parked.finish(0)[0] == RunGang(
+        (parked.runs(2, 1, (1, 0, 1)), parked.runs(3, 2, (1, 1, 2)))
+    )
 
 
 def test_a_pool_may_shrink_meanwhile(parked):
@@ -159,7 +161,10 @@ def test_a_pool_may_grow_meanwhile_and_the_new_worker_ends_in_its_turn(parked):
     parked.ready(4)
     parked.now = 200.0
     assert parked.fire("idle") == [ParkWorker(5)]
-    assert [type(command).__name__ for command in parked.submit(0)] == ["StartWorker", "SetTimer"] * 3
+    assert [type(command).__name__ for command in parked.submit(0)] == [
+        "StartWorker",
+        "SetTimer",
+    ] * 3
 
 
 def test_a_pool_may_close_meanwhile(parked):

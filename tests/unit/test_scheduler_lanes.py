@@ -12,10 +12,14 @@ FINISHED, FAILED, CANCELLED = TaskState.FINISHED, TaskState.FAILED, TaskState.CA
 def started(commands):
     """Return who is called, and for which tasks."""
     calls = [call for command in commands for call in getattr(command, "runs", [command])]
-    return [(call.worker_id, *(p.task_id for p in call.slices)) for call in calls if isinstance(call, RunTasks)]
+    return [
+        (call.worker_id, *(p.task_id for p in call.slices))
+        for call in calls
+        if isinstance(call, RunTasks)
+    ]
 
 
-# --- who may run it ---------------------------------------------------------------------------------------------------
+# --- who may run it -------------------------------------------------------------------------------
 
 
 def test_it_runs_in_its_places_only(pool_of):
@@ -71,15 +75,19 @@ def test_it_names_places_or_one_place(pool_of):
         pool_of(1).submit(0, place=0, places=(0,))
 
 
-# --- whose turn it is -------------------------------------------------------------------------------------------------
+# --- whose turn it is -----------------------------------------------------------------------------
 
 
 def test_a_worker_takes_the_oldest_of_all_that_it_may(pool_of):
     pool = pool_of(1)
     pool.submit(0)
-    for task_id, wish in enumerate(({"places": (0, 7)}, {}, {"place": 0}, {"places": (0,)}, {"places": (0, 7)}, {}), start=1):
+    for task_id, wish in enumerate(
+        ({"places": (0, 7)}, {}, {"place": 0}, {"places": (0,)}, {"places": (0, 7)}, {}), start=1
+    ):
         pool.submit(task_id, **wish)
-    assert [started(pool.finish(attempt)) for attempt in range(6)] == [[(0, task_id)] for task_id in range(1, 7)]
+    assert [started(pool.finish(attempt)) for attempt in range(6)] == [
+        [(0, task_id)] for task_id in range(1, 7)
+    ]
 
 
 def test_priority_goes_before_age_here_too(pool_of):
@@ -89,7 +97,12 @@ def test_priority_goes_before_age_here_too(pool_of):
     pool.submit(2)
     pool.submit(3, places=(0,), priority=1)
     pool.submit(4, priority=2)
-    assert [started(pool.finish(attempt)) for attempt in range(4)] == [[(0, 4)], [(0, 3)], [(0, 1)], [(0, 2)]]
+    assert [started(pool.finish(attempt)) for attempt in range(4)] == [
+        [(0, 4)],
+        [(0, 3)],
+        [(0, 1)],
+        [(0, 2)],
+    ]
 
 
 def test_of_two_lanes_and_one_worker_the_older_task_goes_first(pool_of):
@@ -122,13 +135,16 @@ def test_when_a_worker_takes_its_lanes_with_it_both_find_their_way_in_order(pool
     assert started(pool.finish(5)) == [(1, 3)]
 
 
-# --- calls ------------------------------------------------------------------------------------------------------------
+# --- calls ----------------------------------------------------------------------------------------
 
 
 def test_short_items_go_in_chunks_by_the_number_of_workers_of_the_lane(pool_of):
     pool = pool_of(4)
     pool.get_used_to(0, task_id=0)
-    assert pool.submit(1, size=48, places=(2, 3)) == [pool.runs(2, 1, (1, 0, 12)), pool.runs(3, 2, (1, 12, 21))]
+    assert pool.submit(1, size=48, places=(2, 3)) == [
+        pool.runs(2, 1, (1, 0, 12)),
+        pool.runs(3, 2, (1, 12, 21)),
+    ]
 
 
 def test_calls_are_shared_within_a_lane_only(pool_of):
@@ -174,7 +190,7 @@ def test_when_the_lane_is_done_it_gets_its_calls_ahead_as_before(pool_of):
     assert started(pool.finish(1, busy_s=0.001)) == [(0, 2), (0, 2)]
 
 
-# --- with gangs -------------------------------------------------------------------------------------------------------
+# --- with gangs -----------------------------------------------------------------------------------
 
 
 def test_a_gang_holds_workers_before_younger_tasks_of_their_lanes(pool_of):
@@ -204,13 +220,19 @@ def test_a_worker_that_a_gang_lets_go_turns_to_its_lanes(pool_of):
     assert started(pool.cancel(1)) == [(1, 2)]
 
 
-# --- places come and go -----------------------------------------------------------------------------------------------
+# --- places come and go ---------------------------------------------------------------------------
 
 
 def test_a_lane_without_any_place_fails_what_comes(pool_of):
     pool = pool_of(1)
-    assert pool.submit(0, size=2, places=(4, 5)) == [pool.fails((0, 0, 2), LossReason.UNKNOWN), EndTask(0, FINISHED)]
-    assert pool.submit(1, places=()) == [pool.fails((1, 0, 1), LossReason.UNKNOWN), EndTask(1, FINISHED)]
+    assert pool.submit(0, size=2, places=(4, 5)) == [
+        pool.fails((0, 0, 2), LossReason.UNKNOWN),
+        EndTask(0, FINISHED),
+    ]
+    assert pool.submit(1, places=()) == [
+        pool.fails((1, 0, 1), LossReason.UNKNOWN),
+        EndTask(1, FINISHED),
+    ]
 
 
 def test_a_lane_goes_on_with_the_places_that_are_left(pool_of):
@@ -227,7 +249,11 @@ def test_when_its_last_place_goes_what_waits_fails_and_what_runs_may_end(pool_of
     pool.submit(0, size=3, places=(1,))
     pool.submit(1, place=0)
     pool.submit(2, places=(1,), priority=-1)
-    assert pool.resize(remove=1) == [pool.fails((0, 1, 3)), pool.fails((2, 0, 1)), EndTask(2, FINISHED)]
+    assert pool.resize(remove=1) == [
+        pool.fails((0, 1, 3)),
+        pool.fails((2, 0, 1)),
+        EndTask(2, FINISHED),
+    ]
     assert pool.finish(0) == [pool.settles(0, (0, 0, 1)), EndTask(0, FINISHED), Vacate(1)]
 
 

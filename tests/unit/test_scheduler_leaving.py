@@ -1,4 +1,6 @@
-"""Places whose machines go, announced or not: what runs there, what is bound to them, and what is left of the pool."""
+"""Places whose machines go, announced or not: what runs there, what is bound to them, and what is
+left of the pool.
+"""
 
 import pytest
 
@@ -27,7 +29,7 @@ def gone(place, reason=PREEMPTED):
     return [Vacate(place), DropPlace(place, reason)]
 
 
-# --- announced --------------------------------------------------------------------------------------------------------
+# --- announced ------------------------------------------------------------------------------------
 
 
 def test_a_free_worker_goes_at_once(pool_of):
@@ -41,7 +43,10 @@ def test_a_free_worker_goes_at_once(pool_of):
 def test_a_busy_one_ends_what_it_is_running_and_takes_nothing_more(pool_of):
     pool = pool_of(2)
     pool.submit(0, size=4)
-    assert pool.tell(PlaceLeaving(1, 30.0)) == [pool.signals(1, 1, 0, LEAVE), SetTimer(30.0, "leave", 1)]
+    assert pool.tell(PlaceLeaving(1, 30.0)) == [
+        pool.signals(1, 1, 0, LEAVE),
+        SetTimer(30.0, "leave", 1),
+    ]
     assert pool.size == 1
     assert pool.finish(1) == [pool.settles(1, (0, 1, 2)), *gone(1)]
     assert pool.fire("leave", 1) == [], "it has gone by then"
@@ -75,7 +80,10 @@ def test_a_later_deadline_counts_instead_of_an_earlier_one(pool_of):
     pool = pool_of(2)
     pool.submit(0)
     pool.tell(PlaceLeaving(0, 30.0))
-    assert pool.tell(PlaceLeaving(0, 60.0)) == [pool.signals(0, 0, 0, LEAVE), SetTimer(60.0, "leave", 0)]
+    assert pool.tell(PlaceLeaving(0, 60.0)) == [
+        pool.signals(0, 0, 0, LEAVE),
+        SetTimer(60.0, "leave", 0),
+    ]
     pool.now = 30.0
     assert pool.fire("leave", 0) == []
     pool.now = 60.0
@@ -134,7 +142,9 @@ def test_what_ends_although_it_was_interrupted_counts(pool_of):
 
 
 @pytest.mark.parametrize("reason", [STOPPED, NODE, PREEMPTED])
-def test_what_does_not_stop_is_not_charged_when_its_worker_is_killed_or_its_machine_goes(pool_of, reason):
+def test_what_does_not_stop_is_not_charged_when_its_worker_is_killed_or_its_machine_goes(
+    pool_of, reason
+):
     pool = pool_of(2)
     pool.submit(0, retries=1)
     pool.tell(PlaceLeaving(0, 0.0))
@@ -152,7 +162,11 @@ def test_what_may_run_once_only_goes_on_while_it_can_and_fails_with_the_machine(
     pool = pool_of(2)
     pool.submit(0, retries=0)
     assert pool.tell(PlaceLeaving(0, 0.0)) == []
-    assert pool.tell(PlaceLost(0, NODE)) == [*gone(0), pool.fails((0, 0, 1), PREEMPTED), EndTask(0, FINISHED)]
+    assert pool.tell(PlaceLost(0, NODE)) == [
+        *gone(0),
+        pool.fails((0, 0, 1), PREEMPTED),
+        EndTask(0, FINISHED),
+    ]
 
 
 def test_all_calls_of_a_worker_are_interrupted(pool_of):
@@ -194,8 +208,17 @@ def test_what_is_bound_to_it_fails(pool_of):
     pool.submit(0)
     pool.submit(1, place=0)
     pool.submit(2, places=(0,))
-    failed = [pool.fails((1, 0, 1), PREEMPTED), EndTask(1, FINISHED), pool.fails((2, 0, 1), PREEMPTED), EndTask(2, FINISHED)]
-    assert pool.tell(PlaceLeaving(0, 30.0)) == [pool.signals(0, 0, 0, LEAVE), SetTimer(30.0, "leave", 0), *failed]
+    failed = [
+        pool.fails((1, 0, 1), PREEMPTED),
+        EndTask(1, FINISHED),
+        pool.fails((2, 0, 1), PREEMPTED),
+        EndTask(2, FINISHED),
+    ]
+    assert pool.tell(PlaceLeaving(0, 30.0)) == [
+        pool.signals(0, 0, 0, LEAVE),
+        SetTimer(30.0, "leave", 0),
+        *failed,
+    ]
 
 
 def test_what_may_run_in_other_places_as_well_does(pool_of):
@@ -246,7 +269,12 @@ def test_a_pool_whose_last_place_has_gone_breaks_if_anything_waits(pool_of):
     pool.submit(0, size=2)
     pool.submit(1, size=0, is_open=True)
     pool.tell(PlaceLeaving(0, 0.0))
-    assert pool.finish(0, Report(0)) == [*gone(0), BreakPool(), EndTask(0, FAILED), EndTask(1, FAILED)]
+    assert pool.finish(0, Report(0)) == [
+        *gone(0),
+        BreakPool(),
+        EndTask(0, FAILED),
+        EndTask(1, FAILED),
+    ]
 
 
 def test_a_pool_that_closes_need_not_be_told_that_it_is_smaller(pool_of):
@@ -254,7 +282,13 @@ def test_a_pool_that_closes_need_not_be_told_that_it_is_smaller(pool_of):
     pool.submit(0)
     pool.tell(PlaceLeaving(0, 30.0))
     pool.shutdown()
-    assert pool.finish(0) == [pool.settles(0, (0, 0, 1)), EndTask(0, FINISHED), Vacate(0), Vacate(1), ClosePool()]
+    assert pool.finish(0) == [
+        pool.settles(0, (0, 0, 1)),
+        EndTask(0, FINISHED),
+        Vacate(0),
+        Vacate(1),
+        ClosePool(),
+    ]
 
 
 def test_a_place_that_has_gone_is_no_news(pool_of):
@@ -263,7 +297,7 @@ def test_a_place_that_has_gone_is_no_news(pool_of):
     assert pool.tell(PlaceLost(5, NODE)) == []
 
 
-# --- gangs ------------------------------------------------------------------------------------------------------------
+# --- gangs ----------------------------------------------------------------------------------------
 
 
 def test_a_gang_may_end_before_its_machine_goes(pool_of):
@@ -295,7 +329,11 @@ def test_a_rank_that_is_interrupted_for_it_breaks_up_its_gang(pool_of):
     pool = pool_of(2)
     pool.submit(0, size=2, is_gang=True)
     assert pool.tell(PlaceLeaving(1, 0.0)) == [pool.signals(1, 1, 0)]
-    assert pool.finish(1, Report(0)) == [pool.fails((0, 1, 2), PREEMPTED), pool.signals(0, 0, 0), *gone(1)]
+    assert pool.finish(1, Report(0)) == [
+        pool.fails((0, 1, 2), PREEMPTED),
+        pool.signals(0, 0, 0),
+        *gone(1),
+    ]
     assert pool.finish(0, Report(0)) == [pool.fails((0, 0, 1), STOPPED), EndTask(0, FAILED)]
 
 
@@ -316,7 +354,7 @@ def test_a_gang_takes_other_workers_instead(pool_of):
     assert pool.finish(1)[0] == RunGang((pool.runs(0, 2, (2, 0, 1)), pool.runs(1, 3, (2, 1, 2))))
 
 
-# --- not announced ----------------------------------------------------------------------------------------------------
+# --- not announced --------------------------------------------------------------------------------
 
 
 def test_a_lost_place_takes_its_worker_with_it_and_what_ran_there_runs_again(pool_of):
@@ -336,7 +374,11 @@ def test_a_machine_that_was_taken_away_is_not_the_fault_of_what_ran_there(pool_o
 def test_a_rank_that_is_lost_with_its_place_ends_the_gang(pool_of):
     pool = pool_of(2)
     pool.submit(0, size=2, is_gang=True)
-    assert pool.tell(PlaceLost(0, NODE)) == [*gone(0, NODE), pool.fails((0, 0, 1), NODE), pool.signals(1, 1, 0)]
+    assert pool.tell(PlaceLost(0, NODE)) == [
+        *gone(0, NODE),
+        pool.fails((0, 0, 1), NODE),
+        pool.signals(1, 1, 0),
+    ]
     assert pool.finish(1, Report(0))[-1] == EndTask(0, FAILED)
 
 
@@ -345,7 +387,11 @@ def test_the_loss_of_the_last_place_breaks_the_pool(pool_of, tasks):
     pool = pool_of(1)
     for task_id in range(tasks):
         pool.submit(task_id)
-    assert pool.tell(PlaceLost(0, NODE)) == [*gone(0, NODE), BreakPool(), *([EndTask(0, FAILED)] if tasks else [])]
+    assert pool.tell(PlaceLost(0, NODE)) == [
+        *gone(0, NODE),
+        BreakPool(),
+        *([EndTask(0, FAILED)] if tasks else []),
+    ]
     assert pool.state is PoolState.BROKEN
 
 

@@ -2,7 +2,15 @@
 
 import pytest
 
-from raypool.core.messages import BreakPool, DropPlace, EndTask, RunTasks, SetTimer, StartWorker, Vacate
+from raypool.core.messages import (
+    BreakPool,
+    DropPlace,
+    EndTask,
+    RunTasks,
+    SetTimer,
+    StartWorker,
+    Vacate,
+)
 from raypool.core.model import PoolState, TaskState
 from raypool.errors import LossReason
 
@@ -11,10 +19,15 @@ FINISHED, FAILED = TaskState.FINISHED, TaskState.FAILED
 
 def pieces(commands):
     """Return the slices of the calls among commands."""
-    return [tuple(piece) for command in commands if isinstance(command, RunTasks) for piece in command.slices]
+    return [
+        tuple(piece)
+        for command in commands
+        if isinstance(command, RunTasks)
+        for piece in command.slices
+    ]
 
 
-# --- what was running -------------------------------------------------------------------------------------------------
+# --- what was running -----------------------------------------------------------------------------
 
 
 def test_a_task_whose_worker_dies_runs_again_elsewhere_at_once(pool_of):
@@ -31,7 +44,10 @@ def test_a_task_that_has_killed_its_last_worker_fails_and_the_others_go_on(pool_
     pool.lose(0)
     assert pool.ready(1) == [pool.runs(1, 1, (0, 0, 1, 2))]
     commands = pool.lose(1, LossReason.OUT_OF_MEMORY)
-    assert commands[-2:] == [pool.fails((0, 0, 1, 2), LossReason.OUT_OF_MEMORY), EndTask(0, FINISHED)]
+    assert commands[-2:] == [
+        pool.fails((0, 0, 1, 2), LossReason.OUT_OF_MEMORY),
+        EndTask(0, FINISHED),
+    ]
     pool.fire("start", 2)
     assert pool.ready(2) == [pool.runs(2, 2, (1, 0, 1))]
     assert (pool.counts.failed, pool.counts.workers_lost) == (1, 2)
@@ -73,7 +89,9 @@ def test_the_loss_of_a_free_worker_hurts_nobody(pool_of):
     assert pool.ready(2) == [pool.runs(2, 1, (0, 1, 2))]
 
 
-def test_the_call_behind_is_charged_too_since_the_answer_of_the_first_may_have_died_with_the_process(pool_of):
+def test_the_call_behind_is_charged_too_since_the_answer_of_the_first_may_have_died_with_the_process(
+    pool_of,
+):
     pool = pool_of(1)
     pool.get_used_to(0, task_id=0)
     pool.submit(1, size=2)
@@ -93,7 +111,9 @@ def test_the_call_behind_one_that_has_come_back_is_running_and_can_be_to_blame(p
     assert pieces(pool.ready(1)) == [(2, 0, 2, 2)]
 
 
-def test_a_call_lost_with_many_items_comes_back_in_pieces_each_alone_the_last_time_item_by_item(pool_of):
+def test_a_call_lost_with_many_items_comes_back_in_pieces_each_alone_the_last_time_item_by_item(
+    pool_of,
+):
     pool = pool_of(1)
     pool.submit(0, size=100, chunk_size=100)
     pool.lose(0)
@@ -164,7 +184,7 @@ def test_a_cancelled_task_is_not_run_again(pool_of):
     assert pool.lose(0) == pool.starts(1, place=0)
 
 
-# --- what comes too late ----------------------------------------------------------------------------------------------
+# --- what comes too late --------------------------------------------------------------------------
 
 
 def test_an_answer_from_a_lost_worker_is_dropped(pool_of):
@@ -192,7 +212,7 @@ def test_worker_ids_are_never_used_again(pool_of):
     assert pool.workers == [3, 4]
 
 
-# --- who comes instead ------------------------------------------------------------------------------------------------
+# --- who comes instead ----------------------------------------------------------------------------
 
 
 def test_a_worker_that_dies_again_and_again_is_started_after_growing_delays(pool_of):

@@ -12,7 +12,9 @@ MS = 0.001
 
 @pytest.fixture
 def pool(pool_of):
-    """Two workers; function 0 is known to be short. Each has ten items of task 1, and ten behind them."""
+    """Two workers; function 0 is known to be short. Each has ten items of task 1, and ten behind
+    them.
+    """
     pool = pool_of(2)
     pool.get_used_to(0, task_id=0, item_s=MS)
     assert pool.submit(1, size=40, chunk_size=10) == [
@@ -25,10 +27,17 @@ def pool(pool_of):
 
 
 def test_what_is_done_counts_and_the_rest_goes_to_whoever_is_free_first(pool):
-    assert pool.tell(AttemptNarrowed(0, 1, (Report(3, busy_s=3 * MS),), (1,))) == [pool.settles(1, (1, 0, 3))]
+    assert pool.tell(AttemptNarrowed(0, 1, (Report(3, busy_s=3 * MS),), (1,))) == [
+        pool.settles(1, (1, 0, 3))
+    ]
     assert pool.finish(2, busy_s=MS)[0] == pool.runs(1, 5, (1, 4, 10)), "the rest of the call"
     assert pool.finish(4, busy_s=MS)[0] == pool.runs(1, 6, (1, 20, 30)), "what was behind it"
-    commands = [pool.settles(1, (1, 3, 4)), pool.settles(5, (1, 4, 10)), pool.settles(6, (1, 20, 30)), EndTask(1, FINISHED)]
+    commands = [
+        pool.settles(1, (1, 3, 4)),
+        pool.settles(5, (1, 4, 10)),
+        pool.settles(6, (1, 20, 30)),
+        EndTask(1, FINISHED),
+    ]
     assert [*pool.finish(1, Report(1, busy_s=5.0)), *pool.finish(5), *pool.finish(6)] == commands
 
 
@@ -47,7 +56,9 @@ def test_nothing_more_is_sent_to_wait_behind_it(pool):
 def test_nor_after_an_earlier_call_has_come_back_late(pool):
     pool.tell(AttemptNarrowed(0, 3, (Report(3, busy_s=3 * MS),), (1,)))
     pool.submit(2, size=100, chunk_size=10)
-    assert [command for command in pool.finish(1, busy_s=MS) if getattr(command, "worker_id", None) == 0] == []
+    assert [
+        command for command in pool.finish(1, busy_s=MS) if getattr(command, "worker_id", None) == 0
+    ] == []
 
 
 def test_it_comes_too_late_for_what_has_come_back(pool):
@@ -66,9 +77,15 @@ def test_several_tasks_in_one_call(pool_of):
     reports = (Report(1, busy_s=MS), Report(1, busy_s=MS), Report(0), Report(0), Report(0))
     commands = pool.tell(AttemptNarrowed(0, 2, reports, (0, 0, 1, 0, 0)))
     assert commands == [
-        *(command for task_id in (2, 3) for command in (pool.settles(2, (task_id, 0, 1)), EndTask(task_id, FINISHED))),
+        *(
+            command
+            for task_id in (2, 3)
+            for command in (pool.settles(2, (task_id, 0, 1)), EndTask(task_id, FINISHED))
+        )
     ]
-    assert pool.finish(2, Report(1, busy_s=9.0))[0] == pool.runs(0, 3, (5, 0, 1)), "not with the last one: it may be long too"
+    assert pool.finish(2, Report(1, busy_s=9.0))[0] == pool.runs(0, 3, (5, 0, 1)), (
+        "not with the last one: it may be long too"
+    )
 
 
 def test_a_failure_that_ends_the_task_stops_what_is_kept(pool_of):
@@ -101,14 +118,23 @@ def test_a_worker_that_is_lost_after_it_is_charged_with_what_it_kept(pool):
 
 
 def test_all_may_be_kept(pool):
-    """Values that are too large to be told early, say; only what waits behind them is handed back."""
+    """Values that are too large to be told early, say; only what waits behind them is handed
+    back.
+    """
     assert pool.tell(AttemptNarrowed(0, 1, (Report(0),), (10,))) == []
     assert pool.finish(2, busy_s=MS)[0] == pool.runs(1, 5, (1, 20, 30))
 
 
 def test_what_cannot_be_is_refused(pool):
     one = (Report(3),)
-    for reports, kept in [(one, (0,)), (one, (8,)), (one, (-1,)), (one, (1, 1)), ((), ()), ((Report(11),), (1,))]:
+    for reports, kept in [
+        (one, (0,)),
+        (one, (8,)),
+        (one, (-1,)),
+        (one, (1, 1)),
+        ((), ()),
+        ((Report(11),), (1,)),
+    ]:
         with pytest.raises(InternalError, match="AttemptNarrowed"):
             pool.tell(AttemptNarrowed(0, 1, reports, kept))
 

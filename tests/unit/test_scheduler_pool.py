@@ -7,7 +7,7 @@ from raypool.errors import LossReason
 FINISHED, FAILED, CANCELLED = TaskState.FINISHED, TaskState.FAILED, TaskState.CANCELLED
 
 
-# --- size -------------------------------------------------------------------------------------------------------------
+# --- size -----------------------------------------------------------------------------------------
 
 
 def test_new_places_get_workers(pool_of):
@@ -60,7 +60,9 @@ def test_a_busy_worker_runs_what_was_sent_ahead_and_gets_no_more(pool_of):
     pool.resize(add=[1])
     pool.ready(1)
     pool.resize(remove=2)
-    assert not [command for command in pool.finish(1, busy_s=0.001) if isinstance(command, RunTasks)]
+    assert not [
+        command for command in pool.finish(1, busy_s=0.001) if isinstance(command, RunTasks)
+    ]
     assert Vacate(0) in pool.finish(2, busy_s=0.001)
 
 
@@ -123,7 +125,12 @@ def test_what_waits_when_the_last_worker_goes_fails(pool_of):
     pool = pool_of(1)
     pool.submit(0, size=2)
     pool.resize(remove=1)
-    assert pool.finish(0) == [pool.settles(0, (0, 0, 1)), Vacate(0), BreakPool(), EndTask(0, FAILED)]
+    assert pool.finish(0) == [
+        pool.settles(0, (0, 0, 1)),
+        Vacate(0),
+        BreakPool(),
+        EndTask(0, FAILED),
+    ]
 
 
 def test_a_place_can_be_given_back_and_added_again(pool_of):
@@ -132,7 +139,7 @@ def test_a_place_can_be_given_back_and_added_again(pool_of):
     assert pool.resize(add=[1]) == pool.starts(2, place=1)
 
 
-# --- shutdown ---------------------------------------------------------------------------------------------------------
+# --- shutdown -------------------------------------------------------------------------------------
 
 
 def test_an_idle_pool_closes_at_once(pool_of):
@@ -146,8 +153,17 @@ def test_without_cancelling_everything_is_run_and_told_before_the_pool_closes(po
     pool.submit(0)
     pool.submit(1)
     assert pool.shutdown() == []
-    assert pool.finish(0) == [pool.runs(0, 1, (1, 0, 1)), pool.settles(0, (0, 0, 1)), EndTask(0, FINISHED)]
-    assert pool.finish(1) == [pool.settles(1, (1, 0, 1)), EndTask(1, FINISHED), Vacate(0), ClosePool()]
+    assert pool.finish(0) == [
+        pool.runs(0, 1, (1, 0, 1)),
+        pool.settles(0, (0, 0, 1)),
+        EndTask(0, FINISHED),
+    ]
+    assert pool.finish(1) == [
+        pool.settles(1, (1, 0, 1)),
+        EndTask(1, FINISHED),
+        Vacate(0),
+        ClosePool(),
+    ]
 
 
 def test_what_is_queued_can_be_cancelled_and_what_runs_goes_on(pool_of):
@@ -156,7 +172,12 @@ def test_what_is_queued_can_be_cancelled_and_what_runs_goes_on(pool_of):
     pool.submit(1)
     pool.submit(2, size=0, is_open=True)
     assert pool.shutdown(cancel_queued=True) == [EndTask(1, CANCELLED), EndTask(2, CANCELLED)]
-    assert pool.finish(0) == [pool.settles(0, (0, 0, 1)), EndTask(0, FINISHED), Vacate(0), ClosePool()]
+    assert pool.finish(0) == [
+        pool.settles(0, (0, 0, 1)),
+        EndTask(0, FINISHED),
+        Vacate(0),
+        ClosePool(),
+    ]
 
 
 def test_a_loop_that_is_not_all_running_is_cancelled_with_what_is_queued(pool_of):
@@ -171,7 +192,13 @@ def test_what_runs_can_be_cancelled_too(pool_of):
     pool.submit(1)
     pool.lose(1)
     commands = pool.shutdown(cancel_queued=True, cancel_running=True)
-    assert commands == [EndTask(0, CANCELLED), EndTask(1, CANCELLED), Vacate(0), Vacate(1), ClosePool()]
+    assert commands == [
+        EndTask(0, CANCELLED),
+        EndTask(1, CANCELLED),
+        Vacate(0),
+        Vacate(1),
+        ClosePool(),
+    ]
     assert pool.finish(0) == []
 
 

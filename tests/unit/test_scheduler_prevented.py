@@ -7,11 +7,15 @@ from raypool.core.model import Report, TaskState
 
 
 @pytest.mark.parametrize("retries", [0, 1, 2])
-def test_they_run_again_with_the_same_attempt_number_however_often_the_user_lets_items_run(pool_of, retries):
+def test_they_run_again_with_the_same_attempt_number_however_often_the_user_lets_items_run(
+    pool_of, retries
+):
     pool = pool_of(1)
     pool.submit(0, retries=retries)
     for attempt_id in range(3):
-        assert pool.finish(attempt_id, Report(1, failed=1, again=(0,))) == [pool.runs(0, attempt_id + 1, (0, 0, 1))]
+        assert pool.finish(attempt_id, Report(1, failed=1, again=(0,))) == [
+            pool.runs(0, attempt_id + 1, (0, 0, 1))
+        ]
     assert pool.finish(3) == [pool.settles(3, (0, 0, 1)), EndTask(0, TaskState.FINISHED)]
     assert (pool.counts.failed, pool.counts.finished) == (0, 1)
 
@@ -26,10 +30,20 @@ def test_what_is_beside_them_in_a_slice_counts_and_what_the_user_wants_again_is_
         pool.settles(1, (1, 3, 4)),
     ]
     assert pool.counts.failed == 1
-    waiting = [(piece.start, piece.attempt) for call in pool.calls.values() for piece in call.slices if piece.task_id == 1]
+    waiting = [
+        (piece.start, piece.attempt)
+        for call in pool.calls.values()
+        for piece in call.slices
+        if piece.task_id == 1
+    ]
     while pool.tasks:
         pool.finish(max(pool.calls))
-        waiting = [(piece.start, piece.attempt) for call in pool.calls.values() for piece in call.slices if piece.task_id == 1]
+        waiting = [
+            (piece.start, piece.attempt)
+            for call in pool.calls.values()
+            for piece in call.slices
+            if piece.task_id == 1
+        ]
     assert sorted(waiting) == [(0, 1), (1, 2), (2, 1)]
 
 

@@ -12,9 +12,16 @@ def test_a_worker_that_is_spent_is_replaced_before_the_next_task(pool_of):
     pool = pool_of(1)
     pool.submit(0)
     pool.submit(1)
-    assert pool.finish(0, is_spent=True) == [pool.settles(0, (0, 0, 1)), EndTask(0, FINISHED), *pool.starts(1, place=0)]
+    assert pool.finish(0, is_spent=True) == [
+        pool.settles(0, (0, 0, 1)),
+        EndTask(0, FINISHED),
+        *pool.starts(1, place=0),
+    ]
     assert pool.ready(1) == [pool.runs(1, 1, (1, 0, 1))]
-    assert pool.finish(1) == [pool.settles(1, (1, 0, 1)), EndTask(1, FINISHED)], "that was another process"
+    assert pool.finish(1) == [
+        pool.settles(1, (1, 0, 1)),
+        EndTask(1, FINISHED),
+    ], "that was another process"
 
 
 def test_what_waits_goes_to_others_meanwhile(pool_of):
@@ -38,7 +45,9 @@ def test_what_it_was_sent_ahead_comes_back_unharmed(pool_of):
 
 
 def test_what_is_bound_to_it_runs_there_first(pool_of):
-    """A task that wants this very process would be lost with it; all else that comes later finds the next one."""
+    """A task that wants this very process would be lost with it; all else that comes later finds
+    the next one.
+    """
     pool = pool_of(1)
     pool.submit(0)
     pool.submit(1, place=0)
@@ -49,13 +58,19 @@ def test_what_is_bound_to_it_runs_there_first(pool_of):
 
 
 def test_what_it_says_last_counts(pool_of):
-    """What was bound to it has freed the rest, or left something there that must not be lost: so the process stays."""
+    """What was bound to it has freed the rest, or left something there that must not be lost: so
+    the process stays.
+    """
     pool = pool_of(1)
     pool.submit(0)
     pool.submit(1, place=0)
     pool.submit(2)
     pool.finish(0, is_spent=True)
-    assert pool.finish(1) == [pool.runs(0, 2, (2, 0, 1)), pool.settles(1, (1, 0, 1)), EndTask(1, FINISHED)]
+    assert pool.finish(1) == [
+        pool.runs(0, 2, (2, 0, 1)),
+        pool.settles(1, (1, 0, 1)),
+        EndTask(1, FINISHED),
+    ]
 
 
 def test_it_is_replaced_also_if_that_is_cancelled(pool_of):
@@ -83,4 +98,7 @@ def test_a_gang_waits_for_the_worker_that_takes_its_place(pool_of, is_spent):
     pool.finish(0, is_spent=is_spent)
     if is_spent:
         pool.ready(2)
-    assert {call.worker_id for call in pool.calls.values() if call.slices[0].task_id == 1} == {2 if is_spent else 0, 1}
+    assert {call.worker_id for call in pool.calls.values() if call.slices[0].task_id == 1} == {
+        2 if is_spent else 0,
+        1,
+    }

@@ -10,7 +10,7 @@ FINISHED, FAILED, CANCELLED = TaskState.FINISHED, TaskState.FAILED, TaskState.CA
 STOPPED = LossReason.STOPPED
 
 
-# --- asked ------------------------------------------------------------------------------------------------------------
+# --- asked ----------------------------------------------------------------------------------------
 
 
 def test_every_call_that_holds_something_of_the_task_is_asked_to_stop(pool_of):
@@ -60,7 +60,7 @@ def test_what_has_come_back_or_was_lost_is_asked_no_more(pool_of):
     assert pool.stop(0) == [pool.signals(2, 2, 0, Signal.STOP), pool.signals(0, 3, 0, Signal.STOP)]
 
 
-# --- told -------------------------------------------------------------------------------------------------------------
+# --- told -----------------------------------------------------------------------------------------
 
 
 def test_a_task_that_is_cancelled_while_it_runs_is_told_so(pool_of):
@@ -92,7 +92,10 @@ def test_the_others_in_a_call_are_not_meant(pool_of):
     pool.submit(3)
     pool.finish(1, busy_s=0.001)
     assert pool.cancel(2) == [pool.signals(0, 2, 2), EndTask(2, CANCELLED)]
-    assert pool.finish(2, Report(0), Report(1))[-2:] == [pool.settles(2, (3, 0, 1)), EndTask(3, FINISHED)]
+    assert pool.finish(2, Report(0), Report(1))[-2:] == [
+        pool.settles(2, (3, 0, 1)),
+        EndTask(3, FINISHED),
+    ]
 
 
 def test_a_pool_that_ends_with_the_task_tells_nobody(pool_of):
@@ -110,7 +113,7 @@ def test_a_pool_that_goes_on_tells_what_its_end_cancels(pool_of):
     assert pool.state is PoolState.CLOSING
 
 
-# --- killed -----------------------------------------------------------------------------------------------------------
+# --- killed ---------------------------------------------------------------------------------------
 
 
 def test_a_worker_that_was_ended_because_its_task_did_not_stop_is_replaced_at_once(pool_of):

@@ -21,8 +21,16 @@ def test_tasks_wait_in_order_of_submission_and_bind_to_the_worker_that_is_free_f
     assert pool.submit(1) == [pool.runs(1, 1, (1, 0, 1))]
     assert pool.submit(2) == []
     assert pool.submit(3) == []
-    assert pool.finish(1) == [pool.runs(1, 2, (2, 0, 1)), pool.settles(1, (1, 0, 1)), EndTask(1, FINISHED)]
-    assert pool.finish(2) == [pool.runs(1, 3, (3, 0, 1)), pool.settles(2, (2, 0, 1)), EndTask(2, FINISHED)]
+    assert pool.finish(1) == [
+        pool.runs(1, 2, (2, 0, 1)),
+        pool.settles(1, (1, 0, 1)),
+        EndTask(1, FINISHED),
+    ]
+    assert pool.finish(2) == [
+        pool.runs(1, 3, (3, 0, 1)),
+        pool.settles(2, (2, 0, 1)),
+        EndTask(2, FINISHED),
+    ]
 
 
 def test_a_higher_priority_goes_first_and_equals_go_by_submission(pool_of):
@@ -64,7 +72,9 @@ def test_a_loop_gives_each_free_worker_its_next_item(pool_of):
     assert pool.finish(3) == [pool.settles(3, (0, 3, 4)), EndTask(0, FINISHED)]
 
 
-def test_items_of_unknown_or_long_duration_go_one_at_a_time_and_a_busy_worker_gets_no_second(pool_of):
+def test_items_of_unknown_or_long_duration_go_one_at_a_time_and_a_busy_worker_gets_no_second(
+    pool_of,
+):
     pool = pool_of(1)
     pool.submit(0, size=3)
     for attempt in range(2):
@@ -83,7 +93,10 @@ def test_a_later_loop_starts_when_the_first_has_nothing_left_to_give(pool_of):
 
 def test_max_workers_keeps_a_loop_to_so_many_workers(pool_of):
     pool = pool_of(3)
-    assert pool.submit(0, size=5, max_workers=2) == [pool.runs(0, 0, (0, 0, 1)), pool.runs(1, 1, (0, 1, 2))]
+    assert pool.submit(0, size=5, max_workers=2) == [
+        pool.runs(0, 0, (0, 0, 1)),
+        pool.runs(1, 1, (0, 1, 2)),
+    ]
     assert pool.submit(1) == [pool.runs(2, 2, (1, 0, 1))]
     assert pool.finish(2) == [pool.settles(2, (1, 0, 1)), EndTask(1, FINISHED)]
     assert pool.finish(0) == [pool.runs(0, 3, (0, 2, 3)), pool.settles(0, (0, 0, 1))]
@@ -98,7 +111,10 @@ def test_a_task_without_items_ends_as_it_is_handed_in(pool_of):
 def test_failures_do_not_stop_a_task_that_collects_them(pool_of):
     pool = pool_of(1)
     pool.submit(0, size=2)
-    assert pool.finish(0, Report(1, failed=1)) == [pool.runs(0, 1, (0, 1, 2)), pool.settles(0, (0, 0, 1))]
+    assert pool.finish(0, Report(1, failed=1)) == [
+        pool.runs(0, 1, (0, 1, 2)),
+        pool.settles(0, (0, 0, 1)),
+    ]
     assert pool.finish(1) == [pool.settles(1, (0, 1, 2)), EndTask(0, FINISHED)]
     assert (pool.counts.finished, pool.counts.failed) == (1, 1)
 
@@ -106,12 +122,16 @@ def test_failures_do_not_stop_a_task_that_collects_them(pool_of):
 def test_the_first_failure_ends_a_task_that_fails_fast(pool_of):
     pool = pool_of(2)
     pool.submit(0, size=4, fail_fast=True)
-    assert pool.finish(1, Report(1, failed=1)) == [pool.settles(1, (0, 1, 2)), pool.signals(0, 0, 0), EndTask(0, FAILED)]
+    assert pool.finish(1, Report(1, failed=1)) == [
+        pool.settles(1, (0, 1, 2)),
+        pool.signals(0, 0, 0),
+        EndTask(0, FAILED),
+    ]
     assert pool.finish(0) == [], "what was running of it is dropped"
     assert pool.submit(1) == [pool.runs(0, 2, (1, 0, 1))], "and its workers are free"
 
 
-# --- open tasks -------------------------------------------------------------------------------------------------------
+# --- open tasks -----------------------------------------------------------------------------------
 
 
 def test_an_open_task_takes_items_as_they_come_and_ends_once_it_is_closed(pool_of):
@@ -119,7 +139,10 @@ def test_an_open_task_takes_items_as_they_come_and_ends_once_it_is_closed(pool_o
     assert pool.submit(0, size=0, is_open=True) == []
     assert pool.add_items(0, 1, is_open=True) == [pool.runs(0, 0, (0, 0, 1))]
     assert pool.finish(0) == [pool.settles(0, (0, 0, 1))]
-    assert pool.add_items(0, 3, is_open=True) == [pool.runs(0, 1, (0, 1, 2)), pool.runs(1, 2, (0, 2, 3))]
+    assert pool.add_items(0, 3, is_open=True) == [
+        pool.runs(0, 1, (0, 1, 2)),
+        pool.runs(1, 2, (0, 2, 3)),
+    ]
     assert pool.add_items(0, 0, is_open=False) == []
     assert pool.finish(1) == [pool.runs(0, 3, (0, 3, 4)), pool.settles(1, (0, 1, 2))]
     assert pool.finish(2) == [pool.settles(2, (0, 2, 3))]
@@ -148,7 +171,7 @@ def test_items_for_a_task_that_has_ended_meanwhile_are_ignored(pool_of):
     assert pool.add_items(0, 5, is_open=False) == []
 
 
-# --- cancelling -------------------------------------------------------------------------------------------------------
+# --- cancelling -----------------------------------------------------------------------------------
 
 
 def test_a_queued_task_that_is_cancelled_never_runs(pool_of):
@@ -184,7 +207,7 @@ def test_cancelling_what_has_ended_does_nothing(pool_of):
     assert pool.cancel(0) == []
 
 
-# --- retries of the user's errors -------------------------------------------------------------------------------------
+# --- retries of the user's errors -----------------------------------------------------------------
 
 
 def test_an_error_that_may_be_retried_runs_again_before_the_rest_and_does_not_count(pool_of):
@@ -199,14 +222,20 @@ def test_the_last_retry_counts_whatever_it_brings(pool_of):
     pool = pool_of(1)
     pool.submit(0, retries=1)
     pool.finish(0, Report(1, failed=1, retry=(0,)))
-    assert pool.finish(1, Report(1, failed=1, retry=(0,))) == [pool.settles(1, (0, 0, 1, 2)), EndTask(0, FINISHED)]
+    assert pool.finish(1, Report(1, failed=1, retry=(0,))) == [
+        pool.settles(1, (0, 0, 1, 2)),
+        EndTask(0, FINISHED),
+    ]
     assert pool.counts.failed == 1
 
 
 def test_without_retries_an_error_counts_at_once(pool_of):
     pool = pool_of(1)
     pool.submit(0, retries=0, fail_fast=True)
-    assert pool.finish(0, Report(1, failed=1, retry=(0,))) == [pool.settles(0, (0, 0, 1)), EndTask(0, FAILED)]
+    assert pool.finish(0, Report(1, failed=1, retry=(0,))) == [
+        pool.settles(0, (0, 0, 1)),
+        EndTask(0, FAILED),
+    ]
 
 
 def test_of_a_call_with_several_items_only_those_run_again_that_may(pool_of):
@@ -223,7 +252,7 @@ def test_of_a_call_with_several_items_only_those_run_again_that_may(pool_of):
     assert pool.finish(2) == [pool.settles(2, (0, 4, 5, 2)), EndTask(0, FINISHED)]
 
 
-# --- work before words ------------------------------------------------------------------------------------------------
+# --- work before words ----------------------------------------------------------------------------
 
 
 def test_workers_are_fed_before_anybody_is_told_about_results(pool_of):

@@ -71,7 +71,10 @@ def test_a_lost_item_has_all_its_time_again(pool_of):
     pool.now = 4.0
     assert pool.lose(0)[:2] == [pool.runs(1, 1, (0, 0, 1, 2)), SetTimer(9.0, "timeout", 1, 1)]
     assert pool.fire("timeout", 0, 0) == [], "that was the first attempt's"
-    assert pool.fire("timeout", 1, 1) == [*times_out(pool, 1, 1, (0, 0, 1, 2)), EndTask(0, FINISHED)]
+    assert pool.fire("timeout", 1, 1) == [
+        *times_out(pool, 1, 1, (0, 0, 1, 2)),
+        EndTask(0, FINISHED),
+    ]
 
 
 def test_a_cancelled_task_does_not_time_out(pool_of):
@@ -84,7 +87,11 @@ def test_a_cancelled_task_does_not_time_out(pool_of):
 def test_it_ends_a_task_that_fails_fast(pool_of):
     pool = pool_of(2)
     pool.submit(0, size=3, fail_fast=True, timeout_s=5.0)
-    assert pool.fire("timeout", 0, 0) == [*times_out(pool, 0, 0, (0, 0, 1)), pool.signals(1, 1, 0), EndTask(0, FAILED)]
+    assert pool.fire("timeout", 0, 0) == [
+        *times_out(pool, 0, 0, (0, 0, 1)),
+        pool.signals(1, 1, 0),
+        EndTask(0, FAILED),
+    ]
 
 
 def test_what_was_stopped_leaves_room_for_the_next(pool_of):

@@ -18,7 +18,9 @@ from raypool.backends.ray.backend import Slot
         ({6: None, 7: 6}, False),
     ],
 )
-def test_a_worker_is_idle_while_it_only_refuses(calls: dict[int, int | None], is_idle: bool) -> None:
+def test_a_worker_is_idle_while_it_only_refuses(
+    calls: dict[int, int | None], is_idle: bool
+) -> None:
     seat = Slot(0, cast("Any", None))
     seat.take_in(3)
     seat.calls, seat.told_of = calls, 4

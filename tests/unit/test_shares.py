@@ -48,4 +48,9 @@ EPOCHS = [
 def test_an_epoch_is_whole_iterations() -> None:
     for num_samples, batch_size, accumulate, expected in EPOCHS:
         division = divide(num_samples, batch_size, accumulate)
-        assert (division.batch_size, division.accumulate, division.steps, division.dropped) == expected
+        assert (
+            division.batch_size,
+            division.accumulate,
+            division.steps,
+            division.dropped,
+        ) == expected

@@ -1,4 +1,6 @@
-"""How many workers share a GPU: the policy, what the driver makes of it, and the turns that workers take."""
+"""How many workers share a GPU: the policy, what the driver makes of it, and the turns that workers
+take.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,16 @@ from raypool.backends.ray.card_sharing import TRIES_ALONE, Cards
 from raypool.backends.ray.telemetry import Usage
 from raypool.channel.records import Failure, LocalValues, Part, SliceResult
 from raypool.core.messages import ResizeRequested
-from raypool.gpus.sharing import CONTEXT_BYTES, MARGIN, MOST, Load, fitting, fraction_for, seats_for, worthwhile
+from raypool.gpus.sharing import (
+    CONTEXT_BYTES,
+    MARGIN,
+    MOST,
+    Load,
+    fitting,
+    fraction_for,
+    seats_for,
+    worthwhile,
+)
 from raypool.gpus.simulated import CONTEXT_BYTES as SIMULATED_CONTEXT
 from raypool.gpus.simulated import SimulatedGpus
 from raypool.worker.gpu_turns import Turns, Weight
@@ -30,7 +41,7 @@ GIBIBYTE = 2**30
 
 CARD = 16 * GIBIBYTE
 
-# --- the policy -------------------------------------------------------------------------------------------------------
+# --- the policy -----------------------------------------------------------------------------------
 
 loads = st.builds(
     Load,
@@ -45,18 +56,25 @@ loads = st.builds(
 
 @given(loads)
 def test_never_more_than_fit(load: Load) -> None:
-    """Two or more workers together need less than the GPU has free, with the margin; and there is always one."""
+    """Two or more workers together need less than the GPU has free, with the margin; and there is
+    always one.
+    """
     seats = seats_for(load)
     assert 1 <= seats <= MOST
     if load.total_bytes is None or load.peak_bytes is None:
         assert seats == load.seats
     elif seats > 1:
-        assert seats * (load.peak_bytes + load.overhead_bytes) <= load.total_bytes * (1 - MARGIN) - load.others_bytes
+        assert (
+            seats * (load.peak_bytes + load.overhead_bytes)
+            <= load.total_bytes * (1 - MARGIN) - load.others_bytes
+        )
 
 
 @given(loads)
 def test_who_fits_has_memory_enough(load: Load) -> None:
-    """Each of the workers that share a GPU may have what its items were seen to need, and all of them have room at once."""
+    """Each of the workers that share a GPU may have what its items were seen to need, and all of
+    them have room at once.
+    """
     fit = fitting(load)
     if fit is None or fit == 1:
         return
@@ -64,12 +82,16 @@ def test_who_fits_has_memory_enough(load: Load) -> None:
     assert load.total_bytes is not None
     assert load.peak_bytes is not None
     assert share * load.total_bytes >= load.peak_bytes - 1
-    assert fit * (share * load.total_bytes + load.overhead_bytes) + load.others_bytes <= load.total_bytes * (1 + 1e-9)
+    assert fit * (
+        share * load.total_bytes + load.overhead_bytes
+    ) + load.others_bytes <= load.total_bytes * (1 + 1e-9)
 
 
 @given(loads)
 def test_it_grows_by_steps_and_only_as_far_as_that_is_of_use(load: Load) -> None:
-    """Twice as many at most, and none that would find the GPU busy; those that fit are not sent away for that."""
+    """Twice as many at most, and none that would find the GPU busy; those that fit are not sent
+    away for that.
+    """
     seats = seats_for(load)
     if seats > load.seats:
         assert seats <= 2 * load.seats
@@ -82,13 +104,23 @@ def test_items_of_three_gibibytes_find_their_number() -> None:
     """One, two, four, and no more: the fifth would not fit with its context and the margin."""
     seats = [1]
     for _ in range(4):
-        seats.append(seats_for(Load(seats[-1], CARD, peak_bytes=3 * GIBIBYTE, overhead_bytes=SIMULATED_CONTEXT)))
+        seats.append(
+            seats_for(
+                Load(seats[-1], CARD, peak_bytes=3 * GIBIBYTE, overhead_bytes=SIMULATED_CONTEXT)
+            )
+        )
     assert seats == [1, 2, 4, 4, 4]
 
 
 def test_a_busy_gpu_gets_no_more() -> None:
     """By how busy each of the workers that are there keeps it."""
-    for busy, seats, expected in [(1.0, 1, 1), (0.5, 1, 2), (0.5, 2, 3 + 1), (0.0, 1, 2), (None, 4, 8)]:
+    for busy, seats, expected in [
+        (1.0, 1, 1),
+        (0.5, 1, 2),
+        (0.5, 2, 3 + 1),
+        (0.0, 1, 2),
+        (None, 4, 8),
+    ]:
         assert seats_for(Load(seats, CARD, peak_bytes=GIBIBYTE // 4, utilisation=busy)) == expected
 
 
@@ -100,7 +132,9 @@ def test_without_knowledge_of_the_size_a_tenth_is_left_for_contexts() -> None:
 
 
 def test_torch_is_told_its_part_before_it_is_there(tmp_path: Path) -> None:
-    """The limit stands where torch looks for it, beside what the user has set; nothing is imported for that."""
+    """The limit stands where torch looks for it, beside what the user has set; nothing is imported
+    for that.
+    """
     code = f"""
 import os, sys
 from pathlib import Path
@@ -116,11 +150,21 @@ settle(Sharing(2), Cards(Path({str(tmp_path)!r}), 1), "0")
 print(os.environ["PYTORCH_CUDA_ALLOC_CONF"], "torch" in sys.modules)
 """
     environ = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:256"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, timeout=60, check=True)
-    assert done.stdout == f"max_split_size_mb:256,per_process_memory_fraction:{fraction_for(2, CARD):g} False\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=environ,
+        timeout=60,
+        check=True,
+    )
+    assert (
+        done.stdout
+        == f"max_split_size_mb:256,per_process_memory_fraction:{fraction_for(2, CARD):g} False\n"
+    )
 
 
-# --- the cards of a pool ----------------------------------------------------------------------------------------------
+# --- the cards of a pool --------------------------------------------------------------------------
 
 
 class OutOfMemoryError(RuntimeError):
@@ -167,7 +211,13 @@ class FakeSeating:
         return leaving
 
 
-BUSY = Usage(num_readings=5, mean_utilisation=0.95, peak_utilisation=1.0, mean_used_bytes=0.0, peak_used_bytes=0)
+BUSY = Usage(
+    num_readings=5,
+    mean_utilisation=0.95,
+    peak_utilisation=1.0,
+    mean_used_bytes=0.0,
+    peak_used_bytes=0,
+)
 
 
 class Play:
@@ -194,7 +244,15 @@ class Play:
         (sent,) = self.cards.sent(place, self.claim, attempt_id, [part])  # type: ignore[arg-type]
         return attempt_id, sent
 
-    def run(self, number: int, peak: float, place: int = 0, *, is_out: bool = False, is_rank: bool = False) -> SliceResult:
+    def run(
+        self,
+        number: int,
+        peak: float,
+        place: int = 0,
+        *,
+        is_out: bool = False,
+        is_rank: bool = False,
+    ) -> SliceResult:
         """Let an item come back that needed so much [GiB]."""
         attempt_id, part = self.send(number, place, is_rank=is_rank)
         failures = {number: Failure(OutOfMemoryError("CUDA out of memory"), None)} if is_out else {}
@@ -286,7 +344,9 @@ def test_an_item_that_was_alone_anyway_is_not_tried_again() -> None:
 
 
 def test_ranks_are_not_tried_again() -> None:
-    """The others of their gang do not come back to run with them; nor is a rank's part of the card taken for all of it."""
+    """The others of their gang do not come back to run with them; nor is a rank's part of the card
+    taken for all of it.
+    """
     play = Play()
     play.run(0, 3)
     assert play.run(1, 3, is_out=True, is_rank=True).crowded_out == ()
@@ -363,7 +423,9 @@ def test_what_the_user_has_given_up_is_not_claimed_again() -> None:
 
 
 def test_nobody_comes_while_something_runs_that_may_take_the_room_for_itself() -> None:
-    """What is sent from then on leaves room; the next worker comes when the last that need not has come back."""
+    """What is sent from then on leaves room; the next worker comes when the last that need not has
+    come back.
+    """
     play = Play()
     before = play.send(0)
     seat = type("Seat", (), {"place": 0, "claim": play.claim})()
@@ -376,7 +438,7 @@ def test_nobody_comes_while_something_runs_that_may_take_the_room_for_itself() -
     assert [len(event.add) for event in play.told] == [1]
 
 
-# --- turns ------------------------------------------------------------------------------------------------------------
+# --- turns ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -388,7 +450,17 @@ def turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Turns:
 
 
 def part_with(*, is_alone: bool = False, is_rank: bool = False, share: float = 0.25) -> Part:
-    return Part(0, 0, b"", 1, 0, 1, is_call=False, is_rank=is_rank, turn=(1.0 if is_alone else share, is_alone))
+    return Part(
+        0,
+        0,
+        b"",
+        1,
+        0,
+        1,
+        is_call=False,
+        is_rank=is_rank,
+        turn=(1.0 if is_alone else share, is_alone),
+    )
 
 
 def is_free(path: Path, operation: int) -> bool:
@@ -456,7 +528,9 @@ def other(tmp_path: Path) -> Iterator[Callable[[str, int], Any]]:
 def test_newcomers_let_first_who_waits_to_be_alone_but_not_for_ever(
     turns: Turns, other: Callable[[str, int], Any], tmp_path: Path
 ) -> None:
-    """Somebody stands in the door; who is inside may wait for the newcomer, so that comes in all the same."""
+    """Somebody stands in the door; who is inside may wait for the newcomer, so that comes in all
+    the same.
+    """
     del turns
     other("gpu-0.door", fcntl.LOCK_EX)
     newcomer = Turns(SimulatedGpus(tmp_path / "gpus"), "0", lambda: tmp_path, patience_s=0.2)
@@ -471,7 +545,9 @@ def test_ranks_do_not_stand_in_the_door(turns: Turns, other: Callable[[str, int]
     turns.end()
 
 
-def test_the_wait_ends_with_the_process_that_is_waited_for(turns: Turns, other: Callable[[str, int], Any]) -> None:
+def test_the_wait_ends_with_the_process_that_is_waited_for(
+    turns: Turns, other: Callable[[str, int], Any]
+) -> None:
     """However it ends: the kernel lets go of its locks."""
     other("gpu-0.lock", fcntl.LOCK_SH).set()
     turns.begin(part_with(is_alone=True))
@@ -509,7 +585,9 @@ def test_a_worker_weighs_what_its_process_has(turns: Turns, tmp_path: Path) -> N
     weight = turns.weigh()
     assert weight is not None
     assert weight.own_bytes == held.num_bytes + SIMULATED_CONTEXT
-    assert weight == Weight(CARD, weight.own_bytes + 2 * GIBIBYTE, weight.own_bytes, SIMULATED_CONTEXT, 0.0)
+    assert weight == Weight(
+        CARD, weight.own_bytes + 2 * GIBIBYTE, weight.own_bytes, SIMULATED_CONTEXT, 0.0
+    )
     assert turns.weigh() is None  # it was just asked
     turns.end()
 

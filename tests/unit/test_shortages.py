@@ -1,4 +1,6 @@
-"""What nodes could give, what is said if that is too little, and which cards are of no use; without Ray."""
+"""What nodes could give, what is said if that is too little, and which cards are of no use; without
+Ray.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,16 @@ from raypool.gpus.simulated import SimulatedGpus
 GIB = 2**30
 
 
-def node(name: str = "", labels: dict[str, str] | None = None, **resources: float) -> dict[str, Any]:
+def node(
+    name: str = "", labels: dict[str, str] | None = None, **resources: float
+) -> dict[str, Any]:
     """A node as Ray describes it."""
     resources = {key.replace("_type_", "_type:"): amount for key, amount in resources.items()}
-    names = {"NodeName": name or "10.0.0.1", "NodeManagerAddress": "10.0.0.1", "NodeManagerHostname": "lab"}
+    names = {
+        "NodeName": name or "10.0.0.1",
+        "NodeManagerAddress": "10.0.0.1",
+        "NodeManagerHostname": "lab",
+    }
     return {**names, "NodeID": "a1", "Labels": labels or {}, "Resources": resources}
 
 
@@ -54,12 +62,30 @@ def test_how_many_claims_a_node_could_hold() -> None:
 LACKING = [
     (demand(GPU=1), None),
     (demand(GPU=99), None),  # of what is scarce, somebody counts
-    (demand(GPU=1, CPU=99), r"No node of the cluster is large enough for a worker: CPU: requested 99, the largest has 8\."),
-    (demand({"market": "cattle"}, GPU=1), r"No node has the label market=cattle; there are market=reserved, market=spot\."),
+    (
+        demand(GPU=1, CPU=99),
+        (
+            r"No node of the cluster is large enough for a worker: CPU: requested 99, the largest"
+            r" has 8\."
+        ),
+    ),
+    (
+        demand({"market": "cattle"}, GPU=1),
+        r"No node has the label market=cattle; there are market=reserved, market=spot\.",
+    ),
     (demand({"room": "3"}, GPU=1), r"No node has the label room=3; none has a label room\."),
-    (demand({"market": "spot", "zone": "a"}, GPU=1), r"No node has all of the labels market=spot, zone=a\."),
-    (demand(GPU=1, accelerator_type_L4=0.001), r"No node has an accelerator of type L4; there are: H100, T4\."),
-    (demand({"market": "spot"}, GPU=1, accelerator_type_T4=0.001), r"of type T4; there are: H100\."),
+    (
+        demand({"market": "spot", "zone": "a"}, GPU=1),
+        r"No node has all of the labels market=spot, zone=a\.",
+    ),
+    (
+        demand(GPU=1, accelerator_type_L4=0.001),
+        r"No node has an accelerator of type L4; there are: H100, T4\.",
+    ),
+    (
+        demand({"market": "spot"}, GPU=1, accelerator_type_T4=0.001),
+        r"of type T4; there are: H100\.",
+    ),
     (demand({"market": "spot"}, CPU=8), r"CPU: requested 8, the largest has 4\."),
 ]
 
@@ -79,12 +105,14 @@ def test_what_nodes_are_called() -> None:
     assert [name_of(node("head")), name_of(node())] == ["head", "lab"]
 
 
-# --- cards that are of no use ---------------------------------------------------------------------------------------------
+# --- cards that are of no use ---------------------------------------------------------------------
 
 
 def card(index: int, free: int | None, total: int | None = 16) -> GpuDevice:
     used = None if free is None or total is None else (total - free) * GIB
-    return GpuDevice(index=index, total_bytes=None if total is None else total * GIB, used_bytes=used)
+    return GpuDevice(
+        index=index, total_bytes=None if total is None else total * GIB, used_bytes=used
+    )
 
 
 @pytest.fixture
@@ -104,7 +132,8 @@ def test_which_cards_are_crowded(survey: Survey) -> None:
     assert [survey.is_crowded(entry) for entry in claims] == [True, False, False, True, False]
     cards = "GPU 0 of a (7.0 of 16.0 GiB free), GPU 2 of b (0.0 of 16.0 GiB free)"
     assert (
-        said_of(survey.crowd(claims), survey.min_free_bytes) == f"Left out, as min_free_memory_bytes asks for 8.0 GiB: {cards}."
+        said_of(survey.crowd(claims), survey.min_free_bytes)
+        == f"Left out, as min_free_memory_bytes asks for 8.0 GiB: {cards}."
     )
     assert said_of({}, survey.min_free_bytes) == ""
 
@@ -115,7 +144,10 @@ def test_each_card_is_named_once(survey: Survey, caplog: pytest.LogCaptureFixtur
         survey.tell(kept, crowded)
     assert [record.getMessage() for record in caplog.records] == [
         "Left out, as min_free_memory_bytes asks for 8.0 GiB: GPU 2 of a (1.0 of 16.0 GiB free).",
-        "How much memory of GPU 1 of a is free is not known: it counts as free for min_free_memory_bytes.",
+        (
+            "How much memory of GPU 1 of a is free is not known: it counts as free for"
+            " min_free_memory_bytes."
+        ),
     ]
     survey.tell([], [claim("a", card(3, 1))])
     assert "GPU 3 of a" in caplog.text

@@ -1,4 +1,6 @@
-"""Cards that do not exist behave as real ones would: for memory, for processes that end, and for what nobody knows."""
+"""Cards that do not exist behave as real ones would: for memory, for processes that end, and for
+what nobody knows.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def used(gpus: SimulatedGpus) -> list[int | None]:
     return [card.used_bytes for card in gpus.devices()]
 
 
-def test_what_is_allocated_is_seen_on_the_card_by_everybody(gpus: SimulatedGpus, tmp_path: Path) -> None:
+def test_what_is_allocated_is_seen_on_the_card_by_everybody(
+    gpus: SimulatedGpus, tmp_path: Path
+) -> None:
     assert used(gpus) == [0, 0]
     tensor = gpus.allocate(3 * GIB)
     assert tensor.num_bytes == gpus.allocator().allocated() == gpus.allocator().peak() == 3 * GIB
@@ -48,7 +52,11 @@ def test_memory_is_kept_for_later_until_the_cache_is_emptied(gpus: SimulatedGpus
     assert used(gpus) == [0, 0]
     first, second = gpus.allocate(2 * GIB), gpus.allocate(GIB)
     del first
-    assert (allocator.allocated(), allocator.peak(), used(gpus)[1]) == (GIB, 3 * GIB, 3 * GIB + CONTEXT_BYTES)
+    assert (allocator.allocated(), allocator.peak(), used(gpus)[1]) == (
+        GIB,
+        3 * GIB,
+        3 * GIB + CONTEXT_BYTES,
+    )
     third = gpus.allocate(GIB)  # of what was kept
     assert used(gpus)[1] == 3 * GIB + CONTEXT_BYTES
     allocator.empty_cache()
@@ -70,7 +78,9 @@ def test_a_full_card_has_no_more(gpus: SimulatedGpus) -> None:
     assert tensor.num_bytes == gpus.allocator().allocated()  # what failed took nothing
 
 
-def test_a_process_may_have_a_part_of_its_card(gpus: SimulatedGpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_may_have_a_part_of_its_card(
+    gpus: SimulatedGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:native,per_process_memory_fraction:0.25")
     tensor = gpus.allocate(3 * GIB)
     with pytest.raises(torch.OutOfMemoryError, match="4294967296 are allowed"):
@@ -83,7 +93,9 @@ def test_a_process_may_have_a_part_of_its_card(gpus: SimulatedGpus, monkeypatch:
     assert tensor.num_bytes + more.num_bytes == gpus.allocator().allocated()
 
 
-def test_the_environment_is_read_when_the_card_is_first_used(gpus: SimulatedGpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_read_when_the_card_is_first_used(
+    gpus: SimulatedGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     allocator = gpus.allocator()
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "per_process_memory_fraction:0.5")
     with pytest.raises(torch.OutOfMemoryError):
@@ -103,11 +115,16 @@ def test_the_environment_is_read_when_the_card_is_first_used(gpus: SimulatedGpus
         ),
         (
             {"PYTORCH_CUDA_ALLOC_CONF": "a:1", "PYTORCH_ALLOC_CONF": "b:2"},
-            {"PYTORCH_CUDA_ALLOC_CONF": "a:1,per_process_memory_fraction:0.3", "PYTORCH_ALLOC_CONF": "b:2"},
+            {
+                "PYTORCH_CUDA_ALLOC_CONF": "a:1,per_process_memory_fraction:0.3",
+                "PYTORCH_ALLOC_CONF": "b:2",
+            },
         ),
     ],
 )
-def test_a_part_is_granted_beside_what_else_is_set(before: dict[str, str], after: dict[str, str]) -> None:
+def test_a_part_is_granted_beside_what_else_is_set(
+    before: dict[str, str], after: dict[str, str]
+) -> None:
     set_fraction(before, 0.3)
     assert before == after
     assert fraction_of(before) == 0.3
@@ -124,7 +141,9 @@ def test_torch_can_be_limited_before_it_uses_cuda() -> None:
         "TorchAllocator().limit(0.5)\n"
         "print(os.environ['PYTORCH_ALLOC_CONF'])\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
     assert done.stdout.strip() == "per_process_memory_fraction:0.5"
 
 
@@ -138,7 +157,9 @@ def test_what_a_process_had_goes_when_it_ends(gpus: SimulatedGpus, tmp_path: Pat
         "print('there', flush=True)\n"
         "sys.stdin.read()\n"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "there\n"
         assert used(gpus) == [0, GIB + CONTEXT_BYTES]
@@ -210,14 +231,18 @@ def test_nothing_is_known_of_broken_cards(gpus: SimulatedGpus) -> None:
     assert gpus.load([1, 7]) == [busy, GpuDevice(index=7)]
 
 
-def test_a_machine_that_does_not_see_the_folder_has_no_cards(gpus: SimulatedGpus, tmp_path: Path) -> None:
+def test_a_machine_that_does_not_see_the_folder_has_no_cards(
+    gpus: SimulatedGpus, tmp_path: Path
+) -> None:
     (tmp_path / "gpus").rename(tmp_path / "elsewhere")
     assert gpus.devices() == []
     assert gpus.find("0") is gpus.memory_used([0]) is None
     assert gpus.load([0]) == [GpuDevice(index=0)]
 
 
-def test_a_process_that_sees_no_card_cannot_use_one(gpus: SimulatedGpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_sees_no_card_cannot_use_one(
+    gpus: SimulatedGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for visible in ["", "-1", "2", "1,1", "GPU-nobody"]:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         for use in (lambda: gpus.allocate(1), gpus.computing(0.5).__enter__):
@@ -226,7 +251,9 @@ def test_a_process_that_sees_no_card_cannot_use_one(gpus: SimulatedGpus, monkeyp
         assert not gpus.allocator().is_in_use
 
 
-def test_a_card_is_the_same_by_index_and_uuid(gpus: SimulatedGpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_card_is_the_same_by_index_and_uuid(
+    gpus: SimulatedGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"{gpus.devices()[1].uuid},0")
     tensor = gpus.allocate(GIB)
     gpus.break_down()

@@ -1,4 +1,6 @@
-"""What the site is made of: the reference has every public name once, and the names in running text are known."""
+"""What the site is made of: the reference has every public name once, and the names in running text
+are known.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,11 @@ import raypool
 from tests.documents import ROOT
 
 NAMED = Counter(
-    re.findall(r"^::: (raypool\.\S+)$", "\n".join(path.read_text() for path in ROOT.glob("docs/api/*.md")), re.MULTILINE)
+    re.findall(
+        r"^::: (raypool\.\S+)$",
+        "\n".join(path.read_text() for path in ROOT.glob("docs/api/*.md")),
+        re.MULTILINE,
+    )
 )
 
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from raypool.channel.records import WorkerInfo
-from raypool.errors import CollectiveError, LossReason, RankInterrupted, SpmdError, TaskTimeoutError, WorkerLostError
+from raypool.errors import (
+    CollectiveError,
+    LossReason,
+    RankInterrupted,
+    SpmdError,
+    TaskTimeoutError,
+    WorkerLostError,
+)
 from raypool.spmd.call import Roster
 from raypool.spmd.failures import RankFailure, is_disconnect, spmd_error
 
@@ -14,7 +21,9 @@ def end(rank: int, error: BaseException, at: float = 0.0) -> RankFailure:
     return RankFailure(rank, error, at, WorkerInfo(rank + 10, "lab", 1, gpus=(rank,)))
 
 
-def interrupted(operation: str | None = None, place: str = "train.py:12 in step") -> RankInterrupted:
+def interrupted(
+    operation: str | None = None, place: str = "train.py:12 in step"
+) -> RankInterrupted:
     at_hand = None if operation is None else (operation, 3, None)
     return RankInterrupted("interrupted", at_hand=at_hand, place=place)
 
@@ -32,7 +41,9 @@ def test_the_first_in_time_is_named_and_the_rest_is_counted():
     ]
     error = spmd_error("train", 5, ends, None)
     assert isinstance(error, SpmdError)
-    assert str(error).startswith("Rank 2 of train (worker 12, lab, GPU 2) failed: ValueError: boom. ")
+    assert str(error).startswith(
+        "Rank 2 of train (worker 12, lab, GPU 2) failed: ValueError: boom. "
+    )
     assert "1 more failed, and 2 were interrupted" in str(error)
     assert error.first_rank == 2
     assert error.__cause__ is error.failures[2]
@@ -48,7 +59,11 @@ def test_a_port_that_is_taken_is_the_fault_of_the_rank_itself():
 
 
 def test_a_lost_rank_is_named_with_the_reason():
-    lost = WorkerLostError("Worker 11 was lost while it ran rank 1 of train: SIGKILL.", reason=LossReason.EXIT, attempts=1)
+    lost = WorkerLostError(
+        "Worker 11 was lost while it ran rank 1 of train: SIGKILL.",
+        reason=LossReason.EXIT,
+        attempts=1,
+    )
     error = spmd_error("train", 2, [end(0, interrupted("barrier")), end(1, lost)], None)
     assert "Rank 1 of train" in str(error)
     assert "SIGKILL" in str(error)
@@ -75,12 +90,20 @@ def test_ranks_that_did_not_meet_are_told_what_each_wanted():
 
 
 def test_of_late_ranks_the_one_that_the_others_wait_for_is_named():
-    ends = [end(0, interrupted("all_reduce")), end(1, interrupted()), end(2, interrupted("all_reduce"))]
+    ends = [
+        end(0, interrupted("all_reduce")),
+        end(1, interrupted()),
+        end(2, interrupted("all_reduce")),
+    ]
     error = spmd_error("train", 3, ends, 2.5)
     assert error.first_rank == 1
     assert isinstance(error.failures[1], TaskTimeoutError)
     assert set(error.failures) == {1}
-    for words in ("timeout_s=2.5", "rank 1 was at train.py:12 in step", "ranks 0 and 2 waited in all_reduce (the 3rd operation"):
+    for words in (
+        "timeout_s=2.5",
+        "rank 1 was at train.py:12 in step",
+        "ranks 0 and 2 waited in all_reduce (the 3rd operation",
+    ):
         assert words in str(error)
 
 
@@ -91,7 +114,9 @@ def test_a_late_rank_that_had_to_be_killed_is_named():
 
 
 def test_if_all_wait_all_are_named():
-    error = spmd_error("train", 2, [end(0, interrupted("receive")), end(1, interrupted("send"))], 1.0)
+    error = spmd_error(
+        "train", 2, [end(0, interrupted("receive")), end(1, interrupted("send"))], 1.0
+    )
     assert set(error.failures) == {0, 1}
     assert "rank 0 was in receive (the 3rd operation of the call); rank 1 was in send" in str(error)
 

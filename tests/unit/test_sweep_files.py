@@ -1,4 +1,6 @@
-"""Configurations in files: what they become, and what is said of a file that is wrong, with the line."""
+"""Configurations in files: what they become, and what is said of a file that is wrong, with the
+line.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,17 @@ def test_cells_become_what_all_of_their_column_can_be(write: Write) -> None:
         {"n": 1, "lr": 0.001, "on": True, "name": "cnn", "mixed": "1"},
         {"n": 2, "lr": 1.0, "on": False, "name": "NA", "mixed": "two"},
     ]
-    assert [list(map(type, config.values())) for config in configs] == [[int, float, bool, str, str]] * 2
+    assert [list(map(type, config.values())) for config in configs] == [
+        [int, float, bool, str, str]
+    ] * 2
 
 
 def test_an_empty_cell_is_none_and_makes_no_number_of_an_integer(write: Write) -> None:
     configs = read(write, "a.csv", "width,on,name\n8,,x\n,true,\n")
-    assert configs == [{"width": 8, "on": None, "name": "x"}, {"width": None, "on": True, "name": None}]
+    assert configs == [
+        {"width": 8, "on": None, "name": "x"},
+        {"width": None, "on": True, "name": None},
+    ]
     assert type(configs[0]["width"]) is int
 
 
@@ -55,15 +62,27 @@ TABLES = [
 
 def test_tables_as_spreadsheets_write_them(write: Write) -> None:
     for content in TABLES:
-        assert read(write, "a.CSV", content) == [{"lr": 0.1, "layers": "64,32"}, {"lr": 0.2, "layers": "8"}]
+        assert read(write, "a.CSV", content) == [
+            {"lr": 0.1, "layers": "64,32"},
+            {"lr": 0.2, "layers": "8"},
+        ]
 
 
 NO_TABLES = [
-    ("lr,width\n0.1,8\n\n0.2\n", "line 4: 1 cells for 2 columns; width is missing. An empty cell.* needs its comma too"),
-    ("lr,width\n0.1,8,9\n", "line 2: 3 cells for 2 columns. Put a cell that has a comma in it in quotation marks"),
+    (
+        "lr,width\n0.1,8\n\n0.2\n",
+        "line 4: 1 cells for 2 columns; width is missing. An empty cell.* needs its comma too",
+    ),
+    (
+        "lr,width\n0.1,8,9\n",
+        "line 2: 3 cells for 2 columns. Put a cell that has a comma in it in quotation marks",
+    ),
     ('lr,width\n"0\n1",8\n1\n', "line 4: 1 cells"),
     (",lr\n0,0.1\n", r"line 1: column 1 has no name.* to_csv\(path, index=False\)"),
-    ("0.1,8\n0.2,16\n", "line 1: '0.1' is no name of a column. The first line has to name the columns"),
+    (
+        "0.1,8\n0.2,16\n",
+        "line 1: '0.1' is no name of a column. The first line has to name the columns",
+    ),
     ("lr,lr\n0.1,8\n", "line 1: the name 'lr' is there twice"),
     ("lr;width\n0.1;8\n", "line 1: the columns are separated by ';'. Separate them by commas"),
     ("lr\twidth\n0.1\t8\n", r"line 1: the columns are separated by '\\t'"),
@@ -81,7 +100,10 @@ def test_a_table_that_is_wrong_says_where(write: Write) -> None:
 
 def test_json_lines(write: Write) -> None:
     content = '{"lr": 0.1, "layers": [8, 8]}\n\n{"lr": null, "name": "ä\u2028b"}\n'
-    assert read(write, "a.jsonl", content) == [{"lr": 0.1, "layers": [8, 8]}, {"lr": None, "name": "ä\u2028b"}]
+    assert read(write, "a.jsonl", content) == [
+        {"lr": 0.1, "layers": [8, 8]},
+        {"lr": None, "name": "ä\u2028b"},
+    ]
 
 
 NO_JSON = [
@@ -103,7 +125,9 @@ def test_json_lines_that_are_wrong_say_where(write: Write) -> None:
 
 @pytest.mark.parametrize("name", ["a.yaml", "a.yml"])
 def test_yaml_has_the_numbers_of_today(write: Write, name: str) -> None:
-    content = "- {lr: 1e-3, width: 8, is_deep: true}\n- lr: 1.5E+2\n  name: 1e\n  layers: [8, 8]\n- {}\n"
+    content = (
+        "- {lr: 1e-3, width: 8, is_deep: true}\n- lr: 1.5E+2\n  name: 1e\n  layers: [8, 8]\n- {}\n"
+    )
     assert read(write, name, content) == [
         {"lr": 0.001, "width": 8, "is_deep": True},
         {"lr": 150.0, "name": "1e", "layers": [8, 8]},
@@ -175,7 +199,9 @@ def test_yaml_is_read_by_others_as_before(write: Write) -> None:
 
 
 def test_what_a_mapping_takes_over_from_others_may_be_overridden(write: Write) -> None:
-    content = "- &base {lr: 0.1, width: 8}\n- &wide {<<: *base, width: 16}\n- {<<: *wide, width: 32}\n"
+    content = (
+        "- &base {lr: 0.1, width: 8}\n- &wide {<<: *base, width: 16}\n- {<<: *wide, width: 32}\n"
+    )
     assert read(write, "a.yaml", content) == [{"lr": 0.1, "width": width} for width in (8, 16, 32)]
 
 
@@ -185,7 +211,10 @@ NO_YAML = [
     ("0.1\n", "is a float, and not a list"),
     ("- lr: 0.1\n- 0.2\n", "line 2: 0.2 is not a mapping"),
     ("- lr: 0.1\n---\n- lr: 0.2\n", "line 2: this is not YAML: but found another document"),
-    ("- lr: !!python/object/apply:os.getcwd []\n", "line 1: this is not YAML: could not determine a constructor"),
+    (
+        "- lr: !!python/object/apply:os.getcwd []\n",
+        "line 1: this is not YAML: could not determine a constructor",
+    ),
     ("- a: 1\n- b: \x07\n", "line 2: this is not YAML: the character 0x07 is none of text"),
     ("- a: 1\n- lr: 0.1\n  lr: 0.2\n", "line 2: the name 'lr' is there twice"),
     ("- net: {width: 8, width: 16}\n", "line 1: the name 'width' is there twice"),
@@ -205,7 +234,9 @@ def test_yaml_that_is_wrong_says_where(write: Write) -> None:
 def test_files_that_are_nothing_of_this(write: Write, tmp_path: Path) -> None:
     folder = tmp_path / "c.csv"
     folder.mkdir()
-    with pytest.raises(InvalidValueError, match=r"a.json is none of .csv, .jsonl, .yaml, .yml, by its name"):
+    with pytest.raises(
+        InvalidValueError, match=r"a.json is none of .csv, .jsonl, .yaml, .yml, by its name"
+    ):
         read(write, "a.json", "[]")
     with pytest.raises(InvalidValueError, match=r"b.csv could not be read: No such file"):
         read_configs(tmp_path / "b.csv")

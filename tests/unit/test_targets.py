@@ -1,4 +1,6 @@
-"""Functions that the command line names: found as Python would find them, or an error that names those near."""
+"""Functions that the command line names: found as Python would find them, or an error that names
+those near.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], Path]]:
-    """Give a way to write modules into the folder in which the test runs; none of them stays imported."""
+    """Give a way to write modules into the folder in which the test runs; none of them stays
+    imported.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("PYTHONPATH", "")
@@ -61,8 +65,13 @@ def test_a_module_of_this_folder_is_found_as_by_python_m(write: Write) -> None:
     assert find_function("sweep_of_targets:Trainer.run").__qualname__ == "Trainer.run"
 
 
-def test_a_file_is_found_with_those_beside_it_and_workers_find_them_too(write: Write, tmp_path: Path) -> None:
-    write("deep/file_of_targets.py", "import beside_of_targets\ndef train(config):\n    return beside_of_targets.x\n")
+def test_a_file_is_found_with_those_beside_it_and_workers_find_them_too(
+    write: Write, tmp_path: Path
+) -> None:
+    write(
+        "deep/file_of_targets.py",
+        "import beside_of_targets\ndef train(config):\n    return beside_of_targets.x\n",
+    )
     write("deep/beside_of_targets.py", "x = 7\n")
     assert find_function("deep/file_of_targets.py:train")({}) == 7
     assert os.environ["PYTHONPATH"] == str(tmp_path / "deep")
@@ -70,10 +79,14 @@ def test_a_file_is_found_with_those_beside_it_and_workers_find_them_too(write: W
 
 def test_a_module_of_a_package_is_found(write: Write) -> None:
     write("package_of_targets/__init__.py", "")
-    write("package_of_targets/small.py", "from . import __name__ as name\ndef train(config): return name\n")
+    write(
+        "package_of_targets/small.py",
+        "from . import __name__ as name\ndef train(config): return name\n",
+    )
     assert find_function("package_of_targets.small:train")({}) == "package_of_targets"
     with pytest.raises(
-        InvalidValueError, match=r"no known parent package.* Name it by its package instead: package.module:function"
+        InvalidValueError,
+        match=r"no known parent package.* Name it by its package instead: package.module:function",
     ):
         find_function("package_of_targets/small.py:train")
 
@@ -82,11 +95,23 @@ NOT_THERE = [
     ("sweep_of_targets", "does not say which function of which module. Write module:function"),
     ("sweep_of_targets:", "does not say which function"),
     (":train", "does not say which function"),
-    (".train:main", "'.train' is no name of a module, as package.train, and no file, as folder/train.py.$"),
-    ("./sweep_of_targets:train", "no file, as folder/train.py. Did you mean ./sweep_of_targets.py:train?"),
-    ("sweep_of_target:train", "There is no module 'sweep_of_target'.* Did you mean sweep_of_targets?"),
+    (
+        ".train:main",
+        "'.train' is no name of a module, as package.train, and no file, as folder/train.py.$",
+    ),
+    (
+        "./sweep_of_targets:train",
+        "no file, as folder/train.py. Did you mean ./sweep_of_targets.py:train?",
+    ),
+    (
+        "sweep_of_target:train",
+        "There is no module 'sweep_of_target'.* Did you mean sweep_of_targets?",
+    ),
     ("sweep_of_targets.more:train", "There is no module 'sweep_of_targets.more'"),
-    ("sweep_of_target.py:train", "There is no file 'sweep_of_target.py'. Did you mean sweep_of_targets.py?"),
+    (
+        "sweep_of_target.py:train",
+        "There is no file 'sweep_of_target.py'. Did you mean sweep_of_targets.py?",
+    ),
     ("missing/train.py:train", "There is no file 'missing/train.py'.$"),
     ("sweep_of_targets:trian", "sweep_of_targets has no function 'trian'. Did you mean train?"),
     ("sweep_of_targets:fit", "There are: Trainer, keywords, train."),
@@ -106,10 +131,15 @@ def test_what_is_not_there_is_said_with_what_is_near(write: Write) -> None:
     ("target", "words"),
     [
         ("sweep_of_targets:LIMIT", "sweep_of_targets:LIMIT is 3, and not a function"),
-        ("sweep_of_targets:keywords", r"keywords\(lr, width\) cannot be called with one argument, the configuration"),
+        (
+            "sweep_of_targets:keywords",
+            r"keywords\(lr, width\) cannot be called with one argument, the configuration",
+        ),
     ],
 )
-def test_what_cannot_be_called_with_a_configuration_is_refused(write: Write, target: str, words: str) -> None:
+def test_what_cannot_be_called_with_a_configuration_is_refused(
+    write: Write, target: str, words: str
+) -> None:
     with pytest.raises(InvalidTypeError, match=words):
         find_function(target)
 
@@ -118,19 +148,26 @@ def test_what_cannot_be_called_with_a_configuration_is_refused(write: Write, tar
     ("text", "words"),
     [
         ("\n1 / 0\n", "ZeroDivisionError: division by zero, in line 2 of .*broken_of_targets.py"),
-        ("import nothing_of_this_name\n", "ModuleNotFoundError: No module named 'nothing_of_this_name', in line 1"),
+        (
+            "import nothing_of_this_name\n",
+            "ModuleNotFoundError: No module named 'nothing_of_this_name', in line 1",
+        ),
         ("raise SystemExit(3)\n", "SystemExit: 3"),
         ("def train(:\n", "SyntaxError: .*broken_of_targets.py, line 1"),
     ],
 )
 @pytest.mark.parametrize("target", ["broken_of_targets:train", "broken_of_targets.py:train"])
-def test_a_module_that_cannot_be_imported_says_why_and_where(write: Write, target: str, text: str, words: str) -> None:
+def test_a_module_that_cannot_be_imported_says_why_and_where(
+    write: Write, target: str, text: str, words: str
+) -> None:
     write("broken_of_targets.py", text)
     with pytest.raises(InvalidValueError, match=f"cannot be imported: {words}"):
         find_function(target)
 
 
-def test_this_folder_comes_first_also_where_it_is_on_the_path_already(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_folder_comes_first_also_where_it_is_on_the_path_already(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write("elsewhere/module_of_two_folders.py", "def train(config): return 'elsewhere'\n")
     write("module_of_two_folders.py", "def train(config): return 'here'\n")
     monkeypatch.setattr(sys, "path", [str(Path("elsewhere").resolve()), str(Path.cwd()), *sys.path])
@@ -141,7 +178,11 @@ def test_a_module_with_the_name_of_one_that_is_imported_is_refused(write: Write)
     assert find_function("random:choice") is random.choice
     file = write("random.py", "def choice(config): ...\n")
     with pytest.raises(
-        InvalidValueError, match=rf"'random' is the name of {random.__file__}, which .* and of {file}. Give the file another name"
+        InvalidValueError,
+        match=(
+            rf"'random' is the name of {random.__file__}, which .* and of {file}. Give the file"
+            r" another name"
+        ),
     ):
         find_function("random:choice")
 
@@ -158,7 +199,10 @@ def test_a_function_that_wants_one_value_gets_no_whole_configuration() -> None:
     def right(config: object) -> None: ...
 
     with pytest.raises(
-        InvalidTypeError, match=r"would get the whole configuration, a dict, as lr.*def train\(config\).*config\['lr'\]"
+        InvalidTypeError,
+        match=(
+            r"would get the whole configuration, a dict, as lr.*def train\(config\).*config\['lr'\]"
+        ),
     ):
         check_takes_whole(train, [{"width": 8}, {"lr": 0.1}])
     check_takes_whole(train, [{"width": 8, "epochs": 3}])
@@ -169,7 +213,9 @@ def test_a_function_that_wants_one_value_gets_no_whole_configuration() -> None:
 
 def test_a_file_with_the_name_of_another_module_is_refused(write: Write) -> None:
     write("elsewhere/pytest.py", "def train(config): ...\n")
-    with pytest.raises(InvalidValueError, match=r"'pytest' is also the name of .*Give the file another name"):
+    with pytest.raises(
+        InvalidValueError, match=r"'pytest' is also the name of .*Give the file another name"
+    ):
         find_function("elsewhere/pytest.py:train")
     write("train.v2.py", "def train(config): ...\n")
     with pytest.raises(InvalidValueError, match="there is a dot in it"):

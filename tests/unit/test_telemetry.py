@@ -1,4 +1,6 @@
-"""How busy GPUs were, as the agent of a node sees it: cards that do not exist, and an inventory that hangs."""
+"""How busy GPUs were, as the agent of a node sees it: cards that do not exist, and an inventory
+that hangs.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,18 @@ def noted(readings: list[Reading]) -> Telemetry:
 
 
 def test_mean_and_peak_of_what_was_seen_between_two_times() -> None:
-    readings = [Reading(10.0, 0.9, 9), Reading(11.0, 0.2, 4), Reading(12.0, 0.6, 8), Reading(13.0, 1.0, 16)]
+    readings = [
+        Reading(10.0, 0.9, 9),
+        Reading(11.0, 0.2, 4),
+        Reading(12.0, 0.6, 8),
+        Reading(13.0, 1.0, 16),
+    ]
     assert noted(readings).usage(0, 10.5, 12.0) == Usage(
-        num_readings=2, mean_utilisation=0.4, peak_utilisation=0.6, mean_used_bytes=6.0, peak_used_bytes=8
+        num_readings=2,
+        mean_utilisation=0.4,
+        peak_utilisation=0.6,
+        mean_used_bytes=6.0,
+        peak_used_bytes=8,
     )
 
 
@@ -52,10 +63,18 @@ def test_what_nobody_has_seen_is_not_known() -> None:
 
 
 def test_readings_of_which_a_part_is_not_known() -> None:
-    """The driver may say how much memory is in use, and not how busy a card is (as of one that is divided)."""
+    """The driver may say how much memory is in use, and not how busy a card is (as of one that is
+    divided).
+    """
     telemetry = noted([Reading(1.0, None, 4), Reading(2.0, None, 6)])
     usage = telemetry.usage(0, 0.0, 5.0)
-    assert usage == Usage(num_readings=2, mean_utilisation=None, peak_utilisation=None, mean_used_bytes=5.0, peak_used_bytes=6)
+    assert usage == Usage(
+        num_readings=2,
+        mean_utilisation=None,
+        peak_utilisation=None,
+        mean_used_bytes=5.0,
+        peak_used_bytes=6,
+    )
     broken = noted([Reading(1.0, None, None)]).usage(0, 0.0, 5.0)
     assert broken is not None
     assert (broken.num_readings, broken.mean_used_bytes, broken.peak_used_bytes) == (1, None, None)
@@ -85,7 +104,9 @@ def test_watched_gpus_are_looked_at_until_nobody_has_them(gpus: SimulatedGpus) -
         telemetry.leave([1])
         before = seen()
         assert before is not None
-        await until(lambda: (usage := seen()) is not None and usage.num_readings > before.num_readings + 1)
+        await until(
+            lambda: (usage := seen()) is not None and usage.num_readings > before.num_readings + 1
+        )
         telemetry.leave([1])
         last = seen()
         await asyncio.sleep(0.1)  # ten looks, if there were any
@@ -122,7 +143,10 @@ def test_a_driver_that_fails_in_mid_run_is_looked_at_again(gpus: SimulatedGpus) 
 
             def shows(expected: float | None = expected) -> bool:
                 usage = telemetry.usage(0, time.time() - 0.05, time.time())
-                return usage is not None and usage.mean_utilisation == usage.peak_utilisation == expected
+                return (
+                    usage is not None
+                    and usage.mean_utilisation == usage.peak_utilisation == expected
+                )
 
             await until(shows)
 

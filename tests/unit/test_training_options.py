@@ -1,4 +1,6 @@
-"""The options of `pool.fit`: what they refuse, what they mean by default, and how the learning rate goes on."""
+"""The options of `pool.fit`: what they refuse, what they mean by default, and how the learning rate
+goes on.
+"""
 
 from __future__ import annotations
 
@@ -112,12 +114,14 @@ def test_defaults_change_nothing_silently() -> None:
 
 def test_pythons_own_words_mean_what_matlabs_mean() -> None:
     yes = TrainingOptions(shuffle=True, scale_batch=True, scale_learning_rate=True, schedule=None)
-    assert yes == TrainingOptions(shuffle="every-epoch", scale_batch="per_worker", scale_learning_rate="linear")
+    assert yes == TrainingOptions(
+        shuffle="every-epoch", scale_batch="per_worker", scale_learning_rate="linear"
+    )
     no = TrainingOptions(shuffle=False, scale_batch=False, scale_learning_rate=False)
     assert no == TrainingOptions(shuffle="never")
 
 
-# --- the learning rate ------------------------------------------------------------------------------------------------
+# --- the learning rate ----------------------------------------------------------------------------
 
 
 def factors(kind: str, **fields: Any) -> list[float]:
@@ -129,7 +133,9 @@ def test_the_courses_of_the_learning_rate() -> None:
     assert factors("none") == [1] * 8
     assert factors("piecewise", drop_every=2, drop_factor=0.5) == [1, 1, 1, 1, 0.5, 0.5, 0.5, 0.5]
     assert factors("linear") == [1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]
-    assert factors("cosine") == [round((1 + math.cos(math.pi * step / 8)) / 2, 6) for step in range(8)]
+    assert factors("cosine") == [
+        round((1 + math.cos(math.pi * step / 8)) / 2, 6) for step in range(8)
+    ]
 
 
 def test_a_warm_up_rises_evenly_to_the_whole_rate() -> None:

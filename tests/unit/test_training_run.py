@@ -1,4 +1,6 @@
-"""The attempts of a training: when another one is made, from where it begins, and what is said at the end. Without a pool."""
+"""The attempts of a training: when another one is made, from where it begins, and what is said at
+the end. Without a pool.
+"""
 
 from __future__ import annotations
 
@@ -36,15 +38,21 @@ WAIT_S = 60.0
 
 def lost(rank: int = 1, reason: LossReason = LossReason.EXIT) -> SpmdError:
     why = WorkerLostError("Worker 1 was killed.", reason=reason, attempts=1)
-    return SpmdError(f"Rank {rank} of fit failed: Worker 1 was killed.", failures={rank: why}, first_rank=rank)
+    return SpmdError(
+        f"Rank {rank} of fit failed: Worker 1 was killed.", failures={rank: why}, first_rank=rank
+    )
 
 
 def failed(error: BaseException, rank: int = 0) -> SpmdError:
-    return SpmdError(f"Rank {rank} of fit failed: {error}.", failures={rank: error}, first_rank=rank)
+    return SpmdError(
+        f"Rank {rank} of fit failed: {error}.", failures={rank: error}, first_rank=rank
+    )
 
 
 class ScriptedLane:
-    """Does in each attempt what the script says: returns the ends of the ranks, raises, or waits for the test."""
+    """Does in each attempt what the script says: returns the ends of the ranks, raises, or waits
+    for the test.
+    """
 
     def __init__(self, *script: Any) -> None:
         self.script = list(script)
@@ -54,11 +62,15 @@ class ScriptedLane:
         self.attempts: list[Future[Any]] = []
         self.begun = threading.Semaphore(0)
 
-    def begin(self, plan: TrainingAttempt, size: int, places: tuple[int, ...] | None, options: Options) -> Future[Any]:
+    def begin(
+        self, plan: TrainingAttempt, size: int, places: tuple[int, ...] | None, options: Options
+    ) -> Future[Any]:
         self.plans.append(plan)
         self.crews.append((size, places))
         self.options.append(options)
-        attempt: Future[Any] = Future("attempt", on_ask=lambda future: future.cancelled() and future.notify_cancelled())
+        attempt: Future[Any] = Future(
+            "attempt", on_ask=lambda future: future.cancelled() and future.notify_cancelled()
+        )
         attempt.feed = Feed()
         self.attempts.append(attempt)
         does = self.script.pop(0)
@@ -83,13 +95,20 @@ def an_engine(check_open: Callable[[], None] = lambda: None) -> Any:
 
 
 def train(
-    lane: ScriptedLane, folder: Path, options: Options | None = None, numbers: Any = (0, 1), places: Any = None, **kept: Any
+    lane: ScriptedLane,
+    folder: Path,
+    options: Options | None = None,
+    numbers: Any = (0, 1),
+    places: Any = None,
+    **kept: Any,
 ) -> TrainingRun:
     run = TrainingRun("fit", folder)
     kept_options = RunOptions(run_dir=folder, **kept)
     engine = an_engine()
     crew = RankPlaces(2, places, numbers if callable(numbers) else lambda: numbers, engine)
-    return start_run(run, Conductor(run, lane, crew, options or Options(), kept_options, None), engine)
+    return start_run(
+        run, Conductor(run, lane, crew, options or Options(), kept_options, None), engine
+    )
 
 
 def keep_checkpoint(folder: Path, index: int, **metrics: float) -> Path:
@@ -160,7 +179,8 @@ def test_as_many_attempts_as_retries_allow(tmp_path: Path) -> None:
     lane.begin = begin_and_keep  # type: ignore[method-assign]
     run = train(lane, tmp_path, Options(retries=2))
     with pytest.raises(
-        TrainingError, match=r"It was attempt 3\. It goes on from its last checkpoint, .*checkpoint_000001"
+        TrainingError,
+        match=r"It was attempt 3\. It goes on from its last checkpoint, .*checkpoint_000001",
     ) as caught:
         run.result(WAIT_S)
     assert list(caught.value.failures) == [1]
@@ -181,17 +201,24 @@ def test_a_machine_that_was_taken_back_is_charged_to_nobody(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("reason", [LossReason.PREEMPTED, LossReason.NODE])
-def test_workers_on_machines_that_are_gone_are_waited_for(tmp_path: Path, reason: LossReason) -> None:
+def test_workers_on_machines_that_are_gone_are_waited_for(
+    tmp_path: Path, reason: LossReason
+) -> None:
     there = [0]
     lane = ScriptedLane(lost(reason=reason), ENDS)
     threading.Timer(0.3, there.append, [7]).start()
-    assert train(lane, tmp_path, numbers=lambda: tuple(there)).result(WAIT_S).values == ["zero", "one"]
+    assert train(lane, tmp_path, numbers=lambda: tuple(there)).result(WAIT_S).values == [
+        "zero",
+        "one",
+    ]
     assert lane.crews == [(2, None), (2, None)]
     assert there == [0, 7]
 
 
 def test_an_attempt_that_waits_for_workers_on_a_machine_that_is_gone(tmp_path: Path) -> None:
-    """That the machine is gone is known after the loss: such an attempt ends before it begins, and costs nothing."""
+    """That the machine is gone is known after the loss: such an attempt ends before it begins, and
+    costs nothing.
+    """
     there = [0, 1]
     gone = ResourceError("Requested 2, available 1.", requested=2, available=1, holders=())
     lane = ScriptedLane(lost(reason=LossReason.NODE), "waits in the queue", ENDS)
@@ -209,7 +236,9 @@ def test_an_attempt_that_waits_for_workers_on_a_machine_that_is_gone(tmp_path: P
 
 def test_they_are_not_waited_for_where_others_are_enough(tmp_path: Path) -> None:
     lane = ScriptedLane(lost(reason=LossReason.PREEMPTED), ENDS)
-    train(lane, tmp_path, numbers=lambda: (0, 1) if len(lane.plans) == 0 else (0,), min_workers=1).result(5)
+    train(
+        lane, tmp_path, numbers=lambda: (0, 1) if len(lane.plans) == 0 else (0,), min_workers=1
+    ).result(5)
     assert lane.crews == [(2, None), (1, None)]
 
 
@@ -220,11 +249,16 @@ def test_what_the_loop_raises_is_not_tried_again_unless_named(tmp_path: Path) ->
     assert isinstance(caught.value.__cause__, OSError)
     assert len(lane.plans) == 1
     lane = ScriptedLane(failed(OSError("disk")), ENDS)
-    assert train(lane, tmp_path, Options(retry_on=(OSError,))).result(WAIT_S).values == ["zero", "one"]
+    assert train(lane, tmp_path, Options(retry_on=(OSError,))).result(WAIT_S).values == [
+        "zero",
+        "one",
+    ]
 
 
 def test_the_time_limit_is_one_for_all_attempts(tmp_path: Path) -> None:
-    lane = ScriptedLane(lost(), failed(TaskTimeoutError("it had not ended after timeout_s=98.2345")))
+    lane = ScriptedLane(
+        lost(), failed(TaskTimeoutError("it had not ended after timeout_s=98.2345"))
+    )
     run = train(lane, tmp_path, Options(timeout_s=100.0))
     with pytest.raises(TaskTimeoutError, match=r"after timeout_s=100\.") as caught:
         run.result(WAIT_S)
@@ -266,7 +300,9 @@ def test_without_the_workers_that_it_needs(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="Requested 2, available 1") as caught:
         train(ScriptedLane(gone), tmp_path, numbers=[0]).result(WAIT_S)
     assert isinstance(caught.value.__cause__, ResourceError)
-    with pytest.raises(TrainingError, match=r"lost a worker for good: requested 2, available 1\. .*min_workers=1"):
+    with pytest.raises(
+        TrainingError, match=r"lost a worker for good: requested 2, available 1\. .*min_workers=1"
+    ):
         train(ScriptedLane(lost(), gone), tmp_path, numbers=[0]).result(WAIT_S)
 
 
@@ -312,14 +348,25 @@ def test_a_result_of_which_nothing_can_be_made_is_not_lost(tmp_path: Path) -> No
         raise KeyError("no such layer")
 
     engine = an_engine()
-    conductor = Conductor(run, ScriptedLane(ENDS), RankPlaces(2, None, lambda: (0, 1), engine), Options(), RunOptions(), finish)
+    conductor = Conductor(
+        run,
+        ScriptedLane(ENDS),
+        RankPlaces(2, None, lambda: (0, 1), engine),
+        Options(),
+        RunOptions(),
+        finish,
+    )
     start_run(run, conductor, engine)
-    with pytest.raises(TrainingError, match=r"has come to its end, but .* KeyError: 'no such layer'") as caught:
+    with pytest.raises(
+        TrainingError, match=r"has come to its end, but .* KeyError: 'no such layer'"
+    ) as caught:
         run.result(WAIT_S)
     assert caught.value.result.values == ["zero", "one"]
 
 
-def test_a_folder_that_cannot_be_read_is_no_reason_to_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_read_is_no_reason_to_wait_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lane = ScriptedLane("runs")
     run = train(lane, tmp_path)
 
@@ -362,7 +409,10 @@ def test_a_folder_is_one_processes_own(tmp_path: Path, start_python: Callable[..
     folder.mkdir()
     other = start_python(HOLDER.format(folder=str(folder)))
     assert other.process.stdout.readline() == "held\n"
-    with pytest.raises(InvalidValueError, match=rf"run_dir={folder} is in use by process {other.pid} on .*, since 20"):
+    with pytest.raises(
+        InvalidValueError,
+        match=rf"run_dir={folder} is in use by process {other.pid} on .*, since 20",
+    ):
         train(ScriptedLane(ENDS), folder)
     other.clean_up()
     assert train(ScriptedLane(ENDS), folder).result(WAIT_S).path is None
@@ -405,7 +455,9 @@ def test_running_duration_is_that_of_the_attempts(tmp_path: Path) -> None:
     run.cancel()
 
 
-def test_folders_have_readable_names_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_have_readable_names_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr("raypool.train.runs.RUNS", "raypool_runs")
     first, second = (run_folder(RunOptions(), "a loop/with <lambda>") for _ in range(2))

@@ -43,8 +43,13 @@ def upkeep(allocator: SimulatedAllocator) -> Iterator[Upkeep]:
 
 def run(upkeep: Upkeep | None, *functions: Callable[[], Any]) -> list[RawResult]:
     """Run tasks, numbered from 0, in one call."""
-    here = Surroundings(WORKER, functions.__getitem__, list, Guard(), lambda *_: None, upkeep=upkeep)
-    calls = [Part(task_id, task_id, [((), {})], 1, 0, 1, is_call=True) for task_id, _ in enumerate(functions)]
+    here = Surroundings(
+        WORKER, functions.__getitem__, list, Guard(), lambda *_: None, upkeep=upkeep
+    )
+    calls = [
+        Part(task_id, task_id, [((), {})], 1, 0, 1, is_call=True)
+        for task_id, _ in enumerate(functions)
+    ]
     return run_parts(7, calls, here)
 
 
@@ -55,11 +60,13 @@ class Cycle:
         self.tensor, self.me = tensor, self
 
 
-# --- how much a task had ----------------------------------------------------------------------------------------------
+# --- how much a task had --------------------------------------------------------------------------
 
 
 def test_the_peak_is_that_of_the_task(upkeep: Upkeep, allocator: SimulatedAllocator) -> None:
-    """Two tensors at once count together, what came after them does not; what was given back does not count for the next."""
+    """Two tensors at once count together, what came after them does not; what was given back does
+    not count for the next.
+    """
 
     def two_at_once() -> None:
         held = allocator.allocate(300 * MIB), allocator.allocate(200 * MIB)
@@ -71,7 +78,9 @@ def test_the_peak_is_that_of_the_task(upkeep: Upkeep, allocator: SimulatedAlloca
     assert peaks == [500 * MIB, 500 * MIB, 50 * MIB]
 
 
-def test_nothing_is_said_where_the_gpu_was_not_used(upkeep: Upkeep, allocator: SimulatedAllocator) -> None:
+def test_nothing_is_said_where_the_gpu_was_not_used(
+    upkeep: Upkeep, allocator: SimulatedAllocator
+) -> None:
     """Neither of a worker that has a GPU and leaves it alone, nor of one that has none."""
     assert run(upkeep, lambda: None)[0].peak_memory_bytes is None
     assert upkeep.settle("nothing") is None
@@ -83,7 +92,14 @@ def test_nothing_is_said_where_the_gpu_was_not_used(upkeep: Upkeep, allocator: S
     ("total_bytes", "share", "said"),
     [
         (16_000_000_000, 1.0, "up to 0.52 GB of the memory of here, GPU 0, which has 16.00 GB"),
-        (16_000_000_000, 0.25, "up to 0.52 GB of the memory of here, GPU 0, which has 16.00 GB, of which 4.00 GB are its part"),
+        (
+            16_000_000_000,
+            0.25,
+            (
+                "up to 0.52 GB of the memory of here, GPU 0, which has 16.00 GB, of which 4.00 GB"
+                " are its part"
+            ),
+        ),
         (None, 1.0, "up to 0.52 GB of the memory of here, GPU 0"),
     ],
 )
@@ -120,10 +136,12 @@ def test_a_machine_that_is_full_says_so_too() -> None:
     assert not hasattr(other.errors[0], "__notes__")
 
 
-# --- what a task leaves -----------------------------------------------------------------------------------------------
+# --- what a task leaves ---------------------------------------------------------------------------
 
 
-def test_what_is_only_kept_for_later_is_given_back(upkeep: Upkeep, gpus: SimulatedGpus, allocator: SimulatedAllocator) -> None:
+def test_what_is_only_kept_for_later_is_given_back(
+    upkeep: Upkeep, gpus: SimulatedGpus, allocator: SimulatedAllocator
+) -> None:
     """Others see it as free then; a little that is left over is nobody's concern."""
     tensors = [allocator.allocate(1000 * MIB) for _ in range(4)]
     del tensors[1:]
@@ -133,8 +151,12 @@ def test_what_is_only_kept_for_later_is_given_back(upkeep: Upkeep, gpus: Simulat
     assert gpus.devices()[0].used_bytes == before - 3000 * MIB
 
 
-def test_too_much_left_over_is_told_with_its_name(upkeep: Upkeep, allocator: SimulatedAllocator) -> None:
-    """It adds up over calls, so that a small leak is found in time, and blamed on who has left most of it."""
+def test_too_much_left_over_is_told_with_its_name(
+    upkeep: Upkeep, allocator: SimulatedAllocator
+) -> None:
+    """It adds up over calls, so that a small leak is found in time, and blamed on who has left most
+    of it.
+    """
     left = [allocator.allocate(900 * MIB)]
     assert upkeep.settle("train") is None
     left.append(allocator.allocate(100 * MIB))
@@ -143,14 +165,17 @@ def test_too_much_left_over_is_told_with_its_name(upkeep: Upkeep, allocator: Sim
     leftover = upkeep.settle("train")
     assert leftover == Leftover("train", leftover.words if leftover else "", is_spent=True)
     assert leftover.words.startswith(
-        "Worker 3 (here, GPU 0) is replaced: 1.99 GB are left over on its GPU, and 1.72 GB are allowed"
+        "Worker 3 (here, GPU 0) is replaced: 1.99 GB are left over on its GPU, and 1.72 GB are"
+        " allowed"
     )
     assert "train has left 1.89 GB of that" in leftover.words
     assert "pool.constant" in leftover.words
 
 
 def test_what_is_freed_again_is_forgotten(upkeep: Upkeep, allocator: SimulatedAllocator) -> None:
-    """Also what only the garbage collector frees; that is asked when there is too much, and not before."""
+    """Also what only the garbage collector frees; that is asked when there is too much, and not
+    before.
+    """
     left = [allocator.allocate(1500 * MIB)]
     assert upkeep.settle("train") is None
     left.clear()
@@ -167,8 +192,12 @@ def test_what_is_freed_again_is_forgotten(upkeep: Upkeep, allocator: SimulatedAl
         gc.enable()
 
 
-def test_what_is_kept_on_purpose_does_not_count(upkeep: Upkeep, allocator: SimulatedAllocator) -> None:
-    """Not what the setup has made, nor a constant, also one that needs another; when it has gone, neither does its place."""
+def test_what_is_kept_on_purpose_does_not_count(
+    upkeep: Upkeep, allocator: SimulatedAllocator
+) -> None:
+    """Not what the setup has made, nor a constant, also one that needs another; when it has gone,
+    neither does its place.
+    """
     from_setup = allocator.allocate(3000 * MIB)
     upkeep.begin_anew()
     with kept.on_purpose():
@@ -183,8 +212,12 @@ def test_what_is_kept_on_purpose_does_not_count(upkeep: Upkeep, allocator: Simul
     del from_setup, left
 
 
-def test_parts_of_composites_stay_and_keep_their_worker(upkeep: Upkeep, allocator: SimulatedAllocator) -> None:
-    """They cannot be made again: who holds some is told of, and not replaced; a small plain value is with its holder too."""
+def test_parts_of_composites_stay_and_keep_their_worker(
+    upkeep: Upkeep, allocator: SimulatedAllocator
+) -> None:
+    """They cannot be made again: who holds some is told of, and not replaced; a small plain value
+    is with its holder too.
+    """
     composite.keep("loss", 0, 0.5)
     composite.keep("model", 0, allocator.allocate(4000 * MIB))
     assert upkeep.settle("spmd") is None
@@ -194,7 +227,9 @@ def test_parts_of_composites_stay_and_keep_their_worker(upkeep: Upkeep, allocato
     assert not leftover.is_spent
     assert "stays, for parts of Composites are there" in leftover.words
     composite.drop("model")
-    assert upkeep.settle("train") is None, "as far as anybody can tell, it was what is left over that has gone"
+    assert upkeep.settle("train") is None, (
+        "as far as anybody can tell, it was what is left over that has gone"
+    )
     left = [left, allocator.allocate(4000 * MIB)]
     leftover = upkeep.settle("train")
     assert leftover is not None
@@ -214,7 +249,9 @@ ALLOWANCES = [
 
 
 def test_how_much_may_be_left_over(allocator: SimulatedAllocator) -> None:
-    """So much as is said; else a tenth of the worker's part of the GPU; anything if nothing is known of that."""
+    """So much as is said; else a tenth of the worker's part of the GPU; anything if nothing is
+    known of that.
+    """
     for total_bytes, share, max_leftover_bytes, is_too_much in ALLOWANCES:
         upkeep = Upkeep(allocator, WORKER, total_bytes, max_leftover_bytes)
         upkeep.share = share
@@ -223,8 +260,12 @@ def test_how_much_may_be_left_over(allocator: SimulatedAllocator) -> None:
         del left
 
 
-def test_a_gpu_that_fails_takes_its_process_with_it(gpus: SimulatedGpus, allocator: SimulatedAllocator) -> None:
-    """An error of CUDA's (a failed assertion on the device, say) lasts as long as the process: the next task gets another."""
+def test_a_gpu_that_fails_takes_its_process_with_it(
+    gpus: SimulatedGpus, allocator: SimulatedAllocator
+) -> None:
+    """An error of CUDA's (a failed assertion on the device, say) lasts as long as the process: the
+    next task gets another.
+    """
 
     class Failing:
         is_in_use = True
@@ -238,11 +279,16 @@ def test_a_gpu_that_fails_takes_its_process_with_it(gpus: SimulatedGpus, allocat
     leftover = upkeep.settle("train")
     assert leftover is not None
     assert leftover.is_spent
-    assert "its GPU fails it since train has run (RuntimeError: CUDA error: device-side assert" in leftover.words
+    assert (
+        "its GPU fails it since train has run (RuntimeError: CUDA error: device-side assert"
+        in leftover.words
+    )
 
 
 def test_an_exception_holds_no_memory(upkeep: Upkeep, allocator: SimulatedAllocator) -> None:
-    """What the functions had that it went through is free when the next item of the call begins, also of what it came from."""
+    """What the functions had that it went through is free when the next item of the call begins,
+    also of what it came from.
+    """
 
     def fail() -> None:
         held = allocator.allocate(500 * MIB)

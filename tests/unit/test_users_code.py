@@ -1,4 +1,6 @@
-"""Which of the user's modules are loaded, and in which version: what this process runs, not what its files say."""
+"""Which of the user's modules are loaded, and in which version: what this process runs, not what
+its files say.
+"""
 
 from __future__ import annotations
 
@@ -54,10 +56,18 @@ _reloaders: dict[str, object] = {}
 
 @pytest.mark.parametrize("reload", [reload_it, reload_by_autoreload])
 @pytest.mark.parametrize(
-    "change", ["RATE = 0.1\ndef train():\n    return 'new'\n", "RATE = 0.2\ndef train():\n    return 'old'\n"]
+    "change",
+    [
+        "RATE = 0.1\ndef train():\n    return 'new'\n",
+        "RATE = 0.2\ndef train():\n    return 'old'\n",
+    ],
 )
-def test_a_version_is_what_is_loaded(lab: ModuleType, reload: Callable[[ModuleType], None], change: str) -> None:
-    """Not what stands in the file, which may have been edited only, or in which the reload has found a mistake."""
+def test_a_version_is_what_is_loaded(
+    lab: ModuleType, reload: Callable[[ModuleType], None], change: str
+) -> None:
+    """Not what stands in the file, which may have been edited only, or in which the reload has
+    found a mistake.
+    """
     reload(lab)  # autoreload takes note of what there is
     project = Project()
     first = project.look()
@@ -78,7 +88,9 @@ def test_a_version_is_what_is_loaded(lab: ModuleType, reload: Callable[[ModuleTy
     _reloaders.clear()
 
 
-def test_of_a_module_that_was_edited_before_anybody_looked_the_version_is_not_known(lab: ModuleType) -> None:
+def test_of_a_module_that_was_edited_before_anybody_looked_the_version_is_not_known(
+    lab: ModuleType,
+) -> None:
     """It is no version that a worker could have."""
     edit(lab, "RATE = 0.3\ndef train():\n    return 'edited'\n")
     assert Project().look().versions[NAME].digest == b""
@@ -96,13 +108,16 @@ def test_packages_are_not_looked_into() -> None:
 def test_the_error_for_a_module_that_is_only_here_says_what_to_do(lab: ModuleType) -> None:
     def note(name: str) -> list[str]:
         error = ModuleNotFoundError(f"No module named {name!r}", name=name)
-        described(Failure(error, "Traceback ..."), "item 0", Slice(0, 0, 1, 1), WorkerInfo(0, "lab-3", 1))
+        described(
+            Failure(error, "Traceback ..."), "item 0", Slice(0, 0, 1, 1), WorkerInfo(0, "lab-3", 1)
+        )
         return error.__notes__[1:]
 
     (words,) = note(NAME)
     assert f"{NAME} in {Path(str(lab.__file__)).parent}, workers on lab-3 do not" in words
     assert "working_dir=" in words
     assert note("numpy") == [
-        "raypool: numpy is installed here, but not on lab-3. Install the same version there, or name it in packages=."
+        "raypool: numpy is installed here, but not on lab-3. Install the same version there, or"
+        " name it in packages=."
     ]
     assert note("no_such_module") == []

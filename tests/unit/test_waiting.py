@@ -11,7 +11,16 @@ from typing import Any
 
 import pytest
 
-from raypool import Future, InvalidTypeError, InvalidValueError, after_all, after_each, fetch_next, fetch_outputs, wait
+from raypool import (
+    Future,
+    InvalidTypeError,
+    InvalidValueError,
+    after_all,
+    after_each,
+    fetch_next,
+    fetch_outputs,
+    wait,
+)
 from raypool.channel.records import Missing
 from raypool.futures import Deferred
 
@@ -38,8 +47,8 @@ def test_a_value_that_cannot_be_opened_is_an_error() -> None:
     good = ended(Deferred(Arrived(1, 2), 1))
 
     (follower,) = after_each([future], pytest.fail)
-    assert follower.exception(60) is lost
-    assert after_all([future, good], list).result(60) == [2]
+    assert follower.exception(300) is lost
+    assert after_all([future, good], list).result(300) == [2]
 
 
 def test_two_threads_never_read_the_same_result() -> None:
@@ -54,7 +63,11 @@ def test_two_threads_never_read_the_same_result() -> None:
                 return values
 
     with ThreadPoolExecutor(4) as threads:
-        read_by_all = [value for future in [threads.submit(read) for _ in range(4)] for value in future.result(60)]
+        read_by_all = [
+            value
+            for future in [threads.submit(read) for _ in range(4)]
+            for value in future.result(300)
+        ]
     assert sorted(read_by_all) == list(range(500))
 
 
@@ -68,7 +81,7 @@ def test_one_that_ends_in_this_instant_has_no_time_yet() -> None:
 def test_a_future_may_stand_in_a_list_twice() -> None:
     future = ended(3)
     assert fetch_outputs(after_each([future, future], str)) == ["3", "3"]
-    assert after_all([future, future], sum).result(60) == 6
+    assert after_all([future, future], sum).result(300) == 6
     assert fetch_next([future, future]) == (0, 3)
     with pytest.raises(InvalidValueError):
         fetch_next([future, future])
@@ -92,7 +105,7 @@ def test_many_futures_end_in_another_thread_each() -> None:
 
     assert wait(followers, 60)
     assert sorted(order) == list(range(200))
-    assert total.result(60) == sum(range(200))
+    assert total.result(300) == sum(range(200))
 
 
 def test_ctrl_c_in_the_function_ends_nothing_else() -> None:
@@ -100,8 +113,8 @@ def test_ctrl_c_in_the_function_ends_nothing_else() -> None:
         raise KeyboardInterrupt
 
     (follower,) = after_each([ended(1)], interrupt)
-    assert type(follower.exception(60)) is KeyboardInterrupt
-    assert after_each([ended(1)], str)[0].result(60) == "1"
+    assert type(follower.exception(300)) is KeyboardInterrupt
+    assert after_each([ended(1)], str)[0].result(300) == "1"
 
 
 def has_no_thread() -> bool:
@@ -113,7 +126,9 @@ def test_its_thread_goes_when_there_is_nothing_to_do(eventually: Any) -> None:
     assert eventually(has_no_thread)
 
 
-def test_without_a_thread_the_call_is_made_all_the_same(monkeypatch: pytest.MonkeyPatch, eventually: Any) -> None:
+def test_without_a_thread_the_call_is_made_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, eventually: Any
+) -> None:
     """As at the end of the interpreter, or where the system has no thread left."""
 
     def refuse(self: threading.Thread) -> None:
@@ -128,12 +143,14 @@ def test_without_a_thread_the_call_is_made_all_the_same(monkeypatch: pytest.Monk
     (follower,) = after_each([ended(1)], nest)
     assert follower.result(0).result(0) == 2
     monkeypatch.undo()
-    assert after_each([ended(1)], str)[0].result(60) == "1"
+    assert after_each([ended(1)], str)[0].result(300) == "1"
 
 
 def run(code: str) -> list[bytes]:
     """Run a program; return the words that it prints."""
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, timeout=60
+    )
     assert (done.returncode, done.stderr) == (0, b"")
     return done.stdout.split()
 
@@ -155,7 +172,7 @@ def test_in_a_forked_child_there_is_a_thread_again() -> None:
             os._exit(0 if wait(after_each([ended()], str), 30) else 1)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         end.set()
-        print(follower.result(60))
+        print(follower.result(300))
     """
     assert run(code) == [b"0", b"True"]
 

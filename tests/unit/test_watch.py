@@ -1,4 +1,6 @@
-"""Ranks that wait for each other in different places, in simulated time; no rank is late because it is slow."""
+"""Ranks that wait for each other in different places, in simulated time; no rank is late because it
+is slow.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ REPORTS = Whereabouts("ray.train.report", 3, None, 0.0, COMPUTES.begun)
 HAS_ENDED = Whereabouts(ENDED, 0, None, 0.0, COMPUTES.begun)
 REDUCES = Whereabouts(begun={"gloo 0": Begun(WORLD, 8, 8, "all_reduce", 0.0)})
 AT_BARRIER = Whereabouts(begun={"gloo 0": Begun(WORLD, 8, 8, "barrier", 0.0)})
-IN_A_PAIR = Whereabouts(begun={"gloo 0": Begun(WORLD, 7), "gloo 1": Begun((1, 2), 4, 4, "all_reduce", 0.0)})
+IN_A_PAIR = Whereabouts(
+    begun={"gloo 0": Begun(WORLD, 7), "gloo 1": Begun((1, 2), 4, 4, "all_reduce", 0.0)}
+)
 RECEIVES_FROM_1 = Whereabouts("receive", 2, 1)
 RECEIVES_FROM_0 = Whereabouts("receive", 2, 0)
 
@@ -42,11 +46,23 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return told
 
 
-def look(places: list[Whereabouts], until: float, limit_s: float | None = 600.0) -> tuple[float, str, tuple[int, ...]] | None:
-    """Let all ranks look every five seconds; return when the first one is told that they fail, and what."""
+def look(
+    places: list[Whereabouts], until: float, limit_s: float | None = 600.0
+) -> tuple[float, str, tuple[int, ...]] | None:
+    """Let all ranks look every five seconds; return when the first one is told that they fail, and
+    what.
+    """
     store = Store()
     watches = [
-        RankWatch(rank, len(places), store, 1, limit_s, lambda rank=rank: str(places[rank]), lambda rank=rank: places[rank])
+        RankWatch(
+            rank,
+            len(places),
+            store,
+            1,
+            limit_s,
+            lambda rank=rank: str(places[rank]),
+            lambda rank=rank: places[rank],
+        )
         for rank in range(len(places))
     ]
     for now in range(0, int(until), 5):
@@ -60,15 +76,39 @@ def look(places: list[Whereabouts], until: float, limit_s: float | None = 600.0)
 @pytest.mark.parametrize(
     ("places", "told", "missing"),
     [
-        ([REPORTS, REDUCES, REDUCES], "Rank 0 has been in ray.train.report (the 3rd operation of this call) since", (0,)),
-        ([COMPUTES, REDUCES, HAS_ENDED], "Rank 1 has been in torch.distributed.all_reduce since", (2,)),
-        ([AT_BARRIER, REDUCES, COMPUTES], "Rank 0 has been in torch.distributed.barrier since", (0, 1)),
-        ([RECEIVES_FROM_1, REPORTS, COMPUTES], "Rank 0 has been in receive (the 2nd operation of this call) since", (1,)),
-        ([RECEIVES_FROM_1, RECEIVES_FROM_0, COMPUTES], "Ranks 0 and 1 have been in receive", (0, 1)),
+        (
+            [REPORTS, REDUCES, REDUCES],
+            "Rank 0 has been in ray.train.report (the 3rd operation of this call) since",
+            (0,),
+        ),
+        (
+            [COMPUTES, REDUCES, HAS_ENDED],
+            "Rank 1 has been in torch.distributed.all_reduce since",
+            (2,),
+        ),
+        (
+            [AT_BARRIER, REDUCES, COMPUTES],
+            "Rank 0 has been in torch.distributed.barrier since",
+            (0, 1),
+        ),
+        (
+            [RECEIVES_FROM_1, REPORTS, COMPUTES],
+            "Rank 0 has been in receive (the 2nd operation of this call) since",
+            (1,),
+        ),
+        (
+            [RECEIVES_FROM_1, RECEIVES_FROM_0, COMPUTES],
+            "Ranks 0 and 1 have been in receive",
+            (0, 1),
+        ),
     ],
 )
-def test_ranks_that_can_never_meet(places: list[Whereabouts], told: str, missing: tuple[int, ...], warnings: list[str]) -> None:
-    """They are warned about after 30 s, once, and fail after 10 min, whoever of them looks first."""
+def test_ranks_that_can_never_meet(
+    places: list[Whereabouts], told: str, missing: tuple[int, ...], warnings: list[str]
+) -> None:
+    """They are warned about after 30 s, once, and fail after 10 min, whoever of them looks
+    first.
+    """
     assert look(places, until=30) is None
     assert not warnings
     assert look(places, until=600) is None
@@ -110,7 +150,15 @@ def test_ranks_that_move_on_are_forgotten(warnings: list[str]) -> None:
     """A rank that is ahead of another for a moment, again and again, is not stuck."""
     store, places = Store(), [COMPUTES, COMPUTES]
     watches = [
-        RankWatch(rank, 2, store, 1, 600.0, lambda rank=rank: str(places[rank]), lambda rank=rank: places[rank])
+        RankWatch(
+            rank,
+            2,
+            store,
+            1,
+            600.0,
+            lambda rank=rank: str(places[rank]),
+            lambda rank=rank: places[rank],
+        )
         for rank in (0, 1)
     ]
     for now in range(0, 3600, 5):

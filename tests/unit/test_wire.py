@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypool import CollectiveError
-from raypool.spmd.wire import BEGIN, END, SIGNATURE_BYTES, SLOT_BYTES, Packer, Word, find_disagreement, ordinal, signed
+from raypool.spmd.wire import (
+    BEGIN,
+    END,
+    SIGNATURE_BYTES,
+    SLOT_BYTES,
+    Packer,
+    Word,
+    find_disagreement,
+    ordinal,
+    signed,
+)
 
 SECRET = b"of this group"
 
@@ -78,31 +88,46 @@ def told(*said: Word) -> tuple[str, tuple[int, ...]]:
 
 def test_different_operations() -> None:
     text, missing = told(TENSOR, Word(3, "barrier"), TENSOR, TENSOR)
-    assert text.startswith("Ranks 0, 2 and 3 are in all_reduce, rank 1 is in barrier (the 3rd collective of this call). ")
+    assert text.startswith(
+        "Ranks 0, 2 and 3 are in all_reduce, rank 1 is in barrier (the 3rd collective of this"
+        " call). "
+    )
     assert missing == ()
 
 
 def test_a_rank_that_has_ended() -> None:
     text, missing = told(TENSOR, Word(3, END), TENSOR)
-    assert text.startswith("Rank 1 has ended, ranks 0 and 2 wait for it in all_reduce (the 3rd collective of this call). ")
+    assert text.startswith(
+        "Rank 1 has ended, ranks 0 and 2 wait for it in all_reduce (the 3rd collective of this"
+        " call). "
+    )
     assert missing == (1,)
 
 
 def test_several_ranks_that_have_ended() -> None:
     text, missing = told(Word(12, END), Word(12, END), TENSOR._replace(number=12))
-    assert text.startswith("Ranks 0 and 1 have ended, rank 2 waits for them in all_reduce (the 12th collective of this call). ")
+    assert text.startswith(
+        "Ranks 0 and 1 have ended, rank 2 waits for them in all_reduce (the 12th collective of this"
+        " call). "
+    )
     assert missing == (0, 1)
 
 
 def test_a_rank_that_has_ended_and_others_in_different_operations() -> None:
     text, missing = told(Word(1, "barrier"), Word(1, END), TENSOR._replace(number=1))
-    assert text.startswith("Rank 0 is in barrier, rank 1 has ended, rank 2 is in all_reduce (the 1st collective of this call). ")
+    assert text.startswith(
+        "Rank 0 is in barrier, rank 1 has ended, rank 2 is in all_reduce (the 1st collective of"
+        " this call). "
+    )
     assert missing == (1,)
 
 
 def test_ranks_that_are_out_of_step() -> None:
     text, _ = told(TENSOR, TENSOR._replace(number=4))
-    assert text.startswith("Rank 0 is in all_reduce (its 3rd collective), rank 1 is in all_reduce (its 4th collective) ")
+    assert text.startswith(
+        "Rank 0 is in all_reduce (its 3rd collective), rank 1 is in all_reduce (its 4th"
+        " collective) "
+    )
 
 
 OTHERS = [
@@ -118,14 +143,18 @@ def test_different_values_in_a_reduction() -> None:
     for other, what in OTHERS:
         text, missing = told(TENSOR, other, TENSOR)
         assert text.startswith(
-            f"Ranks 0 and 2 are in all_reduce of a float32 tensor (3, 4), rank 1 is in all_reduce of {what} (the 3rd"
+            "Ranks 0 and 2 are in all_reduce of a float32 tensor (3, 4), rank 1 is in all_reduce"
+            f" of {what} (the 3rd"
         )
         assert missing == ()
 
 
 def test_different_values_in_a_gather_are_well() -> None:
     gather = TENSOR._replace(operation="all_gather", op="")
-    assert find_disagreement([gather, gather._replace(shape=()), Word(3, "all_gather", "value")]) is None
+    assert (
+        find_disagreement([gather, gather._replace(shape=()), Word(3, "all_gather", "value")])
+        is None
+    )
 
 
 def test_different_ranks_are_named() -> None:
@@ -146,13 +175,18 @@ def test_a_broadcast_into_something_else() -> None:
     assert find_disagreement([nothing, source, source]) is None
     text, _ = told(nothing, source, source._replace(shape=(4,)))
     assert text.startswith(
-        "Rank 1 broadcasts a float32 tensor (3,), rank 2 wants it in a float32 tensor (4,) (the 2nd collective"
+        "Rank 1 broadcasts a float32 tensor (3,), rank 2 wants it in a float32 tensor (4,) (the 2nd"
+        " collective"
     )
     text, _ = told(source, source._replace(kind="value", dtype="", shape=()), nothing)
-    assert text.startswith("Rank 1 broadcasts a Python value, rank 0 wants it in a float32 tensor (3,) ")
+    assert text.startswith(
+        "Rank 1 broadcasts a Python value, rank 0 wants it in a float32 tensor (3,) "
+    )
 
 
-@pytest.mark.parametrize(("shape", "has"), [((2,), "2 parts"), ((4,), "4 parts"), ((), "no list of parts")])
+@pytest.mark.parametrize(
+    ("shape", "has"), [((2,), "2 parts"), ((4,), "4 parts"), ((), "no list of parts")]
+)
 def test_a_scatter_of_too_few_or_too_many(shape: tuple[int, ...], has: str) -> None:
     other = Word(1, "scatter", peer=0)
     assert find_disagreement([other._replace(shape=(3,)), other, other]) is None

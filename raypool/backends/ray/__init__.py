@@ -1,1 +1,3 @@
-"""The backend on Ray: worker processes, the resources that they claim, and the nodes that they run on."""
+"""The backend on Ray: worker processes, the resources that they claim, and the nodes that they run
+on.
+"""

@@ -45,24 +45,29 @@ ANSWER_S = 3.0
 """How long to wait for a node's answer about its GPUs [s]."""
 
 END_TIMEOUT_S = 60.0
-"""An agent that has not ended a worker by then, or a task that was cancelled, answers nobody any more [s]: far above what it
-may take."""
+"""An agent that has not ended a worker by then, or a task that was cancelled, answers nobody any
+more [s]: far above what it may take."""
 
 NODE_NEWS_S = 5.0
-"""After the loss of an agent, calls on its node have so long to show that the node is lost too [s]; Ray takes about 1 s."""
+"""After the loss of an agent, calls on its node have so long to show that the node is lost too [s];
+Ray takes about 1 s.
+"""
 
 Chore = Callable[[], object]
 
 
 class MemoryLimit(NamedTuple):
-    """How much memory a worker may use [bytes]; `on_over` is told how much it uses when it is more."""
+    """How much memory a worker may use [bytes]; `on_over` is told how much it uses when it is
+    more.
+    """
 
     limit: int
     on_over: Callable[[int], object]
 
 
 class OfferAnswers:
-    """Answers to values offered to queues: those known at once travel together, the others one by one.
+    """Answers to values offered to queues: those known at once travel together, the others one by
+    one.
 
     Args:
         send: Sends one that comes later: ticket, outcome.
@@ -99,17 +104,23 @@ class Agents:
         inventory: Tells the GPUs of a machine.
     """
 
-    def __init__(self, hub: Hub, cancel_grace_s: float, stays: Callable[[str], bool], inventory: Inventory) -> None:
+    def __init__(
+        self, hub: Hub, cancel_grace_s: float, stays: Callable[[str], bool], inventory: Inventory
+    ) -> None:
         self._hub = hub
         self._stays = stays
         self._is_far = client.is_far()
         self._inventory = inventory
         self._cancel_grace_s = cancel_grace_s
         self._agents: dict[str, Any] = {}  # by node
-        self._home_name, self._num_homes = f"raypool-{uuid.uuid4().hex}", 0  # workers find the next one by it
-        self._by_worker: dict[int, tuple[Any, Any]] = {}  # the agent of its node, and the reference of its answer to `watch`
-        self._outlived: list[Any] = []  # references; dropping one while Ray shuts down would end this process
-        self._workers: dict[int, tuple[Introduction, Any, MemoryLimit | None]] = {}  # with their actors
+        # workers find the next one by it
+        self._home_name, self._num_homes = f"raypool-{uuid.uuid4().hex}", 0
+        # the agent of its node, and the reference of its answer to `watch`
+        self._by_worker: dict[int, tuple[Any, Any]] = {}
+        # references; dropping one while Ray shuts down would end this process
+        self._outlived: list[Any] = []
+        # with their actors
+        self._workers: dict[int, tuple[Introduction, Any, MemoryLimit | None]] = {}
         self._introductions: dict[int, Introduction] = {}  # the last one of each place
         self._warned: set[str] = set()
         self._asked_memory: set[str] = set()  # nodes that were asked and have not answered yet
@@ -140,10 +151,18 @@ class Agents:
     def _answered(self, ref: Any, take: Callable[[Any], object]) -> None:
         when_done(ref, lambda answer: self._chores.put(functools.partial(take, answer)))
 
-    # --- agents -------------------------------------------------------------------------------------------------------
+    # --- agents -----------------------------------------------------------------------------------
 
-    def attach(self, worker_id: int, introduction: Introduction, actor: Any, memory: MemoryLimit | None = None) -> None:
-        """Let a worker be watched over, and know the agent of its node and the one where the pool's exchange is."""
+    def attach(
+        self,
+        worker_id: int,
+        introduction: Introduction,
+        actor: Any,
+        memory: MemoryLimit | None = None,
+    ) -> None:
+        """Let a worker be watched over, and know the agent of its node and the one where the pool's
+        exchange is.
+        """
         self._workers[worker_id] = introduction, actor, memory
         self._introductions[introduction.info.index] = introduction
         agent = self._agent_on(introduction.node_id)
@@ -151,7 +170,10 @@ class Agents:
         self._by_worker[worker_id] = agent, watched
         actor.attach.remote(agent, self.home(), self._is_far, (self._home_name, self._num_homes))
         if introduction.mps_problem is not None:
-            self._warn(introduction.mps_problem, mps.turns(introduction.info.host, introduction.mps_problem))
+            self._warn(
+                introduction.mps_problem,
+                mps.turns(introduction.info.host, introduction.mps_problem),
+            )
         if memory is not None:
             self._oversee(agent, watched, worker_id, memory)
 
@@ -163,7 +185,9 @@ class Agents:
         self._answered(agent.oversee.remote(watched, worker_id, memory.limit), take)
 
     def for_mps(self, claim: Claim) -> Any:
-        """Return the agent that is to start MPS before a worker of this claim begins; None if that would change nothing."""
+        """Return the agent that is to start MPS before a worker of this claim begins; None if that
+        would change nothing.
+        """
         if not claim.demand.worker_gpus:
             return None
         if claim.demand.workers_per_claim == 1:
@@ -171,7 +195,12 @@ class Agents:
             return None
         node_id = locate(claim)
         if node_id is None:
-            self._warn("nowhere", mps.turns("its new node", "nobody knew yet which that is when a worker was started"))
+            self._warn(
+                "nowhere",
+                mps.turns(
+                    "its new node", "nobody knew yet which that is when a worker was started"
+                ),
+            )
             return None
         return self._agent_on(node_id)
 
@@ -185,8 +214,11 @@ class Agents:
         """Whether a worker is watched over."""
         return worker_id in self._by_worker
 
-    def usage(self, worker_id: int, since: float, until: float, take: Callable[[Usage | None], object]) -> None:
-        """Let `take` have how the (first) GPU of a worker was used between two times [s since the epoch]; None: it is not known.
+    def usage(
+        self, worker_id: int, since: float, until: float, take: Callable[[Usage | None], object]
+    ) -> None:
+        """Let `take` have how the (first) GPU of a worker was used between two times [s since the
+        epoch]; None: it is not known.
 
         It is called in the agents' thread, within `ANSWER_S`.
         """
@@ -196,32 +228,52 @@ class Agents:
             self._chores.put(functools.partial(take, None))
             return
         ref = agent.usage.remote(worker[0].info.gpu, since, until)
-        self.within(ANSWER_S, ref, lambda answer: take(answer if isinstance(answer, Usage) else None))
+        self.within(
+            ANSWER_S, ref, lambda answer: take(answer if isinstance(answer, Usage) else None)
+        )
 
     def devices(self) -> list[NodeDevices]:
-        """Return the GPUs of the nodes that there are workers on, or were; None where a node does not answer in time."""
+        """Return the GPUs of the nodes that there are workers on, or were; None where a node does
+        not answer in time.
+        """
         workers: dict[str, list[WorkerInfo]] = {}
         for introduction in list(self._introductions.values()):
             workers.setdefault(introduction.node_id, []).append(introduction.info)
-        agents = {node_id: agent for node_id in workers if (agent := self._agents.get(node_id)) is not None}
+        agents = {
+            node_id: agent
+            for node_id in workers
+            if (agent := self._agents.get(node_id)) is not None
+        }
         if not is_up():
             agents = {}
         asked = {node_id: agent.devices.remote() for node_id, agent in agents.items()}
         if asked:
             ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S)
         found = {node_id: answered(ref) for node_id, ref in asked.items()}
-        return [NodeDevices(infos[0].host, found.get(node_id), infos) for node_id, infos in workers.items()]
+        return [
+            NodeDevices(infos[0].host, found.get(node_id), infos)
+            for node_id, infos in workers.items()
+        ]
 
     def gpu_memory(self, take: Callable[[dict[int, GpuMemory]], object]) -> None:
-        """Let `take` have, by worker, how much memory of its GPUs is in use; in the agents' thread, once for each node."""
+        """Let `take` have, by worker, how much memory of its GPUs is in use; in the agents' thread,
+        once for each node.
+        """
         nodes: dict[str, dict[int, Sequence[int]]] = {}
         for introduction in list(self._introductions.values()):
             if introduction.info.gpus:
-                nodes.setdefault(introduction.node_id, {})[introduction.info.index] = introduction.info.gpus
+                nodes.setdefault(introduction.node_id, {})[introduction.info.index] = (
+                    introduction.info.gpus
+                )
         for node_id, gpus in nodes.items():
             self.later(functools.partial(self._ask_memory, node_id, gpus, take))
 
-    def _ask_memory(self, node_id: str, gpus: dict[int, Sequence[int]], take: Callable[[dict[int, GpuMemory]], object]) -> None:
+    def _ask_memory(
+        self,
+        node_id: str,
+        gpus: dict[int, Sequence[int]],
+        take: Callable[[dict[int, GpuMemory]], object],
+    ) -> None:
         agent = self._agents.get(node_id)
         if agent is None or node_id in self._asked_memory or not is_up():
             return
@@ -230,7 +282,13 @@ class Agents:
         def pass_on(answer: Any) -> None:
             self._asked_memory.discard(node_id)
             if isinstance(answer, dict):  # else the agent has gone
-                take({worker: sum_of([answer[gpu] for gpu in on]) for worker, on in gpus.items() if answer.keys() >= set(on)})
+                take(
+                    {
+                        worker: sum_of([answer[gpu] for gpu in on])
+                        for worker, on in gpus.items()
+                        if answer.keys() >= set(on)
+                    }
+                )
 
         self._answered(agent.gpu_memory.remote(), pass_on)
 
@@ -242,17 +300,28 @@ class Agents:
             if agent is None:
                 driver = client.driver_process() if node_id == client.home_node() else None
                 place = NodeAffinitySchedulingStrategy(node_id, soft=False)
-                options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": place, "max_concurrency": 100_000}
+                options: dict[str, Any] = {
+                    "num_cpus": 0,
+                    "num_gpus": 0,
+                    "scheduling_strategy": place,
+                    "max_concurrency": 100_000,
+                }
                 if node_id == client.home_node():
                     self._num_homes += 1
                     options["name"] = f"{self._home_name}-{self._num_homes}"
-                agent = ray.remote(NodeAgent).options(**options, **UNRECORDED).remote(driver, self._inventory)
+                agent = (
+                    ray.remote(NodeAgent)
+                    .options(**options, **UNRECORDED)
+                    .remote(driver, self._inventory)
+                )
                 self._agents[node_id] = agent
                 self._take(agent)
             return agent
 
     def home(self) -> Any:
-        """Return the agent where the pool's exchange is: that of the driver's node, or of its way into the cluster."""
+        """Return the agent where the pool's exchange is: that of the driver's node, or of its way
+        into the cluster.
+        """
         return self._agent_on(client.home_node())
 
     def ask(self, method: str, *args: Any) -> Any:
@@ -279,13 +348,14 @@ class Agents:
         """Return the value that was pickled."""
         return pickle.loads(packed)
 
-    # --- messages from workers ----------------------------------------------------------------------------------------
+    # --- messages from workers --------------------------------------------------------------------
 
     def _take(self, agent: Any, answers: Sequence[tuple[int, str]] = ()) -> None:
         self._answered(agent.take.remote(answers), functools.partial(self._on_mail, agent))
 
     def _on_mail(self, agent: Any, mail: Any) -> None:
-        if mail is None or isinstance(mail, BaseException):  # that was all; or it is gone, or Ray is
+        # that was all; or it is gone, or Ray is
+        if mail is None or isinstance(mail, BaseException):
             self._silent.release()
             self._replace(agent)
             return
@@ -304,7 +374,9 @@ class Agents:
             agent.exchange.remote("answer", ticket, outcome)
 
     def catch_up(self, sent: dict[int, int]) -> None:
-        """Wait for what calls that have ended had said before, and for these batches (by worker id)."""
+        """Wait for what calls that have ended had said before, and for these batches (by worker
+        id).
+        """
         self._hub.catch_up()
         for worker_id, number in sent.items():
             wait = self._hub.waiter(worker_id, number)
@@ -312,74 +384,101 @@ class Agents:
                 wait()
 
     def _replace(self, lost: Any) -> None:
-        """Start another agent for one that was killed; with it goes what it held: the store, if it was the home."""
+        """Start another agent for one that was killed; with it goes what it held: the store, if it
+        was the home.
+        """
         with self._making:
-            nodes = [node_id for node_id, agent in self._agents.items() if agent is lost]  # none, at the end of the pool
+            # none, at the end of the pool
+            nodes = [node_id for node_id, agent in self._agents.items() if agent is lost]
             for node_id in nodes:
                 del self._agents[node_id]
         for node_id in nodes:  # whether the node goes too, the next looks at the nodes will show
             self._later_by(2 * LOOK_S, functools.partial(self._attach_again, node_id))
 
     def _attach_again(self, node_id: str) -> None:
-        """Let workers have another agent, unless the node has gone with it, or is about to go, where no actor can start."""
+        """Let workers have another agent, unless the node has gone with it, or is about to go,
+        where no actor can start.
+        """
         if not is_up() or self._is_closed or not self._stays(node_id):
             return
-        logger.warning("The agent of a node has died, and another takes its place. What was in pool.store may be lost.")
+        logger.warning(
+            "The agent of a node has died, and another takes its place. What was in pool.store may"
+            " be lost."
+        )
         for worker_id, worker in list(self._workers.items()):
             if self._stays(worker[0].node_id):
                 self.attach(worker_id, *worker)
 
-    # --- end of workers and agents ------------------------------------------------------------------------------------
+    # --- end of workers and agents ----------------------------------------------------------------
 
-    def signal(self, worker_id: int, attempt_id: int, task_id: int, wish: Signal, on_stuck: Chore) -> None:
-        """Pass on a wish to a worker; `on_stuck` is called if what was cancelled still runs after the grace."""
-        if worker_id not in self._by_worker or not is_up():  # asking anything of it would start a new one
+    def signal(
+        self, worker_id: int, attempt_id: int, task_id: int, wish: Signal, on_stuck: Chore
+    ) -> None:
+        """Pass on a wish to a worker; `on_stuck` is called if what was cancelled still runs after
+        the grace.
+        """
+        # asking anything of it would start a new one
+        if worker_id not in self._by_worker or not is_up():
             return
         agent, watched = self._by_worker[worker_id]
 
         def take(is_stuck: Any) -> None:
-            # If the agent does not answer, or has gone, nobody can interrupt the worker any more. But it goes with its node most
-            # often, and then the call itself tells what has become of the worker: that is what counts, and is not to be hidden.
+            # If the agent does not answer, or has gone, nobody can interrupt the worker any more.
+            # But it goes with its node most often, and then the call itself tells what has become
+            # of the worker: that is what counts, and is not to be hidden.
             if is_stuck is True or (isinstance(is_stuck, TimeoutError) and wish is Signal.CANCEL):
                 on_stuck()
             elif isinstance(is_stuck, BaseException) and wish is Signal.CANCEL:
                 self._later_by(NODE_NEWS_S, on_stuck)
 
-        told = agent.signal.remote(watched, worker_id, attempt_id, task_id, wish, self._cancel_grace_s)
+        told = agent.signal.remote(
+            watched, worker_id, attempt_id, task_id, wish, self._cancel_grace_s
+        )
         self.within(self._cancel_grace_s + END_TIMEOUT_S, told, take)
 
     def end(self, worker_id: int, actor: Any, then: Chore) -> None:
-        """Kill what is left of a worker, its children too; `then` is called, in some thread, when nothing is left."""
+        """Kill what is left of a worker, its children too; `then` is called, in some thread, when
+        nothing is left.
+        """
         agent, watched = self._by_worker.pop(worker_id, (None, None))
         self._workers.pop(worker_id, None)
         if not is_up():
             self._outlived.append(watched)
             then()
             return
-        for other in list(self._agents.values()):  # one has the exchange, which may wait for this worker
+        # one has the exchange, which may wait for this worker
+        for other in list(self._agents.values()):
             other.exchange.remote("forget", worker_id)
         if agent is None:
             aside(functools.partial(_kill, [actor], then))
         else:
-            self.within(END_TIMEOUT_S, agent.end.remote(watched, worker_id), functools.partial(self._ended, agent, actor, then))
+            self.within(
+                END_TIMEOUT_S,
+                agent.end.remote(watched, worker_id),
+                functools.partial(self._ended, agent, actor, then),
+            )
 
     def _ended(self, agent: Any, actor: Any, then: Chore, answer: Any) -> None:
         if not isinstance(answer, BaseException):
             then()
             return
-        late = [agent] if isinstance(answer, TimeoutError) else []  # another takes its place; else it has gone itself
+        # another takes its place; else it has gone itself
+        late = [agent] if isinstance(answer, TimeoutError) else []
         aside(functools.partial(_kill, [*late, actor], then))
 
     def within(self, timeout_s: float, ref: Any, take: Callable[[Any], object]) -> None:
         """Let `take` have the answer to a call, or a TimeoutError if none has come in time."""
-        first = threading.Lock()  # a lock taken once, never released: answer or timeout, whichever comes first
+        # a lock taken once, never released: answer or timeout, whichever comes first
+        first = threading.Lock()
 
         def take_once(answer: Any) -> None:
             if first.acquire(blocking=False):
                 timer.cancel()
                 take(answer)
 
-        timer = threading.Timer(timeout_s, lambda: self._chores.put(lambda: take_once(TimeoutError())))
+        timer = threading.Timer(
+            timeout_s, lambda: self._chores.put(lambda: take_once(TimeoutError()))
+        )
         timer.daemon = True
         timer.start()
         self._answered(ref, take_once)

@@ -30,7 +30,13 @@ from raypool.backends.ray.claims import Claim, locate
 from raypool.backends.ray.client import is_outside, note_deaths
 from raypool.backends.ray.demand import Demand
 from raypool.backends.ray.nodes import CutOff, Nodes, NodeWatch, look, why_cut_off
-from raypool.backends.ray.packing import MessageValues, StoredValues, bring_home, unpack_narrowed, unpack_results
+from raypool.backends.ray.packing import (
+    MessageValues,
+    StoredValues,
+    bring_home,
+    unpack_narrowed,
+    unpack_results,
+)
 from raypool.backends.ray.placement import Seating
 from raypool.backends.ray.session import connection, give_up_ray, is_up, leave_ray
 from raypool.backends.ray.warning_filters import filters_here
@@ -57,7 +63,10 @@ GIVEN_UP_S = 60.0
 WIND_UP_TIMEOUT_S = 10.0
 """How long the teardown of workers may take [s]."""
 
-WOUND_UP_LATE = "What worker %d ends with (teardown, cleanup of constants) had not ended after %g s; it is killed."
+WOUND_UP_LATE = (
+    "What worker %d ends with (teardown, cleanup of constants) had not ended after %g s; it is"
+    " killed."
+)
 
 logger = logging.getLogger("raypool")
 
@@ -89,13 +98,22 @@ class RayBackend:
         self.gpu_memory = self._agents.gpu_memory
         self._cards: Cards | None = None
         if profile.workers_per_gpu == "auto":
-            self._cards = Cards(self._seating, self.take_in, post, None if profile.mps else self._ask_usage)
-        self._teardown = packing.pack(profile.teardown, "the teardown") if profile.teardown is not None else None
-        self._leaky: set[str] = set()  # functions of which it was said that they leave too much on a GPU
-        self._project: Snapshot | None = None  # the newest of the driver's modules that a function came with
-        self._changing: set[tuple[str, str]] = set()  # functions of which it was said that they change a model
-        self._different: set[tuple[str, str]] = set()  # modules, and machines of which it was said that they have other versions
-        self._retiring: dict[int, tuple[Any, Chore]] = {}  # workers that have not quite ended, and what is to be done then
+            self._cards = Cards(
+                self._seating, self.take_in, post, None if profile.mps else self._ask_usage
+            )
+        self._teardown = (
+            packing.pack(profile.teardown, "the teardown") if profile.teardown is not None else None
+        )
+        # functions of which it was said that they leave too much on a GPU
+        self._leaky: set[str] = set()
+        # the newest of the driver's modules that a function came with
+        self._project: Snapshot | None = None
+        # functions of which it was said that they change a model
+        self._changing: set[tuple[str, str]] = set()
+        # modules, and machines of which it was said that they have other versions
+        self._different: set[tuple[str, str]] = set()
+        # workers that have not quite ended, and what is to be done then
+        self._retiring: dict[int, tuple[Any, Chore]] = {}
         self._retired = threading.Condition()
         self._nodes.start()
         self._joined = connection()
@@ -114,7 +132,7 @@ class RayBackend:
         """Ask the agents of the pool's nodes."""
         return self._agents.devices()
 
-    # --- places -------------------------------------------------------------------------------------------------------
+    # --- places -----------------------------------------------------------------------------------
 
     @property
     def is_ending(self) -> bool:
@@ -161,14 +179,18 @@ class RayBackend:
         return locate(seat.claim) if (seat := self._seats.get(place)) is not None else None
 
     def grow(self, most: int) -> list[int]:
-        """Claim up to so many places; chosen GPUs of machines that have come back, but those of this machine cannot."""
+        """Claim up to so many places; chosen GPUs of machines that have come back, but those of
+        this machine cannot.
+        """
         if isinstance(self._profile.gpus, tuple):
             return []
         claim = functools.partial(self.claim, 0)
         return claim(most) if self._cards is None else self._cards.regain(most, claim)
 
     def vacate(self, place: int, *, keep: bool = False) -> None:
-        """End the worker in a place, in good order if it is free; the last one to leave a claim gives it back."""
+        """End the worker in a place, in good order if it is free; the last one to leave a claim
+        gives it back.
+        """
         seat = self._seats.get(place)
         if seat is None:
             return
@@ -177,7 +199,9 @@ class RayBackend:
             del self._seats[place]
             left = self._seating.leave(place)
             if self._cards is not None:
-                self._cards.left(place, seat.claim, is_lost=not self._nodes.stays(str(seat.claim.node_id)))
+                self._cards.left(
+                    place, seat.claim, is_lost=not self._nodes.stays(str(seat.claim.node_id))
+                )
         self._retire(seat, functools.partial(self._give_back, left))
 
     def _give_back(self, left: Claim | None) -> None:
@@ -190,7 +214,9 @@ class RayBackend:
         return self._seating.demands
 
     def lend(self, places: Sequence[int]) -> None:
-        """Give the claims of a loan's workers back, once these have ended; wait until others can have them."""
+        """Give the claims of a loan's workers back, once these have ended; wait until others can
+        have them.
+        """
         seats = [self._seats[place] for place in places if place in self._seats]
         with self._retired:
             ended = lambda: all(seat.worker_id not in self._retiring for seat in seats)  # noqa: E731
@@ -199,16 +225,25 @@ class RayBackend:
             self._seating.lend([seat.claim for seat in seats])
 
     def take_back(self, workers: Sequence[WorkerInfo]) -> dict[int, str]:
-        """Claim again what was lent: the same GPUs, or cores of the same nodes. Waits for them as the start of the pool does.
+        """Claim again what was lent: the same GPUs, or cores of the same nodes. Waits for them as
+        the start of the pool does.
 
         Returns:
             By place, why it cannot be had: who has the GPU.
         """
-        lent = [(worker, self._seats[worker.index]) for worker in workers if worker.index in self._seats]
-        claims = self._seating.take_back({worker.index: (seat.claim, worker.gpu) for worker, seat in lent})
+        lent = [
+            (worker, self._seats[worker.index]) for worker in workers if worker.index in self._seats
+        ]
+        claims = self._seating.take_back(
+            {worker.index: (seat.claim, worker.gpu) for worker, seat in lent}
+        )
         for worker, seat in lent:
             seat.claim = claims.get(worker.index, seat.claim)
-        return {worker.index: self._seating.why_taken(worker.gpu) for worker, _ in lent if worker.index not in claims}
+        return {
+            worker.index: self._seating.why_taken(worker.gpu)
+            for worker, _ in lent
+            if worker.index not in claims
+        }
 
     def _retire(self, seat: Slot, then: Chore) -> None:
         """End the worker of a slot; `then` is called when nothing of it is left."""
@@ -238,7 +273,7 @@ class RayBackend:
         else:
             end()
 
-    # --- workers ------------------------------------------------------------------------------------------------------
+    # --- workers ----------------------------------------------------------------------------------
 
     def start_worker(self, worker_id: int, place: int, setups: Sequence[Function]) -> None:
         """Start an actor in a place; it is ready when it has introduced itself."""
@@ -261,14 +296,19 @@ class RayBackend:
             options["runtime_env"] = {"env_vars": env}
         seat.take_in(worker_id)
         seat.actor = self._actor_class.options(**options).remote(
-            place, worker_id, self._profile.inventory, self._sharing(seat), self._profile.max_leftover_bytes
+            place,
+            worker_id,
+            self._profile.inventory,
+            self._sharing(seat),
+            self._profile.max_leftover_bytes,
         )
         seat.run = seat.actor.run.remote
         self._by_worker[worker_id] = seat
         packed = tuple(packing.dump([setup.packed for setup in setups]))
         agent = self._agents.for_mps(seat.claim) if self._profile.mps else None
         project = self._news(seat, setups)
-        if self._project is not None:  # a setup was packed long ago: a worker that replaces an outdated one would be so itself
+        # a setup was packed long ago: a worker that replaces an outdated one would be so itself
+        if self._project is not None:
             project, seat.project = self._project, self._project.number
         introduction = seat.actor.introduce.remote(packed, agent, project)
         self._answered(worker_id, introduction, functools.partial(self._on_introduced, worker_id))
@@ -281,13 +321,17 @@ class RayBackend:
         return Sharing(num_workers) if num_workers > 1 else None
 
     def _answered(self, worker_id: int, ref: Any, take: Callable[[Any], None]) -> None:
-        """Let `take` have the answer to a call, in a thread of Ray's; whatever goes wrong there, the driver is told."""
+        """Let `take` have the answer to a call, in a thread of Ray's; whatever goes wrong there,
+        the driver is told.
+        """
 
         def take_safely(answer: Any) -> None:
             try:
                 take(answer)
             except BaseException as error:
-                self._lose(worker_id, LossReason.UNKNOWN, f"its answer could not be read: {error!r}")
+                self._lose(
+                    worker_id, LossReason.UNKNOWN, f"its answer could not be read: {error!r}"
+                )
 
         when_done(ref, take_safely)
 
@@ -296,7 +340,11 @@ class RayBackend:
             self._note_process(worker_id, answer.info)
             self._agents.later(functools.partial(self._settle_in, worker_id, answer))
         else:
-            self._lose(worker_id, LossReason.START, answer if isinstance(answer, str) else loss_text(answer))
+            self._lose(
+                worker_id,
+                LossReason.START,
+                answer if isinstance(answer, str) else loss_text(answer),
+            )
 
     def _settle_in(self, worker_id: int, introduction: Introduction) -> None:
         """Let a worker be watched over, and take calls."""
@@ -304,43 +352,77 @@ class RayBackend:
         if seat is None or seat.actor is None:
             return  # the worker was given up meanwhile
         limit = seat.claim.demand.worker_memory_bytes
-        memory = MemoryLimit(limit, functools.partial(self._on_memory, worker_id, limit)) if limit else None
+        memory = (
+            MemoryLimit(limit, functools.partial(self._on_memory, worker_id, limit))
+            if limit
+            else None
+        )
         seat.claim.node_id = introduction.node_id
         self._agents.attach(worker_id, introduction, seat.actor, memory)
         self._post(WorkerReady(worker_id), introduction.info)
 
     def _on_memory(self, worker_id: int, limit: int, used: int) -> None:
-        words = f"it used {used / 1e9:.2f} GB of memory, and its memory_bytes allows {limit / 1e9:.2f} GB"
+        words = (
+            f"it used {used / 1e9:.2f} GB of memory, and its memory_bytes allows"
+            f" {limit / 1e9:.2f} GB"
+        )
         self._lose(worker_id, LossReason.OUT_OF_MEMORY, words)
 
-    def _lose(self, worker_id: int, reason: LossReason, words: str, was_idle: bool = False, during: int | None = None) -> None:
-        """End a worker, unless it has ended the attempt `during`, and tell the driver, once, when nothing is left; any thread."""
+    def _lose(
+        self,
+        worker_id: int,
+        reason: LossReason,
+        words: str,
+        was_idle: bool = False,
+        during: int | None = None,
+    ) -> None:
+        """End a worker, unless it has ended the attempt `during`, and tell the driver, once, when
+        nothing is left; any thread.
+        """
         seat = self._by_worker.get(worker_id)
         if seat is None or seat.is_ending or (during is not None and during not in seat.calls):
             return
         seat.is_ending = True
-        tell = functools.partial(self._nodes.tell_lost, WorkerLost(worker_id, reason, was_idle), words, seat.claim.node_id)
+        tell = functools.partial(
+            self._nodes.tell_lost,
+            WorkerLost(worker_id, reason, was_idle),
+            words,
+            seat.claim.node_id,
+        )
         self._agents.later(lambda: self._agents.end(worker_id, seat.actor, tell))
 
     def _note_process(self, worker_id: int, info: WorkerInfo) -> None:
         seat = self._by_worker.get(worker_id)
         if seat is not None and info.host == platform.node():
-            with contextlib.suppress(OSError):  # it has gone, or this process has too many files open: Ray will say
+            # it has gone, or this process has too many files open: Ray will say
+            with contextlib.suppress(OSError):
                 seat.pulse = Pulse(info.pid)
 
-    # --- calls --------------------------------------------------------------------------------------------------------
+    # --- calls ------------------------------------------------------------------------------------
 
     def pack(self, value: Any, what: str, *, is_trial: bool = False) -> Any:
-        """Pickle a value; a large one is put into the object store once, however many workers will read it."""
+        """Pickle a value; a large one is put into the object store once, however many workers will
+        read it.
+        """
         return packing.pack(value, what, is_trial=is_trial)
 
     def run(
-        self, worker_id: int, attempt_id: int, parts: Sequence[Part], functions: Sequence[Function], behind: int | None
+        self,
+        worker_id: int,
+        attempt_id: int,
+        parts: Sequence[Part],
+        functions: Sequence[Function],
+        behind: int | None,
     ) -> None:
         """Call the actor."""
         seat = self._by_worker[worker_id]
         if seat.is_dead():
-            self._lose(worker_id, LossReason.EXIT, "its process ended while it was idle", was_idle=seat.is_idle)
+            self._lose(
+                worker_id,
+                LossReason.EXIT,
+                "its process ended while it was idle",
+                was_idle=seat.is_idle,
+            )
             return
         if self._cards is not None:
             parts = self._cards.sent(seat.place, seat.claim, attempt_id, parts)
@@ -352,7 +434,9 @@ class RayBackend:
                 if function.fn_id not in seat.known:
                     seat.known.add(function.fn_id)
                     new[function.fn_id] = function.packed
-                    weakref.finalize(function, note_stale, weakref.ref(seat), function.fn_id).atexit = False
+                    weakref.finalize(
+                        function, note_stale, weakref.ref(seat), function.fn_id
+                    ).atexit = False
             news = News(
                 new,
                 stale,
@@ -362,12 +446,20 @@ class RayBackend:
             )
             seat.levels, seat.filters = levels, filters
             call = pack_call(attempt_id, parts, news, seat.is_spent, behind)
-            status, values = seat.run(call.header, call.refs) if call.refs else seat.run(call.header)
+            status, values = (
+                seat.run(call.header, call.refs) if call.refs else seat.run(call.header)
+            )
         self._traffic.add(seat.place, len(call.header), 0)
-        self._answered(worker_id, status, functools.partial(self._on_status, worker_id, seat.place, attempt_id, values))
+        self._answered(
+            worker_id,
+            status,
+            functools.partial(self._on_status, worker_id, seat.place, attempt_id, values),
+        )
 
     def _news(self, seat: Slot, functions: Sequence[Function]) -> Snapshot | None:
-        """Return the newest snapshot among those of functions, if the worker in a place does not have it yet."""
+        """Return the newest snapshot among those of functions, if the worker in a place does not
+        have it yet.
+        """
         newest = None
         for function in functions:
             if function.project is not None and function.project.number > seat.project:
@@ -377,54 +469,80 @@ class RayBackend:
         return newest
 
     def signal(self, worker_id: int, attempt_id: int, task_id: int, wish: Signal) -> None:
-        """Let the agent of the worker's node interrupt it; if that has not helped in time, the worker is killed."""
-        stopped = functools.partial(self._lose, worker_id, LossReason.STOPPED, "a cancelled task did not stop", during=attempt_id)
+        """Let the agent of the worker's node interrupt it; if that has not helped in time, the
+        worker is killed.
+        """
+        stopped = functools.partial(
+            self._lose,
+            worker_id,
+            LossReason.STOPPED,
+            "a cancelled task did not stop",
+            during=attempt_id,
+        )
         self._agents.signal(worker_id, attempt_id, task_id, wish, stopped)
 
     def _watch(self) -> None:
-        """Look after workers in which nothing runs, and notice an end of Ray: no call comes back to tell of these."""
+        """Look after workers in which nothing runs, and notice an end of Ray: no call comes back to
+        tell of these.
+        """
         while not self._left.wait(WATCH_S):
-            cut_off = why_cut_off(self._nodes.silent_s(WATCH_S), self._nodes.is_adrift, self._is_outside)
+            cut_off = why_cut_off(
+                self._nodes.silent_s(WATCH_S), self._nodes.is_adrift, self._is_outside
+            )
             if cut_off is not None:
                 self._let_go(cut_off)
-            for worker_id, seat in list(self._by_worker.items()) if not self._closed.is_set() else ():
-                with contextlib.suppress(Exception):  # the slot may get another worker meanwhile; the next look sees
+            for worker_id, seat in (
+                list(self._by_worker.items()) if not self._closed.is_set() else ()
+            ):
+                # the slot may get another worker meanwhile; the next look sees
+                with contextlib.suppress(Exception):
                     self._look_after(worker_id, seat)
 
     def _let_go(self, cut_off: CutOff) -> None:
-        """Let go of a Ray that no longer answers: any question to it would hang, and in the end Ray ends this process."""
+        """Let go of a Ray that no longer answers: any question to it would hang, and in the end Ray
+        ends this process.
+        """
         if self._ending != RAY_ENDED or (self._closed.is_set() and not is_up()):
             return  # it is known
         self._ending = cut_off.why
         logger.error("%s; the pool ends.", cut_off.why)
         self._nodes.lose_all(cut_off.why)
         self._is_cut_off.set()
-        give_up_ray(bring_home if cut_off.has_values else None)  # asking a dead raylet for a value ends the process
+        # asking a dead raylet for a value ends the process
+        give_up_ray(bring_home if cut_off.has_values else None)
 
     def _look_after(self, worker_id: int, seat: Slot) -> None:
         if not is_up():
             self._lose(worker_id, LossReason.NODE, self._ending)
         elif not seat.calls and seat.actor is not None and seat.is_dead():
-            self._lose(worker_id, LossReason.EXIT, "its process ended while it was idle", was_idle=True)
+            self._lose(
+                worker_id, LossReason.EXIT, "its process ended while it was idle", was_idle=True
+            )
         elif seat.stale:
             with seat.lock:  # else it would keep what they hold until it is called again
                 if not seat.calls and seat.actor is not None and (stale := seat.take_stale()):
                     seat.actor.forget.remote(stale)
 
-    def _on_status(self, worker_id: int, place: int, attempt_id: int, values_ref: Any, answer: Any) -> None:
+    def _on_status(
+        self, worker_id: int, place: int, attempt_id: int, values_ref: Any, answer: Any
+    ) -> None:
         seat = self._by_worker.get(worker_id)
         if seat is not None:
             seat.calls.pop(attempt_id, None)
         if not isinstance(answer, bytes):
             self._lose(worker_id, loss_reason(answer), loss_text(answer))
             return
-        sendables, (number, batch), fetched_bytes, weight, header, leftover, others, changed = pickle.loads(answer)
+        sendables, (number, batch), fetched_bytes, weight, header, leftover, others, changed = (
+            pickle.loads(answer)
+        )
         self._traffic.add(place, fetched_bytes, len(answer))
         catch_up = None
         if number:  # it has said something, now or before
             self._hub.deliver(worker_id, number, batch)
             catch_up = self._hub.waiter(worker_id, number)
-        stored = functools.partial(StoredValues, values_ref, functools.partial(self._traffic.add, place, 0))
+        stored = functools.partial(
+            StoredValues, values_ref, functools.partial(self._traffic.add, place, 0)
+        )
         values: Values = stored() if header is None else MessageValues(header)
         results = unpack_results(sendables, values, catch_up)
         if self._cards is not None and seat is not None:
@@ -454,7 +572,9 @@ class RayBackend:
             logger.warning("%s", leftover.words)
 
     def _note_others(self, others: Sequence[tuple[str, str, str]]) -> None:
-        """Say, once for each machine, that its workers have another version of a module than this process."""
+        """Say, once for each machine, that its workers have another version of a module than this
+        process.
+        """
         for name, file, host in others:
             if (name, host) not in self._different:
                 self._different.add((name, host))
@@ -467,9 +587,11 @@ class RayBackend:
             logger.warning("%s", changed_model(name, model))
 
     def close(self) -> None:
-        """End all workers, give back all claims, and end Ray if it was started for this pool; values stay within reach.
+        """End all workers, give back all claims, and end Ray if it was started for this pool;
+        values stay within reach.
 
-        A Ray that does not answer is waited for until `_watch` gives it up, and then for `GIVEN_UP_S`.
+        A Ray that does not answer is waited for until `_watch` gives it up, and then for
+        `GIVEN_UP_S`.
         """
         if self._closed.is_set():
             return
@@ -486,9 +608,12 @@ class RayBackend:
             for place in list(self._seats):
                 self.vacate(place)
             with self._retired:
-                self._retired.wait_for(lambda: not self._retiring, WIND_UP_TIMEOUT_S + CLOSE_TIMEOUT_S)
+                self._retired.wait_for(
+                    lambda: not self._retiring, WIND_UP_TIMEOUT_S + CLOSE_TIMEOUT_S
+                )
             if is_up():
-                for actor, then in list(self._retiring.values()):  # their node's agent answers nobody
+                # their node's agent answers nobody
+                for actor, then in list(self._retiring.values()):
                     ray.kill(actor)
                     then()
                 self._seating.close(CLOSE_TIMEOUT_S)
@@ -501,7 +626,7 @@ class RayBackend:
             leave_ray(bring_home, self._joined)
 
 
-# --- slots ------------------------------------------------------------------------------------------------------------
+# --- slots ----------------------------------------------------------------------------------------
 
 
 class Slot:
@@ -532,7 +657,8 @@ class Slot:
         self.claim = claim
         self.actor: Any = None
         self.run: Any = None  # its method, ready to be called
-        self.lock = threading.Lock()  # held while the worker is called, or told which functions to forget
+        # held while the worker is called, or told which functions to forget
+        self.lock = threading.Lock()
         self.take_in(-1)
 
     def take_in(self, worker_id: int) -> None:
@@ -542,9 +668,11 @@ class Slot:
         self.levels: Levels | None = None  # of the driver's loggers, as the worker knows them
         self.filters: tuple[bytes, ...] = ()  # for warnings, likewise
         self.stale: deque[int] = deque()  # those of them that nobody will call again
-        self.project = -1  # the number of the newest snapshot of the driver's modules that the worker has
+        # the number of the newest snapshot of the driver's modules that the worker has
+        self.project = -1
         self.calls: dict[int, int | None] = {}  # in flight, each with the one that it waits behind
-        self.told_of = -1  # the last that lasted: what was sent behind it is refused, and runs elsewhere
+        # the last that lasted: what was sent behind it is refused, and runs elsewhere
+        self.told_of = -1
         self.pulse: Pulse | None = None  # if its process is on this machine
         self.is_ending = False  # the worker is lost, or about to be killed
         self.is_spent = False  # the worker is to be replaced, and has said so
@@ -561,7 +689,9 @@ class Slot:
         return all(behind == self.told_of for behind in list(self.calls.values()))
 
     def is_dead(self) -> bool:
-        """Whether the worker is dead already, as far as is known here: what is sent to it now would never begin."""
+        """Whether the worker is dead already, as far as is known here: what is sent to it now would
+        never begin.
+        """
         if not is_up() or self.actor is None:
             return True
         if self.pulse is not None and self.pulse.has_ended:
@@ -576,7 +706,7 @@ def note_stale(seat_ref: weakref.ref[Slot], fn_id: int) -> None:
         seat.stale.append(fn_id)
 
 
-# --- end of a process -------------------------------------------------------------------------------------------------
+# --- end of a process -----------------------------------------------------------------------------
 
 
 class Pulse:

@@ -15,7 +15,9 @@ from raypool.channel.exchange import POOL_ENDED
 from raypool.errors import LossReason, PoolClosedError, WorkerLostError
 
 UNRECORDED = {"enable_task_events": False}
-"""An option of actors (it holds for their methods, too) and tasks: Ray's control store would keep about 5 KB of each call."""
+"""An option of actors (it holds for their methods, too) and tasks: Ray's control store would keep
+about 5 KB of each call.
+"""
 
 LOOK_AGAIN_S = 1.0
 """How soon whoever waits for an answer notices that Ray has ended [s]."""
@@ -24,14 +26,17 @@ LOOK_AGAIN_S = 1.0
 def when_done(ref: Any, callback: Callable[[Any], None]) -> None:
     """Call back, in a thread of Ray's, with the object or Ray's exception.
 
-    What `ObjectRef.future()` is made of, without the future: 4 % of a round trip. Private, checked on Ray 2.60. The reference has
-    to live until then, or Ray forgets the object that it is to call back about.
+    What `ObjectRef.future()` is made of, without the future: 4 % of a round trip. Private, checked
+    on Ray 2.60. The reference has to live until then, or Ray forgets the object that it is to call
+    back about.
     """
     ref._on_completed(lambda answer, _ref=ref: callback(answer))
 
 
 def aside(chore: Callable[[], object]) -> None:
-    """Call something that asks Ray's control store, which may not answer for long, in a thread of its own."""
+    """Call something that asks Ray's control store, which may not answer for long, in a thread of
+    its own.
+    """
     threading.Thread(target=chore, name="raypool-aside", daemon=True).start()
 
 
@@ -70,8 +75,9 @@ def answer_to(ref: Any) -> Any:
             raise answer.as_instanceof_cause()
         if isinstance(answer, rx.RayActorError) and ray.is_initialized():
             raise WorkerLostError(
-                f"The pool's agent, through which its processes meet and share values, was lost: {loss_text(answer)}. Another "
-                "takes its place, without what was in pool.store. Run it again.",
+                "The pool's agent, through which its processes meet and share values, was lost:"
+                f" {loss_text(answer)}. Another takes its place, without what was in pool.store."
+                " Run it again.",
                 reason=loss_reason(answer),
                 attempts=1,
             ) from answer
@@ -80,7 +86,7 @@ def answer_to(ref: Any) -> Any:
         return answer
 
 
-# --- meaning of Ray's exceptions --------------------------------------------------------------------------------------
+# --- meaning of Ray's exceptions ------------------------------------------------------------------
 
 
 RAY_FAILURES: dict[type[BaseException], LossReason] = {
@@ -107,12 +113,15 @@ RAY_FAILURES: dict[type[BaseException], LossReason] = {
     rx.RpcError: LossReason.NODE,
     rx.RayError: LossReason.UNKNOWN,
 }
-"""What an exception of Ray's says of a worker; the nearest class above it counts. Workers never raise through Ray, so that any
-exception means that something else than the user's function has failed."""
+"""What an exception of Ray's says of a worker; the nearest class above it counts. Workers never
+raise through Ray, so that any exception means that something else than the user's function has
+failed."""
 
 
 NODE_HAS_DIED = "its node has died"
-"""In what Ray says of an actor whose node its control store has given up; the exception is that of an actor that has died."""
+"""In what Ray says of an actor whose node its control store has given up; the exception is that of
+an actor that has died.
+"""
 
 
 def loss_reason(error: BaseException) -> LossReason:
@@ -121,7 +130,10 @@ def loss_reason(error: BaseException) -> LossReason:
         return LossReason.PREEMPTED
     if isinstance(error, rx.ActorDiedError) and NODE_HAS_DIED in getattr(error, "error_msg", ""):
         return LossReason.NODE
-    return next((RAY_FAILURES[cls] for cls in type(error).__mro__ if cls in RAY_FAILURES), LossReason.UNKNOWN)
+    return next(
+        (RAY_FAILURES[cls] for cls in type(error).__mro__ if cls in RAY_FAILURES),
+        LossReason.UNKNOWN,
+    )
 
 
 def loss_text(error: BaseException) -> str:

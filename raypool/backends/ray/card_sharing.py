@@ -1,8 +1,8 @@
 """Sharing of GPUs in an "auto" pool, the driver's side: how many workers each GPU has.
 
-Each GPU begins with one worker, so that its first items run alone and are measured. An item that runs
-out of memory beside others runs again, alone on its GPU; if it does so again, it fails. The worker's
-side is `raypool.worker.gpu_turns`, the rule is in `raypool.gpus.sharing`.
+Each GPU begins with one worker, so that its first items run alone and are measured. An item that
+runs out of memory beside others runs again, alone on its GPU; if it does so again, it fails. The
+worker's side is `raypool.worker.gpu_turns`, the rule is in `raypool.gpus.sharing`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ REMEMBERED = 32
 """The number of a GPU's last items whose needs decide how many workers share it."""
 
 TRIES_ALONE = 2
-"""How often an item may run alone. The first time, idle workers may still hold memory; then they are sent away."""
+"""How often an item may run alone. The first time, idle workers may still hold memory; then they
+are sent away.
+"""
 
 ALONE = (1.0, True)
 """The turn of an item that runs alone; see `Part`."""
@@ -43,11 +45,15 @@ ASK_S = 1.0
 logger = logging.getLogger("raypool")
 
 AskUsage = Callable[[int, float, float, Callable[[Usage | None], object]], object]
-"""Asks how the GPU of a worker was used between two times [s since the epoch], and lets the last argument have the answer."""
+"""Asks how the GPU of a worker was used between two times [s since the epoch], and lets the last
+argument have the answer.
+"""
 
 
 class Flight(NamedTuple):
-    """A call: what it holds, on which GPU, with which part of its memory, and whether it had to share that when it was sent."""
+    """A call: what it holds, on which GPU, with which part of its memory, and whether it had to
+    share that when it was sent.
+    """
 
     parts: Sequence[Part]
     claim: Claim
@@ -73,7 +79,9 @@ class Card:
 
     @property
     def num_workers(self) -> int:
-        """How many workers may be on it at the same time, with those that are about to leave, or to come."""
+        """How many workers may be on it at the same time, with those that are about to leave, or to
+        come.
+        """
         return max(self.claim.room, self.claim.num_workers, self.planned)
 
     @property
@@ -92,24 +100,42 @@ class Card:
     def share(self) -> float:
         """Which part of its memory each of its workers may have."""
         load = self.load
-        return fraction_for(self.num_workers, load.total_bytes, load.others_bytes, load.overhead_bytes)
+        return fraction_for(
+            self.num_workers, load.total_bytes, load.others_bytes, load.overhead_bytes
+        )
 
-    def note(self, results: Sequence[SliceResult], weight: Weight | None, share: float, was_alone: bool) -> None:
-        """Take note of what a call has needed, which might have so much of the memory, or all of it if it was alone."""
+    def note(
+        self, results: Sequence[SliceResult], weight: Weight | None, share: float, was_alone: bool
+    ) -> None:
+        """Take note of what a call has needed, which might have so much of the memory, or all of it
+        if it was alone.
+        """
         if weight is not None and weight.total_bytes is not None:
             self.weight = weight
             if weight.overhead_bytes:
                 self.overhead_bytes = max(self.overhead_bytes or 0, weight.overhead_bytes)
-            if self.claim.num_workers == 1 and weight.own_bytes is not None and weight.used_bytes is not None:
+            if (
+                self.claim.num_workers == 1
+                and weight.own_bytes is not None
+                and weight.used_bytes is not None
+            ):
                 self.others_bytes = max(weight.used_bytes - weight.own_bytes, 0)
-        has_own = weight is not None and bool(weight.own_bytes)  # on the GPU, perhaps by other means than torch
+        # on the GPU, perhaps by other means than torch
+        has_own = weight is not None and bool(weight.own_bytes)
         for result in results:
             is_shared = share < 1 and not was_alone
             if result.crowded_out and is_shared:  # it needs more than it may have had
-                self.peaks.append(max(result.peak_memory_bytes or 0, int(share * (self.weight.total_bytes or 0)) + 1))
+                self.peaks.append(
+                    max(
+                        result.peak_memory_bytes or 0,
+                        int(share * (self.weight.total_bytes or 0)) + 1,
+                    )
+                )
             if result.crowded_out or not (result.peak_memory_bytes is not None or has_own):
                 continue
-            is_too_large = not is_shared and any(is_gpu_out_of_memory(failure.error) for failure in result.failures.values())
+            is_too_large = not is_shared and any(
+                is_gpu_out_of_memory(failure.error) for failure in result.failures.values()
+            )
             peak = result.peak_memory_bytes or 0
             self.peaks.append(max(peak, self.weight.total_bytes or 0) if is_too_large else peak)
             self.since = self.since or result.started_at
@@ -127,11 +153,16 @@ class Cards:
         seating: Tells the claim of each place.
         take_in: Takes note of places that are added, and what they stand on.
         post: Tells the driver.
-        ask_usage: Asks how busy a GPU was; None where workers compute at the same time (MPS), and that limits nothing.
+        ask_usage: Asks how busy a GPU was; None where workers compute at the same time (MPS), and
+            that limits nothing.
     """
 
     def __init__(
-        self, seating: Seating, take_in: Callable[[dict[int, Claim]], object], post: Post, ask_usage: AskUsage | None
+        self,
+        seating: Seating,
+        take_in: Callable[[dict[int, Claim]], object],
+        post: Post,
+        ask_usage: AskUsage | None,
     ) -> None:
         self._seating = seating
         self._take_in = take_in
@@ -139,7 +170,8 @@ class Cards:
         self._ask_usage = ask_usage
         self._cards: dict[Claim, Card] = {}
         self._flights: dict[int, dict[int, Flight]] = {}  # by place and attempt
-        self._alone: dict[tuple[int, int], int] = {}  # how often items were told to run alone, by task and number
+        # how often items were told to run alone, by task and number
+        self._alone: dict[tuple[int, int], int] = {}
         self._asked: set[int] = set()  # places that were asked to leave
         self._num_gone = 0  # claims that were lost with machines
         self._is_settled = False  # the user has said how many workers there are to be
@@ -147,21 +179,27 @@ class Cards:
         self._has_warned = False
         self._lock = threading.RLock()
 
-    # --- places -------------------------------------------------------------------------------------------------------
+    # --- places -----------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Take note that the user has set the size of the pool: it does not grow by itself any more."""
+        """Take note that the user has set the size of the pool: it does not grow by itself any
+        more.
+        """
         self._is_settled = True
         self._num_gone = 0
 
     def regain(self, most: int, claim: Callable[[int], list[int]]) -> list[int]:
-        """Claim again what was lost with machines: as many GPUs, not as many as there were workers on them."""
+        """Claim again what was lost with machines: as many GPUs, not as many as there were workers
+        on them.
+        """
         places = claim(min(most, self._num_gone)) if self._num_gone else []
         self._num_gone -= len(places)
         return places
 
     def moved_in(self, place: int, claim: Claim) -> Sharing | None:
-        """Take note of a worker that is about to start in a place; return how it shares its GPU, None if it has none."""
+        """Take note of a worker that is about to start in a place; return how it shares its GPU,
+        None if it has none.
+        """
         if claim.demand.kind != "GPU":
             return None
         with self._lock:
@@ -176,50 +214,83 @@ class Cards:
             if claim.is_released:
                 self._cards.pop(claim, None)
                 self._num_gone += is_lost
-            elif card is not None and place not in self._asked:  # the user has wished it, or nothing can start there
+            elif card is not None and place not in self._asked:
+                # the user has wished it, or nothing can start there
                 card.most = claim.room = max(claim.num_workers, 1)
             self._asked.discard(place)
 
-    # --- calls --------------------------------------------------------------------------------------------------------
+    # --- calls ------------------------------------------------------------------------------------
 
-    def sent(self, place: int, claim: Claim, attempt_id: int, parts: Sequence[Part]) -> Sequence[Part]:
-        """Return the parts of a call that is about to be sent, with what they have to know of their GPU."""
+    def sent(
+        self, place: int, claim: Claim, attempt_id: int, parts: Sequence[Part]
+    ) -> Sequence[Part]:
+        """Return the parts of a call that is about to be sent, with what they have to know of their
+        GPU.
+        """
         with self._lock:
             card = self._cards.get(claim)
             if card is None:
                 return parts
             share = card.share
-            parts = [part._replace(turn=ALONE if self._is_to_run_alone(part) else (share, False)) for part in parts]
-            self._flights.setdefault(place, {})[attempt_id] = Flight(parts, claim, share, share < 1 or claim.num_workers > 1)
+            parts = [
+                part._replace(turn=ALONE if self._is_to_run_alone(part) else (share, False))
+                for part in parts
+            ]
+            self._flights.setdefault(place, {})[attempt_id] = Flight(
+                parts, claim, share, share < 1 or claim.num_workers > 1
+            )
             return parts
 
     def _is_to_run_alone(self, part: Part) -> bool:
         if not self._alone:
             return False
-        return any((part.task_id, index) in self._alone for index in range(part.start, part.start + part.num_items))
+        return any(
+            (part.task_id, index) in self._alone
+            for index in range(part.start, part.start + part.num_items)
+        )
 
     def came_back(
-        self, worker_id: int, seat: Slot, attempt_id: int, results: Sequence[SliceResult], weight: Weight | None
+        self,
+        worker_id: int,
+        seat: Slot,
+        attempt_id: int,
+        results: Sequence[SliceResult],
+        weight: Weight | None,
     ) -> None:
-        """Learn from a call that has come back, and say of its items which have to run again, alone."""
+        """Learn from a call that has come back, and say of its items which have to run again,
+        alone.
+        """
         place, claim = seat.place, seat.claim
         with self._lock:
-            flight, card = self._flights.get(place, {}).pop(attempt_id, None), self._cards.get(claim)
+            flight, card = (
+                self._flights.get(place, {}).pop(attempt_id, None),
+                self._cards.get(claim),
+            )
             if flight is None or card is None:
                 return
             is_crowded = flight.is_crowded or claim.num_workers > 1
             for part, result in zip(flight.parts, results, strict=True):
                 self._look_for_shortage(card, part, result, is_crowded)
-            card.note(results, weight, flight.share, any(part.turn == ALONE for part in flight.parts))
+            card.note(
+                results, weight, flight.share, any(part.turn == ALONE for part in flight.parts)
+            )
             if weight is not None and weight.total_bytes is None:
                 self._complain()
             self._consider(card, worker_id)
 
-    def _look_for_shortage(self, card: Card, part: Part, result: SliceResult, is_crowded: bool) -> None:
-        out = [index for index, failure in sorted(result.failures.items()) if is_gpu_out_of_memory(failure.error)]
+    def _look_for_shortage(
+        self, card: Card, part: Part, result: SliceResult, is_crowded: bool
+    ) -> None:
+        out = [
+            index
+            for index, failure in sorted(result.failures.items())
+            if is_gpu_out_of_memory(failure.error)
+        ]
         was_alone = part.turn == ALONE
         if is_crowded and not part.is_rank:
-            result.crowded_out = tuple(index for index in out if self._may_try_alone((part.task_id, index)))
+            result.crowded_out = tuple(
+                index for index in out if self._may_try_alone((part.task_id, index))
+            )
         for index in range(part.start, part.start + result.done) if self._alone else ():
             if index not in result.crowded_out:
                 self._alone.pop((part.task_id, index), None)
@@ -242,7 +313,7 @@ class Cards:
         self._alone[item] = tries + 1
         return True
 
-    # --- number of workers --------------------------------------------------------------------------------------------
+    # --- number of workers ------------------------------------------------------------------------
 
     def _consider(self, card: Card, worker_id: int) -> None:
         """Let a GPU have as many workers as it should, by what is known of it now."""
@@ -250,18 +321,27 @@ class Cards:
         if fit is not None and fit < card.claim.room:
             self._set_seats(card, fit)
         elif fit is not None and fit > card.claim.room and self._may_grow(card):
-            card.planned = min(fit, 2 * card.claim.room, card.most, card.claim.demand.workers_per_claim)
+            card.planned = min(
+                fit, 2 * card.claim.room, card.most, card.claim.demand.workers_per_claim
+            )
             if self._largest_share(card) > card.share:
                 return  # what runs might take what is meant for others; what follows it will not
             card.is_asking = True
             if self._ask_usage is None:
                 self._grow(card, None)
             else:
-                self._ask_usage(worker_id, card.since, time.time(), functools.partial(self._grow, card))
+                self._ask_usage(
+                    worker_id, card.since, time.time(), functools.partial(self._grow, card)
+                )
 
     def _largest_share(self, card: Card) -> float:
         """Return which part of a GPU's memory a call may have at most that runs there now."""
-        flights = [flight for flights in self._flights.values() for flight in flights.values() if flight.claim is card.claim]
+        flights = [
+            flight
+            for flights in self._flights.values()
+            for flight in flights.values()
+            if flight.claim is card.claim
+        ]
         return max((flight.share for flight in flights), default=0.0)
 
     def _may_grow(self, card: Card) -> bool:
@@ -299,7 +379,9 @@ class Cards:
             self._asked.update(leaving)
             event = ResizeRequested(leave=leaving)
         if event != ResizeRequested():
-            logger.info("Workers that share a GPU: %d until now, %d from now on.", before, card.claim.room)
+            logger.info(
+                "Workers that share a GPU: %d until now, %d from now on.", before, card.claim.room
+            )
             self._post(event, None)
         card.begin_anew()
 
@@ -307,6 +389,7 @@ class Cards:
         if not self._has_complained:
             self._has_complained = True
             logger.warning(
-                "Nothing is known of the memory of the pool's GPUs, so workers_per_gpu='auto' leaves one worker on each. "
-                "Say how many there should be (workers_per_gpu=2), or look whether nvidia-smi works there."
+                "Nothing is known of the memory of the pool's GPUs, so workers_per_gpu='auto'"
+                " leaves one worker on each. Say how many there should be (workers_per_gpu=2), or"
+                " look whether nvidia-smi works there."
             )

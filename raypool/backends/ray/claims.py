@@ -1,8 +1,8 @@
 """Claims on GPUs or cores: placement groups of one bundle, which outlive the workers in them.
 
-A bundle keeps its GPU for life, so every process in it uses that GPU. A GPU that several workers share
-is claimed whole. `claim_number` claims any GPUs or cores, `Choice` the GPUs that the user has chosen,
-and `Survey` asks which GPUs claims have got, and how full these are.
+A bundle keeps its GPU for life, so every process in it uses that GPU. A GPU that several workers
+share is claimed whole. `claim_number` claims any GPUs or cores, `Choice` the GPUs that the user has
+chosen, and `Survey` asks which GPUs claims have got, and how full these are.
 """
 
 from __future__ import annotations
@@ -23,11 +23,24 @@ from weakref import WeakKeyDictionary
 import ray
 from ray.util import placement_group, placement_group_table, remove_placement_group
 from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from raypool.backends.ray import shortages
 from raypool.backends.ray.calls import UNRECORDED
-from raypool.backends.ray.demand import NONE, Demand, Growth, Need, Node, living_nodes, name_of, names_of, total
+from raypool.backends.ray.demand import (
+    NONE,
+    Demand,
+    Growth,
+    Need,
+    Node,
+    living_nodes,
+    name_of,
+    names_of,
+    total,
+)
 from raypool.backends.ray.shortages import held_by, holders
 from raypool.errors import ResourceError
 from raypool.gpus.devices import GpuDevice, Inventory, index_of
@@ -78,10 +91,13 @@ class Wanted:
     Args:
         timeout_s: So long at most.
         closed: Set when the pool ends.
-        others: What other open pools of this process hold, by the line that opened them. These are not waited for.
+        others: What other open pools of this process hold, by the line that opened them. These are
+            not waited for.
     """
 
-    def __init__(self, timeout_s: float, closed: threading.Event, others: Mapping[str, Sequence[Claim]]) -> None:
+    def __init__(
+        self, timeout_s: float, closed: threading.Event, others: Mapping[str, Sequence[Claim]]
+    ) -> None:
         self.others = others
         self._timeout_s = timeout_s
         self._begin = time.monotonic()
@@ -92,9 +108,15 @@ class Wanted:
         """Say what is waited for, once, and not before a second has passed."""
         if not self._has_told and time.monotonic() > self._begin + SILENT_S:
             self._has_told = True
-            others = tuple(name for name in holders() if _holder() not in name)  # what has come already is not waited for
+            # what has come already is not waited for
+            others = tuple(name for name in holders() if _holder() not in name)
             who = held_by(others) if others else ""
-            logger.warning("Waiting for %s, for start_timeout_s=%g at most. %s", missing(), self._timeout_s, who)
+            logger.warning(
+                "Waiting for %s, for start_timeout_s=%g at most. %s",
+                missing(),
+                self._timeout_s,
+                who,
+            )
 
     def is_over(self) -> bool:
         """Whether to give up."""
@@ -116,9 +138,17 @@ def release_all(claims: Sequence[Claim]) -> None:
 
 def request(demand: Demand, node_id: str | None = None) -> Claim:
     """Ask Ray for what a claim takes, on a particular node if one is named."""
-    labels = {**for_ray(demand.labels), **({"ray.io/node-id": node_id} if node_id is not None else {})}
+    labels = {
+        **for_ray(demand.labels),
+        **({"ray.io/node-id": node_id} if node_id is not None else {}),
+    }
     name = f"{_holder()}#{uuid.uuid4().hex}"  # Ray wants each name once
-    return Claim(placement_group([demand.bundle], name=name, bundle_label_selector=[labels] if labels else None), demand)
+    return Claim(
+        placement_group(
+            [demand.bundle], name=name, bundle_label_selector=[labels] if labels else None
+        ),
+        demand,
+    )
 
 
 def is_ready(claim: Claim) -> bool:
@@ -127,9 +157,12 @@ def is_ready(claim: Claim) -> bool:
 
 
 def locate(claim: Claim) -> str | None:
-    """Return which node a claim is on, None if it is on none: Ray looks for another where its node has died."""
+    """Return which node a claim is on, None if it is on none: Ray looks for another where its node
+    has died.
+    """
     entry = placement_group_table(claim.group)
-    claim.node_id = str(entry["bundles_to_node_id"][0]) if entry.get("state") == "CREATED" else None  # of one long gone nothing
+    # of one long gone nothing
+    claim.node_id = str(entry["bundles_to_node_id"][0]) if entry.get("state") == "CREATED" else None
     return claim.node_id
 
 
@@ -140,18 +173,23 @@ def wait_released(claims: Sequence[Claim], timeout_s: float) -> None:
     """
     names = [claim.group.id.hex() for claim in claims]
     deadline = time.monotonic() + timeout_s
-    while any(name in resource for resource in ray.cluster_resources() for name in names) and time.monotonic() < deadline:
+    while (
+        any(name in resource for resource in ray.cluster_resources() for name in names)
+        and time.monotonic() < deadline
+    ):
         time.sleep(POLL_S)
 
 
-# --- claims on any GPUs or cores --------------------------------------------------------------------------------------
+# --- claims on any GPUs or cores ------------------------------------------------------------------
 
 
 NO_LIMIT = 10**6
 """No limit: the user has given no number."""
 
 SETTLE_S = 1.0
-"""How long to wait for resources that somebody seems to hold, when any number will do: they may just have been given back [s]."""
+"""How long to wait for resources that somebody seems to hold, when any number will do: they may
+just have been given back [s].
+"""
 
 
 class ClaimProgress:
@@ -189,7 +227,9 @@ class ClaimProgress:
     @property
     def is_complete(self) -> bool:
         """Whether there is as much as there can be, of which enough may still be crowded."""
-        return self._is_seen and len(self.good) >= min(self.need.most, self.total - len(self.crowded))
+        return self._is_seen and len(self.good) >= min(
+            self.need.most, self.total - len(self.crowded)
+        )
 
     @property
     def is_settled(self) -> bool:
@@ -200,10 +240,12 @@ class ClaimProgress:
 def claim_number(
     needs: Sequence[Need], wanted: Wanted, survey: Survey, may_grow: Callable[[], Growth] = Growth
 ) -> list[list[Claim]]:
-    """Claim what is needed of each kind, as much as there is, or as is to come: what is asked for makes the cluster grow.
+    """Claim what is needed of each kind, as much as there is, or as is to come: what is asked for
+    makes the cluster grow.
 
     Raises:
-        ResourceError: There is less than the least of one kind, even when the time is over; nothing of any kind is kept.
+        ResourceError: There is less than the least of one kind, even when the time is over; nothing
+            of any kind is kept.
     """
     there = [max(0, total(need.demand) - need.num_held) for need in needs]
     is_waiting = any(number < need.least for need, number in zip(needs, there, strict=True))
@@ -215,8 +257,12 @@ def claim_number(
             room = shortages.room_beside(need, wanted.others)
             if room < need.least and may_grow() == NONE:
                 kind, each = need.demand.kind, need.demand.each
-                raise shortages.held_here(kind, need.least * each, max(room, 0) * each, kind, wanted.others)
-    gatherings = [ClaimProgress(need, number, survey) for need, number in zip(needs, there, strict=True)]
+                raise shortages.held_here(
+                    kind, need.least * each, max(room, 0) * each, kind, wanted.others
+                )
+    gatherings = [
+        ClaimProgress(need, number, survey) for need, number in zip(needs, there, strict=True)
+    ]
     kept: list[list[Claim]] = []
     try:
         _gather(gatherings, wanted)
@@ -224,19 +270,24 @@ def claim_number(
             kept = [gathering.good for gathering in gatherings]
     finally:
         good = {claim for claims in kept for claim in claims}
-        release_all([claim for gathering in gatherings for claim in gathering.claims if claim not in good])
+        release_all(
+            [claim for gathering in gatherings for claim in gathering.claims if claim not in good]
+        )
     for gathering in gatherings:
         if not gathering.has_enough:  # claims are given back before the error says who holds any
             crowd = survey.crowd(gathering.crowded)
             if is_waiting:
                 raise shortages.not_yet(gathering.need, len(gathering.good))
-            raise shortages.too_few(gathering.need, len(gathering.good), crowd, survey.min_free_bytes)
+            raise shortages.too_few(
+                gathering.need, len(gathering.good), crowd, survey.min_free_bytes
+            )
         survey.tell(gathering.good, gathering.crowded)
     return kept
 
 
 def _grown(needs: Sequence[Need], there: Sequence[int], growth: Growth) -> list[int]:
-    """Return how many claims of each kind to ask for, where there are too few nodes: no more than are really wanted.
+    """Return how many claims of each kind to ask for, where there are too few nodes: no more than
+    are really wanted.
 
     Raises:
         ResourceError: The cluster cannot become that large.
@@ -245,7 +296,11 @@ def _grown(needs: Sequence[Need], there: Sequence[int], growth: Growth) -> list[
     for need, number in zip(needs, there, strict=True):
         most = max(number, growth.holds(need.demand) - need.num_held)
         if most < need.least:
-            raise shortages.too_few(need, number, {}, None) if growth == NONE else shortages.never(need, number, most)
+            raise (
+                shortages.too_few(need, number, {}, None)
+                if growth == NONE
+                else shortages.never(need, number, most)
+            )
         wanted = need.least if need.most >= NO_LIMIT else need.most
         larger.append(max(number, min(wanted, most)))
     shortages.say_growing(needs, there)
@@ -264,7 +319,9 @@ def _gather(gatherings: Sequence[ClaimProgress], wanted: Wanted) -> None:
             return
         if not all(gathering.has_enough for gathering in gatherings):
             wanted.tell(lambda: " and ".join(map(_said, gatherings)))
-        has_settled = time.monotonic() - since > SETTLE_S and all(gathering.is_settled for gathering in gatherings)
+        has_settled = time.monotonic() - since > SETTLE_S and all(
+            gathering.is_settled for gathering in gatherings
+        )
         if wanted.is_over() or has_settled:
             return
         time.sleep(POLL_S)
@@ -276,16 +333,17 @@ def _said(gathering: ClaimProgress) -> str:
     return f"{need.least * each:g} {kind} ({available * each:g} available)"
 
 
-# --- claims on chosen GPUs --------------------------------------------------------------------------------------------
+# --- claims on chosen GPUs ------------------------------------------------------------------------
 #
-# Ray gives out GPUs without being asked for a particular one. So, in rounds, all that are free are claimed, each claim is asked
-# which GPU it got, and those that were not meant are given back.
+# Ray gives out GPUs without being asked for a particular one. So, in rounds, all that are free are
+# claimed, each claim is asked which GPU it got, and those that were not meant are given back.
 
 
 ROUND_S = 1.0
 """How long to hold on to GPUs that are not meant while the one that is might still turn up [s]."""
 
-_choosing = threading.Lock()  # two pools of this process that choose at once would hold what the other wants
+# two pools of this process that choose at once would hold what the other wants
+_choosing = threading.Lock()
 
 
 class Spot(NamedTuple):
@@ -295,15 +353,19 @@ class Spot(NamedTuple):
     gpu: int
 
 
-def spots(gpus: Sequence[int] | Mapping[str, Sequence[int]], *, skip_missing: bool = False) -> list[Spot]:
-    """Return the GPUs that are meant: of the node of this process, or of the machines that are named.
+def spots(
+    gpus: Sequence[int] | Mapping[str, Sequence[int]], *, skip_missing: bool = False
+) -> list[Spot]:
+    """Return the GPUs that are meant: of the node of this process, or of the machines that are
+    named.
 
     Args:
         gpus: Their indices, or those for each machine.
         skip_missing: Leave out those of machines that are not there.
 
     Raises:
-        ResourceError: A machine is not there, or the name is that of more than one, or of one that was named already.
+        ResourceError: A machine is not there, or the name is that of more than one, or of one that
+            was named already.
     """
     if not isinstance(gpus, Mapping):
         here = ray.get_runtime_context().get_node_id()
@@ -339,13 +401,18 @@ class Choice:
         self._meant = meant
         self._survey = survey
         nodes = {spot.node_id for spot in meant}
-        self._nodes: dict[str, Node] = {node["NodeID"]: node for node in living_nodes() if node["NodeID"] in nodes}
+        self._nodes: dict[str, Node] = {
+            node["NodeID"]: node for node in living_nodes() if node["NodeID"] in nodes
+        }
         self._here = ray.get_runtime_context().get_node_id()
         self._found: dict[Spot, Claim] = {}
         self._seen: set[Spot] = set()  # those that were free
-        self._crowd: dict[Spot, Claim] = {}  # those of them with too little memory; given back, all the same
+        # those of them with too little memory; given back, all the same
+        self._crowd: dict[Spot, Claim] = {}
 
-    def claim(self, least: int | None, most: int, wanted: Wanted, besides: Sequence[Claim] = ()) -> list[Claim]:
+    def claim(
+        self, least: int | None, most: int, wanted: Wanted, besides: Sequence[Claim] = ()
+    ) -> list[Claim]:
         """Claim the first `most` of them, without those that somebody else fills.
 
         Args:
@@ -355,7 +422,8 @@ class Choice:
             besides: What was claimed for other kinds of worker.
 
         Raises:
-            ResourceError: One of them does not exist, or too few are free in time; nothing is kept, nor what is `besides`.
+            ResourceError: One of them does not exist, or too few are free in time; nothing is kept,
+                nor what is `besides`.
         """
         try:
             if self._meant and most:
@@ -365,7 +433,8 @@ class Choice:
             wishes = self._wishes()
             kept = [self._found[spot] for spot in wishes if spot in self._found][:most]
             if len(kept) < (max(1, min(len(wishes), most)) if least is None else least):
-                release_all([*self._found.values(), *besides])  # before the error says who holds any: not these
+                # before the error says who holds any: not these
+                release_all([*self._found.values(), *besides])
                 raise self._shortage(least, most)
         except BaseException:
             release_all([*self._found.values(), *besides])
@@ -374,7 +443,7 @@ class Choice:
         self._survey.tell(kept, self._crowd.values())
         return kept
 
-    # --- missing GPUs -------------------------------------------------------------------------------------------------
+    # --- missing GPUs -----------------------------------------------------------------------------
 
     def _wishes(self) -> list[Spot]:
         return [spot for spot in self._meant if spot not in self._crowd]
@@ -387,16 +456,24 @@ class Choice:
         return int(self._nodes[node_id]["Resources"].get("GPU", 0))
 
     def _absent(self, spots: Iterable[Spot]) -> list[Spot]:
-        """Return which of these do not exist: all GPUs of their nodes were seen, and they were not among them."""
+        """Return which of these do not exist: all GPUs of their nodes were seen, and they were not
+        among them.
+        """
         seen = [spot.node_id for spot in self._seen]
-        return [spot for spot in spots if spot not in self._seen and seen.count(spot.node_id) == self._total(spot.node_id)]
+        return [
+            spot
+            for spot in spots
+            if spot not in self._seen and seen.count(spot.node_id) == self._total(spot.node_id)
+        ]
 
     @property
     def _has_nameless(self) -> bool:
-        """Whether GPUs came whose index nobody knows: Ray calls them by UUIDs, and the inventory is silent."""
+        """Whether GPUs came whose index nobody knows: Ray calls them by UUIDs, and the inventory is
+        silent.
+        """
         return any(spot.gpu < 0 for spot in self._seen)
 
-    # --- search -------------------------------------------------------------------------------------------------------
+    # --- search -----------------------------------------------------------------------------------
 
     def _check_nodes(self) -> None:
         """Make sure that each node could hold what is wanted of it, if it were empty."""
@@ -405,18 +482,35 @@ class Choice:
             total = self._total(node_id)
             if len(indices) > total:
                 known = self._survey.known_on(node_id)
-                if known is None or len(known) == total:  # else Ray has some of them, and the search will show which
+                # else Ray has some of them, and the search will show which
+                if known is None or len(known) == total:
                     there = known or range(total)
-                    raise self._no_such(node_id, [index for index in indices if index not in there] or indices, there)
+                    raise self._no_such(
+                        node_id,
+                        [index for index in indices if index not in there] or indices,
+                        there,
+                    )
             words = shortages.lacking(self._demand, [node])
             if words is not None:
-                raise ResourceError(f"{name_of(node)}: {words}", requested=len(indices), available=0, holders=())
+                raise ResourceError(
+                    f"{name_of(node)}: {words}", requested=len(indices), available=0, holders=()
+                )
 
     def _check_others(self, needed: int, wanted: Wanted) -> None:
-        """Make sure that other open pools of this process leave enough of them: waiting for these would be in vain."""
-        taken = {Spot(str(claim.node_id), claim.gpu or 0) for claims in wanted.others.values() for claim in claims if claim.cards}
+        """Make sure that other open pools of this process leave enough of them: waiting for these
+        would be in vain.
+        """
+        taken = {
+            Spot(str(claim.node_id), claim.gpu or 0)
+            for claims in wanted.others.values()
+            for claim in claims
+            if claim.cards
+        }
         left = [spot.node_id for spot in self._meant if spot not in taken]
-        rooms = {str(node["NodeID"]): self._demand.fits(node) for node in shortages.without(wanted.others, self._nodes.values())}
+        rooms = {
+            str(node["NodeID"]): self._demand.fits(node)
+            for node in shortages.without(wanted.others, self._nodes.values())
+        }
         available = sum(min(left.count(node_id), room) for node_id, room in rooms.items())
         if available < needed and wanted.others:
             names = ", ".join(self._name(spot) for spot in self._meant)
@@ -433,17 +527,24 @@ class Choice:
                 self._go_round(most)
             missing = self._missing(most)
             is_enough = least is not None and len(self._found) >= least
-            is_late = number > 0 and time.monotonic() - started > ROUND_S  # one round may take long by itself
+            # one round may take long by itself
+            is_late = number > 0 and time.monotonic() - started > ROUND_S
             if not missing and (len(self._wishes()) >= needed or is_late):
                 return
-            if wanted.is_over() or self._absent(missing) or (missing and self._has_nameless) or (is_enough and is_late):
+            if (
+                wanted.is_over()
+                or self._absent(missing)
+                or (missing and self._has_nameless)
+                or (is_enough and is_late)
+            ):
                 return
             if missing and not is_enough:
                 wanted.tell(lambda: f"GPU {', '.join(map(self._name, missing))}")  # noqa: B023  (it is called at once)
             if missing and not is_known:
                 is_known = True
                 self._check_existence({spot.node_id for spot in missing})
-            time.sleep(random.Random().uniform(0.01, 0.1))  # a random pause lets another process that chooses go first
+            # a random pause lets another process that chooses go first
+            time.sleep(random.Random().uniform(0.01, 0.1))
 
     def _check_existence(self, node_ids: Iterable[str]) -> None:
         """Do not wait for GPUs that a machine does not have, as far as it knows what it has.
@@ -464,7 +565,9 @@ class Choice:
         try:
             for node_id in self._nodes:
                 held = sum(spot.node_id == node_id for spot in self._found)
-                claims += (request(self._demand, node_id) for _ in range(self._total(node_id) - held))
+                claims += (
+                    request(self._demand, node_id) for _ in range(self._total(node_id) - held)
+                )
             while claims:
                 there = [claim for claim in claims if is_ready(claim)]
                 self._survey.look(there)
@@ -474,7 +577,9 @@ class Choice:
                     return
                 late_s = time.monotonic() - deadline
                 are_asked = any(claim.cards is None for claim in there)
-                if late_s > (PROBE_TIMEOUT_S if are_asked else 0) or all(claim.cards is not None for claim in claims):
+                if late_s > (PROBE_TIMEOUT_S if are_asked else 0) or all(
+                    claim.cards is not None for claim in claims
+                ):
                     return
                 time.sleep(POLL_S)
         finally:
@@ -496,7 +601,7 @@ class Choice:
         claims.remove(claim)
         self._found[spot] = claim
 
-    # --- shortages ----------------------------------------------------------------------------------------------------
+    # --- shortages --------------------------------------------------------------------------------
 
     def _shortage(self, least: int | None, most: int) -> ResourceError:
         missing = [spot for spot in self._wishes() if spot not in self._found]
@@ -504,25 +609,35 @@ class Choice:
         if absent:
             node_id = absent[0].node_id
             seen = sorted(spot.gpu for spot in self._seen if spot.node_id == node_id)
-            return self._no_such(node_id, [spot.gpu for spot in absent if spot.node_id == node_id], seen)
+            return self._no_such(
+                node_id, [spot.gpu for spot in absent if spot.node_id == node_id], seen
+            )
         if missing and self._has_nameless:
             return shortages.nameless([self._name(spot) for spot in missing])
         asked = min(len(self._meant), most) if least is None else least
-        crowd = shortages.said_of(self._survey.crowd(self._crowd.values()), self._survey.min_free_bytes)
+        crowd = shortages.said_of(
+            self._survey.crowd(self._crowd.values()), self._survey.min_free_bytes
+        )
         if not missing:
             return shortages.all_crowded(asked, len(self._found), crowd)
         free = [self._name(spot) for spot in sorted(self._seen)]
-        return shortages.in_use([self._name(spot) for spot in missing], free, asked, len(self._found), crowd)
+        return shortages.in_use(
+            [self._name(spot) for spot in missing], free, asked, len(self._found), crowd
+        )
 
     def _name(self, spot: Spot) -> str:
-        return f"{spot.gpu}" if spot.node_id == self._here else f"{spot.gpu} of {name_of(self._nodes[spot.node_id])}"
+        return (
+            f"{spot.gpu}"
+            if spot.node_id == self._here
+            else f"{spot.gpu} of {name_of(self._nodes[spot.node_id])}"
+        )
 
     def _no_such(self, node_id: str, absent: Sequence[int], known: Sequence[int]) -> ResourceError:
         machine = None if node_id == self._here else name_of(self._nodes[node_id])
         return shortages.no_such_gpus(absent, known, self._total(node_id), machine)
 
 
-# --- survey of claimed GPUs -------------------------------------------------------------------------------------------
+# --- survey of claimed GPUs -----------------------------------------------------------------------
 
 
 PROBE_TIMEOUT_S = 10.0
@@ -533,42 +648,54 @@ AGAIN_S = 0.25
 
 
 class Survey:
-    """Asks which GPUs claims have got, and which have too little free memory, by a task inside each claim.
+    """Asks which GPUs claims have got, and which have too little free memory, by a task inside each
+    claim.
 
     Args:
         inventory: Who knows the GPUs of a machine; it is asked on the machine itself.
-        min_free_bytes: GPUs with less free memory are left out; unknown counts as free. None: all count as free.
+        min_free_bytes: GPUs with less free memory are left out; unknown counts as free. None: all
+            count as free.
     """
 
     def __init__(self, inventory: Inventory, min_free_bytes: int | None) -> None:
         self.min_free_bytes = min_free_bytes
         self._inventory = inventory
         self._told: set[tuple[str, int]] = set()
-        self._ask = ray.remote(num_cpus=0, max_retries=0, **UNRECORDED)(_look_inside)  # its claim may be given back meanwhile
-        self._asked: WeakKeyDictionary[Claim, tuple[float, Any]] = (
-            WeakKeyDictionary()
-        )  # when, and what will be the answer; None when it has come
+        # its claim may be given back meanwhile
+        self._ask = ray.remote(num_cpus=0, max_retries=0, **UNRECORDED)(_look_inside)
+        # when, and what will be the answer; None when it has come
+        self._asked: WeakKeyDictionary[Claim, tuple[float, Any]] = WeakKeyDictionary()
 
     def concerns(self, demand: Demand) -> bool:
         """Whether claims of this kind have to be looked at, whichever GPUs they get."""
-        return demand.kind == "GPU" and (self.min_free_bytes is not None or demand.workers_per_claim > 1)
+        return demand.kind == "GPU" and (
+            self.min_free_bytes is not None or demand.workers_per_claim > 1
+        )
 
     def look(self, claims: Iterable[Claim]) -> None:
-        """Ask those that are there and were not asked yet, and note the answers that have come; waits for none."""
+        """Ask those that are there and were not asked yet, and note the answers that have come;
+        waits for none.
+        """
         claims = list(claims)
         for claim in claims:
             if claim not in self._asked:
-                # All of several GPUs, else Ray would tell the task of some only; the least share of a single one.
+                # All of several GPUs, else Ray would tell the task of some only; the least share of
+                # a single one.
                 gpus = claim.demand.each if claim.demand.each > 1 else 0.0001
                 options = self._ask.options(num_gpus=gpus, scheduling_strategy=claim.strategy())
                 self._asked[claim] = time.monotonic(), options.remote(self._inventory)
         asked = {claim: self._asked[claim] for claim in claims if self._asked[claim][1] is not None}
-        done = ray.wait([ref for _, ref in asked.values()], num_returns=len(asked), timeout=0)[0] if asked else []
+        done = (
+            ray.wait([ref for _, ref in asked.values()], num_returns=len(asked), timeout=0)[0]
+            if asked
+            else []
+        )
         for claim, (at, ref) in asked.items():
             if ref in done:
                 self._note(claim, ref)
             elif time.monotonic() > at + PROBE_TIMEOUT_S:
-                ray.cancel(ref, force=True)  # else it would keep a share of the GPU, and no worker could start there
+                # else it would keep a share of the GPU, and no worker could start there
+                ray.cancel(ref, force=True)
                 self._asked[claim], claim.cards = (at, None), claim.cards or ()
 
     def _note(self, claim: Claim, ref: Any) -> None:
@@ -591,7 +718,9 @@ class Survey:
         return bool(self.crowd([claim]))
 
     def crowd(self, claims: Iterable[Claim]) -> dict[tuple[str, int], GpuDevice]:
-        """Return the GPUs of these claims that have too little free memory, by machine and index."""
+        """Return the GPUs of these claims that have too little free memory, by machine and
+        index.
+        """
         least = self.min_free_bytes or 0
         return {
             (claim.host, card.index): card
@@ -604,7 +733,9 @@ class Survey:
         """Warn which GPUs were left out, and whose free memory is unknown; once for each."""
         if self.min_free_bytes is None:
             return
-        crowd = {card: device for card, device in self.crowd(crowded).items() if card not in self._told}
+        crowd = {
+            card: device for card, device in self.crowd(crowded).items() if card not in self._told
+        }
         dark = {
             (claim.host, card.index)
             for claim in kept
@@ -615,14 +746,22 @@ class Survey:
         if crowd:
             logger.warning("%s", shortages.said_of(crowd, self.min_free_bytes))
         if dark:
-            names = ", ".join(f"GPU {index} of {host}" if host else "some GPU" for host, index in sorted(dark))
-            logger.warning("How much memory of %s is free is not known: it counts as free for min_free_memory_bytes.", names)
+            names = ", ".join(
+                f"GPU {index} of {host}" if host else "some GPU" for host, index in sorted(dark)
+            )
+            logger.warning(
+                "How much memory of %s is free is not known: it counts as free for"
+                " min_free_memory_bytes.",
+                names,
+            )
 
     def check_sharing(self, claims: Iterable[Claim]) -> None:
-        """Make sure that so many workers fit on the GPUs that they share at first, as far as their memory is known.
+        """Make sure that so many workers fit on the GPUs that they share at first, as far as their
+        memory is known.
 
         Raises:
-            ResourceError: One of them cannot even hold what each of its workers needs before it has computed anything.
+            ResourceError: One of them cannot even hold what each of its workers needs before it has
+                computed anything.
         """
         for claim in claims:
             share = claim.demand.first_workers
@@ -633,7 +772,9 @@ class Survey:
     def known_on(self, node_id: str) -> list[int] | None:
         """Return which GPUs a node has, whoever holds them; None if that cannot be found out."""
         there = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        ref = ray.remote(num_cpus=0, scheduling_strategy=there, **UNRECORDED)(_list_all).remote(self._inventory)
+        ref = ray.remote(num_cpus=0, scheduling_strategy=there, **UNRECORDED)(_list_all).remote(
+            self._inventory
+        )
         try:
             indices: Sequence[int] = ray.get(ref, timeout=PROBE_TIMEOUT_S)
         except (ray.exceptions.RayError, TimeoutError):

@@ -64,7 +64,9 @@ def is_outside() -> bool:
 
 
 def server() -> str | None:
-    """Return which server of Ray Client this process is connected to, "HOST:PORT"; None if to none."""
+    """Return which server of Ray Client this process is connected to, "HOST:PORT"; None if to
+    none.
+    """
     return str(client.ray.get_context().client_worker._conn_str) if is_outside() else None
 
 
@@ -79,20 +81,23 @@ def check_raypool(address: str) -> None:
         theirs = ask_inside(pkgutil.resolve_name, "raypool:__version__")
     except ray.exceptions.RayError as error:
         if "No module named 'raypool'" not in str(error):
-            raise StartupError(f"Nothing can be started on the cluster at {address}: {loss_text(error)}.") from error
+            raise StartupError(
+                f"Nothing can be started on the cluster at {address}: {loss_text(error)}."
+            ) from error
         raise StartupError(
-            f"raypool is not installed on the cluster at {address}. Install raypool {ours} there, or let it travel: "
-            f"packages=['raypool=={ours}']."
+            f"raypool is not installed on the cluster at {address}. Install raypool {ours} there,"
+            f" or let it travel: packages=['raypool=={ours}']."
         ) from error
     if theirs != ours:
         raise StartupError(
-            f"The cluster at {address} has raypool {theirs}, this process {ours}: they have to be the same. "
-            f"Install {theirs} here, or {ours} there."
+            f"The cluster at {address} has raypool {theirs}, this process {ours}: they have to be"
+            f" the same. Install {theirs} here, or {ours} there."
         )
 
 
 def ask_inside(question: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Return the answer to a question that only those who are inside can answer: a function that workers can import.
+    """Return the answer to a question that only those who are inside can answer: a function that
+    workers can import.
 
     Raises:
         PoolClosedError: There is no connection any more.
@@ -115,7 +120,9 @@ def home_node() -> str:
 
 
 def _check_connected() -> None:
-    """Keep Ray from starting a new one here, as it does when it is asked anything after its connection has ended."""
+    """Keep Ray from starting a new one here, as it does when it is asked anything after its
+    connection has ended.
+    """
     if not ray.is_initialized():
         raise PoolClosedError(POOL_ENDED)
 
@@ -131,8 +138,14 @@ def _name_of_machine() -> str:
 
 
 def driver_process() -> tuple[int, float]:
-    """Return the process that everything of this one's ends with, on the home node: its number, and when it was started."""
-    return ask_inside(_driver_of_job) if is_outside() else (os.getpid(), psutil.Process().create_time())
+    """Return the process that everything of this one's ends with, on the home node: its number, and
+    when it was started.
+    """
+    return (
+        ask_inside(_driver_of_job)
+        if is_outside()
+        else (os.getpid(), psutil.Process().create_time())
+    )
 
 
 def _driver_of_job() -> tuple[int, float]:
@@ -161,7 +174,9 @@ def _settled() -> Outpost:
 
 
 def fetched(ref: Any) -> Any:
-    """Return what a parcel's reference stands for; from outside its buffers, which Ray Client does not carry, come as bytes."""
+    """Return what a parcel's reference stands for; from outside its buffers, which Ray Client does
+    not carry, come as bytes.
+    """
     return ask_inside(_portable, ref) if is_outside() else ray.get(ref)
 
 
@@ -180,17 +195,20 @@ def leave() -> None:
             ray.kill(outpost.scout)
 
 
-# --- dead actors ------------------------------------------------------------------------------------------------------
+# --- dead actors ----------------------------------------------------------------------------------
 
 
 def is_dead(actor: Any) -> bool:
-    """Whether an actor is known to be dead, without asking anybody: from outside, since the last `note_deaths`.
+    """Whether an actor is known to be dead, without asking anybody: from outside, since the last
+    `note_deaths`.
 
     Inside it is the state that this process has heard of; private, checked on Ray 2.60.
     """
     if isinstance(actor, ClientActorHandle):
         return actor.actor_ref.id in _dead
-    return bool(worker.global_worker.core_worker.get_local_actor_state(actor._actor_id) == ACTOR_DEAD)
+    return bool(
+        worker.global_worker.core_worker.get_local_actor_state(actor._actor_id) == ACTOR_DEAD
+    )
 
 
 def note_deaths(actors: Iterable[Any]) -> None:
@@ -204,7 +222,11 @@ def note_deaths(actors: Iterable[Any]) -> None:
 
 def _dead_of(ids: Iterable[bytes]) -> set[bytes]:
     wanted = {actor_id.hex(): actor_id for actor_id in ids}
-    return {wanted[name] for name in state.actors(job_id=_job(), actor_state_name="DEAD") if name in wanted}
+    return {
+        wanted[name]
+        for name in state.actors(job_id=_job(), actor_state_name="DEAD")
+        if name in wanted
+    }
 
 
 def _job() -> Any:

@@ -1,4 +1,6 @@
-"""What workers of one kind need of a node, which nodes have that, and how far a cluster may grow."""
+"""What workers of one kind need of a node, which nodes have that, and how far a cluster may
+grow.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,11 @@ Node = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What workers of one kind need: `kind` is what is scarce ("GPU" or "CPU"), `each` how much of it a claim takes.
+    """What workers of one kind need: `kind` is what is scarce ("GPU" or "CPU"), `each` how much of
+    it a claim takes.
 
-    `labels`: which of Ray's labels its node must have. `workers_per_claim`: for so many workers there is room on a claim, and so
-    many stand on it at first: `first_workers`.
+    `labels`: which of Ray's labels its node must have. `workers_per_claim`: for so many workers
+    there is room on a claim, and so many stand on it at first: `first_workers`.
     """
 
     kind: str
@@ -46,20 +49,27 @@ class Demand:
     def allows(self, node: Node) -> bool:
         """Whether a node is of the kind that was asked for, however large it is."""
         kinds = [name for name in self.bundle if name.startswith(ACCELERATOR)]
-        return has_labels(node["Labels"], self.labels) and all(name in node["Resources"] for name in kinds)
+        return has_labels(node["Labels"], self.labels) and all(
+            name in node["Resources"] for name in kinds
+        )
 
     def fits(self, node: Node) -> int:
         """Return how many claims a node could hold if it were empty."""
         if not self.allows(node):
             return 0
-        return min(int(node["Resources"].get(name, 0) / amount + 1e-9) for name, amount in self.bundle.items())
+        return min(
+            int(node["Resources"].get(name, 0) / amount + 1e-9)
+            for name, amount in self.bundle.items()
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Between `least` and `most` claims of one kind, beside the `num_held` that the pool holds already.
+    """Between `least` and `most` claims of one kind, beside the `num_held` that the pool holds
+    already.
 
-    `is_listed`: they stand in a list of the user's, one by one, so that there is no range to ask for instead.
+    `is_listed`: they stand in a list of the user's, one by one, so that there is no range to ask
+        for instead.
     """
 
     demand: Demand
@@ -70,14 +80,18 @@ class Need:
 
 
 def demand_of(
-    wanted: WorkerResources, has_chosen_gpus: bool, per_gpu: int | str | None = None, nodes: Sequence[Node] | None = None
+    wanted: WorkerResources,
+    has_chosen_gpus: bool,
+    per_gpu: int | str | None = None,
+    nodes: Sequence[Node] | None = None,
 ) -> Demand:
     """Return what a worker with these resources needs on a cluster.
 
     Args:
         wanted: What the user has said of it.
         has_chosen_gpus: Whether the user has named the GPUs.
-        per_gpu: How many workers share a GPU that does not say so itself; "auto": one at first, more as they fit.
+        per_gpu: How many workers share a GPU that does not say so itself; "auto": one at first,
+            more as they fit.
         nodes: The nodes of the cluster. None: of the one that is connected.
     """
     nodes = living_nodes() if nodes is None else nodes
@@ -101,11 +115,14 @@ def demand_of(
     kind = "GPU" if gpus else "CPU"
     memory_bytes, labels = wanted.memory_bytes or 0, dict(wanted.labels)
     each, bundle = bundle.get(kind, 0.0), bundle or {"memory": 1.0}
-    return Demand(kind, each, bundle, share, share_of(gpus, share), cpus, memory_bytes, labels, first)
+    return Demand(
+        kind, each, bundle, share, share_of(gpus, share), cpus, memory_bytes, labels, first
+    )
 
 
 def share_of(gpus: float, share: int) -> float:
-    """Return which part of a GPU Ray is asked for: it counts ten thousandths, and rounds, so that six sixths would not fit.
+    """Return which part of a GPU Ray is asked for: it counts ten thousandths, and rounds, so that
+    six sixths would not fit.
 
     Example:
         >>> share_of(1.0, 6), share_of(2.0, 1)
@@ -127,34 +144,48 @@ def total(demand: Demand) -> int:
 def name_of(node: Node) -> str:
     """Return what to call a node: the name that it was given, else that of its machine."""
     given = str(node["NodeName"])
-    return given if given not in ("", node["NodeManagerAddress"]) else str(node["NodeManagerHostname"])
+    return (
+        given if given not in ("", node["NodeManagerAddress"]) else str(node["NodeManagerHostname"])
+    )
 
 
 def names_of(node: Node) -> tuple[str, ...]:
     """Return all that a user may call a node."""
-    return tuple(str(node[key]) for key in ("NodeName", "NodeManagerHostname", "NodeManagerAddress", "NodeID"))
+    return tuple(
+        str(node[key])
+        for key in ("NodeName", "NodeManagerHostname", "NodeManagerAddress", "NodeID")
+    )
 
 
 def _has_gpus(labels: Mapping[str, str], nodes: Sequence[Node]) -> bool:
-    return any(node["Resources"].get("GPU", 0) >= 1 and has_labels(node["Labels"], labels) for node in nodes)
+    return any(
+        node["Resources"].get("GPU", 0) >= 1 and has_labels(node["Labels"], labels)
+        for node in nodes
+    )
 
 
 def _most_beside(wanted: WorkerResources, nodes: Sequence[Node]) -> int:
-    """Return for how many workers beside each other on a GPU a node has what else they need, where it has most of it."""
+    """Return for how many workers beside each other on a GPU a node has what else they need, where
+    it has most of it.
+    """
     most = 1
     for node in nodes:
         gpus, resources = int(node["Resources"].get("GPU", 0)), node["Resources"]
         if gpus and has_labels(node["Labels"], wanted.labels):
             needed = {"CPU": wanted.cpus or 0, "memory": wanted.memory_bytes or 0}
-            rooms = [int(resources.get(name, 0) / gpus / amount + 1e-9) for name, amount in needed.items() if amount]
+            rooms = [
+                int(resources.get(name, 0) / gpus / amount + 1e-9)
+                for name, amount in needed.items()
+                if amount
+            ]
             most = max(most, min([MOST, *rooms]))
     return most
 
 
-# --- growth of a cluster ----------------------------------------------------------------------------------------------
+# --- growth of a cluster --------------------------------------------------------------------------
 #
-# Source: Ray's `autoscaler/_private/monitor.py` (which reads that file, on the head), and "Configuring Autoscaling" in its
-# documentation.
+# Source: Ray's `autoscaler/_private/monitor.py` (which reads that file, on the head), and
+# "Configuring Autoscaling" in its documentation.
 
 
 IS_NEW, IN_KUBERNETES = "RAY_enable_autoscaler_v2", "RAY_CLUSTER_NAME"
@@ -174,19 +205,24 @@ class Growth:
 
     Attributes:
         kinds: Descriptions of nodes, as `ray.nodes` has them, and how many of each there may be.
-        most: So many in all; None: nobody here knows (where Kubernetes' operator grows the cluster).
+        most: So many in all; None: nobody here knows (where Kubernetes' operator grows the
+            cluster).
     """
 
     kinds: tuple[tuple[Node, int], ...] = ()
     most: int | None = 0
 
     def holds(self, demand: Demand) -> int:
-        """Return how many claims the cluster could hold if it were as large as it may become, and empty."""
+        """Return how many claims the cluster could hold if it were as large as it may become, and
+        empty.
+        """
         if self.most is None:
             return UNKNOWN
         there = sum(demand.fits(node) for node in living_nodes() if HEAD in node["Resources"])
         left = self.most
-        for fits, count in sorted(((demand.fits(node), count) for node, count in self.kinds), reverse=True):
+        for fits, count in sorted(
+            ((demand.fits(node), count) for node, count in self.kinds), reverse=True
+        ):
             there += min(count, left) * fits
             left -= min(count, left)
         return there
@@ -199,7 +235,9 @@ NONE = Growth()
 
 
 def growth() -> Growth:
-    """Return what Ray's autoscaler may add to the cluster that is connected; nothing if it has none."""
+    """Return what Ray's autoscaler may add to the cluster that is connected; nothing if it has
+    none.
+    """
     node = worker.global_worker.node  # None from outside
     if node is not None and node.is_head():
         return NONE  # this process has started it, without any
@@ -216,14 +254,18 @@ def growth() -> Growth:
 
 
 def _settings_here() -> dict[str, Any] | None:
-    """Return what the autoscaler on this machine was started with; {} if it is Kubernetes' operator's, None without one."""
+    """Return what the autoscaler on this machine was started with; {} if it is Kubernetes'
+    operator's, None without one.
+    """
     import yaml
 
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # it has just ended, or is another user's
             for word in process.cmdline():
                 if word.startswith(OPTION):
-                    content: dict[str, Any] = yaml.safe_load(Path(word.removeprefix(OPTION)).expanduser().read_text("utf-8"))
+                    content: dict[str, Any] = yaml.safe_load(
+                        Path(word.removeprefix(OPTION)).expanduser().read_text("utf-8")
+                    )
                     return content
     return {} if os.environ.get(IS_NEW) == "1" and IN_KUBERNETES in os.environ else None
 

@@ -1,17 +1,21 @@
-"""NVIDIA's Multi-Process Service (MPS), by which workers that share a GPU compute at the same time instead of in turns.
+"""NVIDIA's Multi-Process Service (MPS), by which workers that share a GPU compute at the same time
+instead of in turns.
 
-The agent of a node starts it, once for each pool, before the first worker there touches CUDA; it ends when the agent and these
-workers have, however they end (see `raypool.backends.ray.mps_keeper`).
+The agent of a node starts it, once for each pool, before the first worker there touches CUDA; it
+ends when the agent and these workers have, however they end (see
+`raypool.backends.ray.mps_keeper`).
 
-No client is limited to a part of the GPU (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE): one that is alone may use all of it. Nor is its
-memory by CUDA_MPS_PINNED_DEVICE_MEM_LIMIT, which is for the life of a process: torch's own limit can be lifted for an item that
-runs alone. Whoever wants either says so in the profile's `env`.
+No client is limited to a part of the GPU (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE): one that is alone may
+use all of it. Nor is its memory by CUDA_MPS_PINNED_DEVICE_MEM_LIMIT, which is for the life of a
+process: torch's own limit can be lifted for an item that runs alone. Whoever wants either says so
+in the profile's `env`.
 
 Source:
-    NVIDIA Multi-Process Service, "Appendix: Environment Variables": with CUDA_VISIBLE_DEVICES the daemon would number its devices
-    anew, and clients would have to follow; so it is not set for it. "Terminating an MPS client without synchronizing with all
-    outstanding GPU work can leave the MPS server and other MPS clients in an undefined state": so `terminate_client` comes
-    before a worker is killed.
+    NVIDIA Multi-Process Service, "Appendix: Environment Variables": with CUDA_VISIBLE_DEVICES the
+    daemon would number its devices anew, and clients would have to follow; so it is not set for it.
+    "Terminating an MPS client without synchronizing with all outstanding GPU work can leave the MPS
+    server and other MPS clients in an undefined state": so `terminate_client` comes before a worker
+    is killed.
 """
 
 from __future__ import annotations
@@ -37,13 +41,20 @@ USUAL = Path("/tmp/nvidia-mps")
 """Where CUDA looks for the service if nobody says where it is."""
 
 ANSWER_S = 40.0
-"""Whoever wants the service waits for so long until it is up [s]: the start of an actor, and that of the service."""
+"""Whoever wants the service waits for so long until it is up [s]: the start of an actor, and that
+of the service.
+"""
 
-NOT_SHARED = "mps=True changes nothing, for no GPU of the pool is shared. Set workers_per_gpu to let several workers share one."
+NOT_SHARED = (
+    "mps=True changes nothing, for no GPU of the pool is shared. Set workers_per_gpu to let several"
+    " workers share one."
+)
 
 
 class MpsState(NamedTuple):
-    """Where the service has its files, None if it is not raypool's; and why there is none, if so."""
+    """Where the service has its files, None if it is not raypool's; and why there is none, if
+    so.
+    """
 
     folder: str | None
     problem: str | None = None
@@ -90,7 +101,9 @@ class Mps:
         return MpsState(str(folder))
 
     def _begin(self, folder: Path, program: str, held: int) -> str | None:
-        """Start the keeper, with a hold on the temporary folder; return what is wrong, if anything."""
+        """Start the keeper, with a hold on the temporary folder; return what is wrong, if
+        anything.
+        """
         command = [sys.executable, "-I", "-S", mps_keeper.__file__, str(folder), program]
         try:
             process = subprocess.Popen(
@@ -116,11 +129,17 @@ class Mps:
         return self._control is not None
 
     def terminate(self, pids: Collection[int]) -> None:
-        """Let processes that are about to be killed have nothing to do with their GPUs any more; others there go on."""
+        """Let processes that are about to be killed have nothing to do with their GPUs any more;
+        others there go on.
+        """
         if self._control is None:
             return
         for server in self._ask("get_server_list").split():
-            clients = {int(word) for word in self._ask(f"get_client_list {server}").split() if word.isdigit()}
+            clients = {
+                int(word)
+                for word in self._ask(f"get_client_list {server}").split()
+                if word.isdigit()
+            }
             for pid in sorted(clients.intersection(pids)):
                 self._ask(f"terminate_client {server} {pid}")
 
@@ -147,18 +166,25 @@ def _environment(environ: Mapping[str, str], folder: Path) -> dict[str, str]:
 
 
 def variables(folder: Path) -> dict[str, str]:
-    """Return the environment variables by which CUDA finds the service that has its files in a folder."""
+    """Return the environment variables by which CUDA finds the service that has its files in a
+    folder.
+    """
     return {PIPES: str(folder / "pipe"), LOGS: str(folder / "log")}
 
 
 def settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what of a worker's environment the service is to have, too: where its program is, and what is to hold for it.
+    """Return what of a worker's environment the service is to have, too: where its program is, and
+    what is to hold for it.
 
     Example:
         >>> settings({"PATH": "/bin", "HOME": "/", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "50"})
         {'PATH': '/bin', 'CUDA_MPS_ACTIVE_THREAD_PERCENTAGE': '50'}
     """
-    return {name: value for name, value in environ.items() if name == "PATH" or name.startswith("CUDA_MPS_")}
+    return {
+        name: value
+        for name, value in environ.items()
+        if name == "PATH" or name.startswith("CUDA_MPS_")
+    }
 
 
 def is_chosen(environ: Mapping[str, str]) -> bool:
@@ -167,7 +193,9 @@ def is_chosen(environ: Mapping[str, str]) -> bool:
 
 
 def enter(state: MpsState, environ: MutableMapping[str, str]) -> str | None:
-    """Let this process use the service, from before it touches CUDA to its end; return why it does not, if so."""
+    """Let this process use the service, from before it touches CUDA to its end; return why it does
+    not, if so.
+    """
     if state.folder is not None:
         join(Path(state.folder))
         environ.update(variables(Path(state.folder)))
@@ -175,7 +203,9 @@ def enter(state: MpsState, environ: MutableMapping[str, str]) -> str | None:
 
 
 def join(folder: Path) -> int:
-    """Keep the service up for as long as this process is alive; return a descriptor that does so."""
+    """Keep the service up for as long as this process is alive; return a descriptor that does
+    so.
+    """
     held = os.open(folder / "users", os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(held, fcntl.LOCK_SH)
     return held

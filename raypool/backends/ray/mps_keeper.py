@@ -1,14 +1,17 @@
-"""Keeps NVIDIA's Multi-Process Service (MPS) up for the workers of a pool on one machine, and ends it after them.
+"""Keeps NVIDIA's Multi-Process Service (MPS) up for the workers of a pool on one machine, and ends
+it after them.
 
-A program of its own, run by its path, without any package: whoever has wanted the service may die at any time, and must not
-leave it behind. Whoever uses it holds a lock on a file; when nobody does any more, the service is ended, killed if need be.
+A program of its own, run by its path, without any package: whoever has wanted the service may die
+at any time, and must not leave it behind. Whoever uses it holds a lock on a file; when nobody does
+any more, the service is ended, killed if need be.
 
-Usage: mps_keeper.py FOLDER PROGRAM; FOLDER has `pipe`, `log` and the file `users`, PROGRAM is nvidia-cuda-mps-control. It prints
-a line when the service is up ("up"), or one that says why it is not, and ends its output when all has ended.
+Usage: mps_keeper.py FOLDER PROGRAM; FOLDER has `pipe`, `log` and the file `users`, PROGRAM is
+nvidia-cuda-mps-control. It prints a line when the service is up ("up"), or one that says why it is
+not, and ends its output when all has ended.
 
 Source:
-    NVIDIA Multi-Process Service, release r580: "Appendix: Tools and Interface Reference" and its man page
-    (nvidia-cuda-mps-control: start_server, get_server_list, quit).
+    NVIDIA Multi-Process Service, release r580: "Appendix: Tools and Interface Reference" and its
+    man page (nvidia-cuda-mps-control: start_server, get_server_list, quit).
 """
 
 from __future__ import annotations
@@ -50,18 +53,29 @@ class Control:
         self._program = program
 
     def start(self) -> str | None:
-        """Start the daemon and its server, and wait until they are there; return what is wrong, if anything."""
+        """Start the daemon and its server, and wait until they are there; return what is wrong, if
+        anything.
+        """
         deadline = time.monotonic() + START_TIMEOUT_S
         command = [self._program, "-d"]
-        with (self._log / "start.log").open("w") as output:  # not a pipe, which the daemon would keep open
+        # not a pipe, which the daemon would keep open
+        with (self._log / "start.log").open("w") as output:
             try:
                 started = subprocess.run(
-                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, timeout=START_TIMEOUT_S, check=False
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    timeout=START_TIMEOUT_S,
+                    check=False,
                 )
             except (OSError, subprocess.TimeoutExpired) as error:
                 return f"nvidia-cuda-mps-control -d has failed, {error}"
         if started.returncode:
-            return f"nvidia-cuda-mps-control -d has failed with status {started.returncode}{self._last_words('start.log')}"
+            return (
+                "nvidia-cuda-mps-control -d has failed with status"
+                f" {started.returncode}{self._last_words('start.log')}"
+            )
         self.ask(f"start_server -uid {os.getuid()}")
         while not any(word.isdigit() for word in self.ask("get_server_list").split()):
             if time.monotonic() > deadline:
@@ -75,7 +89,13 @@ class Control:
         words = command + "\n"
         try:
             done = subprocess.run(
-                [self._program], input=words, capture_output=True, text=True, timeout=ASK_TIMEOUT_S, check=False, env=environ
+                [self._program],
+                input=words,
+                capture_output=True,
+                text=True,
+                timeout=ASK_TIMEOUT_S,
+                check=False,
+                env=environ,
             )
         except (OSError, subprocess.TimeoutExpired):
             return ""
@@ -121,7 +141,8 @@ def _reaped() -> bool:
 def _children() -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError, IndexError):  # no process, or one that has just ended
+        # no process, or one that has just ended
+        with contextlib.suppress(OSError, ValueError, IndexError):
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             if parent == os.getpid():
                 found.append(int(entry.name))
@@ -131,7 +152,9 @@ def _children() -> list[int]:
 def main(folder: Path, program: str) -> None:
     """Start the service, keep it up, and end it."""
     if os.fork():
-        os._exit(0)  # whoever has wanted it is nobody's parent here: Ray ends the children of its processes with these
+        # whoever has wanted it is nobody's parent here: Ray ends the children of its processes with
+        # these
+        os._exit(0)
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     control = Control(folder, program)
     problem = control.start()

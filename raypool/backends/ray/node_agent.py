@@ -1,6 +1,7 @@
 """The agent of a node: an actor that stops workers there, watches GPUs and passes messages on.
 
-It is an actor beside the workers, since a worker that runs a task answers no calls. It claims no resources.
+It is an actor beside the workers, since a worker that runs a task answers no calls. It claims no
+resources.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from raypool.worker.interrupts import AT_HAND, NOTHING, SIGNALS, STOP_SIGNAL, WH
 
 FIRST_LOOK_S = 0.02
 LONGEST_LOOK_S = 0.5
-"""Pauses between looks whether a worker has read a wish; until it has, the signal is sent again [s]."""
+"""Pauses between looks whether a worker has read a wish; until it has, the signal is sent again
+[s].
+"""
 
 BY_ITSELF_S = 0.5
 """How long Ray has to end a worker's process before it is killed [s]."""
@@ -42,7 +45,9 @@ GONE_TIMEOUT_S = 10.0
 """How long a killed process, and its memory on the GPU, may take to vanish [s]."""
 
 STEADY_S = 1.0
-"""A GPU's memory that is not back where it was, but has not changed for so long, is in use by somebody else [s]."""
+"""A GPU's memory that is not back where it was, but has not changed for so long, is in use by
+somebody else [s].
+"""
 
 MEMORY_LOOK_S = 0.2
 """How often the memory of a worker that has a limit is looked at [s]."""
@@ -55,7 +60,9 @@ MAILBOX_BYTES = 64 * 1024 * 1024
 
 
 class WorkerProcess(NamedTuple):
-    """Where a worker's process can be reached: its `ProcessGuard`'s pipe and board are descriptors of its own."""
+    """Where a worker's process can be reached: its `ProcessGuard`'s pipe and board are descriptors
+    of its own.
+    """
 
     pid: int
     pipe: int
@@ -63,7 +70,9 @@ class WorkerProcess(NamedTuple):
 
 
 class Watched:
-    """A worker's process on this node. It is the head of a process group, in which its children are too."""
+    """A worker's process on this node. It is the head of a process group, in which its children are
+    too.
+    """
 
     def __init__(self, process: WorkerProcess, gpus: Sequence[int], actor: Any) -> None:
         self.pid = process.pid
@@ -85,17 +94,23 @@ class Watched:
 
     @property
     def has_unread(self) -> bool:
-        """Whether it has not taken all wishes: it is in a long call of native code, or imports a module."""
+        """Whether it has not taken all wishes: it is in a long call of native code, or imports a
+        module.
+        """
         return bool(struct.unpack("=i", fcntl.ioctl(self._pipe, termios.FIONREAD, bytes(4)))[0])
 
     @property
     def at_hand(self) -> tuple[int, int]:
-        """Which attempt and task it is at; the task is `WHOLE` while it takes the call apart or packs the answer."""
+        """Which attempt and task it is at; the task is `WHOLE` while it takes the call apart or
+        packs the answer.
+        """
         attempt_id, task_id = AT_HAND.unpack(os.pread(self._board, AT_HAND.size, 0))
         return attempt_id, task_id
 
     def kill_others(self) -> list[psutil.Process]:
-        """Kill its descendants and what else is in its process group; return them, they may take a moment."""
+        """Kill its descendants and what else is in its process group; return them, they may take a
+        moment.
+        """
         others = _group(self.pid)
         with contextlib.suppress(psutil.Error):  # it has ended
             others += self.process.children(recursive=True)
@@ -146,16 +161,17 @@ class NodeAgent:
     """Watches over the workers of one pool on this node.
 
     Args:
-        driver: The process of the driver and when it was started, if it is on this node: when it ends, however it does, so does
-            everything here.
+        driver: The process of the driver and when it was started, if it is on this node: when it
+            ends, however it does, so does everything here.
         inventory: Tells the GPUs of a machine.
     """
 
     def __init__(self, driver: tuple[int, float] | None, inventory: Inventory) -> None:
         with contextlib.suppress(PermissionError):  # it is the head of a group already
             os.setpgid(0, 0)  # Ctrl-C in the driver's terminal is not for this process
-        # SIGTERM ends it, as any process: Ray would take no more calls then, and end it when those that there are have returned,
-        # which `take` never does. `signal.signal` is for main threads; SIG_DFL is a null pointer.
+        # SIGTERM ends it, as any process: Ray would take no more calls then, and end it when those
+        # that there are have returned, which `take` never does. `signal.signal` is for main
+        # threads; SIG_DFL is a null pointer.
         ctypes.CDLL(None).signal(signal.SIGTERM, None)
         self._driver = driver
         self._telemetry = Telemetry(inventory)
@@ -171,16 +187,19 @@ class NodeAgent:
         self._mps = Mps(self._temporary.path)
         self._mps_started: asyncio.Task[MpsState] | None = None
 
-    async def watch(self, worker_id: int, process: WorkerProcess, gpus: Sequence[int], actor: Any) -> None:
+    async def watch(
+        self, worker_id: int, process: WorkerProcess, gpus: Sequence[int], actor: Any
+    ) -> None:
         """Take care of a worker from now on.
 
-        Calls of an asynchronous actor may overtake each other: those about a worker take the answer to this one, so that Ray lets
-        them wait for it.
+        Calls of an asynchronous actor may overtake each other: those about a worker take the answer
+        to this one, so that Ray lets them wait for it.
         """
         if not self._watched:
             self._watch_driver()
         self._watched.setdefault(worker_id, None)
-        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, FileNotFoundError):  # it has gone already
+        # it has gone already
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, FileNotFoundError):
             watched = self._watched[worker_id] = Watched(process, gpus, actor)
             self._telemetry.watch(gpus)
             watched.memory_used = await self._telemetry.memory_used(gpus)
@@ -190,23 +209,30 @@ class NodeAgent:
             return
         pid, created_at = self._driver
         self._driver = None
-        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):  # no such process on this machine
+        # no such process on this machine
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
             descriptor = os.pidfd_open(pid)
             if abs(psutil.Process(pid).create_time() - created_at) > 1:
-                raise ProcessLookupError  # another machine's numbers: the driver is connected from outside
+                # another machine's numbers: the driver is connected from outside
+                raise ProcessLookupError
             asyncio.get_running_loop().add_reader(descriptor, self._on_driver_gone)
 
     def _on_driver_gone(self) -> None:
-        """End everything, at once: Ray will end this process too, and the children of workers would be left."""
+        """End everything, at once: Ray will end this process too, and the children of workers would
+        be left.
+        """
         for watched in filter(None, self._watched.values()):
             watched.kill_others()
             watched.kill()
         os._exit(0)
 
-    # --- end of workers -----------------------------------------------------------------------------------------------
+    # --- end of workers ---------------------------------------------------------------------------
 
-    async def signal(self, _: None, worker_id: int, attempt_id: int, task_id: int, wish: Signal, grace_s: float) -> bool:
-        """Tell a worker that the slices of a task are not wanted any more, or should end early, or elsewhere.
+    async def signal(
+        self, _: None, worker_id: int, attempt_id: int, task_id: int, wish: Signal, grace_s: float
+    ) -> bool:
+        """Tell a worker that the slices of a task are not wanted any more, or should end early, or
+        elsewhere.
 
         Returns:
             Whether one of them was to be cancelled and still runs after `grace_s`.
@@ -216,11 +242,15 @@ class NodeAgent:
             return False
         try:
             watched.tell(attempt_id, task_id, wish)
-            return await self._see_to_it(watched, (attempt_id, task_id), wish is Signal.CANCEL, grace_s)
+            return await self._see_to_it(
+                watched, (attempt_id, task_id), wish is Signal.CANCEL, grace_s
+            )
         except (ProcessLookupError, BrokenPipeError):
             return False  # it is gone, and the call itself tells the driver
 
-    async def _see_to_it(self, watched: Watched, key: tuple[int, int], is_cancel: bool, grace_s: float) -> bool:
+    async def _see_to_it(
+        self, watched: Watched, key: tuple[int, int], is_cancel: bool, grace_s: float
+    ) -> bool:
         deadline = time.monotonic() + grace_s
         pause_s = FIRST_LOOK_S
         while True:
@@ -258,29 +288,38 @@ class NodeAgent:
             await asyncio.to_thread(self._mps.terminate, watched.family)
         others = watched.kill_others()
         if watched.is_alive:
-            ray.kill(watched.actor)  # so that Ray does not take it for a crash, and say so at length
+            # so that Ray does not take it for a crash, and say so at length
+            ray.kill(watched.actor)
         killed_at = time.monotonic()
-        while (watched.is_alive or any(map(_lives, others))) and time.monotonic() < killed_at + GONE_TIMEOUT_S:
+        while (
+            watched.is_alive or any(map(_lives, others))
+        ) and time.monotonic() < killed_at + GONE_TIMEOUT_S:
             if time.monotonic() > killed_at + BY_ITSELF_S:
                 watched.kill()
             await asyncio.sleep(0.005)
         watched.close()
         self._telemetry.leave(watched.gpus)
         if watched.gpus and watched.memory_used is not None:
-            await memory_back(lambda: self._telemetry.memory_used(watched.gpus), watched.memory_used)
+            await memory_back(
+                lambda: self._telemetry.memory_used(watched.gpus), watched.memory_used
+            )
 
     async def temporary(self) -> str:
-        """Return the pool's folder for temporary files on this node, which goes when its processes here have ended."""
+        """Return the pool's folder for temporary files on this node, which goes when its processes
+        here have ended.
+        """
         return str(self._temporary.path())
 
     async def token(self, folder: str) -> str | OSError:
-        """Return the token of a folder of this node, by which workers elsewhere know whether they see it; or what is wrong."""
+        """Return the token of a folder of this node, by which workers elsewhere know whether they
+        see it; or what is wrong.
+        """
         try:
             return await asyncio.to_thread(token_of, folder)
         except OSError as error:
             return error
 
-    # --- GPUs ---------------------------------------------------------------------------------------------------------
+    # --- GPUs -------------------------------------------------------------------------------------
 
     async def devices(self) -> list[GpuDevice]:
         """Return all GPUs of this node, whoever may use them."""
@@ -291,17 +330,21 @@ class NodeAgent:
         return self._telemetry.newest()
 
     async def usage(self, gpu: int, since: float, until: float) -> Usage | None:
-        """Return how a GPU was used between two times [s since the epoch]; None if nobody has looked."""
+        """Return how a GPU was used between two times [s since the epoch]; None if nobody has
+        looked.
+        """
         return self._telemetry.usage(gpu, since, until)
 
     async def mps(self, settings: Mapping[str, str]) -> MpsState:
-        """Return where MPS is for the workers of this node, once it is up; whoever comes first starts it."""
+        """Return where MPS is for the workers of this node, once it is up; whoever comes first
+        starts it.
+        """
         if self._mps_started is None:
             self._temporary.path()  # made here, not in two threads at once
             self._mps_started = asyncio.create_task(asyncio.to_thread(self._mps.start, settings))
         return await asyncio.shield(self._mps_started)
 
-    # --- messages from workers ----------------------------------------------------------------------------------------
+    # --- messages from workers --------------------------------------------------------------------
 
     async def push(self, worker_id: int, number: int, batch: bytes) -> None:
         """Take what a worker has to say, in order; return when there is room for more."""
@@ -317,10 +360,14 @@ class NodeAgent:
         self._mailbox.append((OFFERED, ticket, (queue, value)))
         self._has_mail.set()
 
-    async def take(self, answers: Sequence[tuple[int, str]] = ()) -> list[tuple[int, int, Any]] | None:
-        """Return what workers have said, waiting until there is something: (worker id, number of the batch, batch).
+    async def take(
+        self, answers: Sequence[tuple[int, str]] = ()
+    ) -> list[tuple[int, int, Any]] | None:
+        """Return what workers have said, waiting until there is something: (worker id, number of
+        the batch, batch).
 
-        What is offered to a queue comes as (OFFERED, ticket, (queue, value)). None after `finish`, when that was all.
+        What is offered to a queue comes as (OFFERED, ticket, (queue, value)). None after `finish`,
+        when that was all.
 
         Args:
             answers: What has become of offers that were taken before: ticket, outcome.
@@ -348,7 +395,8 @@ class NodeAgent:
 
 
 async def memory_back(read: Callable[[], Awaitable[int | None]], before: int) -> None:
-    """Wait until no more memory is in use than before [bytes]: a GPU's driver takes its time after the end of a process.
+    """Wait until no more memory is in use than before [bytes]: a GPU's driver takes its time after
+    the end of a process.
 
     If nothing is known of it any more (None), nothing is waited for.
     """
@@ -367,7 +415,7 @@ def _lives(process: psutil.Process) -> bool:
         return False
 
 
-# --- memory of worker processes ---------------------------------------------------------------------------------------
+# --- memory of worker processes -------------------------------------------------------------------
 
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -376,18 +424,20 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 def memory_used(pid: int) -> int:
     """Return how much memory of their own a process and its descendants use [bytes].
 
-    What is in files and in shared memory (values in Ray's object store) is not counted, and what a forked child shares with its
-    parent is counted once.
+    What is in files and in shared memory (values in Ray's object store) is not counted, and what a
+    forked child shares with its parent is counted once.
 
     Source:
-        Linux, proc(5): the difference of "resident" and "shared" in statm, which is cheap; where it matters "Pss_Anon" in
-        smaps_rollup.
+        Linux, proc(5): the difference of "resident" and "shared" in statm, which is cheap; where it
+        matters "Pss_Anon" in smaps_rollup.
     """
     return sum(map(_own, family(pid)))
 
 
 def is_over(pid: int, limit: int) -> bool:
-    """Return whether a process and its descendants use more memory than this [bytes]; what is cheap is asked first."""
+    """Return whether a process and its descendants use more memory than this [bytes]; what is cheap
+    is asked first.
+    """
     return sum(map(_resident, family(pid))) > limit and memory_used(pid) > limit
 
 

@@ -1,4 +1,5 @@
-"""Watches the nodes of a pool: it leaves nodes that are about to go, and later replaces lost workers.
+"""Watches the nodes of a pool: it leaves nodes that are about to go, and later replaces lost
+workers.
 
 `NodeWatch` decides; the functions below it ask Ray for the nodes, and whether Ray still answers.
 """
@@ -28,7 +29,9 @@ LOOK_S = 1.0
 """How often to look at the nodes [s]."""
 
 MARGIN_S = 2.0
-"""Margin before the end of a node: its tasks are interrupted so much earlier, to run again elsewhere [s]."""
+"""Margin before the end of a node: its tasks are interrupted so much earlier, to run again
+elsewhere [s].
+"""
 
 NEWS_S = 1.0
 """A change of a node's announced end by more than this is reported [s]."""
@@ -47,7 +50,8 @@ class Nodes(NamedTuple):
 
     Attributes:
         alive: What to call those that are there, by id.
-        draining: When those of them that are about to go will be gone [s, `time.monotonic`]; infinity: nobody has said.
+        draining: When those of them that are about to go will be gone [s, `time.monotonic`];
+            infinity: nobody has said.
         here: That of this process.
         taken: Those that were taken away, with notice.
     """
@@ -91,11 +95,14 @@ class NodeWatch:
         self._ground = ground
         self._post = post
         self._grace_s = grace_s
-        self._leaving: dict[int, float] = {}  # places that the driver knows to be about to go, and when it thinks so
+        # places that the driver knows to be about to go, and when it thinks so
+        self._leaving: dict[int, float] = {}
         self._lost: set[int] = set()  # those that it knows to be gone
-        self._warned: set[tuple[int, str]] = set()  # those that are kept, with the nodes on which they were told
+        # those that are kept, with the nodes on which they were told
+        self._warned: set[tuple[int, str]] = set()
         self._num_lost = 0  # workers, with their nodes; written by the thread that looks only
-        self._num_made_up = 0  # so many of them are there again, or not wanted any more; guarded by `_growing`
+        # so many of them are there again, or not wanted any more; guarded by `_growing`
+        self._num_made_up = 0
         self._names: dict[str, str] = {}  # of all nodes that were seen
         self._preempted: set[str] = set()  # those that had said that they would go
         self._grow_at = 0.0  # when to try next
@@ -112,16 +119,20 @@ class NodeWatch:
         threading.Thread(target=self._live, name="raypool-nodes", daemon=True).start()
 
     def silent_s(self, passed_s: float) -> float:
-        """Return for how long nobody has answered the question for the nodes [s]; to be asked every `passed_s`.
+        """Return for how long nobody has answered the question for the nodes [s]; to be asked every
+        `passed_s`.
 
-        It is these that are counted: while this process stood still (Ctrl-Z, a debugger), nobody could answer.
+        It is these that are counted: while this process stood still (Ctrl-Z, a debugger), nobody
+        could answer.
         """
         self._silent_s += passed_s
         return self._silent_s
 
     @contextlib.contextmanager
     def sizing(self) -> Iterator[None]:
-        """Let somebody set the size of the pool: what was lost before is not made up for any more, unless that fails."""
+        """Let somebody set the size of the pool: what was lost before is not made up for any more,
+        unless that fails.
+        """
         with self._growing:  # if the pool is growing by itself just now, that takes a moment
             num_lost = self._num_lost
             self._num_sizing += 1
@@ -141,7 +152,8 @@ class NodeWatch:
         while not self._closed.wait(LOOK_S):
             try:
                 self.check()
-            except Exception:  # Ray has ended, or is being replaced; `silent_s` tells if that takes too long
+            except Exception:
+                # Ray has ended, or is being replaced; `silent_s` tells if that takes too long
                 logger.debug("The nodes could not be looked at.", exc_info=True)
 
     def check(self) -> None:
@@ -153,7 +165,8 @@ class NodeWatch:
         self._going = frozenset(node for node in self._names if not nodes.stays(node))
         self._preempted.update(nodes.draining, nodes.taken)
         where = self._where_now(nodes)
-        if any(map(nodes.stays, where.values())):  # else they keep their claims, and start again where Ray finds room for these
+        # else they keep their claims, and start again where Ray finds room for these
+        if any(map(nodes.stays, where.values())):
             self._leave_those_that_go(nodes, where)
             self._make_up(nodes)
         else:
@@ -163,12 +176,16 @@ class NodeWatch:
         """Whether a node is there and not about to go, by the last look."""
         return node not in self._going
 
-    # --- nodes that go ------------------------------------------------------------------------------------------------
+    # --- nodes that go ----------------------------------------------------------------------------
 
     def _where_now(self, nodes: Nodes) -> dict[int, str | None]:
-        """Return where each place is; Ray may have moved the claims of those whose node has died."""
+        """Return where each place is; Ray may have moved the claims of those whose node has
+        died.
+        """
         where = self._ground.places()
-        self._leaving = {place: gone_at for place, gone_at in self._leaving.items() if place in where}
+        self._leaving = {
+            place: gone_at for place, gone_at in self._leaving.items() if place in where
+        }
         self._lost &= where.keys()
         for place, node in where.items():
             if node is not None and node not in nodes.alive and place not in self._lost:
@@ -189,8 +206,13 @@ class NodeWatch:
         self._leaving[place] = gone_at
         now = time.monotonic()
         left_s = gone_at - now
-        # Where there is little time, half of it is for what wants to save something, before the rest is interrupted.
-        at = now + max(left_s - min(self._grace_s, left_s / 2) - MARGIN_S, 0) if math.isfinite(gone_at) else None
+        # Where there is little time, half of it is for what wants to save something, before the
+        # rest is interrupted.
+        at = (
+            now + max(left_s - min(self._grace_s, left_s / 2) - MARGIN_S, 0)
+            if math.isfinite(gone_at)
+            else None
+        )
         self._post(PlaceLeaving(place, at), self._notice(node, left_s))
 
     def _notice(self, node: str, left_s: float) -> str:
@@ -198,7 +220,9 @@ class NodeWatch:
         return f"its node {self._names[node]} is about to go{until}"
 
     def _warn_all(self, nodes: Nodes, where: Mapping[int, str | None]) -> None:
-        """Let those save what they have that have nowhere else to run; they go on while they can."""
+        """Let those save what they have that have nowhere else to run; they go on while they
+        can.
+        """
         for place, node in where.items():
             left_s = nodes.draining.get(node or "", math.inf) - time.monotonic()
             if node is not None and left_s < LAST_S and (place, node) not in self._warned:
@@ -210,15 +234,20 @@ class NodeWatch:
         self._num_lost += place not in self._leaving
         reason = LossReason.PREEMPTED if node in self._preempted else LossReason.NODE
         name = self._names.get(node, node[:8])
-        self._post(PlaceLost(place, reason), f"its node {name} is {'gone' if reason is LossReason.PREEMPTED else 'lost'}")
+        self._post(
+            PlaceLost(place, reason),
+            f"its node {name} is {'gone' if reason is LossReason.PREEMPTED else 'lost'}",
+        )
 
     def tell_lost(self, lost: WorkerLost, words: str, node: str | None) -> None:
         """Tell the driver that a worker on a node is lost; to be called where Ray may be asked.
 
-        What it dies of is often known before the end of its node is, and that was announced: it is nobody's fault.
+        What it dies of is often known before the end of its node is, and that was announced: it is
+        nobody's fault.
         """
         if node in self._preempted and (
-            lost.reason is LossReason.NODE or (lost.reason is LossReason.EXIT and self._is_gone(node))
+            lost.reason is LossReason.NODE
+            or (lost.reason is LossReason.EXIT and self._is_gone(node))
         ):
             lost = lost._replace(reason=LossReason.PREEMPTED)
         self._post(lost, words)
@@ -234,10 +263,12 @@ class NodeWatch:
         for place in self._ground.places():
             self._post(PlaceLost(place, LossReason.NODE), words)
 
-    # --- nodes that come ----------------------------------------------------------------------------------------------
+    # --- nodes that come --------------------------------------------------------------------------
 
     def _make_up(self, nodes: Nodes) -> None:
-        """Try to grow if a node has come, and otherwise now and then: somebody else may have given something back."""
+        """Try to grow if a node has come, and otherwise now and then: somebody else may have given
+        something back.
+        """
         has_news, self._alive = nodes.alive.keys() != self._alive, set(nodes.alive)
         if self._num_lost > self._num_made_up and (has_news or time.monotonic() > self._grow_at):
             self._grow_at = time.monotonic() + GROW_S
@@ -254,7 +285,9 @@ class NodeWatch:
                 self._num_made_up += len(places)
             if places:
                 self._post(ResizeRequested(add=tuple(places)), None)
-                logger.warning("The pool grows again: %s on %s.", _workers(len(places)), self._on(places))
+                logger.warning(
+                    "The pool grows again: %s on %s.", _workers(len(places)), self._on(places)
+                )
         except RaypoolError:
             pass  # the pool ends
         except Exception:  # whatever it is: the next look tries again
@@ -263,7 +296,10 @@ class NodeWatch:
     def _on(self, places: Iterable[int]) -> str:
         where = self._ground.places()
         nodes = dict.fromkeys(node for place in places if (node := where.get(place)) is not None)
-        return ", ".join(dict.fromkeys(self._names.get(node, node[:8]) for node in nodes)) or "the cluster"
+        return (
+            ", ".join(dict.fromkeys(self._names.get(node, node[:8]) for node in nodes))
+            or "the cluster"
+        )
 
 
 def _is_news(told: float | None, gone_at: float) -> bool:
@@ -274,7 +310,7 @@ def _workers(count: int) -> str:
     return f"{count} more worker" + ("s" if count != 1 else "")
 
 
-# --- questions to Ray -------------------------------------------------------------------------------------------------
+# --- questions to Ray -----------------------------------------------------------------------------
 
 
 REFUSED_S = 3.0
@@ -286,34 +322,49 @@ AUTOSCALER_DRAIN_PREEMPTED = 3  # ray.core.generated.common_pb2.NodeDeathInfo
 
 
 def look() -> Nodes:
-    """Ask for the nodes of the cluster; where its control store is gone, this does not return for long."""
+    """Ask for the nodes of the cluster; where its control store is gone, this does not return for
+    long.
+    """
     here, table, draining = ask_inside(_told)
     to_monotonic = time.monotonic() - time.time()
     return Nodes(
         here=here,
         alive={node["NodeID"]: node["NodeManagerHostname"] for node in table if node["Alive"]},
-        draining={node: at_ms / 1000 + to_monotonic if at_ms else math.inf for node, at_ms in draining.items()},
-        taken=frozenset(node["NodeID"] for node in table if node.get("DeathReason") == AUTOSCALER_DRAIN_PREEMPTED),
+        draining={
+            node: at_ms / 1000 + to_monotonic if at_ms else math.inf
+            for node, at_ms in draining.items()
+        },
+        taken=frozenset(
+            node["NodeID"]
+            for node in table
+            if node.get("DeathReason") == AUTOSCALER_DRAIN_PREEMPTED
+        ),
     )
 
 
 def _told() -> tuple[str, list[dict[str, Any]], dict[str, int]]:
-    """Return what Ray says; which nodes drain, and until when, is in a private name of its, checked on Ray 2.60."""
+    """Return what Ray says; which nodes drain, and until when, is in a private name of its, checked
+    on Ray 2.60.
+    """
     return ray.get_runtime_context().get_node_id(), ray.nodes(), state.state.get_draining_nodes()
 
 
 class CutOff(NamedTuple):
-    """Why nothing can be done with Ray any more; `has_values`: what is in the object store of this machine can still be had."""
+    """Why nothing can be done with Ray any more; `has_values`: what is in the object store of this
+    machine can still be had.
+    """
 
     why: str
     has_values: bool
 
 
 def why_cut_off(silent_s: float, is_adrift: bool, is_outside: bool = False) -> CutOff | None:
-    """Return why this process can do nothing with Ray any more, None if it can, or Ray was ended in good order.
+    """Return why this process can do nothing with Ray any more, None if it can, or Ray was ended in
+    good order.
 
-    Asks nobody but the operating system. A control store that was killed may be started again somewhere; Ray gives it a minute,
-    then it ends this process, so half of that is what we give it. Private names, checked on Ray 2.60.
+    Asks nobody but the operating system. A control store that was killed may be started again
+    somewhere; Ray gives it a minute, then it ends this process, so half of that is what we give it.
+    Private names, checked on Ray 2.60.
 
     Args:
         silent_s: For how long the control store has not answered [s].
@@ -330,19 +381,28 @@ def _why_adrift(node: Any, silent_s: float, is_adrift: bool) -> CutOff | None:
     if any(raylet.process.poll() is not None for raylet in node.all_processes.get("raylet", ())):
         return CutOff("Ray's process on this machine (the raylet) has died", has_values=False)
     if is_adrift:
-        return CutOff("Ray takes this machine for dead: its process here (the raylet) has ended, or cannot be reached", False)
+        return CutOff(
+            "Ray takes this machine for dead: its process here (the raylet) has ended, or cannot be"
+            " reached",
+            False,
+        )
     address = node.gcs_address
     if silent_s > REFUSED_S and node.is_head() and _is_refused(address):
         return CutOff(f"Ray's control store (GCS) at {address} has died", has_values=True)
     if silent_s > patience_s():
-        return CutOff(f"Ray's control store (GCS) at {address} has not answered for {silent_s:.0f} s", has_values=True)
+        return CutOff(
+            f"Ray's control store (GCS) at {address} has not answered for {silent_s:.0f} s",
+            has_values=True,
+        )
     return None
 
 
 def _why_lost(silent_s: float) -> CutOff | None:
-    """Return why a process that is connected from outside can do nothing with the cluster any more, None if it can.
+    """Return why a process that is connected from outside can do nothing with the cluster any more,
+    None if it can.
 
-    When the connection breaks, Ray Client tries for half a minute to get it back (RAY_CLIENT_RECONNECT_GRACE_PERIOD).
+    When the connection breaks, Ray Client tries for half a minute to get it back
+    (RAY_CLIENT_RECONNECT_GRACE_PERIOD).
     """
     if not ray.is_initialized():
         return CutOff("The connection to the cluster has ended", has_values=False)

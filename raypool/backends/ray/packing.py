@@ -1,9 +1,9 @@
 """How values travel between Ray processes: pickled once, with large buffers beside the pickle.
 
-The buffers are not copied on the way. Ray's own cloudpickle is used. Object references travel beside
-the pickle too, so that Ray can count them: inside it they would keep their objects alive forever.
-Also here: stored return values, packed results of calls, the search for a variable that cannot be
-pickled, and private mappings of arrays in the object store.
+The buffers are not copied on the way. Ray's own cloudpickle is used. Object references travel
+beside the pickle too, so that Ray can count them: inside it they would keep their objects alive
+forever. Also here: stored return values, packed results of calls, the search for a variable that
+cannot be pickled, and private mappings of arrays in the object store.
 """
 
 from __future__ import annotations
@@ -52,16 +52,24 @@ PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 """Types whose pickles need nothing from the module that they are in."""
 
 BESIDE_BYTES = 64 * 1024
-"""Buffers (of arrays and tensors) from this size on travel beside the pickle: into the object store they are copied, once."""
+"""Buffers (of arrays and tensors) from this size on travel beside the pickle: into the object store
+they are copied, once.
+"""
 
 MAPPED_BYTES = 1024 * 1024
-"""Buffers from this size on are not copied out of the object store either, but mapped: only pages that are changed are copied."""
+"""Buffers from this size on are not copied out of the object store either, but mapped: only pages
+that are changed are copied.
+"""
 
 SCRATCH_BYTES = 32 * 1024 * 1024
-"""So much memory for copies a worker holds on to, once it was used: the first touch of a page takes longer than the copy."""
+"""So much memory for copies a worker holds on to, once it was used: the first touch of a page takes
+longer than the copy.
+"""
 
 INLINE_BYTES = 64 * 1024
-"""What is smaller than this in all travels in the message itself, the rest through the object store."""
+"""What is smaller than this in all travels in the message itself, the rest through the object
+store.
+"""
 
 Packed: TypeAlias = bytes | ray.ObjectRef
 """A pickled value: itself if it is small, else a reference to its parcel in the object store."""
@@ -85,7 +93,9 @@ class Parcel(NamedTuple):
         return sum(memoryview(buffer).nbytes for buffer in (self.header, *self.buffers))
 
     def for_ray(self) -> tuple[Any, list[Any], list[Any]]:
-        """Return what to put into the object store: Ray pickles it once more, and would copy a long pickle in there."""
+        """Return what to put into the object store: Ray pickles it once more, and would copy a long
+        pickle in there.
+        """
         return _beside(self.header), self.buffers, self.refs
 
 
@@ -108,7 +118,12 @@ class _Nowhere:
 class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
     """Takes references and the memory of CPU tensors out of the pickle."""
 
-    def __init__(self, file: io.BytesIO | _Nowhere, refs: list[Any], keep_inside: Callable[[pickle.PickleBuffer], bool]) -> None:
+    def __init__(
+        self,
+        file: io.BytesIO | _Nowhere,
+        refs: list[Any],
+        keep_inside: Callable[[pickle.PickleBuffer], bool],
+    ) -> None:
         super().__init__(file, protocol=5, buffer_callback=keep_inside)
         self._refs = refs
 
@@ -125,7 +140,8 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
             return _arrived_tensor, (memory, value.dtype, tuple(value.shape), value.requires_grad)
         if torch is not None and isinstance(value, torch.nn.Module):
             _warn_if_shared(value)
-        if type(value).__module__ == "multiprocessing.connection":  # it would arrive with the number of a file of this process
+        # it would arrive with the number of a file of this process
+        if type(value).__module__ == "multiprocessing.connection":
             raise RuntimeError(f"{type(value).__name__} objects should {INHERITANCE}")
         way = by_value.reduced(value)
         return super().reducer_override(value) if way is NotImplemented else way
@@ -135,8 +151,9 @@ def _warn_if_shared(module: Any) -> None:
     parameter = next(module.parameters(recurse=False), None)
     if parameter is not None and parameter.device.type == "cpu" and parameter.is_shared():
         warnings.warn(
-            "A model under share_memory() is sent to another process, which gets a copy: what one changes in it, the other does "
-            "not see. Return what was trained, or train one model on all workers with pool.train, pool.fit or pool.spmd.",
+            "A model under share_memory() is sent to another process, which gets a copy: what one"
+            " changes in it, the other does not see. Return what was trained, or train one model on"
+            " all workers with pool.train, pool.fit or pool.spmd.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -165,8 +182,12 @@ def _arrived_ref(position: int) -> Any:
     return _arriving.get()[position]
 
 
-def _arrived_tensor(memory: np.ndarray[Any, Any], dtype: Any, shape: tuple[int, ...], requires_grad: bool) -> Any:
-    """Make a tensor; a function may change what it was given, and torch knows no read-only tensors."""
+def _arrived_tensor(
+    memory: np.ndarray[Any, Any], dtype: Any, shape: tuple[int, ...], requires_grad: bool
+) -> Any:
+    """Make a tensor; a function may change what it was given, and torch knows no read-only
+    tensors.
+    """
     import torch
 
     own = memory if memory.flags.writeable else memory.copy()
@@ -190,7 +211,9 @@ def dump(value: Any, beside_bytes: int = BESIDE_BYTES) -> Parcel:
 
 
 def load(parcel: Parcel) -> Any:
-    """Return the value. Its memory is its own: what is done to it changes nothing in the object store."""
+    """Return the value. Its memory is its own: what is done to it changes nothing in the object
+    store.
+    """
     buffers = map(_arrived_buffer, parcel.buffers)
     if not parcel.refs:
         return pickle.loads(parcel.header, buffers=buffers)
@@ -202,7 +225,9 @@ def load(parcel: Parcel) -> Any:
 
 
 def _arrived_buffer(buffer: Any) -> Any:
-    """Return memory that may be changed: a private mapping of a large buffer, a copy of a smaller one."""
+    """Return memory that may be changed: a private mapping of a large buffer, a copy of a smaller
+    one.
+    """
     view = memoryview(buffer)
     return own(buffer) if view.nbytes >= MAPPED_BYTES else bytearray(view)
 
@@ -214,11 +239,12 @@ class Unloadable(NamedTuple):
 
 
 class ParcelKeeper:
-    """Keeps the values of a call as they are when they are returned, whatever happens to them later.
+    """Keeps the values of a call as they are when they are returned, whatever happens to them
+    later.
 
-    Their large buffers stay where they are (`loose`) until something else is about to run: `secure` copies them then. So the
-    last value of a call is not copied, nor is the only one. Copies are made in memory that the process has had before
-    (`SCRATCH_BYTES`), as long as they fit.
+    Their large buffers stay where they are (`loose`) until something else is about to run: `secure`
+    copies them then. So the last value of a call is not copied, nor is the only one. Copies are
+    made in memory that the process has had before (`SCRATCH_BYTES`), as long as they fit.
     """
 
     def __init__(self) -> None:
@@ -243,7 +269,9 @@ class ParcelKeeper:
         return parcel
 
     def secure(self) -> bool:
-        """Copy the buffers of what was kept, each once: what runs next may change them. False if there is no memory for that."""
+        """Copy the buffers of what was kept, each once: what runs next may change them. False if
+        there is no memory for that.
+        """
         try:
             for parcel in self.loose:
                 parcel.buffers[:] = [self._copied(buffer) for buffer in parcel.buffers]
@@ -270,12 +298,15 @@ class ParcelKeeper:
 
 
 def join(values: list[Any]) -> Parcel:
-    """Put values together, those that were kept as parcels among those that need not be, for `load_each`.
+    """Put values together, those that were kept as parcels among those that need not be, for
+    `load_each`.
 
-    Each parcel is opened by itself, so that one that cannot be opened does not take the others with it.
+    Each parcel is opened by itself, so that one that cannot be opened does not take the others with
+    it.
     """
     plain = [None if type(value) is Parcel else value for value in values]
-    others: list[tuple[int, Any, int, int]] = []  # position, pickle, how many buffers and references belong to it
+    # position, pickle, how many buffers and references belong to it
+    others: list[tuple[int, Any, int, int]] = []
     buffers: list[Any] = []
     refs: list[Any] = []
     for position, value in enumerate(values):
@@ -289,7 +320,9 @@ def join(values: list[Any]) -> Parcel:
 
 
 def load_each(parcel: Parcel) -> list[Any]:
-    """Return the values that `join` has put together; an `Unloadable` for each that cannot be unpickled here."""
+    """Return the values that `join` has put together; an `Unloadable` for each that cannot be
+    unpickled here.
+    """
     values: list[Any]
     buffers, refs = iter(parcel.buffers), iter(parcel.refs)
     values, others = pickle.loads(parcel.header, buffers=buffers)  # takes those that are pickles
@@ -297,13 +330,16 @@ def load_each(parcel: Parcel) -> list[Any]:
         own = Parcel(header, list(islice(buffers, num_buffers)), list(islice(refs, num_refs)))
         try:
             values[position] = load(own)
-        except (Exception, SystemExit) as error:  # it runs the user's code, which may not end this process
+        except (Exception, SystemExit) as error:
+            # it runs the user's code, which may not end this process
             values[position] = Unloadable(error)
     return values
 
 
 def _is_plain_data(value: Any) -> bool:
-    """Whether a value is of plain types only, down to one level: then its pickle needs nothing and cannot fail."""
+    """Whether a value is of plain types only, down to one level: then its pickle needs nothing and
+    cannot fail.
+    """
     kind = type(value)
     if kind is dict:
         return PLAIN.issuperset(map(type, value)) and PLAIN.issuperset(map(type, value.values()))
@@ -311,10 +347,12 @@ def _is_plain_data(value: Any) -> bool:
 
 
 def snapshot(value: Any, what: str) -> bytes:
-    """Pickle a value as it is now, in one piece outside the object store, so that it outlives its sender.
+    """Pickle a value as it is now, in one piece outside the object store, so that it outlives its
+    sender.
 
     Raises:
-        SerializationError: It cannot be pickled, or has object references of Ray's in it, which end with their owner.
+        SerializationError: It cannot be pickled, or has object references of Ray's in it, which end
+            with their owner.
     """
     if _is_plain_data(value):
         return pickle.dumps(value, protocol=5)
@@ -324,14 +362,16 @@ def snapshot(value: Any, what: str) -> bytes:
         raise unpicklable(value, what, error) from error
     if parcel.refs:
         raise SerializationError(
-            f"Cannot send {what}: there is an ObjectRef in it, whose object ends with this process. Send ray.get() of it.",
+            f"Cannot send {what}: there is an ObjectRef in it, whose object ends with this process."
+            " Send ray.get() of it.",
             what="an ObjectRef",
         )
     return bytes(parcel.header)
 
 
 def pack(value: Any, what: str, *, is_trial: bool = False) -> Packed:
-    """Make a value ready to travel, to any number of workers; in a trial, only make sure that it can.
+    """Make a value ready to travel, to any number of workers; in a trial, only make sure that it
+    can.
 
     Raises:
         SerializationError: It cannot be pickled; the message names the variable at fault.
@@ -356,15 +396,19 @@ def _try(value: Any) -> None:
 
 
 def _pickled_by_name(value: Any) -> bytes | None:
-    """Return the pickle of a function that workers can import, or of a call with plain arguments; None for all else.
+    """Return the pickle of a function that workers can import, or of a call with plain arguments;
+    None for all else.
 
-    What cloudpickle would do with them, in a tenth of its time: for a future that is most of what it costs.
+    What cloudpickle would do with them, in a tenth of its time: for a future that is most of what
+    it costs.
     """
     if isinstance(value, FunctionType) and (
         value.__module__ in (None, "__main__") or cloudpickle.list_registry_pickle_by_value()
     ):
         return None
-    if isinstance(value, FunctionType) or (isinstance(value, BuiltinFunctionType) and isinstance(value.__self__, ModuleType)):
+    if isinstance(value, FunctionType) or (
+        isinstance(value, BuiltinFunctionType) and isinstance(value.__self__, ModuleType)
+    ):
         try:
             return pickle.dumps(value, protocol=5)
         except (pickle.PicklingError, AttributeError):
@@ -373,7 +417,8 @@ def _pickled_by_name(value: Any) -> bytes | None:
         args, kwargs = value[0]
         if type(args) is tuple and not kwargs and PLAIN.issuperset(map(type, args)):
             quick = pickle.dumps(value, protocol=5)
-            return bytes(memoryview(quick)) if len(quick) < INLINE_BYTES else None  # a pickle lies in a block for larger ones
+            # a pickle lies in a block for larger ones
+            return bytes(memoryview(quick)) if len(quick) < INLINE_BYTES else None
     return None
 
 
@@ -406,13 +451,16 @@ def unpicklable(value: Any, what: str, error: BaseException) -> SerializationErr
     advice = "Make it inside the function, or pass what it is made from."
     if INHERITANCE in reason:
         advice = (
-            "Ray starts the workers, so they inherit nothing. Pass a raypool.DataQueue for values that come and go, and keep "
-            "what all share in pool.store; or take it from a multiprocessing.Manager(), which workers of its own machine reach."
+            "Ray starts the workers, so they inherit nothing. Pass a raypool.DataQueue for values"
+            " that come and go, and keep what all share in pool.store; or take it from a"
+            " multiprocessing.Manager(), which workers of its own machine reach."
         )
-    return SerializationError(f"Cannot send {what}: {named} cannot be pickled ({reason}). {advice}", what=named)
+    return SerializationError(
+        f"Cannot send {what}: {named} cannot be pickled ({reason}). {advice}", what=named
+    )
 
 
-# --- return values ----------------------------------------------------------------------------------------------------
+# --- return values --------------------------------------------------------------------------------
 
 
 _stored: weakref.WeakSet[StoredValues] = weakref.WeakSet()
@@ -429,7 +477,8 @@ def bring_home() -> None:
 
 
 class StoredValues:
-    """Values of a call that are too large for a message: they stay in Ray's object store until somebody asks.
+    """Values of a call that are too large for a message: they stay in Ray's object store until
+    somebody asks.
 
     `note_bytes` is told then how many bytes they are.
     """
@@ -449,11 +498,15 @@ class StoredValues:
         with self._lock:
             if self._ref is not None:
                 if not ray.is_initialized():  # asking would start a new one
-                    raise TaskError("A result is lost: Ray was shut down before anybody asked for it.")
+                    raise TaskError(
+                        "A result is lost: Ray was shut down before anybody asked for it."
+                    )
                 try:
                     parcel = Parcel(*client.fetched(self._ref))
                 except (rx.RayError, ValueError) as error:
-                    raise TaskError(f"A result that was there is lost: {loss_text(error)}.") from error
+                    raise TaskError(
+                        f"A result that was there is lost: {loss_text(error)}."
+                    ) from error
                 self._note_bytes(parcel.num_bytes)
                 self._values = loaded(parcel)
                 self._ref = None
@@ -484,8 +537,8 @@ def loaded(parcel: Parcel) -> list[Any]:
     for position, value in enumerate(values):
         if type(value) is Unloadable:
             error = SerializationError(
-                f"A result has arrived but cannot be unpickled here ({type(value.error).__name__}: {value.error}). "
-                "Its class must be importable in this process too.",
+                f"A result has arrived but cannot be unpickled here ({type(value.error).__name__}:"
+                f" {value.error}). Its class must be importable in this process too.",
                 what="a result",
             )
             error.__cause__ = value.error
@@ -493,11 +546,13 @@ def loaded(parcel: Parcel) -> list[Any]:
     return values
 
 
-# --- results of calls -------------------------------------------------------------------------------------------------
+# --- results of calls -----------------------------------------------------------------------------
 
 
 Sendable = tuple[int, int, bytes, float, dict[int, bytes], int | None]
-"""Of a `RawResult`: start, done, durations, start, errors (each pickled by itself: it may fail to be), peak memory [bytes]."""
+"""Of a `RawResult`: start, done, durations, start, errors (each pickled by itself: it may fail to
+be), peak memory [bytes].
+"""
 
 
 def pack_results(results: Sequence[RawResult]) -> list[Sendable]:
@@ -515,13 +570,17 @@ def pack_results(results: Sequence[RawResult]) -> list[Sendable]:
     ]
 
 
-def unpack_results(packed: Sequence[Sendable], values: Values, catch_up: Callable[[], None] | None) -> list[SliceResult]:
+def unpack_results(
+    packed: Sequence[Sendable], values: Values, catch_up: Callable[[], None] | None
+) -> list[SliceResult]:
     """Return the outcomes of the slices of a call, whose values follow each other in `values`."""
     results = []
     offset = 0
     for start, done, durations, started_at, errors, peak_memory_bytes in packed:
         failures = {index: unpack_failure(error) for index, error in errors.items()}
-        result = SliceResult(start, done, values, offset, failures, array("d", durations), started_at, catch_up)
+        result = SliceResult(
+            start, done, values, offset, failures, array("d", durations), started_at, catch_up
+        )
         result.peak_memory_bytes = peak_memory_bytes
         results.append(result)
         offset += done
@@ -529,17 +588,30 @@ def unpack_results(packed: Sequence[Sendable], values: Values, catch_up: Callabl
 
 
 def pack_narrowed(narrowed: Narrowed) -> bytes:
-    """Make what is done of a call that goes on ready to travel; values that are large come with its answer only."""
+    """Make what is done of a call that goes on ready to travel; values that are large come with its
+    answer only.
+    """
     values = [value for result in narrowed.results for value in result.values]
     parcel = join(values) if sum(map(_num_bytes, values)) < INLINE_BYTES else None
     if parcel is None or not parcel.is_small:
         narrowed, parcel = narrowed.without_values(), join([])
-    return pickle.dumps((narrowed.attempt_id, narrowed.kept, pack_results(narrowed.results), parcel.header), protocol=5)
+    return pickle.dumps(
+        (narrowed.attempt_id, narrowed.kept, pack_results(narrowed.results), parcel.header),
+        protocol=5,
+    )
 
 
 def _num_bytes(value: Any) -> int:
-    """Return how much a value is, without pickling it: of what need not be kept as a parcel, only these can be large."""
-    return len(value) if type(value) in (bytes, str) else value.num_bytes if type(value) is Parcel else 0
+    """Return how much a value is, without pickling it: of what need not be kept as a parcel, only
+    these can be large.
+    """
+    return (
+        len(value)
+        if type(value) in (bytes, str)
+        else value.num_bytes
+        if type(value) is Parcel
+        else 0
+    )
 
 
 def unpack_narrowed(packed: bytes) -> tuple[int, tuple[int, ...], list[SliceResult]]:
@@ -549,7 +621,9 @@ def unpack_narrowed(packed: bytes) -> tuple[int, tuple[int, ...], list[SliceResu
 
 
 def pack_error(error: BaseException) -> bytes:
-    """Pickle an exception with its traceback as text; its text stands in where it can't be pickled or unpickled."""
+    """Pickle an exception with its traceback as text; its text stands in where it can't be pickled
+    or unpickled.
+    """
     if isinstance(getattr(error, "results", None), Results):
         del error.results  # type: ignore[attr-defined]  # of a loop within the task; whoever is outside gets those of his own
     text = "".join(traceback.format_exception(error))
@@ -560,7 +634,9 @@ def pack_error(error: BaseException) -> bytes:
         pickle.loads(body)
     except BaseException:  # it runs the user's code
         body = None
-    return pickle.dumps((body, summary, text, [str(note) for note in getattr(error, "__notes__", ())]), protocol=5)
+    return pickle.dumps(
+        (body, summary, text, [str(note) for note in getattr(error, "__notes__", ())]), protocol=5
+    )
 
 
 def unpack_failure(packed: bytes) -> Failure:
@@ -571,7 +647,9 @@ def unpack_failure(packed: bytes) -> Failure:
     except BaseException:  # it runs the user's code
         error = None
     if not isinstance(error, BaseException):
-        error = TaskError(f"{summary} (the exception itself could not travel; the remote traceback is its cause)")
+        error = TaskError(
+            f"{summary} (the exception itself could not travel; the remote traceback is its cause)"
+        )
     with contextlib.suppress(Exception):  # it is the user's class, and may refuse attributes
         for note in notes:
             if note not in getattr(error, "__notes__", ()):
@@ -579,7 +657,7 @@ def unpack_failure(packed: bytes) -> Failure:
     return Failure(error, text)
 
 
-# --- variables that cannot be pickled ---------------------------------------------------------------------------------
+# --- variables that cannot be pickled -------------------------------------------------------------
 
 
 PATH_LENGTH = 60
@@ -598,10 +676,13 @@ class Culprit(NamedTuple):
     value: Any
 
     def __str__(self) -> str:
-        kind, path = kind_of(self.value), re.sub(r"_modules\['(\w+)'\]", r"\1", self.path)  # as torch names parts of a model
+        # as torch names parts of a model
+        kind, path = kind_of(self.value), re.sub(r"_modules\['(\w+)'\]", r"\1", self.path)
         if len(path) > PATH_LENGTH:
             path = f"…{path[-PATH_LENGTH:]}"
-        shown = f"{path!r} ({kind})" if path.isidentifier() else f"{path} ({kind})" if path else kind
+        shown = (
+            f"{path!r} ({kind})" if path.isidentifier() else f"{path} ({kind})" if path else kind
+        )
         return f"{shown} {self.origin}" if path and self.origin else shown
 
 
@@ -609,7 +690,9 @@ class _Tracer(pickle._Pickler):
     """Pickles in Python into nothing, and records the path to the part where that failed."""
 
     def __init__(self, pickler: Any) -> None:
-        super().__init__(types.SimpleNamespace(write=len), protocol=5, buffer_callback=lambda _: False)
+        super().__init__(
+            types.SimpleNamespace(write=len), protocol=5, buffer_callback=lambda _: False
+        )
         self.dispatch_table = pickler.dispatch_table
         self._pickler = pickler
         self.chain: list[Any] = []
@@ -628,9 +711,11 @@ class _Tracer(pickle._Pickler):
 
 
 def find_culprit(value: Any, pickler: Any, error: BaseException) -> Culprit:
-    """Return the part of a value that raised this error when this pickler had it: the innermost that the user has a name for.
+    """Return the part of a value that raised this error when this pickler had it: the innermost
+    that the user has a name for.
 
-    Private parts of objects of other packages (the lock of a `threading.Event`) are not named, but the object that has them.
+    Private parts of objects of other packages (the lock of a `threading.Event`) are not named, but
+    the object that has them.
     """
     tracer = _Tracer(pickler)
     try:
@@ -642,13 +727,26 @@ def find_culprit(value: Any, pickler: Any, error: BaseException) -> Culprit:
 
 
 def _walk(chain: list[Any]) -> Culprit:
-    """Follow the names from each object to the next; what is between two of them the pickler has made."""
+    """Follow the names from each object to the next; what is between two of them the pickler has
+    made.
+    """
     here = named = _beginning(chain[0])
     is_own = True
     while len(chain := chain[1:]):
         steps = ((number, _step(here, part)) for number, part in enumerate(chain))
-        functions = ((number, _beginning(part)) for number, part in enumerate(chain) if isinstance(part, types.FunctionType))
-        number, step = next(((number, step) for number, step in itertools.chain(steps, functions) if step is not None), (0, None))
+        functions = (
+            (number, _beginning(part))
+            for number, part in enumerate(chain)
+            if isinstance(part, types.FunctionType)
+        )
+        number, step = next(
+            (
+                (number, step)
+                for number, step in itertools.chain(steps, functions)
+                if step is not None
+            ),
+            (0, None),
+        )
         if step is None:
             break
         is_own = _is_own(here.value, step, is_own)
@@ -692,7 +790,8 @@ def _step(here: Culprit, part: Any) -> Culprit | None:
         names = _attributes(owner)
     for name, value in names:
         if value is part:
-            if _is_raypools(owner) and not isinstance(owner, tuple):  # around a user's function; a call has names that help
+            # around a user's function; a call has names that help
+            if _is_raypools(owner) and not isinstance(owner, tuple):
                 return _beginning(part)
             joint = "" if name.startswith("[") or not here.path else "."
             return here._replace(path=f"{here.path}{joint}{name}", value=part)
@@ -735,12 +834,17 @@ def _attributes(owner: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_own(owner: Any, step: Culprit, was_own: bool) -> bool:
-    """Whether the user knows the name of a part: if they have made its owner's class, or if the name is public."""
-    if isinstance(owner, (list, tuple, dict, set, frozenset, collections.deque, functools.partial, *METHODS)):
+    """Whether the user knows the name of a part: if they have made its owner's class, or if the
+    name is public.
+    """
+    if isinstance(
+        owner, (list, tuple, dict, set, frozenset, collections.deque, functools.partial, *METHODS)
+    ):
         return was_own
     package = _package(owner)
     if package in sys.stdlib_module_names:
-        return type(owner).__name__.endswith("Namespace")  # those of `types` and `argparse` have the user's names
+        # those of `types` and `argparse` have the user's names
+        return type(owner).__name__.endswith("Namespace")
     file = getattr(sys.modules.get(package), "__file__", None) or ""
     is_installed = package == "raypool" or any(folder in file for folder in INSTALLED)
     return not is_installed or not step.path.rpartition(".")[2].startswith("_")
@@ -768,10 +872,11 @@ def kind_of(value: Any) -> str:
     return f"{'an' if name[:1] in 'aeiouAEIOU' else 'a'} {name}"
 
 
-# --- private mappings -------------------------------------------------------------------------------------------------
+# --- private mappings -----------------------------------------------------------------------------
 #
-# All processes of a machine share the store's memory, and torch writes to it even through a read-only array. Of a private mapping
-# the system copies only the pages that somebody writes to: who reads pays for no copy.
+# All processes of a machine share the store's memory, and torch writes to it even through a
+# read-only array. Of a private mapping the system copies only the pages that somebody writes to:
+# who reads pays for no copy.
 
 
 FAILED = ctypes.c_void_p(-1).value
@@ -779,7 +884,14 @@ FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
@@ -794,7 +906,9 @@ def own(buffer: Any) -> Any:
 
 
 class FileRange(NamedTuple):
-    """A part of this process's memory that is a part of a file; the descriptor is -1 where that cannot be opened."""
+    """A part of this process's memory that is a part of a file; the descriptor is -1 where that
+    cannot be opened.
+    """
 
     start: int
     stop: int
@@ -803,11 +917,18 @@ class FileRange(NamedTuple):
 
 
 class _Mapping:
-    """A private mapping of a buffer. It ends with the last array on it, and keeps the buffer in the store until then."""
+    """A private mapping of a buffer. It ends with the last array on it, and keeps the buffer in the
+    store until then.
+    """
 
     def __init__(self, start: int, length: int, address: int, shared: np.ndarray[Any, Any]) -> None:
         self._start, self._length, self._shared = start, length, shared
-        self.__array_interface__ = {"data": (address, False), "shape": shared.shape, "typestr": "|u1", "version": 3}
+        self.__array_interface__ = {
+            "data": (address, False),
+            "shape": shared.shape,
+            "typestr": "|u1",
+            "version": 3,
+        }
 
     @staticmethod
     def make(piece: FileRange, address: int, shared: np.ndarray[Any, Any]) -> _Mapping | None:
@@ -816,7 +937,14 @@ class _Mapping:
         ahead = place % mmap.PAGESIZE
         length = shared.nbytes + ahead
         # Python's mmap would keep a descriptor for each.
-        start = _libc.mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, piece.descriptor, place - ahead)
+        start = _libc.mmap(
+            None,
+            length,
+            mmap.PROT_READ | mmap.PROT_WRITE,
+            mmap.MAP_PRIVATE,
+            piece.descriptor,
+            place - ahead,
+        )
         return None if start == FAILED else _Mapping(start, length, start + ahead, shared)
 
     def __del__(self, _unmap: Any = _libc.munmap) -> None:
@@ -831,11 +959,14 @@ class _Store:
         self._pieces: list[FileRange] = []
 
     def find(self, address: int, length: int) -> FileRange | None:
-        """Return the piece that this memory is in; None if it is not in the store, or that cannot be opened."""
+        """Return the piece that this memory is in; None if it is not in the store, or that cannot
+        be opened.
+        """
         worker = ray_private.worker.global_worker
         if not worker.connected:  # so with Ray Client, which has no store here
             return None
-        if worker.worker_id != self._worker_id:  # another Ray, whose store may be where that of the last one was
+        # another Ray, whose store may be where that of the last one was
+        if worker.worker_id != self._worker_id:
             self._forget()
             self._worker_id = worker.worker_id
         piece = self._known(address, length)
@@ -845,7 +976,14 @@ class _Store:
         return piece
 
     def _known(self, address: int, length: int) -> FileRange | None:
-        return next((piece for piece in self._pieces if piece.start <= address and address + length <= piece.stop), None)
+        return next(
+            (
+                piece
+                for piece in self._pieces
+                if piece.start <= address and address + length <= piece.stop
+            ),
+            None,
+        )
 
     def _forget(self) -> None:
         for descriptor in {piece.descriptor for piece in self._pieces} - {-1}:
@@ -853,12 +991,18 @@ class _Store:
         self._pieces = []
 
     def _look(self) -> None:
-        """Look at the memory of this process anew: a store that was full has grown by a file on disk."""
+        """Look at the memory of this process anew: a store that was full has grown by a file on
+        disk.
+        """
         self._forget()
         opened: dict[tuple[int, int], int] = {}
         for line in Path("/proc/self/maps").read_text().splitlines():
             span, access, offset, device, inode, *name = line.split(maxsplit=5)
-            if "s" in access and name and Path(name[0].removesuffix(" (deleted)")).name.startswith("plasma"):
+            if (
+                "s" in access
+                and name
+                and Path(name[0].removesuffix(" (deleted)")).name.startswith("plasma")
+            ):
                 major, minor = (int(number, 16) for number in device.split(":"))
                 file = os.makedev(major, minor), int(inode)
                 if file not in opened:
@@ -868,7 +1012,9 @@ class _Store:
 
 
 def _open(device: int, inode: int) -> int:
-    """Open a file that has no name any more, through the process of Ray's that holds it: the node's raylet; -1: in vain."""
+    """Open a file that has no name any more, through the process of Ray's that holds it: the node's
+    raylet; -1: in vain.
+    """
     for process in _raylets():
         with contextlib.suppress(OSError):  # it has just ended, or is another user's
             for path in Path(f"/proc/{process.pid}/fd").iterdir():
@@ -880,11 +1026,15 @@ def _open(device: int, inode: int) -> int:
 
 
 def _raylets() -> Iterator[psutil.Process]:
-    """Return the parent of a worker, or the child of a driver that has started Ray, and then all raylets of the machine."""
+    """Return the parent of a worker, or the child of a driver that has started Ray, and then all
+    raylets of the machine.
+    """
     here = psutil.Process()
     with contextlib.suppress(psutil.Error):
         yield from (process for process in [here.parent(), *here.children()] if process is not None)
-    yield from (process for process in psutil.process_iter(["name"]) if process.info["name"] == "raylet")
+    yield from (
+        process for process in psutil.process_iter(["name"]) if process.info["name"] == "raylet"
+    )
 
 
 _store = _Store()

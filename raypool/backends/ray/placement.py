@@ -16,7 +16,16 @@ from pathlib import Path
 
 from raypool.backends.ray import claims as claiming
 from raypool.backends.ray import shortages
-from raypool.backends.ray.claims import NO_LIMIT, Choice, Claim, Spot, Survey, Wanted, claim_number, spots
+from raypool.backends.ray.claims import (
+    NO_LIMIT,
+    Choice,
+    Claim,
+    Spot,
+    Survey,
+    Wanted,
+    claim_number,
+    spots,
+)
 from raypool.backends.ray.client import is_outside
 from raypool.backends.ray.demand import Demand, Need, Node, demand_of, growth, living_nodes
 from raypool.errors import PoolClosedError, RaypoolError, ResourceError
@@ -34,19 +43,24 @@ Found = dict[WorkerResources, list[Claim]]
 class Seating:
     """The places of a pool on Ray, numbered in the order of its workers. No number is used twice.
 
-    `claim` may take long, and runs in the caller's thread; `leave` and `close` are for the driver's.
+    `claim` may take long, and runs in the caller's thread; `leave` and `close` are for the
+    driver's.
     """
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
-        self._growth = functools.cache(growth)  # it takes a moment to ask; only where something is missing
+        # it takes a moment to ask; only where something is missing
+        self._growth = functools.cache(growth)
         self._demands = {
-            kind: demand_of(kind, profile.gpus is not None, profile.workers_per_gpu, self._nodes()) for kind in profile.kinds
+            kind: demand_of(kind, profile.gpus is not None, profile.workers_per_gpu, self._nodes())
+            for kind in profile.kinds
         }
         self._survey = Survey(profile.inventory, profile.min_free_memory_bytes)
         self._claims: dict[int, Claim] = {}  # by place
-        self._entries: dict[int, int] = {}  # by place; which of the profile's list of resources it is for
-        self._leaving: set[int] = set()  # places that are to be left, since too many stand on a claim
+        # by place; which of the profile's list of resources it is for
+        self._entries: dict[int, int] = {}
+        # places that are to be left, since too many stand on a claim
+        self._leaving: set[int] = set()
         self._next_place = 0
         self._released: list[Claim] = []  # which Ray may not have taken back yet
         self._seating = threading.Lock()
@@ -66,15 +80,18 @@ class Seating:
         return {line: claims for line, claims in found.items() if claims}
 
     def _nodes(self) -> list[Node]:
-        """Return the nodes that there are, and where none has a GPU, those that may come: workers are to have GPUs if any has."""
+        """Return the nodes that there are, and where none has a GPU, those that may come: workers
+        are to have GPUs if any has.
+        """
         there = living_nodes()
         has_gpus = any(node["Resources"].get("GPU", 0) >= 1 for node in there)
         return there if has_gpus else [*there, *(node for node, _ in self._growth().kinds)]
 
-    # --- new places ---------------------------------------------------------------------------------------------------
+    # --- new places -------------------------------------------------------------------------------
 
     def claim(self, least: int | None, most: int | None) -> dict[int, Claim]:
-        """Claim GPUs, or cores where workers have no GPU; shares of GPUs that the pool holds already come first.
+        """Claim GPUs, or cores where workers have no GPU; shares of GPUs that the pool holds
+        already come first.
 
         Returns:
             The new places, in order, and what each stands on.
@@ -87,15 +104,23 @@ class Seating:
             wanted = Wanted(self._profile.start_timeout_s, self._closed, self._others())
             if self._profile.listed:
                 entries = self._next_entries(least, most)
-                seats: Iterable[tuple[WorkerResources, int]] = [(self._profile.listed[entry], entry) for entry in entries]
+                seats: Iterable[tuple[WorkerResources, int]] = [
+                    (self._profile.listed[entry], entry) for entry in entries
+                ]
                 numbers = Counter(kind for kind, _ in seats)
-                found = self._claim_more({kind: (number if least else 0, number) for kind, number in numbers.items()}, wanted)
+                found = self._claim_more(
+                    {kind: (number if least else 0, number) for kind, number in numbers.items()},
+                    wanted,
+                )
             elif least is None or most is None:
                 (kind,) = self._profile.kinds
                 found, seats = self._claim_all(kind, wanted), itertools.repeat((kind, -1))
             else:
                 (kind,) = self._profile.kinds
-                found, seats = self._claim_more({kind: (least, most)}, wanted), itertools.repeat((kind, -1), most)
+                found, seats = (
+                    self._claim_more({kind: (least, most)}, wanted),
+                    itertools.repeat((kind, -1), most),
+                )
             try:
                 if self._closed.is_set():
                     raise PoolClosedError("The pool was shut down while it was to grow.")
@@ -115,13 +140,16 @@ class Seating:
         return {kind: claim_number([Need(demand, 1, most)], wanted, self._survey, self._growth)[0]}
 
     def _next_entries(self, least: int | None, most: int | None) -> list[int]:
-        """Return which of the listed resources the next workers are for: the first ones that no worker has."""
+        """Return which of the listed resources the next workers are for: the first ones that no
+        worker has.
+        """
         listed = self._profile.listed
         free = [entry for entry in range(len(listed)) if entry not in self._entries.values()]
         if least is not None and least > len(free):
             raise ResourceError(
-                f"Requested {least} workers, available {len(free)}: resources=[...] says what each of {len(listed)} workers "
-                "gets, and nothing of any more. Open a pool with a longer list.",
+                f"Requested {least} workers, available {len(free)}: resources=[...] says what each"
+                f" of {len(listed)} workers gets, and nothing of any more. Open a pool with a"
+                " longer list.",
                 requested=least,
                 available=len(free),
                 holders=(),
@@ -129,7 +157,9 @@ class Seating:
         return free[:most]
 
     def _claim_more(self, numbers: dict[WorkerResources, tuple[int, int]], wanted: Wanted) -> Found:
-        """Return what the pool holds and what else it needs for (least, most) more workers of each kind."""
+        """Return what the pool holds and what else it needs for (least, most) more workers of each
+        kind.
+        """
         found: Found = {}
         needs: dict[WorkerResources, Need] = {}
         wishes: dict[WorkerResources, Need] = {}  # for GPUs that were chosen
@@ -140,13 +170,21 @@ class Seating:
             held = found[kind] = self._held(demand)
             spare = sum(_spare(claim) for claim in held)
             need = Need(
-                demand, max(0, -(-(least - spare) // share)), max(0, most - spare), len(held), len(self._profile.listed) > 0
+                demand,
+                max(0, -(-(least - spare) // share)),
+                max(0, most - spare),
+                len(held),
+                len(self._profile.listed) > 0,
             )
             if self._profile.gpus is not None and demand.kind == "GPU":
                 chosen[kind], wishes[kind] = self._chosen_spots(need, held, least), need
             else:
                 needs[kind] = need
-        for kind, claims in zip(needs, claim_number(list(needs.values()), wanted, self._survey, self._growth), strict=True):
+        for kind, claims in zip(
+            needs,
+            claim_number(list(needs.values()), wanted, self._survey, self._growth),
+            strict=True,
+        ):
             found[kind] += claims
         for kind, meant in chosen.items():
             choice, need = Choice(self._demands[kind], meant, self._survey), wishes[kind]
@@ -154,7 +192,9 @@ class Seating:
         return found
 
     def _chosen_spots(self, need: Need, held: list[Claim], least: int) -> list[Spot]:
-        """Return which of the GPUs that the user has chosen the pool does not hold; those of lost machines may come back."""
+        """Return which of the GPUs that the user has chosen the pool does not hold; those of lost
+        machines may come back.
+        """
         gpus, share = self._profile.gpus or (), need.demand.first_workers
         ours = {(claim.node_id, claim.gpu) for claim in held}
         others = [spot for spot in spots(gpus, skip_missing=not need.least) if spot not in ours]
@@ -164,10 +204,18 @@ class Seating:
         return others
 
     def _held(self, demand: Demand) -> list[Claim]:
-        return list({id(claim): claim for claim in list(self._claims.values()) if claim.demand is demand}.values())
+        return list(
+            {
+                id(claim): claim for claim in list(self._claims.values()) if claim.demand is demand
+            }.values()
+        )
 
-    def _seated(self, found: Found, seats: Iterable[tuple[WorkerResources, int]]) -> dict[int, Claim]:
-        """Spread workers evenly over the claims of their kind, as room allows; give back unused claims."""
+    def _seated(
+        self, found: Found, seats: Iterable[tuple[WorkerResources, int]]
+    ) -> dict[int, Claim]:
+        """Spread workers evenly over the claims of their kind, as room allows; give back unused
+        claims.
+        """
         places: dict[int, Claim] = {}
         with self._seating:
             for kind, entry in seats:
@@ -191,7 +239,7 @@ class Seating:
         self._next_place += 1
         return claim
 
-    # --- loans --------------------------------------------------------------------------------------------------------
+    # --- loans ------------------------------------------------------------------------------------
 
     @property
     def demands(self) -> list[Demand]:
@@ -205,11 +253,17 @@ class Seating:
         claiming.wait_released(claims, LEND_TIMEOUT_S)
 
     def take_back(self, lent: Mapping[int, tuple[Claim, int | None]]) -> dict[int, Claim]:
-        """Claim what was lent again, as far as it can be had: by place what it stood on, and the index of its GPU, if any."""
+        """Claim what was lent again, as far as it can be had: by place what it stood on, and the
+        index of its GPU, if any.
+        """
         with self._claiming:
             wanted = Wanted(self._profile.start_timeout_s, self._closed, self._others())
             alive = {str(node["NodeID"]) for node in living_nodes()}
-            there = {place: old for place, old in lent.items() if old[0].node_id in alive and place in self._claims}
+            there = {
+                place: old
+                for place, old in lent.items()
+                if old[0].node_id in alive and place in self._claims
+            }
             found: dict[int, Claim] = {}
             try:
                 self._claim_same(there, wanted, found)
@@ -224,17 +278,34 @@ class Seating:
             claiming.release_all([claim for claim in found.values() if not claim.num_workers])
             return found
 
-    def _claim_same(self, there: Mapping[int, tuple[Claim, int | None]], wanted: Wanted, found: dict[int, Claim]) -> None:
+    def _claim_same(
+        self, there: Mapping[int, tuple[Claim, int | None]], wanted: Wanted, found: dict[int, Claim]
+    ) -> None:
         asked: dict[int, Claim] = {}
         for demand in self._demands.values():
             places = {place: old for place, old in there.items() if old[0].demand is demand}
-            spots = {Spot(str(old.node_id), gpu): place for place, (old, gpu) in places.items() if gpu is not None}
-            for least in (len(spots), 1) if spots else ():  # all of them in good time, then those that are free
+            spots = {
+                Spot(str(old.node_id), gpu): place
+                for place, (old, gpu) in places.items()
+                if gpu is not None
+            }
+            # all of them in good time, then those that are free
+            for least in (len(spots), 1) if spots else ():
                 with contextlib.suppress(ResourceError):
-                    claims = Choice(demand, list(spots), self._survey).claim(least, len(spots), wanted)
-                    found |= {spots[Spot(str(claim.node_id), claim.gpu)]: claim for claim in claims if claim.gpu is not None}
+                    claims = Choice(demand, list(spots), self._survey).claim(
+                        least, len(spots), wanted
+                    )
+                    found |= {
+                        spots[Spot(str(claim.node_id), claim.gpu)]: claim
+                        for claim in claims
+                        if claim.gpu is not None
+                    }
                     break
-            asked |= {place: claiming.request(demand, old.node_id) for place, (old, gpu) in places.items() if gpu is None}
+            asked |= {
+                place: claiming.request(demand, old.node_id)
+                for place, (old, gpu) in places.items()
+                if gpu is None
+            }
         found |= asked
         while not all(map(claiming.is_ready, asked.values())) and not wanted.is_over():
             time.sleep(claiming.POLL_S)
@@ -244,9 +315,11 @@ class Seating:
     def why_taken(self, gpu: int | None) -> str:
         """Say who holds a claim that was lent."""
         what = "its core was" if gpu is None else f"GPU {gpu} was"
-        return f"{what} taken by somebody else while a training had it. {shortages.held_by(())}".rstrip(".")
+        return f"{what} taken by somebody else while a training had it. {shortages.held_by(())}".rstrip(
+            "."
+        )
 
-    # --- shared GPUs --------------------------------------------------------------------------------------------------
+    # --- shared GPUs ------------------------------------------------------------------------------
 
     def widen(self, claim: Claim, room: int) -> dict[int, Claim]:
         """Allow so many workers on a claim; return the new places."""
@@ -260,7 +333,9 @@ class Seating:
             return dict.fromkeys(range(first, self._next_place), claim)
 
     def narrow(self, claim: Claim, room: int) -> tuple[int, ...]:
-        """Allow at most so many workers on a claim; return the newest places, which have to be left."""
+        """Allow at most so many workers on a claim; return the newest places, which have to be
+        left.
+        """
         with self._seating:
             claim.room = room
             leaving = tuple(self._staying(claim)[room:])
@@ -269,12 +344,18 @@ class Seating:
 
     def _staying(self, claim: Claim) -> list[int]:
         """Return the places on a claim that nobody was told to leave, in order."""
-        return [place for place, other in self._claims.items() if other is claim and place not in self._leaving]
+        return [
+            place
+            for place, other in self._claims.items()
+            if other is claim and place not in self._leaving
+        ]
 
-    # --- places given back --------------------------------------------------------------------------------------------
+    # --- places given back ------------------------------------------------------------------------
 
     def leave(self, place: int) -> Claim | None:
-        """Give a place up; return its claim if it has no other place, for `give_back` once its worker has ended."""
+        """Give a place up; return its claim if it has no other place, for `give_back` once its
+        worker has ended.
+        """
         with self._seating:
             claim = self._claims.pop(place)
             self._entries.pop(place, None)
@@ -295,7 +376,9 @@ class Seating:
             pass
 
     def close(self, timeout_s: float) -> None:
-        """Give everything back, and wait until Ray could give it to somebody else, at most so long."""
+        """Give everything back, and wait until Ray could give it to somebody else, at most so
+        long.
+        """
         for place in list(self._claims):  # those that came too late to be heard of
             left = self.leave(place)
             if left is not None:
@@ -306,7 +389,10 @@ class Seating:
 def _line_of_user() -> str:
     """Return the line of the user's code that is opening a pool, and where it is."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("raypool", "joblib"):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
+        "raypool",
+        "joblib",
+    ):
         frame = frame.f_back
     file, number = frame.f_code.co_filename, frame.f_lineno
     is_cell = "ipykernel_" in file or file.startswith("<ipython-input")

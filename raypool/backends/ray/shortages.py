@@ -11,7 +11,15 @@ import ray
 from ray.util import placement_group_table
 
 from raypool.backends.ray.client import ask_inside
-from raypool.backends.ray.demand import ACCELERATOR, Demand, Need, Node, living_nodes, name_of, names_of
+from raypool.backends.ray.demand import (
+    ACCELERATOR,
+    Demand,
+    Need,
+    Node,
+    living_nodes,
+    name_of,
+    names_of,
+)
 from raypool.errors import ResourceError
 from raypool.gpus.devices import GpuDevice
 from raypool.gpus.sharing import CONTEXT_BYTES
@@ -33,7 +41,9 @@ logger = logging.getLogger("raypool")
 
 
 def holders() -> tuple[str, ...]:
-    """Return who holds GPUs or cores in placement groups, and which other actors are alive, as far as Ray tells."""
+    """Return who holds GPUs or cores in placement groups, and which other actors are alive, as far
+    as Ray tells.
+    """
     found = []
     for group in placement_group_table().values():
         if group["state"] == "CREATED":
@@ -43,7 +53,10 @@ def holders() -> tuple[str, ...]:
                     amounts[name] = amounts.get(name, 0) + bundle.get(name, 0)
             held = " and ".join(f"{amount:g} {name}" for name, amount in amounts.items() if amount)
             found.append(f"{group['name'].partition('#')[0] or 'a placement group'} ({held})")
-    merged = [f"{count} x {name}" if (count := found.count(name)) > 1 else name for name in dict.fromkeys(found)]
+    merged = [
+        f"{count} x {name}" if (count := found.count(name)) > 1 else name
+        for name in dict.fromkeys(found)
+    ]
     return (*merged, *ask_inside(_other_actors))
 
 
@@ -63,7 +76,7 @@ def held_by(names: tuple[str, ...]) -> str:
     return f"Held by: {'; '.join(names)}." if names else "Nobody holds any."
 
 
-# --- shortages of any GPUs or cores -----------------------------------------------------------------------------------
+# --- shortages of any GPUs or cores ---------------------------------------------------------------
 
 
 def check_sum(needs: Sequence[Need]) -> None:
@@ -78,8 +91,9 @@ def check_sum(needs: Sequence[Need]) -> None:
         if requested > capacity and len(needs) > 1:
             parts = " + ".join(f"{amount:g}" for amount in amounts if amount)
             raise ResourceError(
-                f"{name}: requested {requested:g} ({parts}) for {sum(need.least for need in needs)} workers, "
-                f"available {capacity:g}. Ask for fewer workers in resources=[...], or for less for each.",
+                f"{name}: requested {requested:g} ({parts}) for {sum(need.least for need in needs)}"
+                f" workers, available {capacity:g}. Ask for fewer workers in resources=[...], or"
+                " for less for each.",
                 requested=requested,
                 available=capacity,
                 holders=(),
@@ -110,7 +124,9 @@ def too_few(need: Need, there: int, crowd: Crowd, min_free_bytes: int | None) ->
 
 
 def room_beside(need: Need, others: Mapping[str, Sequence[Claim]]) -> int:
-    """Return how many more claims the cluster could hold beside these of other pools, if nobody else held anything."""
+    """Return how many more claims the cluster could hold beside these of other pools, if nobody
+    else held anything.
+    """
     return sum(need.demand.fits(node) for node in without(others, living_nodes())) - need.num_held
 
 
@@ -127,14 +143,19 @@ def without(others: Mapping[str, Sequence[Claim]], nodes: Iterable[Node]) -> lis
     return left
 
 
-def held_here(what: str, requested: float, available: float, kind: str, others: Mapping[str, Sequence[Claim]]) -> ResourceError:
-    """Return the error for what other open pools of this process hold: nobody else could end them."""
+def held_here(
+    what: str, requested: float, available: float, kind: str, others: Mapping[str, Sequence[Claim]]
+) -> ResourceError:
+    """Return the error for what other open pools of this process hold: nobody else could end
+    them.
+    """
     capacity = sum(node["Resources"].get(kind, 0) for node in living_nodes())
     names = tuple(f"the pool opened at {line}" for line in others)
     held = sum(claim.demand.bundle.get(kind, 0) for claims in others.values() for claim in claims)
     return ResourceError(
-        f"{what}: requested {requested:g}, available {available:g} (the cluster has {capacity:g}). This process itself holds "
-        f"{held:g}: {'; '.join(names)}. Use that pool (gcp() returns it), give back a part of it (resize), or end it (delete).",
+        f"{what}: requested {requested:g}, available {available:g} (the cluster has {capacity:g})."
+        f" This process itself holds {held:g}: {'; '.join(names)}. Use that pool (gcp() returns"
+        " it), give back a part of it (resize), or end it (delete).",
         requested=requested,
         available=available,
         holders=names,
@@ -145,8 +166,9 @@ def never(need: Need, there: int, most: int) -> ResourceError:
     """Return the error for more than a cluster could hold if it had grown as large as it may."""
     kind, each = need.demand.kind, need.demand.each
     return ResourceError(
-        f"{kind}: requested {need.least * each:g}, available {there * each:g}; with all nodes that its autoscaler may add, the "
-        f"cluster would have {most * each:g} for such workers. Ask for at most {most}, or raise max_workers in its file.",
+        f"{kind}: requested {need.least * each:g}, available {there * each:g}; with all nodes that"
+        f" its autoscaler may add, the cluster would have {most * each:g} for such workers. Ask for"
+        f" at most {most}, or raise max_workers in its file.",
         requested=need.least * each,
         available=there * each,
         holders=(),
@@ -157,9 +179,9 @@ def not_yet(need: Need, there: int) -> ResourceError:
     """Return the error for nodes that have not come in time."""
     kind, each = need.demand.kind, need.demand.each
     return ResourceError(
-        f"{kind}: requested {need.least * each:g}, available {there * each:g}: the nodes that the cluster's autoscaler was asked "
-        "for have not come within start_timeout_s. A machine of a cloud takes minutes: make that longer, and look at "
-        "`raypool cluster status`.",
+        f"{kind}: requested {need.least * each:g}, available {there * each:g}: the nodes that the"
+        " cluster's autoscaler was asked for have not come within start_timeout_s. A machine of a"
+        " cloud takes minutes: make that longer, and look at `raypool cluster status`.",
         requested=need.least * each,
         available=there * each,
         holders=(),
@@ -174,13 +196,18 @@ def say_growing(needs: Sequence[Need], there: Sequence[int]) -> None:
         if number < need.least
     )
     logger.warning(
-        "The cluster has no nodes for %s yet; its autoscaler adds them. Waiting, for start_timeout_s at most.", missing
+        "The cluster has no nodes for %s yet; its autoscaler adds them. Waiting, for"
+        " start_timeout_s at most.",
+        missing,
     )
 
 
 def _next_step(need: Need, there: int, capacity: float) -> str:
     if not capacity:
-        return "Give workers less (resources=WorkerResources(...)), or connect to a cluster that has some."
+        return (
+            "Give workers less (resources=WorkerResources(...)), or connect to a cluster that has"
+            " some."
+        )
     if not there:
         return "Wait for them to end, or end them."
     if need.is_listed:
@@ -189,20 +216,38 @@ def _next_step(need: Need, there: int, capacity: float) -> str:
 
 
 def lacking(demand: Demand, nodes: Sequence[Node]) -> str | None:
-    """Say what of a claim none of these nodes has, whoever may hold it; None if there is nothing of the kind."""
+    """Say what of a claim none of these nodes has, whoever may hold it; None if there is nothing of
+    the kind.
+    """
     marked = [node for node in nodes if has_labels(node["Labels"], demand.labels)]
     if not marked:
-        return f"{_unlabelled(demand.labels, nodes)} Change labels= in resources, or connect to a cluster that has such nodes."
+        return (
+            f"{_unlabelled(demand.labels, nodes)} Change labels= in resources, or connect to a"
+            " cluster that has such nodes."
+        )
     for name in demand.bundle:
         if name.startswith(ACCELERATOR) and not any(name in node["Resources"] for node in marked):
-            there = sorted({other for node in marked for other in node["Resources"] if other.startswith(ACCELERATOR)})
-            kinds = ", ".join(other.removeprefix(ACCELERATOR) for other in there) or "none of any type"
+            there = sorted(
+                {
+                    other
+                    for node in marked
+                    for other in node["Resources"]
+                    if other.startswith(ACCELERATOR)
+                }
+            )
+            kinds = (
+                ", ".join(other.removeprefix(ACCELERATOR) for other in there) or "none of any type"
+            )
             return (
-                f"No node has an accelerator of type {name.removeprefix(ACCELERATOR)}; there are: {kinds}. "
-                "Change accelerator_type= in resources (Ray's names count), or connect to a cluster that has it."
+                f"No node has an accelerator of type {name.removeprefix(ACCELERATOR)}; there are:"
+                f" {kinds}. Change accelerator_type= in resources (Ray's names count), or connect"
+                " to a cluster that has it."
             )
     able = [node for node in marked if demand.allows(node)]
-    largest = {name: max((node["Resources"].get(name, 0) for node in able), default=0) for name in demand.bundle}
+    largest = {
+        name: max((node["Resources"].get(name, 0) for node in able), default=0)
+        for name in demand.bundle
+    }
     words = [
         f"{name}: requested {amount:g}, the largest has {largest[name]:g}"
         for name, amount in demand.bundle.items()
@@ -211,8 +256,8 @@ def lacking(demand: Demand, nodes: Sequence[Node]) -> str | None:
     if not words:
         return None
     return (
-        f"No node of the cluster is large enough for a worker: {'; '.join(words)}. "
-        "Give workers less (resources=WorkerResources(...)), or connect to a cluster that has such nodes."
+        f"No node of the cluster is large enough for a worker: {'; '.join(words)}. Give workers"
+        " less (resources=WorkerResources(...)), or connect to a cluster that has such nodes."
     )
 
 
@@ -220,12 +265,19 @@ def _unlabelled(labels: Mapping[str, str], nodes: Sequence[Node]) -> str:
     for name, value in labels.items():
         if not any(has_labels(node["Labels"], {name: value}) for node in nodes):
             there = sorted({str(node["Labels"][name]) for node in nodes if name in node["Labels"]})
-            kinds = f"there are {', '.join(f'{name}={other}' for other in there)}" if there else f"none has a label {name}"
+            kinds = (
+                f"there are {', '.join(f'{name}={other}' for other in there)}"
+                if there
+                else f"none has a label {name}"
+            )
             return f"No node has the label {name}={value}; {kinds}."
-    return f"No node has all of the labels {', '.join(f'{name}={value}' for name, value in labels.items())}."
+    return (
+        "No node has all of the labels"
+        f" {', '.join(f'{name}={value}' for name, value in labels.items())}."
+    )
 
 
-# --- GPUs filled by others --------------------------------------------------------------------------------------------
+# --- GPUs filled by others ------------------------------------------------------------------------
 
 
 def said_of(crowd: Crowd, min_free_bytes: int | None) -> str:
@@ -233,14 +285,20 @@ def said_of(crowd: Crowd, min_free_bytes: int | None) -> str:
     if not crowd:
         return ""
     cards = ", ".join(
-        f"GPU {index} of {machine} ({(card.free_bytes or 0) / GIB:.1f} of {(card.total_bytes or 0) / GIB:.1f} GiB free)"
+        f"GPU {index} of {machine} ({(card.free_bytes or 0) / GIB:.1f} of"
+        f" {(card.total_bytes or 0) / GIB:.1f} GiB free)"
         for (machine, index), card in sorted(crowd.items())
     )
-    return f"Left out, as min_free_memory_bytes asks for {(min_free_bytes or 0) / GIB:.1f} GiB: {cards}."
+    return (
+        f"Left out, as min_free_memory_bytes asks for {(min_free_bytes or 0) / GIB:.1f} GiB:"
+        f" {cards}."
+    )
 
 
 def all_crowded(requested: int, available: int, crowd: str) -> ResourceError:
-    """Return the error for chosen GPUs of which too few have enough memory; `crowd`: what is said of the others."""
+    """Return the error for chosen GPUs of which too few have enough memory; `crowd`: what is said
+    of the others.
+    """
     return ResourceError(
         f"GPU: requested {requested}, available {available}. {crowd} "
         "Choose other GPUs, ask for less memory, or end who uses it (nvidia-smi names them).",
@@ -254,26 +312,30 @@ def too_narrow(share: int, machine: str, index: int, total_bytes: int) -> Resour
     """Return the error for more workers on a GPU than it can hold, whatever they do.
 
     Source:
-        PyTorch forum, "High GPU memory overhead" and "What is the reason for PyTorch's GPU memory floor?": 0.7 to 0.8 GB for a
-        process that has allocated nothing.
+        PyTorch forum, "High GPU memory overhead" and "What is the reason for PyTorch's GPU memory
+        floor?": 0.7 to 0.8 GB for a process that has allocated nothing.
     """
     most = max(1, total_bytes // CONTEXT_BYTES)
     return ResourceError(
-        f"{share} workers cannot share GPU {index} of {machine}: {total_bytes / GIB:.1f} GiB / {share} = "
-        f"{total_bytes / share / GIB:.2f} GiB for each, and what CUDA needs for a process alone is about "
-        f"{CONTEXT_BYTES / GIB:.1f} GiB. Ask for fewer (workers_per_gpu, or a larger part in resources): "
-        f"{most} at most, if they need nothing else.",
+        f"{share} workers cannot share GPU {index} of {machine}: {total_bytes / GIB:.1f} GiB /"
+        f" {share} = {total_bytes / share / GIB:.2f} GiB for each, and what CUDA needs for a"
+        f" process alone is about {CONTEXT_BYTES / GIB:.1f} GiB. Ask for fewer (workers_per_gpu, or"
+        f" a larger part in resources): {most} at most, if they need nothing else.",
         requested=share,
         available=most,
         holders=(),
     )
 
 
-# --- shortages of chosen GPUs -----------------------------------------------------------------------------------------
+# --- shortages of chosen GPUs ---------------------------------------------------------------------
 
 
-def in_use(missing: Sequence[str], free: Sequence[str], requested: int, available: int, crowd: str) -> ResourceError:
-    """Return the error for chosen GPUs that somebody holds; `crowd`: what is said of those that are full."""
+def in_use(
+    missing: Sequence[str], free: Sequence[str], requested: int, available: int, crowd: str
+) -> ResourceError:
+    """Return the error for chosen GPUs that somebody holds; `crowd`: what is said of those that are
+    full.
+    """
     names = holders()
     return ResourceError(
         f"GPU {', '.join(missing)} is in use: requested {requested}, available {available} "
@@ -284,10 +346,18 @@ def in_use(missing: Sequence[str], free: Sequence[str], requested: int, availabl
     )
 
 
-def no_such_gpus(missing: Sequence[int], known: Sequence[int], total: int, machine: str | None) -> ResourceError:
-    """Return the error for chosen GPUs that are not there; `machine`: which other than this one they are looked for on."""
+def no_such_gpus(
+    missing: Sequence[int], known: Sequence[int], total: int, machine: str | None
+) -> ResourceError:
+    """Return the error for chosen GPUs that are not there; `machine`: which other than this one
+    they are looked for on.
+    """
     where = "here: this machine" if machine is None else f"on {machine}, which"
-    numbered = f", numbered {', '.join(map(str, known))}" if known and list(known) != list(range(total)) else ""
+    numbered = (
+        f", numbered {', '.join(map(str, known))}"
+        if known and list(known) != list(range(total))
+        else ""
+    )
     elsewhere = _elsewhere() if machine is None and total == 0 else ""
     return ResourceError(
         f"GPU {', '.join(map(str, missing))} does not exist {where} has {total}{numbered}. "
@@ -306,24 +376,29 @@ def _elsewhere() -> str:
 def nameless(missing: Sequence[str]) -> ResourceError:
     """Return the error for chosen GPUs where nobody knows which index belongs to which GPU."""
     return ResourceError(
-        f"GPU {', '.join(missing)} could not be told from others: Ray was started with CUDA_VISIBLE_DEVICES as UUIDs, "
-        "and the driver (NVML), which knows their indices, does not answer. Look at nvidia-smi, or start Ray with indices.",
+        f"GPU {', '.join(missing)} could not be told from others: Ray was started with"
+        " CUDA_VISIBLE_DEVICES as UUIDs, and the driver (NVML), which knows their indices, does"
+        " not answer. Look at nvidia-smi, or start Ray with indices.",
         requested=len(missing),
         available=0,
         holders=(),
     )
 
 
-def no_more_chosen(gpus: Sequence[int] | Mapping[str, Sequence[int]], requested: int, available: int) -> ResourceError:
+def no_more_chosen(
+    gpus: Sequence[int] | Mapping[str, Sequence[int]], requested: int, available: int
+) -> ResourceError:
     """Return the error for more workers than the GPUs that were chosen have room for."""
     chosen = (
-        "; ".join(f"{', '.join(map(str, indices))} of {machine}" for machine, indices in gpus.items())
+        "; ".join(
+            f"{', '.join(map(str, indices))} of {machine}" for machine, indices in gpus.items()
+        )
         if isinstance(gpus, Mapping)
         else ", ".join(map(str, gpus))
     )
     return ResourceError(
-        f"GPU: requested {requested} workers, available {available}: the pool may use GPU {chosen} only. "
-        "Name more GPUs in gpus=[...], or ask for fewer workers.",
+        f"GPU: requested {requested} workers, available {available}: the pool may use GPU {chosen}"
+        " only. Name more GPUs in gpus=[...], or ask for fewer workers.",
         requested=requested,
         available=available,
         holders=(),
@@ -335,9 +410,14 @@ def no_such_machine(machine: str, indices: Sequence[int], nodes: Sequence[Node])
     there = ", ".join(f"{name_of(node)} ({node['NodeManagerAddress']})" for node in nodes)
     same = [node for node in nodes if machine in names_of(node)]
     fact = f"{len(same)} nodes of the cluster are" if same else "No node of the cluster is"
-    step = f"Use their ids: {', '.join(str(node['NodeID']) for node in same)}." if same else f"There are: {there}."
+    step = (
+        f"Use their ids: {', '.join(str(node['NodeID']) for node in same)}."
+        if same
+        else f"There are: {there}."
+    )
     return ResourceError(
-        f"{fact} called {machine!r}, of which gpus= names GPU {', '.join(map(str, indices))}. {step}",
+        f"{fact} called {machine!r}, of which gpus= names GPU {', '.join(map(str, indices))}."
+        f" {step}",
         requested=len(indices),
         available=0,
         holders=(),
@@ -347,7 +427,8 @@ def no_such_machine(machine: str, indices: Sequence[int], nodes: Sequence[Node])
 def same_machine(first: str, second: str, requested: int) -> ResourceError:
     """Return the error for two names of one machine."""
     return ResourceError(
-        f"{first!r} and {second!r} in gpus= are the same machine. Name each machine once, with all GPUs that are meant.",
+        f"{first!r} and {second!r} in gpus= are the same machine. Name each machine once, with all"
+        " GPUs that are meant.",
         requested=requested,
         available=0,
         holders=(),

@@ -19,7 +19,9 @@ from raypool.gpus.devices import GpuDevice, Inventory
 from raypool.gpus.table import gpus_here
 
 LOOK_S = 1.0
-"""How often the GPUs are looked at [s]; the driver says how busy one was in the last 1/6 s to 1 s."""
+"""How often the GPUs are looked at [s]; the driver says how busy one was in the last 1/6 s to 1
+s.
+"""
 
 ANSWER_S = 3.0
 """How long to wait for the memory in use [s]."""
@@ -54,11 +56,13 @@ def sum_of(memories: Sequence[GpuMemory]) -> GpuMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """How a GPU was used within some time, by whomever, as it was seen once a second; None stands for what is not known.
+    """How a GPU was used within some time, by whomever, as it was seen once a second; None stands
+    for what is not known.
 
     Attributes:
         num_readings: How often it was looked at.
-        mean_utilisation, peak_utilisation: The part of the time in which it was computing, from 0 to 1.
+        mean_utilisation, peak_utilisation: The part of the time in which it was computing, from 0
+            to 1.
         mean_used_bytes, peak_used_bytes: Its memory that was in use [bytes].
     """
 
@@ -87,13 +91,19 @@ class Telemetry:
 
     async def devices(self) -> list[GpuDevice]:
         """Return all GPUs of this node as they are now."""
-        return await asyncio.get_running_loop().run_in_executor(self._asking, lambda: gpus_here(self._inventory)[0])
+        return await asyncio.get_running_loop().run_in_executor(
+            self._asking, lambda: gpus_here(self._inventory)[0]
+        )
 
     async def memory_used(self, gpus: Sequence[int]) -> int | None:
-        """Return how much memory of these GPUs is in use [bytes]; None if that is not known, or takes too long."""
+        """Return how much memory of these GPUs is in use [bytes]; None if that is not known, or
+        takes too long.
+        """
         if not gpus:
             return 0
-        asked = asyncio.get_running_loop().run_in_executor(self._asking, self._inventory.memory_used, gpus)
+        asked = asyncio.get_running_loop().run_in_executor(
+            self._asking, self._inventory.memory_used, gpus
+        )
         try:
             return await asyncio.wait_for(asked, ANSWER_S)
         except TimeoutError:
@@ -115,21 +125,28 @@ class Telemetry:
     async def _look(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            for gpu, reading in await loop.run_in_executor(self._asking, self._read, list(self._users)):
+            for gpu, reading in await loop.run_in_executor(
+                self._asking, self._read, list(self._users)
+            ):
                 self.note(gpu, reading)
             await asyncio.sleep(self._look_s)
 
     def _read(self, gpus: Sequence[int]) -> list[tuple[int, Reading]]:
         cards = self._inventory.load(gpus)
         now = time.time()
-        return [(card.index, Reading(now, card.utilisation, card.used_bytes, card.total_bytes)) for card in cards]
+        return [
+            (card.index, Reading(now, card.utilisation, card.used_bytes, card.total_bytes))
+            for card in cards
+        ]
 
     def note(self, gpu: int, reading: Reading) -> None:
         """Take note of what a GPU was like."""
         self._readings.setdefault(gpu, deque(maxlen=KEPT)).append(reading)
 
     def newest(self) -> dict[int, GpuMemory]:
-        """Return the memory of each GPU as it was seen last, if that was lately; nobody is asked for it."""
+        """Return the memory of each GPU as it was seen last, if that was lately; nobody is asked
+        for it.
+        """
         since = time.time() - STALE_S
         newest = {gpu: readings[-1] for gpu, readings in self._readings.items()}
         return {
@@ -139,8 +156,12 @@ class Telemetry:
         }
 
     def usage(self, gpu: int, since: float, until: float) -> Usage | None:
-        """Return how a GPU was used between two times [s since the epoch], None if it was not looked at between them."""
-        readings = [reading for reading in self._readings.get(gpu, ()) if since <= reading.taken_at <= until]
+        """Return how a GPU was used between two times [s since the epoch], None if it was not
+        looked at between them.
+        """
+        readings = [
+            reading for reading in self._readings.get(gpu, ()) if since <= reading.taken_at <= until
+        ]
         if not readings:
             return None
         rates = [reading.utilisation for reading in readings if reading.utilisation is not None]

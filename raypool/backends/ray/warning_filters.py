@@ -1,4 +1,6 @@
-"""The script's filters for warnings, in its workers. They travel with a call whenever they have changed."""
+"""The script's filters for warnings, in its workers. They travel with a call whenever they have
+changed.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,18 @@ with warnings.catch_warnings():  # while this is imported: it must not happen in
     warnings.resetwarnings()
     warnings._processoptions(sys.warnoptions)  # type: ignore[attr-defined]  # there is no public way to read them
     _begun_with = (*warnings.filters, *PYTHONS_OWN)
-    """What nobody has set in the script. `python -W` is about one process, and workers have PYTHONWARNINGS themselves."""
+    """What nobody has set in the script. `python -W` is about one process, and workers have
+    PYTHONWARNINGS themselves.
+    """
 
 _seen: list[Filter] = []
 _packed: tuple[bytes, ...] = ()
 
 
 def filters_here() -> tuple[bytes, ...]:
-    """Return the filters that the script and its imports have set, pickled; the same object as before, if none has changed."""
+    """Return the filters that the script and its imports have set, pickled; the same object as
+    before, if none has changed.
+    """
     global _seen, _packed
     if warnings.filters != _seen:
         _seen = list(warnings.filters)
@@ -54,11 +60,17 @@ class WarningFilters:
         self._taken: list[Filter] = []
 
     def follow(self, packed: Sequence[bytes]) -> None:
-        """Take the script's filters. Those that a setup or a task has set in this process come first."""
+        """Take the script's filters. Those that a setup or a task has set in this process come
+        first.
+        """
         before, self._taken = self._taken, []
         for each in packed:
             with contextlib.suppress(Exception):  # a category of a module that is not here
                 self._taken.append(pickle.loads(each))
-        later = [each for each in warnings.filters if each not in (*before, *self._taken, *self._begun_with)]
+        later = [
+            each
+            for each in warnings.filters
+            if each not in (*before, *self._taken, *self._begun_with)
+        ]
         warnings.resetwarnings()  # so that what has been warned of is looked at again
         warnings.filters.extend([*later, *self._taken, *self._begun_with])  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
 """The actor of a worker on Ray (`PoolWorker`), and what its process needs around it.
 
-`WorkerFolders` are the folders of its machine, `WorkerLink` is its connection to the pool, and `pin`
-limits the process to its GPUs.
+`WorkerFolders` are the folders of its machine, `WorkerLink` is its connection to the pool, and
+`pin` limits the process to its GPUs.
 """
 
 from __future__ import annotations
@@ -60,18 +60,31 @@ from raypool.worker.folders import hold
 from raypool.worker.gpu_memory import Leftover, Upkeep
 from raypool.worker.gpu_turns import Sharing, Turns, settle
 from raypool.worker.interrupts import ProcessGuard, terminate
-from raypool.worker.runner import Early, Narrowed, OpenCall, RawResult, Surroundings, Watch, run_parts, set_up
+from raypool.worker.runner import (
+    Early,
+    Narrowed,
+    OpenCall,
+    RawResult,
+    Surroundings,
+    Watch,
+    run_parts,
+    set_up,
+)
 from raypool.worker.running import is_retired, let_notes_travel, mark_worker_process, set_link
 from raypool.worker.setup_globals import call_setup, share_left
 
 COLLECT_BYTES = 16 * 1024 * 1024
-"""A process that has grown by so much collects garbage when it forgets a function, even if a call waits."""
+"""A process that has grown by so much collects garbage when it forgets a function, even if a call
+waits.
+"""
 
 DRAIN_TIMEOUT_S = 2.0
 """How long a worker that ends waits for its last messages to be sent [s]."""
 
 NEXT_HOME_S = 10.0
-"""How long a worker waits for the next home agent [s]: it takes a few seconds, unless the machine has gone."""
+"""How long a worker waits for the next home agent [s]: it takes a few seconds, unless the machine
+has gone.
+"""
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
@@ -79,8 +92,8 @@ PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 class News(NamedTuple):
     """What a worker does not know yet.
 
-    Functions, those that it may forget, and, if these have changed, the driver's modules, the levels of its loggers and its
-    filters for warnings.
+    Functions, those that it may forget, and, if these have changed, the driver's modules, the
+    levels of its loggers and its filters for warnings.
     """
 
     functions: dict[int, Packed]
@@ -90,23 +103,36 @@ class News(NamedTuple):
     filters: tuple[bytes, ...] | None
 
 
-def pack_call(attempt_id: int, parts: Sequence[Part], news: News, is_spent: bool, behind: int | None) -> Parcel:
+def pack_call(
+    attempt_id: int, parts: Sequence[Part], news: News, is_spent: bool, behind: int | None
+) -> Parcel:
     """Pack what a worker is to run, and what it has to know before.
 
-    `is_spent`: it has said that it is to be replaced, and is to run this all the same. `behind`: the call that this waits for.
+    `is_spent`: it has said that it is to be replaced, and is to run this all the same. `behind`:
+        the call that this waits for.
 
     One pickle of plain tuples: Ray would take each argument, and each tuple with a name, by itself.
     """
     functions, stale, project, levels, filters = news
-    told = (functions, stale, project and tuple(project), None if levels is None else tuple(levels), filters)
+    told = (
+        functions,
+        stale,
+        project and tuple(project),
+        None if levels is None else tuple(levels),
+        filters,
+    )
     call = (attempt_id, [tuple(part) for part in parts], told, is_spent, behind)
-    if all(isinstance(part.items, bytes) for part in parts) and all(isinstance(fn, bytes) for fn in functions.values()):
+    if all(isinstance(part.items, bytes) for part in parts) and all(
+        isinstance(fn, bytes) for fn in functions.values()
+    ):
         return Parcel(pickle.dumps(call, protocol=5), [], [])
     return dump(call)
 
 
 class Introduction(NamedTuple):
-    """Who a worker is, and where its process can be reached; `mps_problem`: why it goes without MPS, if that was wanted."""
+    """Who a worker is, and where its process can be reached; `mps_problem`: why it goes without
+    MPS, if that was wanted.
+    """
 
     info: WorkerInfo
     process: WorkerProcess
@@ -138,7 +164,8 @@ class PoolWorker:
         let_notes_travel()
         with contextlib.suppress(PermissionError):  # it is the head of a group already
             os.setpgid(0, 0)  # so that its children can be ended with it
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # and those of its children, which would be init's otherwise
+        # and those of its children, which would be init's otherwise
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         capture.install()
         self._forwarder = Forwarder()
         self._warning_filters = WarningFilters()
@@ -169,7 +196,9 @@ class PoolWorker:
         self._early = Early(Watch(), self._tell_early) if sharing is None else None
         self._info = WorkerInfo(index, platform.node(), os.getpid())
 
-    def introduce(self, setups: Sequence[Any], agent: Any = None, project: Snapshot | None = None) -> Introduction | str:
+    def introduce(
+        self, setups: Sequence[Any], agent: Any = None, project: Snapshot | None = None
+    ) -> Introduction | str:
         """Check that this process sees the GPUs that it was given, and no other, and set it up.
 
         Args:
@@ -191,13 +220,25 @@ class PoolWorker:
         mps_problem = _enter_mps(agent) if agent is not None else None
         found = [self._inventory.find(device) for device in given]
         gpus = tuple(index_of(device, known) for device, known in zip(given, found, strict=True))
-        named = [(device, known.uuid) for device, known in zip(given, found, strict=True) if known is not None]
-        uuids = tuple(device if device.startswith("MIG-") else uuid for device, uuid in named if uuid is not None)
+        named = [
+            (device, known.uuid)
+            for device, known in zip(given, found, strict=True)
+            if known is not None
+        ]
+        uuids = tuple(
+            device if device.startswith("MIG-") else uuid
+            for device, uuid in named
+            if uuid is not None
+        )
         name = found[0].name if found and found[0] is not None else None
-        self._info = WorkerInfo(self._info.index, self._info.host, self._info.pid, gpus, uuids, name)
+        self._info = WorkerInfo(
+            self._info.index, self._info.host, self._info.pid, gpus, uuids, name
+        )
         if given:
             total_bytes = found[0].total_bytes if found[0] is not None else None
-            self._upkeep = Upkeep(self._inventory.allocator(), self._info, total_bytes, self._max_leftover_bytes)
+            self._upkeep = Upkeep(
+                self._inventory.allocator(), self._info, total_bytes, self._max_leftover_bytes
+            )
         if self._sharing is not None and given:
             assert self._upkeep is not None
             self._upkeep.share = fraction_for(self._sharing.num_workers, total_bytes)
@@ -205,18 +246,23 @@ class PoolWorker:
             if self._sharing.takes_turns:
                 self._turns = Turns(self._inventory, given[0], self._folders.temporary)
         try:
-            calls = [functools.partial(call_setup, unpack(setup)) for setup in load(Parcel(*setups))]
+            calls = [
+                functools.partial(call_setup, unpack(setup)) for setup in load(Parcel(*setups))
+            ]
             self._is_set_up = bool(calls)
             set_up(calls, self._info)
         except (Exception, SystemExit) as error:
-            return Refusal(f"its setup failed, {''.join(traceback.format_exception_only(error)).strip()}")
+            return Refusal(
+                f"its setup failed, {''.join(traceback.format_exception_only(error)).strip()}"
+            )
         if self._upkeep is not None:
             self._upkeep.begin_anew()
         process = WorkerProcess(os.getpid(), self._guard.pipe, self._guard.board)
         return Introduction(self._info, process, context.get_node_id(), mps_problem)
 
     def attach(self, agent: Any, home: Any, is_far: bool, home_name: tuple[str, int]) -> None:
-        """Take note of the agent of this node, and of the one where the pool's exchange is; of others, when they have died.
+        """Take note of the agent of this node, and of the one where the pool's exchange is; of
+        others, when they have died.
 
         `is_far`: the driver is on none of their machines. `home_name`: the home agent's
         name (it has the pool's exchange), and its number among all homes of the pool.
@@ -233,8 +279,9 @@ class PoolWorker:
         """Run a call, packed by `pack_call`.
 
         Returns:
-            A small status (with the values in it, if they are small) and the values, if they are not. They are separate
-            objects, so that the driver reads the status only and a large value stays in the object store until somebody asks.
+            A small status (with the values in it, if they are small) and the values, if they are
+            not. They are separate objects, so that the driver reads the status only and a large
+            value stays in the object store until somebody asks.
         """
         fetched_before = Fetched.num_bytes
         attempt_id, fields, told, is_known, behind = load(Parcel(call, [], list(refs)))
@@ -263,21 +310,33 @@ class PoolWorker:
         self._keeper.release()  # Ray takes what is returned before it calls again
         sendables = pack_results(results)
         for result in results:
-            result.discard()  # each exception holds what its function had, and the result, which holds it
+            # each exception holds what its function had, and the result, which holds it
+            result.discard()
         del results
         leftover = self._settle(parts)
         said, fetched = self._outbox.flush(), Fetched.num_bytes - fetched_before
         weight = None if self._turns is None else self._turns.weigh()
         header, large = (parcel.header, None) if parcel.is_small else (None, parcel.for_ray())
-        others = [] if self._outdated else [(*other, self._info.host) for other in self._follower.others()]
+        others = (
+            []
+            if self._outdated
+            else [(*other, self._info.host) for other in self._follower.others()]
+        )
         changed = self._changed_models(parts)
         self._guard.end_call()
-        return pickle.dumps((sendables, said, fetched, weight, header, leftover, others, changed), protocol=5), large
+        return (
+            pickle.dumps(
+                (sendables, said, fetched, weight, header, leftover, others, changed), protocol=5
+            ),
+            large,
+        )
 
     def _renew_modules(self, must_run: bool) -> bool:
-        """Reload modules that the driver has in another version; False if this process is to be replaced instead.
+        """Reload modules that the driver has in another version; False if this process is to be
+        replaced instead.
 
-        What a setup has left in modules, or a constant has made of their classes, a reload would lose or mix up.
+        What a setup has left in modules, or a constant has made of their classes, a reload would
+        lose or mix up.
         """
         if (self._is_set_up or is_any_here()) and not must_run:
             return False
@@ -305,11 +364,15 @@ class PoolWorker:
         return run_parts(attempt_id, parts, here)
 
     def _tell_early(self, call: OpenCall, narrowed: Narrowed) -> None:
-        """Tell what is done of a call that lasts. The answer will have all of it once more, in case this gets lost."""
+        """Tell what is done of a call that lasts. The answer will have all of it once more, in case
+        this gets lost.
+        """
         self._outbox.send("early", narrowed.attempt_id, pack_narrowed(narrowed))
 
     def _settle(self, parts: Sequence[Part]) -> Leftover | None:
-        """See to what a call has left on the GPU, now that nothing of it is needed any more; say if that is too much."""
+        """See to what a call has left on the GPU, now that nothing of it is needed any more; say if
+        that is too much.
+        """
         if is_retired() or self._outdated:
             self._is_spent = True
             return Leftover("", None, is_spent=True)
@@ -324,7 +387,9 @@ class PoolWorker:
         return leftover
 
     def _changed_models(self, parts: Sequence[Part]) -> list[tuple[str, str]]:
-        """Return the functions that have changed a model that they capture, with its name; each once."""
+        """Return the functions that have changed a model that they capture, with its name; each
+        once.
+        """
         changed = []
         for fn_id in {part.fn_id for part in parts}:
             model = self._models[fn_id].changed() if fn_id in self._models else None
@@ -346,8 +411,9 @@ class PoolWorker:
     def forget(self, fn_ids: Sequence[int], is_idle: bool = True) -> None:
         """Let go of functions that nobody will call again, and of what they hold.
 
-        Functions and their global variables refer to each other: only the collector frees these. It takes a tenth of a second in
-        a process with torch; so if something waits to run, only where the process has grown.
+        Functions and their global variables refer to each other: only the collector frees these. It
+        takes a tenth of a second in a process with torch; so if something waits to run, only where
+        the process has grown.
         """
         if not fn_ids:
             return
@@ -361,7 +427,9 @@ class PoolWorker:
         self._used_bytes = min(self._used_bytes, used)
 
     def wind_up(self, teardown: Packed | None) -> str | None:
-        """Clean up constants, and call what workers end with; return what has gone wrong there, if anything."""
+        """Clean up constants, and call what workers end with; return what has gone wrong there, if
+        anything.
+        """
         try:
             set_up([discard_all, *([unpack(teardown)] if teardown is not None else [])], self._info)
         except Exception as error:
@@ -374,8 +442,9 @@ class PoolWorker:
 def refuse_breakpoint(*_: Any, **__: Any) -> NoReturn:
     """Raise an error where a task calls `breakpoint()`: Ray would silently wait for a debugger."""
     raise TaskError(
-        "breakpoint() was reached in a task on Ray, where nobody can type. Call the function with profile='inline', or run an "
-        "item of a durable loop in your debugger: raypool replay RUN_DIR ITEM --debug."
+        "breakpoint() was reached in a task on Ray, where nobody can type. Call the function with"
+        " profile='inline', or run an item of a durable loop in your debugger: raypool replay"
+        " RUN_DIR ITEM --debug."
     )
 
 
@@ -390,11 +459,15 @@ class WorkerFolders(CheckpointFolders):
         self._temporary: Path | None = None
 
     def attach(self, agent: Any, home: Any, is_far: bool) -> None:
-        """Take note of the agent of this node, and of the one of the driver's; `is_far`: the driver has none on its machine."""
+        """Take note of the agent of this node, and of the one of the driver's; `is_far`: the driver
+        has none on its machine.
+        """
         self._agent, self._home, self._is_far = agent, home, is_far
 
     def _temporary_of_node(self) -> Path:
-        """Return the pool's folder for temporary files on this machine; it is there as long as this process."""
+        """Return the pool's folder for temporary files on this machine; it is there as long as this
+        process.
+        """
         if self._temporary is None:
             self._check_may_ask()
             self._temporary = Path(answer_to(self._agent.temporary.remote()))
@@ -417,25 +490,33 @@ class WorkerFolders(CheckpointFolders):
                 raise token
             if sees(folder, token):
                 return
-        where = "which is outside of the cluster" if self._is_far else "and that machine does not share it with this one"
+        where = (
+            "which is outside of the cluster"
+            if self._is_far
+            else "and that machine does not share it with this one"
+        )
         raise InvalidValueError(
-            f"This item runs on the machine {platform.node()}, where its checkpoints cannot be kept: {folder} is a folder of the "
-            f"machine that opened the pool, {where}. Use a folder that all machines share, or a URL: "
-            "pool.options(checkpoints='s3://bucket/folder'), also beside a run_dir."
+            f"This item runs on the machine {platform.node()}, where its checkpoints cannot be"
+            f" kept: {folder} is a folder of the machine that opened the pool, {where}. Use a"
+            " folder that all machines share, or a URL:"
+            " pool.options(checkpoints='s3://bucket/folder'), also beside a run_dir."
         )
 
     def _check_may_ask(self) -> None:
         if os.getpid() != self._pid:
             raise InvalidValueError(
-                "A forked child process (of a DataLoader, say) cannot find out where the checkpoints of its task are. Ask for "
-                "current_task().checkpoint_dir in the task itself first."
+                "A forked child process (of a DataLoader, say) cannot find out where the"
+                " checkpoints of its task are. Ask for current_task().checkpoint_dir in the task"
+                " itself first."
             )
 
 
 class WorkerLink:
     """This process's way to its pool; see `raypool.worker.running.Link`."""
 
-    def __init__(self, worker_id: int, outbox: Outbox, agent: Any, home: Any, home_name: tuple[str, int]) -> None:
+    def __init__(
+        self, worker_id: int, outbox: Outbox, agent: Any, home: Any, home_name: tuple[str, int]
+    ) -> None:
         self.worker_id = worker_id
         self.send, self.send_latest = outbox.send, outbox.send_latest
         self._outbox = outbox
@@ -465,12 +546,20 @@ class WorkerLink:
             raise
 
     def _find_next_home(self) -> None:
-        """Wait until the pool has another home. It says so by a call, but this worker takes none before it has ended its task."""
+        """Wait until the pool has another home. It says so by a call, but this worker takes none
+        before it has ended its task.
+        """
         name, number = self._home_name
         deadline = time.monotonic() + NEXT_HOME_S
         while ray.is_initialized() and time.monotonic() < deadline:
             with contextlib.suppress(ValueError):  # there is none yet
-                self._home, self._home_name = ray.get_actor(f"{name}-{number + 1}"), (name, number + 1)
+                self._home, self._home_name = (
+                    ray.get_actor(f"{name}-{number + 1}"),
+                    (
+                        name,
+                        number + 1,
+                    ),
+                )
                 return
             time.sleep(LOOK_AGAIN_S)
 
@@ -483,7 +572,9 @@ class WorkerLink:
 
 
 def _enter_mps(agent: Any) -> str | None:
-    """Let this process use MPS, which the agent starts if it is not up yet; return why it does not, if so."""
+    """Let this process use MPS, which the agent starts if it is not up yet; return why it does not,
+    if so.
+    """
     if mps.is_chosen(os.environ):
         return None
     try:
@@ -494,12 +585,19 @@ def _enter_mps(agent: Any) -> str | None:
 
 
 def pin(given: Sequence[str], environ: MutableMapping[str, str]) -> str | None:
-    """Make sure, before anything touches CUDA, that these devices are the visible ones; return what is wrong, if anything."""
-    environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # CUDA would count the fastest first, Ray and nvidia-smi do not
+    """Make sure, before anything touches CUDA, that these devices are the visible ones; return what
+    is wrong, if anything.
+    """
+    # CUDA would count the fastest first, Ray and nvidia-smi do not
+    environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     visible = [device for device in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
     if not given or not visible:
-        # Ray lets a worker without a GPU see them all, and sets nothing where it was told to set nothing.
+        # Ray lets a worker without a GPU see them all, and sets nothing where it was told to set
+        # nothing.
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(given)
     elif list(given) != visible:
-        return f"it was given GPU {', '.join(given)}, but something has set CUDA_VISIBLE_DEVICES={','.join(visible)} there"
+        return (
+            f"it was given GPU {', '.join(given)}, but something has set"
+            f" CUDA_VISIBLE_DEVICES={','.join(visible)} there"
+        )
     return None
