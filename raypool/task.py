@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from raypool.errors import InvalidTypeError, InvalidValueError, whole_number
 from raypool.worker.folders import sync_folder
-from raypool.worker.running import Running, in_task, item_seed, note_here, notes_here, unbroken
+from raypool.worker.running import TaskContext, in_task, item_seed, note_here, notes_here, unbroken
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,7 @@ class CurrentTask:
     worker: int = 0
     gpu: int | None = None
     name: str | None = None
-    _note: Running | None = field(default=None, repr=False, compare=False)
+    _note: TaskContext | None = field(default=None, repr=False, compare=False)
 
     @property
     def should_stop(self) -> bool:

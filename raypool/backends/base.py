@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from raypool.channel.records import Function, GpuMemory, NodeDevices, Part
 from raypool.core.messages import Event, Signal
-from raypool.worker.running import Way
+from raypool.worker.running import ExchangeClient
 
 Post = Callable[[Event, Any], None]
 """How a backend tells the driver that something has happened, from any thread.
@@ -103,7 +103,7 @@ class Backend(Protocol):
         thread.
         """
 
-    def find_way(self) -> Way:
+    def find_way(self) -> ExchangeClient:
         """Return the way to the exchange that the processes of the pool share; from any thread."""
 
     def close(self) -> None:

@@ -50,8 +50,8 @@ from raypool.worker.checkpoint_folders import CheckpointFolders, temporary_here
 from raypool.worker.folders import TemporaryFolder
 from raypool.worker.interrupts import ThreadGuard, TimeLimit
 from raypool.worker.runner import (
-    Early,
-    Narrowed,
+    HandBack,
+    NarrowedCall,
     OpenCall,
     RawResult,
     Surroundings,
@@ -59,7 +59,7 @@ from raypool.worker.runner import (
     run_parts,
     set_up,
 )
-from raypool.worker.running import Say, Way, end_thread, in_task
+from raypool.worker.running import ExchangeClient, Say, end_thread, in_task
 
 if TYPE_CHECKING:
     from raypool.channel.exchange import LocalExchange
@@ -126,7 +126,7 @@ class InlineBackend:
         self._workers: dict[int, WorkerInfo] = {}  # by worker id
         self._guards: dict[int, ThreadGuard] = {}
         # by worker id, where calls run while others may be told of them
-        self._early: dict[int, Early] = {}
+        self._early: dict[int, HandBack] = {}
         # workers whose setup has succeeded, so that they have something to tear down
         self._set_ups: set[int] = set()
         # of gangs whose first rank has not come back, by task
@@ -142,7 +142,7 @@ class InlineBackend:
         self._folders = CheckpointFolders(temporary_here(self._temporary))
         self._find_way = find_way or (way_finder_here() if in_task() else self._way_of_own)
 
-    def find_way(self) -> Way:
+    def find_way(self) -> ExchangeClient:
         """Return the way to the exchange: that of the pool in whose task this was made, or one of
         its own.
         """
@@ -161,7 +161,7 @@ class InlineBackend:
     def gpu_memory(self, take: Callable[[dict[int, GpuMemory]], object]) -> None:
         """Do nothing: it is unknown which GPU a worker uses, if any."""
 
-    def _way_of_own(self) -> Way:
+    def _way_of_own(self) -> ExchangeClient:
         # which imports asyncio, for the few who need it
         from raypool.channel.exchange import LocalExchange
 
@@ -480,7 +480,9 @@ class ThreadsBackend(InlineBackend):
             target=_work, args=(calls,), name=name, daemon=True
         )
         thread.start()
-        self._early[worker_id] = Early(self._watch, functools.partial(self._tell_early, worker_id))
+        self._early[worker_id] = HandBack(
+            self._watch, functools.partial(self._tell_early, worker_id)
+        )
         info = self._note(worker_id, place)  # now, so that it can be ended from now on
         calls.put(lambda: self._set_up(worker_id, info, setups))
 
@@ -567,7 +569,7 @@ class ThreadsBackend(InlineBackend):
 
         self._calls[worker_id].put(call)
 
-    def _tell_early(self, worker_id: int, call: OpenCall, narrowed: Narrowed) -> None:
+    def _tell_early(self, worker_id: int, call: OpenCall, narrowed: NarrowedCall) -> None:
         """Report the finished items of a call that lasts, and drop them: the user may want them
         freed.
         """

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from raypool.worker.running import Running, note_here, notes_here
+from raypool.worker.running import TaskContext, note_here, notes_here
 
 STREAMS = ("stdout", "stderr")
 
@@ -28,18 +28,18 @@ KEPT_TEXT = MAX_LINES * MAX_LINE
 
 
 class _Writing(threading.local):
-    """The task whose text an `Echo` is passing on in this thread."""
+    """The task whose text an `CapturedStream` is passing on in this thread."""
 
-    note: Running | None = None
+    note: TaskContext | None = None
 
 
 _writing = _Writing()
 
 
-class Echo:
+class CapturedStream:
     """A stream in place of another: it passes everything on, and reports what a task writes.
 
-    It may pass text on to another `Echo`, through a stream that a library (colorama, say) has put
+    It may pass text on to another `CapturedStream`, through a stream that a library (colorama, say) has put
     between.
     """
 
@@ -113,7 +113,7 @@ def _is_closed(stream: Any, error: OSError | ValueError) -> bool:
 
 _num_listeners = 0
 _switching = threading.Lock()
-_recent: deque[Echo] = deque(maxlen=8)
+_recent: deque[CapturedStream] = deque(maxlen=8)
 """Up to Python 3.13, `print` writes its text and the end of the line to a stream that it holds no
 reference to: the last ones live on, for a thread that is at it while another takes its stream away,
 which would crash the process."""
@@ -138,7 +138,7 @@ def remove() -> None:
             return
         for name in STREAMS:
             stream = getattr(sys, name, None)
-            if isinstance(stream, Echo):
+            if isinstance(stream, CapturedStream):
                 _keep(stream)
                 setattr(sys, name, stream.original)
 
@@ -152,7 +152,7 @@ def put_on_top() -> None:
 
 def beneath(stream: Any) -> Any:
     """Return the stream that what is written to this one passes on to."""
-    return stream.original if isinstance(stream, Echo) else stream
+    return stream.original if isinstance(stream, CapturedStream) else stream
 
 
 def streams() -> tuple[Any, ...]:
@@ -180,15 +180,15 @@ def _is_usable(stream: Any) -> bool:
 def _put_on() -> None:
     for name in STREAMS:
         stream = getattr(sys, name, None)
-        if stream is not None and not isinstance(stream, Echo):
+        if stream is not None and not isinstance(stream, CapturedStream):
             echo = next(
                 (echo for echo in _recent if echo.original is stream and echo._name == name), None
-            ) or Echo(name, stream)
+            ) or CapturedStream(name, stream)
             _keep(echo)
             setattr(sys, name, echo)
 
 
-def _keep(echo: Echo) -> None:
+def _keep(echo: CapturedStream) -> None:
     if echo not in _recent:
         _recent.append(echo)
 
@@ -203,7 +203,7 @@ def listening() -> Iterator[None]:
         remove()
 
 
-def note_last_lines(error: BaseException, note: Running) -> None:
+def note_last_lines(error: BaseException, note: TaskContext) -> None:
     """Note in an exception what its item printed last, if anything."""
     if not note.printed:
         return

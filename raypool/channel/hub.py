@@ -18,7 +18,7 @@ from raypool.channel import queues
 from raypool.channel.feed import Feed, LoopFeed
 from raypool.channel.logs import Records
 from raypool.errors import InternalError
-from raypool.worker.running import Running
+from raypool.worker.running import TaskContext
 
 logger = logging.getLogger("raypool")
 
@@ -65,9 +65,9 @@ class Hub:
         """Note who wants to have what a task says."""
         self._holders[task_id] = holder
 
-    def say(self, note: Running, kind: str, payload: Any) -> bool:
+    def say(self, note: TaskContext, kind: str, payload: Any) -> bool:
         """Take what a task in this process says: its reports ("metrics") or what it prints
-        ("text"). See `Running`.
+        ("text"). See `TaskContext`.
         """
         feed = self._feed_of(note.task_id)
         if feed is None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from raypool.channel.feed import TEXT_BYTES, Last, Row
 from raypool.errors import InvalidValueError
-from raypool.worker.running import Running
+from raypool.worker.running import TaskContext
 
 INTERVAL_S = 0.02
 """At least so long between two batches [s]: what is said meanwhile shares one."""
@@ -72,7 +72,7 @@ class Outbox:
         _outboxes.add(self)
         threading.Thread(target=self._work, name="raypool-outbox", daemon=True).start()
 
-    def say(self, note: Running, kind: str, payload: Any) -> None:
+    def say(self, note: TaskContext, kind: str, payload: Any) -> None:
         """Say something about a task: what it reports ("metrics") or prints ("text")."""
         if kind == "metrics":
             self._put((kind, note.task_id, note.index, note.attempt, *payload), 0)

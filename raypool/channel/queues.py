@@ -37,7 +37,7 @@ from raypool.errors import (
     WorkerLostError,
     whole_number,
 )
-from raypool.worker.running import Link, Way, in_task, link
+from raypool.worker.running import ExchangeClient, PoolLink, in_task, link
 
 T = TypeVar("T")
 
@@ -369,7 +369,7 @@ NOBODY_READS = (
 logger = logging.getLogger("raypool")
 
 
-class Source(Way, Protocol):
+class Source(ExchangeClient, Protocol):
     """A pool whose workers put values into queues of this process."""
 
     def catch_up(self, sent: dict[int, int]) -> None:
@@ -725,7 +725,7 @@ class QueueProxy:
         self.is_closed = False
         self._maxsize = maxsize
         self._policy = policy
-        self._joined: Link | None = None
+        self._joined: PoolLink | None = None
 
     def put(self, value: Any) -> None:
         """Send a value."""
@@ -749,7 +749,7 @@ class QueueProxy:
         if self.is_closed:
             raise closed_error()
 
-    def _send(self, way: Link, pickled: bytes) -> None:
+    def _send(self, way: PoolLink, pickled: bytes) -> None:
         if self.is_closed:
             return
         if self._maxsize is None:
@@ -757,7 +757,7 @@ class QueueProxy:
         else:
             way.send_latest(self.key, self._maxsize, pickled)
 
-    def _join(self, way: Link) -> None:
+    def _join(self, way: PoolLink) -> None:
         """Make sure, once for each exchange, that this process hears of the queue's end."""
         if self._joined is not way:
             _hear_of_ends(way)
@@ -768,10 +768,10 @@ class QueueProxy:
 proxies_by_key: weakref.WeakValueDictionary[str, QueueProxy] = weakref.WeakValueDictionary()
 """Those in this process."""
 
-_heard: Link | None = None
+_heard: PoolLink | None = None
 
 
-def _hear_of_ends(way: Link) -> None:
+def _hear_of_ends(way: PoolLink) -> None:
     """Let a thread wait for the ends of queues, for as long as the pool lives."""
     global _heard
     if _heard is not way:
@@ -780,7 +780,7 @@ def _hear_of_ends(way: Link) -> None:
         _heard = way
 
 
-def _hear(way: Link) -> None:
+def _hear(way: PoolLink) -> None:
     ended: list[str] = []
     number = 0
     while True:

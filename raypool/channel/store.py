@@ -15,12 +15,12 @@ from typing import Any
 
 from raypool.channel.queues import Listener, check_timeout, sources
 from raypool.errors import InvalidTypeError, InvalidValueError, PoolClosedError, WorkerLostError
-from raypool.worker.running import Way, link, note_here
+from raypool.worker.running import ExchangeClient, link, note_here
 
 logger = logging.getLogger("raypool")
 
 
-FindWay = Callable[[], Way]
+FindWay = Callable[[], ExchangeClient]
 
 
 class ValueStore:
@@ -51,7 +51,7 @@ class ValueStore:
         {'weights': ['b', 'b']}
     """
 
-    def __init__(self, way: Way, key: str | None = None) -> None:
+    def __init__(self, way: ExchangeClient, key: str | None = None) -> None:
         self._way = way
         # by which the store is known, where it matters; None: whatever store there is
         self._key = key
@@ -257,12 +257,12 @@ def way_finder_here() -> FindWay:
     return _link_or_own if note is None or note.find_way is None else note.find_way
 
 
-def _link_or_own() -> Way:
+def _link_or_own() -> ExchangeClient:
     return link() or _own_exchange()
 
 
 @functools.cache
-def _own_exchange() -> Way:
+def _own_exchange() -> ExchangeClient:
     from raypool.channel.exchange import LocalExchange
 
     return LocalExchange()

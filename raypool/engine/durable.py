@@ -75,7 +75,7 @@ class DurableLoop(LoopWork):
         super().__init__(function, (), options)
         self.run_dir = journal.run_dir
         self.run = journal.run
-        feed = self.feed = SayingFeed()
+        feed = self.feed = ItemLogFeed()
         self._journal = journal
         self._home = self._home or str(journal.run_dir)
         self._rerun = rerun
@@ -621,7 +621,7 @@ METRICS = "metrics.jsonl"
 DIARY = "diary.txt"
 
 
-class SayingFeed(LoopFeed):
+class ItemLogFeed(LoopFeed):
     """A feed that also queues what items report and print, for `ItemFiles`."""
 
     __slots__ = ("_new",)
@@ -673,7 +673,7 @@ class ItemFiles:
     """
 
     def __init__(
-        self, feed: SayingFeed, keys: Sequence[str], folder: Callable[[str], Path], run: int
+        self, feed: ItemLogFeed, keys: Sequence[str], folder: Callable[[str], Path], run: int
     ) -> None:
         self._feed = feed
         self._keys = keys

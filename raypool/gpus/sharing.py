@@ -70,7 +70,7 @@ def worthwhile(load: Load) -> int:
     return max(1, math.ceil(min(SATURATED * load.seats / load.utilisation, float(MOST)) - 1e-9))
 
 
-def seats_for(load: Load) -> int:
+def workers_for(load: Load) -> int:
     """Return how many workers a GPU should have from now on.
 
     Never more than fit. Otherwise it grows, twice as many at a time at most: what few items needed
@@ -79,7 +79,7 @@ def seats_for(load: Load) -> int:
 
     Example:
         >>> small, large = Load(2, 16 * 2**30, peak_bytes=2**30), Load(4, 16 * 2**30, peak_bytes=14 * 2**30)
-        >>> seats_for(small), seats_for(large), seats_for(Load(1))
+        >>> workers_for(small), workers_for(large), workers_for(Load(1))
         (4, 1, 1)
     """
     fit = fitting(load)

@@ -27,7 +27,7 @@ from raypool.journal.reading import ItemRecord, entries_of, newest_run, position
 from raypool.journal.rows import get_back
 from raypool.worker.checkpoint_folders import CheckpointFolders
 from raypool.worker.runner import seed_everything
-from raypool.worker.running import Running, item_seed, running
+from raypool.worker.running import TaskContext, item_seed, running
 
 
 class Replay(NamedTuple):
@@ -53,7 +53,7 @@ class Replay(NamedTuple):
         Raises:
             Exception: Any error that the function raised.
         """
-        note = Running(self.number, self.attempt, self.seed, 0, None, self.name)
+        note = TaskContext(self.number, self.attempt, self.seed, 0, None, self.name)
         with tempfile.TemporaryDirectory(prefix="raypool-replay-") as folder:
             original = self.run_dir / "items" / self.key / "checkpoint"
             if original.is_dir():

@@ -49,17 +49,17 @@ class Roll(NamedTuple):
     worker_ids: tuple[int, ...]
 
 
-class Roster:
+class WarmGroups:
     """The warm groups of a pool.
 
     A worker is in one group at a time. A group is usable until a worker of it joins another.
 
     Example:
-        >>> roster = Roster()
-        >>> first = roster.number_for([7, 8])
-        >>> roster.number_for([7, 8]) == first
+        >>> groups = WarmGroups()
+        >>> first = groups.number_for([7, 8])
+        >>> groups.number_for([7, 8]) == first
         True
-        >>> roster.number_for([7]) == first, roster.number_for([7, 8]) == first
+        >>> groups.number_for([7]) == first, groups.number_for([7, 8]) == first
         (False, False)
     """
 
@@ -345,14 +345,14 @@ def choose_ranks(
     return number, places
 
 
-_rosters: weakref.WeakKeyDictionary[Driver, Roster] = weakref.WeakKeyDictionary()
+_rosters: weakref.WeakKeyDictionary[Driver, WarmGroups] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def roster_of(driver: Driver) -> Roster:
+def roster_of(driver: Driver) -> WarmGroups:
     """Return the warm groups of a pool."""
     with _lock:
-        return _rosters.setdefault(driver, Roster())
+        return _rosters.setdefault(driver, WarmGroups())
 
 
 def submit_spmd(

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.spmd.group import Group
-from raypool.spmd.transport import DATA_TAG, HEAD_TAG, Alone, Lines, Post
+from raypool.spmd.transport import DATA_TAG, HEAD_TAG, NoTransport, Post, Transport
 from raypool.spmd.wire import (
     SLOT_BYTES,
-    Word,
+    Header,
     as_bytes,
     as_tensor,
     copy_of,
@@ -83,7 +83,7 @@ def reduce(group: Group, x: Any, dst: int, op: Op) -> Any:
         return result if words[0].kind == "value" else _into(x, result)
 
 
-def _reduced(group: Group, x: Any, op: Op, run: Callable[[Lines, Any, str], None]) -> Any:
+def _reduced(group: Group, x: Any, op: Op, run: Callable[[Transport, Any, str], None]) -> Any:
     """Reduce a tensor in place, or a copy of an array."""
     import torch
 
@@ -117,7 +117,7 @@ def _as_native(x: Any, op: Op) -> tuple[Any, str]:
     return x, "sum" if op == "mean" else op
 
 
-def _is_native(word: Word, op: Op) -> bool:
+def _is_native(word: Header, op: Op) -> bool:
     if not isinstance(op, str):
         return False
     return word.dtype in NATIVE or (
@@ -151,7 +151,7 @@ def _averageable(x: Any, op: Op) -> Any:
     return x.astype("float64") if is_array(x) and x.dtype.kind in "biu" else x
 
 
-def _are_complete(words: Sequence[Word]) -> bool:
+def _are_complete(words: Sequence[Header]) -> bool:
     """Whether all values have arrived inside their words."""
     return all(word.payload is not None for word in words)
 
@@ -214,7 +214,7 @@ def _into(x: Any, result: Any) -> Any:
 def barrier(group: Group) -> None:
     """Wait until all ranks have arrived."""
     with group.operation("barrier"):
-        group.meet(Word(0, "barrier"))
+        group.meet(Header(0, "barrier"))
 
 
 def broadcast(group: Group, x: Any, src: int) -> Any:
@@ -224,7 +224,7 @@ def broadcast(group: Group, x: Any, src: int) -> Any:
         if is_source or is_tensor(x):
             words, packed = meet(group, x, "broadcast", peer=src)
         else:  # another rank's x matters only if it is a tensor: the values go into it
-            words, packed = group.meet(Word(0, "broadcast", peer=src)), None
+            words, packed = group.meet(Header(0, "broadcast", peer=src)), None
         word = words[src]
         if word.kind == "value":
             return one_value(group, word, packed, src)
@@ -236,7 +236,7 @@ def broadcast(group: Group, x: Any, src: int) -> Any:
         return _take(group, word, x if is_tensor(x) else empty_like(word, group.device), src)
 
 
-def _give(group: Group, word: Word, x: Any, src: int) -> None:
+def _give(group: Group, word: Header, x: Any, src: int) -> None:
     """Send the memory of a tensor or array to all, unless it traveled in its word."""
     if word.payload is not None:
         return
@@ -245,7 +245,7 @@ def _give(group: Group, word: Word, x: Any, src: int) -> None:
         lines.broadcast(here, src)
 
 
-def _take(group: Group, word: Word, target: Any, src: int) -> Any:
+def _take(group: Group, word: Header, target: Any, src: int) -> Any:
     """Write the value that src broadcasts into the memory of a tensor or array."""
     part = as_tensor(target)
     lines, here = lines_for(group, part, is_on_gpu=word.device == "cuda")
@@ -268,7 +268,7 @@ def all_gather(group: Group, x: Any) -> list[Any]:
         return _all_gathered(group, words, x)
 
 
-def _all_gathered(group: Group, words: Sequence[Word], x: Any) -> list[Any]:
+def _all_gathered(group: Group, words: Sequence[Header], x: Any) -> list[Any]:
     """Return the tensors or arrays of all ranks."""
     if _are_complete(words):
         return [rebuild(word) for word in words]
@@ -285,7 +285,7 @@ def _all_gathered(group: Group, words: Sequence[Word], x: Any) -> list[Any]:
     return values
 
 
-def _from(group: Group, words: Sequence[Word], x: Any, src: int) -> Any:
+def _from(group: Group, words: Sequence[Header], x: Any, src: int) -> Any:
     """Return the tensor or array of one rank, on every rank; a new one also there."""
     if group.rank != src and words[src].payload is not None:
         return rebuild(words[src])
@@ -303,7 +303,7 @@ def gather(group: Group, x: Any, dst: int) -> list[Any] | None:
 
 
 def _gathered(
-    group: Group, words: Sequence[Word], x: Any, packed: bytes | None, dst: int
+    group: Group, words: Sequence[Header], x: Any, packed: bytes | None, dst: int
 ) -> list[Any] | None:
     if group.rank == dst:
         return [
@@ -326,7 +326,7 @@ def scatter(group: Group, parts: Any, src: int) -> Any:
         is_source = group.rank == src
         has_parts = is_source and isinstance(parts, (list, tuple))
         messages = [message(group, part, "scatter") for part in parts] if has_parts else []
-        group.meet(Word(0, "scatter", peer=src, shape=(len(messages),) if has_parts else ()))
+        group.meet(Header(0, "scatter", peer=src, shape=(len(messages),) if has_parts else ()))
         if not is_source:
             return receive_body(group, receive_head(group, src), src)
         works = [
@@ -411,10 +411,10 @@ def message(group: Group, x: Any, operation: str) -> Message:
     """Return the message that carries a value."""
     word, packed = word_of(group, x, operation)
     slot = word.write(group.packer.secret)
-    return Message(slot, packed, body(Word.read(slot, group.packer.secret), x, packed))
+    return Message(slot, packed, body(Header.read(slot, group.packer.secret), x, packed))
 
 
-def body(word: Word, x: Any, packed: bytes | None) -> Any:
+def body(word: Header, x: Any, packed: bytes | None) -> Any:
     """Return the memory that follows a word, as a tensor of bytes; None if nothing follows."""
     if word.payload is not None:
         return None
@@ -427,16 +427,16 @@ def post_head(group: Group, slot: bytes, dst: int) -> Any:
     return group.lines.post([(as_bytes(slot), dst)], [], HEAD_TAG)[0]
 
 
-def receive_head(group: Group, src: int) -> Word:
+def receive_head(group: Group, src: int) -> Header:
     """Return the next word from a rank."""
     import torch
 
     slot = torch.empty(SLOT_BYTES, dtype=torch.uint8)
     group.lines.finish(group.lines.post([], [(slot, src)], HEAD_TAG))
-    return Word.read(slot.numpy().tobytes(), group.packer.secret)
+    return Header.read(slot.numpy().tobytes(), group.packer.secret)
 
 
-def receive_body(group: Group, word: Word, src: int) -> Any:
+def receive_body(group: Group, word: Header, src: int) -> Any:
     """Return the value that a word announces, from the word or from the message after it."""
     if word.payload is not None:
         return in_word(group, word, src)
@@ -457,7 +457,7 @@ def receive_body(group: Group, word: Word, src: int) -> Any:
     return target
 
 
-def in_word(group: Group, word: Word, src: int) -> Any:
+def in_word(group: Group, word: Header, src: int) -> Any:
     """Return the value that came with its word."""
     return (
         group.packer.unpack(word.payload, src, word.operation)
@@ -486,7 +486,7 @@ def goes_by_nccl(group: Group, memory: Any) -> bool:
 
 def word_of(
     group: Group, x: Any, operation: str, peer: int = -1, op: str = ""
-) -> tuple[Word, bytes | None]:
+) -> tuple[Header, bytes | None]:
     """Return the word for a value, and the pickled value if it has to be pickled."""
     word = describe(x, operation)._replace(peer=peer, op=op)
     if word.kind != "value":
@@ -497,13 +497,13 @@ def word_of(
 
 def meet(
     group: Group, x: Any, operation: str, peer: int = -1, op: str = ""
-) -> tuple[list[Word], bytes | None]:
+) -> tuple[list[Header], bytes | None]:
     """Meet the other ranks over a value; return the words of all, and the pickled value."""
     word, packed = word_of(group, x, operation, peer, op)
     return group.meet(word), packed
 
 
-def all_values(group: Group, words: Sequence[Word], packed: bytes | None) -> list[Any]:
+def all_values(group: Group, words: Sequence[Header], packed: bytes | None) -> list[Any]:
     """Return the pickled values of all ranks that have one."""
     return [
         one_value(group, word, packed, rank) if word.kind == "value" else None
@@ -511,7 +511,7 @@ def all_values(group: Group, words: Sequence[Word], packed: bytes | None) -> lis
     ]
 
 
-def one_value(group: Group, word: Word, packed: bytes | None, src: int) -> Any:
+def one_value(group: Group, word: Header, packed: bytes | None, src: int) -> Any:
     """Return the pickled value of one rank, on every rank."""
     if word.payload is not None:
         return group.packer.unpack(word.payload, src, word.operation)
@@ -533,19 +533,19 @@ def _empty_bytes(size: int) -> Any:
     return torch.empty(size, dtype=torch.uint8)
 
 
-def all_on_gpus(words: Sequence[Word]) -> bool:
+def all_on_gpus(words: Sequence[Header]) -> bool:
     """Whether all bring tensors on GPUs."""
     return all(word.device == "cuda" for word in words)
 
 
-def lines_for(group: Group, part: Any, is_on_gpu: bool) -> tuple[Lines, Any]:
+def lines_for(group: Group, part: Any, is_on_gpu: bool) -> tuple[Transport, Any]:
     """Return the transport for a tensor, and the tensor on a device that it can reach.
 
     Without NCCL (ranks that share a GPU, or a process) tensors on a GPU go through the CPU.
     """
     if is_on_gpu and group.nccl is not None:
         return group.nccl, part
-    return group.lines, part if isinstance(group.lines, Alone) else part.cpu()
+    return group.lines, part if isinstance(group.lines, NoTransport) else part.cpu()
 
 
 def write_back(target: Any, part: Any, here: Any) -> None:

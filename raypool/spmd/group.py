@@ -27,17 +27,17 @@ from raypool.spmd.failures import is_disconnect
 from raypool.spmd.transport import (
     FOR_EVER,
     SLICE_S,
-    Alone,
-    GlooLines,
-    NcclLines,
+    GlooTransport,
+    NcclTransport,
+    NoTransport,
     distributed,
     sever,
 )
 from raypool.spmd.watch import ENDED, RankWatch, Whereabouts, begun_collectives, progress
-from raypool.spmd.wire import BEGIN, END, Packer, Word, find_disagreement, ordinal
+from raypool.spmd.wire import BEGIN, END, Header, Packer, find_disagreement, ordinal
 from raypool.task import current_task
 from raypool.worker.folders import folder_of_process, make_private
-from raypool.worker.running import Way, before_thread_ends, note_here
+from raypool.worker.running import ExchangeClient, before_thread_ends, note_here
 
 __all__ = ["Assignment", "AtHand", "Group", "connect", "is_disconnect", "join", "leave"]
 
@@ -71,14 +71,16 @@ class AtHand(NamedTuple):
 class Group:
     """One rank's side of a group of ranks."""
 
-    def __init__(self, assignment: Assignment, lines: Alone | GlooLines, packer: Packer) -> None:
+    def __init__(
+        self, assignment: Assignment, lines: NoTransport | GlooTransport, packer: Packer
+    ) -> None:
         self.assignment = assignment
         self.lines = lines
         self.packer = packer
         self.address = LOOPBACK
         self.store: Any = None
         self.world: Any = None
-        self.nccl: NcclLines | None = None
+        self.nccl: NcclTransport | None = None
         self.has_nccl = False  # whether torch's default group of these ranks has NCCL
         self.interfaces: dict[str, str] = {}  # variables that say which network to use
         self.at_hand: AtHand | None = None
@@ -92,7 +94,7 @@ class Group:
         self._looks = self._seen_ended = 0
         self._began = self._since = 0.0  # of this call, and of the current wait (Unix time [s])
         self.mismatch: CollectiveError | None = None
-        if isinstance(lines, GlooLines):
+        if isinstance(lines, GlooTransport):
             lines.waiting = _weakly(self)
 
     @property
@@ -119,14 +121,16 @@ class Group:
         self._is_ending = self._has_ended_well = False
         self.at_hand = self.mismatch = None
         self._began = time.time()
-        if not isinstance(self.lines, GlooLines):
+        if not isinstance(self.lines, GlooTransport):
             if not self._has_world():
                 self.make_world()
             return
         with self._in("the beginning of the call"):
             has_process = self.assignment.has_process
             words = self._meet(
-                Word(0, BEGIN, shape=(int(self._has_world()), count_names() if has_process else 0))
+                Header(
+                    0, BEGIN, shape=(int(self._has_world()), count_names() if has_process else 0)
+                )
             )
             if any(word.operation != BEGIN for word in words):
                 raise CollectiveError(
@@ -149,10 +153,10 @@ class Group:
 
             torch.cuda.synchronize()  # what this rank has sent last may still be on its way
         with self._in("the end of the call"):
-            self.meet(Word(0, END))
+            self.meet(Header(0, END))
         self._is_ending, self._has_ended_well = False, True
 
-    def meet(self, word: Word) -> list[Word]:
+    def meet(self, word: Header) -> list[Header]:
         """Send the word of this rank, and return the words of all.
 
         Raises:
@@ -165,9 +169,9 @@ class Group:
             raise CollectiveError(disagreement.text, missing=disagreement.missing)
         return words
 
-    def _meet(self, word: Word) -> list[Word]:
+    def _meet(self, word: Header) -> list[Header]:
         secret = self.packer.secret
-        return [Word.read(entry, secret) for entry in self.lines.meet(word.write(secret))]
+        return [Header.read(entry, secret) for entry in self.lines.meet(word.write(secret))]
 
     @contextmanager
     def operation(self, name: str, peer: int | None = None) -> Iterator[None]:
@@ -257,7 +261,7 @@ class Group:
         """Have a thread watch, until the end of the call, for ranks that wait for each other in
         different places.
         """
-        if self.world is None or not isinstance(self.lines, GlooLines) or not progress():
+        if self.world is None or not isinstance(self.lines, GlooTransport) or not progress():
             yield
             return
         limit_s = self.assignment.mismatch_timeout_s
@@ -310,7 +314,7 @@ class Group:
             self.world = in_thread(
                 lambda: make_world(store, self.rank, self.world_size, self.has_nccl), discard_world
             )
-        self.nccl = NcclLines(self.world) if self.has_nccl else None
+        self.nccl = NcclTransport(self.world) if self.has_nccl else None
 
     @contextmanager
     def visible(self) -> Iterator[None]:
@@ -372,7 +376,7 @@ def _weakly(group: Group) -> Callable[[float], None]:
     return still_waiting
 
 
-_retired: deque[tuple[float, Alone | GlooLines, Any]] = deque()
+_retired: deque[tuple[float, NoTransport | GlooTransport, Any]] = deque()
 """Groups left after a good end: when, their connections, and stores (others may still ask
 those).
 """
@@ -380,7 +384,7 @@ those).
 _retiring = threading.Lock()
 
 
-def _retire(lines: Alone | GlooLines, store: Any) -> None:
+def _retire(lines: NoTransport | GlooTransport, store: Any) -> None:
     """Keep a few connections open for a moment: each group takes descriptors and threads."""
     with _retiring:
         is_first = not _retired
@@ -409,7 +413,7 @@ def _close_all_retired() -> None:
 atexit.register(_close_all_retired)
 
 
-class _Closed(Alone):
+class _Closed(NoTransport):
     """The connections of a closed group."""
 
     def meet(self, slot: bytes) -> list[bytes]:
@@ -432,7 +436,7 @@ def leave_other(assignment: Assignment) -> None:
         leave()
 
 
-def join(assignment: Assignment, way: Way | None) -> Group:
+def join(assignment: Assignment, way: ExchangeClient | None) -> Group:
     """Return this worker's group: the one of the call before, or a new one. Waits for the other
     ranks; can be interrupted.
 
@@ -464,18 +468,18 @@ def leave() -> None:
         group.close()
 
 
-def connect(assignment: Assignment, way: Way | None) -> Group:
+def connect(assignment: Assignment, way: ExchangeClient | None) -> Group:
     """Find the other ranks, and make a group with them."""
     if way is None or (assignment.world_size == 1 and not assignment.has_process):
-        return Group(assignment, Alone(), Packer(b""))
+        return Group(assignment, NoTransport(), Packer(b""))
     with ExitStack() as held:
         found = find_others(assignment, way, held)
 
-        def make() -> GlooLines | Alone:
+        def make() -> GlooTransport | NoTransport:
             if assignment.world_size == 1:
-                return Alone()
+                return NoTransport()
             store = distributed().PrefixStore("control", found.store)
-            return GlooLines(store, assignment.rank, assignment.world_size, found.address)
+            return GlooTransport(store, assignment.rank, assignment.world_size, found.address)
 
         packer = Packer(found.invitation.secret, way if assignment.has_process else None)
         group = Group(assignment, in_thread(make, discard=lambda lines: lines.sever()), packer)
@@ -547,7 +551,7 @@ class Found(NamedTuple):
     has_nccl: bool
 
 
-def find_others(assignment: Assignment, way: Way, held: ExitStack) -> Found:
+def find_others(assignment: Assignment, way: ExchangeClient, held: ExitStack) -> Found:
     """Find the other ranks, and wait for all of them. Can be interrupted.
 
     `held` keeps the port at which torch may listen.

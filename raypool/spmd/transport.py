@@ -36,7 +36,7 @@ Post = tuple["torch.Tensor", int]
 """A tensor, and the rank that it goes to or comes from."""
 
 
-class Lines(Protocol):
+class Transport(Protocol):
     """The transport of one rank to the others. Tensors are contiguous."""
 
     def all_reduce(self, x: torch.Tensor, op: str) -> None:
@@ -55,7 +55,7 @@ class Lines(Protocol):
         """Send and receive, all at once."""
 
 
-class Alone:
+class NoTransport:
     """The transport of a single rank: nothing has to move."""
 
     def meet(self, slot: bytes) -> list[bytes]:
@@ -89,7 +89,7 @@ class Alone:
         """Do nothing: there are no connections."""
 
 
-class GlooLines:
+class GlooTransport:
     """Transport through a gloo group that torch does not know, so user code cannot close it.
 
     `waiting` is called once in a slice, with the time waited so far [s]; an exception of it ends
@@ -191,7 +191,7 @@ class GlooLines:
         self._gloo = None
 
 
-_open: weakref.WeakSet[GlooLines] = weakref.WeakSet()
+_open: weakref.WeakSet[GlooTransport] = weakref.WeakSet()
 
 
 def _close_all() -> None:
@@ -252,7 +252,7 @@ def _reduce_op(op: str) -> Any:
     }[op]
 
 
-class NcclLines:
+class NcclTransport:
     """Transport between GPUs, by torch's default group, once all ranks have met."""
 
     def __init__(self, world: Any) -> None:

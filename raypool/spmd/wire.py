@@ -1,6 +1,6 @@
 """The words that ranks exchange when they meet, and the forms in which values travel.
 
-Every collective begins with a meeting: each rank writes one `Word` into a slot of fixed size, and
+Every collective begins with a meeting: each rank writes one `Header` into a slot of fixed size, and
 reads the words of all. So all ranks come to the same judgment: either all go on, or all raise the
 same error, and the group remains usable.
 """
@@ -23,7 +23,7 @@ from raypool.errors import (
     SerializationError,
     whole_number,
 )
-from raypool.worker.running import Way
+from raypool.worker.running import ExchangeClient
 
 SLOT_BYTES = 1024
 """The size of a slot. On one machine a meeting with 1024 bytes takes as long as one with 256, and
@@ -71,7 +71,7 @@ def _signature(data: Any, secret: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=SIGNATURE_BYTES, key=secret).digest()
 
 
-class Word(NamedTuple):
+class Header(NamedTuple):
     """The word of one rank in a meeting: which meeting of the call, which operation, and with what.
 
     `kind`: "tensor", "array", "value" (anything that is pickled) or "" (nothing). `peer`: dst or
@@ -100,13 +100,13 @@ class Word(NamedTuple):
         return signed(slot.ljust(room, b"\0"), secret)
 
     @staticmethod
-    def read(slot: bytes, secret: bytes) -> Word:
+    def read(slot: bytes, secret: bytes) -> Header:
         """Return the word in a slot.
 
         Raises:
             CollectiveError: No rank of the group has written it.
         """
-        return Word(*pickle.loads(checked(slot, secret)))  # a pickle knows where it ends
+        return Header(*pickle.loads(checked(slot, secret)))  # a pickle knows where it ends
 
 
 class Disagreement(NamedTuple):
@@ -116,7 +116,7 @@ class Disagreement(NamedTuple):
     missing: tuple[int, ...] = ()
 
 
-def find_disagreement(words: Sequence[Word]) -> Disagreement | None:
+def find_disagreement(words: Sequence[Header]) -> Disagreement | None:
     """Judge the words of all ranks; the judgment is the same on every rank."""
     first = words[0]
     if any(word.operation != first.operation or word.number != first.number for word in words):
@@ -128,7 +128,7 @@ def find_disagreement(words: Sequence[Word]) -> Disagreement | None:
     return _of_peers(words) or _of_reduction(words)
 
 
-def _of_peers(words: Sequence[Word]) -> Disagreement | None:
+def _of_peers(words: Sequence[Header]) -> Disagreement | None:
     first = words[0]
     if any(word.peer != first.peer for word in words):
         return Disagreement(
@@ -138,7 +138,7 @@ def _of_peers(words: Sequence[Word]) -> Disagreement | None:
     return None
 
 
-def _of_reduction(words: Sequence[Word]) -> Disagreement | None:
+def _of_reduction(words: Sequence[Header]) -> Disagreement | None:
     first = words[0]
     if any(word.op != first.op for word in words):
         return Disagreement(
@@ -154,7 +154,7 @@ def _of_reduction(words: Sequence[Word]) -> Disagreement | None:
     return None
 
 
-def _of_operations(words: Sequence[Word]) -> Disagreement:
+def _of_operations(words: Sequence[Header]) -> Disagreement:
     ended = tuple(rank for rank, word in enumerate(words) if word.operation == END)
     waiting = next((word for word in words if word.operation != END), words[0])
     others = {word.operation for word in words if word.operation != END}
@@ -184,7 +184,7 @@ def _of_operations(words: Sequence[Word]) -> Disagreement:
     )
 
 
-def _of_targets(words: Sequence[Word]) -> Disagreement | None:
+def _of_targets(words: Sequence[Header]) -> Disagreement | None:
     """Check targets: a tensor that a rank brings to a broadcast has to match the source's."""
     source = words[words[0].peer]
     odd = [
@@ -201,7 +201,7 @@ def _of_targets(words: Sequence[Word]) -> Disagreement | None:
     )
 
 
-def _of_parts(words: Sequence[Word]) -> Disagreement | None:
+def _of_parts(words: Sequence[Header]) -> Disagreement | None:
     source = words[words[0].peer]
     if source.shape == (len(words),):
         return None
@@ -213,26 +213,26 @@ def _of_parts(words: Sequence[Word]) -> Disagreement | None:
     )
 
 
-def _form(word: Word) -> tuple[object, ...]:
+def _form(word: Header) -> tuple[object, ...]:
     return word.kind, word.dtype, word.shape, word.device
 
 
-def _to_whom(word: Word) -> str:
+def _to_whom(word: Header) -> str:
     return (
         f"{word.operation} {'to' if word.operation in ('reduce', 'gather') else 'from'} rank"
         f" {word.peer}"
     )
 
 
-def _op(word: Word) -> str:
+def _op(word: Header) -> str:
     return "a function" if word.op == "function" else f"op={word.op!r}"
 
 
-def _with_what(word: Word) -> str:
+def _with_what(word: Header) -> str:
     return f"{word.operation} of {_what(word)}"
 
 
-def _what(word: Word) -> str:
+def _what(word: Header) -> str:
     if word.kind in ("tensor", "array"):
         place = " on a GPU" if word.device == "cuda" else ""
         an = "an" if word.dtype[:1] in "aeiou" else "a"
@@ -240,7 +240,7 @@ def _what(word: Word) -> str:
     return "a Python value" if word.kind else "nothing"
 
 
-def _parties(did: Sequence[str], word: Word) -> str:
+def _parties(did: Sequence[str], word: Header) -> str:
     """List the ranks by operation, those in the same one together."""
     ranks_by_deed: dict[str, list[int]] = {}
     for rank, deed in enumerate(did):
@@ -325,7 +325,7 @@ class Packer:
     It signs pickles with the group's secret, and opens only signed ones.
     """
 
-    def __init__(self, secret: bytes, way: Way | None = None) -> None:
+    def __init__(self, secret: bytes, way: ExchangeClient | None = None) -> None:
         self.secret = secret
         self._way = way
 
@@ -382,11 +382,11 @@ def _dump(value: Any) -> bytes:
 # --- kinds of values ------------------------------------------------------------------------------
 
 
-def describe(value: Any, operation: str) -> Word:
+def describe(value: Any, operation: str) -> Header:
     """Return a word with the kind, dtype, shape and device of a value, and its memory if small."""
     if is_tensor(value):
         _check_tensor(value, operation)
-        word = Word(
+        word = Header(
             0,
             operation,
             "tensor",
@@ -399,11 +399,11 @@ def describe(value: Any, operation: str) -> Word:
         return word
     if is_array(value):
         payload = value.tobytes() if value.nbytes <= MAX_INLINE_BYTES else None
-        return Word(0, operation, "array", dtype_name(value.dtype), value.shape, payload=payload)
-    return Word(0, operation, "value")
+        return Header(0, operation, "array", dtype_name(value.dtype), value.shape, payload=payload)
+    return Header(0, operation, "value")
 
 
-def rebuild(word: Word) -> Any:
+def rebuild(word: Header) -> Any:
     """Return the tensor or array whose memory came with its word."""
     assert word.payload is not None
     if word.kind == "array":
@@ -488,7 +488,7 @@ def whole(x: Any) -> Any:
     return x.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def empty_like(word: Word, device: Any) -> Any:
+def empty_like(word: Header, device: Any) -> Any:
     """Return an uninitialized tensor or array for a word; on `device` if the word is of a GPU."""
     if word.kind == "array":
         import numpy as np

@@ -33,7 +33,7 @@ Folder = str | os.PathLike[str]
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
 
-class Kept(NamedTuple):
+class CompleteCheckpoint(NamedTuple):
     """A complete checkpoint: its number in the run, its folder, and the metrics of rank 0."""
 
     index: int  # type: ignore[assignment]  # hides tuple.index, which is not used here
@@ -52,7 +52,7 @@ class Partial(NamedTuple):
 # --- complete checkpoints -------------------------------------------------------------------------
 
 
-def list_kept(run_dir: Folder) -> list[Kept]:
+def list_kept(run_dir: Folder) -> list[CompleteCheckpoint]:
     """Return the complete checkpoints of a run, the oldest first; unreadable ones are left out."""
     files = (path for path in Path(run_dir).glob("*.json") if not path.name.startswith("."))
     return sorted(
@@ -60,7 +60,7 @@ def list_kept(run_dir: Folder) -> list[Kept]:
     )
 
 
-def _read(file: Path) -> Kept | None:
+def _read(file: Path) -> CompleteCheckpoint | None:
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
         index, metrics = record["index"], record["metrics"]
@@ -69,15 +69,15 @@ def _read(file: Path) -> Kept | None:
         return None
     if not isinstance(index, int) or not isinstance(metrics, dict) or not os.path.isdir(path):  # noqa: PTH112 - this one never raises
         return None
-    return Kept(index, path, metrics)
+    return CompleteCheckpoint(index, path, metrics)
 
 
-def latest(run_dir: Folder) -> Kept | None:
+def latest(run_dir: Folder) -> CompleteCheckpoint | None:
     """Return the newest complete checkpoint of a run, None without one."""
     return max(list_kept(run_dir), key=lambda kept: kept.index, default=None)
 
 
-def best(run_dir: Folder, metric: str, mode: str) -> Kept | None:
+def best(run_dir: Folder, metric: str, mode: str) -> CompleteCheckpoint | None:
     """Return the checkpoint with the least ("min") or greatest ("max") value of a metric; of equal
     ones the newest.
 
@@ -88,14 +88,14 @@ def best(run_dir: Folder, metric: str, mode: str) -> Kept | None:
     return top[0] if top and _rating(top[0], metric, mode) is not None else None
 
 
-def ranked(run_dir: Folder, metric: str | None, mode: str) -> list[Kept]:
+def ranked(run_dir: Folder, metric: str | None, mode: str) -> list[CompleteCheckpoint]:
     """Return the complete checkpoints of a run, the best last; without a metric, or where it is no
     number, by age.
     """
     return sorted(list_kept(run_dir), key=lambda kept: _order(kept, metric, mode))
 
 
-def _rating(kept: Kept, metric: str, mode: str) -> float | None:
+def _rating(kept: CompleteCheckpoint, metric: str, mode: str) -> float | None:
     """Return the rating of a checkpoint, the higher the better; None without a usable metric."""
     value = kept.metrics.get(metric)
     # unlike isfinite, it takes huge integers
@@ -104,7 +104,7 @@ def _rating(kept: Kept, metric: str, mode: str) -> float | None:
     return -value if mode == "min" else value
 
 
-def _order(kept: Kept, metric: str | None, mode: str) -> tuple[bool, float, int]:
+def _order(kept: CompleteCheckpoint, metric: str | None, mode: str) -> tuple[bool, float, int]:
     rating = None if metric is None else _rating(kept, metric, mode)
     return rating is not None, rating or 0.0, kept.index
 
@@ -280,7 +280,7 @@ def prune(run_dir: Folder, keep: int | None, metric: str | None, mode: str) -> l
     return [kept.path for kept in gone]
 
 
-def _delete(run_dir: Path, kept: Kept, stay: Sequence[Kept]) -> None:
+def _delete(run_dir: Path, kept: CompleteCheckpoint, stay: Sequence[CompleteCheckpoint]) -> None:
     """Delete a checkpoint: first its json file, which ends it in one step, then its files.
 
     Files outside the folder of the run are the user's own, and stay. So do files in a checkpoint
@@ -339,7 +339,7 @@ def remove_partials(run_dir: Folder) -> None:
 logger = logging.getLogger("raypool")
 
 
-class Delivery(NamedTuple):
+class RankContribution(NamedTuple):
     """The contribution of one rank: a `ray.train.Checkpoint`, and the arguments of its report."""
 
     checkpoint: Any
@@ -387,7 +387,9 @@ class CheckpointCommit:
         self._tell = tell
         self._token = uuid.uuid4().hex[:8]
 
-    def keep(self, delivery: Delivery | None, name: str | None, metrics: Mapping[str, Any]) -> str:
+    def keep(
+        self, delivery: RankContribution | None, name: str | None, metrics: Mapping[str, Any]
+    ) -> str:
         """Keep a checkpoint, together with all ranks; return its folder.
 
         Raises:
@@ -423,7 +425,7 @@ class CheckpointCommit:
         except OSError as error:
             return None, self._disk_fault(error, "the folder of the run")
 
-    def _gather(self, delivery: Delivery | None, partial: Partial) -> str | None:
+    def _gather(self, delivery: RankContribution | None, partial: Partial) -> str | None:
         """Add this rank's files to the others'; return their place if they stay elsewhere."""
         own: Exception | None = None
         try:
@@ -442,7 +444,7 @@ class CheckpointCommit:
         _see(outcomes, own)
         return _common_place(outcomes)
 
-    def _deliver(self, delivery: Delivery | None, partial: Partial) -> RankOutcome:
+    def _deliver(self, delivery: RankContribution | None, partial: Partial) -> RankOutcome:
         if not partial.path.is_dir():
             raise InvalidValueError(
                 f"Rank {self._rank}, on {platform.node()}, does not see the folder"
@@ -481,7 +483,7 @@ class CheckpointCommit:
             )
         return folder
 
-    def _placed(self, delivery: Delivery, name: str) -> str:
+    def _placed(self, delivery: RankContribution, name: str) -> str:
         """Return the folder of a checkpoint that stays, or that the user's function uploads."""
         checkpoint = delivery.checkpoint
         if delivery.upload_fn is not None and not delivery.is_placed:

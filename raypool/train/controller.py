@@ -25,7 +25,14 @@ from raypool.errors import (
 )
 from raypool.futures import Future
 from raypool.options import Options
-from raypool.train.checkpoints import Kept, RankEnd, TrainingAttempt, best, latest, ranked
+from raypool.train.checkpoints import (
+    CompleteCheckpoint,
+    RankEnd,
+    TrainingAttempt,
+    best,
+    latest,
+    ranked,
+)
 from raypool.train.runs import (
     RunOptions,
     TrainingResult,
@@ -99,7 +106,7 @@ class RankPlaces:
         )
 
 
-class Conductor:
+class Controller:
     """Makes the attempts of a training, one after the other, and resolves it."""
 
     def __init__(
@@ -358,12 +365,12 @@ def _last_of(frame: pd.DataFrame) -> dict[str, Any]:
     }
 
 
-def _of(last: Kept | None) -> dict[str, Any]:
+def _of(last: CompleteCheckpoint | None) -> dict[str, Any]:
     """Return the metrics of the last checkpoint, for a training that had ended before."""
     return {} if last is None else last.metrics
 
 
-def start_run(run: TrainingRun, conductor: Conductor, engine: Engine) -> TrainingRun:
+def start_run(run: TrainingRun, conductor: Controller, engine: Engine) -> TrainingRun:
     """Start a training in its own thread; "inline" in this one, for debuggers.
 
     Raises:

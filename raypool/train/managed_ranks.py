@@ -38,7 +38,7 @@ from raypool.spmd.wire import ordinal
 from raypool.train.checkpoints import TrainingAttempt, forget_deleted, next_index, note_down
 from raypool.train.ray_train import checked
 from raypool.worker.running import (
-    Running,
+    TaskContext,
     let_notes_travel,
     mark_worker_process,
     note_in_process,
@@ -177,7 +177,7 @@ class ManagedLoop:
             lambda number, batch: ray.get(mailbox.put.remote("batch", key, number, batch))
         )
         gpu = gpus[0] if gpus else None
-        note = Running(
+        note = TaskContext(
             rank,
             self._plan.attempt,
             None,
@@ -216,7 +216,7 @@ def _call(loop: Callable[..., Any], config: Any) -> Any:
     return loop()
 
 
-def _become_worker(note: Running) -> None:
+def _become_worker(note: TaskContext) -> None:
     """Prepare this process so that user code finds here what it finds in a worker of the pool."""
     logging.getLogger("ray.train").setLevel(logging.WARNING)  # it logs each report, into the diary
     mark_worker_process()
@@ -233,7 +233,7 @@ def _become_worker(note: Running) -> None:
 class _Utils(DistributedTrainFnUtils):  # type: ignore[misc]
     """The functions of `ray.train` in a rank: Ray's, with an agreement on stopping in `report`."""
 
-    def __init__(self, mailbox: Any, plan: TrainingAttempt, note: Running) -> None:
+    def __init__(self, mailbox: Any, plan: TrainingAttempt, note: TaskContext) -> None:
         self._mailbox = mailbox
         self._plan = plan
         self._note = note

@@ -41,14 +41,14 @@ from raypool.spmd.group import environment
 from raypool.task import NUMBERS, checked_metric
 from raypool.train.checkpoints import (
     CheckpointCommit,
-    Delivery,
+    RankContribution,
     RankEnd,
     TrainingAttempt,
     check_name,
     list_kept,
     remove_partials,
 )
-from raypool.worker.running import Running, note_here, running
+from raypool.worker.running import TaskContext, note_here, running
 
 __all__ = ["RankEnd", "TrainingAttempt", "run_loop"]
 
@@ -250,7 +250,9 @@ def _draining() -> dict[str, int | None]:
 class Session(LocalTrainFnUtils):  # type: ignore[misc]
     """One rank of a training."""
 
-    def __init__(self, context: SpmdContext, plan: TrainingAttempt, note: Running | None) -> None:
+    def __init__(
+        self, context: SpmdContext, plan: TrainingAttempt, note: TaskContext | None
+    ) -> None:
         super().__init__(plan.name)
         self.plan = plan
         self.note = note
@@ -383,7 +385,7 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
             delivery = (
                 None
                 if checkpoint is None
-                else Delivery(
+                else RankContribution(
                     checkpoint,
                     is_placed,
                     bool(delete_local_checkpoint_after_upload),

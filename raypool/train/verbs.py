@@ -407,11 +407,11 @@ class TrainingVerbs:
         name: str,
         finish: Finish | None = None,
     ) -> TrainingRun:
-        from raypool.train.controller import Conductor, start_run
+        from raypool.train.controller import Controller, start_run
         from raypool.train.runs import TrainingRun, run_folder
 
         run = TrainingRun(name, run_folder(kept, name))
-        return start_run(run, Conductor(run, lane, crew, self._options, kept, finish), engine)
+        return start_run(run, Controller(run, lane, crew, self._options, kept, finish), engine)
 
 
 def _check_loop(loop: Any) -> None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from raypool.errors import InvalidValueError
 from raypool.worker.folders import TemporaryFolder, make_folders, make_private
-from raypool.worker.running import Running, in_task, note_here
+from raypool.worker.running import TaskContext, in_task, note_here
 
 PIECE_BYTES = 64 * 1024 * 1024
 """How much of a file is copied at once."""
@@ -57,7 +57,7 @@ class CheckpointFolders:
         driver's own process does.
         """
 
-    def folder(self, note: Running, index: int) -> Path:
+    def folder(self, note: TaskContext, index: int) -> Path:
         """Return the folder of an item.
 
         Raises:
@@ -85,7 +85,7 @@ class CheckpointFolders:
                 self._copies[key] = LocalCopy(storage, names[index], folder / "checkpoint")
             return self._copies[key].folder
 
-    def upload(self, note: Running, index: int) -> None:
+    def upload(self, note: TaskContext, index: int) -> None:
         """Upload what is in an item's folder now, if it is a copy; a forked child leaves that to
         its parent.
 
@@ -97,7 +97,7 @@ class CheckpointFolders:
             with self._locks[key]:
                 self._copies[key].upload()
 
-    def end(self, note: Running, index: int) -> None:
+    def end(self, note: TaskContext, index: int) -> None:
         """Upload what is in the folder of an item that has ended, and remove the local copy.
 
         Raises:

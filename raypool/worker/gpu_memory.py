@@ -28,7 +28,7 @@ said.
 """
 
 
-class Leftover(NamedTuple):
+class LeftoverMemory(NamedTuple):
     """The finding that a process has left too much on its GPU.
 
     `words` say so, once for each `name`: of the function that has left most, by what was there
@@ -42,7 +42,7 @@ class Leftover(NamedTuple):
     is_spent: bool
 
 
-class Upkeep:
+class GpuMemoryCare:
     """Looks after a process's memory on its (first) GPU. It does nothing until the process has used
     the GPU.
 
@@ -128,7 +128,7 @@ class Upkeep:
     def _label(self) -> str:
         return f"Worker {self._worker.index} ({where(self._worker)})"
 
-    def settle(self, name: str) -> Leftover | None:
+    def settle(self, name: str) -> LeftoverMemory | None:
         """Give back what a function's call does not need any more; say what it has left over, if
         that is too much now.
         """
@@ -142,9 +142,9 @@ class Upkeep:
                 f"{self._label} is replaced: its GPU fails it since {name} has run"
                 f" ({type(error).__name__}: {error})."
             )
-            return Leftover(name, words, is_spent=True)
+            return LeftoverMemory(name, words, is_spent=True)
 
-    def _settled(self, name: str) -> Leftover | None:
+    def _settled(self, name: str) -> LeftoverMemory | None:
         allocator, allowed = self._allocator, self._allowed_bytes
         purposes = kept.take()
         floor = self._floor_bytes + purposes.num_bytes
@@ -160,7 +160,7 @@ class Upkeep:
             None if allowed is None or leftover <= allowed else self._complaint(leftover, allowed)
         )
 
-    def _complaint(self, leftover: int, allowed: int) -> Leftover:
+    def _complaint(self, leftover: int, allowed: int) -> LeftoverMemory:
         ((name, num_bytes),) = self._left_by.most_common(1)
         fact = (
             f"{gigabytes(leftover)} are left over on its GPU, and {gigabytes(allowed)} are allowed"
@@ -175,10 +175,10 @@ class Upkeep:
             )
         else:
             words = f"{self._label} is replaced: {fact}; {culprit}. {step}, or in setup."
-        return Leftover(name, words, is_spent=not kept.treasures)
+        return LeftoverMemory(name, words, is_spent=not kept.treasures)
 
 
-def note_shortage(error: BaseException, upkeep: Upkeep | None) -> None:
+def note_shortage(error: BaseException, upkeep: GpuMemoryCare | None) -> None:
     """Note in an exception that says that memory was short how much there was, and how much the
     process had of it.
 

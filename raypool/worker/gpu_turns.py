@@ -39,7 +39,7 @@ class Sharing(NamedTuple):
     takes_turns: bool = False
 
 
-class Weight(NamedTuple):
+class GpuLoad(NamedTuple):
     """A worker's load on its GPU after a call; None stands for what is not known.
 
     `total_bytes`: the GPU's memory. `used_bytes`: what of that is in use, by whomever. `own_bytes`:
@@ -62,7 +62,7 @@ def settle(sharing: Sharing, inventory: Inventory, device: str) -> None:
         inventory.allocator().limit(fraction)
 
 
-class Turns:
+class GpuTurns:
     """The turns of one worker on its GPU.
 
     Args:
@@ -121,7 +121,7 @@ class Turns:
         fcntl.flock(self._door, fcntl.LOCK_UN)
         fcntl.flock(self._lock, fcntl.LOCK_UN)
 
-    def weigh(self) -> Weight | None:
+    def weigh(self) -> GpuLoad | None:
         """Return this worker's load on its GPU; None if that was measured just now."""
         now = time.monotonic()
         if now < self._weigh_at:
@@ -129,7 +129,7 @@ class Turns:
         self._weigh_at = now + WEIGH_S
         card = self._inventory.find(self._device)
         if card is None:
-            return Weight()
+            return GpuLoad()
         own = next(
             (process.used_bytes for process in card.processes or () if process.pid == os.getpid()),
             None,
@@ -143,7 +143,7 @@ class Turns:
             # in a container, the driver knows it by another number
             own = max(card.used_bytes - self._used_before, 0)
         overhead = None if own is None else max(own - self._allocator.allocated(), 0)
-        return Weight(card.total_bytes, card.used_bytes, own, overhead, card.utilisation)
+        return GpuLoad(card.total_bytes, card.used_bytes, own, overhead, card.utilisation)
 
     def _keep_to(self, limit: float) -> None:
         if limit != self.limit:

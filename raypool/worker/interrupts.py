@@ -27,7 +27,7 @@ from typing import Any, NoReturn, Protocol
 
 from raypool.core.messages import Signal
 from raypool.errors import TaskCancelled
-from raypool.worker.running import Running, note_in_process
+from raypool.worker.running import TaskContext, note_in_process
 
 STOP_SIGNAL = signal.SIGRTMIN + 5
 """Nobody else's: SIGUSR1 and SIGUSR2 are used by schedulers of clusters and by the training
@@ -90,7 +90,7 @@ class Deadline(Protocol):
     is_cancelled: bool
 
 
-class Guard:
+class Interrupts:
     """Knows which slice is running, and which requests to stop are for it.
 
     The runner calls `begin_call`, `approach`, `begin` and `end`; wishes come from elsewhere.
@@ -100,7 +100,7 @@ class Guard:
         self._attempt_id = -1
         self._at_hand = NOTHING
         self._is_armed = False  # the running slice may be interrupted
-        self._note: Running | None = None
+        self._note: TaskContext | None = None
         self._limit: Deadline | None = None
         self._wishes: dict[tuple[int, int], Signal] = {}
 
@@ -123,7 +123,7 @@ class Guard:
         if self._wishes.get(self._at_hand) in (Signal.CANCEL, Signal.LEAVE):
             raise TaskCancelled
 
-    def begin(self, note: Running, limit: Deadline) -> None:
+    def begin(self, note: TaskContext, limit: Deadline) -> None:
         """Note that the user's code begins.
 
         Raises:
@@ -194,13 +194,13 @@ class Guard:
         return True
 
 
-def _cancel(note: Running, limit: Deadline) -> None:
+def _cancel(note: TaskContext, limit: Deadline) -> None:
     """Let what is at hand begin no further item, also if the user's code catches what is raised."""
     note.should_stop = limit.is_cancelled = True
     limit.deadline = NOW
 
 
-def _heed(wish: Signal, note: Running, limit: Deadline) -> None:
+def _heed(wish: Signal, note: TaskContext, limit: Deadline) -> None:
     """Let what is at hand know what is wanted of it, which goes on."""
     if wish is Signal.STOP:
         note.should_stop = True
@@ -209,7 +209,7 @@ def _heed(wish: Signal, note: Running, limit: Deadline) -> None:
         note.leave()
 
 
-class ProcessGuard(Guard):
+class ProcessGuard(Interrupts):
     """Guards the main thread of this process; requests arrive from the node agent, as a signal and
     through a pipe.
 
@@ -243,7 +243,7 @@ class ProcessGuard(Guard):
         AT_HAND.pack_into(self._board, 0, self._attempt_id, task_id)
         super().approach(task_id)
 
-    def begin(self, note: Running, limit: Deadline) -> None:
+    def begin(self, note: TaskContext, limit: Deadline) -> None:
         """Note that the user's code begins."""
         note_in_process(note)
         super().begin(note, limit)
@@ -282,7 +282,7 @@ def _is_delicate(frame: FrameType | None) -> bool:
     return False
 
 
-class ThreadGuard(Guard):
+class ThreadGuard(Interrupts):
     """Guards a thread of this process."""
 
     def __init__(self) -> None:
@@ -291,7 +291,7 @@ class ThreadGuard(Guard):
         self._is_coming = False  # TaskCancelled was raised in the thread, and may not have arrived
         self._lock = threading.Lock()
 
-    def begin(self, note: Running, limit: Deadline) -> None:
+    def begin(self, note: TaskContext, limit: Deadline) -> None:
         """Note that the user's code begins, in this thread."""
         with self._lock:
             self._thread_id = threading.get_ident()

@@ -1,6 +1,6 @@
 """Runs the slices of a call: every backend calls user code here, and nowhere else.
 
-Also here: reports about calls that last (`Early`, `Watch`, `OpenCall`), torch's modes, and
+Also here: reports about calls that last (`HandBack`, `Watch`, `OpenCall`), torch's modes, and
 functions with `async def`.
 """
 
@@ -29,10 +29,10 @@ from raypool.channel.captured import Generator, generators_of
 from raypool.channel.records import Part, WorkerInfo
 from raypool.errors import TaskCancelled, TaskError
 from raypool.worker.checkpoint_folders import CheckpointFolders
-from raypool.worker.gpu_memory import Upkeep, note_shortage
-from raypool.worker.gpu_turns import Turns
-from raypool.worker.interrupts import NOW, Guard, Terminated
-from raypool.worker.running import Running, Say, is_retired, item_seed, running, unbroken
+from raypool.worker.gpu_memory import GpuMemoryCare, note_shortage
+from raypool.worker.gpu_turns import GpuTurns
+from raypool.worker.interrupts import NOW, Interrupts, Terminated
+from raypool.worker.running import Say, TaskContext, is_retired, item_seed, running, unbroken
 
 if TYPE_CHECKING:
     from raypool.backends.ray.packing import ParcelKeeper  # which imports Ray
@@ -55,7 +55,7 @@ LOOK_S = 0.125
 logger = logging.getLogger("raypool")
 
 
-class Early:
+class HandBack:
     """Tells of the calls of one worker that last, and knows what was sent behind them.
 
     Args:
@@ -63,7 +63,7 @@ class Early:
         tell: Takes what is done of one, while that goes on; in the watch's thread.
     """
 
-    def __init__(self, watch: Watch, tell: Callable[[OpenCall, Narrowed], object]) -> None:
+    def __init__(self, watch: Watch, tell: Callable[[OpenCall, NarrowedCall], object]) -> None:
         self._watch = watch
         self._tell = tell
         self._told_of = -1  # the last call that was reported
@@ -80,7 +80,7 @@ class Early:
     def narrow(self, call: OpenCall) -> None:
         """Tell of a call that lasts."""
 
-        def tell(narrowed: Narrowed) -> None:
+        def tell(narrowed: NarrowedCall) -> None:
             self._told_of = call.attempt_id
             self._tell(call, narrowed)
 
@@ -97,13 +97,13 @@ class Watch:
     """Finds calls that last, in a thread of its own, and reports each once."""
 
     def __init__(self) -> None:
-        self._calls: dict[int, tuple[OpenCall, Early]] = {}  # by attempt
+        self._calls: dict[int, tuple[OpenCall, HandBack]] = {}  # by attempt
         self._is_resting = False  # the thread waits for the bell
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._closed = threading.Event()
         threading.Thread(target=self._work, name="raypool-early", daemon=True).start()
 
-    def add(self, call: OpenCall, early: Early) -> None:
+    def add(self, call: OpenCall, early: HandBack) -> None:
         """Look at a call, until it has lasted or is dropped."""
         self._calls[call.attempt_id] = call, early
         if self._is_resting:
@@ -164,15 +164,15 @@ class Surroundings(NamedTuple):
     worker: WorkerInfo
     functions: Callable[[int], Callable[..., Any]]
     unpack: Callable[[Any], list[Any]]
-    guard: Guard
+    guard: Interrupts
     say: Say
     keeper: ParcelKeeper | None = None
     find_way: Callable[[], Any] | None = None
     folders: CheckpointFolders | None = None
-    upkeep: Upkeep | None = None
-    turns: Turns | None = None
+    upkeep: GpuMemoryCare | None = None
+    turns: GpuTurns | None = None
     is_users_thread: bool = False
-    early: Early | None = None
+    early: HandBack | None = None
 
     def is_interrupt(self, error: BaseException) -> bool:
         """Whether this is Ctrl-C."""
@@ -241,7 +241,7 @@ def _run_part(attempt_id: int, part: Part, here: Surroundings, result: RawResult
         result.done = part.num_items
         return
     worker = here.worker
-    note = Running(
+    note = TaskContext(
         part.start,
         part.attempt,
         part.seed,
@@ -291,7 +291,7 @@ def _numbers(part: Part) -> Sequence[int]:
 
 
 def _with_folders(
-    fn: Callable[[Any], Any], note: Running, folders: CheckpointFolders
+    fn: Callable[[Any], Any], note: TaskContext, folders: CheckpointFolders
 ) -> Callable[[Any], Any]:
     """Save the checkpoints of each item before its outcome is reported."""
 
@@ -391,7 +391,7 @@ def as_error(error: BaseException) -> BaseException:
 
 
 def _take_error(
-    error: BaseException, part: Part, here: Surroundings, note: Running, result: RawResult
+    error: BaseException, part: Part, here: Surroundings, note: TaskContext, result: RawResult
 ) -> None:
     """Take what an item has raised for its outcome."""
     capture.note_last_lines(error, note)
@@ -405,7 +405,7 @@ def _take_error(
 
 def set_up(setups: Iterable[Callable[[], Any]], worker: WorkerInfo) -> None:
     """Call functions that a worker begins with (or ends with)."""
-    token = running.set(Running(0, 1, None, worker.index, worker.gpu, "setup"))
+    token = running.set(TaskContext(0, 1, None, worker.index, worker.gpu, "setup"))
     try:
         for setup in setups:
             setup()
@@ -536,7 +536,7 @@ class RawResult:
             self.errors.pop(index, None)
 
 
-class Narrowed(NamedTuple):
+class NarrowedCall(NamedTuple):
     """What is done of a call that goes on, part by part, and how many of the items after that its
     worker keeps.
     """
@@ -545,14 +545,16 @@ class Narrowed(NamedTuple):
     results: list[RawResult]
     kept: tuple[int, ...]
 
-    def without_values(self) -> Narrowed:
+    def without_values(self) -> NarrowedCall:
         """Return the same, with what is done among what is kept: it comes with the answer to the
         call.
         """
         kept = tuple(
             count + result.done for count, result in zip(self.kept, self.results, strict=True)
         )
-        return Narrowed(self.attempt_id, [RawResult(result.start) for result in self.results], kept)
+        return NarrowedCall(
+            self.attempt_id, [RawResult(result.start) for result in self.results], kept
+        )
 
 
 class OpenCall:
@@ -577,7 +579,7 @@ class OpenCall:
     )
 
     def __init__(
-        self, attempt_id: int, parts: Sequence[Part], upkeep: Upkeep | None = None
+        self, attempt_id: int, parts: Sequence[Part], upkeep: GpuMemoryCare | None = None
     ) -> None:
         self.attempt_id = attempt_id
         self.began_at = monotonic()
@@ -599,7 +601,7 @@ class OpenCall:
         with self._lock:
             self._is_over = True
 
-    def narrow(self, tell: Callable[[Narrowed], object]) -> None:
+    def narrow(self, tell: Callable[[NarrowedCall], object]) -> None:
         """Let the call begin no more items (unless the user has set `chunk_size`), and report those
         that are done.
 
@@ -610,12 +612,12 @@ class OpenCall:
             if narrowed is not None:
                 tell(narrowed)
 
-    def let_go(self, narrowed: Narrowed) -> None:
+    def let_go(self, narrowed: NarrowedCall) -> None:
         """Drop what was reported."""
         for result, told in zip(self.results, narrowed.results, strict=False):
             result.let_go(told.done)
 
-    def _narrowed(self) -> Narrowed | None:
+    def _narrowed(self) -> NarrowedCall | None:
         if not self.results or self.results[-1].deadline <= NOW:
             return None  # it was told to end
         number, last = len(self.results) - 1, self.results[-1]
@@ -635,7 +637,7 @@ class OpenCall:
         told += [RawResult(other.start) for other in later]
         rest = part.num_items - done if part.is_fixed else 1
         kept = [0] * number + [rest] + [other.num_items if part.is_fixed else 0 for other in later]
-        return Narrowed(self.attempt_id, told, tuple(kept))
+        return NarrowedCall(self.attempt_id, told, tuple(kept))
 
 
 # --- torch's modes of a thread --------------------------------------------------------------------

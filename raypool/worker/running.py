@@ -1,4 +1,4 @@
-"""State of this process: the `Running` note of each task, the connections to its pool, process-wide
+"""State of this process: the `TaskContext` note of each task, the connections to its pool, process-wide
 flags.
 """
 
@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from raypool.worker.checkpoint_folders import CheckpointFolders
-    from raypool.worker.interrupts import Guard
+    from raypool.worker.interrupts import Interrupts
 
 
-def _say_nothing(note: Running, kind: str, payload: Any) -> bool | None:
+def _say_nothing(note: TaskContext, kind: str, payload: Any) -> bool | None:
     """Nobody listens."""
     return None
 
 
 @dataclass(slots=True)
-class Running:
+class TaskContext:
     """The runner's own note of what it is running. One per slice; only `index` changes, so that an
     item costs nothing.
 
@@ -46,11 +46,13 @@ class Running:
     name: str | None
     task_id: int = -1
     should_stop: bool = False
-    say: Callable[[Running, str, Any], bool | None] = _say_nothing
+    say: Callable[[TaskContext, str, Any], bool | None] = _say_nothing
     printed: deque[tuple[int, str]] | None = None
-    outer: Running | None = None  # the task in which this one was called for
-    find_way: Callable[[], Way] | None = None  # to the pool's exchange, if that is in this process
-    shelter: Guard | None = None  # for what is not to be interrupted
+    outer: TaskContext | None = None  # the task in which this one was called for
+    find_way: Callable[[], ExchangeClient] | None = (
+        None  # to the pool's exchange, if that is in this process
+    )
+    shelter: Interrupts | None = None  # for what is not to be interrupted
     thread_id: int = field(default_factory=threading.get_ident)  # in which it runs
     # what the ranks of a training have agreed on, None in anything else
     agreed_stop: bool | None = None
@@ -82,7 +84,7 @@ class Running:
 
 
 @contextlib.contextmanager
-def unbroken(note: Running | None) -> Iterator[None]:
+def unbroken(note: TaskContext | None) -> Iterator[None]:
     """Call something that must not be interrupted; a cancellation meanwhile arrives at its end.
 
     Raises:
@@ -99,18 +101,18 @@ def unbroken(note: Running | None) -> Iterator[None]:
         shelter.expose()
 
 
-Say = Callable[[Running, str, Any], "bool | None"]
-"""How something gets out of a task: see `Running`."""
+Say = Callable[[TaskContext, str, Any], "bool | None"]
+"""How something gets out of a task: see `TaskContext`."""
 
 
-running: ContextVar[Running | None] = ContextVar("raypool_running", default=None)
+running: ContextVar[TaskContext | None] = ContextVar("raypool_running", default=None)
 """Set round every slice that runs in this thread."""
 
 
-_running_in_process: Running | None = None
+_running_in_process: TaskContext | None = None
 
 
-def note_in_process(note: Running | None) -> None:
+def note_in_process(note: TaskContext | None) -> None:
     """Note what this whole process is running, for threads of native libraries: a worker process
     runs one thing at a time.
     """
@@ -139,14 +141,14 @@ def let_notes_travel() -> None:
     concurrent.futures.ThreadPoolExecutor.submit = submit_in_context  # type: ignore[method-assign]
 
 
-def note_here() -> Running | None:
+def note_here() -> TaskContext | None:
     """Return the runner's note of what is running in this thread, or in the worker process that it
     belongs to.
     """
     return running.get() or _running_in_process
 
 
-def notes_here() -> Iterator[Running]:
+def notes_here() -> Iterator[TaskContext]:
     """Yield the note of what is running here, and those of what it runs in, from the inside out: a
     loop in a task, say.
     """
@@ -196,7 +198,7 @@ def _fall_silent() -> None:
 os.register_at_fork(after_in_child=_fall_silent)
 
 
-class Way(Protocol):
+class ExchangeClient(Protocol):
     """A connection to a pool's `Exchange`."""
 
     def ask(self, method: str, *args: Any) -> Any:
@@ -209,7 +211,7 @@ class Way(Protocol):
         """Return the value that was packed."""
 
 
-class Link(Way, Protocol):
+class PoolLink(ExchangeClient, Protocol):
     """A worker process's connection to the rest of its pool."""
 
     @property
@@ -230,15 +232,15 @@ class Link(Way, Protocol):
         """Send what waits to be sent, now; return the number of the newest batch."""
 
 
-_link: Link | None = None
+_link: PoolLink | None = None
 
 
-def link() -> Link | None:
+def link() -> PoolLink | None:
     """Return the way from this worker process to its pool; None in any other process."""
     return _link
 
 
-def set_link(way: Link) -> None:
+def set_link(way: PoolLink) -> None:
     """Note the way from this worker process to its pool."""
     global _link
     _link = way

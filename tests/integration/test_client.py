@@ -135,7 +135,7 @@ def test_calls_loops_and_what_tasks_say(laptop: Laptop) -> None:
     assert said["again"] == 3
     assert said["resized"] == 1
     assert said["too_many"].startswith("GPU: requested 9, available ")
-    assert "Scout" not in said["too_many"]
+    assert "ClusterProbe" not in said["too_many"]
 
 
 FAR = """

@@ -16,7 +16,7 @@ import pytest
 from raypool import InvalidTypeError, InvalidValueError
 from raypool.train import checkpoints
 from raypool.train.checkpoints import (
-    Kept,
+    CompleteCheckpoint,
     best,
     check_name,
     commit,
@@ -58,7 +58,7 @@ def test_a_checkpoint_is_a_folder_with_a_json_beside_it(run_dir: Path) -> None:
     path = keep(run_dir, "abc", loss=0.5)
     assert names(run_dir) == ["checkpoint_000001", "checkpoint_000001.json"]
     assert (path / "model").read_text() == "abc"
-    assert list_kept(run_dir) == [Kept(1, path, {"loss": 0.5})]
+    assert list_kept(run_dir) == [CompleteCheckpoint(1, path, {"loss": 0.5})]
     assert list_kept(str(run_dir)) == list_kept(run_dir)
     record = json.loads((run_dir / "checkpoint_000001.json").read_text())
     assert record.pop("time") > 1e9
@@ -126,7 +126,7 @@ def test_one_that_stays_elsewhere_is_noted(run_dir: Path, tmp_path: Path) -> Non
     elsewhere.mkdir()
     partial = open_partial(run_dir, None, "token")
     assert commit(partial, {"loss": 1}, 2, str(elsewhere)) == elsewhere
-    assert list_kept(run_dir) == [Kept(1, elsewhere, {"loss": 1})]
+    assert list_kept(run_dir) == [CompleteCheckpoint(1, elsewhere, {"loss": 1})]
     assert names(run_dir) == ["checkpoint_000001.json"]
     keep(run_dir)
     assert prune(run_dir, 1, None, "min") == [elsewhere]
@@ -149,7 +149,7 @@ def test_names_that_are_folders() -> None:
 
 def test_a_name_with_dots(run_dir: Path) -> None:
     path = keep(run_dir, name="epoch=3.loss=0.1", loss=0.1)
-    assert list_kept(run_dir) == [Kept(1, path, {"loss": 0.1})]
+    assert list_kept(run_dir) == [CompleteCheckpoint(1, path, {"loss": 0.1})]
 
 
 def test_metrics_that_json_cannot_take_are_left_out(run_dir: Path) -> None:

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from raypool.channel import capture
-from raypool.channel.capture import Echo, add_last_lines, listening, note_last_lines
-from raypool.worker.running import Running, note_in_process, running
+from raypool.channel.capture import CapturedStream, add_last_lines, listening, note_last_lines
+from raypool.worker.running import TaskContext, note_in_process, running
 
 
 class Listener:
@@ -28,9 +28,9 @@ class Listener:
 
     def __init__(self) -> None:
         self._texts: list[str] = []
-        self.note = Running(0, 1, None, 0, None, None, 7, say=self.hear)
+        self.note = TaskContext(0, 1, None, 0, None, None, 7, say=self.hear)
 
-    def hear(self, note: Running, kind: str, text: str) -> None:
+    def hear(self, note: TaskContext, kind: str, text: str) -> None:
         assert note is self.note
         assert kind == "text"
         self._texts.append(text)
@@ -71,9 +71,9 @@ def test_the_streams_are_as_they_were_when_nothing_runs() -> None:
     before = sys.stdout, sys.stderr
     with listening():
         with listening():
-            assert isinstance(sys.stdout, Echo)
+            assert isinstance(sys.stdout, CapturedStream)
             assert sys.stdout.original is before[0]
-        assert isinstance(sys.stderr, Echo)
+        assert isinstance(sys.stderr, CapturedStream)
     assert (sys.stdout, sys.stderr) == before
 
 
@@ -114,7 +114,7 @@ def test_threads_are_told_apart(listener: Listener) -> None:
         thread.join()
     assert [one.text for one in others] == [f"{number}\n" * 500 for number in range(4)]
     assert listener.text == ""
-    assert not isinstance(sys.stdout, Echo)
+    assert not isinstance(sys.stdout, CapturedStream)
 
 
 def test_in_a_worker_process_all_threads_belong_to_the_task(listener: Listener) -> None:
@@ -152,7 +152,7 @@ def test_listens_again_on_top_of_what_has_taken_its_place(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capture.put_on_top()
-    assert not isinstance(sys.stdout, Echo)
+    assert not isinstance(sys.stdout, CapturedStream)
     with listening():
         monkeypatch.setattr(sys, "stdout", io.StringIO())
         capture.put_on_top()
@@ -192,10 +192,10 @@ def test_what_is_printed_after_a_stream_was_closed_beneath_is_heard_and_no_error
     buffer = detached.detach()
     for original in (closed, detached, Failing(errno.EBADF)):
         with listener.in_task():
-            print("heard", file=Echo("stdout", original), flush=True)
+            print("heard", file=CapturedStream("stdout", original), flush=True)
     assert listener.text == "heard\n" * 3
     with listener.in_task(), pytest.raises(OSError, match="No space"):
-        print("lost", file=Echo("stdout", Failing(errno.ENOSPC)))
+        print("lost", file=CapturedStream("stdout", Failing(errno.ENOSPC)))
     assert buffer is not None
 
 

@@ -17,10 +17,10 @@ from raypool.channel.records import Part, WorkerInfo
 from raypool.core.messages import Signal
 from raypool.worker import runner
 from raypool.worker import runner as early_module
-from raypool.worker.interrupts import Guard, ThreadGuard
+from raypool.worker.interrupts import Interrupts, ThreadGuard
 from raypool.worker.runner import (
-    Early,
-    Narrowed,
+    HandBack,
+    NarrowedCall,
     OpenCall,
     RawResult,
     Surroundings,
@@ -34,10 +34,10 @@ class Told:
     """Notes what is told early."""
 
     def __init__(self) -> None:
-        self.all: list[Narrowed] = []
+        self.all: list[NarrowedCall] = []
         self.changed = threading.Event()
 
-    def __call__(self, call: OpenCall, narrowed: Narrowed) -> None:
+    def __call__(self, call: OpenCall, narrowed: NarrowedCall) -> None:
         self.all.append(narrowed)
         self.changed.set()
 
@@ -59,19 +59,24 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
 
 
 @pytest.fixture
-def early(watch: Watch, told: Told) -> Early:
-    return Early(watch, told)
+def early(watch: Watch, told: Told) -> HandBack:
+    return HandBack(watch, told)
 
 
 def run(
-    early: Early | None,
+    early: HandBack | None,
     *parts: Part,
     fn: Callable[[Any], Any],
-    guard: Guard | None = None,
+    guard: Interrupts | None = None,
     attempt_id: int = 7,
 ) -> Any:
     here = Surroundings(
-        WorkerInfo(0, "here", 1), lambda _: fn, list, guard or Guard(), lambda *_: None, early=early
+        WorkerInfo(0, "here", 1),
+        lambda _: fn,
+        list,
+        guard or Interrupts(),
+        lambda *_: None,
+        early=early,
     )
     return run_parts(attempt_id, parts, here)
 
@@ -82,7 +87,7 @@ def part(start: int, stop: int, task_id: int = 0, **changes: Any) -> Part:
     )
 
 
-def outline(narrowed: Narrowed) -> list[tuple[list[Any], int]]:
+def outline(narrowed: NarrowedCall) -> list[tuple[list[Any], int]]:
     return [
         (result.values, kept) for result, kept in zip(narrowed.results, narrowed.kept, strict=True)
     ]
@@ -102,7 +107,7 @@ def waits_at(number: int, told: Told) -> Callable[[int], int]:
     return fn
 
 
-def test_what_is_done_is_told_and_what_follows_is_not_begun(early: Early, told: Told) -> None:
+def test_what_is_done_is_told_and_what_follows_is_not_begun(early: HandBack, told: Told) -> None:
     parts = [part(0, 2), part(10, 15, task_id=1), part(0, 2, task_id=2)]
     results = run(early, *parts, fn=waits_at(12, told))
     (narrowed,) = told.all
@@ -116,25 +121,25 @@ def test_what_is_done_is_told_and_what_follows_is_not_begun(early: Early, told: 
     assert [result.done for result in results] == [2, 3, 0]
 
 
-def test_the_first_item_may_be_the_one_that_lasts(early: Early, told: Told) -> None:
+def test_the_first_item_may_be_the_one_that_lasts(early: HandBack, told: Told) -> None:
     results = run(early, part(0, 5), fn=waits_at(0, told))
     assert outline(told.all[0]) == [([], 1)]
     assert results[0].values == [0]
 
 
-def test_so_may_the_last(early: Early, told: Told) -> None:
+def test_so_may_the_last(early: HandBack, told: Told) -> None:
     results = run(early, part(0, 5), fn=waits_at(4, told))
     assert outline(told.all[0]) == [([0, -1, -2, -3], 1)]
     assert results[0].done == 5
 
 
-def test_a_call_that_the_user_has_cut_runs_to_its_end(early: Early, told: Told) -> None:
+def test_a_call_that_the_user_has_cut_runs_to_its_end(early: HandBack, told: Told) -> None:
     results = run(early, part(0, 3, is_fixed=True), part(3, 6, is_fixed=True), fn=waits_at(1, told))
     assert outline(told.all[0]) == [([0], 2), ([], 3)]
     assert [result.done for result in results] == [3, 3]
 
 
-def test_errors_are_told_with_the_items_that_raised_them(early: Early, told: Told) -> None:
+def test_errors_are_told_with_the_items_that_raised_them(early: HandBack, told: Told) -> None:
     def fn(item: int) -> int:
         if item == 2:
             assert told.changed.wait(20)
@@ -146,7 +151,7 @@ def test_errors_are_told_with_the_items_that_raised_them(early: Early, told: Tol
     assert len(result.durations_s) == 2
 
 
-def test_each_call_is_told_of_once(early: Early, told: Told) -> None:
+def test_each_call_is_told_of_once(early: HandBack, told: Told) -> None:
     def fn(item: int) -> int:
         assert told.changed.wait(20)
         time.sleep(0.15)
@@ -160,7 +165,7 @@ def test_each_call_is_told_of_once(early: Early, told: Told) -> None:
 
 
 def test_short_calls_are_not_told_of(
-    early: Early, told: Told, monkeypatch: pytest.MonkeyPatch
+    early: HandBack, told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(early_module, "LASTS_S", 60.0)  # so that they are short on any machine
     for attempt_id in range(50):
@@ -168,7 +173,7 @@ def test_short_calls_are_not_told_of(
     assert told.all == []
 
 
-def test_ranks_are_not_told_of(early: Early, told: Told) -> None:
+def test_ranks_are_not_told_of(early: HandBack, told: Told) -> None:
     run(early, part(0, 1, is_rank=True), fn=lambda _: time.sleep(0.2))
     assert told.all == []
 
@@ -177,7 +182,7 @@ def test_without_anybody_to_tell_it_runs_as_ever() -> None:
     assert run(None, part(0, 2), fn=lambda item: item)[0].values == [0, 1]
 
 
-def test_what_was_told_to_leave_is_not_told_of(early: Early, told: Told) -> None:
+def test_what_was_told_to_leave_is_not_told_of(early: HandBack, told: Told) -> None:
     """It comes back soon, perhaps with less than seemed done."""
     call = OpenCall(7, [part(0, 3)])
     result = RawResult(0)
@@ -187,7 +192,7 @@ def test_what_was_told_to_leave_is_not_told_of(early: Early, told: Told) -> None
     assert told.all == []
 
 
-def test_what_has_nothing_left_to_run_is_not_told_of(early: Early, told: Told) -> None:
+def test_what_has_nothing_left_to_run_is_not_told_of(early: HandBack, told: Told) -> None:
     call = OpenCall(7, [part(0, 1)])
     result = RawResult(0)
     call.begin(result)
@@ -197,7 +202,7 @@ def test_what_has_nothing_left_to_run_is_not_told_of(early: Early, told: Told) -
     assert told.all == []
 
 
-def test_a_call_that_is_over_is_not_told_of(early: Early, told: Told) -> None:
+def test_a_call_that_is_over_is_not_told_of(early: HandBack, told: Told) -> None:
     call = OpenCall(7, [part(0, 3)])
     call.begin(RawResult(0))
     early.end(call)
@@ -206,7 +211,7 @@ def test_a_call_that_is_over_is_not_told_of(early: Early, told: Told) -> None:
 
 
 def test_nothing_is_told_of_a_slice_that_is_cancelled_in_this_instant(
-    early: Early, told: Told
+    early: HandBack, told: Told
 ) -> None:
     call = OpenCall(7, [part(0, 3)])
     result = RawResult(0)
@@ -216,7 +221,9 @@ def test_nothing_is_told_of_a_slice_that_is_cancelled_in_this_instant(
     assert told.all == []
 
 
-def test_a_worker_that_is_to_be_replaced_hands_back_what_it_keeps(early: Early, told: Told) -> None:
+def test_a_worker_that_is_to_be_replaced_hands_back_what_it_keeps(
+    early: HandBack, told: Told
+) -> None:
     """It may promise an item that it then does not begin."""
     call = OpenCall(7, [part(0, 1), part(5, 9)])
     call.begin(RawResult(0))
@@ -228,14 +235,14 @@ def test_a_worker_that_is_to_be_replaced_hands_back_what_it_keeps(early: Early, 
 def test_a_mistake_ends_neither_the_call_nor_the_watch(
     watch: Watch, told: Told, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(call: OpenCall, narrowed: Narrowed) -> None:
+    def fail(call: OpenCall, narrowed: NarrowedCall) -> None:
         told(call, narrowed)
         raise OSError("the disk is full, say")
 
-    assert run(Early(watch, fail), part(0, 2), fn=waits_at(0, told))[0].values == [0]
+    assert run(HandBack(watch, fail), part(0, 2), fn=waits_at(0, told))[0].values == [0]
     assert poll(lambda: "the disk is full, say" in caplog.text)
     told.changed.clear()
-    run(Early(watch, told), part(0, 2), fn=waits_at(1, told), attempt_id=8)
+    run(HandBack(watch, told), part(0, 2), fn=waits_at(1, told), attempt_id=8)
     assert [narrowed.attempt_id for narrowed in told.all] == [7, 8]
 
 
@@ -248,7 +255,7 @@ def test_what_was_told_can_be_freed() -> None:
         result.durations_s.extend([0.1] * len(values))
     first.done = 1
     second.errors[1] = ValueError()
-    told: list[Narrowed] = []
+    told: list[NarrowedCall] = []
     call.narrow(told.append)
     call.let_go(told[0])
     assert (first.values, second.values, second.errors) == ([None], [None, None], {})
@@ -258,7 +265,7 @@ def test_what_was_told_can_be_freed() -> None:
 def test_large_values_are_kept_until_the_answer() -> None:
     done = RawResult(0)
     done.done, done.values = 2, ["large", "larger"]
-    narrowed = Narrowed(7, [done, RawResult(5)], (1, 0)).without_values()
+    narrowed = NarrowedCall(7, [done, RawResult(5)], (1, 0)).without_values()
     assert (narrowed.kept, [result.done for result in narrowed.results]) == ((3, 0), [0, 0])
 
 
@@ -274,7 +281,7 @@ def told_of(*values: Any, start: int = 0) -> RawResult:
 def test_what_is_told_travels_with_its_values() -> None:
     failed = told_of({"loss": 1.0}, None, start=7)
     failed.errors[8] = ValueError("no")
-    narrowed = Narrowed(5, [told_of(1, [2]), failed, told_of()], (0, 1, 0))
+    narrowed = NarrowedCall(5, [told_of(1, [2]), failed, told_of()], (0, 1, 0))
     attempt_id, kept, results = unpack_narrowed(pack_narrowed(narrowed))
     assert (attempt_id, kept) == (5, (0, 1, 0))
     assert [part.values.get()[part.offset : part.offset + part.done] for part in results] == [
@@ -287,7 +294,7 @@ def test_what_is_told_travels_with_its_values() -> None:
 
 def test_large_values_come_with_the_answer() -> None:
     _, kept, results = unpack_narrowed(
-        pack_narrowed(Narrowed(5, [told_of(bytes(100_000)), told_of(1)], (0, 1)))
+        pack_narrowed(NarrowedCall(5, [told_of(bytes(100_000)), told_of(1)], (0, 1)))
     )
     assert (kept, [part.done for part in results]) == ((1, 2), [0, 0])
 
@@ -296,7 +303,7 @@ def test_large_values_come_with_the_answer() -> None:
 
 
 def test_what_waits_behind_a_call_that_was_told_of_is_not_to_run(
-    early: Early, told: Told, monkeypatch: pytest.MonkeyPatch
+    early: HandBack, told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(early_module, "LASTS_S", 60.0)
     run(early, part(0, 1), fn=abs, attempt_id=6)
@@ -311,7 +318,7 @@ def test_what_waits_behind_a_call_that_was_told_of_is_not_to_run(
 # --- at any moment --------------------------------------------------------------------------------
 
 
-class AtAnyMoment(Early):
+class AtAnyMoment(HandBack):
     """Narrows a call in another thread when it is told to, and not by its time."""
 
     def begin(self, call: OpenCall) -> None:
@@ -364,7 +371,9 @@ def test_what_is_told_and_what_is_left_make_up_the_call(
     assert num_told > 10
 
 
-def test_a_thread_that_is_cancelled_meanwhile_counts_for_nothing(early: Early, told: Told) -> None:
+def test_a_thread_that_is_cancelled_meanwhile_counts_for_nothing(
+    early: HandBack, told: Told
+) -> None:
     guard = ThreadGuard()
 
     def fn(item: int) -> int:

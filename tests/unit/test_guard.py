@@ -25,22 +25,22 @@ from raypool.worker.interrupts import (
     STOP_SIGNAL,
     WHOLE,
     WISH,
-    Guard,
+    Interrupts,
     ProcessGuard,
     ThreadGuard,
 )
 from raypool.worker.runner import RawResult, Surroundings, run_parts
-from raypool.worker.running import Running, note_here, unbroken
+from raypool.worker.running import TaskContext, note_here, unbroken
 
 HERE = WorkerInfo(0, "here", 1)
 
 
-def say_nothing(note: Running, kind: str, payload: Any) -> None:
+def say_nothing(note: TaskContext, kind: str, payload: Any) -> None:
     pass
 
 
-def note() -> Running:
-    return Running(0, 1, None, 0, None, None)
+def note() -> TaskContext:
+    return TaskContext(0, 1, None, 0, None, None)
 
 
 def calls(*functions: Callable[[], Any]) -> list[Part]:
@@ -51,7 +51,7 @@ def calls(*functions: Callable[[], Any]) -> list[Part]:
     ]
 
 
-def run(guard: Guard, *functions: Callable[[], Any], attempt_id: int = 7) -> list[RawResult]:
+def run(guard: Interrupts, *functions: Callable[[], Any], attempt_id: int = 7) -> list[RawResult]:
     """Run tasks, numbered from 0, in one call."""
     here = Surroundings(HERE, functions.__getitem__, lambda items: items, guard, say_nothing)
     return run_parts(attempt_id, calls(*functions), here)
@@ -187,7 +187,7 @@ def test_a_wish_for_an_early_end(guard: ProcessGuard) -> None:
 
 
 def run_loop(
-    guard: Guard, fn: Callable[[int], Any], size: int = 4, *, is_fixed: bool = True
+    guard: Interrupts, fn: Callable[[int], Any], size: int = 4, *, is_fixed: bool = True
 ) -> RawResult:
     """Run a slice of a loop."""
     here = Surroundings(HERE, lambda _: fn, lambda items: items, guard, say_nothing)
@@ -386,7 +386,9 @@ def test_a_thread_that_begins_others_is_interrupted_and_they_are_not() -> None:
                 threading.Thread(target=running.set).start()
 
         def work(
-            guard: Guard = guard, attempt_id: int = attempt_id, results: list[RawResult] = results
+            guard: Interrupts = guard,
+            attempt_id: int = attempt_id,
+            results: list[RawResult] = results,
         ) -> None:
             results.extend(run(guard, task, attempt_id=attempt_id))
 

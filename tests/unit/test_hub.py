@@ -15,7 +15,7 @@ from raypool.channel import queues
 from raypool.channel.feed import Feed
 from raypool.channel.hub import MAX_EARLY, Hub
 from raypool.errors import InternalError
-from raypool.worker.running import Running
+from raypool.worker.running import TaskContext
 
 
 class Listener:
@@ -46,7 +46,7 @@ def says(text: str, task_id: int = 7) -> bytes:
 
 def test_a_feed_is_made_by_the_first_word(hub: Hub, listener: Listener) -> None:
     assert listener.feed is None
-    note = Running(3, 2, None, 0, None, None, 7)
+    note = TaskContext(3, 2, None, 0, None, None, 7)
     hub.say(note, "text", "one ")
     hub.deliver(0, 1, says("two"))
     assert listener.text == "one two"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from raypool.channel.logs import Forwarder, Levels, levels_here, unpacked
-from raypool.worker.running import Running, running
+from raypool.worker.running import TaskContext, running
 
 X = logging.getLogger("raypool_test.x")
 """A logger of the user's."""
@@ -24,7 +24,7 @@ class Worker:
         self.forwarder = Forwarder()
         self.payloads: list[bytes] = []
 
-    def say(self, note: Running, kind: str, payload: Any) -> None:
+    def say(self, note: TaskContext, kind: str, payload: Any) -> None:
         assert kind == "log"
         self.payloads.append(payload)
 
@@ -36,7 +36,7 @@ class Worker:
 @pytest.fixture
 def worker() -> Iterator[Worker]:
     worker = Worker()
-    note = Running(5, 1, None, 2, None, "train", task_id=7)
+    note = TaskContext(5, 1, None, 2, None, "train", task_id=7)
     note.say = worker.say
     token = running.set(note)
     yield worker

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from raypool import MetricBuffer, parpool, report
 from raypool.errors import InvalidTypeError, InvalidValueError
-from raypool.worker.running import Running, running
+from raypool.worker.running import TaskContext, running
 
 
 @pytest.fixture
@@ -23,7 +23,9 @@ def said() -> Iterator[list[Any]]:
     """Give what the task that this test plays has reported: (time, metrics) each."""
     heard: list[Any] = []
     token = running.set(
-        Running(0, 1, None, 0, None, None, say=lambda note, kind, payload: heard.append(payload))
+        TaskContext(
+            0, 1, None, 0, None, None, say=lambda note, kind, payload: heard.append(payload)
+        )
     )
     yield heard
     running.reset(token)

@@ -18,7 +18,7 @@ from raypool.channel.feed import TEXT_BYTES, Feed
 from raypool.channel.hub import Hub
 from raypool.channel.outbox import Outbox
 from raypool.errors import InvalidValueError
-from raypool.worker.running import Running, running
+from raypool.worker.running import TaskContext, running
 
 
 class Agent:
@@ -68,8 +68,8 @@ def held(outbox: Outbox, agent: Agent, eventually: Callable[..., bool]) -> Outbo
     return outbox
 
 
-def note_of(outbox: Outbox, task_id: int = 7, index: int = 0) -> Running:
-    return Running(index, 1, None, 0, None, None, task_id, say=outbox.say)
+def note_of(outbox: Outbox, task_id: int = 7, index: int = 0) -> TaskContext:
+    return TaskContext(index, 1, None, 0, None, None, task_id, say=outbox.say)
 
 
 def test_sends_by_itself(outbox: Outbox, agent: Agent, eventually: Callable[..., bool]) -> None:

@@ -23,7 +23,7 @@ from raypool.views.progress import watched
 from raypool.views.status import LoopStatus
 from raypool.views.terminal import TerminalView, terminal_view
 from raypool.views.words import describe_error, describe_item
-from raypool.worker.running import Running, running
+from raypool.worker.running import TaskContext, running
 from tests.unit.fake_loop import FakeLoop
 
 
@@ -353,7 +353,7 @@ def test_what_tasks_print_meanwhile_is_theirs_and_the_picture_is_not(
     look_at(screen, monkeypatch)
     said: list[str] = []
     token = running.set(
-        Running(0, 1, None, 0, None, None, 7, say=lambda note, kind, text: said.append(text))
+        TaskContext(0, 1, None, 0, None, None, 7, say=lambda note, kind, text: said.append(text))
     )
     work = LoopWork(Function(0, None, "train"), range(3), LoopOptions("train"))
     with listening():

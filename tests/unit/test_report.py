@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from raypool import InvalidTypeError, InvalidValueError, report
-from raypool.worker.running import Running, running
+from raypool.worker.running import TaskContext, running
 
 
 @pytest.fixture
 def said() -> Any:
     said: list[tuple[Any, ...]] = []
     token = running.set(
-        Running(
+        TaskContext(
             3,
             1,
             None,

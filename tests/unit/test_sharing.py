@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypool.backends.ray.card_sharing import TRIES_ALONE, Cards
+from raypool.backends.ray.card_sharing import TRIES_ALONE, SharedGpus
 from raypool.backends.ray.telemetry import Usage
 from raypool.channel.records import Failure, LocalValues, Part, SliceResult
 from raypool.core.messages import ResizeRequested
@@ -30,12 +30,12 @@ from raypool.gpus.sharing import (
     Load,
     fitting,
     fraction_for,
-    seats_for,
+    workers_for,
     worthwhile,
 )
 from raypool.gpus.simulated import CONTEXT_BYTES as SIMULATED_CONTEXT
 from raypool.gpus.simulated import SimulatedGpus
-from raypool.worker.gpu_turns import Turns, Weight
+from raypool.worker.gpu_turns import GpuLoad, GpuTurns
 
 GIBIBYTE = 2**30
 
@@ -59,7 +59,7 @@ def test_never_more_than_fit(load: Load) -> None:
     """Two or more workers together need less than the GPU has free, with the margin; and there is
     always one.
     """
-    seats = seats_for(load)
+    seats = workers_for(load)
     assert 1 <= seats <= MOST
     if load.total_bytes is None or load.peak_bytes is None:
         assert seats == load.seats
@@ -92,7 +92,7 @@ def test_it_grows_by_steps_and_only_as_far_as_that_is_of_use(load: Load) -> None
     """Twice as many at most, and none that would find the GPU busy; those that fit are not sent
     away for that.
     """
-    seats = seats_for(load)
+    seats = workers_for(load)
     if seats > load.seats:
         assert seats <= 2 * load.seats
         assert seats <= worthwhile(load)
@@ -105,7 +105,7 @@ def test_items_of_three_gibibytes_find_their_number() -> None:
     seats = [1]
     for _ in range(4):
         seats.append(
-            seats_for(
+            workers_for(
                 Load(seats[-1], CARD, peak_bytes=3 * GIBIBYTE, overhead_bytes=SIMULATED_CONTEXT)
             )
         )
@@ -121,7 +121,9 @@ def test_a_busy_gpu_gets_no_more() -> None:
         (0.0, 1, 2),
         (None, 4, 8),
     ]:
-        assert seats_for(Load(seats, CARD, peak_bytes=GIBIBYTE // 4, utilisation=busy)) == expected
+        assert (
+            workers_for(Load(seats, CARD, peak_bytes=GIBIBYTE // 4, utilisation=busy)) == expected
+        )
 
 
 def test_without_knowledge_of_the_size_a_tenth_is_left_for_contexts() -> None:
@@ -190,7 +192,7 @@ class FakeClaim:
 
 
 class FakeSeating:
-    """Gives out numbers, as `Seating` does."""
+    """Gives out numbers, as `Placement` does."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
@@ -226,7 +228,7 @@ class Play:
     def __init__(self, usage: Usage | None = None, *, is_mps: bool = False) -> None:
         self.seating, self.claim = FakeSeating(), FakeClaim()
         self.told: list[ResizeRequested] = []
-        self.cards = Cards(
+        self.cards = SharedGpus(
             self.seating,  # type: ignore[arg-type]
             lambda _: None,
             lambda event, _: self.told.append(event),  # type: ignore[arg-type]
@@ -259,7 +261,7 @@ class Play:
         result = SliceResult(number, 1, LocalValues([None]), 0, failures, array("d", [1.0]), 1.0)
         result.peak_memory_bytes = int(peak * GIBIBYTE) or None
         own = CONTEXT_BYTES if peak else 0
-        weight = Weight(CARD, own, own, own, 0.0)
+        weight = GpuLoad(CARD, own, own, own, 0.0)
         seat = type("Seat", (), {"place": place, "claim": self.claim})()
         self.cards.came_back(0, seat, attempt_id, [result], weight)
         self.last_part = part
@@ -303,7 +305,7 @@ def test_nothing_known_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
         result = SliceResult(number, 1, LocalValues([None]), 0, {}, array("d", [1.0]), 1.0)
         result.peak_memory_bytes = GIBIBYTE
         seat = type("Seat", (), {"place": 0, "claim": play.claim})()
-        play.cards.came_back(0, seat, attempt_id, [result], Weight())
+        play.cards.came_back(0, seat, attempt_id, [result], GpuLoad())
     assert play.told == []
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "workers_per_gpu=2" in caplog.text
@@ -442,11 +444,11 @@ def test_nobody_comes_while_something_runs_that_may_take_the_room_for_itself() -
 
 
 @pytest.fixture
-def turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Turns:
+def turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GpuTurns:
     """Return the turns of this process on a simulated card."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")
-    return Turns(SimulatedGpus(tmp_path / "gpus", 1), "0", lambda: tmp_path)
+    return GpuTurns(SimulatedGpus(tmp_path / "gpus", 1), "0", lambda: tmp_path)
 
 
 def part_with(*, is_alone: bool = False, is_rank: bool = False, share: float = 0.25) -> Part:
@@ -475,7 +477,9 @@ def is_free(path: Path, operation: int) -> bool:
     return True
 
 
-def test_ordinary_items_share_and_one_that_is_alone_does_not(turns: Turns, tmp_path: Path) -> None:
+def test_ordinary_items_share_and_one_that_is_alone_does_not(
+    turns: GpuTurns, tmp_path: Path
+) -> None:
     """Until they have ended."""
     lock = tmp_path / "gpu-0.lock"
     turns.begin(part_with())
@@ -488,7 +492,7 @@ def test_ordinary_items_share_and_one_that_is_alone_does_not(turns: Turns, tmp_p
     assert is_free(lock, fcntl.LOCK_EX)
 
 
-def test_the_limit_is_lifted_for_what_runs_alone(turns: Turns) -> None:
+def test_the_limit_is_lifted_for_what_runs_alone(turns: GpuTurns) -> None:
     """And holds again afterwards."""
     seen = []
     for part in (part_with(), part_with(is_alone=True), part_with()):
@@ -526,19 +530,19 @@ def other(tmp_path: Path) -> Iterator[Callable[[str, int], Any]]:
 
 
 def test_newcomers_let_first_who_waits_to_be_alone_but_not_for_ever(
-    turns: Turns, other: Callable[[str, int], Any], tmp_path: Path
+    turns: GpuTurns, other: Callable[[str, int], Any], tmp_path: Path
 ) -> None:
     """Somebody stands in the door; who is inside may wait for the newcomer, so that comes in all
     the same.
     """
     del turns
     other("gpu-0.door", fcntl.LOCK_EX)
-    newcomer = Turns(SimulatedGpus(tmp_path / "gpus"), "0", lambda: tmp_path, patience_s=0.2)
+    newcomer = GpuTurns(SimulatedGpus(tmp_path / "gpus"), "0", lambda: tmp_path, patience_s=0.2)
     newcomer.begin(part_with())
     newcomer.end()
 
 
-def test_ranks_do_not_stand_in_the_door(turns: Turns, other: Callable[[str, int], Any]) -> None:
+def test_ranks_do_not_stand_in_the_door(turns: GpuTurns, other: Callable[[str, int], Any]) -> None:
     """Those of their gang that are inside wait for them."""
     other("gpu-0.door", fcntl.LOCK_EX)
     turns.begin(part_with(is_rank=True))
@@ -546,7 +550,7 @@ def test_ranks_do_not_stand_in_the_door(turns: Turns, other: Callable[[str, int]
 
 
 def test_the_wait_ends_with_the_process_that_is_waited_for(
-    turns: Turns, other: Callable[[str, int], Any]
+    turns: GpuTurns, other: Callable[[str, int], Any]
 ) -> None:
     """However it ends: the kernel lets go of its locks."""
     other("gpu-0.lock", fcntl.LOCK_SH).set()
@@ -554,7 +558,7 @@ def test_the_wait_ends_with_the_process_that_is_waited_for(
     turns.end()
 
 
-def test_the_wait_can_be_interrupted(turns: Turns, other: Callable[[str, int], Any]) -> None:
+def test_the_wait_can_be_interrupted(turns: GpuTurns, other: Callable[[str, int], Any]) -> None:
     """As a cancellation does it: by a signal, whose handler raises."""
     import signal
 
@@ -576,7 +580,7 @@ def test_the_wait_can_be_interrupted(turns: Turns, other: Callable[[str, int], A
         signal.signal(signal.SIGALRM, before)
 
 
-def test_a_worker_weighs_what_its_process_has(turns: Turns, tmp_path: Path) -> None:
+def test_a_worker_weighs_what_its_process_has(turns: GpuTurns, tmp_path: Path) -> None:
     """And what of that is no tensor's: its context."""
     gpus = SimulatedGpus(tmp_path / "gpus")
     gpus.change(0, used_bytes=2 * GIBIBYTE)
@@ -585,14 +589,14 @@ def test_a_worker_weighs_what_its_process_has(turns: Turns, tmp_path: Path) -> N
     weight = turns.weigh()
     assert weight is not None
     assert weight.own_bytes == held.num_bytes + SIMULATED_CONTEXT
-    assert weight == Weight(
+    assert weight == GpuLoad(
         CARD, weight.own_bytes + 2 * GIBIBYTE, weight.own_bytes, SIMULATED_CONTEXT, 0.0
     )
     assert turns.weigh() is None  # it was just asked
     turns.end()
 
 
-def test_a_broken_inventory_weighs_nothing(turns: Turns, tmp_path: Path) -> None:
+def test_a_broken_inventory_weighs_nothing(turns: GpuTurns, tmp_path: Path) -> None:
     """Nothing is made up."""
     SimulatedGpus(tmp_path / "gpus").break_down()
     weight = turns.weigh()

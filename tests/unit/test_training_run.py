@@ -30,7 +30,7 @@ from raypool.errors import (
 from raypool.futures import Future
 from raypool.options import Options
 from raypool.train.checkpoints import RankEnd, TrainingAttempt
-from raypool.train.controller import Conductor, RankPlaces, start_run
+from raypool.train.controller import Controller, RankPlaces, start_run
 from raypool.train.runs import RunOptions, TrainingResult, TrainingRun, run_folder
 
 WAIT_S = 60.0
@@ -107,7 +107,7 @@ def train(
     engine = an_engine()
     crew = RankPlaces(2, places, numbers if callable(numbers) else lambda: numbers, engine)
     return start_run(
-        run, Conductor(run, lane, crew, options or Options(), kept_options, None), engine
+        run, Controller(run, lane, crew, options or Options(), kept_options, None), engine
     )
 
 
@@ -348,7 +348,7 @@ def test_a_result_of_which_nothing_can_be_made_is_not_lost(tmp_path: Path) -> No
         raise KeyError("no such layer")
 
     engine = an_engine()
-    conductor = Conductor(
+    conductor = Controller(
         run,
         ScriptedLane(ENDS),
         RankPlaces(2, None, lambda: (0, 1), engine),

@@ -13,8 +13,8 @@ from raypool.channel.records import Part, WorkerInfo
 from raypool.gpus.memory import kept
 from raypool.gpus.simulated import SimulatedAllocator, SimulatedGpus
 from raypool.spmd import composite
-from raypool.worker.gpu_memory import Leftover, Upkeep
-from raypool.worker.interrupts import Guard
+from raypool.worker.gpu_memory import GpuMemoryCare, LeftoverMemory
+from raypool.worker.interrupts import Interrupts
 from raypool.worker.runner import RawResult, Surroundings, run_parts
 
 MIB = 2**20
@@ -35,16 +35,16 @@ def allocator(gpus: SimulatedGpus) -> SimulatedAllocator:
 
 
 @pytest.fixture
-def upkeep(allocator: SimulatedAllocator) -> Iterator[Upkeep]:
+def upkeep(allocator: SimulatedAllocator) -> Iterator[GpuMemoryCare]:
     """Give what looks after that, of which 1.6 GiB may be left over."""
-    yield Upkeep(allocator, WORKER, 16 * 1024 * MIB)
+    yield GpuMemoryCare(allocator, WORKER, 16 * 1024 * MIB)
     kept.__init__()  # type: ignore[misc]  # nobody watches any more
 
 
-def run(upkeep: Upkeep | None, *functions: Callable[[], Any]) -> list[RawResult]:
+def run(upkeep: GpuMemoryCare | None, *functions: Callable[[], Any]) -> list[RawResult]:
     """Run tasks, numbered from 0, in one call."""
     here = Surroundings(
-        WORKER, functions.__getitem__, list, Guard(), lambda *_: None, upkeep=upkeep
+        WORKER, functions.__getitem__, list, Interrupts(), lambda *_: None, upkeep=upkeep
     )
     calls = [
         Part(task_id, task_id, [((), {})], 1, 0, 1, is_call=True)
@@ -63,7 +63,7 @@ class Cycle:
 # --- how much a task had --------------------------------------------------------------------------
 
 
-def test_the_peak_is_that_of_the_task(upkeep: Upkeep, allocator: SimulatedAllocator) -> None:
+def test_the_peak_is_that_of_the_task(upkeep: GpuMemoryCare, allocator: SimulatedAllocator) -> None:
     """Two tensors at once count together, what came after them does not; what was given back does
     not count for the next.
     """
@@ -79,7 +79,7 @@ def test_the_peak_is_that_of_the_task(upkeep: Upkeep, allocator: SimulatedAlloca
 
 
 def test_nothing_is_said_where_the_gpu_was_not_used(
-    upkeep: Upkeep, allocator: SimulatedAllocator
+    upkeep: GpuMemoryCare, allocator: SimulatedAllocator
 ) -> None:
     """Neither of a worker that has a GPU and leaves it alone, nor of one that has none."""
     assert run(upkeep, lambda: None)[0].peak_memory_bytes is None
@@ -113,7 +113,7 @@ def test_a_gpu_that_is_full_says_who_had_what(
         allocator.allocate(100 * 1024 * MIB)
         del held
 
-    upkeep = Upkeep(allocator, WORKER, total_bytes)
+    upkeep = GpuMemoryCare(allocator, WORKER, total_bytes)
     upkeep.share = share
     (result,) = run(upkeep, need_too_much)
     error = result.errors[0]
@@ -140,7 +140,7 @@ def test_a_machine_that_is_full_says_so_too() -> None:
 
 
 def test_what_is_only_kept_for_later_is_given_back(
-    upkeep: Upkeep, gpus: SimulatedGpus, allocator: SimulatedAllocator
+    upkeep: GpuMemoryCare, gpus: SimulatedGpus, allocator: SimulatedAllocator
 ) -> None:
     """Others see it as free then; a little that is left over is nobody's concern."""
     tensors = [allocator.allocate(1000 * MIB) for _ in range(4)]
@@ -152,7 +152,7 @@ def test_what_is_only_kept_for_later_is_given_back(
 
 
 def test_too_much_left_over_is_told_with_its_name(
-    upkeep: Upkeep, allocator: SimulatedAllocator
+    upkeep: GpuMemoryCare, allocator: SimulatedAllocator
 ) -> None:
     """It adds up over calls, so that a small leak is found in time, and blamed on who has left most
     of it.
@@ -163,7 +163,7 @@ def test_too_much_left_over_is_told_with_its_name(
     assert upkeep.settle("plot") is None
     left.append(allocator.allocate(900 * MIB))
     leftover = upkeep.settle("train")
-    assert leftover == Leftover("train", leftover.words if leftover else "", is_spent=True)
+    assert leftover == LeftoverMemory("train", leftover.words if leftover else "", is_spent=True)
     assert leftover.words.startswith(
         "Worker 3 (here, GPU 0) is replaced: 1.99 GB are left over on its GPU, and 1.72 GB are"
         " allowed"
@@ -172,7 +172,9 @@ def test_too_much_left_over_is_told_with_its_name(
     assert "pool.constant" in leftover.words
 
 
-def test_what_is_freed_again_is_forgotten(upkeep: Upkeep, allocator: SimulatedAllocator) -> None:
+def test_what_is_freed_again_is_forgotten(
+    upkeep: GpuMemoryCare, allocator: SimulatedAllocator
+) -> None:
     """Also what only the garbage collector frees; that is asked when there is too much, and not
     before.
     """
@@ -193,7 +195,7 @@ def test_what_is_freed_again_is_forgotten(upkeep: Upkeep, allocator: SimulatedAl
 
 
 def test_what_is_kept_on_purpose_does_not_count(
-    upkeep: Upkeep, allocator: SimulatedAllocator
+    upkeep: GpuMemoryCare, allocator: SimulatedAllocator
 ) -> None:
     """Not what the setup has made, nor a constant, also one that needs another; when it has gone,
     neither does its place.
@@ -213,7 +215,7 @@ def test_what_is_kept_on_purpose_does_not_count(
 
 
 def test_parts_of_composites_stay_and_keep_their_worker(
-    upkeep: Upkeep, allocator: SimulatedAllocator
+    upkeep: GpuMemoryCare, allocator: SimulatedAllocator
 ) -> None:
     """They cannot be made again: who holds some is told of, and not replaced; a small plain value
     is with its holder too.
@@ -253,7 +255,7 @@ def test_how_much_may_be_left_over(allocator: SimulatedAllocator) -> None:
     known of that.
     """
     for total_bytes, share, max_leftover_bytes, is_too_much in ALLOWANCES:
-        upkeep = Upkeep(allocator, WORKER, total_bytes, max_leftover_bytes)
+        upkeep = GpuMemoryCare(allocator, WORKER, total_bytes, max_leftover_bytes)
         upkeep.share = share
         left = allocator.allocate(1200 * MIB)
         assert (upkeep.settle("train") is not None) is is_too_much
@@ -273,7 +275,7 @@ def test_a_gpu_that_fails_takes_its_process_with_it(
         def __getattr__(self, name: str) -> Any:
             raise RuntimeError("CUDA error: device-side assert triggered")
 
-    upkeep = Upkeep(Failing(), WORKER, 16_000 * MIB)
+    upkeep = GpuMemoryCare(Failing(), WORKER, 16_000 * MIB)
     (result,) = run(upkeep, lambda: None)
     assert result.done == 1
     leftover = upkeep.settle("train")
@@ -285,7 +287,7 @@ def test_a_gpu_that_fails_takes_its_process_with_it(
     )
 
 
-def test_an_exception_holds_no_memory(upkeep: Upkeep, allocator: SimulatedAllocator) -> None:
+def test_an_exception_holds_no_memory(upkeep: GpuMemoryCare, allocator: SimulatedAllocator) -> None:
     """What the functions had that it went through is free when the next item of the call begins,
     also of what it came from.
     """

@@ -28,7 +28,7 @@ QUESTIONS = [
         "A canceled task should end without the grace period.",
         "interrupted",
         "worker/interrupts.py",
-        "Guard",
+        "Interrupts",
     ),
     (
         "A user asks for a GPU by its UUID and gets another one.",

@@ -15,8 +15,8 @@ from raypool.spmd.wire import (
     END,
     SIGNATURE_BYTES,
     SLOT_BYTES,
+    Header,
     Packer,
-    Word,
     find_disagreement,
     ordinal,
     signed,
@@ -24,11 +24,11 @@ from raypool.spmd.wire import (
 
 SECRET = b"of this group"
 
-TENSOR = Word(3, "all_reduce", "tensor", "float32", (3, 4), "cpu", op="sum")
+TENSOR = Header(3, "all_reduce", "tensor", "float32", (3, 4), "cpu", op="sum")
 
 shapes = st.lists(st.integers(0, 2**62), max_size=64).map(tuple)
 words = st.builds(
-    Word,
+    Header,
     number=st.integers(0, 2**40),
     operation=st.sampled_from(["all_reduce", "scatter", BEGIN, END]),
     kind=st.sampled_from(["tensor", "array", "value", ""]),
@@ -43,16 +43,16 @@ words = st.builds(
 
 
 @given(words)
-def test_a_word_is_read_as_it_was_written(word: Word) -> None:
+def test_a_word_is_read_as_it_was_written(word: Header) -> None:
     slot = word.write(SECRET)
     assert len(slot) == SLOT_BYTES
-    assert Word.read(slot, SECRET) == word
+    assert Header.read(slot, SECRET) == word
 
 
 @given(words, st.binary(max_size=2 * SLOT_BYTES))
-def test_a_value_rides_along_if_it_fits(word: Word, payload: bytes) -> None:
+def test_a_value_rides_along_if_it_fits(word: Header, payload: bytes) -> None:
     word = word._replace(size=len(payload), payload=payload)
-    read = Word.read(word.write(SECRET), SECRET)
+    read = Header.read(word.write(SECRET), SECRET)
     assert read in (word, word._replace(payload=None))
     if len(payload) <= 100 and len(word.shape) < 10:
         assert read.payload == payload
@@ -69,25 +69,25 @@ class Trap:
 def test_what_no_rank_has_signed_is_not_opened(key: bytes) -> None:
     forged = signed(pickle.dumps(Trap()).ljust(SLOT_BYTES - SIGNATURE_BYTES, b"\0"), key)
     with pytest.raises(CollectiveError, match="no rank of this group has sent"):
-        Word.read(forged, SECRET)
+        Header.read(forged, SECRET)
     with pytest.raises(CollectiveError, match="no rank of this group has sent"):
         Packer(SECRET).unpack(forged, 1, "gather")
 
 
 @given(words, st.integers(1, 5))
-def test_ranks_that_say_the_same_agree(word: Word, size: int) -> None:
+def test_ranks_that_say_the_same_agree(word: Header, size: int) -> None:
     if word.operation != "scatter":  # whose ranks do not say the same
         assert find_disagreement([word] * size) is None
 
 
-def told(*said: Word) -> tuple[str, tuple[int, ...]]:
+def told(*said: Header) -> tuple[str, tuple[int, ...]]:
     found = find_disagreement(said)
     assert found is not None
     return found
 
 
 def test_different_operations() -> None:
-    text, missing = told(TENSOR, Word(3, "barrier"), TENSOR, TENSOR)
+    text, missing = told(TENSOR, Header(3, "barrier"), TENSOR, TENSOR)
     assert text.startswith(
         "Ranks 0, 2 and 3 are in all_reduce, rank 1 is in barrier (the 3rd collective of this"
         " call). "
@@ -96,7 +96,7 @@ def test_different_operations() -> None:
 
 
 def test_a_rank_that_has_ended() -> None:
-    text, missing = told(TENSOR, Word(3, END), TENSOR)
+    text, missing = told(TENSOR, Header(3, END), TENSOR)
     assert text.startswith(
         "Rank 1 has ended, ranks 0 and 2 wait for it in all_reduce (the 3rd collective of this"
         " call). "
@@ -105,7 +105,7 @@ def test_a_rank_that_has_ended() -> None:
 
 
 def test_several_ranks_that_have_ended() -> None:
-    text, missing = told(Word(12, END), Word(12, END), TENSOR._replace(number=12))
+    text, missing = told(Header(12, END), Header(12, END), TENSOR._replace(number=12))
     assert text.startswith(
         "Ranks 0 and 1 have ended, rank 2 waits for them in all_reduce (the 12th collective of this"
         " call). "
@@ -114,7 +114,7 @@ def test_several_ranks_that_have_ended() -> None:
 
 
 def test_a_rank_that_has_ended_and_others_in_different_operations() -> None:
-    text, missing = told(Word(1, "barrier"), Word(1, END), TENSOR._replace(number=1))
+    text, missing = told(Header(1, "barrier"), Header(1, END), TENSOR._replace(number=1))
     assert text.startswith(
         "Rank 0 is in barrier, rank 1 has ended, rank 2 is in all_reduce (the 1st collective of"
         " this call). "
@@ -135,7 +135,7 @@ OTHERS = [
     (TENSOR._replace(dtype="int64"), "an int64 tensor (3, 4)"),
     (TENSOR._replace(kind="array", device=""), "a float32 array (3, 4)"),
     (TENSOR._replace(device="cuda"), "a float32 tensor (3, 4) on a GPU"),
-    (Word(3, "all_reduce", "value", op="sum"), "a Python value"),
+    (Header(3, "all_reduce", "value", op="sum"), "a Python value"),
 ]
 
 
@@ -152,7 +152,7 @@ def test_different_values_in_a_reduction() -> None:
 def test_different_values_in_a_gather_are_well() -> None:
     gather = TENSOR._replace(operation="all_gather", op="")
     assert (
-        find_disagreement([gather, gather._replace(shape=()), Word(3, "all_gather", "value")])
+        find_disagreement([gather, gather._replace(shape=()), Header(3, "all_gather", "value")])
         is None
     )
 
@@ -170,8 +170,8 @@ def test_different_ops() -> None:
 
 
 def test_a_broadcast_into_something_else() -> None:
-    source = Word(2, "broadcast", "tensor", "float32", (3,), "cpu", peer=1)
-    nothing = Word(2, "broadcast", peer=1)
+    source = Header(2, "broadcast", "tensor", "float32", (3,), "cpu", peer=1)
+    nothing = Header(2, "broadcast", peer=1)
     assert find_disagreement([nothing, source, source]) is None
     text, _ = told(nothing, source, source._replace(shape=(4,)))
     assert text.startswith(
@@ -188,7 +188,7 @@ def test_a_broadcast_into_something_else() -> None:
     ("shape", "has"), [((2,), "2 parts"), ((4,), "4 parts"), ((), "no list of parts")]
 )
 def test_a_scatter_of_too_few_or_too_many(shape: tuple[int, ...], has: str) -> None:
-    other = Word(1, "scatter", peer=0)
+    other = Header(1, "scatter", peer=0)
     assert find_disagreement([other._replace(shape=(3,)), other, other]) is None
     text, _ = told(other._replace(shape=shape), other, other)
     assert text.startswith(f"Rank 0 scatters {has} to 3 ranks (the 1st collective of this call). ")

@@ -25,7 +25,7 @@ from raypool.backends.base import Post
 from raypool.backends.ray import client, packing
 from raypool.backends.ray.agents import END_TIMEOUT_S, Agents, Chore, MemoryLimit
 from raypool.backends.ray.calls import UNRECORDED, aside, loss_reason, loss_text, when_done
-from raypool.backends.ray.card_sharing import Cards
+from raypool.backends.ray.card_sharing import SharedGpus
 from raypool.backends.ray.claims import Claim, locate
 from raypool.backends.ray.client import is_outside, note_deaths
 from raypool.backends.ray.demand import Demand
@@ -37,7 +37,7 @@ from raypool.backends.ray.packing import (
     unpack_narrowed,
     unpack_results,
 )
-from raypool.backends.ray.placement import Seating
+from raypool.backends.ray.placement import Placement
 from raypool.backends.ray.session import connection, give_up_ray, is_up, leave_ray
 from raypool.backends.ray.warning_filters import filters_here
 from raypool.backends.ray.worker import Introduction, News, PoolWorker, pack_call
@@ -51,9 +51,9 @@ from raypool.channel.users_code import Snapshot, different_module
 from raypool.core.messages import AttemptFinished, AttemptNarrowed, Signal, WorkerLost, WorkerReady
 from raypool.errors import LossReason
 from raypool.profiles import Profile
-from raypool.worker.gpu_memory import Leftover
+from raypool.worker.gpu_memory import LeftoverMemory
 from raypool.worker.gpu_turns import Sharing
-from raypool.worker.running import Way
+from raypool.worker.running import ExchangeClient
 
 CLOSE_TIMEOUT_S = 5.0
 
@@ -88,7 +88,7 @@ class RayBackend:
         self._hub = hub
         self._traffic = traffic
         hub.on_early = self._on_early
-        self._seating = Seating(profile)
+        self._seating = Placement(profile)
         self._seats: dict[int, Slot] = {}
         self._by_worker: dict[int, Slot] = {}
         self._actor_class = ray.remote(PoolWorker)
@@ -96,9 +96,9 @@ class RayBackend:
         self._agents = Agents(hub, profile.cancel_grace_s, self._nodes.stays, profile.inventory)
         add_source(self._agents)
         self.gpu_memory = self._agents.gpu_memory
-        self._cards: Cards | None = None
+        self._cards: SharedGpus | None = None
         if profile.workers_per_gpu == "auto":
-            self._cards = Cards(
+            self._cards = SharedGpus(
                 self._seating, self.take_in, post, None if profile.mps else self._ask_usage
             )
         self._teardown = (
@@ -124,7 +124,7 @@ class RayBackend:
         self._left = threading.Event()  # set once nothing needs the watch on Ray any more
         threading.Thread(target=self._watch, name="raypool-watch", daemon=True).start()
 
-    def find_way(self) -> Way:
+    def find_way(self) -> ExchangeClient:
         """Return the way to the pool's exchange."""
         return self._agents
 
@@ -565,7 +565,7 @@ class RayBackend:
             seat.told_of = attempt_id
         self._post(AttemptNarrowed(worker_id, attempt_id, (), kept), results)
 
-    def _note_leftover(self, leftover: Leftover) -> None:
+    def _note_leftover(self, leftover: LeftoverMemory) -> None:
         """Say that something has left too much on a GPU, once for each function."""
         if leftover.words is not None and leftover.name not in self._leaky:
             self._leaky.add(leftover.name)

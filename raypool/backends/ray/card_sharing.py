@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from raypool.backends.base import Post
 from raypool.backends.ray.claims import Claim
-from raypool.backends.ray.placement import Seating
+from raypool.backends.ray.placement import Placement
 from raypool.backends.ray.telemetry import Usage
 from raypool.channel.records import Part, SliceResult
 from raypool.core.messages import ResizeRequested
 from raypool.errors import is_gpu_out_of_memory
-from raypool.gpus.sharing import CONTEXT_BYTES, MOST, Load, fitting, fraction_for, seats_for
-from raypool.worker.gpu_turns import Sharing, Weight
+from raypool.gpus.sharing import CONTEXT_BYTES, MOST, Load, fitting, fraction_for, workers_for
+from raypool.worker.gpu_turns import GpuLoad, Sharing
 
 if TYPE_CHECKING:
     from raypool.backends.ray.backend import Slot
@@ -61,13 +61,13 @@ class Flight(NamedTuple):
     is_crowded: bool
 
 
-class Card:
+class SharedGpu:
     """A GPU of the pool, and its measurements."""
 
     def __init__(self, claim: Claim) -> None:
         self.claim = claim
         self.peaks: deque[int] = deque(maxlen=REMEMBERED)  # of its last items [bytes]
-        self.weight = Weight()
+        self.weight = GpuLoad()
         self.others_bytes = 0
         self.overhead_bytes: int | None = None
         self.num_done = 0  # items, since the number of workers has changed
@@ -105,7 +105,7 @@ class Card:
         )
 
     def note(
-        self, results: Sequence[SliceResult], weight: Weight | None, share: float, was_alone: bool
+        self, results: Sequence[SliceResult], weight: GpuLoad | None, share: float, was_alone: bool
     ) -> None:
         """Take note of what a call has needed, which might have so much of the memory, or all of it
         if it was alone.
@@ -146,7 +146,7 @@ class Card:
         self.num_done, self.since, self.planned = 0, 0.0, 0
 
 
-class Cards:
+class SharedGpus:
     """The GPUs of an "auto" pool. Its methods may be called from any thread.
 
     Args:
@@ -159,7 +159,7 @@ class Cards:
 
     def __init__(
         self,
-        seating: Seating,
+        seating: Placement,
         take_in: Callable[[dict[int, Claim]], object],
         post: Post,
         ask_usage: AskUsage | None,
@@ -168,7 +168,7 @@ class Cards:
         self._take_in = take_in
         self._post = post
         self._ask_usage = ask_usage
-        self._cards: dict[Claim, Card] = {}
+        self._cards: dict[Claim, SharedGpu] = {}
         self._flights: dict[int, dict[int, Flight]] = {}  # by place and attempt
         # how often items were told to run alone, by task and number
         self._alone: dict[tuple[int, int], int] = {}
@@ -204,7 +204,9 @@ class Cards:
             return None
         with self._lock:
             self._flights[place] = {}
-            return Sharing(self._cards.setdefault(claim, Card(claim)).num_workers, takes_turns=True)
+            return Sharing(
+                self._cards.setdefault(claim, SharedGpu(claim)).num_workers, takes_turns=True
+            )
 
     def left(self, place: int, claim: Claim, *, is_lost: bool) -> None:
         """Take note that a place is gone; if `is_lost`, with its machine."""
@@ -255,7 +257,7 @@ class Cards:
         seat: Slot,
         attempt_id: int,
         results: Sequence[SliceResult],
-        weight: Weight | None,
+        weight: GpuLoad | None,
     ) -> None:
         """Learn from a call that has come back, and say of its items which have to run again,
         alone.
@@ -279,7 +281,7 @@ class Cards:
             self._consider(card, worker_id)
 
     def _look_for_shortage(
-        self, card: Card, part: Part, result: SliceResult, is_crowded: bool
+        self, card: SharedGpu, part: Part, result: SliceResult, is_crowded: bool
     ) -> None:
         out = [
             index
@@ -315,7 +317,7 @@ class Cards:
 
     # --- number of workers ------------------------------------------------------------------------
 
-    def _consider(self, card: Card, worker_id: int) -> None:
+    def _consider(self, card: SharedGpu, worker_id: int) -> None:
         """Let a GPU have as many workers as it should, by what is known of it now."""
         fit = fitting(card.load)
         if fit is not None and fit < card.claim.room:
@@ -334,7 +336,7 @@ class Cards:
                     worker_id, card.since, time.time(), functools.partial(self._grow, card)
                 )
 
-    def _largest_share(self, card: Card) -> float:
+    def _largest_share(self, card: SharedGpu) -> float:
         """Return which part of a GPU's memory a call may have at most that runs there now."""
         flights = [
             flight
@@ -344,13 +346,13 @@ class Cards:
         ]
         return max((flight.share for flight in flights), default=0.0)
 
-    def _may_grow(self, card: Card) -> bool:
+    def _may_grow(self, card: SharedGpu) -> bool:
         limit = min(card.most, card.claim.demand.workers_per_claim)
         is_free = not (self._is_settled or card.is_asking or card.claim.is_released)
         is_time = card.num_done >= card.claim.room and time.monotonic() > card.ask_at
         return is_free and is_time and card.claim.room < limit
 
-    def _grow(self, card: Card, usage: Usage | None) -> None:
+    def _grow(self, card: SharedGpu, usage: Usage | None) -> None:
         with self._lock:
             card.is_asking = False
             if not self._may_grow(card):
@@ -361,14 +363,14 @@ class Cards:
                 load = load._replace(utilisation=None)
             elif usage is not None and usage.mean_utilisation is not None:
                 load = load._replace(utilisation=usage.mean_utilisation)
-            seats = min(seats_for(load), card.most, card.claim.demand.workers_per_claim)
+            seats = min(workers_for(load), card.most, card.claim.demand.workers_per_claim)
             if seats > card.claim.room:
                 self._set_seats(card, seats)
             else:
                 card.begin_anew()
                 card.ask_at = time.monotonic() + ASK_S
 
-    def _set_seats(self, card: Card, seats: int) -> None:
+    def _set_seats(self, card: SharedGpu, seats: int) -> None:
         before = card.claim.room
         if seats > before:
             places = self._seating.widen(card.claim, seats)

@@ -1,7 +1,7 @@
 """Ray Client: this process is outside the cluster, and speaks through a server process inside it.
 
 Nearly everything works as inside, a few milliseconds later. This module has the exceptions: Ray
-answers some questions only inside the cluster, so an actor there, `Scout`, asks them for us.
+answers some questions only inside the cluster, so an actor there, `ClusterProbe`, asks them for us.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ AT_ONCE = 8
 """How many questions the scout answers at a time: a slow one must not hold up others."""
 
 
-class Scout:
+class ClusterProbe:
     """An actor beside the server of Ray Client."""
 
     def answer(self, question: Callable[..., Any], *args: Any) -> Any:
@@ -45,7 +45,7 @@ class Scout:
 
 
 @dataclass(frozen=True, slots=True)
-class Outpost:
+class ClientServer:
     """This process's presence in the cluster: its server's node, and the scout there."""
 
     connection: object
@@ -53,7 +53,7 @@ class Outpost:
     scout: Any
 
 
-_outpost: Outpost | None = None
+_outpost: ClientServer | None = None
 _settling = threading.Lock()
 _dead: set[bytes] = set()  # actors; replaced as a whole
 
@@ -154,7 +154,7 @@ def _driver_of_job() -> tuple[int, float]:
     return pid, psutil.Process(pid).create_time()
 
 
-def _settled() -> Outpost:
+def _settled() -> ClientServer:
     """Return the outpost of the connection that there is now."""
     global _outpost
     connection = client.ray.get_context().client_worker
@@ -169,7 +169,9 @@ def _settled() -> Outpost:
                 **UNRECORDED,
                 "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
             }
-            _outpost = Outpost(connection, node_id, ray.remote(Scout).options(**options).remote())
+            _outpost = ClientServer(
+                connection, node_id, ray.remote(ClusterProbe).options(**options).remote()
+            )
         return _outpost
 
 

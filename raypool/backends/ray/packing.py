@@ -46,7 +46,7 @@ from raypool.channel import by_value
 from raypool.channel.records import Failure, Missing, SliceResult, Values
 from raypool.errors import RaypoolError, SerializationError, TaskError, reduced
 from raypool.results import Results
-from raypool.worker.runner import Narrowed, RawResult
+from raypool.worker.runner import NarrowedCall, RawResult
 
 PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 """Types whose pickles need nothing from the module that they are in."""
@@ -587,7 +587,7 @@ def unpack_results(
     return results
 
 
-def pack_narrowed(narrowed: Narrowed) -> bytes:
+def pack_narrowed(narrowed: NarrowedCall) -> bytes:
     """Make what is done of a call that goes on ready to travel; values that are large come with its
     answer only.
     """

@@ -32,7 +32,7 @@ from raypool.errors import PoolClosedError, RaypoolError, ResourceError
 from raypool.gpus.devices import usable_cores
 from raypool.profiles import Profile, WorkerResources
 
-_seatings: weakref.WeakSet[Seating] = weakref.WeakSet()
+_seatings: weakref.WeakSet[Placement] = weakref.WeakSet()
 
 LEND_TIMEOUT_S = 5.0
 
@@ -40,7 +40,7 @@ Found = dict[WorkerResources, list[Claim]]
 """For each kind of worker, what it needs of a cluster."""
 
 
-class Seating:
+class Placement:
     """The places of a pool on Ray, numbered in the order of its workers. No number is used twice.
 
     `claim` may take long, and runs in the caller's thread; `leave` and `close` are for the

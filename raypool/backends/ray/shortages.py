@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from raypool.backends.ray.claims import Claim
 
 
-OURS = ("PoolWorker", "NodeAgent", "Scout")
+OURS = ("PoolWorker", "NodeAgent", "ClusterProbe")
 """Actors of pools, which hold nothing beside their pools' placement groups."""
 
 Crowd = Mapping[tuple[str, int], GpuDevice]

@@ -57,12 +57,12 @@ from raypool.gpus.memory import kept
 from raypool.gpus.sharing import fraction_for
 from raypool.worker.checkpoint_folders import CheckpointFolders, sees
 from raypool.worker.folders import hold
-from raypool.worker.gpu_memory import Leftover, Upkeep
-from raypool.worker.gpu_turns import Sharing, Turns, settle
+from raypool.worker.gpu_memory import GpuMemoryCare, LeftoverMemory
+from raypool.worker.gpu_turns import GpuTurns, Sharing, settle
 from raypool.worker.interrupts import ProcessGuard, terminate
 from raypool.worker.runner import (
-    Early,
-    Narrowed,
+    HandBack,
+    NarrowedCall,
     OpenCall,
     RawResult,
     Surroundings,
@@ -148,7 +148,7 @@ class PoolWorker:
         worker_id: The number of this process among all that the pool starts.
         inventory: Tells the GPUs of a machine.
         sharing: How it shares its GPU with other workers, if it does.
-        max_leftover_bytes: How much of its GPU's memory its tasks may leave over; see `Upkeep`.
+        max_leftover_bytes: How much of its GPU's memory its tasks may leave over; see `GpuMemoryCare`.
     """
 
     def __init__(
@@ -177,9 +177,9 @@ class PoolWorker:
         signal.signal(signal.SIGTERM, terminate)
         self._sharing = sharing
         self._max_leftover_bytes = max_leftover_bytes
-        self._upkeep: Upkeep | None = None
+        self._upkeep: GpuMemoryCare | None = None
         self._is_spent = False  # it has said that it is to be replaced
-        self._turns: Turns | None = None
+        self._turns: GpuTurns | None = None
         self._agent: Any = None
         self._folders = WorkerFolders()
         self._outbox = Outbox(self._push)
@@ -193,7 +193,7 @@ class PoolWorker:
         self._outdated: list[ModuleType] = []  # modules that the driver has in another version
         self._is_set_up = False  # what a setup has made may be in modules
         # Where workers share a GPU, the driver weighs each call as a whole.
-        self._early = Early(Watch(), self._tell_early) if sharing is None else None
+        self._early = HandBack(Watch(), self._tell_early) if sharing is None else None
         self._info = WorkerInfo(index, platform.node(), os.getpid())
 
     def introduce(
@@ -236,7 +236,7 @@ class PoolWorker:
         )
         if given:
             total_bytes = found[0].total_bytes if found[0] is not None else None
-            self._upkeep = Upkeep(
+            self._upkeep = GpuMemoryCare(
                 self._inventory.allocator(), self._info, total_bytes, self._max_leftover_bytes
             )
         if self._sharing is not None and given:
@@ -244,7 +244,7 @@ class PoolWorker:
             self._upkeep.share = fraction_for(self._sharing.num_workers, total_bytes)
             settle(self._sharing, self._inventory, given[0])
             if self._sharing.takes_turns:
-                self._turns = Turns(self._inventory, given[0], self._folders.temporary)
+                self._turns = GpuTurns(self._inventory, given[0], self._folders.temporary)
         try:
             calls = [
                 functools.partial(call_setup, unpack(setup)) for setup in load(Parcel(*setups))
@@ -363,19 +363,19 @@ class PoolWorker:
         )
         return run_parts(attempt_id, parts, here)
 
-    def _tell_early(self, call: OpenCall, narrowed: Narrowed) -> None:
+    def _tell_early(self, call: OpenCall, narrowed: NarrowedCall) -> None:
         """Tell what is done of a call that lasts. The answer will have all of it once more, in case
         this gets lost.
         """
         self._outbox.send("early", narrowed.attempt_id, pack_narrowed(narrowed))
 
-    def _settle(self, parts: Sequence[Part]) -> Leftover | None:
+    def _settle(self, parts: Sequence[Part]) -> LeftoverMemory | None:
         """See to what a call has left on the GPU, now that nothing of it is needed any more; say if
         that is too much.
         """
         if is_retired() or self._outdated:
             self._is_spent = True
-            return Leftover("", None, is_spent=True)
+            return LeftoverMemory("", None, is_spent=True)
         if self._upkeep is None:
             return None
         fn_id, name, turn = parts[0].fn_id, parts[0].name, parts[0].turn
@@ -512,7 +512,7 @@ class WorkerFolders(CheckpointFolders):
 
 
 class WorkerLink:
-    """This process's way to its pool; see `raypool.worker.running.Link`."""
+    """This process's way to its pool; see `raypool.worker.running.PoolLink`."""
 
     def __init__(
         self, worker_id: int, outbox: Outbox, agent: Any, home: Any, home_name: tuple[str, int]
