@@ -1,6 +1,4 @@
-"""Ten trainings, watched: one that learns nothing is stopped, one fails, and the first that is good
-enough ends the sweep.
-"""
+"""Ten trainings, watched: hopeless ones are stopped, and the first good one ends the sweep."""
 
 import time
 import traceback
@@ -14,13 +12,11 @@ from raypool import current_task, fetch_next, parpool, report
 def train(width, lr):
     torch.set_num_threads(1)  # the other cores are for the other workers
     torch.manual_seed(0)
-    images, digits = (
-        torch.as_tensor(part, device=current_task().device) for part in load_digits(return_X_y=True)
-    )
+    device = current_task().device
+    images, digits = (torch.as_tensor(part, device=device) for part in load_digits(return_X_y=True))
     images, is_test = images.float() / 16, torch.arange(len(images), device=images.device) % 6 == 0
-    net = torch.nn.Sequential(
-        torch.nn.Linear(64, width), torch.nn.ReLU(), torch.nn.Linear(width, 10)
-    ).to(images)
+    layers = torch.nn.Linear(64, width), torch.nn.ReLU(), torch.nn.Linear(width, 10)
+    net = torch.nn.Sequential(*layers).to(images)
     optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
     for epoch in range(300):
         for batch in (~is_test).nonzero()[:, 0].split(50):
@@ -36,9 +32,8 @@ def train(width, lr):
     return right
 
 
-configs = [(64, 1e-5), (64, 100.0)] + [
-    (width, lr) for lr in (0.003, 0.01, 0.03, 0.1) for width in (16, 256)
-]
+configs = [(64, 1e-5), (64, 100.0)]
+configs += [(width, lr) for lr in (0.003, 0.01, 0.03, 0.1) for width in (16, 256)]
 
 with parpool() as pool:
     jobs = [
@@ -51,12 +46,8 @@ with parpool() as pool:
             seen = job.metrics  # a table, live
             if len(seen) >= 20 and seen.right.iloc[-1] < 0.2 and not job.stop_requested:
                 job.request_stop()
-                print(
-                    f"{job.name} learns nothing and is stopped:",
-                    seen[["epoch", "loss", "right"]].tail(2),
-                    "",
-                    sep="\n",
-                )
+                print(f"{job.name} learns nothing and is stopped:")
+                print(seen[["epoch", "loss", "right"]].tail(2), end="\n\n")
         try:
             number, right = fetch_next(jobs, timeout_s=0.1)  # whichever ends first
         except TimeoutError:
@@ -70,10 +61,8 @@ with parpool() as pool:
     pool.cancel_all()  # also what runs
     cancelled_at = time.perf_counter()
     pool.parfeval_on_all(abs, 1).result()
-    print(
-        f"All workers are free again after {1000 * (time.perf_counter() - cancelled_at):.0f} ms:"
-        f" {pool}\n"
-    )
+    took_ms = 1000 * (time.perf_counter() - cancelled_at)
+    print(f"All workers are free again after {took_ms:.0f} ms: {pool}\n")
     print(f"Best: {best.name}, after {best.running_duration_s:.1f} s on worker {best.worker}")
     for job in jobs:
         print(f"{job.name:20} {job.state:10}", *job.diary.splitlines()[-1:])

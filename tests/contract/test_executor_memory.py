@@ -219,7 +219,9 @@ def test_rays_control_store_keeps_nothing_of_a_call(pool: ParallelPool, eventual
     ray.get(ray.remote(num_cpus=0)(lambda: 1).options(name=later).remote())
 
     assert eventually(lambda: later in names())
-    assert not [name for name in names() if name.startswith(("PoolWorker", "NodeAgent", "ClusterProbe"))]
+    assert not [
+        name for name in names() if name.startswith(("PoolWorker", "NodeAgent", "ClusterProbe"))
+    ]
 
 
 @pytest.mark.concurrent
