@@ -19,6 +19,8 @@ GIVEN = [
     "benchmarks/results/*.json",
     "benchmarks/results/*.svg",
     "docs/site/*.css",
+    "docs/pictures/*.svg",
+    "docs/pictures/*.png",
 ]
 
 

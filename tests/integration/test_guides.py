@@ -1,4 +1,4 @@
-"""The Python of the guides that needs a cluster: README.md, docs/clusters.md.
+"""The Python of the guides that needs a cluster: docs/tour.md, docs/clusters.md.
 
 The cluster is a head on this machine. Where a document has numbers of machines, and the id of a
 job, the tests put in those that there are; nothing else of it is changed.
@@ -81,9 +81,9 @@ def test_a_pool_from_a_notebook(folder: Path) -> None:
     )
 
 
-def test_the_readme(folder: Path) -> None:
-    """README.md hands in a job beside its pool, and fetches what came of it."""
-    code = on_two(python_of("README.md", "On a cluster"))
+def test_the_tour(folder: Path) -> None:
+    """docs/tour.md hands in a job beside its pool, and fetches what came of it."""
+    code = on_two(python_of("docs/tour.md", "On a cluster"))
     code, count = re.subn(
         r"^find_job\(.*\)\.fetch_outputs\(\)", r"outputs = \g<0>", code, flags=re.MULTILINE
     )

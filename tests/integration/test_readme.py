@@ -1,5 +1,5 @@
-"""The README's ten lines, pasted into a Python prompt, and its sweep, on the Ray that raypool
-starts.
+"""The programs of README.md and docs/tour.md, on the Ray that raypool starts: the ten lines, pasted
+into a Python prompt, the sweeps, spmd and trainings.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ import pytest
 from tests.documents import blocks_of
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
-CODE = {block.heading: block.code for block in blocks_of("README.md", "python")}
-TEN_LINES, SWEEP, DURABLE = (
-    CODE["Ten lines"],
-    CODE["A sweep that is watched"],
-    CODE["A sweep that survives"],
-)
+TOUR = (ROOT / "docs/tour.md").read_text()
+FRONT = {block.heading: block.code for block in blocks_of("README.md", "python")}
+TEN_LINES, RESUME, FIT = FRONT["Ten lines"], FRONT["Resume"], FRONT["One model on all GPUs"]
+CODE = {block.heading: block.code for block in blocks_of("docs/tour.md", "python")}
+SWEEP, DURABLE = CODE["A sweep that is watched"], CODE["A sweep that survives"]
 SPMD, TRAINING, SHARED = (
     CODE["Every worker at once"],
     CODE["One model on all workers"],
@@ -61,6 +59,13 @@ def test_the_ten_lines_at_a_prompt(tmp_path: Path) -> None:
     losses = [float(row[3]) for row in rows]
     assert losses == sorted(losses)
     assert losses[0] < 0.1
+
+
+def test_resume_and_fit(tmp_path: Path) -> None:
+    printed = run("-c", f"{TEN_LINES}\n{RESUME}\n{FIT}", cwd=tmp_path)
+    assert re.search(r"^loss +0\.0\d+$", printed, re.MULTILINE)
+    assert "learning" in (tmp_path / "first.html").read_text().lower()
+    assert "torch.Size([512, 1])" in printed
 
 
 @pytest.mark.parametrize(
@@ -176,5 +181,5 @@ def tell_story(printed: str) -> dict[str, str]:
 @pytest.mark.long
 def test_the_sweep_goes_as_it_is_told(tmp_path: Path) -> None:
     states = tell_story(run("-c", SWEEP, cwd=tmp_path))
-    recorded = re.findall(r"```\n(raypool: .*?)```", README, re.DOTALL)
+    recorded = re.findall(r"```\n(raypool: .*?)```", TOUR, re.DOTALL)
     assert list(tell_story(recorded[0])) == list(states)

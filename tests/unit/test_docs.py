@@ -25,6 +25,10 @@ from tests.turns import FIRST, LAST, TAKE_TURNS
 
 README = {
     "Ten lines": "tests/integration/test_readme.py::test_the_ten_lines_at_a_prompt",
+    "Resume": "tests/integration/test_readme.py::test_resume_and_fit",
+    "One model on all GPUs": "tests/integration/test_readme.py::test_resume_and_fit",
+}
+TOUR = {
     "A sweep that is watched": (
         "tests/integration/test_readme.py::test_the_sweep_goes_as_it_is_told"
     ),
@@ -32,9 +36,8 @@ README = {
     "Every worker at once": "tests/integration/test_readme.py::test_every_worker_at_once",
     "One model on all workers": "tests/integration/test_readme.py::test_one_model_on_all_workers",
     "GPUs, seen and shared": "tests/integration/test_readme.py::test_gpus_seen_and_shared",
-    "On a cluster": "tests/integration/test_guides.py::test_the_readme",
-    "At home": "tests/unit/test_docs.py::test_the_readme_code_runs",
-    "What else there is": "tests/unit/test_docs.py::test_the_readme_code_runs",
+    "On a cluster": "tests/integration/test_guides.py::test_the_tour",
+    "Behind other libraries": "tests/unit/test_docs.py::test_the_short_programs_run",
 }
 AT_HOME_RUNS = "tests/integration/test_at_home.py::test_the_code_runs"
 CLUSTERS = {
@@ -61,6 +64,8 @@ AT_HOME = {
 }
 RUN_BY: dict[str, dict[str, str] | str] = {
     "README.md": README,
+    "docs/calls.md": "tests/unit/test_docs.py::test_the_short_programs_run",
+    "docs/tour.md": TOUR,
     "docs/at_home.md": AT_HOME,
     "docs/clusters.md": CLUSTERS,
     "docs/durable.md": "tests/unit/test_docs.py::test_the_code_about_durable_sweeps_runs",
@@ -239,13 +244,13 @@ def run_all(blocks: list[Block], name: str) -> None:
         exec(compile(block.code, block.document, "exec"), {"__name__": name})
 
 
-def test_the_readme_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_short_programs_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """All of docs/calls.md, and what docs/tour.md runs on threads."""
     here = {
-        heading for heading, test in README.items() if test.endswith("::test_the_readme_code_runs")
+        heading for heading, test in TOUR.items() if test.endswith("::test_the_short_programs_run")
     }
-    run_all(
-        [block for block in blocks_of("README.md", "python") if block.heading in here], "__main__"
-    )
+    shown = [block for block in blocks_of("docs/tour.md", "python") if block.heading in here]
+    run_all([*shown, *blocks_of("docs/calls.md", "python")], "__main__")
     printed = capsys.readouterr().out
     assert "1024" in printed
     assert "ZeroDivisionError" in printed

@@ -1,0 +1,151 @@
+"""Make the pictures of the documents from real runs: `python docs/pictures/record.py`.
+
+`demo.svg` is a recording of `raypool demo` in a terminal; it moves where SVG may, and shows its last
+frame elsewhere. `report.png` is the report that the README's first two programs write, as Chromium shows it.
+"""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import termios
+import time
+from fcntl import ioctl
+from itertools import groupby
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+import pyte
+
+HERE = Path(__file__).parent
+COLUMNS, ROWS = 100, 30
+LETTER, LINE, MARGIN = 8.4, 18, 14
+EVERY_S, LAST_S = 0.25, 6.0
+COLORS = {
+    "default": "#d8dee9",
+    "black": "#4c566a",
+    "red": "#ff7b72",
+    "green": "#7ee787",
+    "brown": "#e3b341",  # pyte's name for yellow
+    "blue": "#79c0ff",
+    "magenta": "#d2a8ff",
+    "cyan": "#76e3ea",
+    "white": "#f0f6fc",
+}
+
+CODE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def main() -> None:
+    raypool = Path(sys.executable).with_name("raypool")
+    with tempfile.TemporaryDirectory() as folder:
+        frames = record([str(raypool), "demo", "--workers", "2", "--out", folder])
+        (HERE / "demo.svg").write_text(animation("raypool demo", frames))
+        picture_of_report(Path(folder))
+
+
+def record(command: list[str]) -> list[tuple[float, list[str]]]:
+    """Run a command in a terminal; return what its screen showed, and since when [s]."""
+    screen = pyte.Screen(COLUMNS, ROWS)
+    stream = pyte.ByteStream(screen)
+    parent, child = pty.openpty()
+    ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
+    environ = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(COLUMNS), "LINES": str(ROWS)}
+    process = subprocess.Popen(command, stdin=child, stdout=child, stderr=child, env=environ)
+    os.close(child)
+    frames: list[tuple[float, list[str]]] = []
+    began = shown = time.monotonic()
+    while True:
+        if select.select([parent], [], [], EVERY_S)[0]:
+            try:
+                stream.feed(os.read(parent, 65536))
+            except OSError:  # Linux says so at the end of a terminal's last process
+                break
+        if time.monotonic() - shown >= EVERY_S:
+            shown = time.monotonic()
+            keep(frames, shown - began, screen)
+    if process.wait() != 0:
+        sys.exit(f"{command} ended with status {process.returncode}.")
+    keep(frames, time.monotonic() - began, screen)
+    return frames
+
+
+def keep(frames: list[tuple[float, list[str]]], at_s: float, screen: pyte.Screen) -> None:
+    lines = [line_of(screen, row) for row in range(ROWS)]
+    if not frames or frames[-1][1] != lines:
+        frames.append((at_s, lines))
+
+
+def line_of(screen: pyte.Screen, row: int) -> str:
+    """Return a line as SVG: one `tspan` for letters of the same look."""
+    cells = [screen.buffer[row][column] for column in range(COLUMNS)]
+    text = ""
+    for (color, is_bold), group in groupby(cells, lambda cell: (cell.fg, cell.bold)):
+        letters = escape("".join(cell.data for cell in group))
+        fill = COLORS.get(color, f"#{color}" if len(color) == 6 else COLORS["default"])
+        weight = ' font-weight="bold"' if is_bold else ""
+        text += f'<tspan fill="{fill}"{weight}>{letters}</tspan>'
+    return text
+
+
+def animation(title: str, frames: list[tuple[float, list[str]]]) -> str:
+    """Return an SVG that shows the frames in turn, each for as long as it was there."""
+    end_s = frames[-1][0] + LAST_S
+    width, height = COLUMNS * LETTER + 2 * MARGIN, ROWS * LINE + 2 * MARGIN
+    styles, groups = [], []
+    for number, (at_s, lines) in enumerate(frames):
+        until_s = frames[number + 1][0] if number + 1 < len(frames) else end_s
+        first, last = 100 * at_s / end_s, 100 * until_s / end_s
+        is_last = number + 1 == len(frames)
+        styles.append(
+            f"@keyframes f{number}{{0%,{max(first - 0.001, 0):.3f}%{{opacity:0}}"
+            f"{first:.3f}%,{last - 0.002:.3f}%{{opacity:1}}"
+            + ("" if is_last else f"{last - 0.001:.3f}%,100%{{opacity:0}}")
+            + f"}}#f{number}{{animation:f{number} {end_s:.1f}s infinite}}"
+        )
+        rows = "".join(
+            f'<text x="{MARGIN}" y="{MARGIN + LINE * (row + 0.75):.1f}">{line}</text>'
+            for row, line in enumerate(lines)
+            if line
+        )
+        groups.append(f'<g id="f{number}" opacity="{int(is_last)}">{rows}</g>')
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
+        f'width="{width:.0f}" height="{height:.0f}" role="img"><title>{escape(title)}</title>'
+        f"<style>text{{font:14px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;"
+        f"white-space:pre}}{''.join(styles)}</style>"
+        f'<rect width="100%" height="100%" rx="8" fill="#0d1117"/>{"".join(groups)}</svg>\n'
+    )
+
+
+def picture_of_report(folder: Path) -> None:
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        sys.exit("There is no Chromium here: apt-get install chromium")
+    ten_lines, resume, *_ = CODE.findall((HERE.parents[1] / "README.md").read_text())
+    subprocess.run([sys.executable, "-c", ten_lines + resume], cwd=folder, check=True)
+    subprocess.run(
+        [
+            chromium,
+            "--headless=new",
+            "--no-sandbox",
+            "--hide-scrollbars",
+            "--virtual-time-budget=10000",
+            "--window-size=1280,900",
+            f"--screenshot={HERE / 'report.png'}",
+            (folder / "first.html").as_uri(),
+        ],
+        check=True,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+if __name__ == "__main__":
+    main()
