@@ -44,6 +44,7 @@ CODE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def main() -> None:
+    """Make both pictures."""
     raypool = Path(sys.executable).with_name("raypool")
     with tempfile.TemporaryDirectory() as folder:
         frames = record([str(raypool), "demo", "--workers", "2", "--out", folder])
@@ -78,6 +79,7 @@ def record(command: list[str]) -> list[tuple[float, list[str]]]:
 
 
 def keep(frames: list[tuple[float, list[str]]], at_s: float, screen: pyte.Screen) -> None:
+    """Add what the screen shows, if it has changed."""
     lines = [line_of(screen, row) for row in range(ROWS)]
     if not frames or frames[-1][1] != lines:
         frames.append((at_s, lines))
@@ -126,6 +128,7 @@ def animation(title: str, frames: list[tuple[float, list[str]]]) -> str:
 
 
 def picture_of_report(folder: Path) -> None:
+    """Run the README's sweep, and take a picture of its report."""
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
         sys.exit("There is no Chromium here: apt-get install chromium")
