@@ -118,7 +118,7 @@ def test_a_browser_shows_it(site: Path, browser: Any, serve: Callable[[Path], st
     root = serve(site)
     for page, title in [
         ("index.html", "raypool"),
-        ("docs/durable.html", "Sweeps that survive"),
+        ("docs/durable.html", "Resumable sweeps"),
         ("docs/faults.html", "What can go wrong"),
         ("notebooks/01_many_models_at_once.html", "Many models at once"),
         ("examples/watch_a_sweep.html", "watch_a_sweep.py"),
