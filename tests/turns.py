@@ -19,7 +19,7 @@ from xdist.workermanage import WorkerController
 TAKE_TURNS = {
     "tests/cloud/test_launcher.py",  # machines by SSH
     "tests/cloud/test_on_premises.py",
-    "tests/integration/test_at_home.py",
+    "tests/integration/test_integrations.py",
     # Ray Client, whose proxies on one machine all give out ports from 23000 on
     "tests/integration/test_client.py",
     "tests/integration/test_growth.py",  # hosts that are namespaces

@@ -1,4 +1,4 @@
-"""The same small programs give the same on every backend: docs/at_home.md lists what must
+"""The same small programs give the same on every backend: docs/integrations.md lists what must
 differ.
 """
 

@@ -39,7 +39,7 @@ TOUR = {
     "On a cluster": "tests/integration/test_guides.py::test_the_tour",
     "Behind other libraries": "tests/unit/test_docs.py::test_the_short_programs_run",
 }
-AT_HOME_RUNS = "tests/integration/test_at_home.py::test_the_code_runs"
+AT_HOME_RUNS = "tests/integration/test_integrations.py::test_the_code_runs"
 CLUSTERS = {
     "Google Cloud, from nothing to a pool": (
         "tests/integration/test_guides.py::test_a_pool_from_a_notebook"
@@ -59,14 +59,14 @@ AT_HOME = {
         ],
         AT_HOME_RUNS,
     ),
-    **dict.fromkeys(["A page of results", "While it runs"], AT_HOME_RUNS),
-    "At the prompt": "tests/integration/test_at_home.py::test_the_prompt",
+    **dict.fromkeys(["An HTML report", "While it runs"], AT_HOME_RUNS),
+    "Command line": "tests/integration/test_integrations.py::test_the_prompt",
 }
 RUN_BY: dict[str, dict[str, str] | str] = {
     "README.md": README,
     "docs/calls.md": "tests/unit/test_docs.py::test_the_short_programs_run",
     "docs/tour.md": TOUR,
-    "docs/at_home.md": AT_HOME,
+    "docs/integrations.md": AT_HOME,
     "docs/clusters.md": CLUSTERS,
     "docs/durable.md": "tests/unit/test_docs.py::test_the_code_about_durable_sweeps_runs",
     "docs/gpus.md": "tests/unit/test_docs.py::test_the_code_about_gpus_runs",

@@ -19,7 +19,7 @@ MOST = 4
 
 @pytest.fixture(autouse=True, params=["threads", "inline"])
 def profile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    assert local.MOST_WORKERS == 1024, "docs/at_home.md says so"
+    assert local.MOST_WORKERS == 1024, "docs/integrations.md says so"
     monkeypatch.setattr(local, "MOST_WORKERS", MOST)
     return str(request.param)
 

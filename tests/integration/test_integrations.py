@@ -1,4 +1,4 @@
-"""The code of docs/at_home.md, with the libraries that it names; at the prompt as well."""
+"""The code of docs/integrations.md, with the libraries that it names; at the prompt as well."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 
 from tests.documents import Block, blocks_of, commands_of
 
-DOCUMENT = "docs/at_home.md"
+DOCUMENT = "docs/integrations.md"
 TRAIN, *SCRIPTS = sorted(
-    blocks_of(DOCUMENT, "python"), key=lambda block: block.heading != "At the prompt"
+    blocks_of(DOCUMENT, "python"), key=lambda block: block.heading != "Command line"
 )
 
 
