@@ -119,7 +119,7 @@ def test_a_browser_shows_it(site: Path, browser: Any, serve: Callable[[Path], st
     for page, title in [
         ("index.html", "raypool"),
         ("docs/durable.html", "Resumable sweeps"),
-        ("docs/faults.html", "What can go wrong"),
+        ("docs/faults.html", "Failure modes"),
         ("notebooks/01_many_models_at_once.html", "Many models at once"),
         ("examples/watch_a_sweep.html", "watch_a_sweep.py"),
         ("docs/api/command_line.html", "Command line"),
