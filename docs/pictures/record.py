@@ -25,7 +25,7 @@ from xml.sax.saxutils import escape
 import pyte
 
 HERE = Path(__file__).parent
-COLUMNS, ROWS = 100, 30
+COLUMNS, ROWS = 90, 24
 LETTER, LINE, MARGIN = 8.4, 18, 14
 EVERY_S, LAST_S = 0.25, 6.0
 COLORS = {
@@ -47,19 +47,21 @@ def main() -> None:
     """Make both pictures."""
     raypool = Path(sys.executable).with_name("raypool")
     with tempfile.TemporaryDirectory() as folder:
-        frames = record([str(raypool), "demo", "--workers", "2", "--out", folder])
+        frames = record([str(raypool), "demo", "--workers", "2"], folder)
         (HERE / "demo.svg").write_text(animation("raypool demo", frames))
         picture_of_report(Path(folder))
 
 
-def record(command: list[str]) -> list[tuple[float, list[str]]]:
+def record(command: list[str], folder: str) -> list[tuple[float, list[str]]]:
     """Run a command in a terminal; return what its screen showed, and since when [s]."""
     screen = pyte.Screen(COLUMNS, ROWS)
     stream = pyte.ByteStream(screen)
     parent, child = pty.openpty()
     ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
     environ = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(COLUMNS), "LINES": str(ROWS)}
-    process = subprocess.Popen(command, stdin=child, stdout=child, stderr=child, env=environ)
+    process = subprocess.Popen(
+        command, cwd=folder, env=environ, stdin=child, stdout=child, stderr=child
+    )
     os.close(child)
     frames: list[tuple[float, list[str]]] = []
     began = shown = time.monotonic()
