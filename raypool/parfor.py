@@ -1,4 +1,4 @@
-"""`parfor`: the verb (`LoopVerbs`), and one loop in progress (`LoopRun`)."""
+"""`parfor`: the verb, and one loop in progress (`LoopRun`)."""
 
 from __future__ import annotations
 
@@ -16,215 +16,107 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from raypool.channel.records import Function, Missing
 from raypool.core.messages import CancelRequested, ItemsAdded
 from raypool.core.model import TaskSpec, TaskState
-from raypool.engine.engine import Engine, serial_engine
+from raypool.engine.engine import Engine
 from raypool.engine.loop import LoopOptions, LoopWork, Lost, Segment
 from raypool.errors import InvalidTypeError, InvalidValueError, optional_count, whole_number
-from raypool.options import Options, check_callable, check_name
+from raypool.options import check_callable, check_name
 from raypool.results import Results, Row
 from raypool.worker.running import in_task
 
 if TYPE_CHECKING:
     from raypool.backends.base import Backend
-    from raypool.engine.engine import Where
+    from raypool.pool import PoolView
 
 
 RERUNS = ("failed", "missing", "all")
 
 
-class LoopVerbs:
-    """The verb of a pool that runs a loop; part of `PoolView`."""
-
-    _engine: Engine
-    _options: Options
-
-    def parfor(  # noqa: PLR0913 - the verb of the package: each argument is asked for by users, all are named
-        self,
-        fn: Callable[[Any], Any],
-        items: Iterable[Any] | int,
-        *,
-        on_error: Literal["stop", "raise", "collect"] | None = None,
-        reduce: Callable[[Any, Any], Any] | None = None,
-        init: Any = None,
-        cost: Sequence[float] | Callable[[Any], float] | None = None,
-        max_workers: int | None = None,
-        chunk_size: int | None = None,
-        seed: int | None = None,
-        progress: bool | Callable[..., Any] | None = None,
-        echo: bool | None = None,
-        name: str | None = None,
-        run_dir: str | os.PathLike[str] | None = None,
-        rerun: Literal["failed", "missing", "all"] = "failed",
-    ) -> Any:
-        """Call `fn(item)` for every item, on all workers at once, and return the results in the
-        order of the items.
-
-        Each worker takes the next item when it is free. Items that take milliseconds share calls;
-        longer ones go one by one. While many items wait, one that takes less than 0.25 s may queue
-        up behind the item that its worker runs; so items must not wait for one another (use `spmd`
-        for that). An item runs at least once, and again if its worker is lost (up to `retries`
-        times); its result counts exactly once. Inside a task the loop runs serially, in the task.
-
-        Args:
-            fn: Any function of one argument, also with `async def`. It is shipped to each worker
-                once, with the variables that it captures; all items on a worker share these. Copy a
-                captured model or array before changing it (`copy.deepcopy(model)`): otherwise later
-                items on that worker see the change.
-            items: A list or other iterable, also an endless generator (at most a few items per
-                worker are drawn ahead), a DataFrame of pandas or polars (each row a dict), or a
-                number `n` for `range(n)`.
-            on_error: "stop": the first failure ends the loop and is raised. "raise": all items run,
-                then the first is raised. "collect": all items run; failures are in the table. None:
-                "raise" with `run_dir`, else "stop".
-            reduce: Fold the values with this function of two arguments, in the order of the items,
-                and return the result instead: it is the same on any number of workers, to the last
-                bit.
-            init: The first operand of `reduce`; None begins with the first value.
-            cost: How long each item will take, roughly and in any unit: a number for each, or a
-                function of the item. The most expensive items go first, so that no long one begins
-                when the others are done. Nothing else changes. It needs a list of items, not a
-                generator.
-            max_workers: Use at most so many workers; 0 runs serially in this process.
-            chunk_size: Send so many items in a call, however long they take. None: by measured
-                time.
-            seed: Give every item its own random numbers, which depend on the seed and the item's
-                number only: those of Python's, NumPy's and torch's global generators, of all
-                generators that `fn` finds in global variables, its closure, default arguments or a
-                partial (`rng = np.random.default_rng(0)` of a script, say), and
-                `current_task().seed`. In this process (profiles "inline" and "threads") generators
-                are put back afterwards.
-            progress: Show the progress of the loop. None: a live display below the cell of a
-                notebook, or on a terminal; elsewhere lines on standard error, the first after ten
-                seconds. True: lines from the beginning, too. False: nothing. Or `tqdm`, or another
-                function that makes a progress bar: it is called as `progress(total=..., desc=...)`,
-                and what it returns has `update(n)` and optionally `set_postfix(failed=...)` and
-                `close()`.
-            echo: Show the output of items as it arrives, on standard output: each line after the
-                number of its item. None: in a notebook, unless the items run in this process, which
-                shows their output anyway. `Results.diary` has the output of each item in any case.
-            name: What to call the loop in messages and displays.
-            run_dir: Save the result of each item in this folder, before it is reported. The same
-                call later, with the same items in any order, more of them or fewer, resumes from
-                there: also after the machine went down. Items are identified by their content, `fn`
-                by its name. Beside the journal are, for each item, its reports and output, and its
-                `current_task().checkpoint_dir`; if items use that, all machines of the pool have to
-                see this folder, or `pool.options(checkpoints=...)` names a URL for it.
-            rerun: Which items run if `run_dir` has results: "failed": failed and missing items;
-                "missing": only items without an outcome; "all": all items. Checkpoints of the items
-                stay in any case.
-
-        Returns:
-            `Results`: the values in order, and a table of them; with `reduce` the folded value.
-
-        Raises:
-            Exception: What `fn` raised, as itself, with a note of the item, worker and attempt, the
-                remote traceback as its cause, and `.results`, everything that has finished.
-            WorkerLostError: An item has lost its worker too often.
-            SerializationError: `fn` or an item cannot be sent; it names the variable.
-            PoolClosedError: The pool was shut down.
-            JournalError: `run_dir` is in use by somebody else, was made by another function or with
-                another seed, or cannot be written; if only at the end, `.results` has all values.
-
-        Source:
-            MATLAB R2025b, parfor; concurrent.futures.
-
-        Example:
-            >>> from raypool import parpool
-            >>> with parpool(2, profile="threads", quiet=True) as pool:
-            ...     list(pool.parfor(lambda x: x * x, range(4)))
-            ...     pool.parfor(lambda x: x * x, range(4), reduce=max)
-            [0, 1, 4, 9]
-            9
-            >>> import tempfile
-            >>> with parpool(2, profile="threads", quiet=True) as pool, tempfile.TemporaryDirectory() as folder:
-            ...     _ = pool.parfor(abs, [-1, -2], run_dir=folder)
-            ...     list(pool.parfor(abs, [-3, -2, -1], run_dir=folder))  # only -3 runs
-            [3, 2, 1]
-        """
-        check_callable(fn)
-        if on_error is None:
-            on_error = "stop" if run_dir is None else "raise"
-        if on_error not in ("stop", "raise", "collect"):
-            raise InvalidValueError(
-                f"on_error={on_error!r} is none of 'stop', 'raise' and 'collect'."
-            )
-        check_progress(progress)
-        if not (echo is None or isinstance(echo, bool)):
-            raise InvalidTypeError(f"echo={echo!r} is neither True, False nor None.")
-        check_name(name)
-        max_workers = optional_count("max_workers", max_workers, least=0)
-        chunk_size = optional_count("chunk_size", chunk_size, least=1)
-        seed = optional_count("seed", seed, least=0)
-        if rerun not in RERUNS:
-            raise InvalidValueError(f"rerun={rerun!r} is none of 'failed', 'missing' and 'all'.")
-        if rerun != "failed" and run_dir is None:
-            raise InvalidValueError(
-                f"rerun={rerun!r} needs run_dir, the folder of the run that is to go on."
-            )
-        if reduce is not None and not callable(reduce):
-            raise InvalidTypeError(
-                f"reduce={reduce!r} is not callable. Give a function of two values."
-            )
-        sequence = listed(items)
-        order = None if cost is None else longest_first(sequence, cost)
-        if max_workers == 0:
-            engine, max_workers = serial_engine(self._engine.find_way), None
-        else:
-            engine = self._engine_here()
-        function = engine.function(fn)
-        if seed is None:
-            engine.warn_of_generators(fn)
-        fn_id, label = function.fn_id, name or self._options.name or function.name
-        options, where = self._options, self._where(engine)
-        home = (
-            None
-            if options.checkpoints is None
-            else (str(options.checkpoints), checkpoint_owner(fn))
+def parfor(  # noqa: PLR0913 - the verb of the package: each argument is asked for by users, all are named
+    view: PoolView,
+    fn: Callable[[Any], Any],
+    items: Iterable[Any] | int,
+    *,
+    on_error: Literal["stop", "raise", "collect"] | None = None,
+    reduce: Callable[[Any, Any], Any] | None = None,
+    init: Any = None,
+    cost: Sequence[float] | Callable[[Any], float] | None = None,
+    max_workers: int | None = None,
+    chunk_size: int | None = None,
+    seed: int | None = None,
+    progress: bool | Callable[..., Any] | None = None,
+    echo: bool | None = None,
+    name: str | None = None,
+    run_dir: str | os.PathLike[str] | None = None,
+    rerun: Literal["failed", "missing", "all"] = "failed",
+) -> Any:
+    """Run a loop on the workers of a view; see `PoolView.parfor`."""
+    check_callable(fn)
+    if on_error is None:
+        on_error = "stop" if run_dir is None else "raise"
+    if on_error not in ("stop", "raise", "collect"):
+        raise InvalidValueError(f"on_error={on_error!r} is none of 'stop', 'raise' and 'collect'.")
+    check_progress(progress)
+    if not (echo is None or isinstance(echo, bool)):
+        raise InvalidTypeError(f"echo={echo!r} is neither True, False nor None.")
+    check_name(name)
+    max_workers = optional_count("max_workers", max_workers, least=0)
+    chunk_size = optional_count("chunk_size", chunk_size, least=1)
+    seed = optional_count("seed", seed, least=0)
+    if rerun not in RERUNS:
+        raise InvalidValueError(f"rerun={rerun!r} is none of 'failed', 'missing' and 'all'.")
+    if rerun != "failed" and run_dir is None:
+        raise InvalidValueError(
+            f"rerun={rerun!r} needs run_dir, the folder of the run that is to go on."
         )
-        how = LoopOptions(
-            label, options.retry_on, seed, on_error == "stop", chunk_size is not None, order, home
+    if reduce is not None and not callable(reduce):
+        raise InvalidTypeError(f"reduce={reduce!r} is not callable. Give a function of two values.")
+    sequence = listed(items)
+    order = None if cost is None else longest_first(sequence, cost)
+    target = view._serial(view._engine.find_way) if max_workers == 0 else view._target()
+    engine, options = target._engine, target._options
+    function = engine.function(fn)
+    if seed is None:
+        engine.warn_of_generators(fn)
+    fn_id, label = function.fn_id, name or options.name or function.name
+    where = target._where()
+    home = None if options.checkpoints is None else (str(options.checkpoints), checkpoint_owner(fn))
+    how = LoopOptions(
+        label, options.retry_on, seed, on_error == "stop", chunk_size is not None, order, home
+    )
+
+    def make_spec(task_id: int, size: int, is_open: bool) -> TaskSpec:
+        return TaskSpec(
+            task_id,
+            fn_id,
+            size,
+            is_open,
+            options.priority,
+            options.retries,
+            max_workers or None,
+            place=where.place,
+            places=where.places,
+            timeout_s=options.timeout_s,
+            is_fresh=where.is_fresh,
+            retry_delay_s=options.retry_delay_s,
+            fail_fast=on_error == "stop",
+            chunk_size=chunk_size,
         )
 
-        def make_spec(task_id: int, size: int, is_open: bool) -> TaskSpec:
-            return TaskSpec(
-                task_id,
-                fn_id,
-                size,
-                is_open,
-                options.priority,
-                options.retries,
-                max_workers,
-                place=where.place,
-                places=where.places,
-                timeout_s=options.timeout_s,
-                is_fresh=where.is_fresh,
-                retry_delay_s=options.retry_delay_s,
-                fail_fast=on_error == "stop",
-                chunk_size=chunk_size,
-            )
-
-        work = (
-            LoopWork(function, (), how)
-            if run_dir is None
-            else durable_loop(fn, function, how, run_dir, rerun)
-        )
-        del function  # the traceback of an error would keep it in workers
-        with (
-            contextlib.closing(work),
-            watched(progress, label, engine) as view,
-            echoed(echo, work, engine) as lines,
-        ):
-            watchers = [watcher for watcher in (lines, view) if watcher is not None]
-            results = LoopRun(engine, work, watchers).run(sequence, make_spec)
-        raise_if_failed(work, results, on_error)
-        return results if reduce is None else folded(results, reduce, init)
-
-    def _engine_here(self) -> Engine:
-        """Return the engine for work submitted here; `PoolView` has it."""
-        raise NotImplementedError
-
-    def _where(self, engine: Engine) -> Where:
-        """Return where work is to run; `PoolView` has it."""
-        raise NotImplementedError
+    work = (
+        LoopWork(function, (), how)
+        if run_dir is None
+        else durable_loop(fn, function, how, run_dir, rerun)
+    )
+    del function  # the traceback of an error would keep it in workers
+    with (
+        contextlib.closing(work),
+        watched(progress, label, engine) as display,
+        echoed(echo, work, engine) as lines,
+    ):
+        watchers = [watcher for watcher in (lines, display) if watcher is not None]
+        results = LoopRun(engine, work, watchers).run(sequence, make_spec)
+    raise_if_failed(work, results, on_error)
+    return results if reduce is None else folded(results, reduce, init)
 
 
 def checkpoint_owner(fn: Callable[[Any], Any]) -> str:
@@ -418,7 +310,7 @@ class LoopRun:
         self._records = engine.hub.records
         self._work = work
         self._watchers = watchers
-        if watchers and is_serial(engine):
+        if watchers and is_inline(engine):
             work.on_settled = self._show_in_time
         self._task_id = -1
         self._show_at = 0.0
@@ -601,7 +493,7 @@ def attach(error: BaseException, results: Results) -> None:
         return
 
 
-def is_serial(engine: Engine) -> bool:
+def is_inline(engine: Engine) -> bool:
     """Whether a loop runs in the thread that waits for it."""
     return engine.profile.backend == "inline"
 
@@ -616,7 +508,7 @@ def watched(
         return contextlib.nullcontext()
     from raypool.views.progress import watched as watched_by_somebody
 
-    return watched_by_somebody(progress, label, engine.backend, is_serial(engine))
+    return watched_by_somebody(progress, label, engine.backend, is_inline(engine))
 
 
 @contextlib.contextmanager
@@ -629,7 +521,7 @@ def echoed(echo: bool | None, work: LoopWork, engine: Engine) -> Iterator[Watche
         return
     from raypool.views.item_lines import ItemLines
 
-    lines = ItemLines(is_direct=is_serial(engine))
+    lines = ItemLines(is_direct=is_inline(engine))
     work.feed.on_text = lines.add
     try:
         yield lines

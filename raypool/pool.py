@@ -13,14 +13,14 @@ import time
 import uuid
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from raypool.channel.constants import Constant, call_once, content_of, new_constant
 from raypool.channel.records import WorkerInfo, function_name
-from raypool.channel.store import ValueStore
+from raypool.channel.store import FindWay, ValueStore
 from raypool.channel.traffic import TransferBytes
 from raypool.core.messages import CancelRequested
 from raypool.engine.engine import (
@@ -50,27 +50,31 @@ from raypool.futures import (
     unless_interrupted,
 )
 from raypool.options import Options, check_callable, worker_numbers
-from raypool.parfor import LoopVerbs, is_serial
+from raypool.parfor import is_inline, parfor
 from raypool.profile_files import resolve_profile
 from raypool.profiles import Profile
 from raypool.task import current_task
-from raypool.train.verbs import TrainingVerbs
 from raypool.worker.running import in_task
 
 if TYPE_CHECKING:
+    import os
+
     import pandas as pd
 
     from raypool.spmd.composite import Composite
-    from raypool.train.runs import TrainingRun
+    from raypool.train.runs import RunOptions, TrainingRun
     from raypool.train.training_options import TrainingOptions
 
 T = TypeVar("T")
+
+Workers = int | Iterable[int | WorkerInfo] | None
+"""How many workers, or which; None for all."""
 
 
 # --- verbs of a pool ------------------------------------------------------------------------------
 
 
-class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
+class PoolView(concurrent.futures.Executor):
     """The verbs of a pool, with given options. `ParallelPool` is one itself; `options` returns
     others of the same pool.
     """
@@ -88,6 +92,7 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
         if places is None and pool is not None:
             places = pool._places
         self._places: tuple[int, ...] | None = places  # of its workers; None: of all
+        self._is_serial = False
 
     def options(self, **changes: Any) -> PoolView:
         """Return a view of this pool whose verbs use other options.
@@ -136,10 +141,10 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
         """Let a function that refers to its pool travel: on the worker it finds a serial one."""
         return _serial_view, ()
 
-    def _engine_here(self) -> Engine:
-        """Return the engine for work submitted here: in a task, a serial one."""
+    def _target(self) -> PoolView:
+        """Return the view that takes work submitted here: this one, but in a task a serial one."""
         if in_task():
-            return serial_engine()
+            return self._serial()
         self._check_open()
         if self._places is not None and not self._numbers():
             raise ResourceError(
@@ -150,7 +155,13 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
                 available=0,
                 holders=(),
             )
-        return self._engine
+        return self
+
+    def _serial(self, find_way: FindWay | None = None) -> PoolView:
+        """Return a view with these options that runs everything at once, in the calling thread."""
+        view = PoolView(serial_engine(find_way), self._options)
+        view._is_serial = True
+        return view
 
     def _check_open(self) -> None:
         """Make sure that work is still taken here."""
@@ -180,14 +191,12 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
             else [worker for worker in workers if worker.index in self._places]
         )
 
-    def _where(self, engine: Engine) -> Where:
-        """Return where work is to run; what runs serially, in a task, runs where it is, and has no
-        process of its own.
-        """
-        number = self._options.worker
-        is_fresh = self._options.fresh_process and engine.profile.backend == "ray"
-        if engine is not self._engine:
+    def _where(self) -> Where:
+        """Return on which workers work may run."""
+        if self._is_serial:
             return Where()
+        number = self._options.worker
+        is_fresh = self._options.fresh_process and self._engine.profile.backend == "ray"
         if number is None:
             return Where(None, self._places, is_fresh)
         numbers = self._numbers()
@@ -227,6 +236,129 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
             self._engine.backend.devices(), running(self._engine.driver), self._numbers()
         )
 
+    # --- loops ------------------------------------------------------------------------------------
+
+    def parfor(  # noqa: PLR0913 - the verb of the package: each argument is asked for by users, all are named
+        self,
+        fn: Callable[[Any], Any],
+        items: Iterable[Any] | int,
+        *,
+        on_error: Literal["stop", "raise", "collect"] | None = None,
+        reduce: Callable[[Any, Any], Any] | None = None,
+        init: Any = None,
+        cost: Sequence[float] | Callable[[Any], float] | None = None,
+        max_workers: int | None = None,
+        chunk_size: int | None = None,
+        seed: int | None = None,
+        progress: bool | Callable[..., Any] | None = None,
+        echo: bool | None = None,
+        name: str | None = None,
+        run_dir: str | os.PathLike[str] | None = None,
+        rerun: Literal["failed", "missing", "all"] = "failed",
+    ) -> Any:
+        """Call `fn(item)` for every item, on all workers at once, and return the results in the
+        order of the items.
+
+        Each worker takes the next item when it is free. Items that take milliseconds share calls;
+        longer ones go one by one. While many items wait, one that takes less than 0.25 s may queue
+        up behind the item that its worker runs; so items must not wait for one another (use `spmd`
+        for that). An item runs at least once, and again if its worker is lost (up to `retries`
+        times); its result counts exactly once. Inside a task the loop runs serially, in the task.
+
+        Args:
+            fn: Any function of one argument, also with `async def`. It is shipped to each worker
+                once, with the variables that it captures; all items on a worker share these. Copy a
+                captured model or array before changing it (`copy.deepcopy(model)`): otherwise later
+                items on that worker see the change.
+            items: A list or other iterable, also an endless generator (at most a few items per
+                worker are drawn ahead), a DataFrame of pandas or polars (each row a dict), or a
+                number `n` for `range(n)`.
+            on_error: "stop": the first failure ends the loop and is raised. "raise": all items run,
+                then the first is raised. "collect": all items run; failures are in the table. None:
+                "raise" with `run_dir`, else "stop".
+            reduce: Fold the values with this function of two arguments, in the order of the items,
+                and return the result instead: it is the same on any number of workers, to the last
+                bit.
+            init: The first operand of `reduce`; None begins with the first value.
+            cost: How long each item will take, roughly and in any unit: a number for each, or a
+                function of the item. The most expensive items go first, so that no long one begins
+                when the others are done. Nothing else changes. It needs a list of items, not a
+                generator.
+            max_workers: Use at most so many workers; 0 runs serially in this process.
+            chunk_size: Send so many items in a call, however long they take. None: by measured
+                time.
+            seed: Give every item its own random numbers, which depend on the seed and the item's
+                number only: those of Python's, NumPy's and torch's global generators, of all
+                generators that `fn` finds in global variables, its closure, default arguments or a
+                partial (`rng = np.random.default_rng(0)` of a script, say), and
+                `current_task().seed`. In this process (profiles "inline" and "threads") generators
+                are put back afterwards.
+            progress: Show the progress of the loop. None: a live display below the cell of a
+                notebook, or on a terminal; elsewhere lines on standard error, the first after ten
+                seconds. True: lines from the beginning, too. False: nothing. Or `tqdm`, or another
+                function that makes a progress bar: it is called as `progress(total=..., desc=...)`,
+                and what it returns has `update(n)` and optionally `set_postfix(failed=...)` and
+                `close()`.
+            echo: Show the output of items as it arrives, on standard output: each line after the
+                number of its item. None: in a notebook, unless the items run in this process, which
+                shows their output anyway. `Results.diary` has the output of each item in any case.
+            name: What to call the loop in messages and displays.
+            run_dir: Save the result of each item in this folder, before it is reported. The same
+                call later, with the same items in any order, more of them or fewer, resumes from
+                there: also after the machine went down. Items are identified by their content, `fn`
+                by its name. Beside the journal are, for each item, its reports and output, and its
+                `current_task().checkpoint_dir`; if items use that, all machines of the pool have to
+                see this folder, or `pool.options(checkpoints=...)` names a URL for it.
+            rerun: Which items run if `run_dir` has results: "failed": failed and missing items;
+                "missing": only items without an outcome; "all": all items. Checkpoints of the items
+                stay in any case.
+
+        Returns:
+            `Results`: the values in order, and a table of them; with `reduce` the folded value.
+
+        Raises:
+            Exception: What `fn` raised, as itself, with a note of the item, worker and attempt, the
+                remote traceback as its cause, and `.results`, everything that has finished.
+            WorkerLostError: An item has lost its worker too often.
+            SerializationError: `fn` or an item cannot be sent; it names the variable.
+            PoolClosedError: The pool was shut down.
+            JournalError: `run_dir` is in use by somebody else, was made by another function or with
+                another seed, or cannot be written; if only at the end, `.results` has all values.
+
+        Source:
+            MATLAB R2025b, parfor; concurrent.futures.
+
+        Example:
+            >>> from raypool import parpool
+            >>> with parpool(2, profile="threads", quiet=True) as pool:
+            ...     list(pool.parfor(lambda x: x * x, range(4)))
+            ...     pool.parfor(lambda x: x * x, range(4), reduce=max)
+            [0, 1, 4, 9]
+            9
+            >>> import tempfile
+            >>> with parpool(2, profile="threads", quiet=True) as pool, tempfile.TemporaryDirectory() as folder:
+            ...     _ = pool.parfor(abs, [-1, -2], run_dir=folder)
+            ...     list(pool.parfor(abs, [-3, -2, -1], run_dir=folder))  # only -3 runs
+            [3, 2, 1]
+        """
+        return parfor(
+            self,
+            fn,
+            items,
+            on_error=on_error,
+            reduce=reduce,
+            init=init,
+            cost=cost,
+            max_workers=max_workers,
+            chunk_size=chunk_size,
+            seed=seed,
+            progress=progress,
+            echo=echo,
+            name=name,
+            run_dir=run_dir,
+            rerun=rerun,
+        )
+
     # --- single calls -----------------------------------------------------------------------------
 
     def parfeval(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
@@ -251,8 +383,8 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
             1024
         """
         check_callable(fn)
-        engine = self._engine_here()
-        return submit_call(engine, fn, args, kwargs, self._options, self._where(engine))
+        target = self._target()
+        return submit_call(target._engine, fn, args, kwargs, target._options, target._where())
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         """Do as `parfeval` does; the name that `concurrent.futures` gives it."""
@@ -303,20 +435,20 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
         """
         buffersize = checked_buffersize(chunksize, buffersize)
         check_callable(fn)
-        engine = self._engine_here()
-        where = self._where(engine)
+        target = self._target()
+        engine, where = target._engine, target._where()
         function = engine.function(fn)
         engine.warn_of_generators(fn)
 
         def submit(args: tuple[Any, ...]) -> Future[T]:
-            if engine is self._engine:
-                self._check_open()
+            if not target._is_serial:
+                target._check_open()
             # what is kept is known by the function itself
             if self._options.checkpoints is not None:
                 return submit_call(engine, fn, args, {}, self._options, where)
             return submit_function(engine, function, args, {}, self._options, where)
 
-        hand_in = unless_interrupted(submit) if is_serial(engine) else submit
+        hand_in = unless_interrupted(submit) if is_inline(engine) else submit
         return MapResults(hand_in, zip(*iterables, strict=False), timeout, buffersize)
 
     @property
@@ -348,7 +480,7 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
             [8, 8]
         """
         check_callable(fn)
-        engine = self._engine_here()
+        target = self._target()
         name = self._options.name or function_name(fn)
         if sticky:
             fn = functools.partial(call_once, uuid.uuid4().hex, fn)
@@ -360,8 +492,8 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
         futures: list[Future[T]] = []
         try:
             futures.extend(
-                PoolView(engine, options, self, (number,)).parfeval(fn, *args, **kwargs)
-                for number in (self._numbers() if engine is self._engine else [0])
+                PoolView(target._engine, options, self, (number,)).parfeval(fn, *args, **kwargs)
+                for number in target._numbers()
             )
             return gather(futures, name)
         except BaseException:  # Ctrl-C: nobody could cancel those that were handed in
@@ -369,10 +501,8 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
             raise
 
     def _begin_with(self, fn: Callable[[], object]) -> Callable[[], None]:
-        """Let every worker that comes later call a function before anything else; return what takes
-        that back.
-        """
-        engine = self._engine_here()
+        """Let every later worker call a function before anything else; return what takes that back."""
+        engine = self._target()._engine
         setup = engine.function(
             fn if self._places is None else functools.partial(_call_in, self._places, fn)
         )
@@ -470,24 +600,296 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
                 "fresh_process=True does not go with spmd, whose ranks stay together from call to"
                 " call."
             )
-        engine, size, places = self._ranks(workers_of(args) if workers is None else workers)
-        return submit_spmd(engine, fn, args, self._options, size, places)
+        target, size, places = self._ranks(workers_of(args) if workers is None else workers)
+        return submit_spmd(target._engine, fn, args, target._options, size, places)
 
-    def _ranks(self, workers: Any) -> tuple[Engine, int, tuple[int, ...] | None]:
-        """Return where ranks are to run, how many there are, and the only places that they may
-        have, rank 0 first (None: any).
-        """
+    def _ranks(self, workers: Any) -> tuple[PoolView, int, tuple[int, ...] | None]:
+        """Return where ranks are to run, how many, and in which places (None: any), rank 0 first."""
         from raypool.spmd.call import choose_ranks
 
-        engine = self._engine_here()
-        if engine is not self._engine:
-            return engine, 1, (0,)
+        target = self._target()
+        if target._is_serial:
+            return target, 1, (0,)
         if workers is None and self._options.worker is not None:
             workers = [self._options.worker]
         size, places = choose_ranks(workers, self._numbers(), self._places)
         if size == 0:
-            return serial_engine(self._engine.find_way), 1, (0,)
-        return engine, size, places
+            return self._serial(self._engine.find_way), 1, (0,)
+        return target, size, places
+
+    # --- training ---------------------------------------------------------------------------------
+
+    def train(  # noqa: PLR0913 - what is said of a training is said at once, all of it by name
+        self,
+        loop: Callable[..., Any],
+        config: Mapping[str, Any] | None = None,
+        *,
+        workers: Workers = None,
+        lane: Literal["warm", "managed"] = "warm",
+        options: RunOptions | None = None,
+        trainer: type | None = None,
+        datasets: Mapping[str, Any] | None = None,
+        **trainer_args: Any,
+    ) -> TrainingRun:
+        """Train one model on all workers at once by a loop written for Ray Train; return a future
+        of what comes out.
+
+        In the loop Ray Train's functions work: `ray.train.report`, `get_checkpoint`,
+        `get_all_reported_checkpoints`, `get_context()` with its ranks, name and `get_storage()`
+        (the folder of the run), `get_preemption_info`, `ray.train.collective`,
+        `ray.train.torch.prepare_model` and `prepare_data_loader`. Two need Ray Train's controller,
+        hence the managed lane: `get_dataset_shard` and `report(validation=...)`. Of metrics what
+        rank 0 reports is kept. The pool has the GPUs already, so nothing is asked of Ray. When a
+        worker is lost it is replaced on the same GPU, and all ranks begin again from the last
+        checkpoint, `retries` times.
+
+        With "threads" and "inline", and inside a task, there is one rank: torch has one default
+        group for a process.
+
+        Args:
+            loop: A function of one argument, or of none, that every rank calls:
+                `train_loop_per_worker` of a `TorchTrainer`.
+            config: The argument of the loop.
+            workers: Those that train: how many, or which, by number or as they stand in
+                `pool.workers`, rank 0 first. None: all.
+            lane: "warm": the pool's workers run the loop, by Ray Train's local mode; it begins at
+                once. "managed": Ray Train runs it as it is, in processes of its own; it takes some
+                seconds to begin, and has Ray Data (`datasets`), other frameworks (`trainer`), and
+                all else that Ray's trainers take. The workers' processes end meanwhile, with the
+                constants and Composites in them, and what they had goes to Ray Train, which numbers
+                its ranks itself; other work for them waits. Afterwards the pool claims the same
+                GPUs again. A worker whose GPU somebody else has taken by then, and keeps for
+                `start_timeout_s`, is lost; a warning says who has it.
+            options: Where checkpoints are kept, how many, and from which one to begin. In the
+                managed lane `min_workers` is the least of Ray's elastic number of ranks, too.
+            trainer: A trainer of Ray's instead of `TorchTrainer`, `TensorflowTrainer` for one;
+                needs the managed lane.
+            datasets: Ray Data datasets by name, for `ray.train.get_dataset_shard`; needs the
+                managed lane, and a free core.
+            **trainer_args: In the managed lane, what else the trainer takes: `torch_config`,
+                `dataset_config`, `validation_config`, `run_config` (with `callbacks`,
+                `storage_filesystem`, `checkpoint_config`, ...) and `scaling_config`, without what
+                the pool says itself: how many ranks there are, and what each gets.
+
+        Returns:
+            A `TrainingRun`. Its result is a `TrainingResult`; or it fails with a `TrainingError`
+            that names the rank, or with a `TaskTimeoutError` (`pool.options(timeout_s=...)`); both
+            have `.result`, what there is all the same.
+
+        Raises:
+            ResourceError: There are fewer workers than were asked for, or no core for Ray Data.
+            InvalidValueError, InvalidTypeError: An argument cannot work.
+            SerializationError: The loop or its configuration cannot be sent; it names the variable.
+            PoolClosedError: The pool was shut down.
+
+        Source:
+            Ray 2.60, TorchTrainer, with its local mode as the warm lane.
+
+        Example:
+            >>> from raypool import parpool
+            >>> def loop(config):
+            ...     import ray.train
+            ...     for epoch in range(config["epochs"]):
+            ...         ray.train.report({"loss": 1 / (epoch + 1)})
+            ...     return ray.train.get_context().get_world_size()
+            >>> with parpool(1, profile="threads", quiet=True) as pool:
+            ...     result = pool.train(loop, {"epochs": 4}).result()
+            >>> result.values, result.metrics["loss"], len(result.metrics_frame)
+            ([1], 0.25, 4)
+        """
+        from raypool.train.verbs import train
+
+        return train(
+            self,
+            loop,
+            config,
+            workers=workers,
+            lane=lane,
+            options=options,
+            trainer=trainer,
+            datasets=datasets,
+            trainer_args=trainer_args,
+        )
+
+    def fit(  # noqa: PLR0913 - as above
+        self,
+        model: Any,
+        data: Any,
+        loss: Callable[..., Any],
+        options: TrainingOptions | None = None,
+        *,
+        workers: Workers = None,
+        lane: Literal["warm", "managed"] = "warm",
+        run_options: RunOptions | None = None,
+    ) -> TrainingRun:
+        """Train a model on all workers at once, without a loop of one's own; return a future of
+        what comes out.
+
+        Each mini-batch is shared out among the ranks, and their gradients are weighted by their
+        shares: the result is that of one process with the whole mini-batch.
+
+        Args:
+            model: A `torch.nn.Module`, or a function without arguments that makes one. The caller's
+                own stays as it is.
+            data: (inputs, targets), two arrays or tensors of equal length, each of which may be a
+                tuple or dict of several; a DataFrame whose last column is the target; a list of
+                samples or a map-style `Dataset`; or a `DataLoader` of one, whose `collate_fn` and
+                sampler are used, and whose batch size and shuffling unless `options` say others. A
+                sample is a pair (input, target), or a dict as in Hugging Face's data sets, whose
+                target is called "labels" or "label". (data, "name") names another target of a
+                DataFrame or of dicts, (data, ["name", "name"]) several: columns of one array, or a
+                dict. The model gets inputs in a tuple as its arguments in order, in a dict as its
+                arguments by name (if it has none of these names, the dict; of samples that are
+                dicts an only input itself). Arrays, tables and Python's numbers become the type of
+                the model's parameters, and so do 64-bit floats of a `Dataset`; other tensors stay
+                as they are.
+            loss: A function of outputs and targets: `torch.nn.functional.cross_entropy`, say. It
+                returns the mean over its samples; one that weighs them (class weights,
+                `ignore_index`) is exact on one worker only, and a warning says so.
+            options: How to train; see `TrainingOptions`.
+            workers: Those that may train: how many, or which. None: all.
+            lane: As for `train`.
+            run_options: Where checkpoints are kept; see `RunOptions`.
+
+        Returns:
+            A `TrainingRun`. Its result's `model` is the trained model, on the CPU.
+
+        Raises:
+            InvalidValueError, InvalidTypeError: An argument cannot work.
+            ResourceError: There are too few workers, or none with a GPU where one is asked for.
+
+        Source:
+            MATLAB R2025b, trainnet and trainingOptions.
+
+        Example:
+            >>> import torch
+            >>> from raypool import TrainingOptions, parpool
+            >>> x = torch.linspace(-1, 1, 64)[:, None]
+            >>> options = TrainingOptions(max_epochs=30, mini_batch_size=16, optimizer="adam", learning_rate=0.1)
+            >>> with parpool(1, profile="threads", quiet=True) as pool:
+            ...     run = pool.fit(torch.nn.Linear(1, 1), (x, 3 * x), torch.nn.functional.mse_loss, options)
+            ...     result = run.result()
+            >>> round(result.model.weight.item())
+            3
+        """
+        from raypool.train.verbs import fit
+
+        return fit(
+            self,
+            model,
+            data,
+            loss,
+            options,
+            workers=workers,
+            lane=lane,
+            run_options=run_options,
+        )
+
+    def predict(
+        self,
+        model: Any,
+        data: Any,
+        *,
+        mini_batch_size: int = 128,
+        output: Callable[[Any], Any] | None = None,
+    ) -> Any:
+        """Return what a model makes of data, computed on all workers at once, in the order of the
+        data.
+
+        Args:
+            model: A `torch.nn.Module`, or a function of a mini-batch. Each worker gets it once, a
+                module on its device and in evaluation mode; the caller's stays as it is. (A
+                function gets its mini-batches on the CPU.)
+            data: A NumPy array, a tensor or a DataFrame, with a row for each sample; a tuple or
+                dict of those, if the model has several inputs; a list of samples; or a map-style
+                `Dataset`. Of samples that are pairs (input, target) the input is taken; of dicts
+                all but "labels" or "label", as the model's arguments by name. A `Dataset` other
+                than `TensorDataset` is read by the workers, each with a copy of its own. Numbers of
+                floating point become the type of the model's weights.
+            mini_batch_size: So many samples go through the model at once. Calls to workers have one
+                or, where these take milliseconds, several mini-batches; `timeout_s` and `retries`
+                of `options` are for one call.
+            output: Called on the worker with what the model gives for a mini-batch; what it returns
+                comes back instead. Arrays and lists are put end to end, of anything else the result
+                is a list with an entry for each mini-batch.
+
+        Returns:
+            The outputs of all samples, in order, on the CPU: tensors; NumPy arrays if `data` is
+            arrays or a DataFrame. Tuples and mappings of tensors stay that; a list has an entry for
+            each sample.
+
+        Raises:
+            InvalidValueError, InvalidTypeError: An argument cannot work.
+            Exception: What the model has raised, as itself, with a note of the samples.
+
+        Source:
+            MATLAB R2025b, minibatchpredict.
+
+        Example:
+            >>> import torch
+            >>> from raypool import parpool
+            >>> with parpool(2, profile="threads", quiet=True) as pool:
+            ...     pool.predict(torch.nn.Identity(), torch.arange(5.0), mini_batch_size=2)
+            tensor([0., 1., 2., 3., 4.])
+        """
+        from raypool.train.predict import predict_with
+
+        target = self._target()
+        return predict_with(
+            target._engine,
+            target._options,
+            target._where(),
+            model,
+            data,
+            mini_batch_size=mini_batch_size,
+            output=output,
+        )
+
+    def classify(
+        self,
+        model: Any,
+        data: Any,
+        *,
+        labels: Sequence[Any] | None = None,
+        mini_batch_size: int = 128,
+    ) -> Any:
+        """Return the class that a model gives each sample: the number of its largest output.
+
+        Args:
+            model: As for `predict`; its output has a column for each class.
+            data: As for `predict`.
+            labels: What the classes are called, in the order of the columns. None: their numbers.
+            mini_batch_size: As for `predict`.
+
+        Returns:
+            An array with the number, or the label, of each sample's class.
+
+        Raises:
+            InvalidValueError, InvalidTypeError: An argument cannot work, or the output has no
+                column for each class.
+
+        Source:
+            MATLAB R2025b, minibatchpredict and scores2label.
+
+        Example:
+            >>> import torch
+            >>> from raypool import parpool
+            >>> with parpool(2, profile="threads", quiet=True) as pool:
+            ...     pool.classify(torch.nn.Identity(), torch.eye(3), labels=["a", "b", "c"])
+            array(['a', 'b', 'c'], dtype='<U1')
+        """
+        from raypool.train.predict import classify_with
+
+        target = self._target()
+        return classify_with(
+            target._engine,
+            target._options,
+            target._where(),
+            model,
+            data,
+            labels=labels,
+            mini_batch_size=mini_batch_size,
+        )
 
 
 def _call_in(places: tuple[int, ...], fn: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
