@@ -1,7 +1,4 @@
-"""The pool: `parpool` opens a `ParallelPool`, whose verbs are those of `PoolView`.
-
-Also here: parts of a pool (`PoolPart`), the current pool (`gcp`), and `fit` on it.
-"""
+"""The pool: `parpool`, `ParallelPool`, its views and parts, and the current pool (`gcp`)."""
 
 from __future__ import annotations
 
@@ -75,9 +72,7 @@ Workers = int | Iterable[int | WorkerInfo] | None
 
 
 class PoolView(concurrent.futures.Executor):
-    """The verbs of a pool, with given options. `ParallelPool` is one itself; `options` returns
-    others of the same pool.
-    """
+    """The verbs of a pool, with given options. `ParallelPool` is one; `options` returns others."""
 
     def __init__(
         self,
@@ -98,27 +93,25 @@ class PoolView(concurrent.futures.Executor):
         """Return a view of this pool whose verbs use other options.
 
         Args:
-            **changes: `retries`: how often an item runs again after its worker was lost; 0 means
-                that no item ever runs twice. `retry_on`: exception types of the user's own after
-                which an item runs again too; without a delay that may be on the same worker, at
-                once. `retry_delay_s`: it waits so long [s] before it runs for the second time,
-                twice as long before each further one, at most 300 s. `timeout_s`: an item that runs
-                longer [s] is stopped as by `Future.cancel`, and fails with `TaskTimeoutError`. With
-                `workers_per_gpu="auto"` an item that found too little GPU memory beside others runs
-                again whatever `retries` says, and its wait for the GPU is part of its time.
-                `mismatch_timeout_s`: ranks (`spmd`, `train` and `fit` in the warm lane) that have
-                waited for each other this long [s] in places where they can't meet fail with a
-                `CollectiveError`; None: never. One has ended or is in `ray.train.report`, say, and
-                another is in a collective of torch's. A rank that computes may take any time.
-                `fresh_process`: an item runs in a process in which nothing has run before, and
-                which ends after it, whatever it leaves behind there (it costs a worker's start; in
+            **changes: `retries`: how often an item runs again after its worker was lost; with 0 no
+                item ever runs twice. `retry_on`: exception types of the user's own after which an
+                item runs again too, perhaps on the same worker. `retry_delay_s`: the wait before
+                the second run [s]; it doubles before each further one, up to 300 s. `timeout_s`: an
+                item that runs longer [s] is stopped as by `Future.cancel`, and fails with
+                `TaskTimeoutError`. With `workers_per_gpu="auto"` an item that found too little GPU
+                memory beside others runs again whatever `retries` says, and its wait for the GPU is
+                part of its time. `mismatch_timeout_s`: ranks (`spmd`, `train` and `fit` in the warm
+                lane) that have waited for each other this long [s] in places where they cannot meet
+                (one has ended, say, and another is in a collective of torch's) fail with a
+                `CollectiveError`; None: never. Ranks may compute for any time. `fresh_process`:
+                each item runs in a new process that ends after it (this costs a worker's start; in
                 pools of this process it means nothing). `priority`: higher goes first; equal ones
-                go in the order in which they were submitted. `worker`: run on the worker with this
-                number only; if that one is lost, so is the task. `name`: what to call the work in
-                messages and displays. `checkpoints`: a folder that all machines of the pool see, or
-                a URL ("gs://..."), in which `current_task().checkpoint_dir` of each item is kept,
-                for whoever submits an equal one later too (of the same function, with equal
-                arguments); equal calls that run at the same time share it.
+                run in the order of their submission. `worker`: run only on the worker with this
+                number; if it is lost, so is the task. `name`: the work's name in messages and
+                displays. `checkpoints`: a folder that all machines of the pool see, or a URL
+                ("gs://..."), that keeps `current_task().checkpoint_dir` of each item, also for
+                equal calls later (same function, equal arguments); equal calls at the same time
+                share it.
 
         Raises:
             InvalidTypeError: There is no such option.
@@ -138,7 +131,7 @@ class PoolView(concurrent.futures.Executor):
         return PoolView(self._engine, replace(self._options, **changes), pool=self)
 
     def __reduce__(self) -> Any:
-        """Let a function that refers to its pool travel: on the worker it finds a serial one."""
+        # a function that refers to its pool can travel: on the worker it finds a serial one
         return _serial_view, ()
 
     def _target(self) -> PoolView:
@@ -164,37 +157,33 @@ class PoolView(concurrent.futures.Executor):
         return view
 
     def _check_open(self) -> None:
-        """Make sure that work is still taken here."""
+        """Raise the error if no work is taken any more."""
         if self._pool is not None:
             self._pool._check_open()
         else:
             self._engine.check_open()
 
     def _numbers(self) -> list[int]:
-        """Return the numbers of the workers that this view is of, in order, without those that are
-        to end.
-        """
+        """Return the numbers of this view's workers, in order, without those that are to end."""
         workers = self._engine.driver.scheduler.workers
         there = [
             place.place
-            for place in list(workers.places.values())
+            for place in list(workers.places.values())  # a copy: the driver's thread adds places
             if place.worker_id not in workers.retiring
         ]
         return sorted(there if self._places is None else set(there).intersection(self._places))
 
     def _workers(self) -> list[WorkerInfo]:
-        """Return the workers that this view is of, in order."""
-        workers = self._engine.workers()
-        return (
-            workers
-            if self._places is None
-            else [worker for worker in workers if worker.index in self._places]
-        )
+        """Return this view's workers, in order."""
+        places = self._places
+        return [
+            worker for worker in self._engine.workers() if places is None or worker.index in places
+        ]
 
     def _where(self) -> Where:
         """Return on which workers work may run."""
         if self._is_serial:
-            return Where()
+            return Where()  # where it is: without a process of its own, and whatever `worker` says
         number = self._options.worker
         is_fresh = self._options.fresh_process and self._engine.profile.backend == "ray"
         if number is None:
@@ -207,20 +196,19 @@ class PoolView(concurrent.futures.Executor):
         return Where(None, (number,), is_fresh) if is_fresh else Where(number)
 
     def device_table(self) -> pd.DataFrame:
-        """Return the GPUs of the machines that the workers are on, as they are now, whoever uses
-        them: a row for each.
+        """Return a table of the GPUs of the workers' machines, as they are now.
 
-        No CUDA context is made: the agents of the nodes ask the GPUs' driver. What that does not
-        say is NA; and of a node that does not answer within 3 s all that changes is (memory,
-        utilisation, temperature, processes). With "threads" and "inline", and in a task, it is the
-        table of this machine.
+        No CUDA context is made: the nodes' agents ask the GPUs' driver. What it does not say is NA,
+        and so is all that changes (memory, utilisation, temperature, processes) on a node that does
+        not answer within 3 s. With "threads" and "inline", and in a task, it is the table of this
+        machine.
 
         Returns:
-            A table with the column `host`, those of `gpu_device_table` but for the last (`index`,
+            A table with the column `host`, those of `gpu_device_table` except the last (`index`,
             `name`, `uuid`, `total_bytes`, `used_bytes`, `free_bytes`, `utilisation`,
-            `temperature_c`, `processes`, ...), `workers` (the numbers of this pool's workers on the
-            GPU, or of this part's) and `running` (what each of these runs, None for one that is
-            idle). It is empty where there is no GPU.
+            `temperature_c`, `processes`, ...), `workers` (the numbers of this pool's or part's
+            workers on the GPU) and `running` (what each of these runs, None for an idle one).
+            Without a GPU it is empty.
 
         Example:
             >>> from raypool import parpool
@@ -229,8 +217,7 @@ class PoolView(concurrent.futures.Executor):
             ['host', 'index', 'name']
         """
         if in_task():
-            engine = serial_engine()
-            return device_table(engine.backend.devices(), {}, [0])
+            return device_table(serial_engine().backend.devices(), {}, [0])
         self._check_open()
         return device_table(
             self._engine.backend.devices(), running(self._engine.driver), self._numbers()
@@ -238,7 +225,7 @@ class PoolView(concurrent.futures.Executor):
 
     # --- loops ------------------------------------------------------------------------------------
 
-    def parfor(  # noqa: PLR0913 - the verb of the package: each argument is asked for by users, all are named
+    def parfor(  # noqa: PLR0913 - each argument is asked for by users, all are named
         self,
         fn: Callable[[Any], Any],
         items: Iterable[Any] | int,
@@ -256,11 +243,10 @@ class PoolView(concurrent.futures.Executor):
         run_dir: str | os.PathLike[str] | None = None,
         rerun: Literal["failed", "missing", "all"] = "failed",
     ) -> Any:
-        """Call `fn(item)` for every item, on all workers at once, and return the results in the
-        order of the items.
+        """Call `fn(item)` for every item, on all workers at once; return the results in item order.
 
         Each worker takes the next item when it is free. Items that take milliseconds share calls;
-        longer ones go one by one. While many items wait, one that takes less than 0.25 s may queue
+        longer ones run one by one. While many items wait, one that takes less than 0.25 s may queue
         up behind the item that its worker runs; so items must not wait for one another (use `spmd`
         for that). An item runs at least once, and again if its worker is lost (up to `retries`
         times); its result counts exactly once. Inside a task the loop runs serially, in the task.
@@ -274,11 +260,10 @@ class PoolView(concurrent.futures.Executor):
                 worker are drawn ahead), a DataFrame of pandas or polars (each row a dict), or a
                 number `n` for `range(n)`.
             on_error: "stop": the first failure ends the loop and is raised. "raise": all items run,
-                then the first is raised. "collect": all items run; failures are in the table. None:
-                "raise" with `run_dir`, else "stop".
-            reduce: Fold the values with this function of two arguments, in the order of the items,
-                and return the result instead: it is the same on any number of workers, to the last
-                bit.
+                then the first failure is raised. "collect": all items run; failures are in the
+                table. None: "raise" with `run_dir`, else "stop".
+            reduce: Fold the values with this function of two arguments, in item order, and return
+                the result: it is the same on any number of workers, to the last bit.
             init: The first operand of `reduce`; None begins with the first value.
             cost: How long each item will take, roughly and in any unit: a number for each, or a
                 function of the item. The most expensive items go first, so that no long one begins
@@ -287,31 +272,31 @@ class PoolView(concurrent.futures.Executor):
             max_workers: Use at most so many workers; 0 runs serially in this process.
             chunk_size: Send so many items in a call, however long they take. None: by measured
                 time.
-            seed: Give every item its own random numbers, which depend on the seed and the item's
-                number only: those of Python's, NumPy's and torch's global generators, of all
+            seed: Give every item its own random numbers, which depend only on the seed and the
+                item's number: those of Python's, NumPy's and torch's global generators, of all
                 generators that `fn` finds in global variables, its closure, default arguments or a
-                partial (`rng = np.random.default_rng(0)` of a script, say), and
-                `current_task().seed`. In this process (profiles "inline" and "threads") generators
-                are put back afterwards.
+                partial, and `current_task().seed`. In this process (profiles "inline" and
+                "threads") generators are put back afterwards.
             progress: Show the progress of the loop. None: a live display below the cell of a
                 notebook, or on a terminal; elsewhere lines on standard error, the first after ten
                 seconds. True: lines from the beginning, too. False: nothing. Or `tqdm`, or another
                 function that makes a progress bar: it is called as `progress(total=..., desc=...)`,
                 and what it returns has `update(n)` and optionally `set_postfix(failed=...)` and
                 `close()`.
-            echo: Show the output of items as it arrives, on standard output: each line after the
+            echo: Show the output of items as it arrives, on standard output, each line after the
                 number of its item. None: in a notebook, unless the items run in this process, which
                 shows their output anyway. `Results.diary` has the output of each item in any case.
-            name: What to call the loop in messages and displays.
+            name: The loop's name in messages and displays.
             run_dir: Save the result of each item in this folder, before it is reported. The same
                 call later, with the same items in any order, more of them or fewer, resumes from
-                there: also after the machine went down. Items are identified by their content, `fn`
-                by its name. Beside the journal are, for each item, its reports and output, and its
-                `current_task().checkpoint_dir`; if items use that, all machines of the pool have to
-                see this folder, or `pool.options(checkpoints=...)` names a URL for it.
+                there, also after the machine went down. Items are identified by their content, `fn`
+                by its name. The folder also has the reports, output and
+                `current_task().checkpoint_dir` of each item; if items use the last, all machines of
+                the pool must see this folder, or `pool.options(checkpoints=...)` names a URL for
+                it.
             rerun: Which items run if `run_dir` has results: "failed": failed and missing items;
-                "missing": only items without an outcome; "all": all items. Checkpoints of the items
-                stay in any case.
+                "missing": only items without an outcome; "all": all items. Checkpoints stay in any
+                case.
 
         Returns:
             `Results`: the values in order, and a table of them; with `reduce` the folded value.
@@ -336,9 +321,10 @@ class PoolView(concurrent.futures.Executor):
             [0, 1, 4, 9]
             9
             >>> import tempfile
-            >>> with parpool(2, profile="threads", quiet=True) as pool, tempfile.TemporaryDirectory() as folder:
-            ...     _ = pool.parfor(abs, [-1, -2], run_dir=folder)
-            ...     list(pool.parfor(abs, [-3, -2, -1], run_dir=folder))  # only -3 runs
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> with folder, parpool(2, profile="threads", quiet=True) as pool:
+            ...     _ = pool.parfor(abs, [-1, -2], run_dir=folder.name)
+            ...     list(pool.parfor(abs, [-3, -2, -1], run_dir=folder.name))  # only -3 runs
             [3, 2, 1]
         """
         return parfor(
@@ -364,9 +350,9 @@ class PoolView(concurrent.futures.Executor):
     def parfeval(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         """Call `fn(*args, **kwargs)` on the next free worker; return a future at once.
 
-        The arguments are sent as they are now: later changes to them have no effect. Inside a task
-        the call runs at once. A coroutine that `fn` returns (`async def`) runs on the worker, in an
-        event loop of its own.
+        Arguments are sent as they are now: later changes have no effect. Inside a task the call
+        runs at once. A coroutine that `fn` returns (`async def`) runs on the worker, in its own
+        event loop.
 
         Raises:
             InvalidTypeError: `fn` cannot be called, or is a generator function.
@@ -387,7 +373,7 @@ class PoolView(concurrent.futures.Executor):
         return submit_call(target._engine, fn, args, kwargs, target._options, target._where())
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """Do as `parfeval` does; the name that `concurrent.futures` gives it."""
+        """Do as `parfeval` does, under the name of `concurrent.futures`."""
         return self.parfeval(fn, *args, **kwargs)
 
     def map(
@@ -398,21 +384,20 @@ class PoolView(concurrent.futures.Executor):
         chunksize: int = 1,
         buffersize: int | None = None,
     ) -> MapResults[T]:
-        """Call `fn` with the first of each iterable, the second of each, and so on; return the
-        results in this order, lazily.
+        """Call `fn` with the first of each iterable, then the second of each; return values lazily.
 
-        A call that fails raises its error where its result would be; the next result follows. When
-        the iterator is dropped after its first result, at `close()`, or when the time is up, the
-        other calls are cancelled, running ones included.
+        The values come in the order of the calls. A call that fails raises its error where its
+        value would be; the next value follows. When the iterator is dropped after its first value,
+        at `close()`, or when the time is up, the other calls are cancelled, running ones included.
 
         Args:
             fn: Any function; it is shipped to each worker once.
             *iterables: The arguments. The shortest iterable sets the number of calls.
-            timeout: How long to wait for a result, from now on [s]; then `TimeoutError` is raised.
+            timeout: How long to wait for a value, from now on [s]; then `TimeoutError` is raised.
                 None: as long as it takes.
             chunksize: Changes nothing: short calls travel together by measured time.
-            buffersize: At most so many calls are ahead of the results that were taken, so the
-                iterables may be without end. None: all are submitted now.
+            buffersize: At most so many calls are ahead of the values that were taken, so the
+                iterables may be endless. None: all are submitted now.
 
         Returns:
             An iterator over the values, with a method `close`.
@@ -424,8 +409,8 @@ class PoolView(concurrent.futures.Executor):
             PoolClosedError: The pool was shut down.
 
         Source:
-            concurrent.futures.Executor.map of Python 3.14; it goes on after an error, as the
-            built-in `map` does.
+            concurrent.futures.Executor.map of Python 3.14; like the built-in `map` it continues
+            after an error.
 
         Example:
             >>> from raypool import parpool
@@ -442,33 +427,32 @@ class PoolView(concurrent.futures.Executor):
 
         def submit(args: tuple[Any, ...]) -> Future[T]:
             if not target._is_serial:
-                target._check_open()
-            # what is kept is known by the function itself
+                target._check_open()  # calls are handed in one by one; it may be closed by now
+            # the key of the checkpoints is made of the function itself
             if self._options.checkpoints is not None:
                 return submit_call(engine, fn, args, {}, self._options, where)
             return submit_function(engine, function, args, {}, self._options, where)
 
+        # inline, calls run while they are handed in: Ctrl-C in one of them ends that
         hand_in = unless_interrupted(submit) if is_inline(engine) else submit
         return MapResults(hand_in, zip(*iterables, strict=False), timeout, buffersize)
 
     @property
     def _max_workers(self) -> int:
-        """How many workers there are; dask and others read it of an executor."""
+        """How many workers there are; dask and others read this attribute of an executor."""
         return len(self._numbers())
 
     def parfeval_on_all(
         self, fn: Callable[..., T], /, *args: Any, sticky: bool = False, **kwargs: Any
     ) -> Future[list[T]]:
-        """Call `fn(*args, **kwargs)` once on every worker; return a future of the values in the
-        order of the workers.
+        """Call `fn(*args, **kwargs)` once on every worker; return a future of all values.
 
         Args:
-            fn: Any function.
-            *args: What to call it with.
-            sticky: Also call it on every worker that comes later, before anything else runs there:
-                one that replaces another, or is started again after `idle_timeout_s`, or makes the
-                pool larger.
-            **kwargs: What to call it with.
+            fn: Any function. Its values are in the order of the workers.
+            *args: Its arguments.
+            sticky: Also call it on every later worker before anything else runs there: one that
+                replaces another, is started again after `idle_timeout_s`, or makes the pool larger.
+            **kwargs: Its arguments by name.
 
         Source:
             MATLAB R2025b, parfevalOnAll.
@@ -486,8 +470,7 @@ class PoolView(concurrent.futures.Executor):
             fn = functools.partial(call_once, uuid.uuid4().hex, fn)
             # first: a worker that starts now gets both, and makes one
             self._begin_with(functools.partial(fn, *args, **kwargs))
-        # Bound to the place, not to the worker that is there now: one that replaces it will do as
-        # well.
+        # bound to the place, not to the worker that is there now: its replacement will do as well
         options = replace(self._options, worker=None, name=name, checkpoints=None)
         futures: list[Future[T]] = []
         try:
@@ -501,7 +484,7 @@ class PoolView(concurrent.futures.Executor):
             raise
 
     def _begin_with(self, fn: Callable[[], object]) -> Callable[[], None]:
-        """Let every later worker call a function before anything else; return what takes that back."""
+        """Let every later worker call a function first; return what takes that back."""
         engine = self._target()._engine
         setup = engine.function(
             fn if self._places is None else functools.partial(_call_in, self._places, fn)
@@ -518,34 +501,33 @@ class PoolView(concurrent.futures.Executor):
         *args: Any,
         workers: int | Iterable[int | WorkerInfo] | None = None,
     ) -> Composite:
-        """Call `fn(context, *args)` on all workers at the same time, each of which is a rank;
-        return what they keep.
+        """Call `fn(context, *args)` on all workers at the same time, each of which is a rank.
 
         The ranks are in one process group, through which `context` (an `SpmdContext`) lets them
         talk: `context.all_reduce(x)` and the like, and `torch.distributed` as it is, so that DDP,
-        FSDP and tensor parallel work. The group stays warm for the next call. No rank begins before
+        FSDP and tensor parallel work. The group stays open for the next call. No rank begins before
         all their workers are free, and later work waits for them; no rank ever runs twice. Inside a
         task there is one rank, right there.
 
         Args:
             fn: Any function whose first argument is the context.
-            *args: What else to call it with, the same for each rank; of a `Composite` each gets its
+            *args: Its other arguments, the same for each rank; of a `Composite` each rank gets its
                 own part, where it is.
-            workers: Those that are to be ranks: how many, or which, by number or as they stand in
-                `pool.workers`, rank 0 first. 0: a single rank, in this process. None: the workers
-                of the first `Composite` among `args`; without one, all.
+            workers: The ranks: how many, or which, by number or as in `pool.workers`, rank 0 first.
+                0: a single rank, in this process. None: the workers of the first `Composite` among
+                `args`; without one, all.
 
         Returns:
-            A `Composite`: what each rank has returned, still on its worker. `composite[rank]`
-            fetches one.
+            A `Composite` of the ranks' values, each still on its worker. `composite[rank]` fetches
+            one.
 
         Raises:
             SpmdError: A rank has failed or was lost, ranks have waited for each other in different
                 places (`options(mismatch_timeout_s=...)`), or the time was up
-                (`options(timeout_s=...)`). The other ranks were ended, and their workers go on.
+                (`options(timeout_s=...)`). The other ranks were ended; their workers continue.
             ResourceError: There are fewer workers than were asked for.
             InvalidValueError: A `Composite` is on other workers than the call.
-            CompositeError: An argument is a `Composite` of which a part is not there.
+            CompositeError: An argument is a `Composite` with a missing part.
             SerializationError: The function or an argument cannot be sent; it names the variable.
             PoolClosedError: The pool was shut down.
 
@@ -559,6 +541,7 @@ class PoolView(concurrent.futures.Executor):
             [33, 33, 33]
         """
         future = self.spmd_async(fn, *args, workers=workers)
+        # the driver's thread calls callbacks: if it waits, nothing ends any more
         if self._engine.driver.is_own_thread and not future.done():
             future.cancel()
             raise InvalidValueError(
@@ -604,7 +587,7 @@ class PoolView(concurrent.futures.Executor):
         return submit_spmd(target._engine, fn, args, target._options, size, places)
 
     def _ranks(self, workers: Any) -> tuple[PoolView, int, tuple[int, ...] | None]:
-        """Return where ranks are to run, how many, and in which places (None: any), rank 0 first."""
+        """Return where ranks run, how many, and in which places (None: any), rank 0 first."""
         from raypool.spmd.call import choose_ranks
 
         target = self._target()
@@ -613,13 +596,13 @@ class PoolView(concurrent.futures.Executor):
         if workers is None and self._options.worker is not None:
             workers = [self._options.worker]
         size, places = choose_ranks(workers, self._numbers(), self._places)
-        if size == 0:
+        if size == 0:  # in this process, with the pool's store
             return self._serial(self._engine.find_way), 1, (0,)
         return target, size, places
 
     # --- training ---------------------------------------------------------------------------------
 
-    def train(  # noqa: PLR0913 - what is said of a training is said at once, all of it by name
+    def train(  # noqa: PLR0913 - likewise
         self,
         loop: Callable[..., Any],
         config: Mapping[str, Any] | None = None,
@@ -631,17 +614,16 @@ class PoolView(concurrent.futures.Executor):
         datasets: Mapping[str, Any] | None = None,
         **trainer_args: Any,
     ) -> TrainingRun:
-        """Train one model on all workers at once by a loop written for Ray Train; return a future
-        of what comes out.
+        """Train one model on all workers at once by a loop written for Ray Train; return a future.
 
         In the loop Ray Train's functions work: `ray.train.report`, `get_checkpoint`,
         `get_all_reported_checkpoints`, `get_context()` with its ranks, name and `get_storage()`
         (the folder of the run), `get_preemption_info`, `ray.train.collective`,
         `ray.train.torch.prepare_model` and `prepare_data_loader`. Two need Ray Train's controller,
-        hence the managed lane: `get_dataset_shard` and `report(validation=...)`. Of metrics what
-        rank 0 reports is kept. The pool has the GPUs already, so nothing is asked of Ray. When a
-        worker is lost it is replaced on the same GPU, and all ranks begin again from the last
-        checkpoint, `retries` times.
+        hence the managed lane: `get_dataset_shard` and `report(validation=...)`. The metrics that
+        rank 0 reports are kept. The pool has the GPUs already, so Ray is asked for nothing. A lost
+        worker is replaced on the same GPU, and all ranks begin again from the last checkpoint,
+        `retries` times.
 
         With "threads" and "inline", and inside a task, there is one rank: torch has one default
         group for a process.
@@ -650,31 +632,30 @@ class PoolView(concurrent.futures.Executor):
             loop: A function of one argument, or of none, that every rank calls:
                 `train_loop_per_worker` of a `TorchTrainer`.
             config: The argument of the loop.
-            workers: Those that train: how many, or which, by number or as they stand in
-                `pool.workers`, rank 0 first. None: all.
-            lane: "warm": the pool's workers run the loop, by Ray Train's local mode; it begins at
-                once. "managed": Ray Train runs it as it is, in processes of its own; it takes some
-                seconds to begin, and has Ray Data (`datasets`), other frameworks (`trainer`), and
-                all else that Ray's trainers take. The workers' processes end meanwhile, with the
-                constants and Composites in them, and what they had goes to Ray Train, which numbers
-                its ranks itself; other work for them waits. Afterwards the pool claims the same
-                GPUs again. A worker whose GPU somebody else has taken by then, and keeps for
-                `start_timeout_s`, is lost; a warning says who has it.
+            workers: Those that train: how many, or which, by number or as in `pool.workers`, rank 0
+                first. None: all.
+            lane: "warm": the pool's workers run the loop, by Ray Train's local mode, at once.
+                "managed": Ray Train runs it, in its own processes; it takes some seconds to begin,
+                and has Ray Data (`datasets`), other frameworks (`trainer`) and everything else of
+                Ray's trainers, and numbers its ranks itself. Meanwhile the workers' processes end,
+                with the constants and Composites in them; other work for them waits. Afterwards the
+                pool claims the same GPUs again. A worker whose GPU somebody else has taken by then,
+                and keeps for `start_timeout_s`, is lost; a warning says who has it.
             options: Where checkpoints are kept, how many, and from which one to begin. In the
-                managed lane `min_workers` is the least of Ray's elastic number of ranks, too.
-            trainer: A trainer of Ray's instead of `TorchTrainer`, `TensorflowTrainer` for one;
+                managed lane `min_workers` is also the least of Ray's elastic number of ranks.
+            trainer: A trainer of Ray's instead of `TorchTrainer`, such as `TensorflowTrainer`;
                 needs the managed lane.
             datasets: Ray Data datasets by name, for `ray.train.get_dataset_shard`; needs the
                 managed lane, and a free core.
-            **trainer_args: In the managed lane, what else the trainer takes: `torch_config`,
+            **trainer_args: In the managed lane, the trainer's other arguments: `torch_config`,
                 `dataset_config`, `validation_config`, `run_config` (with `callbacks`,
                 `storage_filesystem`, `checkpoint_config`, ...) and `scaling_config`, without what
-                the pool says itself: how many ranks there are, and what each gets.
+                the pool itself sets: how many ranks there are, and what each gets.
 
         Returns:
             A `TrainingRun`. Its result is a `TrainingResult`; or it fails with a `TrainingError`
             that names the rank, or with a `TaskTimeoutError` (`pool.options(timeout_s=...)`); both
-            have `.result`, what there is all the same.
+            have `.result` with all that was reached.
 
         Raises:
             ResourceError: There are fewer workers than were asked for, or no core for Ray Data.
@@ -711,7 +692,7 @@ class PoolView(concurrent.futures.Executor):
             trainer_args=trainer_args,
         )
 
-    def fit(  # noqa: PLR0913 - as above
+    def fit(  # noqa: PLR0913 - likewise
         self,
         model: Any,
         data: Any,
@@ -722,8 +703,7 @@ class PoolView(concurrent.futures.Executor):
         lane: Literal["warm", "managed"] = "warm",
         run_options: RunOptions | None = None,
     ) -> TrainingRun:
-        """Train a model on all workers at once, without a loop of one's own; return a future of
-        what comes out.
+        """Train a model on all workers at once, without a loop of one's own; return a future.
 
         Each mini-batch is shared out among the ranks, and their gradients are weighted by their
         shares: the result is that of one process with the whole mini-batch.
@@ -740,10 +720,9 @@ class PoolView(concurrent.futures.Executor):
                 DataFrame or of dicts, (data, ["name", "name"]) several: columns of one array, or a
                 dict. The model gets inputs in a tuple as its arguments in order, in a dict as its
                 arguments by name (if it has none of these names, the dict; of samples that are
-                dicts an only input itself). Arrays, tables and Python's numbers become the type of
-                the model's parameters, and so do 64-bit floats of a `Dataset`; other tensors stay
-                as they are.
-            loss: A function of outputs and targets: `torch.nn.functional.cross_entropy`, say. It
+                dicts an only input itself). Arrays, tables, Python's numbers and 64-bit floats of a
+                `Dataset` become the type of the model's parameters; other tensors stay as they are.
+            loss: A function of outputs and targets, such as `torch.nn.functional.cross_entropy`. It
                 returns the mean over its samples; one that weighs them (class weights,
                 `ignore_index`) is exact on one worker only, and a warning says so.
             options: How to train; see `TrainingOptions`.
@@ -765,25 +744,17 @@ class PoolView(concurrent.futures.Executor):
             >>> import torch
             >>> from raypool import TrainingOptions, parpool
             >>> x = torch.linspace(-1, 1, 64)[:, None]
-            >>> options = TrainingOptions(max_epochs=30, mini_batch_size=16, optimizer="adam", learning_rate=0.1)
+            >>> model, loss = torch.nn.Linear(1, 1), torch.nn.functional.mse_loss
+            >>> options = TrainingOptions(max_epochs=30, mini_batch_size=16, optimizer="adam",
+            ...                           learning_rate=0.1)
             >>> with parpool(1, profile="threads", quiet=True) as pool:
-            ...     run = pool.fit(torch.nn.Linear(1, 1), (x, 3 * x), torch.nn.functional.mse_loss, options)
-            ...     result = run.result()
+            ...     result = pool.fit(model, (x, 3 * x), loss, options).result()
             >>> round(result.model.weight.item())
             3
         """
         from raypool.train.verbs import fit
 
-        return fit(
-            self,
-            model,
-            data,
-            loss,
-            options,
-            workers=workers,
-            lane=lane,
-            run_options=run_options,
-        )
+        return fit(self, model, data, loss, options, workers, lane, run_options)
 
     def predict(
         self,
@@ -793,8 +764,7 @@ class PoolView(concurrent.futures.Executor):
         mini_batch_size: int = 128,
         output: Callable[[Any], Any] | None = None,
     ) -> Any:
-        """Return what a model makes of data, computed on all workers at once, in the order of the
-        data.
+        """Return a model's outputs for data, in its order, computed on all workers at once.
 
         Args:
             model: A `torch.nn.Module`, or a function of a mini-batch. Each worker gets it once, a
@@ -803,14 +773,14 @@ class PoolView(concurrent.futures.Executor):
             data: A NumPy array, a tensor or a DataFrame, with a row for each sample; a tuple or
                 dict of those, if the model has several inputs; a list of samples; or a map-style
                 `Dataset`. Of samples that are pairs (input, target) the input is taken; of dicts
-                all but "labels" or "label", as the model's arguments by name. A `Dataset` other
-                than `TensorDataset` is read by the workers, each with a copy of its own. Numbers of
-                floating point become the type of the model's weights.
-            mini_batch_size: So many samples go through the model at once. Calls to workers have one
-                or, where these take milliseconds, several mini-batches; `timeout_s` and `retries`
-                of `options` are for one call.
-            output: Called on the worker with what the model gives for a mini-batch; what it returns
-                comes back instead. Arrays and lists are put end to end, of anything else the result
+                all but "labels" or "label", as the model's arguments by name. Each worker reads its
+                own copy of a `Dataset` other than `TensorDataset`. Floating-point numbers become
+                the type of the model's weights.
+            mini_batch_size: The number of samples that go through the model at once. A call to a
+                worker has one mini-batch, or several that take milliseconds; `timeout_s` and
+                `retries` of `options` are for one call.
+            output: Called on the worker with the model's output for a mini-batch; what it returns
+                comes back instead. Arrays and lists are put end to end; of anything else the result
                 is a list with an entry for each mini-batch.
 
         Returns:
@@ -858,7 +828,7 @@ class PoolView(concurrent.futures.Executor):
         Args:
             model: As for `predict`; its output has a column for each class.
             data: As for `predict`.
-            labels: What the classes are called, in the order of the columns. None: their numbers.
+            labels: The names of the classes, in the order of the columns. None: their numbers.
             mini_batch_size: As for `predict`.
 
         Returns:
@@ -909,9 +879,7 @@ Works = list[tuple[int, Work]]
 
 
 class TaskQueue:
-    """The calls that have not ended (`parfeval`, `spmd_async`), of a pool or a part, as they are at
-    the moment of asking.
-    """
+    """The calls of a pool or a part that have not ended (`parfeval`, `spmd_async`), as of now."""
 
     def __init__(self, works: Callable[[], Works]) -> None:
         self._works = works
@@ -923,26 +891,22 @@ class TaskQueue:
 
     @property
     def running(self) -> list[Future[Any]]:
-        """Those that run."""
+        """The calls that run."""
         return self._in_state("running")
 
     def _in_state(self, state: str) -> list[Future[Any]]:
-        futures = [work.holder for _, work in self._works() if isinstance(work.holder, Future)]
-        shown = dict.fromkeys(map(_whole_of, futures))
+        shown: dict[Future[Any], None] = {}
+        for _, work in self._works():
+            future = work.holder
+            if isinstance(future, Future):
+                while future.whole is not None:  # of an attempt the user holds the training
+                    future = future.whole
+                shown[future] = None
         return [future for future in shown if future.state == state]
 
 
-def _whole_of(future: Future[Any]) -> Future[Any]:
-    """Return what a user holds of a call: of an attempt, the training."""
-    while future.whole is not None:
-        future = future.whole
-    return future
-
-
 class StaffedView(PoolView):
-    """A view that shows its workers: all of the pool's (`ParallelPool`), or some of them
-    (`PoolPart`).
-    """
+    """A view that shows its workers: the pool's (`ParallelPool`), or some of them (`PoolPart`)."""
 
     @property
     def workers(self) -> list[WorkerInfo]:
@@ -951,7 +915,7 @@ class StaffedView(PoolView):
 
     @property
     def num_workers(self) -> int:
-        """How many workers there are, those included that are being replaced."""
+        """How many workers there are, including those that are being replaced."""
         return len(self._numbers())
 
     @property
@@ -961,9 +925,7 @@ class StaffedView(PoolView):
 
     @property
     def busy(self) -> bool:
-        """Whether anything is queued or running, a cancelled task that has not stopped yet
-        included.
-        """
+        """Whether anything is queued or running, or a cancelled task has not stopped yet."""
         return bool(self._works()) or any(worker.state == "busy" for worker in self.workers)
 
     @property
@@ -977,26 +939,21 @@ class StaffedView(PoolView):
         return self._engine.is_over
 
     def _works(self) -> Works:
-        """Return what has been submitted and has not ended, as far as it is bound to these
-        workers.
-        """
-        self._engine.driver.barrier()
+        """Return all work that has not ended and is bound to these workers."""
+        self._engine.driver.barrier()  # what was submitted before is in `works` then
         works = list(self._engine.driver.works.items())
         if self._places is None:
             return works
         own, tasks = set(self._places), self._engine.driver.scheduler.backlog.tasks
-        specs = {
-            task_id: task.spec for task_id, _ in works if (task := tasks.get(task_id)) is not None
-        }
-        wanted = {
-            task_id: spec.places if spec.place is None else (spec.place,)
-            for task_id, spec in specs.items()
-        }
-        return [
-            (task_id, work)
-            for task_id, work in works
-            if (places := wanted.get(task_id)) is not None and own.issuperset(places)
-        ]
+        bound = []
+        for task_id, work in works:
+            task = tasks.get(task_id)  # None: it has ended meanwhile
+            if task is not None:
+                spec = task.spec
+                places = spec.places if spec.place is None else (spec.place,)
+                if places is not None and own.issuperset(places):
+                    bound.append((task_id, work))
+        return bound
 
     @property
     def store(self) -> ValueStore:
@@ -1012,7 +969,7 @@ class StaffedView(PoolView):
             source: The value; or a function without arguments (or a class) that makes it, called on
                 each worker at the first use there.
             cleanup: Called with the value when a worker that has used it ends: with the pool, when
-                that gets smaller, or after `idle_timeout_s`. A process that dies can't call it.
+                that gets smaller, or after `idle_timeout_s`. A process that dies cannot call it.
 
         Raises:
             SerializationError: The value or the function cannot be sent.
@@ -1035,20 +992,18 @@ class StaffedView(PoolView):
         return constant
 
     def transfer_bytes(self) -> TransferBytes:
-        """Count what goes to each worker and what comes from it while a `with` block runs.
+        """Count the bytes sent to and received from each worker while a `with` block runs.
 
-        What is counted are functions, arguments and results, as they travel (pickled). A large one
-        (from 64 KiB on) goes through Ray's object store: it counts as sent when the worker has
-        opened it, which for a function or a constant is once, and as received when somebody asks
-        for the result, so one that nobody has asked for has not been moved yet. What tasks put into
-        queues and the store goes other ways and is not counted; nor is what Ray itself says to its
-        workers. With "threads" and "inline" nothing is moved.
+        Functions, arguments and results are counted, as they travel (pickled). A large one (from 64
+        KiB on) goes through Ray's object store: it counts as sent when the worker has opened it,
+        which for a function or a constant is once, and as received when somebody asks for the
+        result. Values of queues and the store, and Ray's own messages, are not counted. With
+        "threads" and "inline" nothing is moved.
 
         Returns:
-            A context manager; what it gives has `to_frame()`, a table with the columns `sent_bytes`
-            and `received_bytes` and a row for each worker, and `total`, the same two numbers for
-            all of them. Both can be read at any time, and stay as they are from the end of the
-            block on.
+            A context manager; its value has `to_frame()`, a table with the columns `sent_bytes` and
+            `received_bytes` and a row for each worker, and `total`, the sums of both. They can be
+            read at any time, and no longer change after the block.
 
         Source:
             MATLAB R2025b, ticBytes, tocBytes.
@@ -1081,8 +1036,7 @@ class StaffedView(PoolView):
             self._engine.driver.post(CancelRequested(task_id))
 
     def delete(self) -> None:
-        """Cancel queued calls and unfinished loops, wait for single calls that run, and release
-        everything.
+        """Cancel queued calls and unfinished loops, wait for running calls, and release everything.
 
         Twice does nothing.
         """
@@ -1114,17 +1068,17 @@ class StaffedView(PoolView):
     ) -> tuple[PoolPart, PoolPart]:
         """Choose some of the workers; return them as a part of the pool, and the others as another.
 
-        Each part has the verbs of a pool, for its own workers, and both can be used at the same
-        time; so can the pool, for all of them. The workers stay the pool's: one that is replaced
+        Each part has the verbs of a pool, for its own workers. Both parts, and the pool with all
+        workers, can be used at the same time. The workers stay the pool's: one that is replaced
         stays in its part, those that `resize` adds are in neither. Parts can be parted further. If
-        nothing fits, as where there is no GPU, the part is empty (`num_workers` is 0): that is no
-        error until it is asked to do something.
+        nothing fits, for example without a GPU, the part is empty (`num_workers` is 0); only work
+        for it is an error.
 
         Args:
-            per_gpu: So many workers for each GPU, as far as there are: 1 gives each GPU to a single
-                worker.
-            per_host: So many workers for each machine, as far as there are.
-            workers: These ones, by number or as they stand in `workers`.
+            per_gpu: So many workers for each GPU, as far as they exist: 1 gives each GPU to a
+                single worker.
+            per_host: So many workers for each machine, as far as they exist.
+            workers: These ones, by number or as in `workers`.
 
         Raises:
             InvalidTypeError: Not exactly one of the three was given, or it is of a wrong kind.
@@ -1161,7 +1115,11 @@ class StaffedView(PoolView):
         if workers is not None:
             chosen = worker_numbers(workers, numbers)
         elif per_gpu is not None:
-            chosen = _picked(there, _gpu_names, per_gpu)
+            chosen = _picked(
+                there,
+                lambda worker: worker.gpu_uuids or [(worker.host, gpu) for gpu in worker.gpus],
+                per_gpu,
+            )
         else:
             chosen = _picked(there, lambda worker: [worker.host], per_host or 0)
         others = [number for number in numbers if number not in chosen]
@@ -1169,11 +1127,9 @@ class StaffedView(PoolView):
 
 
 class PoolPart(StaffedView):
-    """Some of the workers of a pool, with the verbs of a pool. Made by `partition`, which says what
-    it is for.
+    """Some of the workers of a pool, with the verbs of a pool; made by `partition`.
 
-    Its `queue`, `busy` and `cancel_all` cover the work that may run only on its own workers,
-    whoever submitted it.
+    Its `queue`, `busy` and `cancel_all` cover all work that may run only on its own workers.
     """
 
     def __init__(self, pool: StaffedView, places: Sequence[int]) -> None:
@@ -1204,32 +1160,24 @@ class PoolPart(StaffedView):
         for task_id, work in works:
             if cancel_futures and not (isinstance(work.holder, Future) and work.holder.running()):
                 self._cancel(task_id, work)
+        # a task, or the callback of a future, would wait for itself
         if wait and not in_task() and not self._engine.driver.is_own_thread:
             concurrent.futures.wait(
                 [work.holder for _, work in works if isinstance(work.holder, Future)]
             )
 
     def __reduce__(self) -> Any:
-        """Let a function that refers to it travel: on the worker it finds a pool that runs
-        serially.
-        """
-        return _serial_part, ()
+        return _serial_part, ()  # as a view
 
 
 def _serial_part() -> StaffedView:
     return StaffedView(serial_engine(), Options())
 
 
-def _gpu_names(worker: WorkerInfo) -> Sequence[Hashable]:
-    return worker.gpu_uuids or [(worker.host, gpu) for gpu in worker.gpus]
-
-
 def _picked(
     workers: Iterable[WorkerInfo], names: Callable[[WorkerInfo], Sequence[Hashable]], limit: int
 ) -> list[int]:
-    """Return the first workers of which no more than `limit` have any one name; those without a
-    name are left out.
-    """
+    """Return the first workers, at most `limit` of any one name, none without a name."""
     counts: Counter[Hashable] = Counter()
     picked = []
     for worker in workers:
@@ -1265,8 +1213,7 @@ class Statistics:
 
 
 class ParallelPool(StaffedView):
-    """Workers that each hold a GPU (or a core) for as long as the pool lives. Open one with
-    `parpool`.
+    """Workers that each hold a GPU (or a core) while the pool lives. Open one with `parpool`.
 
     A `concurrent.futures.Executor`, with MATLAB's verbs beside the standard ones. As a context
     manager it waits for its work at the end; if the block ends with an error, queued work is
@@ -1275,6 +1222,7 @@ class ParallelPool(StaffedView):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine, Options(retries=engine.profile.retries))
+        # A forgotten pool ends. Not at exit: then the engine gives submitted work some seconds.
         weakref.finalize(self, engine.shutdown, wait=False).atexit = False
 
     def statistics(self) -> Statistics:
@@ -1288,7 +1236,7 @@ class ParallelPool(StaffedView):
         """
         scheduler = self._engine.driver.scheduler
         counts = scheduler.counts
-        tasks = list(scheduler.backlog.tasks.values())
+        tasks = list(scheduler.backlog.tasks.values())  # a copy, as in `_numbers`
         return Statistics(
             counts.submitted,
             counts.finished,
@@ -1303,8 +1251,8 @@ class ParallelPool(StaffedView):
     def resize(self, num_workers: int) -> None:
         """Give the pool this many workers.
 
-        New ones are up on return. Free ones are given back first; a busy one ends after what it is
-        running.
+        New ones are up on return. Free ones are given back first; a busy one ends after its current
+        work.
 
         Raises:
             ResourceError: There are fewer; the pool stays as it is.
@@ -1329,15 +1277,13 @@ class ParallelPool(StaffedView):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        is_interrupted = kind is not None and not issubclass(kind, Exception)
-        if is_interrupted:
+        if kind is not None and not issubclass(kind, Exception):  # Ctrl-C: running work ends, too
             self._engine.shutdown(wait=True, cancel_queued=True, cancel_running=True)
         else:
             super().__exit__(kind, error, traceback)
 
     def __reduce__(self) -> Any:
-        """Let a function that refers to its pool travel: on the worker it finds a serial one."""
-        return _serial_pool, ()
+        return _serial_pool, ()  # as a view
 
 
 def parpool(
@@ -1348,24 +1294,23 @@ def parpool(
     initargs: Iterable[Any] = (),
     **changes: Any,
 ) -> ParallelPool:
-    """Open a pool of workers, each with a GPU of its own (or a core), and print one line that says
-    what was started.
+    """Open a pool of workers, each with its own GPU (or core), and print one line about it.
 
-    Inside a task there is one worker, the task's own thread. Of what is asked for, it takes what it
-    begins and ends with: `initializer`, `setup` and `teardown`, also those of a `Profile`; not
-    those of a name, whose file may not be there.
+    Inside a task there is one worker, the task's own thread. Only `initializer`, `setup` and
+    `teardown` count there, also those of a `Profile`, but not those of a name, whose file may not
+    be there.
 
     Args:
         num_workers: Exactly so many, or `(least, most)` for as many as there are in that range.
             None: one for each GPU that this process may use; without a GPU, one for each physical
-            core; where the profile's `resources` is a list, one for each entry.
+            core; one for each entry if the profile's `resources` is a list.
         profile: "local" (Ray: the one that runs in this process, else a new one on this machine),
             "threads" or "inline" (in this process, without Ray); the name of one in a file
             raypool.toml (`[profiles.NAME]`) or pyproject.toml (`[tool.raypool.profiles.NAME]`) of
             this folder or the nearest one above; or a `Profile`.
         initializer: A function that runs once in each worker before anything else, with `initargs`:
-            the standard library's way to say `setup=functools.partial(initializer, *initargs)`.
-        initargs: What to call it with.
+            the standard library's form of `setup=functools.partial(initializer, *initargs)`.
+        initargs: Its arguments.
         **changes: Single fields of the profile, such as `gpus=[0, 2]` or
             `resources=WorkerResources(gpus=0.5)`.
 
@@ -1390,7 +1335,13 @@ def parpool(
         num_workers, profile=profile, initializer=initializer, initargs=initargs, **changes
     )
     if not in_task():
-        _note_current(pool)
+        with _current_lock:
+            _opened[:] = [
+                reference
+                for reference in _opened
+                if (other := reference()) is not None and not other.is_closed
+            ]
+            _opened.append(weakref.ref(pool))  # weak: a pool that is forgotten ends
     return pool
 
 
@@ -1402,41 +1353,37 @@ def open_pool(
     initargs: Iterable[Any] = (),
     **changes: Any,
 ) -> ParallelPool:
-    """Do as `parpool` does, for code that ends the pool itself: it never becomes the current one
-    (`gcp`).
-    """
+    """Do as `parpool` does, but never make it the current pool: the caller ends it itself."""
     asked = checked_range(num_workers)
     if initializer is not None:
         changes = _with_setup(initializer, initargs, changes)
     if in_task():
-        return _pool_in_task(profile, changes)
+        # a name is not looked up: its file may not be on this machine
+        given = profile if isinstance(profile, Profile) else Profile()
+        setup, teardown = (
+            changes.get(name, getattr(given, name)) for name in ("setup", "teardown")
+        )
+        return ParallelPool(serial_engine(setup=setup, teardown=teardown))
     settings = resolve_profile(profile, changes)
     least, most = settings.sized(*asked)
     started = time.monotonic()
     engine = open_engine(settings)
     try:
         engine.add_workers(least, most)
-    except BaseException:
+    except BaseException:  # Ctrl-C, too: no process may stay on a GPU
         engine.shutdown(wait=True, cancel_queued=True, cancel_running=True)
         raise
     pool = ParallelPool(engine)
     if not settings.quiet:
-        sys.stdout.write(f"raypool: {_described(engine)}{_duration(settings, started)}\n")
+        is_ray = settings.backend == "ray"
+        took = f", ready in {time.monotonic() - started:.1f} s" if is_ray else ""
+        sys.stdout.write(f"raypool: {_described(engine)}{took}\n")
         sys.stdout.flush()
     return pool
 
 
-def _pool_in_task(profile: str | Profile, changes: dict[str, Any]) -> ParallelPool:
-    """Return a serial pool that begins and ends as was asked for; the file that a name stands in
-    may not be here.
-    """
-    given = profile if isinstance(profile, Profile) else Profile()
-    setup, teardown = (changes.get(name, getattr(given, name)) for name in ("setup", "teardown"))
-    return ParallelPool(serial_engine(setup=setup, teardown=teardown))
-
-
 def _with_setup(initializer: Any, initargs: Any, changes: dict[str, Any]) -> dict[str, Any]:
-    """Return the changes of a profile with `setup` in the words of the standard library."""
+    """Return the changes of a profile, with `initializer` as its `setup`."""
     check_callable(initializer)
     if "setup" in changes:
         raise InvalidValueError(
@@ -1454,7 +1401,7 @@ def gcp(create: bool = True) -> ParallelPool | None:
     """Return the current pool: the one that was opened last and is still open.
 
     Args:
-        create: Open one with `parpool()` if there is none; else None is returned then.
+        create: If there is none, open one with `parpool()`; otherwise return None.
 
     Source:
         MATLAB R2025b, gcp.
@@ -1485,15 +1432,14 @@ def fit(
     options: TrainingOptions | None = None,
     **arguments: Any,
 ) -> TrainingRun:
-    """Train a model on all workers of the current pool, which is opened if there is none; see
-    `PoolView.fit`.
+    """Do as `PoolView.fit` does on the current pool, which is opened if there is none.
 
     Example:
         >>> import torch
         >>> from raypool import fit
+        >>> model, loss = torch.nn.Linear(2, 1), torch.nn.functional.mse_loss
         >>> with parpool(1, profile="threads", quiet=True):
-        ...     run = fit(torch.nn.Linear(2, 1), (torch.rand(256, 2), torch.rand(256, 1)), torch.nn.functional.mse_loss)
-        ...     run.result().model
+        ...     fit(model, (torch.rand(256, 2), torch.rand(256, 1)), loss).result().model
         Linear(in_features=2, out_features=1, bias=True)
     """
     pool = gcp()
@@ -1503,17 +1449,7 @@ def fit(
 
 _made_here: ParallelPool | None = None
 _opened: list[weakref.ref[ParallelPool]] = []
-_current_lock = threading.Lock()
-
-
-def _note_current(pool: ParallelPool) -> None:
-    with _current_lock:
-        _opened[:] = [
-            reference
-            for reference in _opened
-            if (other := reference()) is not None and not other.is_closed
-        ]
-        _opened.append(weakref.ref(pool))
+_current_lock = threading.Lock()  # several threads may open pools
 
 
 def _serial_pool() -> ParallelPool:
@@ -1524,12 +1460,8 @@ def _described(engine: Engine) -> str:
     workers = engine.workers()
     count = f"{len(workers)} worker" + ("s" if len(workers) != 1 else "")
     if engine.profile.backend != "ray":
-        where = (
-            "threads of this process"
-            if engine.profile.backend == "threads"
-            else "inline in this process"
-        )
-        return f"{count} ({where})"
+        kind = "threads of" if engine.profile.backend == "threads" else "inline in"
+        return f"{count} ({kind} this process)"
     hosts = []
     for host in dict.fromkeys(worker.host for worker in workers):
         gpus_of = [worker.gpus for worker in workers if worker.host == host]
@@ -1540,13 +1472,8 @@ def _described(engine: Engine) -> str:
     return f"{count} on {'; '.join(hosts)}"
 
 
-def _duration(settings: Profile, started: float) -> str:
-    return f", ready in {time.monotonic() - started:.1f} s" if settings.backend == "ray" else ""
-
-
 def checked_range(num_workers: Any, name: str = "num_workers") -> tuple[int | None, int | None]:
-    """Return the least and the most of a number of workers that may be a range; `name` is what the
-    argument is called.
+    """Return the least and the most of a number of workers that may be a range.
 
     Raises:
         InvalidValueError, InvalidTypeError: It is neither.

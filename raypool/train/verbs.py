@@ -61,13 +61,12 @@ def train(  # noqa: PLR0913 - the arguments of the verb
     return _started(view, places, lane, loop, config, kept, name, None, trainer, given)
 
 
-def fit(  # noqa: PLR0913 - the arguments of the verb
+def fit(  # noqa: PLR0913, PLR0917 - the arguments of the verb
     view: PoolView,
     model: Any,
     data: Any,
     loss: Callable[..., Any],
     options: TrainingOptions | None,
-    *,
     workers: Workers,
     lane: str,
     run_options: RunOptions | None,
@@ -159,7 +158,7 @@ def _check_loop(loop: Any) -> None:
     check_callable(loop)
     try:
         signature = inspect.signature(loop)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError):  # not every builtin has a signature
         raise InvalidTypeError(
             f"The loop {_name_of(loop)} does not say what it takes, as some builtins do not. Give a"
             " function of one argument, or of none."
@@ -181,10 +180,9 @@ def _check_names_in(loop: Any) -> None:
     while isinstance(loop, functools.partial):
         loop = loop.func
     function = inspect.unwrap(loop if inspect.isroutine(loop) else type(loop).__call__)
-    codes = [getattr(function, "__code__", None)]
-    for code in codes:
-        if code is None:
-            continue
+    code = getattr(function, "__code__", None)
+    codes = [] if code is None else [code]
+    for code in codes:  # it grows: functions within functions are constants of the outer one
         codes += [each for each in code.co_consts if inspect.iscode(each)]
         for name in MANAGED_ONLY:
             if name in code.co_names:
