@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 RERUNS = ("failed", "missing", "all")
 
 
-def parfor(  # noqa: PLR0913 - the verb of the package: each argument is asked for by users, all are named
+def parfor(  # noqa: PLR0913 - the arguments of the verb
     view: PoolView,
     fn: Callable[[Any], Any],
     items: Iterable[Any] | int,
@@ -120,17 +120,14 @@ def parfor(  # noqa: PLR0913 - the verb of the package: each argument is asked f
 
 
 def checkpoint_owner(fn: Callable[[Any], Any]) -> str:
-    """Return what the names of folders for checkpoints begin with: others for other functions, and
-    for other values in a partial.
-
-    Values that are no plain data do not count: they may have another key after a restart.
-    """
+    """Return what the names of checkpoint folders begin with: it differs for other functions."""
     from raypool.journal.keys import content_key, function_key
     from raypool.journal.plain import encode
 
-    given = []
+    given = []  # in partials, other values make it another function
     inner: Any = fn
     while isinstance(inner, functools.partial):
+        # values that are no plain data do not count: their key may differ after a restart
         given.append(encode([list(inner.args), inner.keywords]))
         inner = inner.func
     return f"{content_key((function_key(fn), given), 'a function')[:8]}-"
@@ -143,7 +140,7 @@ def durable_loop(
     run_dir: Any,
     rerun: Literal["failed", "missing", "all"],
 ) -> LoopWork:
-    """Return a loop that keeps what becomes of its items in a folder.
+    """Return a loop that keeps the outcomes of its items in a folder.
 
     Raises:
         InvalidTypeError: `run_dir` is not a path.
@@ -183,9 +180,7 @@ def durable_loop(
 
 
 LOOK_AHEAD = 16
-"""How many items per worker are drawn ahead from a generator: enough to share calls, few enough to
-stay lazy.
-"""
+"""Items per worker that are drawn ahead of a generator: enough to share calls, few to stay lazy."""
 
 TICK_S = 0.1
 """How often a progress display is updated [s]."""
@@ -202,27 +197,21 @@ class Watcher(Protocol):
 
 
 def listed(items: Any) -> Sequence[Any] | Iterator[Any]:
-    """Return the items of a loop as a sequence, or as an iterator where their number is not known.
+    """Return the items of a loop as a sequence, or as an iterator if their number is not known.
 
     Raises:
         InvalidTypeError: They are not iterable.
     """
-    if isinstance(items, bool):
-        raise InvalidTypeError(
-            f"items={items!r} is not iterable. Give a list, a DataFrame, a generator or a number of"
-            " items."
-        )
     number = whole_number(items)
     if number is not None:
         if number < 0:
             raise InvalidValueError(f"items={number} is less than 0.")
         return range(number)
-    if hasattr(items, "to_dicts") and hasattr(items, "columns"):  # of polars
-        rows: list[Any] = items.to_dicts()
-        return rows
-    if hasattr(items, "to_dict") and hasattr(items, "columns"):  # of pandas
-        rows = items.to_dict("records")
-        return rows
+    if hasattr(items, "columns"):
+        if hasattr(items, "to_dicts"):  # of polars
+            return items.to_dicts()  # type: ignore[no-any-return]
+        if hasattr(items, "to_dict"):  # of pandas
+            return items.to_dict("records")  # type: ignore[no-any-return]
     if isinstance(items, (list, tuple, range)):
         return items
     try:
@@ -236,8 +225,7 @@ def listed(items: Any) -> Sequence[Any] | Iterator[Any]:
 
 
 def longest_first(items: Sequence[Any] | Iterator[Any], cost: Any) -> list[int] | None:
-    """Return the numbers of the items, the one that costs most first, equal ones as they are; None
-    if that is their order.
+    """Return the numbers of the items, the most expensive first; None if that is their own order.
 
     Raises:
         InvalidValueError: The items come from a generator; there are not as many numbers as items,
@@ -250,11 +238,22 @@ def longest_first(items: Sequence[Any] | Iterator[Any], cost: Any) -> list[int] 
             "cost= needs to know all items before the first one runs: give a list instead of a"
             " generator."
         )
-    costs = (
-        [_cost(cost, index, item) for index, item in enumerate(items)]
-        if callable(cost)
-        else _listed_costs(cost)
-    )
+    costs: list[Any] = []
+    if callable(cost):
+        for index, item in enumerate(items):
+            try:
+                costs.append(cost(item))
+            except Exception as error:
+                error.add_note(f"raypool: cost= was asked for item {index}")
+                raise
+    elif isinstance(cost, (str, bytes, Mapping)) or not (
+        hasattr(cost, "__len__") and hasattr(cost, "__getitem__")
+    ):
+        raise InvalidTypeError(
+            f"cost={cost!r} is neither a number for each item nor a function that returns one."
+        )
+    else:
+        costs = list(cost)
     if len(costs) != len(items):
         raise InvalidValueError(
             f"cost= has {len(costs)} numbers for {len(items)} items. Give one for each."
@@ -262,7 +261,7 @@ def longest_first(items: Sequence[Any] | Iterator[Any], cost: Any) -> list[int] 
     for index, value in enumerate(costs):
         if not isinstance(value, numbers.Real):
             raise InvalidTypeError(f"The cost of item {index} is {value!r}, which is not a number.")
-        if not value <= math.inf:
+        if not value <= math.inf:  # sorting with a NaN would give any order
             raise InvalidValueError(
                 f"The cost of item {index} is NaN, which is neither more nor less than others."
             )
@@ -270,29 +269,11 @@ def longest_first(items: Sequence[Any] | Iterator[Any], cost: Any) -> list[int] 
     return None if order == list(range(len(costs))) else order
 
 
-def _cost(cost: Callable[[Any], Any], index: int, item: Any) -> Any:
-    try:
-        return cost(item)
-    except Exception as error:
-        error.add_note(f"raypool: cost= was asked for item {index}")
-        raise
-
-
-def _listed_costs(cost: Any) -> list[Any]:
-    if isinstance(cost, (str, bytes, Mapping)) or not (
-        hasattr(cost, "__len__") and hasattr(cost, "__getitem__")
-    ):
-        raise InvalidTypeError(
-            f"cost={cost!r} is neither a number for each item nor a function that returns one."
-        )
-    return list(cost)
-
-
 def check_travels(items: Sequence[Any], backend: Backend, label: str, first: int = 0) -> None:
     """Make sure, here and now, that the items can be sent; the first of them has this number.
 
     Raises:
-        SerializationError: One of them cannot; the message says which, and what of it.
+        SerializationError: One of them cannot; the message names it, and what of it.
     """
     if isinstance(items, range) or PLAIN.issuperset(map(type, items)):
         return
@@ -322,7 +303,7 @@ class LoopRun:
         """Run all items and return their results; a first failure is not raised here.
 
         Interrupted (Ctrl-C, here or in an item that runs inline, or an error in the generator), it
-        cancels what is queued and raises; what had finished is in the exception's `results`.
+        cancels what is queued and raises; the exception's `results` has all that had finished.
         """
         work = self._work
         if self._driver.is_own_thread:
@@ -342,7 +323,7 @@ class LoopRun:
                 )
             self._wait(lambda: work.is_done)
             work.catch_up()
-            self._records.wait()  # what items have logged stands before what the caller logs next
+            self._records.wait()  # records of items come before those that the caller logs next
             self._show()
             if work.interrupt is not None:
                 raise work.interrupt
@@ -371,28 +352,26 @@ class LoopRun:
             error.add_note(f"raypool: {self._work.trouble}")
 
     def _feed(self, items: Iterator[Any], make_spec: Callable[[int, int, bool], TaskSpec]) -> None:
-        """Draw from a generator, never more than the look-ahead before the first item without a
-        result.
-        """
+        """Draw from a generator, at most the look-ahead before the first item without a result."""
         work, driver = self._work, self._driver
         work.take([])
         self._task_id = driver.submit(work, lambda task_id: make_spec(task_id, 0, True))
-        # One by one: the next item may take long to come, or even wait for what becomes of this
-        # one.
+        # one by one: the next item may take long to come, or even wait for the result of this one
         for item in items:
             check_travels((item,), self._backend, work.label, first=len(work.items))
             if work.add(item):
                 driver.post(ItemsAdded(self._task_id, 1, is_open=True))
             self._wait(
-                lambda: work.is_done or len(work.items) - work.num_settled < self._look_ahead()
+                lambda: (
+                    work.is_done
+                    or len(work.items) - work.num_settled
+                    < LOOK_AHEAD * max(driver.scheduler.workers.size, 1)
+                )
             )
             if work.is_done:
                 return
         self._total = len(work.items)
         driver.post(ItemsAdded(self._task_id, 0, is_open=False))
-
-    def _look_ahead(self) -> int:
-        return LOOK_AHEAD * max(self._driver.scheduler.workers.size, 1)
 
     def _wait(self, is_over: Callable[[], bool]) -> None:
         work = self._work
@@ -418,7 +397,7 @@ class LoopRun:
     def _note_rest(self, error: KeyboardInterrupt) -> None:
         """Note in the exception that it has the finished results: nobody expects them there."""
         work = self._work
-        count = work.num_settled - (work.interrupt is not None)
+        count = work.num_settled - (work.interrupt is not None)  # without the item of the Ctrl-C
         of = f"of {self._total} items" if self._total is not None else "items"
         is_kept = work.run_dir is not None and work.trouble is None
         kept = f", and in {work.run_dir}: the same call goes on from there" if is_kept else ""
@@ -430,6 +409,7 @@ class LoopRun:
     def results(self) -> Results:
         """Join the results that have come back so far."""
         work = self._work
+        # copies: after a Ctrl-C the driver may still add to them
         segments, lost, errors = list(work.segments), list(work.lost), dict(work.errors)
         items = work.items
         values: list[Any] = [None] * len(items)
@@ -444,32 +424,27 @@ class LoopRun:
             else:
                 for index, value in zip(indices, arrived, strict=True):
                     values[index] = value
-        if any(type(value) is Missing for value in values):
-            _move_missing(values, errors)
+        for index, value in enumerate(values):
+            if type(value) is Missing:
+                values[index] = None
+                errors[index] = value.error
+        # made only when somebody looks: for short items the rows cost more than the items do
         rows = functools.partial(_rows, work, segments, lost, errors)
         return Results(
             items, values, rows, errors, work.caught_up, lambda: [*work.misses], work.diary
         )
 
 
-def _move_missing(values: list[Any], errors: dict[int, BaseException]) -> None:
-    for index, value in enumerate(values):
-        if type(value) is Missing:
-            values[index] = None
-            errors[index] = value.error
-
-
 def _rows(
     work: LoopWork, segments: list[Segment], lost: list[Lost], errors: Container[int]
 ) -> list[Row]:
-    """Return a row for each item. Made only when somebody looks: for short items it costs more than
-    they do.
-    """
+    """Return a row for each item."""
     rows = [
         Row() if index not in work.restored else work.restored[index].row
         for index in range(len(work.items))
     ]
     for piece, result, worker in segments:
+        # items of a call ran one after the other
         starts = list(itertools.accumulate(result.durations_s, initial=result.started_at))
         for position, index in enumerate(work.numbers(piece), piece.start - result.start):
             row = rows[index]
@@ -486,11 +461,9 @@ def _rows(
 
 
 def attach(error: BaseException, results: Results) -> None:
-    """Give an exception the results that were there before it, if it can carry them."""
-    try:
+    """Give an exception the results that came before it, if it can carry them."""
+    with contextlib.suppress(AttributeError):  # frozen, or `results` is a property
         error.results = results  # type: ignore[attr-defined]
-    except AttributeError:
-        return
 
 
 def is_inline(engine: Engine) -> bool:
@@ -501,10 +474,8 @@ def is_inline(engine: Engine) -> bool:
 def watched(
     progress: bool | Callable[..., Any] | None, label: str, engine: Engine
 ) -> contextlib.AbstractContextManager[Watcher | None]:
-    """Show the progress of a loop while the context lasts, if that is wanted; not in a task, where
-    nobody sees it.
-    """
-    if progress is False or in_task():
+    """Show the progress of a loop while the context lasts, if wanted."""
+    if progress is False or in_task():  # nobody sees a display in a task
         return contextlib.nullcontext()
     from raypool.views.progress import watched as watched_by_somebody
 
@@ -513,9 +484,7 @@ def watched(
 
 @contextlib.contextmanager
 def echoed(echo: bool | None, work: LoopWork, engine: Engine) -> Iterator[Watcher | None]:
-    """Show the output of items while the context lasts, if that is wanted; not in a task, where
-    nobody sees it.
-    """
+    """Show the output of items while the context lasts, if wanted; not in a task, as above."""
     if in_task() or not (_is_unseen_in_notebook(engine) if echo is None else echo):
         yield None
         return
@@ -532,16 +501,14 @@ def echoed(echo: bool | None, work: LoopWork, engine: Engine) -> Iterator[Watche
 
 
 def _is_unseen_in_notebook(engine: Engine) -> bool:
-    """Whether this is a notebook that shows nothing of what items print; in this process, what they
-    print is shown anyway.
-    """
+    """Whether this is a notebook that shows nothing of what items print in other processes."""
     from raypool.views.kernel import notebook_shell
 
     return engine.profile.backend == "ray" and notebook_shell() is not None
 
 
 def check_progress(progress: Any) -> None:
-    """Make sure that `progress` is one of those things that it may be.
+    """Make sure that `progress` is one of the things that it may be.
 
     Raises:
         InvalidTypeError: It is none of them.
@@ -554,7 +521,7 @@ def check_progress(progress: Any) -> None:
 
 
 def raise_if_failed(work: LoopWork, results: Results, on_error: str) -> None:
-    """Raise what ended the loop before its time, or its first failure if that is wanted."""
+    """Raise what ended the loop early, or its first failure if that is wanted."""
     is_complete = work.state is TaskState.FINISHED
     if is_complete and (on_error == "collect" or not results.errors):
         return
