@@ -270,7 +270,7 @@ class Job:
 
     @property
     def state(self) -> str:
-        """ "queued", "running", "finished", "failed" or "cancelled"."""
+        """Its state: "queued", "running", "finished", "failed" or "cancelled"."""
         return self._look().state
 
     @property
@@ -513,7 +513,7 @@ def run() -> Any:
     versions, job_id, key, outputs, body = pickle.loads(
         importlib.resources.files(CALL).joinpath(CALL).read_bytes()
     )
-    place: str | None = None
+    place: str | None = None  # until it has been tried out, outcomes go to this node's disk
     code: Any = 1
     try:
         call = _loaded(body, versions)
@@ -527,11 +527,11 @@ def run() -> Any:
         ):
             value = finished(call.fn(*call.args))
         outcome, code = _sealed(key, "value", snapshot(value, "a result back")), 0
-    except SystemExit as error:
+    except SystemExit as error:  # the job still ends with its exit code
         told = TaskError(f"The function has ended its process, with exit code {error.code}.")
         outcome, code = _sealed(key, "error", pack_error(told)), error.code
     except BaseException as error:
-        traceback.print_exc()
+        traceback.print_exc()  # into the job's log, which is its diary
         outcome = _sealed(key, "error", pack_error(error))
     _leave(outcome, job_id, place)
     return code
@@ -539,7 +539,7 @@ def run() -> Any:
 
 def _versions() -> dict[str, str]:
     """Return what has to be the same on both sides."""
-    return {  # functions travel as bytecode, which each version of Python has its own of
+    return {  # functions travel as code of one version of Python
         "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "raypool": version("raypool"),
     }
@@ -598,7 +598,7 @@ def _leave(data: bytes, job_id: str, place: str | None) -> None:
     draft = make_outputs_folder() / f"{job_id}.draft"
     draft.touch(mode=0o600)  # before there is anything in it that others could read
     draft.write_bytes(data)
-    draft.replace(draft.with_suffix(""))  # the dashboard hands out whole files only
+    draft.replace(draft.with_suffix(""))  # nobody can read half of it
 
 
 def _put(data: bytes, name: str, place: str) -> tuple[Any, str]:
@@ -606,7 +606,7 @@ def _put(data: bytes, name: str, place: str) -> tuple[Any, str]:
     from raypool.worker.checkpoint_folders import filesystem
 
     files, root = filesystem(place, "outputs")
-    with contextlib.suppress(NotImplementedError):  # some stores have no folders
+    with contextlib.suppress(NotImplementedError):
         files.create_dir(root, recursive=True)
     draft = f"{root}/{name}.{os.getpid()}"  # moved when it is whole
     with files.open_output_stream(draft) as stream:

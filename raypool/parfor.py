@@ -36,18 +36,18 @@ def parfor(  # noqa: PLR0913 - the arguments of the verb
     fn: Callable[[Any], Any],
     items: Iterable[Any] | int,
     *,
-    on_error: Literal["stop", "raise", "collect"] | None = None,
-    reduce: Callable[[Any, Any], Any] | None = None,
-    init: Any = None,
-    cost: Sequence[float] | Callable[[Any], float] | None = None,
-    max_workers: int | None = None,
-    chunk_size: int | None = None,
-    seed: int | None = None,
-    progress: bool | Callable[..., Any] | None = None,
-    echo: bool | None = None,
-    name: str | None = None,
-    run_dir: str | os.PathLike[str] | None = None,
-    rerun: Literal["failed", "missing", "all"] = "failed",
+    on_error: Literal["stop", "raise", "collect"] | None,
+    reduce: Callable[[Any, Any], Any] | None,
+    init: Any,
+    cost: Sequence[float] | Callable[[Any], float] | None,
+    max_workers: int | None,
+    chunk_size: int | None,
+    seed: int | None,
+    progress: bool | Callable[..., Any] | None,
+    echo: bool | None,
+    name: str | None,
+    run_dir: str | os.PathLike[str] | None,
+    rerun: Literal["failed", "missing", "all"],
 ) -> Any:
     """Run a loop on the workers of a view; see `PoolView.parfor`."""
     check_callable(fn)
@@ -72,10 +72,11 @@ def parfor(  # noqa: PLR0913 - the arguments of the verb
         raise InvalidTypeError(f"reduce={reduce!r} is not callable. Give a function of two values.")
     sequence = listed(items)
     order = None if cost is None else longest_first(sequence, cost)
+    # 0: in this process, with the pool's store
     target = view._serial(view._engine.find_way) if max_workers == 0 else view._target()
     engine, options = target._engine, target._options
     function = engine.function(fn)
-    if seed is None:
+    if seed is None:  # with a seed each item has its own numbers
         engine.warn_of_generators(fn)
     fn_id, label = function.fn_id, name or options.name or function.name
     where = target._where()
@@ -221,6 +222,7 @@ def listed(items: Any) -> Sequence[Any] | Iterator[Any]:
             f"items={items!r} is not iterable. Give a list, a DataFrame, a generator or a number of"
             " items."
         ) from None
+    # a set or an array has an end: then the number of items is known from the beginning
     return list(iterator) if hasattr(items, "__len__") else iterator
 
 
@@ -291,7 +293,7 @@ class LoopRun:
         self._records = engine.hub.records
         self._work = work
         self._watchers = watchers
-        if watchers and is_inline(engine):
+        if watchers and is_inline(engine):  # nobody waits in `_wait` while items run here
             work.on_settled = self._show_in_time
         self._task_id = -1
         self._show_at = 0.0
@@ -329,7 +331,7 @@ class LoopRun:
                 raise work.interrupt
         except BaseException as error:
             self.cancel()
-            if work.run_dir is not None:
+            if work.run_dir is not None:  # what has finished is not to run again
                 self._write_rest(error)
             attach(error, self.results())
             if isinstance(error, KeyboardInterrupt):
@@ -343,7 +345,7 @@ class LoopRun:
     def _write_rest(self, error: BaseException) -> None:
         """Let the recorder write the results until now; give up if interrupted again."""
         try:
-            self._driver.barrier()
+            self._driver.barrier()  # outcomes that have arrived are with the recorder then
             self._work.close()
         except BaseException as again:
             attach(again, self.results())
@@ -377,6 +379,7 @@ class LoopRun:
         work = self._work
         while not is_over():
             with work.changed:
+                # without a display nothing has to be done before the loop changes
                 work.changed.wait_for(is_over, TICK_S if self._watchers else None)
             self._show_in_time()
 
@@ -495,7 +498,7 @@ def echoed(echo: bool | None, work: LoopWork, engine: Engine) -> Iterator[Watche
     try:
         yield lines
     finally:
-        work.catch_up()
+        work.catch_up()  # the last lines may still be on their way
         work.feed.on_text = None
         lines.end()
 

@@ -1111,12 +1111,13 @@ class StaffedView(PoolView):
         per_host = optional_count("per_host", per_host, least=1)
         self._check_open()
         numbers = self._numbers()
-        there = [worker for worker in self.workers if worker.index in numbers]
+        there = [worker for worker in self.workers if worker.index in numbers]  # none that ends
         if workers is not None:
             chosen = worker_numbers(workers, numbers)
         elif per_gpu is not None:
             chosen = _picked(
                 there,
+                # without UUIDs: each machine counts its GPUs from 0
                 lambda worker: worker.gpu_uuids or [(worker.host, gpu) for gpu in worker.gpus],
                 per_gpu,
             )

@@ -8,7 +8,7 @@ import math
 import numbers
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
@@ -133,6 +133,7 @@ class Results(Sequence[Any]):
             return self._values == other._values
         return self._values == list(other) if isinstance(other, (list, tuple)) else NotImplemented
 
+    # equal to lists, which have no hash
     __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> Any:
@@ -264,9 +265,15 @@ class Results(Sequence[Any]):
         """
         import pandas as pd
 
-        entries = sorted(
-            self._all_attempts(), key=lambda entry: (entry.item, entry.row.run, entry.row.attempts)
-        )
+        entries: list[Miss] = []
+        for index, row in enumerate(self._rows):
+            if row.attempts and row.status in ("finished", "failed"):
+                is_lost = isinstance(self._errors.get(index), WorkerLostError)
+                shown = dataclasses.replace(row, status="lost") if is_lost else row
+                entries.append(Miss(index, shown, self._described(index)))
+        entries += self._get_misses()
+        # stable: of equal ones those with an outcome come first
+        entries.sort(key=lambda entry: (entry.item, entry.row.run, entry.row.attempts))
         columns: dict[str, Any] = {"item": [entry.item for entry in entries]}
         columns["attempt"] = [entry.row.attempts for entry in entries]
         columns["status"] = [entry.row.status for entry in entries]
@@ -278,20 +285,9 @@ class Results(Sequence[Any]):
             columns[name] = pd.array([getattr(entry.row, name) for entry in entries], dtype="Int64")
         columns["host"] = [entry.row.host for entry in entries]
         columns["run"] = [entry.row.run for entry in entries]
+        # object: a column of nothing but None would be of another type
         columns["error"] = pd.Series([entry.why for entry in entries], dtype=object)
         return table(columns, pd.RangeIndex(len(entries)))
-
-    def _all_attempts(self) -> Iterator[Miss]:
-        """Yield those that gave an outcome, then the others."""
-        for index, row in enumerate(self._rows):
-            if row.attempts and row.status in ("finished", "failed"):
-                is_lost = isinstance(self._errors.get(index), WorkerLostError)
-                yield Miss(
-                    index,
-                    dataclasses.replace(row, status="lost") if is_lost else row,
-                    self._described(index),
-                )
-        yield from self._get_misses()
 
     def timeline(
         self, path: str | os.PathLike[str] | None = None, *, title: str | None = None

@@ -240,11 +240,12 @@ def checked_metric(name: str, value: Any) -> float | str | None:
                 f"report({name}=...) got a text of {len(value):,} characters; {MAX_METRIC_TEXT}"
                 " fit. print() it."
             )
-        return str.__str__(value)
+        return str.__str__(value)  # NumPy's texts become plain ones, as numbers below
     if isinstance(value, float):
         return float(value)
     if isinstance(value, int):
         return value if isinstance(value, bool) else int(value)
+    # who has not imported NumPy or torch has no values of theirs
     numpy = sys.modules.get("numpy")
     if (
         numpy is not None
@@ -332,7 +333,7 @@ def load_checkpoint(path: PathLike | None = None, map_location: Any = "cpu") -> 
         return torch.load(file, map_location=map_location, weights_only=True)
     except FileNotFoundError:
         return None
-    except (OSError, MemoryError):
+    except (OSError, MemoryError):  # no fault of the file's
         raise
     except Exception as error:  # whatever a damaged file makes torch do
         if isinstance(error, pickle.UnpicklingError) and "GLOBAL " in str(error):
@@ -511,7 +512,16 @@ class MetricBuffer:
             if torch is not None and isinstance(value, torch.Tensor)
         }
         for name, tensor in tensors.items():
-            _check(name, tensor)
+            if tensor.numel() != 1 or tensor.is_complex():
+                kind = (
+                    "complex"
+                    if tensor.is_complex()
+                    else f"of {tensor.numel():,} elements, shape {tuple(tensor.shape)}"
+                )
+                raise InvalidTypeError(
+                    f"add({name}=...) got a tensor that is {kind}. Add single numbers: its mean(),"
+                    " its norm(), or each by its own name."
+                )
         # a tensor leaves a gap, so that the metrics of the step stay in their order
         step = {
             name: None if name in tensors else checked_metric(name, value)
@@ -553,16 +563,3 @@ class MetricBuffer:
         # After an error the last steps matter most, but a GPU that has failed gives nothing more.
         with contextlib.nullcontext() if error is None else contextlib.suppress(Exception):
             self.flush()
-
-
-def _check(name: str, tensor: torch.Tensor) -> None:
-    if tensor.numel() != 1 or tensor.is_complex():
-        kind = (
-            "complex"
-            if tensor.is_complex()
-            else f"of {tensor.numel():,} elements, shape {tuple(tensor.shape)}"
-        )
-        raise InvalidTypeError(
-            f"add({name}=...) got a tensor that is {kind}. Add single numbers: its mean(), its"
-            " norm(), or each by its own name."
-        )
