@@ -131,7 +131,7 @@ def batch(
             f"{fn!r} is not a function, so that it cannot be called. Give it first: batch(fn,"
             " *args)."
         )
-    checked_range(pool, "pool")
+    checked_range(pool, "pool")  # mistakes are raised here, not hours later on the cluster
     settings = _checked_profile(profile)
     outputs = _checked_place(outputs)
     # the job is on the cluster already, and so is everything that is shipped
@@ -217,7 +217,7 @@ def _checked_place(outputs: str | None) -> str | None:
             "outputs= has a password in it, which the dashboard would show. Let the machines'"
             " account do."
         )
-    filesystem(outputs, "outputs")
+    filesystem(outputs, "outputs")  # it raises the error for a place that cannot be reached
     return outputs.rstrip("/")
 
 
@@ -226,12 +226,13 @@ def _check_room(jobs: Jobs, pool: Workers | None, profile: Profile) -> None:
     from raypool.backends.ray.demand import demand_of
 
     least, _ = profile.sized(*checked_range(pool, "pool")) if pool is not None else (None, None)
-    if least is None:
+    if least is None:  # no pool is opened
         return
     nodes = [
         {"Resources": node["resources_total"], "Labels": node["labels"]}
         for node in jobs.dashboard.nodes()
     ]
+    # all that the nodes have, whoever uses it now: the job may wait for that
     for kind in profile.kinds:
         demand = demand_of(kind, profile.gpus is not None, profile.workers_per_gpu, nodes)
         number = profile.listed.count(kind) or least
@@ -365,7 +366,7 @@ class Job:
         return f"<Job {self.id} ({one_line(self.name)}): {self._info.state}>"
 
     def _look(self) -> JobInfo:
-        if not self._info.has_ended:
+        if not self._info.has_ended:  # else nothing changes any more
             self._info = self._jobs.look(self.id)
         return self._info
 
@@ -387,7 +388,7 @@ class Job:
             try:
                 data = self._read()
             except FileNotFoundError:
-                if self._info.exit_code == 0:
+                if self._info.exit_code == 0:  # then it had left them
                     raise CloudError(
                         f"The outputs of job {self.id} are not there any more, or this machine does"
                         f" not see them: the job has put them on {self.outputs_at}."
@@ -455,6 +456,7 @@ class Job:
             return TaskError(
                 f"Job {self.id} ({self.name}) could not be started: {self._info.message.strip()}"
             )
+        # Python writes it with and without quotes
         if any(
             "No module named 'raypool'" in line or "No module named raypool" in line
             for line in printed
@@ -495,6 +497,7 @@ def _opened(key: str, data: bytes) -> tuple[str, memoryview] | None:
 
 
 def _checksum(key: str, kind: str, body: bytes | memoryview) -> str:
+    # of the kind, too: nobody can make an error of a value
     checksum = hmac.new(key.encode(), kind.encode(), "sha256")
     checksum.update(body)
     return checksum.hexdigest()

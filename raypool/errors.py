@@ -253,6 +253,7 @@ def reduced(error: BaseException) -> Any:
     if not kind.__flags__ & IS_HEAP_TYPE or kind in copyreg.dispatch_table:
         return NotImplemented
     for name in ("__reduce__", "__reduce_ex__"):
+        # a class of the user's has its own way
         if next(each for each in kind.__mro__ if name in vars(each)).__flags__ & IS_HEAP_TYPE:
             return NotImplemented
     way: Any = error.__reduce__()  # class, arguments and, if there are any, fields

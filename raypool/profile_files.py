@@ -109,7 +109,7 @@ def nearest_file() -> ProfileFile | None:
         for name, within in FILES.items():
             if (folder / name).is_file():
                 file = _read(folder / name, within)
-                if file.profiles:
+                if file.profiles:  # a pyproject.toml may have none; one further up may
                     return file
     return None
 
@@ -168,6 +168,7 @@ class ProfileFile:
             InvalidTypeError: A field is of a wrong kind.
         """
         keys = (*self.within, "profiles", name)
+        # here, not in `check`: the other profiles of the file can be used
         if name in BUILT_IN:
             self._refuse(
                 InvalidValueError,
@@ -243,7 +244,7 @@ class ProfileFile:
         return Tls(**{name: self._path(path) for name, path in entry.items()})
 
     def _path(self, entry: str) -> str:
-        return str(self.path.parent / Path(entry).expanduser())
+        return str(self.path.parent / Path(entry).expanduser())  # an absolute path stays itself
 
     def _function(self, key: str, entry: Any, keys: Keys) -> Any:
         if not isinstance(entry, str) or ":" not in entry:

@@ -24,7 +24,7 @@ CLIENT = "ray://"
 
 LOOPBACK = ("127.0.0.1", "localhost")
 
-DASHBOARD_PORT = 8265
+DASHBOARD_PORT = 8265  # Ray's default
 
 PINNING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 """Environment variables by which a worker is pinned to its GPU."""
@@ -283,6 +283,7 @@ class Profile:
     inventory: Inventory = field(default_factory=NvmlInventory)
 
     def __post_init__(self) -> None:
+        # the class is frozen: converted fields are set around it
         if not isinstance(self.resources, WorkerResources):
             object.__setattr__(self, "resources", _checked_resources(self.resources))
         object.__setattr__(self, "packages", _checked_packages(self.packages))
@@ -428,6 +429,7 @@ def _check_address(profile: Profile) -> None:
         raise InvalidValueError(
             f"jobs_address={profile.jobs_address!r} is not a URL, such as 'http://127.0.0.1:8265'."
         )
+    # a tuple has indices of this machine, a mapping those of others
     if profile.is_remote and isinstance(profile.gpus, tuple):
         raise InvalidValueError(
             f"gpus={list(profile.gpus)} are GPUs of this machine, which is no node of"
@@ -505,7 +507,7 @@ def _check_sharing(profile: Profile) -> None:
                 f"workers_per_gpu={number} leaves no worker. Give 1 or more, or 'auto'."
             )
         object.__setattr__(profile, "workers_per_gpu", number)
-    sized = [kind.gpus for kind in profile.kinds if kind.gpus]
+    sized = [kind.gpus for kind in profile.kinds if kind.gpus]  # neither None nor 0
     if per_gpu is not None and sized:
         raise InvalidValueError(
             f"workers_per_gpu={per_gpu!r} says how many workers share a GPU, and so does"
@@ -594,7 +596,7 @@ def _checked_indices(gpus: Any) -> tuple[int, ...]:
         ) from None
     indices: list[int] = []
     for entry in given:
-        index = whole_number(entry)
+        index = whole_number(entry)  # NumPy's integers, too, but not True
         if index is None:
             raise InvalidTypeError(
                 f"GPU index {entry!r} is not an integer. GPUs are numbered from 0."
@@ -649,7 +651,7 @@ def _check_labels(wanted: Mapping[str, str]) -> None:
                 f"labels has the name {name!r}, which no label can have. A name has letters and"
                 " digits, with - _ . between them, and perhaps a domain and a slash before it."
             )
-        values = _label_values(value)
+        values = _label_values(value)  # a label may have an empty value, a list may not
         if not values or not all(
             entry == value == "" or LABEL_WORD.fullmatch(entry) for entry in values
         ):

@@ -277,6 +277,7 @@ class Results(Sequence[Any]):
         columns: dict[str, Any] = {"item": [entry.item for entry in entries]}
         columns["attempt"] = [entry.row.attempts for entry in entries]
         columns["status"] = [entry.row.status for entry in entries]
+        # of missing values alone pandas would make columns of other types
         for name in ("started_at", "duration_s"):
             columns[name] = pd.array(
                 [getattr(entry.row, name) for entry in entries], dtype="float64"
@@ -285,7 +286,6 @@ class Results(Sequence[Any]):
             columns[name] = pd.array([getattr(entry.row, name) for entry in entries], dtype="Int64")
         columns["host"] = [entry.row.host for entry in entries]
         columns["run"] = [entry.row.run for entry in entries]
-        # object: a column of nothing but None would be of another type
         columns["error"] = pd.Series([entry.why for entry in entries], dtype=object)
         return table(columns, pd.RangeIndex(len(entries)))
 
@@ -320,7 +320,7 @@ class Results(Sequence[Any]):
         from raypool.views import timeline
 
         if path is not None:
-            timeline.check_suffix(Path(path))
+            timeline.check_suffix(Path(path))  # before anything is drawn
         attempts = self.attempts
         figure = timeline.draw(attempts, title)
         timeline.let_notebooks_show_it()
@@ -505,7 +505,7 @@ def _columns(
         return {name: [entry if is_there else None for entry, is_there in pairs]}
     found = dict.fromkeys(key for row in rows for key in row or {})
     names = {key: column_name(key) for key in found}
-    keys = dict.fromkeys(names.values())
+    keys = dict.fromkeys(names.values())  # two keys may have one name, such as 1 and "1"
     cells = [{names[key]: value for key, value in (row or {}).items()} for row in rows]
     return {
         (prefix + key if key in taken else key): [row.get(key) for row in cells] for key in keys

@@ -163,7 +163,7 @@ def _check_loop(loop: Any) -> None:
             f"The loop {_name_of(loop)} does not say what it takes, as some builtins do not. Give a"
             " function of one argument, or of none."
         ) from None
-    for arguments in ((), (None,)):
+    for arguments in ((), (None,)):  # Ray Train calls it with the config, or with nothing
         try:
             signature.bind(*arguments)
         except TypeError:
@@ -177,7 +177,7 @@ def _check_loop(loop: Any) -> None:
 
 def _check_names_in(loop: Any) -> None:
     """Refuse a loop whose code names functions that need Ray Train's controller."""
-    while isinstance(loop, functools.partial):
+    while isinstance(loop, functools.partial):  # its code is that of the function in it
         loop = loop.func
     function = inspect.unwrap(loop if inspect.isroutine(loop) else type(loop).__call__)
     code = getattr(function, "__code__", None)
