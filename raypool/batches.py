@@ -357,9 +357,8 @@ class Job:
         Raises:
             CloudError: The cluster does not answer, or the job does not end.
         """
-        if self._look().has_ended:
-            return self._info.state == "cancelled"
-        self._info = self._jobs.stop(self.id)
+        if not self._look().has_ended:
+            self._info = self._jobs.stop(self.id)
         return self._info.state == "cancelled"
 
     def __repr__(self) -> str:

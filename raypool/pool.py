@@ -84,7 +84,7 @@ class PoolView(concurrent.futures.Executor):
         self._engine = engine
         self._options = options
         self._pool = pool  # a reference, so that the pool is not collected, which would end it
-        if places is None and pool is not None:
+        if places is None and pool is not None:  # a view of a part has the part's workers
             places = pool._places
         self._places: tuple[int, ...] | None = places  # of its workers; None: of all
         self._is_serial = False
@@ -193,6 +193,7 @@ class PoolView(concurrent.futures.Executor):
             raise InvalidValueError(
                 f"There is no worker {number}. There are: {', '.join(map(str, numbers))}."
             )
+        # `place` is the worker that is there now; a fresh process is another one
         return Where(None, (number,), is_fresh) if is_fresh else Where(number)
 
     def device_table(self) -> pd.DataFrame:
@@ -422,7 +423,7 @@ class PoolView(concurrent.futures.Executor):
         check_callable(fn)
         target = self._target()
         engine, where = target._engine, target._where()
-        function = engine.function(fn)
+        function = engine.function(fn)  # once for all calls
         engine.warn_of_generators(fn)
 
         def submit(args: tuple[Any, ...]) -> Future[T]:
@@ -1018,7 +1019,7 @@ class StaffedView(PoolView):
             >>> moved.to_frame().shape
             (2, 2)
         """
-        return TransferBytes(self._engine.traffic, self._numbers)
+        return TransferBytes(self._engine.traffic, self._numbers)  # workers may change meanwhile
 
     def cancel_all(self) -> None:
         """Cancel everything that is queued or running, loops included.
@@ -1415,7 +1416,7 @@ def gcp(create: bool = True) -> ParallelPool | None:
     if in_task():
         return _serial_pool()
     with _current_lock:
-        for reference in reversed(_opened):
+        for reference in reversed(_opened):  # the last one first
             pool = reference()
             if pool is not None and not pool.is_closed:
                 return pool
@@ -1444,7 +1445,7 @@ def fit(
         Linear(in_features=2, out_features=1, bias=True)
     """
     pool = gcp()
-    assert pool is not None
+    assert pool is not None  # only `gcp(create=False)` returns None
     return pool.fit(model, data, loss, options, **arguments)
 
 
@@ -1464,7 +1465,7 @@ def _described(engine: Engine) -> str:
         kind = "threads of" if engine.profile.backend == "threads" else "inline in"
         return f"{count} ({kind} this process)"
     hosts = []
-    for host in dict.fromkeys(worker.host for worker in workers):
+    for host in dict.fromkeys(worker.host for worker in workers):  # each once, in order
         gpus_of = [worker.gpus for worker in workers if worker.host == host]
         names = ", ".join(dict.fromkeys(str(gpu) for gpus in gpus_of for gpu in gpus))
         num_without = sum(not gpus for gpus in gpus_of)

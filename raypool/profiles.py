@@ -558,7 +558,7 @@ def _check_chosen(kinds: Sequence[WorkerResources]) -> None:
     """Refuse kinds of worker that cannot have single GPUs that were chosen."""
     if len(kinds) > 1:
         kinds = [kind for kind in kinds if kind.gpus != 0]  # the others need none of the GPUs
-        if len(kinds) != 1:
+        if len(kinds) != 1:  # which of them has which GPU could not be said
             raise InvalidValueError(
                 f"gpus= chooses single GPUs, but resources=[...] names {len(kinds)} kinds of worker"
                 " with a GPU. Name one such kind, beside workers with gpus=0."

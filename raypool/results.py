@@ -140,7 +140,7 @@ class Results(Sequence[Any]):
         return _restored, (
             list(self._items),
             self._values,
-            self._rows,
+            self._rows,  # made now: what they are made of stays in this process
             self._errors,
             self._get_feed(),
             self._get_misses(),
@@ -361,7 +361,7 @@ class Results(Sequence[Any]):
         from raypool.views import report
 
         target = Path(path).expanduser().absolute()
-        report.check_suffix(target)
+        report.check_suffix(target)  # before the tables are made
         story = report.Story(
             self.to_frame(),
             self.attempts,
@@ -401,7 +401,7 @@ class Results(Sequence[Any]):
         if mode not in (None, "min", "max"):
             raise InvalidValueError(f"mode={mode!r} is neither 'min' nor 'max'.")
         frame = self.to_frame()
-        columns = spread(frame, map(str, frame))
+        columns = spread(frame, map(str, frame))  # a column of dicts by key, as in the report
         if column not in columns:
             raise InvalidValueError(
                 f"There is no column {column!r}. There are: {', '.join(columns)}."
@@ -414,6 +414,7 @@ class Results(Sequence[Any]):
         }
         if not values:
             raise InvalidValueError(f"No item has finished with a finite number in {column!r}.")
+        # of equal ones min and max take the first
         return frame.iloc[is_best(values, key=values.__getitem__)]
 
 
