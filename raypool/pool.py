@@ -93,25 +93,23 @@ class PoolView(concurrent.futures.Executor):
         """Return a view of this pool whose verbs use other options.
 
         Args:
-            **changes: `retries`: how often an item runs again after its worker was lost; with 0 no
-                item ever runs twice. `retry_on`: exception types of the user's own after which an
-                item runs again too, perhaps on the same worker. `retry_delay_s`: the wait before
-                the second run [s]; it doubles before each further one, up to 300 s. `timeout_s`: an
-                item that runs longer [s] is stopped as by `Future.cancel`, and fails with
-                `TaskTimeoutError`. With `workers_per_gpu="auto"` an item that found too little GPU
-                memory beside others runs again whatever `retries` says, and its wait for the GPU is
-                part of its time. `mismatch_timeout_s`: ranks (`spmd`, `train` and `fit` in the warm
-                lane) that have waited for each other this long [s] in places where they cannot meet
-                (one has ended, say, and another is in a collective of torch's) fail with a
-                `CollectiveError`; None: never. Ranks may compute for any time. `fresh_process`:
-                each item runs in a new process that ends after it (this costs a worker's start; in
-                pools of this process it means nothing). `priority`: higher goes first; equal ones
-                run in the order of their submission. `worker`: run only on the worker with this
-                number; if it is lost, so is the task. `name`: the work's name in messages and
-                displays. `checkpoints`: a folder that all machines of the pool see, or a URL
-                ("gs://..."), that keeps `current_task().checkpoint_dir` of each item, also for
-                equal calls later (same function, equal arguments); equal calls at the same time
-                share it.
+            **changes: `retries`: how often an item runs again after its worker was lost; 0: it
+                never runs twice. `retry_on`: exception types after which an item runs again too,
+                perhaps on the same worker. `retry_delay_s`: the wait before the second run [s],
+                doubled before each further one, up to 300 s. `timeout_s`: an item that runs longer
+                [s] is stopped as by `Future.cancel` and fails with `TaskTimeoutError`. With
+                `workers_per_gpu="auto"` an item that found too little GPU memory beside others runs
+                again whatever `retries` says, and its wait for the GPU is part of its time.
+                `mismatch_timeout_s`: ranks (`spmd`, `train` and `fit` in the warm lane) that have
+                waited for each other this long [s] in places where they cannot meet fail with a
+                `CollectiveError`; None: never. Computing may take any time. `fresh_process`: each
+                item runs in a new process that ends after it (this costs a worker's start, and
+                means nothing in pools of this process). `priority`: higher goes first; equal ones
+                in the order of submission. `worker`: run only on the worker with this number; if it
+                is lost, so is the task. `name`: its name in messages and displays. `checkpoints`: a
+                folder that all machines of the pool see, or a URL ("gs://..."), that keeps
+                `current_task().checkpoint_dir` of each item, also for equal calls later (same
+                function, equal arguments); equal calls at the same time share it.
 
         Raises:
             InvalidTypeError: There is no such option.
@@ -246,55 +244,51 @@ class PoolView(concurrent.futures.Executor):
     ) -> Any:
         """Call `fn(item)` for every item, on all workers at once; return the results in item order.
 
-        Each worker takes the next item when it is free. Items that take milliseconds share calls;
-        longer ones run one by one. While many items wait, one that takes less than 0.25 s may queue
-        up behind the item that its worker runs; so items must not wait for one another (use `spmd`
-        for that). An item runs at least once, and again if its worker is lost (up to `retries`
-        times); its result counts exactly once. Inside a task the loop runs serially, in the task.
+        Each worker takes the next item when it is free. Items that take milliseconds share calls,
+        and those below 0.25 s may queue up behind the item that their worker runs; so items must
+        not wait for one another (use `spmd` for that). An item runs at least once, and again if its
+        worker is lost (up to `retries` times); its result counts exactly once. Inside a task the
+        loop runs serially, in the task.
 
         Args:
             fn: Any function of one argument, also with `async def`. It is shipped to each worker
-                once, with the variables that it captures; all items on a worker share these. Copy a
-                captured model or array before changing it (`copy.deepcopy(model)`): otherwise later
-                items on that worker see the change.
+                once, with the variables that it captures, which all items there share: copy a
+                captured model or array before changing it (`copy.deepcopy(model)`).
             items: A list or other iterable, also an endless generator (at most a few items per
                 worker are drawn ahead), a DataFrame of pandas or polars (each row a dict), or a
                 number `n` for `range(n)`.
             on_error: "stop": the first failure ends the loop and is raised. "raise": all items run,
                 then the first failure is raised. "collect": all items run; failures are in the
                 table. None: "raise" with `run_dir`, else "stop".
-            reduce: Fold the values with this function of two arguments, in item order, and return
-                the result: it is the same on any number of workers, to the last bit.
+            reduce: Fold the values with this function of two arguments, in item order; the result
+                is the same on any number of workers, to the last bit.
             init: The first operand of `reduce`; None begins with the first value.
             cost: How long each item will take, roughly and in any unit: a number for each, or a
                 function of the item. The most expensive items go first, so that no long one begins
-                when the others are done. Nothing else changes. It needs a list of items, not a
-                generator.
+                when the others are done. It needs a list of items.
             max_workers: Use at most so many workers; 0 runs serially in this process.
             chunk_size: Send so many items in a call, however long they take. None: by measured
                 time.
             seed: Give every item its own random numbers, which depend only on the seed and the
                 item's number: those of Python's, NumPy's and torch's global generators, of all
-                generators that `fn` finds in global variables, its closure, default arguments or a
-                partial, and `current_task().seed`. In this process (profiles "inline" and
-                "threads") generators are put back afterwards.
+                generators in global variables, the closure, default arguments or a partial of `fn`,
+                and `current_task().seed`. In this process (profiles "inline" and "threads")
+                generators are put back afterwards.
             progress: Show the progress of the loop. None: a live display below the cell of a
                 notebook, or on a terminal; elsewhere lines on standard error, the first after ten
-                seconds. True: lines from the beginning, too. False: nothing. Or `tqdm`, or another
-                function that makes a progress bar: it is called as `progress(total=..., desc=...)`,
-                and what it returns has `update(n)` and optionally `set_postfix(failed=...)` and
-                `close()`.
-            echo: Show the output of items as it arrives, on standard output, each line after the
-                number of its item. None: in a notebook, unless the items run in this process, which
-                shows their output anyway. `Results.diary` has the output of each item in any case.
+                seconds. True: lines from the beginning, too. False: nothing. Or a function like
+                `tqdm`, called as `progress(total=..., desc=...)`; the bar has `update(n)` and
+                optionally `set_postfix(failed=...)` and `close()`.
+            echo: Show the output of items on standard output as it arrives, each line after the
+                number of its item. None: in a notebook, unless the items run in this process.
+                `Results.diary` has all output in any case.
             name: The loop's name in messages and displays.
             run_dir: Save the result of each item in this folder, before it is reported. The same
                 call later, with the same items in any order, more of them or fewer, resumes from
-                there, also after the machine went down. Items are identified by their content, `fn`
-                by its name. The folder also has the reports, output and
-                `current_task().checkpoint_dir` of each item; if items use the last, all machines of
-                the pool must see this folder, or `pool.options(checkpoints=...)` names a URL for
-                it.
+                there. Items are identified by their content, `fn` by its name. The folder also has
+                the reports, output and `current_task().checkpoint_dir` of each item; if items use
+                the last, all machines of the pool must see this folder, or
+                `pool.options(checkpoints=...)` names a URL for it.
             rerun: Which items run if `run_dir` has results: "failed": failed and missing items;
                 "missing": only items without an outcome; "all": all items. Checkpoints stay in any
                 case.
@@ -506,9 +500,9 @@ class PoolView(concurrent.futures.Executor):
 
         The ranks are in one process group, through which `context` (an `SpmdContext`) lets them
         talk: `context.all_reduce(x)` and the like, and `torch.distributed` as it is, so that DDP,
-        FSDP and tensor parallel work. The group stays open for the next call. No rank begins before
-        all their workers are free, and later work waits for them; no rank ever runs twice. Inside a
-        task there is one rank, right there.
+        FSDP and tensor parallel work. The group stays open for the next call. All ranks begin
+        together, when all their workers are free, and later work waits for them; none ever runs
+        twice. Inside a task there is one rank, right there.
 
         Args:
             fn: Any function whose first argument is the context.
@@ -620,14 +614,12 @@ class PoolView(concurrent.futures.Executor):
         In the loop Ray Train's functions work: `ray.train.report`, `get_checkpoint`,
         `get_all_reported_checkpoints`, `get_context()` with its ranks, name and `get_storage()`
         (the folder of the run), `get_preemption_info`, `ray.train.collective`,
-        `ray.train.torch.prepare_model` and `prepare_data_loader`. Two need Ray Train's controller,
-        hence the managed lane: `get_dataset_shard` and `report(validation=...)`. The metrics that
-        rank 0 reports are kept. The pool has the GPUs already, so Ray is asked for nothing. A lost
-        worker is replaced on the same GPU, and all ranks begin again from the last checkpoint,
+        `ray.train.torch.prepare_model` and `prepare_data_loader`. `get_dataset_shard` and
+        `report(validation=...)` need the managed lane. The metrics that rank 0 reports are kept. A
+        lost worker is replaced on the same GPU, and all ranks begin again from the last checkpoint,
         `retries` times.
 
-        With "threads" and "inline", and inside a task, there is one rank: torch has one default
-        group for a process.
+        With "threads" and "inline", and inside a task, there is one rank.
 
         Args:
             loop: A function of one argument, or of none, that every rank calls:
@@ -1069,11 +1061,10 @@ class StaffedView(PoolView):
     ) -> tuple[PoolPart, PoolPart]:
         """Choose some of the workers; return them as a part of the pool, and the others as another.
 
-        Each part has the verbs of a pool, for its own workers. Both parts, and the pool with all
-        workers, can be used at the same time. The workers stay the pool's: one that is replaced
-        stays in its part, those that `resize` adds are in neither. Parts can be parted further. If
-        nothing fits, for example without a GPU, the part is empty (`num_workers` is 0); only work
-        for it is an error.
+        Each part has the verbs of a pool, for its own workers. Parts and pool can be used at the
+        same time, and parts be parted further. A replaced worker stays in its part; those that
+        `resize` adds are in neither. If nothing fits, for example without a GPU, the part is empty
+        (`num_workers` is 0); only work for it is an error.
 
         Args:
             per_gpu: So many workers for each GPU, as far as they exist: 1 gives each GPU to a
@@ -1310,8 +1301,8 @@ def parpool(
             "threads" or "inline" (in this process, without Ray); the name of one in a file
             raypool.toml (`[profiles.NAME]`) or pyproject.toml (`[tool.raypool.profiles.NAME]`) of
             this folder or the nearest one above; or a `Profile`.
-        initializer: A function that runs once in each worker before anything else, with `initargs`:
-            the standard library's form of `setup=functools.partial(initializer, *initargs)`.
+        initializer: The standard library's form of `setup=functools.partial(initializer,
+            *initargs)`: it runs once in each worker before anything else.
         initargs: Its arguments.
         **changes: Single fields of the profile, such as `gpus=[0, 2]` or
             `resources=WorkerResources(gpus=0.5)`.

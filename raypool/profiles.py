@@ -196,8 +196,8 @@ class Profile:
         token_file: The file with the cluster's token. None: as Ray finds it (RAY_AUTH_TOKEN,
             RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token).
         tls: The certificates for a cluster with encrypted connections.
-        working_dir: A folder that all workers get a copy of, as their working directory, so that
-            they can import its modules; without what its .gitignore and .rayignore name.
+        working_dir: A folder whose copy is the workers' working directory, so that they can import
+            its modules; without what its .gitignore and .rayignore name.
         packages: What `pip` is to install for the workers, as in a requirements file.
         jobs_address: Where jobs are submitted: the URL of the cluster's dashboard. None: see
             `jobs_url`.
@@ -205,8 +205,8 @@ class Profile:
             sets their number: `[WorkerResources(gpus=0)] * 6 + [WorkerResources(gpus=1)] * 2`.
         gpus: Only these GPUs of this machine, by index; on a cluster a mapping of machines (their
             names, addresses or Ray's node ids) to such lists, `{"lab-3": [0, 2]}`. None: any.
-        min_free_memory_bytes: Only GPUs with so much free memory; those that somebody else fills
-            are left out, and named [bytes]. None: any.
+        min_free_memory_bytes: Only GPUs with so much free memory [bytes]; others are left out, and
+            named. None: any.
         workers_per_gpu: The most workers that share a GPU, each with its part of the GPU's memory,
             which it cannot exceed through torch; workers are spread evenly over the GPUs. "auto":
             one on each at first (a number of workers that is asked for is a number of GPUs), then
@@ -220,10 +220,9 @@ class Profile:
             replaced before the next task [bytes]. None: a tenth of its part of the GPU's memory.
         env: Environment variables of the workers, set before anything else happens there.
         fast_multinode: Set up the workers for machines that are joined by InfiniBand: NCCL may use
-            it (NCCL_IB_DISABLE=0), and where a machine has IP interfaces over it, NCCL uses these
-            (NCCL_SOCKET_IFNAME), not the one by which rank 0 is reached. `env` counts first, and so
-            does an NCCL_SOCKET_IFNAME of the machine's. Nothing changes on machines without
-            InfiniBand; see docs/several_gpus.md.
+            it (NCCL_IB_DISABLE=0), and its IP interfaces (NCCL_SOCKET_IFNAME) instead of the one by
+            which rank 0 is reached. `env` counts first, and so does an NCCL_SOCKET_IFNAME of the
+            machine's. Nothing changes without InfiniBand; see docs/several_gpus.md.
         setup: A function without arguments that runs once in each worker process, before its first
             task; also in a replacement. If it raises, the worker does not start. Tasks find the
             global variables that it sets, even if they travel by value (of a script or a notebook),

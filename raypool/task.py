@@ -57,10 +57,9 @@ class CurrentTask:
         `options(checkpoints=...)`). That holds for items that have read this property since the
         notice; others that end are finished.
 
-        Reading it costs next to nothing; a training loop may do so at every step. In a loop of
-        `pool.train` it becomes true for all ranks at once, at a `ray.train.report`, so that none
-        continues without the others. An item that may run only once (`retries=0`) is not told that
-        its machine is about to go.
+        Reading it costs next to nothing. In a loop of `pool.train` it becomes true for all ranks at
+        once, at a `ray.train.report`, so that none continues without the others. An item that may
+        run only once (`retries=0`) is not told that its machine is about to go.
         """
         note = self._note
         if note is None:
@@ -444,11 +443,10 @@ Place = tuple[int, str]
 class MetricBuffer:
     """Collects the metrics of each step where they are, and reports many steps at once.
 
-    `report(loss=loss.item())` in each step makes the CPU wait until the GPU has finished all queued
-    work, and the GPU wait for new work from the CPU. A buffer takes the tensor itself, and neither
-    waits. When it is full, the values of all its steps come to the CPU in one transfer (for each
-    dtype and device), and each step is reported by itself, with the time at which it was added. The
-    numbers are those of `.item()`.
+    `report(loss=loss.item())` in each step makes CPU and GPU wait for each other. A buffer takes
+    the tensor itself, and neither waits. When it is full, the values of all its steps come to the
+    CPU in one transfer (for each dtype and device), and each step is reported by itself, with the
+    time at which it was added. The numbers are those of `.item()`.
 
     Use it as a context manager, which flushes at its end: otherwise the last steps are not
     reported. Outside a pool nobody listens to reports; `flush` returns them.
