@@ -234,10 +234,8 @@ class ProfileFile:
                     (*keys, name),
                     f"tls has no field {name!r}. It has: {', '.join(names)}.",
                 )
-            if not isinstance(path, str):
-                self._refuse(
-                    InvalidTypeError, (*keys, name), f"{name}={path!r} is not the path of a file."
-                )
+            # the others stand in, so that the error is about this one
+            self._try(Tls, {**dict.fromkeys(names, ""), name: path}, (*keys, name))
         missing = [name for name in names if name not in entry]
         if missing:
             self._refuse(InvalidValueError, keys, f"tls lacks {' and '.join(missing)}.")
