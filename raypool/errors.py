@@ -134,7 +134,7 @@ class QueueClosedError(RaypoolError, RuntimeError):
 
 
 class JournalError(RaypoolError):
-    """The folder of a durable run (`.run_dir`) is in use, was made for something else, or fails."""
+    """The folder of a durable run (`.run_dir`) is in use, not its own, or cannot be written."""
 
     run_dir: str
 
@@ -358,8 +358,10 @@ def reason_of(error: BaseException) -> str:
 def is_gpu_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that a GPU had no memory left."""
     for kind in type(error).__mro__:  # by name: torch is not imported for this
-        library = kind.__module__.partition(".")[0]
-        if kind.__name__ == "OutOfMemoryError" and library in GPU_LIBRARIES:
+        if (
+            kind.__name__ == "OutOfMemoryError"
+            and kind.__module__.partition(".")[0] in GPU_LIBRARIES
+        ):
             return True
     return isinstance(error, RuntimeError) and _says(error, GPU_WORDS)
 
