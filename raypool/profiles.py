@@ -89,7 +89,7 @@ class WorkerResources:
         memory_bytes: Main memory that Ray sets aside, and that the worker may use with all
             processes that it has started [bytes]; a worker that uses more is ended and replaced, as
             one that has died. Values in Ray's object store and other shared memory do not count.
-            None: no limit.
+            None: as much as there is.
         accelerator_type: Only on nodes with this kind of accelerator, by Ray's name for it ("T4",
             "H100", ...).
         labels: Only on nodes with these labels, such as `{"market-type": "spot"}`; a value may be
@@ -97,7 +97,7 @@ class WorkerResources:
 
     Raises:
         InvalidValueError: A count is negative, a GPU count above 1 is not whole, one below 1 does
-            not divide a GPU, or no node can have a label.
+            not divide a GPU, or no node can have such a label.
 
     Example:
         >>> WorkerResources(gpus=0.5).workers_per_gpu
@@ -216,8 +216,9 @@ class Profile:
         mps: Let workers that share a GPU compute at the same time, by NVIDIA's Multi-Process
             Service, which starts and stops with the pool where possible; elsewhere they take turns.
         max_leftover_bytes: How much more of a GPU's memory a worker may use after a task than
-            before it, not counting `pool.constant`, `setup` and `Composite` values; above it is
-            replaced before the next task [bytes]. None: a tenth of its part of the GPU's memory.
+            before it, not counting `pool.constant`, `setup` and `Composite` values; a worker above
+            it is replaced before the next task [bytes]. None: a tenth of its part of the GPU's
+            memory.
         env: Environment variables of the workers, set before anything else happens there.
         fast_multinode: Set up the workers for machines that are joined by InfiniBand: NCCL may use
             it (NCCL_IB_DISABLE=0), and its IP interfaces (NCCL_SOCKET_IFNAME) instead of the one by
