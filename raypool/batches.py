@@ -1,16 +1,14 @@
-"""`batch`: a function that a cluster runs as a job by itself; `find_job` and `Job` give its outputs
-later.
+"""`batch`: a function that a cluster runs as a job; `find_job` and `Job` give its outputs later.
 
-**There** the call goes as a module of the job's runtime environment: handed in through the
+**To the cluster** the call goes as a module of the job's runtime environment: submitted through the
 dashboard with the job, like the user's own code, and not in its command or its variables, which the
 dashboard shows.
 
 **Back** comes one file, named after the job: a line with a checksum, and the pickled value or
-exception, so nothing is unpickled but what the job has written. The checksum is an HMAC, whose key
-those have who may look at the job, by the cluster's token. The file lies at `outputs`, or else on
-the disk of the job's node; from there the dashboard, whose port is the only one that can be reached
-for certain, hands it to those with the token. In the job's log everybody who reads logs would see
-it.
+exception, so only what the job has written is unpickled. The checksum is an HMAC; its key is known
+to those who may look at the job, by the cluster's token. The file is at `outputs`, or else on the
+disk of the job's node, from where the dashboard (the only port that can be reached for certain)
+hands it to those with the token. The job's log would show it to everybody who reads logs.
 """
 
 from __future__ import annotations
@@ -64,9 +62,7 @@ Workers = int | tuple[int, int]
 
 
 class BatchCall(NamedTuple):
-    """What a job is to do: call `fn(*args)`, with a pool of so many workers open (None: without
-    one), as the profile says.
-    """
+    """A job: `fn(*args)`, with a pool of so many workers (None: without one), as `profile` says."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
@@ -82,35 +78,33 @@ def batch(
     name: str | None = None,
     outputs: str | None = None,
 ) -> Job:
-    """Let a cluster call `fn(*args)` by itself, with a pool of its own; this process, and this
-    machine, need not stay.
+    """Let a cluster call `fn(*args)`, with its own pool; this process and machine need not stay.
 
-    The call is handed in as a job of Ray's through the dashboard of the cluster. It runs on the
-    head, in a process of its own; `raypool.gcp()` is its pool there, whose workers are wherever the
-    cluster has room. What it prints goes to the job's log. The functions of modules that are not
-    installed there have to be in the profile's `working_dir`.
+    The call is submitted as a Ray job through the dashboard of the cluster. It runs on the head, in
+    its own process; `raypool.gcp()` is its pool there, whose workers are wherever the cluster has
+    room. Its printed output goes to the job's log. Functions of modules that are not installed
+    there have to be in the profile's `working_dir`.
 
     Args:
-        fn: What to call. Use `functools.partial` for keyword arguments.
-        *args: What with. They travel with the job, to all its nodes: give large data by the address
-            of where they lie.
+        fn: The function. Use `functools.partial` for keyword arguments.
+        *args: Its arguments. They travel with the job, to all its nodes: give large data by
+            address.
         pool: So many workers, or `(least, most)`, are opened before the call and end after it.
             None: no pool is opened; `fn` can open one itself.
-        profile: Which cluster (`jobs_address`, `token_file`), and what the workers get; its name,
-            or a `Profile`. "local": the Ray of this machine that has a dashboard, as `ray start
-            --head` starts one.
-        name: What to call the job. None: as the function.
+        profile: The cluster (`jobs_address`, `token_file`) and what the workers get; its name, or a
+            `Profile`. "local": the Ray of this machine that has a dashboard, as `ray start --head`
+            starts one.
+        name: The name of the job. None: that of the function.
         outputs: A folder or URL ("gs://bucket/folder", "s3://...", a path that all machines share)
-            for what it returns, which then is there as long as that place. None: the disk of the
-            node that it ran on; there they are as long as the cluster's Ray runs, and can be read
-            with the cluster's token only.
+            for the outputs, where they stay. None: the disk of the job's node; they stay there as
+            long as the cluster's Ray runs, and only the cluster's token gives access.
 
     Returns:
         The job. `raypool.find_job(job.id)` gives it to another process.
 
     Raises:
-        ResourceError: The cluster could never have room for the pool. Where an autoscaler could
-            make room, the job itself says so if it could not.
+        ResourceError: The cluster could never have room for the pool. If an autoscaler could make
+            room, the job itself reports that it did not.
         CloudError: The cluster does not answer, or refuses the job.
         SerializationError: The function or its arguments cannot travel.
         InvalidValueError, InvalidTypeError: An argument cannot work.
@@ -122,10 +116,11 @@ def batch(
         >>> import raypool
         >>> def sweep(widths):
         ...     return list(raypool.gcp().parfor(train, widths))
-        >>> job = raypool.batch(sweep, [8, 32, 128], pool=3, profile="my-cluster")  # doctest: +SKIP
+        >>> job = raypool.batch(sweep, [8, 32, 128], pool=3, profile="lab")  # doctest: +SKIP
         >>> job.id  # doctest: +SKIP
         'raypool_4f0c21a8b6e94d13'
-        >>> raypool.find_job("raypool_4f0c21a8b6e94d13", profile="my-cluster").fetch_outputs()  # doctest: +SKIP
+        >>> job = raypool.find_job("raypool_4f0c21a8b6e94d13", profile="lab")  # doctest: +SKIP
+        >>> job.fetch_outputs()  # doctest: +SKIP
         [0.71, 0.93, 0.95]
     """
     from raypool.backends.ray.packing import snapshot
@@ -136,18 +131,20 @@ def batch(
             f"{fn!r} is not a function, so that it cannot be called. Give it first: batch(fn,"
             " *args)."
         )
-    checked_range(pool, "pool")
+    checked_range(pool, "pool")  # mistakes are raised here, not hours later on the cluster
     settings = _checked_profile(profile)
     outputs = _checked_place(outputs)
-    nothing: dict[str, Any] = {
-        "address": None,
-        "jobs_address": None,
-        "token_file": None,
-        "tls": None,
-        "working_dir": None,
-    }
-    # it is there already, and what is shipped, too
-    as_there = dataclasses.replace(settings, packages=(), trace=None, **nothing)
+    # the job is on the cluster already, and so is everything that is shipped
+    as_there = dataclasses.replace(
+        settings,
+        address=None,
+        jobs_address=None,
+        token_file=None,
+        tls=None,
+        working_dir=None,
+        packages=(),
+        trace=None,
+    )
     body = snapshot(BatchCall(fn, args, pool, as_there), "a call to a cluster")
     if len(body) >= MOST_BYTES:
         raise CloudError(
@@ -172,11 +169,11 @@ def batch(
 
 
 def find_job(job_id: str, *, profile: str | Profile = "local") -> Job:
-    """Return a job that was handed in before, by whatever process.
+    """Return a job that some process has submitted.
 
     Args:
         job_id: Its `id`.
-        profile: The cluster that it was handed in to.
+        profile: The cluster that it was submitted to.
 
     Raises:
         CloudError: The cluster does not answer, or knows no such job.
@@ -201,7 +198,7 @@ def _checked_profile(profile: str | Profile) -> Profile:
 
 
 def _checked_place(outputs: str | None) -> str | None:
-    """Return a place for outputs without a slash at its end."""
+    """Return a place for outputs, without a slash at its end."""
     from raypool.worker.checkpoint_folders import filesystem
 
     if outputs is None:
@@ -220,25 +217,22 @@ def _checked_place(outputs: str | None) -> str | None:
             "outputs= has a password in it, which the dashboard would show. Let the machines'"
             " account do."
         )
-    filesystem(outputs, "outputs")
+    filesystem(outputs, "outputs")  # it raises the error for a place that cannot be reached
     return outputs.rstrip("/")
 
 
 def _check_room(jobs: Jobs, pool: Workers | None, profile: Profile) -> None:
-    """Make sure that a cluster that is empty has room for a pool, or could get it.
-
-    Raises:
-        ResourceError: It could never have.
-    """
+    """Make sure that the cluster, when empty, has room for a pool, or could get it."""
     from raypool.backends.ray.demand import demand_of
 
     least, _ = profile.sized(*checked_range(pool, "pool")) if pool is not None else (None, None)
-    if least is None:
+    if least is None:  # no pool is opened
         return
     nodes = [
         {"Resources": node["resources_total"], "Labels": node["labels"]}
         for node in jobs.dashboard.nodes()
     ]
+    # all that the nodes have, whoever uses it now: the job may wait for that
     for kind in profile.kinds:
         demand = demand_of(kind, profile.gpus is not None, profile.workers_per_gpu, nodes)
         number = profile.listed.count(kind) or least
@@ -267,22 +261,22 @@ class Job:
 
     @property
     def id(self) -> str:
-        """Its id: with that, and the profile, another process finds it."""
+        """Its id, by which (and the profile) another process finds it."""
         return self._info.id
 
     @property
     def name(self) -> str:
-        """What it was called."""
+        """Its name."""
         return self._info.name
 
     @property
     def state(self) -> str:
-        """Where it is: "queued", "running", "finished", "failed" or "cancelled"."""
+        """Its state: "queued", "running", "finished", "failed" or "cancelled"."""
         return self._look().state
 
     @property
     def submitted_at(self) -> datetime | None:
-        """When it was handed in."""
+        """When it was submitted."""
         return self._info.submitted_at
 
     @property
@@ -292,26 +286,22 @@ class Job:
 
     @property
     def exit_code(self) -> int | None:
-        """With what its process has ended, negative after a signal; None before, and if it never
-        began.
-        """
+        """Its process's exit code, negative after a signal; None before, or if it never began."""
         return self._look().exit_code
 
     @property
     def error(self) -> BaseException | None:
-        """The exception that it ended with, None if it has not ended or ended well."""
+        """The exception that it ended with; None before, or if it ended well."""
         return self._fetch()[1] if self.state == "failed" else None
 
     @property
     def diary(self) -> str:
-        """What the function has printed so far, and whatever else its process has; what workers
-        print stands in their futures.
+        """The output of its process so far; what workers print is in their futures.
 
         Source:
             MATLAB R2025b, diary of a parallel.Job.
         """
-        # Two lines are Ray's own; the second is written late, so that what a quick one prints may
-        # stand before it.
+        # Two lines are Ray's own; the second is written late: a quick job may print before it.
         text = self._jobs.log(self.id).replace(
             f"Running entrypoint for job {self.id}: {self._info.command}\n", "", 1
         )
@@ -320,9 +310,7 @@ class Job:
 
     @property
     def outputs_at(self) -> str:
-        """Where its outputs lie, or will: the folder or URL that was given, else where on its
-        node.
-        """
+        """Where its outputs are, or will be: the given folder or URL, else where on its node."""
         from raypool.cluster.jobs import OUTPUTS_FOLDER
 
         self._key()  # raises the error for a job without outputs
@@ -341,15 +329,15 @@ class Job:
         return self._info.has_ended
 
     def fetch_outputs(self, timeout_s: float | None = None) -> Any:
-        """Return what the function returned, waiting for it at most so long.
+        """Return the function's value, waiting for it at most so long.
 
         Raises:
             TimeoutError: It has not ended by then; it goes on.
             concurrent.futures.CancelledError: It was cancelled.
             Exception: What the function raised, as itself; the traceback there is its cause.
             TaskError: It ended otherwise: its process was killed, or never began.
-            SerializationError: What it returned cannot be opened here.
-            CloudError: Its cluster does not answer, or does not have the outputs any more.
+            SerializationError: Its value cannot be opened here.
+            CloudError: Its cluster does not answer, or no longer has the outputs.
         """
         if not self.wait(timeout_s):
             raise TimeoutError(
@@ -369,16 +357,15 @@ class Job:
         Raises:
             CloudError: The cluster does not answer, or the job does not end.
         """
-        if self._look().has_ended:
-            return self._info.state == "cancelled"
-        self._info = self._jobs.stop(self.id)
+        if not self._look().has_ended:
+            self._info = self._jobs.stop(self.id)
         return self._info.state == "cancelled"
 
     def __repr__(self) -> str:
         return f"<Job {self.id} ({one_line(self.name)}): {self._info.state}>"
 
     def _look(self) -> JobInfo:
-        if not self._info.has_ended:
+        if not self._info.has_ended:  # else nothing changes any more
             self._info = self._jobs.look(self.id)
         return self._info
 
@@ -400,7 +387,7 @@ class Job:
             try:
                 data = self._read()
             except FileNotFoundError:
-                if self._info.exit_code == 0:
+                if self._info.exit_code == 0:  # then it had left them
                     raise CloudError(
                         f"The outputs of job {self.id} are not there any more, or this machine does"
                         f" not see them: the job has put them on {self.outputs_at}."
@@ -418,13 +405,7 @@ class Job:
         return self._outcome
 
     def _read(self) -> bytes:
-        """Read what lies at the place that was given, or else on the disk of its node: also if that
-        place had failed there.
-
-        Raises:
-            FileNotFoundError: It is on neither.
-            CloudError: It cannot be read from here.
-        """
+        """Read the outputs; raise FileNotFoundError if there are none."""
         from raypool.worker.checkpoint_folders import filesystem
 
         place = self._info.metadata.get(OUTPUTS)
@@ -436,6 +417,7 @@ class Job:
                     return bytes(stream.read())
             except OSError as error:
                 not_there = error
+        # also with a place: a job that cannot write there leaves them on its node
         if self._info.node is not None:
             with contextlib.suppress(FileNotFoundError):
                 return self._jobs.dashboard.outputs(self._info.node, self.id)
@@ -473,6 +455,7 @@ class Job:
             return TaskError(
                 f"Job {self.id} ({self.name}) could not be started: {self._info.message.strip()}"
             )
+        # Python writes it with and without quotes
         if any(
             "No module named 'raypool'" in line or "No module named raypool" in line
             for line in printed
@@ -492,8 +475,7 @@ class Job:
 
 
 def _sealed(key: str, kind: str, body: bytes) -> bytes:
-    """Return a file for what a job leaves, a "value" or an "error": a line with the kind and the
-    checksum, and the body.
+    """Return a job's file: a line with the kind ("value" or "error") and the checksum; the body.
 
     Example:
         >>> _opened("key", _sealed("key", "value", b"abc"))[0]
@@ -505,16 +487,16 @@ def _sealed(key: str, kind: str, body: bytes) -> bytes:
 
 
 def _opened(key: str, data: bytes) -> tuple[str, memoryview] | None:
-    """Return the kind and the body of what was sealed; None if this is not what was sealed with
-    this key.
-    """
+    """Return the kind and the body; None if this was not sealed with this key."""
     line = data[: data.find(b"\n") + 1]
     kind, body = line.partition(b" ")[0].decode(errors="replace"), memoryview(data)[len(line) :]
     expected = f"{kind} {_checksum(key, kind, body)}\n"
+    # the same time for all: it tells nobody how much of a checksum was right
     return (kind, body) if hmac.compare_digest(line, expected.encode()) else None
 
 
 def _checksum(key: str, kind: str, body: bytes | memoryview) -> str:
+    # of the kind, too: nobody can make an error of a value
     checksum = hmac.new(key.encode(), kind.encode(), "sha256")
     checksum.update(body)
     return checksum.hexdigest()
@@ -533,7 +515,7 @@ def run() -> Any:
     versions, job_id, key, outputs, body = pickle.loads(
         importlib.resources.files(CALL).joinpath(CALL).read_bytes()
     )
-    place: str | None = None
+    place: str | None = None  # until it has been tried out, outcomes go to this node's disk
     code: Any = 1
     try:
         call = _loaded(body, versions)
@@ -547,40 +529,33 @@ def run() -> Any:
         ):
             value = finished(call.fn(*call.args))
         outcome, code = _sealed(key, "value", snapshot(value, "a result back")), 0
-    except SystemExit as error:
+    except SystemExit as error:  # the job still ends with its exit code
         told = TaskError(f"The function has ended its process, with exit code {error.code}.")
         outcome, code = _sealed(key, "error", pack_error(told)), error.code
     except BaseException as error:
-        traceback.print_exc()
+        traceback.print_exc()  # into the job's log, which is its diary
         outcome = _sealed(key, "error", pack_error(error))
     _leave(outcome, job_id, place)
     return code
 
 
 def _versions() -> dict[str, str]:
-    """Return what has to be the same on both sides: functions travel as code of one version of
-    Python.
-    """
-    return {
+    """Return what has to be the same on both sides."""
+    return {  # functions travel as code of one version of Python
         "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "raypool": version("raypool"),
     }
 
 
 def _loaded(body: bytes, theirs: dict[str, str]) -> BatchCall:
-    """Return a call that was packed by these versions.
-
-    Raises:
-        CloudError: Python or raypool is of another version here, or a module of the function's is
-            missing.
-    """
+    """Return a call that was packed by these versions."""
     ours = _versions()
-    if theirs != ours:
-        words = ", ".join(
-            f"{name} {theirs[name]} there and {ours[name]} here"
-            for name in ours
-            if theirs[name] != ours[name]
-        )
+    words = ", ".join(
+        f"{name} {theirs[name]} there and {ours[name]} here"
+        for name in ours
+        if theirs[name] != ours[name]
+    )
+    if words:
         raise CloudError(
             f"A function and its outputs travel between the same versions only: {words}. Install"
             " the same on both sides."
@@ -595,11 +570,7 @@ def _loaded(body: bytes, theirs: dict[str, str]) -> BatchCall:
 
 
 def _try_out(place: str, job_id: str) -> None:
-    """Check that the place is writable, before hours of work depend on it.
-
-    Raises:
-        CloudError: It cannot.
-    """
+    """Check that the place is writable, before hours of work depend on it."""
     try:
         files, name = _put(b"raypool tries whether it can write here\n", f"{job_id}.trial", place)
         files.delete_file(name)
@@ -627,19 +598,19 @@ def _leave(data: bytes, job_id: str, place: str | None) -> None:
         else:
             return
     draft = make_outputs_folder() / f"{job_id}.draft"
-    draft.touch(mode=0o600)
+    draft.touch(mode=0o600)  # before there is anything in it that others could read
     draft.write_bytes(data)
-    draft.replace(draft.with_suffix(""))
+    draft.replace(draft.with_suffix(""))  # nobody can read half of it
 
 
 def _put(data: bytes, name: str, place: str) -> tuple[Any, str]:
-    """Write a file in a folder or at a URL, as a whole; return its file system and path."""
+    """Write a file in a folder or at a URL; return its file system and path."""
     from raypool.worker.checkpoint_folders import filesystem
 
     files, root = filesystem(place, "outputs")
     with contextlib.suppress(NotImplementedError):
         files.create_dir(root, recursive=True)
-    draft = f"{root}/{name}.{os.getpid()}"
+    draft = f"{root}/{name}.{os.getpid()}"  # moved when it is whole
     with files.open_output_stream(draft) as stream:
         stream.write(data)
     files.move(draft, f"{root}/{name}")

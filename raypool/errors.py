@@ -1,5 +1,4 @@
-"""All errors of raypool, in one tree; reasons of failed tasks; checks of extras and of whole
-numbers.
+"""All errors of raypool, in one tree; reasons of failures; checks of extras and whole numbers.
 
 ::
 
@@ -10,8 +9,8 @@ numbers.
     ├── StartupError         (+ BrokenExecutor)  a worker did not come up
     ├── PoolClosedError      (+ RuntimeError)    used after shutdown
     ├── PoolBrokenError      (+ BrokenExecutor)  no worker is left that can come back
-    ├── QueueClosedError     (+ RuntimeError)    put into a queue that was closed, or read to its end
-    ├── JournalError         the folder of a durable run is in use, belongs to something else, or cannot be written
+    ├── QueueClosedError     (+ RuntimeError)    a queue was closed, or read to its end
+    ├── JournalError         a durable run's folder is in use, not its own, or not writable
     ├── TaskError            a task ended without a value and without an exception of the user's
     │   ├── WorkerLostError       its worker's process or node died
     │   ├── SerializationError    (+ PicklingError)  something could not travel between processes
@@ -111,9 +110,7 @@ class InvalidTypeError(RaypoolError, TypeError):
 
 
 class ResourceError(RaypoolError):
-    """More was asked for than there is: `.requested`, `.available` (counts) and `.holders` (who has
-    the rest).
-    """
+    """Too little is available: `.requested`, `.available`, `.holders` (who has the rest)."""
 
     requested: float
     available: float
@@ -121,9 +118,7 @@ class ResourceError(RaypoolError):
 
 
 class StartupError(RaypoolError, BrokenExecutor):
-    """A worker did not come up in time, or failed its check at the start; nothing of the pool is
-    left behind.
-    """
+    """A worker did not come up in time, or failed its first check; nothing of the pool is left."""
 
 
 class PoolClosedError(RaypoolError, RuntimeError):
@@ -139,32 +134,24 @@ class QueueClosedError(RaypoolError, RuntimeError):
 
 
 class JournalError(RaypoolError):
-    """The folder of a durable run (`.run_dir`) is in use, was made for something else, or cannot be
-    written.
-    """
+    """The folder of a durable run (`.run_dir`) is in use, not its own, or cannot be written."""
 
     run_dir: str
 
 
 class TaskError(RaypoolError):
-    """A task ended without a value, and without an exception that could be brought back as
-    itself.
-    """
+    """A task ended without a value, and without an exception that could be brought back."""
 
 
 class WorkerLostError(TaskError):
-    """The worker died while it ran the task, and the retries are used up: `.reason` (a
-    `LossReason`), `.attempts`.
-    """
+    """The worker died in the task, with no retry left: `.reason` (a `LossReason`), `.attempts`."""
 
     reason: LossReason
     attempts: int
 
 
 class SerializationError(TaskError, PicklingError):
-    """A function, argument, result or exception could not travel between processes; `.what` names
-    the culprit.
-    """
+    """A function, argument, result or exception could not travel; `.what` names the culprit."""
 
     what: str
 
@@ -174,11 +161,10 @@ class TaskTimeoutError(TaskError):
 
 
 class SpmdError(RaypoolError):
-    """Some ranks of an spmd call failed: `.failures` maps rank to exception, `.first_rank` is the
-    one that failed first.
+    """Some ranks of an spmd call failed: `.failures` maps rank to exception.
 
-    Its `__cause__` is the exception of that rank. Ranks that were ended because of it are not among
-    the failures.
+    `.first_rank` failed first, and its exception is the `__cause__`. Ranks that were ended because
+    of it are not among the failures.
     """
 
     failures: dict[int, BaseException]
@@ -186,15 +172,13 @@ class SpmdError(RaypoolError):
 
 
 class CollectiveError(RaypoolError):
-    """Ranks called different collectives, or some ranks did not take part: `.missing` has these."""
+    """Ranks called different collectives, or some (`.missing`) did not take part."""
 
     missing: tuple[int, ...]
 
 
 class CompositeError(RaypoolError, IndexError):
-    """A part of a `Composite` is not there: it was never set, or its worker is gone. `.rank` is
-    whose part it is.
-    """
+    """The part of rank `.rank` of a `Composite` is missing: never set, or its worker is gone."""
 
     rank: int
 
@@ -202,9 +186,8 @@ class CompositeError(RaypoolError, IndexError):
 class RankInterrupted(RaypoolError):
     """A rank of an spmd call was ended because another one had failed, or the time was up.
 
-    `.at_hand` says which operation it was in, its number among the context's (0: none of these),
-    and with which other rank (None: with all); None if it was in none. `.place` is the line that it
-    was at.
+    `.at_hand` is the operation that it was in (None: none): its name, its number among the
+    context's (0: none of these), and the other rank (None: all). `.place` is its line of code.
     """
 
     at_hand: tuple[str, int, int | None] | None
@@ -212,12 +195,11 @@ class RankInterrupted(RaypoolError):
 
 
 class TrainingError(RaypoolError):
-    """A training has failed: `.failures` maps rank to exception, `.first_rank` is the one that
-    failed first.
+    """A training has failed: `.failures` maps rank to exception.
 
-    Its `__cause__` is the exception of that rank. `.result` is a `TrainingResult` with what was
-    reported, and with the last checkpoint, from which another run can resume
-    (`RunOptions(start_from=error.result.checkpoint)`).
+    `.first_rank` failed first, and its exception is the `__cause__`. `.result` is a
+    `TrainingResult` with all that was reported, and with the last checkpoint, from which another
+    run can resume (`RunOptions(start_from=error.result.checkpoint)`).
     """
 
     failures: dict[int, BaseException]
@@ -230,26 +212,21 @@ class CloudError(RaypoolError):
 
 
 class InternalError(RaypoolError):
-    """Raypool's own mistake. `.story` holds the last events about the task or worker; report it
-    with that.
-    """
+    """A mistake of raypool's; report it with `.story`, the last events about the task or worker."""
 
     story: tuple[str, ...]
 
 
 class TaskCancelled(BaseException):
-    """Raised inside a task that somebody cancels while it runs, or whose time is up, wherever it is
-    in Python code.
+    """Raised in a task, anywhere in its Python code, when it is cancelled or its time is up.
 
-    A task may tidy up in a ``finally`` clause. One that catches this and goes on is killed with its
-    worker after `cancel_grace_s`.
+    A task may tidy up in a ``finally`` clause. One that catches this and continues is killed with
+    its worker after `cancel_grace_s`.
     """
 
 
 class RemoteTraceback(Exception):
-    """The traceback of an exception in a worker, as text; stands as the `__cause__` of the
-    exception raised here.
-    """
+    """The traceback of an exception in a worker, as text; the `__cause__` of the exception here."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -266,17 +243,17 @@ IS_HEAP_TYPE = 1 << 9
 
 
 def reduced(error: BaseException) -> Any:
-    """Return what to pickle of an exception (see `object.__reduce__`), so that its class need not
-    take back what it holds.
+    """Return what to pickle of an exception (`object.__reduce__`); `NotImplemented`: Python's way.
 
-    Python would call the class with `error.args`: a constructor with other arguments fails then, or
-    makes another text of the one that is there. `NotImplemented` where Python's way is right: for
-    its own classes, and for those that say how they are pickled.
+    Python's way is right for its own classes, and for those that say how they are pickled.
     """
+    # Python would call the class with `error.args`: a constructor with other arguments fails then,
+    # or makes another text of the one that exists.
     kind = type(error)
     if not kind.__flags__ & IS_HEAP_TYPE or kind in copyreg.dispatch_table:
         return NotImplemented
     for name in ("__reduce__", "__reduce_ex__"):
+        # a class of the user's has its own way
         if next(each for each in kind.__mro__ if name in vars(each)).__flags__ & IS_HEAP_TYPE:
             return NotImplemented
     way: Any = error.__reduce__()  # class, arguments and, if there are any, fields
@@ -292,12 +269,12 @@ def remade(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
     while base.__flags__ & IS_HEAP_TYPE:
         base = base.__base__
     error: BaseException = base.__new__(kind, *args)
-    base.__init__(error, *args)  # which fills what Python's own class has beside `args`
+    base.__init__(error, *args)  # it fills the fields that Python's own class has beside `args`
     return error
 
 
 class Portable:
-    """Is pickled as the exception that it is made of, so that this can be opened; see `reduced`."""
+    """Is pickled as the exception in it, so that the pickle can be opened; see `reduced`."""
 
     def __init__(self, error: BaseException) -> None:
         self._error = error
@@ -315,7 +292,7 @@ class Portable:
 
 
 def _portable(value: Any) -> Any:
-    """Return a value with the exceptions in it, such as those of a group, as what can be opened."""
+    """Return a value with the exceptions in it, such as those of a group, as `Portable`."""
     if isinstance(value, BaseException):
         return Portable(value)
     return type(value)(map(_portable, value)) if type(value) in (list, tuple) else value
@@ -335,7 +312,7 @@ REASONS: dict[type[BaseException], str] = {
     TaskCancelled: CANCELLED,
     RankInterrupted: LossReason.STOPPED.value,
 }
-"""Those that can be seen by the type."""
+"""The reasons that follow from the type."""
 
 GPU_LIBRARIES = ("torch", "cupy")
 """Their OutOfMemoryError is about a GPU."""
@@ -347,25 +324,24 @@ GPU_WORDS = (
     "_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_NOT_ENOUGH",
 )
-"""What libraries of CUDA's and ROCm's say by other exceptions, when a GPU has no memory left for
-them.
-"""
+"""Texts of CUDA's and ROCm's libraries for a GPU without free memory, in other exceptions."""
 
 HOST_WORDS = ("DefaultCPUAllocator: ", "Cannot allocate memory")
-"""What torch, and the operating system, say when the machine has no memory left for them."""
+"""Texts of torch and the operating system for a machine without free memory."""
 
 
 def reason_of(error: BaseException) -> str:
     """Return why a task has failed that has raised this.
 
     "gpu out of memory", "out of memory" (of the machine, or by `memory_bytes`), "timeout",
-    "cancelled"; one of the values of `LossReason` for a worker that was lost ("process ended",
-    "node lost" and so on); for anything else "error". A call on several ranks has the reason of the
-    one that failed first.
+    "cancelled"; a value of `LossReason` for a lost worker ("process ended", "node lost" and so on);
+    for anything else "error". A call on several ranks has the reason of the rank that failed first.
 
     Example:
-        >>> reason_of(MemoryError()), reason_of(RuntimeError("CUDA error: out of memory")), reason_of(KeyError("a"))
-        ('out of memory', 'gpu out of memory', 'error')
+        >>> reason_of(MemoryError()), reason_of(KeyError("a"))
+        ('out of memory', 'error')
+        >>> reason_of(RuntimeError("CUDA error: out of memory"))
+        'gpu out of memory'
     """
     if isinstance(error, (SpmdError, TrainingError)) and error.__cause__ is not None:
         return reason_of(error.__cause__)
@@ -380,8 +356,8 @@ def reason_of(error: BaseException) -> str:
 
 
 def is_gpu_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that a GPU had no memory left; torch is not imported for that."""
-    for kind in type(error).__mro__:
+    """Whether an exception says that a GPU had no memory left."""
+    for kind in type(error).__mro__:  # by name: torch is not imported for this
         if (
             kind.__name__ == "OutOfMemoryError"
             and kind.__module__.partition(".")[0] in GPU_LIBRARIES
@@ -410,7 +386,7 @@ def _says(error: BaseException, words: tuple[str, ...]) -> bool:
 # --- extras of the package ------------------------------------------------------------------------
 
 PACKAGES = {"jinja2": "Jinja2", "sklearn": "scikit-learn"}
-"""How pip calls modules that have another name there."""
+"""The names of modules in pip, where they differ."""
 
 
 def check_installed(extra: str, what: str, *modules: str) -> None:
@@ -425,10 +401,10 @@ def check_installed(extra: str, what: str, *modules: str) -> None:
         ModuleNotFoundError: One is missing; the message says how to get it.
 
     Example:
-        >>> check_installed("plots", "A page", "json", "no_such_module")
+        >>> check_installed("plots", "It", "json", "no_such")
         Traceback (most recent call last):
         ...
-        ModuleNotFoundError: A page needs no_such_module, which is not installed: pip install "raypool[plots]"
+        ModuleNotFoundError: It needs no_such, which is not installed: pip install "raypool[plots]"
     """
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
@@ -444,8 +420,7 @@ def check_installed(extra: str, what: str, *modules: str) -> None:
 
 
 def whole_number(value: Any) -> int | None:
-    """Return a whole number (Python's, NumPy's, anything that is an index, but no bool) as `int`;
-    else None.
+    """Return a whole number (Python's, NumPy's, any index but a bool) as `int`; else None.
 
     Example:
         >>> import numpy as np
@@ -478,5 +453,5 @@ def checked_count(name: str, value: Any, least: int) -> int:
 
 
 def optional_count(name: str, value: Any, least: int) -> int | None:
-    """Return a count as Python's `int`, or None for None; raises as `checked_count` does."""
+    """Return a count as Python's `int`, or None for None; see `checked_count`."""
     return None if value is None else checked_count(name, value, least)

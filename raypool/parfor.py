@@ -1,4 +1,4 @@
-"""`parfor`: the verb (`LoopVerbs`), and one loop in progress (`LoopRun`)."""
+"""`parfor`: the verb, and one loop in progress (`LoopRun`)."""
 
 from __future__ import annotations
 
@@ -16,229 +16,119 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from raypool.channel.records import Function, Missing
 from raypool.core.messages import CancelRequested, ItemsAdded
 from raypool.core.model import TaskSpec, TaskState
-from raypool.engine.engine import Engine, serial_engine
+from raypool.engine.engine import Engine
 from raypool.engine.loop import LoopOptions, LoopWork, Lost, Segment
 from raypool.errors import InvalidTypeError, InvalidValueError, optional_count, whole_number
-from raypool.options import Options, check_callable, check_name
+from raypool.options import check_callable, check_name
 from raypool.results import Results, Row
 from raypool.worker.running import in_task
 
 if TYPE_CHECKING:
     from raypool.backends.base import Backend
-    from raypool.engine.engine import Where
+    from raypool.pool import PoolView
 
 
 RERUNS = ("failed", "missing", "all")
 
 
-class LoopVerbs:
-    """The verb of a pool that runs a loop; part of `PoolView`."""
-
-    _engine: Engine
-    _options: Options
-
-    def parfor(  # noqa: PLR0913 - the verb of the package: each argument is asked for by users, all are named
-        self,
-        fn: Callable[[Any], Any],
-        items: Iterable[Any] | int,
-        *,
-        on_error: Literal["stop", "raise", "collect"] | None = None,
-        reduce: Callable[[Any, Any], Any] | None = None,
-        init: Any = None,
-        cost: Sequence[float] | Callable[[Any], float] | None = None,
-        max_workers: int | None = None,
-        chunk_size: int | None = None,
-        seed: int | None = None,
-        progress: bool | Callable[..., Any] | None = None,
-        echo: bool | None = None,
-        name: str | None = None,
-        run_dir: str | os.PathLike[str] | None = None,
-        rerun: Literal["failed", "missing", "all"] = "failed",
-    ) -> Any:
-        """Call `fn(item)` for every item, on all workers at once, and return the results in the
-        order of the items.
-
-        Each worker takes the next item when it is free. Items that take milliseconds share calls;
-        longer ones go one by one. While many items wait, one that takes less than 0.25 s may queue
-        up behind the item that its worker runs; so items must not wait for one another (use `spmd`
-        for that). An item runs at least once, and again if its worker is lost (up to `retries`
-        times); its result counts exactly once. Inside a task the loop runs serially, in the task.
-
-        Args:
-            fn: Any function of one argument, also with `async def`. It is shipped to each worker
-                once, with the variables that it captures; all items on a worker share these. Copy a
-                captured model or array before changing it (`copy.deepcopy(model)`): otherwise later
-                items on that worker see the change.
-            items: A list or other iterable, also an endless generator (at most a few items per
-                worker are drawn ahead), a DataFrame of pandas or polars (each row a dict), or a
-                number `n` for `range(n)`.
-            on_error: "stop": the first failure ends the loop and is raised. "raise": all items run,
-                then the first is raised. "collect": all items run; failures are in the table. None:
-                "raise" with `run_dir`, else "stop".
-            reduce: Fold the values with this function of two arguments, in the order of the items,
-                and return the result instead: it is the same on any number of workers, to the last
-                bit.
-            init: The first operand of `reduce`; None begins with the first value.
-            cost: How long each item will take, roughly and in any unit: a number for each, or a
-                function of the item. The most expensive items go first, so that no long one begins
-                when the others are done. Nothing else changes. It needs a list of items, not a
-                generator.
-            max_workers: Use at most so many workers; 0 runs serially in this process.
-            chunk_size: Send so many items in a call, however long they take. None: by measured
-                time.
-            seed: Give every item its own random numbers, which depend on the seed and the item's
-                number only: those of Python's, NumPy's and torch's global generators, of all
-                generators that `fn` finds in global variables, its closure, default arguments or a
-                partial (`rng = np.random.default_rng(0)` of a script, say), and
-                `current_task().seed`. In this process (profiles "inline" and "threads") generators
-                are put back afterwards.
-            progress: Show the progress of the loop. None: a live display below the cell of a
-                notebook, or on a terminal; elsewhere lines on standard error, the first after ten
-                seconds. True: lines from the beginning, too. False: nothing. Or `tqdm`, or another
-                function that makes a progress bar: it is called as `progress(total=..., desc=...)`,
-                and what it returns has `update(n)` and optionally `set_postfix(failed=...)` and
-                `close()`.
-            echo: Show the output of items as it arrives, on standard output: each line after the
-                number of its item. None: in a notebook, unless the items run in this process, which
-                shows their output anyway. `Results.diary` has the output of each item in any case.
-            name: What to call the loop in messages and displays.
-            run_dir: Save the result of each item in this folder, before it is reported. The same
-                call later, with the same items in any order, more of them or fewer, resumes from
-                there: also after the machine went down. Items are identified by their content, `fn`
-                by its name. Beside the journal are, for each item, its reports and output, and its
-                `current_task().checkpoint_dir`; if items use that, all machines of the pool have to
-                see this folder, or `pool.options(checkpoints=...)` names a URL for it.
-            rerun: Which items run if `run_dir` has results: "failed": failed and missing items;
-                "missing": only items without an outcome; "all": all items. Checkpoints of the items
-                stay in any case.
-
-        Returns:
-            `Results`: the values in order, and a table of them; with `reduce` the folded value.
-
-        Raises:
-            Exception: What `fn` raised, as itself, with a note of the item, worker and attempt, the
-                remote traceback as its cause, and `.results`, everything that has finished.
-            WorkerLostError: An item has lost its worker too often.
-            SerializationError: `fn` or an item cannot be sent; it names the variable.
-            PoolClosedError: The pool was shut down.
-            JournalError: `run_dir` is in use by somebody else, was made by another function or with
-                another seed, or cannot be written; if only at the end, `.results` has all values.
-
-        Source:
-            MATLAB R2025b, parfor; concurrent.futures.
-
-        Example:
-            >>> from raypool import parpool
-            >>> with parpool(2, profile="threads", quiet=True) as pool:
-            ...     list(pool.parfor(lambda x: x * x, range(4)))
-            ...     pool.parfor(lambda x: x * x, range(4), reduce=max)
-            [0, 1, 4, 9]
-            9
-            >>> import tempfile
-            >>> with parpool(2, profile="threads", quiet=True) as pool, tempfile.TemporaryDirectory() as folder:
-            ...     _ = pool.parfor(abs, [-1, -2], run_dir=folder)
-            ...     list(pool.parfor(abs, [-3, -2, -1], run_dir=folder))  # only -3 runs
-            [3, 2, 1]
-        """
-        check_callable(fn)
-        if on_error is None:
-            on_error = "stop" if run_dir is None else "raise"
-        if on_error not in ("stop", "raise", "collect"):
-            raise InvalidValueError(
-                f"on_error={on_error!r} is none of 'stop', 'raise' and 'collect'."
-            )
-        check_progress(progress)
-        if not (echo is None or isinstance(echo, bool)):
-            raise InvalidTypeError(f"echo={echo!r} is neither True, False nor None.")
-        check_name(name)
-        max_workers = optional_count("max_workers", max_workers, least=0)
-        chunk_size = optional_count("chunk_size", chunk_size, least=1)
-        seed = optional_count("seed", seed, least=0)
-        if rerun not in RERUNS:
-            raise InvalidValueError(f"rerun={rerun!r} is none of 'failed', 'missing' and 'all'.")
-        if rerun != "failed" and run_dir is None:
-            raise InvalidValueError(
-                f"rerun={rerun!r} needs run_dir, the folder of the run that is to go on."
-            )
-        if reduce is not None and not callable(reduce):
-            raise InvalidTypeError(
-                f"reduce={reduce!r} is not callable. Give a function of two values."
-            )
-        sequence = listed(items)
-        order = None if cost is None else longest_first(sequence, cost)
-        if max_workers == 0:
-            engine, max_workers = serial_engine(self._engine.find_way), None
-        else:
-            engine = self._engine_here()
-        function = engine.function(fn)
-        if seed is None:
-            engine.warn_of_generators(fn)
-        fn_id, label = function.fn_id, name or self._options.name or function.name
-        options, where = self._options, self._where(engine)
-        home = (
-            None
-            if options.checkpoints is None
-            else (str(options.checkpoints), checkpoint_owner(fn))
+def parfor(  # noqa: PLR0913 - the arguments of the verb
+    view: PoolView,
+    fn: Callable[[Any], Any],
+    items: Iterable[Any] | int,
+    *,
+    on_error: Literal["stop", "raise", "collect"] | None,
+    reduce: Callable[[Any, Any], Any] | None,
+    init: Any,
+    cost: Sequence[float] | Callable[[Any], float] | None,
+    max_workers: int | None,
+    chunk_size: int | None,
+    seed: int | None,
+    progress: bool | Callable[..., Any] | None,
+    echo: bool | None,
+    name: str | None,
+    run_dir: str | os.PathLike[str] | None,
+    rerun: Literal["failed", "missing", "all"],
+) -> Any:
+    """Run a loop on the workers of a view; see `PoolView.parfor`."""
+    check_callable(fn)
+    if on_error is None:
+        on_error = "stop" if run_dir is None else "raise"
+    if on_error not in ("stop", "raise", "collect"):
+        raise InvalidValueError(f"on_error={on_error!r} is none of 'stop', 'raise' and 'collect'.")
+    check_progress(progress)
+    if not (echo is None or isinstance(echo, bool)):
+        raise InvalidTypeError(f"echo={echo!r} is neither True, False nor None.")
+    check_name(name)
+    max_workers = optional_count("max_workers", max_workers, least=0)
+    chunk_size = optional_count("chunk_size", chunk_size, least=1)
+    seed = optional_count("seed", seed, least=0)
+    if rerun not in RERUNS:
+        raise InvalidValueError(f"rerun={rerun!r} is none of 'failed', 'missing' and 'all'.")
+    if rerun != "failed" and run_dir is None:
+        raise InvalidValueError(
+            f"rerun={rerun!r} needs run_dir, the folder of the run that is to go on."
         )
-        how = LoopOptions(
-            label, options.retry_on, seed, on_error == "stop", chunk_size is not None, order, home
+    if reduce is not None and not callable(reduce):
+        raise InvalidTypeError(f"reduce={reduce!r} is not callable. Give a function of two values.")
+    sequence = listed(items)
+    order = None if cost is None else longest_first(sequence, cost)
+    # 0: in this process, with the pool's store
+    target = view._serial(view._engine.find_way) if max_workers == 0 else view._target()
+    engine, options = target._engine, target._options
+    function = engine.function(fn)
+    if seed is None:  # with a seed each item has its own numbers
+        engine.warn_of_generators(fn)
+    fn_id, label = function.fn_id, name or options.name or function.name
+    where = target._where()
+    home = None if options.checkpoints is None else (str(options.checkpoints), checkpoint_owner(fn))
+    how = LoopOptions(
+        label, options.retry_on, seed, on_error == "stop", chunk_size is not None, order, home
+    )
+
+    def make_spec(task_id: int, size: int, is_open: bool) -> TaskSpec:
+        return TaskSpec(
+            task_id,
+            fn_id,
+            size,
+            is_open,
+            options.priority,
+            options.retries,
+            max_workers or None,
+            place=where.place,
+            places=where.places,
+            timeout_s=options.timeout_s,
+            is_fresh=where.is_fresh,
+            retry_delay_s=options.retry_delay_s,
+            fail_fast=on_error == "stop",
+            chunk_size=chunk_size,
         )
 
-        def make_spec(task_id: int, size: int, is_open: bool) -> TaskSpec:
-            return TaskSpec(
-                task_id,
-                fn_id,
-                size,
-                is_open,
-                options.priority,
-                options.retries,
-                max_workers,
-                place=where.place,
-                places=where.places,
-                timeout_s=options.timeout_s,
-                is_fresh=where.is_fresh,
-                retry_delay_s=options.retry_delay_s,
-                fail_fast=on_error == "stop",
-                chunk_size=chunk_size,
-            )
-
-        work = (
-            LoopWork(function, (), how)
-            if run_dir is None
-            else durable_loop(fn, function, how, run_dir, rerun)
-        )
-        del function  # the traceback of an error would keep it in workers
-        with (
-            contextlib.closing(work),
-            watched(progress, label, engine) as view,
-            echoed(echo, work, engine) as lines,
-        ):
-            watchers = [watcher for watcher in (lines, view) if watcher is not None]
-            results = LoopRun(engine, work, watchers).run(sequence, make_spec)
-        raise_if_failed(work, results, on_error)
-        return results if reduce is None else folded(results, reduce, init)
-
-    def _engine_here(self) -> Engine:
-        """Return the engine for work submitted here; `PoolView` has it."""
-        raise NotImplementedError
-
-    def _where(self, engine: Engine) -> Where:
-        """Return where work is to run; `PoolView` has it."""
-        raise NotImplementedError
+    work = (
+        LoopWork(function, (), how)
+        if run_dir is None
+        else durable_loop(fn, function, how, run_dir, rerun)
+    )
+    del function  # the traceback of an error would keep it in workers
+    with (
+        contextlib.closing(work),
+        watched(progress, label, engine) as display,
+        echoed(echo, work, engine) as lines,
+    ):
+        watchers = [watcher for watcher in (lines, display) if watcher is not None]
+        results = LoopRun(engine, work, watchers).run(sequence, make_spec)
+    raise_if_failed(work, results, on_error)
+    return results if reduce is None else folded(results, reduce, init)
 
 
 def checkpoint_owner(fn: Callable[[Any], Any]) -> str:
-    """Return what the names of folders for checkpoints begin with: others for other functions, and
-    for other values in a partial.
-
-    Values that are no plain data do not count: they may have another key after a restart.
-    """
+    """Return what the names of checkpoint folders begin with: it differs for other functions."""
     from raypool.journal.keys import content_key, function_key
     from raypool.journal.plain import encode
 
-    given = []
+    given = []  # in partials, other values make it another function
     inner: Any = fn
     while isinstance(inner, functools.partial):
+        # values that are no plain data do not count: their key may differ after a restart
         given.append(encode([list(inner.args), inner.keywords]))
         inner = inner.func
     return f"{content_key((function_key(fn), given), 'a function')[:8]}-"
@@ -251,7 +141,7 @@ def durable_loop(
     run_dir: Any,
     rerun: Literal["failed", "missing", "all"],
 ) -> LoopWork:
-    """Return a loop that keeps what becomes of its items in a folder.
+    """Return a loop that keeps the outcomes of its items in a folder.
 
     Raises:
         InvalidTypeError: `run_dir` is not a path.
@@ -291,9 +181,7 @@ def durable_loop(
 
 
 LOOK_AHEAD = 16
-"""How many items per worker are drawn ahead from a generator: enough to share calls, few enough to
-stay lazy.
-"""
+"""Items per worker that are drawn ahead of a generator: enough to share calls, few to stay lazy."""
 
 TICK_S = 0.1
 """How often a progress display is updated [s]."""
@@ -310,27 +198,21 @@ class Watcher(Protocol):
 
 
 def listed(items: Any) -> Sequence[Any] | Iterator[Any]:
-    """Return the items of a loop as a sequence, or as an iterator where their number is not known.
+    """Return the items of a loop as a sequence, or as an iterator if their number is not known.
 
     Raises:
         InvalidTypeError: They are not iterable.
     """
-    if isinstance(items, bool):
-        raise InvalidTypeError(
-            f"items={items!r} is not iterable. Give a list, a DataFrame, a generator or a number of"
-            " items."
-        )
     number = whole_number(items)
     if number is not None:
         if number < 0:
             raise InvalidValueError(f"items={number} is less than 0.")
         return range(number)
-    if hasattr(items, "to_dicts") and hasattr(items, "columns"):  # of polars
-        rows: list[Any] = items.to_dicts()
-        return rows
-    if hasattr(items, "to_dict") and hasattr(items, "columns"):  # of pandas
-        rows = items.to_dict("records")
-        return rows
+    if hasattr(items, "columns"):
+        if hasattr(items, "to_dicts"):  # of polars
+            return items.to_dicts()  # type: ignore[no-any-return]
+        if hasattr(items, "to_dict"):  # of pandas
+            return items.to_dict("records")  # type: ignore[no-any-return]
     if isinstance(items, (list, tuple, range)):
         return items
     try:
@@ -340,12 +222,12 @@ def listed(items: Any) -> Sequence[Any] | Iterator[Any]:
             f"items={items!r} is not iterable. Give a list, a DataFrame, a generator or a number of"
             " items."
         ) from None
+    # a set or an array has an end: then the number of items is known from the beginning
     return list(iterator) if hasattr(items, "__len__") else iterator
 
 
 def longest_first(items: Sequence[Any] | Iterator[Any], cost: Any) -> list[int] | None:
-    """Return the numbers of the items, the one that costs most first, equal ones as they are; None
-    if that is their order.
+    """Return the numbers of the items, the most expensive first; None if that is their own order.
 
     Raises:
         InvalidValueError: The items come from a generator; there are not as many numbers as items,
@@ -358,11 +240,22 @@ def longest_first(items: Sequence[Any] | Iterator[Any], cost: Any) -> list[int] 
             "cost= needs to know all items before the first one runs: give a list instead of a"
             " generator."
         )
-    costs = (
-        [_cost(cost, index, item) for index, item in enumerate(items)]
-        if callable(cost)
-        else _listed_costs(cost)
-    )
+    costs: list[Any] = []
+    if callable(cost):
+        for index, item in enumerate(items):
+            try:
+                costs.append(cost(item))
+            except Exception as error:
+                error.add_note(f"raypool: cost= was asked for item {index}")
+                raise
+    elif isinstance(cost, (str, bytes, Mapping)) or not (
+        hasattr(cost, "__len__") and hasattr(cost, "__getitem__")
+    ):
+        raise InvalidTypeError(
+            f"cost={cost!r} is neither a number for each item nor a function that returns one."
+        )
+    else:
+        costs = list(cost)
     if len(costs) != len(items):
         raise InvalidValueError(
             f"cost= has {len(costs)} numbers for {len(items)} items. Give one for each."
@@ -370,7 +263,7 @@ def longest_first(items: Sequence[Any] | Iterator[Any], cost: Any) -> list[int] 
     for index, value in enumerate(costs):
         if not isinstance(value, numbers.Real):
             raise InvalidTypeError(f"The cost of item {index} is {value!r}, which is not a number.")
-        if not value <= math.inf:
+        if not value <= math.inf:  # sorting with a NaN would give any order
             raise InvalidValueError(
                 f"The cost of item {index} is NaN, which is neither more nor less than others."
             )
@@ -378,29 +271,11 @@ def longest_first(items: Sequence[Any] | Iterator[Any], cost: Any) -> list[int] 
     return None if order == list(range(len(costs))) else order
 
 
-def _cost(cost: Callable[[Any], Any], index: int, item: Any) -> Any:
-    try:
-        return cost(item)
-    except Exception as error:
-        error.add_note(f"raypool: cost= was asked for item {index}")
-        raise
-
-
-def _listed_costs(cost: Any) -> list[Any]:
-    if isinstance(cost, (str, bytes, Mapping)) or not (
-        hasattr(cost, "__len__") and hasattr(cost, "__getitem__")
-    ):
-        raise InvalidTypeError(
-            f"cost={cost!r} is neither a number for each item nor a function that returns one."
-        )
-    return list(cost)
-
-
 def check_travels(items: Sequence[Any], backend: Backend, label: str, first: int = 0) -> None:
     """Make sure, here and now, that the items can be sent; the first of them has this number.
 
     Raises:
-        SerializationError: One of them cannot; the message says which, and what of it.
+        SerializationError: One of them cannot; the message names it, and what of it.
     """
     if isinstance(items, range) or PLAIN.issuperset(map(type, items)):
         return
@@ -418,7 +293,7 @@ class LoopRun:
         self._records = engine.hub.records
         self._work = work
         self._watchers = watchers
-        if watchers and is_serial(engine):
+        if watchers and is_inline(engine):  # nobody waits in `_wait` while items run here
             work.on_settled = self._show_in_time
         self._task_id = -1
         self._show_at = 0.0
@@ -430,7 +305,7 @@ class LoopRun:
         """Run all items and return their results; a first failure is not raised here.
 
         Interrupted (Ctrl-C, here or in an item that runs inline, or an error in the generator), it
-        cancels what is queued and raises; what had finished is in the exception's `results`.
+        cancels what is queued and raises; the exception's `results` has all that had finished.
         """
         work = self._work
         if self._driver.is_own_thread:
@@ -450,13 +325,13 @@ class LoopRun:
                 )
             self._wait(lambda: work.is_done)
             work.catch_up()
-            self._records.wait()  # what items have logged stands before what the caller logs next
+            self._records.wait()  # records of items come before those that the caller logs next
             self._show()
             if work.interrupt is not None:
                 raise work.interrupt
         except BaseException as error:
             self.cancel()
-            if work.run_dir is not None:
+            if work.run_dir is not None:  # what has finished is not to run again
                 self._write_rest(error)
             attach(error, self.results())
             if isinstance(error, KeyboardInterrupt):
@@ -470,7 +345,7 @@ class LoopRun:
     def _write_rest(self, error: BaseException) -> None:
         """Let the recorder write the results until now; give up if interrupted again."""
         try:
-            self._driver.barrier()
+            self._driver.barrier()  # outcomes that have arrived are with the recorder then
             self._work.close()
         except BaseException as again:
             attach(again, self.results())
@@ -479,33 +354,32 @@ class LoopRun:
             error.add_note(f"raypool: {self._work.trouble}")
 
     def _feed(self, items: Iterator[Any], make_spec: Callable[[int, int, bool], TaskSpec]) -> None:
-        """Draw from a generator, never more than the look-ahead before the first item without a
-        result.
-        """
+        """Draw from a generator, at most the look-ahead before the first item without a result."""
         work, driver = self._work, self._driver
         work.take([])
         self._task_id = driver.submit(work, lambda task_id: make_spec(task_id, 0, True))
-        # One by one: the next item may take long to come, or even wait for what becomes of this
-        # one.
+        # one by one: the next item may take long to come, or even wait for the result of this one
         for item in items:
             check_travels((item,), self._backend, work.label, first=len(work.items))
             if work.add(item):
                 driver.post(ItemsAdded(self._task_id, 1, is_open=True))
             self._wait(
-                lambda: work.is_done or len(work.items) - work.num_settled < self._look_ahead()
+                lambda: (
+                    work.is_done
+                    or len(work.items) - work.num_settled
+                    < LOOK_AHEAD * max(driver.scheduler.workers.size, 1)
+                )
             )
             if work.is_done:
                 return
         self._total = len(work.items)
         driver.post(ItemsAdded(self._task_id, 0, is_open=False))
 
-    def _look_ahead(self) -> int:
-        return LOOK_AHEAD * max(self._driver.scheduler.workers.size, 1)
-
     def _wait(self, is_over: Callable[[], bool]) -> None:
         work = self._work
         while not is_over():
             with work.changed:
+                # without a display nothing has to be done before the loop changes
                 work.changed.wait_for(is_over, TICK_S if self._watchers else None)
             self._show_in_time()
 
@@ -526,7 +400,7 @@ class LoopRun:
     def _note_rest(self, error: KeyboardInterrupt) -> None:
         """Note in the exception that it has the finished results: nobody expects them there."""
         work = self._work
-        count = work.num_settled - (work.interrupt is not None)
+        count = work.num_settled - (work.interrupt is not None)  # without the item of the Ctrl-C
         of = f"of {self._total} items" if self._total is not None else "items"
         is_kept = work.run_dir is not None and work.trouble is None
         kept = f", and in {work.run_dir}: the same call goes on from there" if is_kept else ""
@@ -538,6 +412,7 @@ class LoopRun:
     def results(self) -> Results:
         """Join the results that have come back so far."""
         work = self._work
+        # copies: after a Ctrl-C the driver may still add to them
         segments, lost, errors = list(work.segments), list(work.lost), dict(work.errors)
         items = work.items
         values: list[Any] = [None] * len(items)
@@ -552,32 +427,27 @@ class LoopRun:
             else:
                 for index, value in zip(indices, arrived, strict=True):
                     values[index] = value
-        if any(type(value) is Missing for value in values):
-            _move_missing(values, errors)
+        for index, value in enumerate(values):
+            if type(value) is Missing:
+                values[index] = None
+                errors[index] = value.error
+        # made only when somebody looks: for short items the rows cost more than the items do
         rows = functools.partial(_rows, work, segments, lost, errors)
         return Results(
             items, values, rows, errors, work.caught_up, lambda: [*work.misses], work.diary
         )
 
 
-def _move_missing(values: list[Any], errors: dict[int, BaseException]) -> None:
-    for index, value in enumerate(values):
-        if type(value) is Missing:
-            values[index] = None
-            errors[index] = value.error
-
-
 def _rows(
     work: LoopWork, segments: list[Segment], lost: list[Lost], errors: Container[int]
 ) -> list[Row]:
-    """Return a row for each item. Made only when somebody looks: for short items it costs more than
-    they do.
-    """
+    """Return a row for each item."""
     rows = [
         Row() if index not in work.restored else work.restored[index].row
         for index in range(len(work.items))
     ]
     for piece, result, worker in segments:
+        # items of a call ran one after the other
         starts = list(itertools.accumulate(result.durations_s, initial=result.started_at))
         for position, index in enumerate(work.numbers(piece), piece.start - result.start):
             row = rows[index]
@@ -594,14 +464,12 @@ def _rows(
 
 
 def attach(error: BaseException, results: Results) -> None:
-    """Give an exception the results that were there before it, if it can carry them."""
-    try:
+    """Give an exception the results that came before it, if it can carry them."""
+    with contextlib.suppress(AttributeError):  # frozen, or `results` is a property
         error.results = results  # type: ignore[attr-defined]
-    except AttributeError:
-        return
 
 
-def is_serial(engine: Engine) -> bool:
+def is_inline(engine: Engine) -> bool:
     """Whether a loop runs in the thread that waits for it."""
     return engine.profile.backend == "inline"
 
@@ -609,47 +477,41 @@ def is_serial(engine: Engine) -> bool:
 def watched(
     progress: bool | Callable[..., Any] | None, label: str, engine: Engine
 ) -> contextlib.AbstractContextManager[Watcher | None]:
-    """Show the progress of a loop while the context lasts, if that is wanted; not in a task, where
-    nobody sees it.
-    """
-    if progress is False or in_task():
+    """Show the progress of a loop while the context lasts, if wanted."""
+    if progress is False or in_task():  # nobody sees a display in a task
         return contextlib.nullcontext()
     from raypool.views.progress import watched as watched_by_somebody
 
-    return watched_by_somebody(progress, label, engine.backend, is_serial(engine))
+    return watched_by_somebody(progress, label, engine.backend, is_inline(engine))
 
 
 @contextlib.contextmanager
 def echoed(echo: bool | None, work: LoopWork, engine: Engine) -> Iterator[Watcher | None]:
-    """Show the output of items while the context lasts, if that is wanted; not in a task, where
-    nobody sees it.
-    """
+    """Show the output of items while the context lasts, if wanted; not in a task, as above."""
     if in_task() or not (_is_unseen_in_notebook(engine) if echo is None else echo):
         yield None
         return
     from raypool.views.item_lines import ItemLines
 
-    lines = ItemLines(is_direct=is_serial(engine))
+    lines = ItemLines(is_direct=is_inline(engine))
     work.feed.on_text = lines.add
     try:
         yield lines
     finally:
-        work.catch_up()
+        work.catch_up()  # the last lines may still be on their way
         work.feed.on_text = None
         lines.end()
 
 
 def _is_unseen_in_notebook(engine: Engine) -> bool:
-    """Whether this is a notebook that shows nothing of what items print; in this process, what they
-    print is shown anyway.
-    """
+    """Whether this is a notebook that shows nothing of what items print in other processes."""
     from raypool.views.kernel import notebook_shell
 
     return engine.profile.backend == "ray" and notebook_shell() is not None
 
 
 def check_progress(progress: Any) -> None:
-    """Make sure that `progress` is one of those things that it may be.
+    """Make sure that `progress` is one of the things that it may be.
 
     Raises:
         InvalidTypeError: It is none of them.
@@ -662,7 +524,7 @@ def check_progress(progress: Any) -> None:
 
 
 def raise_if_failed(work: LoopWork, results: Results, on_error: str) -> None:
-    """Raise what ended the loop before its time, or its first failure if that is wanted."""
+    """Raise what ended the loop early, or its first failure if that is wanted."""
     is_complete = work.state is TaskState.FINISHED
     if is_complete and (on_error == "collect" or not results.errors):
         return

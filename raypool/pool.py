@@ -1,7 +1,4 @@
-"""The pool: `parpool` opens a `ParallelPool`, whose verbs are those of `PoolView`.
-
-Also here: parts of a pool (`PoolPart`), the current pool (`gcp`), and `fit` on it.
-"""
+"""The pool: `parpool`, `ParallelPool`, its views and parts, and the current pool (`gcp`)."""
 
 from __future__ import annotations
 
@@ -13,14 +10,14 @@ import time
 import uuid
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from raypool.channel.constants import Constant, call_once, content_of, new_constant
 from raypool.channel.records import WorkerInfo, function_name
-from raypool.channel.store import ValueStore
+from raypool.channel.store import FindWay, ValueStore
 from raypool.channel.traffic import TransferBytes
 from raypool.core.messages import CancelRequested
 from raypool.engine.engine import (
@@ -50,30 +47,32 @@ from raypool.futures import (
     unless_interrupted,
 )
 from raypool.options import Options, check_callable, worker_numbers
-from raypool.parfor import LoopVerbs, is_serial
+from raypool.parfor import is_inline, parfor
 from raypool.profile_files import resolve_profile
 from raypool.profiles import Profile
 from raypool.task import current_task
-from raypool.train.verbs import TrainingVerbs
 from raypool.worker.running import in_task
 
 if TYPE_CHECKING:
+    import os
+
     import pandas as pd
 
     from raypool.spmd.composite import Composite
-    from raypool.train.runs import TrainingRun
+    from raypool.train.runs import RunOptions, TrainingRun
     from raypool.train.training_options import TrainingOptions
 
 T = TypeVar("T")
+
+Workers = int | Iterable[int | WorkerInfo] | None
+"""How many workers, or which; None for all."""
 
 
 # --- verbs of a pool ------------------------------------------------------------------------------
 
 
-class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
-    """The verbs of a pool, with given options. `ParallelPool` is one itself; `options` returns
-    others of the same pool.
-    """
+class PoolView(concurrent.futures.Executor):
+    """The verbs of a pool, with given options. `ParallelPool` is one; `options` returns others."""
 
     def __init__(
         self,
@@ -85,35 +84,32 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
         self._engine = engine
         self._options = options
         self._pool = pool  # a reference, so that the pool is not collected, which would end it
-        if places is None and pool is not None:
+        if places is None and pool is not None:  # a view of a part has the part's workers
             places = pool._places
         self._places: tuple[int, ...] | None = places  # of its workers; None: of all
+        self._is_serial = False
 
     def options(self, **changes: Any) -> PoolView:
         """Return a view of this pool whose verbs use other options.
 
         Args:
-            **changes: `retries`: how often an item runs again after its worker was lost; 0 means
-                that no item ever runs twice. `retry_on`: exception types of the user's own after
-                which an item runs again too; without a delay that may be on the same worker, at
-                once. `retry_delay_s`: it waits so long [s] before it runs for the second time,
-                twice as long before each further one, at most 300 s. `timeout_s`: an item that runs
-                longer [s] is stopped as by `Future.cancel`, and fails with `TaskTimeoutError`. With
+            **changes: `retries`: how often an item runs again after its worker was lost; 0: it
+                never runs twice. `retry_on`: exception types after which an item runs again too,
+                perhaps on the same worker. `retry_delay_s`: the wait before the second run [s],
+                doubled before each further one, up to 300 s. `timeout_s`: an item that runs longer
+                [s] is stopped as by `Future.cancel` and fails with `TaskTimeoutError`. With
                 `workers_per_gpu="auto"` an item that found too little GPU memory beside others runs
                 again whatever `retries` says, and its wait for the GPU is part of its time.
                 `mismatch_timeout_s`: ranks (`spmd`, `train` and `fit` in the warm lane) that have
-                waited for each other this long [s] in places where they can't meet fail with a
-                `CollectiveError`; None: never. One has ended or is in `ray.train.report`, say, and
-                another is in a collective of torch's. A rank that computes may take any time.
-                `fresh_process`: an item runs in a process in which nothing has run before, and
-                which ends after it, whatever it leaves behind there (it costs a worker's start; in
-                pools of this process it means nothing). `priority`: higher goes first; equal ones
-                go in the order in which they were submitted. `worker`: run on the worker with this
-                number only; if that one is lost, so is the task. `name`: what to call the work in
-                messages and displays. `checkpoints`: a folder that all machines of the pool see, or
-                a URL ("gs://..."), in which `current_task().checkpoint_dir` of each item is kept,
-                for whoever submits an equal one later too (of the same function, with equal
-                arguments); equal calls that run at the same time share it.
+                waited for each other this long [s] in places where they cannot meet fail with a
+                `CollectiveError`; None: never. Computing may take any time. `fresh_process`: each
+                item runs in a new process that ends after it (this costs a worker's start, and
+                means nothing in pools of this process). `priority`: higher goes first; equal ones
+                in the order of submission. `worker`: run only on the worker with this number; if it
+                is lost, so is the task. `name`: its name in messages and displays. `checkpoints`: a
+                folder that all machines of the pool see, or a URL ("gs://..."), that keeps
+                `current_task().checkpoint_dir` of each item, also for equal calls later (same
+                function, equal arguments); equal calls at the same time share it.
 
         Raises:
             InvalidTypeError: There is no such option.
@@ -133,13 +129,13 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
         return PoolView(self._engine, replace(self._options, **changes), pool=self)
 
     def __reduce__(self) -> Any:
-        """Let a function that refers to its pool travel: on the worker it finds a serial one."""
+        # a function that refers to its pool can travel: on the worker it finds a serial one
         return _serial_view, ()
 
-    def _engine_here(self) -> Engine:
-        """Return the engine for work submitted here: in a task, a serial one."""
+    def _target(self) -> PoolView:
+        """Return the view that takes work submitted here: this one, but in a task a serial one."""
         if in_task():
-            return serial_engine()
+            return self._serial()
         self._check_open()
         if self._places is not None and not self._numbers():
             raise ResourceError(
@@ -150,44 +146,44 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
                 available=0,
                 holders=(),
             )
-        return self._engine
+        return self
+
+    def _serial(self, find_way: FindWay | None = None) -> PoolView:
+        """Return a view with these options that runs everything at once, in the calling thread."""
+        view = PoolView(serial_engine(find_way), self._options)
+        view._is_serial = True
+        return view
 
     def _check_open(self) -> None:
-        """Make sure that work is still taken here."""
+        """Raise the error if no work is taken any more."""
         if self._pool is not None:
             self._pool._check_open()
         else:
             self._engine.check_open()
 
     def _numbers(self) -> list[int]:
-        """Return the numbers of the workers that this view is of, in order, without those that are
-        to end.
-        """
+        """Return the numbers of this view's workers, in order, without those that are to end."""
         workers = self._engine.driver.scheduler.workers
         there = [
             place.place
-            for place in list(workers.places.values())
+            for place in list(workers.places.values())  # a copy: the driver's thread adds places
             if place.worker_id not in workers.retiring
         ]
         return sorted(there if self._places is None else set(there).intersection(self._places))
 
     def _workers(self) -> list[WorkerInfo]:
-        """Return the workers that this view is of, in order."""
-        workers = self._engine.workers()
-        return (
-            workers
-            if self._places is None
-            else [worker for worker in workers if worker.index in self._places]
-        )
+        """Return this view's workers, in order."""
+        places = self._places
+        return [
+            worker for worker in self._engine.workers() if places is None or worker.index in places
+        ]
 
-    def _where(self, engine: Engine) -> Where:
-        """Return where work is to run; what runs serially, in a task, runs where it is, and has no
-        process of its own.
-        """
+    def _where(self) -> Where:
+        """Return on which workers work may run."""
+        if self._is_serial:
+            return Where()  # where it is: without a process of its own, and whatever `worker` says
         number = self._options.worker
-        is_fresh = self._options.fresh_process and engine.profile.backend == "ray"
-        if engine is not self._engine:
-            return Where()
+        is_fresh = self._options.fresh_process and self._engine.profile.backend == "ray"
         if number is None:
             return Where(None, self._places, is_fresh)
         numbers = self._numbers()
@@ -195,23 +191,23 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
             raise InvalidValueError(
                 f"There is no worker {number}. There are: {', '.join(map(str, numbers))}."
             )
+        # `place` is the worker that is there now; a fresh process is another one
         return Where(None, (number,), is_fresh) if is_fresh else Where(number)
 
     def device_table(self) -> pd.DataFrame:
-        """Return the GPUs of the machines that the workers are on, as they are now, whoever uses
-        them: a row for each.
+        """Return a table of the GPUs of the workers' machines, as they are now.
 
-        No CUDA context is made: the agents of the nodes ask the GPUs' driver. What that does not
-        say is NA; and of a node that does not answer within 3 s all that changes is (memory,
-        utilisation, temperature, processes). With "threads" and "inline", and in a task, it is the
-        table of this machine.
+        No CUDA context is made: the nodes' agents ask the GPUs' driver. What it does not say is NA,
+        and so is all that changes (memory, utilisation, temperature, processes) on a node that does
+        not answer within 3 s. With "threads" and "inline", and in a task, it is the table of this
+        machine.
 
         Returns:
-            A table with the column `host`, those of `gpu_device_table` but for the last (`index`,
+            A table with the column `host`, those of `gpu_device_table` except the last (`index`,
             `name`, `uuid`, `total_bytes`, `used_bytes`, `free_bytes`, `utilisation`,
-            `temperature_c`, `processes`, ...), `workers` (the numbers of this pool's workers on the
-            GPU, or of this part's) and `running` (what each of these runs, None for one that is
-            idle). It is empty where there is no GPU.
+            `temperature_c`, `processes`, ...), `workers` (the numbers of this pool's or part's
+            workers on the GPU) and `running` (what each of these runs, None for an idle one).
+            Without a GPU it is empty.
 
         Example:
             >>> from raypool import parpool
@@ -220,11 +216,128 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
             ['host', 'index', 'name']
         """
         if in_task():
-            engine = serial_engine()
-            return device_table(engine.backend.devices(), {}, [0])
+            return device_table(serial_engine().backend.devices(), {}, [0])
         self._check_open()
         return device_table(
             self._engine.backend.devices(), running(self._engine.driver), self._numbers()
+        )
+
+    # --- loops ------------------------------------------------------------------------------------
+
+    def parfor(  # noqa: PLR0913 - each argument is asked for by users, all are named
+        self,
+        fn: Callable[[Any], Any],
+        items: Iterable[Any] | int,
+        *,
+        on_error: Literal["stop", "raise", "collect"] | None = None,
+        reduce: Callable[[Any, Any], Any] | None = None,
+        init: Any = None,
+        cost: Sequence[float] | Callable[[Any], float] | None = None,
+        max_workers: int | None = None,
+        chunk_size: int | None = None,
+        seed: int | None = None,
+        progress: bool | Callable[..., Any] | None = None,
+        echo: bool | None = None,
+        name: str | None = None,
+        run_dir: str | os.PathLike[str] | None = None,
+        rerun: Literal["failed", "missing", "all"] = "failed",
+    ) -> Any:
+        """Call `fn(item)` for every item, on all workers at once; return the results in item order.
+
+        Each worker takes the next item when it is free. Items that take milliseconds share calls,
+        and those below 0.25 s may queue up behind the item that their worker runs; so items must
+        not wait for one another (use `spmd` for that). An item runs at least once, and again if its
+        worker is lost (up to `retries` times); its result counts exactly once. Inside a task the
+        loop runs serially, in the task.
+
+        Args:
+            fn: Any function of one argument, also with `async def`. It is shipped to each worker
+                once, with the variables that it captures, which all items there share: copy a
+                captured model or array before changing it (`copy.deepcopy(model)`).
+            items: A list or other iterable, also an endless generator (at most a few items per
+                worker are drawn ahead), a DataFrame of pandas or polars (each row a dict), or a
+                number `n` for `range(n)`.
+            on_error: "stop": the first failure ends the loop and is raised. "raise": all items run,
+                then the first failure is raised. "collect": all items run; failures are in the
+                table. None: "raise" with `run_dir`, else "stop".
+            reduce: Fold the values with this function of two arguments, in item order; the result
+                is the same on any number of workers, to the last bit.
+            init: The first operand of `reduce`; None begins with the first value.
+            cost: How long each item will take, roughly and in any unit: a number for each, or a
+                function of the item. The most expensive items go first, so that no long one begins
+                when the others are done. It needs a list of items.
+            max_workers: Use at most so many workers; 0 runs serially in this process.
+            chunk_size: Send so many items in a call, however long they take. None: by measured
+                time.
+            seed: Give every item its own random numbers, which depend only on the seed and the
+                item's number: those of Python's, NumPy's and torch's global generators, of all
+                generators in global variables, the closure, default arguments or a partial of `fn`,
+                and `current_task().seed`. In this process (profiles "inline" and "threads")
+                generators are put back afterwards.
+            progress: Show the progress of the loop. None: a live display below the cell of a
+                notebook, or on a terminal; elsewhere lines on standard error, the first after ten
+                seconds. True: lines from the beginning, too. False: nothing. Or a function like
+                `tqdm`, called as `progress(total=..., desc=...)`; the bar has `update(n)` and
+                optionally `set_postfix(failed=...)` and `close()`.
+            echo: Show the output of items on standard output as it arrives, each line after the
+                number of its item. None: in a notebook, unless the items run in this process.
+                `Results.diary` has all output in any case.
+            name: The loop's name in messages and displays.
+            run_dir: Save the result of each item in this folder, before it is reported. The same
+                call later, with the same items in any order, more of them or fewer, resumes from
+                there. Items are identified by their content, `fn` by its name. The folder also has
+                the reports, output and `current_task().checkpoint_dir` of each item; if items use
+                the last, all machines of the pool must see this folder, or
+                `pool.options(checkpoints=...)` names a URL for it.
+            rerun: Which items run if `run_dir` has results: "failed": failed and missing items;
+                "missing": only items without an outcome; "all": all items. Checkpoints stay in any
+                case.
+
+        Returns:
+            `Results`: the values in order, and a table of them; with `reduce` the folded value.
+
+        Raises:
+            Exception: What `fn` raised, as itself, with a note of the item, worker and attempt, the
+                remote traceback as its cause, and `.results`, everything that has finished.
+            WorkerLostError: An item has lost its worker too often.
+            SerializationError: `fn` or an item cannot be sent; it names the variable.
+            PoolClosedError: The pool was shut down.
+            JournalError: `run_dir` is in use by somebody else, was made by another function or with
+                another seed, or cannot be written; if only at the end, `.results` has all values.
+
+        Source:
+            MATLAB R2025b, parfor; concurrent.futures.
+
+        Example:
+            >>> from raypool import parpool
+            >>> with parpool(2, profile="threads", quiet=True) as pool:
+            ...     list(pool.parfor(lambda x: x * x, range(4)))
+            ...     pool.parfor(lambda x: x * x, range(4), reduce=max)
+            [0, 1, 4, 9]
+            9
+            >>> import tempfile
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> with folder, parpool(2, profile="threads", quiet=True) as pool:
+            ...     _ = pool.parfor(abs, [-1, -2], run_dir=folder.name)
+            ...     list(pool.parfor(abs, [-3, -2, -1], run_dir=folder.name))  # only -3 runs
+            [3, 2, 1]
+        """
+        return parfor(
+            self,
+            fn,
+            items,
+            on_error=on_error,
+            reduce=reduce,
+            init=init,
+            cost=cost,
+            max_workers=max_workers,
+            chunk_size=chunk_size,
+            seed=seed,
+            progress=progress,
+            echo=echo,
+            name=name,
+            run_dir=run_dir,
+            rerun=rerun,
         )
 
     # --- single calls -----------------------------------------------------------------------------
@@ -232,9 +345,9 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
     def parfeval(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         """Call `fn(*args, **kwargs)` on the next free worker; return a future at once.
 
-        The arguments are sent as they are now: later changes to them have no effect. Inside a task
-        the call runs at once. A coroutine that `fn` returns (`async def`) runs on the worker, in an
-        event loop of its own.
+        Arguments are sent as they are now: later changes have no effect. Inside a task the call
+        runs at once. A coroutine that `fn` returns (`async def`) runs on the worker, in its own
+        event loop.
 
         Raises:
             InvalidTypeError: `fn` cannot be called, or is a generator function.
@@ -251,11 +364,11 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
             1024
         """
         check_callable(fn)
-        engine = self._engine_here()
-        return submit_call(engine, fn, args, kwargs, self._options, self._where(engine))
+        target = self._target()
+        return submit_call(target._engine, fn, args, kwargs, target._options, target._where())
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """Do as `parfeval` does; the name that `concurrent.futures` gives it."""
+        """Do as `parfeval` does, under the name of `concurrent.futures`."""
         return self.parfeval(fn, *args, **kwargs)
 
     def map(
@@ -266,21 +379,20 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
         chunksize: int = 1,
         buffersize: int | None = None,
     ) -> MapResults[T]:
-        """Call `fn` with the first of each iterable, the second of each, and so on; return the
-        results in this order, lazily.
+        """Call `fn` with the first of each iterable, then the second of each; return values lazily.
 
-        A call that fails raises its error where its result would be; the next result follows. When
-        the iterator is dropped after its first result, at `close()`, or when the time is up, the
-        other calls are cancelled, running ones included.
+        The values come in the order of the calls. A call that fails raises its error where its
+        value would be; the next value follows. When the iterator is dropped after its first value,
+        at `close()`, or when the time is up, the other calls are cancelled, running ones included.
 
         Args:
             fn: Any function; it is shipped to each worker once.
             *iterables: The arguments. The shortest iterable sets the number of calls.
-            timeout: How long to wait for a result, from now on [s]; then `TimeoutError` is raised.
+            timeout: How long to wait for a value, from now on [s]; then `TimeoutError` is raised.
                 None: as long as it takes.
             chunksize: Changes nothing: short calls travel together by measured time.
-            buffersize: At most so many calls are ahead of the results that were taken, so the
-                iterables may be without end. None: all are submitted now.
+            buffersize: At most so many calls are ahead of the values that were taken, so the
+                iterables may be endless. None: all are submitted now.
 
         Returns:
             An iterator over the values, with a method `close`.
@@ -292,8 +404,8 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
             PoolClosedError: The pool was shut down.
 
         Source:
-            concurrent.futures.Executor.map of Python 3.14; it goes on after an error, as the
-            built-in `map` does.
+            concurrent.futures.Executor.map of Python 3.14; like the built-in `map` it continues
+            after an error.
 
         Example:
             >>> from raypool import parpool
@@ -303,40 +415,39 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
         """
         buffersize = checked_buffersize(chunksize, buffersize)
         check_callable(fn)
-        engine = self._engine_here()
-        where = self._where(engine)
-        function = engine.function(fn)
+        target = self._target()
+        engine, where = target._engine, target._where()
+        function = engine.function(fn)  # once for all calls
         engine.warn_of_generators(fn)
 
         def submit(args: tuple[Any, ...]) -> Future[T]:
-            if engine is self._engine:
-                self._check_open()
-            # what is kept is known by the function itself
+            if not target._is_serial:
+                target._check_open()  # calls are handed in one by one; it may be closed by now
+            # the key of the checkpoints is made of the function itself
             if self._options.checkpoints is not None:
                 return submit_call(engine, fn, args, {}, self._options, where)
             return submit_function(engine, function, args, {}, self._options, where)
 
-        hand_in = unless_interrupted(submit) if is_serial(engine) else submit
+        # inline, calls run while they are handed in: Ctrl-C in one of them ends that
+        hand_in = unless_interrupted(submit) if is_inline(engine) else submit
         return MapResults(hand_in, zip(*iterables, strict=False), timeout, buffersize)
 
     @property
     def _max_workers(self) -> int:
-        """How many workers there are; dask and others read it of an executor."""
+        """How many workers there are; dask and others read this attribute of an executor."""
         return len(self._numbers())
 
     def parfeval_on_all(
         self, fn: Callable[..., T], /, *args: Any, sticky: bool = False, **kwargs: Any
     ) -> Future[list[T]]:
-        """Call `fn(*args, **kwargs)` once on every worker; return a future of the values in the
-        order of the workers.
+        """Call `fn(*args, **kwargs)` once on every worker; return a future of all values.
 
         Args:
-            fn: Any function.
-            *args: What to call it with.
-            sticky: Also call it on every worker that comes later, before anything else runs there:
-                one that replaces another, or is started again after `idle_timeout_s`, or makes the
-                pool larger.
-            **kwargs: What to call it with.
+            fn: Any function. Its values are in the order of the workers.
+            *args: Its arguments.
+            sticky: Also call it on every later worker before anything else runs there: one that
+                replaces another, is started again after `idle_timeout_s`, or makes the pool larger.
+            **kwargs: Its arguments by name.
 
         Source:
             MATLAB R2025b, parfevalOnAll.
@@ -348,20 +459,19 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
             [8, 8]
         """
         check_callable(fn)
-        engine = self._engine_here()
+        target = self._target()
         name = self._options.name or function_name(fn)
         if sticky:
             fn = functools.partial(call_once, uuid.uuid4().hex, fn)
             # first: a worker that starts now gets both, and makes one
             self._begin_with(functools.partial(fn, *args, **kwargs))
-        # Bound to the place, not to the worker that is there now: one that replaces it will do as
-        # well.
+        # bound to the place, not to the worker that is there now: its replacement will do as well
         options = replace(self._options, worker=None, name=name, checkpoints=None)
         futures: list[Future[T]] = []
         try:
             futures.extend(
-                PoolView(engine, options, self, (number,)).parfeval(fn, *args, **kwargs)
-                for number in (self._numbers() if engine is self._engine else [0])
+                PoolView(target._engine, options, self, (number,)).parfeval(fn, *args, **kwargs)
+                for number in target._numbers()
             )
             return gather(futures, name)
         except BaseException:  # Ctrl-C: nobody could cancel those that were handed in
@@ -369,10 +479,8 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
             raise
 
     def _begin_with(self, fn: Callable[[], object]) -> Callable[[], None]:
-        """Let every worker that comes later call a function before anything else; return what takes
-        that back.
-        """
-        engine = self._engine_here()
+        """Let every later worker call a function first; return what takes that back."""
+        engine = self._target()._engine
         setup = engine.function(
             fn if self._places is None else functools.partial(_call_in, self._places, fn)
         )
@@ -388,34 +496,33 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
         *args: Any,
         workers: int | Iterable[int | WorkerInfo] | None = None,
     ) -> Composite:
-        """Call `fn(context, *args)` on all workers at the same time, each of which is a rank;
-        return what they keep.
+        """Call `fn(context, *args)` on all workers at the same time, each of which is a rank.
 
         The ranks are in one process group, through which `context` (an `SpmdContext`) lets them
         talk: `context.all_reduce(x)` and the like, and `torch.distributed` as it is, so that DDP,
-        FSDP and tensor parallel work. The group stays warm for the next call. No rank begins before
-        all their workers are free, and later work waits for them; no rank ever runs twice. Inside a
-        task there is one rank, right there.
+        FSDP and tensor parallel work. The group stays open for the next call. All ranks begin
+        together, when all their workers are free, and later work waits for them; none ever runs
+        twice. Inside a task there is one rank, right there.
 
         Args:
             fn: Any function whose first argument is the context.
-            *args: What else to call it with, the same for each rank; of a `Composite` each gets its
+            *args: Its other arguments, the same for each rank; of a `Composite` each rank gets its
                 own part, where it is.
-            workers: Those that are to be ranks: how many, or which, by number or as they stand in
-                `pool.workers`, rank 0 first. 0: a single rank, in this process. None: the workers
-                of the first `Composite` among `args`; without one, all.
+            workers: The ranks: how many, or which, by number or as in `pool.workers`, rank 0 first.
+                0: a single rank, in this process. None: the workers of the first `Composite` among
+                `args`; without one, all.
 
         Returns:
-            A `Composite`: what each rank has returned, still on its worker. `composite[rank]`
-            fetches one.
+            A `Composite` of the ranks' values, each still on its worker. `composite[rank]` fetches
+            one.
 
         Raises:
             SpmdError: A rank has failed or was lost, ranks have waited for each other in different
                 places (`options(mismatch_timeout_s=...)`), or the time was up
-                (`options(timeout_s=...)`). The other ranks were ended, and their workers go on.
+                (`options(timeout_s=...)`). The other ranks were ended; their workers continue.
             ResourceError: There are fewer workers than were asked for.
             InvalidValueError: A `Composite` is on other workers than the call.
-            CompositeError: An argument is a `Composite` of which a part is not there.
+            CompositeError: An argument is a `Composite` with a missing part.
             SerializationError: The function or an argument cannot be sent; it names the variable.
             PoolClosedError: The pool was shut down.
 
@@ -429,6 +536,7 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
             [33, 33, 33]
         """
         future = self.spmd_async(fn, *args, workers=workers)
+        # the driver's thread calls callbacks: if it waits, nothing ends any more
         if self._engine.driver.is_own_thread and not future.done():
             future.cancel()
             raise InvalidValueError(
@@ -470,24 +578,281 @@ class PoolView(LoopVerbs, TrainingVerbs, concurrent.futures.Executor):
                 "fresh_process=True does not go with spmd, whose ranks stay together from call to"
                 " call."
             )
-        engine, size, places = self._ranks(workers_of(args) if workers is None else workers)
-        return submit_spmd(engine, fn, args, self._options, size, places)
+        target, size, places = self._ranks(workers_of(args) if workers is None else workers)
+        return submit_spmd(target._engine, fn, args, target._options, size, places)
 
-    def _ranks(self, workers: Any) -> tuple[Engine, int, tuple[int, ...] | None]:
-        """Return where ranks are to run, how many there are, and the only places that they may
-        have, rank 0 first (None: any).
-        """
+    def _ranks(self, workers: Any) -> tuple[PoolView, int, tuple[int, ...] | None]:
+        """Return where ranks run, how many, and in which places (None: any), rank 0 first."""
         from raypool.spmd.call import choose_ranks
 
-        engine = self._engine_here()
-        if engine is not self._engine:
-            return engine, 1, (0,)
+        target = self._target()
+        if target._is_serial:
+            return target, 1, (0,)
         if workers is None and self._options.worker is not None:
             workers = [self._options.worker]
         size, places = choose_ranks(workers, self._numbers(), self._places)
-        if size == 0:
-            return serial_engine(self._engine.find_way), 1, (0,)
-        return engine, size, places
+        if size == 0:  # in this process, with the pool's store
+            return self._serial(self._engine.find_way), 1, (0,)
+        return target, size, places
+
+    # --- training ---------------------------------------------------------------------------------
+
+    def train(  # noqa: PLR0913 - likewise
+        self,
+        loop: Callable[..., Any],
+        config: Mapping[str, Any] | None = None,
+        *,
+        workers: Workers = None,
+        lane: Literal["warm", "managed"] = "warm",
+        options: RunOptions | None = None,
+        trainer: type | None = None,
+        datasets: Mapping[str, Any] | None = None,
+        **trainer_args: Any,
+    ) -> TrainingRun:
+        """Train one model on all workers at once by a loop written for Ray Train; return a future.
+
+        In the loop Ray Train's functions work: `ray.train.report`, `get_checkpoint`,
+        `get_all_reported_checkpoints`, `get_context()` with its ranks, name and `get_storage()`
+        (the folder of the run), `get_preemption_info`, `ray.train.collective`,
+        `ray.train.torch.prepare_model` and `prepare_data_loader`. `get_dataset_shard` and
+        `report(validation=...)` need the managed lane. The metrics that rank 0 reports are kept. A
+        lost worker is replaced on the same GPU, and all ranks begin again from the last checkpoint,
+        `retries` times.
+
+        With "threads" and "inline", and inside a task, there is one rank.
+
+        Args:
+            loop: A function of one argument, or of none, that every rank calls:
+                `train_loop_per_worker` of a `TorchTrainer`.
+            config: The argument of the loop.
+            workers: Those that train: how many, or which, by number or as in `pool.workers`, rank 0
+                first. None: all.
+            lane: "warm": the pool's workers run the loop, by Ray Train's local mode, at once.
+                "managed": Ray Train runs it, in its own processes; it takes some seconds to begin,
+                and has Ray Data (`datasets`), other frameworks (`trainer`) and everything else of
+                Ray's trainers, and numbers its ranks itself. Meanwhile the workers' processes end,
+                with the constants and Composites in them; other work for them waits. Afterwards the
+                pool claims the same GPUs again. A worker whose GPU somebody else has taken by then,
+                and keeps for `start_timeout_s`, is lost; a warning says who has it.
+            options: Where checkpoints are kept, how many, and from which one to begin. In the
+                managed lane `min_workers` is also the least of Ray's elastic number of ranks.
+            trainer: A trainer of Ray's instead of `TorchTrainer`, such as `TensorflowTrainer`;
+                needs the managed lane.
+            datasets: Ray Data datasets by name, for `ray.train.get_dataset_shard`; needs the
+                managed lane, and a free core.
+            **trainer_args: In the managed lane, the trainer's other arguments: `torch_config`,
+                `dataset_config`, `validation_config`, `run_config` (with `callbacks`,
+                `storage_filesystem`, `checkpoint_config`, ...) and `scaling_config`, without what
+                the pool itself sets: how many ranks there are, and what each gets.
+
+        Returns:
+            A `TrainingRun`. Its result is a `TrainingResult`; or it fails with a `TrainingError`
+            that names the rank, or with a `TaskTimeoutError` (`pool.options(timeout_s=...)`); both
+            have `.result` with all that was reached.
+
+        Raises:
+            ResourceError: There are fewer workers than were asked for, or no core for Ray Data.
+            InvalidValueError, InvalidTypeError: An argument cannot work.
+            SerializationError: The loop or its configuration cannot be sent; it names the variable.
+            PoolClosedError: The pool was shut down.
+
+        Source:
+            Ray 2.60, TorchTrainer, with its local mode as the warm lane.
+
+        Example:
+            >>> from raypool import parpool
+            >>> def loop(config):
+            ...     import ray.train
+            ...     for epoch in range(config["epochs"]):
+            ...         ray.train.report({"loss": 1 / (epoch + 1)})
+            ...     return ray.train.get_context().get_world_size()
+            >>> with parpool(1, profile="threads", quiet=True) as pool:
+            ...     result = pool.train(loop, {"epochs": 4}).result()
+            >>> result.values, result.metrics["loss"], len(result.metrics_frame)
+            ([1], 0.25, 4)
+        """
+        from raypool.train.verbs import train
+
+        return train(
+            self,
+            loop,
+            config,
+            workers=workers,
+            lane=lane,
+            options=options,
+            trainer=trainer,
+            datasets=datasets,
+            trainer_args=trainer_args,
+        )
+
+    def fit(  # noqa: PLR0913 - likewise
+        self,
+        model: Any,
+        data: Any,
+        loss: Callable[..., Any],
+        options: TrainingOptions | None = None,
+        *,
+        workers: Workers = None,
+        lane: Literal["warm", "managed"] = "warm",
+        run_options: RunOptions | None = None,
+    ) -> TrainingRun:
+        """Train a model on all workers at once, without a loop of one's own; return a future.
+
+        Each mini-batch is shared out among the ranks, and their gradients are weighted by their
+        shares: the result is that of one process with the whole mini-batch.
+
+        Args:
+            model: A `torch.nn.Module`, or a function without arguments that makes one. The caller's
+                own stays as it is.
+            data: (inputs, targets), two arrays or tensors of equal length, each of which may be a
+                tuple or dict of several; a DataFrame whose last column is the target; a list of
+                samples or a map-style `Dataset`; or a `DataLoader` of one, whose `collate_fn` and
+                sampler are used, and whose batch size and shuffling unless `options` say others. A
+                sample is a pair (input, target), or a dict as in Hugging Face's data sets, whose
+                target is called "labels" or "label". (data, "name") names another target of a
+                DataFrame or of dicts, (data, ["name", "name"]) several: columns of one array, or a
+                dict. The model gets inputs in a tuple as its arguments in order, in a dict as its
+                arguments by name (if it has none of these names, the dict; of samples that are
+                dicts an only input itself). Arrays, tables, Python's numbers and 64-bit floats of a
+                `Dataset` become the type of the model's parameters; other tensors stay as they are.
+            loss: A function of outputs and targets, such as `torch.nn.functional.cross_entropy`. It
+                returns the mean over its samples; one that weighs them (class weights,
+                `ignore_index`) is exact on one worker only, and a warning says so.
+            options: How to train; see `TrainingOptions`.
+            workers: Those that may train: how many, or which. None: all.
+            lane: As for `train`.
+            run_options: Where checkpoints are kept; see `RunOptions`.
+
+        Returns:
+            A `TrainingRun`. Its result's `model` is the trained model, on the CPU.
+
+        Raises:
+            InvalidValueError, InvalidTypeError: An argument cannot work.
+            ResourceError: There are too few workers, or none with a GPU where one is asked for.
+
+        Source:
+            MATLAB R2025b, trainnet and trainingOptions.
+
+        Example:
+            >>> import torch
+            >>> from raypool import TrainingOptions, parpool
+            >>> x = torch.linspace(-1, 1, 64)[:, None]
+            >>> model, loss = torch.nn.Linear(1, 1), torch.nn.functional.mse_loss
+            >>> options = TrainingOptions(max_epochs=30, mini_batch_size=16, optimizer="adam",
+            ...                           learning_rate=0.1)
+            >>> with parpool(1, profile="threads", quiet=True) as pool:
+            ...     result = pool.fit(model, (x, 3 * x), loss, options).result()
+            >>> round(result.model.weight.item())
+            3
+        """
+        from raypool.train.verbs import fit
+
+        return fit(self, model, data, loss, options, workers, lane, run_options)
+
+    def predict(
+        self,
+        model: Any,
+        data: Any,
+        *,
+        mini_batch_size: int = 128,
+        output: Callable[[Any], Any] | None = None,
+    ) -> Any:
+        """Return a model's outputs for data, in its order, computed on all workers at once.
+
+        Args:
+            model: A `torch.nn.Module`, or a function of a mini-batch. Each worker gets it once, a
+                module on its device and in evaluation mode; the caller's stays as it is. (A
+                function gets its mini-batches on the CPU.)
+            data: A NumPy array, a tensor or a DataFrame, with a row for each sample; a tuple or
+                dict of those, if the model has several inputs; a list of samples; or a map-style
+                `Dataset`. Of samples that are pairs (input, target) the input is taken; of dicts
+                all but "labels" or "label", as the model's arguments by name. Each worker reads its
+                own copy of a `Dataset` other than `TensorDataset`. Floating-point numbers become
+                the type of the model's weights.
+            mini_batch_size: The number of samples that go through the model at once. A call to a
+                worker has one mini-batch, or several that take milliseconds; `timeout_s` and
+                `retries` of `options` are for one call.
+            output: Called on the worker with the model's output for a mini-batch; what it returns
+                comes back instead. Arrays and lists are put end to end; of anything else the result
+                is a list with an entry for each mini-batch.
+
+        Returns:
+            The outputs of all samples, in order, on the CPU: tensors; NumPy arrays if `data` is
+            arrays or a DataFrame. Tuples and mappings of tensors stay that; a list has an entry for
+            each sample.
+
+        Raises:
+            InvalidValueError, InvalidTypeError: An argument cannot work.
+            Exception: What the model has raised, as itself, with a note of the samples.
+
+        Source:
+            MATLAB R2025b, minibatchpredict.
+
+        Example:
+            >>> import torch
+            >>> from raypool import parpool
+            >>> with parpool(2, profile="threads", quiet=True) as pool:
+            ...     pool.predict(torch.nn.Identity(), torch.arange(5.0), mini_batch_size=2)
+            tensor([0., 1., 2., 3., 4.])
+        """
+        from raypool.train.predict import predict_with
+
+        target = self._target()
+        return predict_with(
+            target._engine,
+            target._options,
+            target._where(),
+            model,
+            data,
+            mini_batch_size=mini_batch_size,
+            output=output,
+        )
+
+    def classify(
+        self,
+        model: Any,
+        data: Any,
+        *,
+        labels: Sequence[Any] | None = None,
+        mini_batch_size: int = 128,
+    ) -> Any:
+        """Return the class that a model gives each sample: the number of its largest output.
+
+        Args:
+            model: As for `predict`; its output has a column for each class.
+            data: As for `predict`.
+            labels: The names of the classes, in the order of the columns. None: their numbers.
+            mini_batch_size: As for `predict`.
+
+        Returns:
+            An array with the number, or the label, of each sample's class.
+
+        Raises:
+            InvalidValueError, InvalidTypeError: An argument cannot work, or the output has no
+                column for each class.
+
+        Source:
+            MATLAB R2025b, minibatchpredict and scores2label.
+
+        Example:
+            >>> import torch
+            >>> from raypool import parpool
+            >>> with parpool(2, profile="threads", quiet=True) as pool:
+            ...     pool.classify(torch.nn.Identity(), torch.eye(3), labels=["a", "b", "c"])
+            array(['a', 'b', 'c'], dtype='<U1')
+        """
+        from raypool.train.predict import classify_with
+
+        target = self._target()
+        return classify_with(
+            target._engine,
+            target._options,
+            target._where(),
+            model,
+            data,
+            labels=labels,
+            mini_batch_size=mini_batch_size,
+        )
 
 
 def _call_in(places: tuple[int, ...], fn: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
@@ -507,9 +872,7 @@ Works = list[tuple[int, Work]]
 
 
 class TaskQueue:
-    """The calls that have not ended (`parfeval`, `spmd_async`), of a pool or a part, as they are at
-    the moment of asking.
-    """
+    """The calls of a pool or a part that have not ended (`parfeval`, `spmd_async`), as of now."""
 
     def __init__(self, works: Callable[[], Works]) -> None:
         self._works = works
@@ -521,26 +884,22 @@ class TaskQueue:
 
     @property
     def running(self) -> list[Future[Any]]:
-        """Those that run."""
+        """The calls that run."""
         return self._in_state("running")
 
     def _in_state(self, state: str) -> list[Future[Any]]:
-        futures = [work.holder for _, work in self._works() if isinstance(work.holder, Future)]
-        shown = dict.fromkeys(map(_whole_of, futures))
+        shown: dict[Future[Any], None] = {}
+        for _, work in self._works():
+            future = work.holder
+            if isinstance(future, Future):
+                while future.whole is not None:  # of an attempt the user holds the training
+                    future = future.whole
+                shown[future] = None
         return [future for future in shown if future.state == state]
 
 
-def _whole_of(future: Future[Any]) -> Future[Any]:
-    """Return what a user holds of a call: of an attempt, the training."""
-    while future.whole is not None:
-        future = future.whole
-    return future
-
-
 class StaffedView(PoolView):
-    """A view that shows its workers: all of the pool's (`ParallelPool`), or some of them
-    (`PoolPart`).
-    """
+    """A view that shows its workers: the pool's (`ParallelPool`), or some of them (`PoolPart`)."""
 
     @property
     def workers(self) -> list[WorkerInfo]:
@@ -549,7 +908,7 @@ class StaffedView(PoolView):
 
     @property
     def num_workers(self) -> int:
-        """How many workers there are, those included that are being replaced."""
+        """How many workers there are, including those that are being replaced."""
         return len(self._numbers())
 
     @property
@@ -559,9 +918,7 @@ class StaffedView(PoolView):
 
     @property
     def busy(self) -> bool:
-        """Whether anything is queued or running, a cancelled task that has not stopped yet
-        included.
-        """
+        """Whether anything is queued or running, or a cancelled task has not stopped yet."""
         return bool(self._works()) or any(worker.state == "busy" for worker in self.workers)
 
     @property
@@ -575,26 +932,21 @@ class StaffedView(PoolView):
         return self._engine.is_over
 
     def _works(self) -> Works:
-        """Return what has been submitted and has not ended, as far as it is bound to these
-        workers.
-        """
-        self._engine.driver.barrier()
+        """Return all work that has not ended and is bound to these workers."""
+        self._engine.driver.barrier()  # what was submitted before is in `works` then
         works = list(self._engine.driver.works.items())
         if self._places is None:
             return works
         own, tasks = set(self._places), self._engine.driver.scheduler.backlog.tasks
-        specs = {
-            task_id: task.spec for task_id, _ in works if (task := tasks.get(task_id)) is not None
-        }
-        wanted = {
-            task_id: spec.places if spec.place is None else (spec.place,)
-            for task_id, spec in specs.items()
-        }
-        return [
-            (task_id, work)
-            for task_id, work in works
-            if (places := wanted.get(task_id)) is not None and own.issuperset(places)
-        ]
+        bound = []
+        for task_id, work in works:
+            task = tasks.get(task_id)  # None: it has ended meanwhile
+            if task is not None:
+                spec = task.spec
+                places = spec.places if spec.place is None else (spec.place,)
+                if places is not None and own.issuperset(places):
+                    bound.append((task_id, work))
+        return bound
 
     @property
     def store(self) -> ValueStore:
@@ -610,7 +962,7 @@ class StaffedView(PoolView):
             source: The value; or a function without arguments (or a class) that makes it, called on
                 each worker at the first use there.
             cleanup: Called with the value when a worker that has used it ends: with the pool, when
-                that gets smaller, or after `idle_timeout_s`. A process that dies can't call it.
+                that gets smaller, or after `idle_timeout_s`. A process that dies cannot call it.
 
         Raises:
             SerializationError: The value or the function cannot be sent.
@@ -633,20 +985,18 @@ class StaffedView(PoolView):
         return constant
 
     def transfer_bytes(self) -> TransferBytes:
-        """Count what goes to each worker and what comes from it while a `with` block runs.
+        """Count the bytes sent to and received from each worker while a `with` block runs.
 
-        What is counted are functions, arguments and results, as they travel (pickled). A large one
-        (from 64 KiB on) goes through Ray's object store: it counts as sent when the worker has
-        opened it, which for a function or a constant is once, and as received when somebody asks
-        for the result, so one that nobody has asked for has not been moved yet. What tasks put into
-        queues and the store goes other ways and is not counted; nor is what Ray itself says to its
-        workers. With "threads" and "inline" nothing is moved.
+        Functions, arguments and results are counted, as they travel (pickled). A large one (from 64
+        KiB on) goes through Ray's object store: it counts as sent when the worker has opened it,
+        which for a function or a constant is once, and as received when somebody asks for the
+        result. Values of queues and the store, and Ray's own messages, are not counted. With
+        "threads" and "inline" nothing is moved.
 
         Returns:
-            A context manager; what it gives has `to_frame()`, a table with the columns `sent_bytes`
-            and `received_bytes` and a row for each worker, and `total`, the same two numbers for
-            all of them. Both can be read at any time, and stay as they are from the end of the
-            block on.
+            A context manager; its value has `to_frame()`, a table with the columns `sent_bytes` and
+            `received_bytes` and a row for each worker, and `total`, the sums of both. They can be
+            read at any time, and no longer change after the block.
 
         Source:
             MATLAB R2025b, ticBytes, tocBytes.
@@ -661,7 +1011,7 @@ class StaffedView(PoolView):
             >>> moved.to_frame().shape
             (2, 2)
         """
-        return TransferBytes(self._engine.traffic, self._numbers)
+        return TransferBytes(self._engine.traffic, self._numbers)  # workers may change meanwhile
 
     def cancel_all(self) -> None:
         """Cancel everything that is queued or running, loops included.
@@ -679,8 +1029,7 @@ class StaffedView(PoolView):
             self._engine.driver.post(CancelRequested(task_id))
 
     def delete(self) -> None:
-        """Cancel queued calls and unfinished loops, wait for single calls that run, and release
-        everything.
+        """Cancel queued calls and unfinished loops, wait for running calls, and release everything.
 
         Twice does nothing.
         """
@@ -712,17 +1061,16 @@ class StaffedView(PoolView):
     ) -> tuple[PoolPart, PoolPart]:
         """Choose some of the workers; return them as a part of the pool, and the others as another.
 
-        Each part has the verbs of a pool, for its own workers, and both can be used at the same
-        time; so can the pool, for all of them. The workers stay the pool's: one that is replaced
-        stays in its part, those that `resize` adds are in neither. Parts can be parted further. If
-        nothing fits, as where there is no GPU, the part is empty (`num_workers` is 0): that is no
-        error until it is asked to do something.
+        Each part has the verbs of a pool, for its own workers. Parts and pool can be used at the
+        same time, and parts be parted further. A replaced worker stays in its part; those that
+        `resize` adds are in neither. If nothing fits, for example without a GPU, the part is empty
+        (`num_workers` is 0); only work for it is an error.
 
         Args:
-            per_gpu: So many workers for each GPU, as far as there are: 1 gives each GPU to a single
-                worker.
-            per_host: So many workers for each machine, as far as there are.
-            workers: These ones, by number or as they stand in `workers`.
+            per_gpu: So many workers for each GPU, as far as they exist: 1 gives each GPU to a
+                single worker.
+            per_host: So many workers for each machine, as far as they exist.
+            workers: These ones, by number or as in `workers`.
 
         Raises:
             InvalidTypeError: Not exactly one of the three was given, or it is of a wrong kind.
@@ -755,11 +1103,16 @@ class StaffedView(PoolView):
         per_host = optional_count("per_host", per_host, least=1)
         self._check_open()
         numbers = self._numbers()
-        there = [worker for worker in self.workers if worker.index in numbers]
+        there = [worker for worker in self.workers if worker.index in numbers]  # none that ends
         if workers is not None:
             chosen = worker_numbers(workers, numbers)
         elif per_gpu is not None:
-            chosen = _picked(there, _gpu_names, per_gpu)
+            chosen = _picked(
+                there,
+                # without UUIDs: each machine counts its GPUs from 0
+                lambda worker: worker.gpu_uuids or [(worker.host, gpu) for gpu in worker.gpus],
+                per_gpu,
+            )
         else:
             chosen = _picked(there, lambda worker: [worker.host], per_host or 0)
         others = [number for number in numbers if number not in chosen]
@@ -767,11 +1120,9 @@ class StaffedView(PoolView):
 
 
 class PoolPart(StaffedView):
-    """Some of the workers of a pool, with the verbs of a pool. Made by `partition`, which says what
-    it is for.
+    """Some of the workers of a pool, with the verbs of a pool; made by `partition`.
 
-    Its `queue`, `busy` and `cancel_all` cover the work that may run only on its own workers,
-    whoever submitted it.
+    Its `queue`, `busy` and `cancel_all` cover all work that may run only on its own workers.
     """
 
     def __init__(self, pool: StaffedView, places: Sequence[int]) -> None:
@@ -802,32 +1153,24 @@ class PoolPart(StaffedView):
         for task_id, work in works:
             if cancel_futures and not (isinstance(work.holder, Future) and work.holder.running()):
                 self._cancel(task_id, work)
+        # a task, or the callback of a future, would wait for itself
         if wait and not in_task() and not self._engine.driver.is_own_thread:
             concurrent.futures.wait(
                 [work.holder for _, work in works if isinstance(work.holder, Future)]
             )
 
     def __reduce__(self) -> Any:
-        """Let a function that refers to it travel: on the worker it finds a pool that runs
-        serially.
-        """
-        return _serial_part, ()
+        return _serial_part, ()  # as a view
 
 
 def _serial_part() -> StaffedView:
     return StaffedView(serial_engine(), Options())
 
 
-def _gpu_names(worker: WorkerInfo) -> Sequence[Hashable]:
-    return worker.gpu_uuids or [(worker.host, gpu) for gpu in worker.gpus]
-
-
 def _picked(
     workers: Iterable[WorkerInfo], names: Callable[[WorkerInfo], Sequence[Hashable]], limit: int
 ) -> list[int]:
-    """Return the first workers of which no more than `limit` have any one name; those without a
-    name are left out.
-    """
+    """Return the first workers, at most `limit` of any one name, none without a name."""
     counts: Counter[Hashable] = Counter()
     picked = []
     for worker in workers:
@@ -863,8 +1206,7 @@ class Statistics:
 
 
 class ParallelPool(StaffedView):
-    """Workers that each hold a GPU (or a core) for as long as the pool lives. Open one with
-    `parpool`.
+    """Workers that each hold a GPU (or a core) while the pool lives. Open one with `parpool`.
 
     A `concurrent.futures.Executor`, with MATLAB's verbs beside the standard ones. As a context
     manager it waits for its work at the end; if the block ends with an error, queued work is
@@ -873,6 +1215,7 @@ class ParallelPool(StaffedView):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine, Options(retries=engine.profile.retries))
+        # A forgotten pool ends. Not at exit: then the engine gives submitted work some seconds.
         weakref.finalize(self, engine.shutdown, wait=False).atexit = False
 
     def statistics(self) -> Statistics:
@@ -886,7 +1229,7 @@ class ParallelPool(StaffedView):
         """
         scheduler = self._engine.driver.scheduler
         counts = scheduler.counts
-        tasks = list(scheduler.backlog.tasks.values())
+        tasks = list(scheduler.backlog.tasks.values())  # a copy, as in `_numbers`
         return Statistics(
             counts.submitted,
             counts.finished,
@@ -901,8 +1244,8 @@ class ParallelPool(StaffedView):
     def resize(self, num_workers: int) -> None:
         """Give the pool this many workers.
 
-        New ones are up on return. Free ones are given back first; a busy one ends after what it is
-        running.
+        New ones are up on return. Free ones are given back first; a busy one ends after its current
+        work.
 
         Raises:
             ResourceError: There are fewer; the pool stays as it is.
@@ -927,15 +1270,13 @@ class ParallelPool(StaffedView):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        is_interrupted = kind is not None and not issubclass(kind, Exception)
-        if is_interrupted:
+        if kind is not None and not issubclass(kind, Exception):  # Ctrl-C: running work ends, too
             self._engine.shutdown(wait=True, cancel_queued=True, cancel_running=True)
         else:
             super().__exit__(kind, error, traceback)
 
     def __reduce__(self) -> Any:
-        """Let a function that refers to its pool travel: on the worker it finds a serial one."""
-        return _serial_pool, ()
+        return _serial_pool, ()  # as a view
 
 
 def parpool(
@@ -946,24 +1287,23 @@ def parpool(
     initargs: Iterable[Any] = (),
     **changes: Any,
 ) -> ParallelPool:
-    """Open a pool of workers, each with a GPU of its own (or a core), and print one line that says
-    what was started.
+    """Open a pool of workers, each with its own GPU (or core), and print one line about it.
 
-    Inside a task there is one worker, the task's own thread. Of what is asked for, it takes what it
-    begins and ends with: `initializer`, `setup` and `teardown`, also those of a `Profile`; not
-    those of a name, whose file may not be there.
+    Inside a task there is one worker, the task's own thread. Only `initializer`, `setup` and
+    `teardown` count there, also those of a `Profile`, but not those of a name, whose file may not
+    be there.
 
     Args:
         num_workers: Exactly so many, or `(least, most)` for as many as there are in that range.
             None: one for each GPU that this process may use; without a GPU, one for each physical
-            core; where the profile's `resources` is a list, one for each entry.
+            core; one for each entry if the profile's `resources` is a list.
         profile: "local" (Ray: the one that runs in this process, else a new one on this machine),
             "threads" or "inline" (in this process, without Ray); the name of one in a file
             raypool.toml (`[profiles.NAME]`) or pyproject.toml (`[tool.raypool.profiles.NAME]`) of
             this folder or the nearest one above; or a `Profile`.
-        initializer: A function that runs once in each worker before anything else, with `initargs`:
-            the standard library's way to say `setup=functools.partial(initializer, *initargs)`.
-        initargs: What to call it with.
+        initializer: The standard library's form of `setup=functools.partial(initializer,
+            *initargs)`: it runs once in each worker before anything else.
+        initargs: Its arguments.
         **changes: Single fields of the profile, such as `gpus=[0, 2]` or
             `resources=WorkerResources(gpus=0.5)`.
 
@@ -988,7 +1328,13 @@ def parpool(
         num_workers, profile=profile, initializer=initializer, initargs=initargs, **changes
     )
     if not in_task():
-        _note_current(pool)
+        with _current_lock:
+            _opened[:] = [
+                reference
+                for reference in _opened
+                if (other := reference()) is not None and not other.is_closed
+            ]
+            _opened.append(weakref.ref(pool))  # weak: a pool that is forgotten ends
     return pool
 
 
@@ -1000,41 +1346,37 @@ def open_pool(
     initargs: Iterable[Any] = (),
     **changes: Any,
 ) -> ParallelPool:
-    """Do as `parpool` does, for code that ends the pool itself: it never becomes the current one
-    (`gcp`).
-    """
+    """Do as `parpool` does, but never make it the current pool: the caller ends it itself."""
     asked = checked_range(num_workers)
     if initializer is not None:
         changes = _with_setup(initializer, initargs, changes)
     if in_task():
-        return _pool_in_task(profile, changes)
+        # a name is not looked up: its file may not be on this machine
+        given = profile if isinstance(profile, Profile) else Profile()
+        setup, teardown = (
+            changes.get(name, getattr(given, name)) for name in ("setup", "teardown")
+        )
+        return ParallelPool(serial_engine(setup=setup, teardown=teardown))
     settings = resolve_profile(profile, changes)
     least, most = settings.sized(*asked)
     started = time.monotonic()
     engine = open_engine(settings)
     try:
         engine.add_workers(least, most)
-    except BaseException:
+    except BaseException:  # Ctrl-C, too: no process may stay on a GPU
         engine.shutdown(wait=True, cancel_queued=True, cancel_running=True)
         raise
     pool = ParallelPool(engine)
     if not settings.quiet:
-        sys.stdout.write(f"raypool: {_described(engine)}{_duration(settings, started)}\n")
+        is_ray = settings.backend == "ray"
+        took = f", ready in {time.monotonic() - started:.1f} s" if is_ray else ""
+        sys.stdout.write(f"raypool: {_described(engine)}{took}\n")
         sys.stdout.flush()
     return pool
 
 
-def _pool_in_task(profile: str | Profile, changes: dict[str, Any]) -> ParallelPool:
-    """Return a serial pool that begins and ends as was asked for; the file that a name stands in
-    may not be here.
-    """
-    given = profile if isinstance(profile, Profile) else Profile()
-    setup, teardown = (changes.get(name, getattr(given, name)) for name in ("setup", "teardown"))
-    return ParallelPool(serial_engine(setup=setup, teardown=teardown))
-
-
 def _with_setup(initializer: Any, initargs: Any, changes: dict[str, Any]) -> dict[str, Any]:
-    """Return the changes of a profile with `setup` in the words of the standard library."""
+    """Return the changes of a profile, with `initializer` as its `setup`."""
     check_callable(initializer)
     if "setup" in changes:
         raise InvalidValueError(
@@ -1052,7 +1394,7 @@ def gcp(create: bool = True) -> ParallelPool | None:
     """Return the current pool: the one that was opened last and is still open.
 
     Args:
-        create: Open one with `parpool()` if there is none; else None is returned then.
+        create: If there is none, open one with `parpool()`; otherwise return None.
 
     Source:
         MATLAB R2025b, gcp.
@@ -1065,7 +1407,7 @@ def gcp(create: bool = True) -> ParallelPool | None:
     if in_task():
         return _serial_pool()
     with _current_lock:
-        for reference in reversed(_opened):
+        for reference in reversed(_opened):  # the last one first
             pool = reference()
             if pool is not None and not pool.is_closed:
                 return pool
@@ -1083,35 +1425,24 @@ def fit(
     options: TrainingOptions | None = None,
     **arguments: Any,
 ) -> TrainingRun:
-    """Train a model on all workers of the current pool, which is opened if there is none; see
-    `PoolView.fit`.
+    """Do as `PoolView.fit` does on the current pool, which is opened if there is none.
 
     Example:
         >>> import torch
         >>> from raypool import fit
+        >>> model, loss = torch.nn.Linear(2, 1), torch.nn.functional.mse_loss
         >>> with parpool(1, profile="threads", quiet=True):
-        ...     run = fit(torch.nn.Linear(2, 1), (torch.rand(256, 2), torch.rand(256, 1)), torch.nn.functional.mse_loss)
-        ...     run.result().model
+        ...     fit(model, (torch.rand(256, 2), torch.rand(256, 1)), loss).result().model
         Linear(in_features=2, out_features=1, bias=True)
     """
     pool = gcp()
-    assert pool is not None
+    assert pool is not None  # only `gcp(create=False)` returns None
     return pool.fit(model, data, loss, options, **arguments)
 
 
 _made_here: ParallelPool | None = None
 _opened: list[weakref.ref[ParallelPool]] = []
-_current_lock = threading.Lock()
-
-
-def _note_current(pool: ParallelPool) -> None:
-    with _current_lock:
-        _opened[:] = [
-            reference
-            for reference in _opened
-            if (other := reference()) is not None and not other.is_closed
-        ]
-        _opened.append(weakref.ref(pool))
+_current_lock = threading.Lock()  # several threads may open pools
 
 
 def _serial_pool() -> ParallelPool:
@@ -1122,14 +1453,10 @@ def _described(engine: Engine) -> str:
     workers = engine.workers()
     count = f"{len(workers)} worker" + ("s" if len(workers) != 1 else "")
     if engine.profile.backend != "ray":
-        where = (
-            "threads of this process"
-            if engine.profile.backend == "threads"
-            else "inline in this process"
-        )
-        return f"{count} ({where})"
+        kind = "threads of" if engine.profile.backend == "threads" else "inline in"
+        return f"{count} ({kind} this process)"
     hosts = []
-    for host in dict.fromkeys(worker.host for worker in workers):
+    for host in dict.fromkeys(worker.host for worker in workers):  # each once, in order
         gpus_of = [worker.gpus for worker in workers if worker.host == host]
         names = ", ".join(dict.fromkeys(str(gpu) for gpus in gpus_of for gpu in gpus))
         num_without = sum(not gpus for gpus in gpus_of)
@@ -1138,13 +1465,8 @@ def _described(engine: Engine) -> str:
     return f"{count} on {'; '.join(hosts)}"
 
 
-def _duration(settings: Profile, started: float) -> str:
-    return f", ready in {time.monotonic() - started:.1f} s" if settings.backend == "ray" else ""
-
-
 def checked_range(num_workers: Any, name: str = "num_workers") -> tuple[int | None, int | None]:
-    """Return the least and the most of a number of workers that may be a range; `name` is what the
-    argument is called.
+    """Return the least and the most of a number of workers that may be a range.
 
     Raises:
         InvalidValueError, InvalidTypeError: It is neither.

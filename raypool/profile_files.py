@@ -18,6 +18,8 @@ Paths of a profile in a file are relative to the folder of that file.
 
 from __future__ import annotations
 
+import functools
+import operator
 import pkgutil
 import tomllib
 from collections.abc import Mapping
@@ -33,22 +35,21 @@ BUILT_IN = {
     "threads": Profile(backend="threads"),
     "inline": Profile(backend="inline"),
 }
-"""The built-in profiles."""
 
 T = TypeVar("T")
 
 Keys = tuple[str | int, ...]
-"""The way to an entry of a file: names in tables, numbers in lists."""
+"""The path of an entry in a file: names in tables, numbers in lists."""
 
 FILES: dict[str, Keys] = {"raypool.toml": (), "pyproject.toml": ("tool", "raypool")}
-"""Where profiles may stand, the one that counts first, and within which table."""
+"""The files that may have profiles, the one that counts first, and the table around them."""
 
 
 def resolve_profile(profile: str | Profile, changes: Mapping[str, Any]) -> Profile:
     """Return the profile of this name with single fields replaced.
 
     Raises:
-        InvalidValueError: There is no such profile, or the file that has it is wrong.
+        InvalidValueError: There is no such profile, or its file is wrong.
         InvalidTypeError: There is no such field, or one is of a wrong kind.
 
     Example:
@@ -94,12 +95,11 @@ def named_profile(name: str) -> Profile:
 
 
 def nearest_file() -> ProfileFile | None:
-    """Return the first file that has profiles, from the working directory upwards, if there is one.
+    """Return the first file with profiles, from the working directory upwards, if there is one.
 
     Raises:
-        InvalidValueError: A file on the way cannot be read, or has something else where the
-            profiles should be.
-        InvalidTypeError: It has profiles that are no tables.
+        InvalidValueError: A file on the way cannot be read, or has something else beside profiles.
+        InvalidTypeError: Its profiles are no tables.
     """
     try:
         here = Path.cwd()
@@ -109,7 +109,7 @@ def nearest_file() -> ProfileFile | None:
         for name, within in FILES.items():
             if (folder / name).is_file():
                 file = _read(folder / name, within)
-                if file.profiles:
+                if file.profiles:  # a pyproject.toml may have none; one further up may
                     return file
     return None
 
@@ -124,18 +124,17 @@ def _read(path: Path, within: Keys) -> ProfileFile:
         raise InvalidValueError(f"{path} is not UTF-8, which TOML has to be: {error}.") from None
     except tomllib.TOMLDecodeError as error:
         raise InvalidValueError(f"{path} is not valid TOML: {error}.") from None
-    for key in within:
+    for key in within:  # a pyproject.toml may have anything there, for other tools
         content = content.get(key, {}) if isinstance(content, dict) else {}
-    file = ProfileFile(
-        path, text, within, content.get("profiles", {}) if isinstance(content, dict) else {}
-    )
+    profiles = content.get("profiles", {}) if isinstance(content, dict) else {}
+    file = ProfileFile(path, text, within, profiles)
     file.check(content)
     return file
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileFile:
-    """A file that may have profiles: tables by name, which stand in the table `within`."""
+    """A file that may have profiles: tables by name, within the table `within`."""
 
     path: Path
     text: str
@@ -169,6 +168,7 @@ class ProfileFile:
             InvalidTypeError: A field is of a wrong kind.
         """
         keys = (*self.within, "profiles", name)
+        # here, not in `check`: the other profiles of the file can be used
         if name in BUILT_IN:
             self._refuse(
                 InvalidValueError,
@@ -178,9 +178,7 @@ class ProfileFile:
         return self._made(Profile, self.profiles[name], keys, "a profile")
 
     def _made(self, cls: type[T], table: Mapping[str, Any], keys: Keys, what: str) -> T:
-        """Make an object of a table; each entry is tried by itself first, so that it can be
-        named.
-        """
+        """Make an object of a table."""
         known = [entry.name for entry in fields(cls)]  # type: ignore[arg-type]
         values: dict[str, Any] = {}
         for key, entry in table.items():
@@ -192,7 +190,7 @@ class ProfileFile:
                     f"{what} has no field {key!r}. It has: {', '.join(known)}.",
                 )
             values[key] = self._value(key, entry, at)
-            self._try(cls, {key: values[key]}, at)
+            self._try(cls, {key: values[key]}, at)  # by itself: an error has its line then
         return self._try(cls, values, keys)
 
     def _try(self, cls: type[T], values: Mapping[str, Any], keys: Keys) -> T:
@@ -202,8 +200,8 @@ class ProfileFile:
             self._refuse(type(error), keys, str(error))
 
     def _value(self, key: str, entry: Any, keys: Keys) -> Any:
-        """Return what an entry of a file stands for."""
-        if key == "env" and isinstance(entry, dict):
+        """Return the value of an entry."""
+        if key == "env" and isinstance(entry, dict):  # each by itself, as in `_made`
             for name, text in entry.items():
                 self._try(Profile, {key: {name: text}}, (*keys, name))
         if key == "resources":
@@ -236,17 +234,15 @@ class ProfileFile:
                     (*keys, name),
                     f"tls has no field {name!r}. It has: {', '.join(names)}.",
                 )
-            if not isinstance(path, str):
-                self._refuse(
-                    InvalidTypeError, (*keys, name), f"{name}={path!r} is not the path of a file."
-                )
+            # the others stand in, so that the error is about this one
+            self._try(Tls, {**dict.fromkeys(names, ""), name: path}, (*keys, name))
         missing = [name for name in names if name not in entry]
         if missing:
             self._refuse(InvalidValueError, keys, f"tls lacks {' and '.join(missing)}.")
         return Tls(**{name: self._path(path) for name, path in entry.items()})
 
     def _path(self, entry: str) -> str:
-        return str(self.path.parent / Path(entry).expanduser())
+        return str(self.path.parent / Path(entry).expanduser())  # an absolute path stays itself
 
     def _function(self, key: str, entry: Any, keys: Keys) -> Any:
         if not isinstance(entry, str) or ":" not in entry:
@@ -273,33 +269,25 @@ class ProfileFile:
 
 
 def line_of(text: str, keys: Keys) -> int:
-    r"""Return the line, from 1, in which the entry at `keys` begins, in a TOML text that is valid
-    and has it.
-
-    The parser does not say. But the text up to the end of a statement is valid by itself, and the
-    first such piece that has the entry ends with the statement that made it.
+    r"""Return the line, from 1, in which the entry at `keys` of a TOML text begins.
 
     Example:
         >>> line_of("[a]\nb = 1\nc = [\n  2,\n]\n", ("a", "c"))
         3
     """
+    # The parser does not tell lines. But the text up to the end of a statement is valid by itself,
+    # and the first such piece that has the entry ends with the statement that made it.
     lines = text.split("\n")
     begin = 1
     for number in range(1, len(lines) + 1):
         try:
-            content = tomllib.loads("\n".join(lines[:number]))
+            content: Any = tomllib.loads("\n".join(lines[:number]))
         except tomllib.TOMLDecodeError:
             continue  # in the middle of a statement
-        if _has(content, keys):
-            return begin
-        begin = number + 1
-    return len(lines)
-
-
-def _has(content: Any, keys: Keys) -> bool:
-    for key in keys:
         try:
-            content = content[key]
+            functools.reduce(operator.getitem, keys, content)
         except (KeyError, IndexError, TypeError):
-            return False
-    return True
+            begin = number + 1
+        else:
+            return begin
+    return len(lines)

@@ -1,7 +1,6 @@
-"""Profiles: where a pool runs, and what each worker gets; invalid values are refused at once.
+"""`Profile`: where a pool runs, and what each worker gets; checked before anything starts.
 
-`Profile` is a profile, `WorkerResources` the resources of one worker, and `Tls` the certificates of
-a cluster. Also here: their checks, and labels of machines.
+Also here: `WorkerResources` of one worker, `Tls` of a cluster, and labels of machines.
 """
 
 from __future__ import annotations
@@ -18,16 +17,14 @@ from raypool.gpus.devices import FAST_LINKS, Inventory
 from raypool.gpus.nvml import NvmlInventory
 
 FAST_MULTINODE = {"NCCL_IB_DISABLE": "0", FAST_LINKS: "1"}
-"""What `fast_multinode` sets for all workers; the second lets each worker look for the interfaces
-of its own machine.
-"""
+"""What `fast_multinode` sets; by the second, each worker looks for its machine's interfaces."""
 
 CLIENT = "ray://"
-"""What an address begins with by which Ray Client is meant."""
+"""The beginning of an address of Ray Client."""
 
 LOOPBACK = ("127.0.0.1", "localhost")
 
-DASHBOARD_PORT = 8265
+DASHBOARD_PORT = 8265  # Ray's default
 
 PINNING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 """Environment variables by which a worker is pinned to its GPU."""
@@ -35,32 +32,28 @@ PINNING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 BACKENDS = ("ray", "threads", "inline")
 
 SLACK = -0.01, 0.02
-"""From too much to too little of a GPU that fractions may take which were rounded: 0.33 is a third,
-0.167 a sixth.
-"""
+"""How far rounded fractions may be over or under a whole GPU: 0.33 is a third, 0.167 a sixth."""
 
 LEAST_GPUS = 0.0001
-"""Ray counts no smaller parts."""
+"""The smallest part of a GPU that Ray counts."""
 
 LABEL_WORD = re.compile(r"[a-zA-Z0-9]([a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?")
-"""A name or a value; before a name there may be a prefix, the name of a domain and a slash."""
+"""A name or a value; a name may have a prefix, a domain and a slash."""
 
 LABEL_PREFIX = re.compile(r"[a-zA-Z0-9]([a-zA-Z0-9_.-]{0,251}[a-zA-Z0-9])?")
 
 LABEL_VALUE = re.compile(r"(?P<no>!?)(in\((?P<several>[^()]+)\)|(?P<one>[^()!]*))")
-"""What may be asked of a value: that it is this one, or one of some, or none of them."""
+"""What may be asked of a value: that it is this one, one of some, or none of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tls:
-    """The certificates of a cluster whose connections are encrypted: each side shows one, and
-    checks the other's.
+    """The certificates of a cluster with encrypted connections: each side checks the other's.
 
     Args:
         certificate: The file with this machine's certificate, PEM.
-        key: The file with the private key that belongs to it.
-        authority: The file with the certificate of the authority that has signed those of all
-            machines.
+        key: The file with its private key.
+        authority: The file with the certificate of the authority that has signed all others.
 
     Raises:
         InvalidTypeError: One of them is not the path of a file.
@@ -69,8 +62,8 @@ class Tls:
         Ray, TLS Authentication: RAY_TLS_SERVER_CERT, RAY_TLS_SERVER_KEY, RAY_TLS_CA_CERT.
 
     Example:
-        >>> Tls(certificate="tls/laptop.crt", key="tls/laptop.key", authority="tls/ca.crt").authority
-        'tls/ca.crt'
+        >>> Tls(certificate="laptop.crt", key="laptop.key", authority="ca.crt").authority
+        'ca.crt'
     """
 
     certificate: str | PathLike[str]
@@ -89,23 +82,22 @@ class WorkerResources:
 
     Args:
         gpus: GPUs for each worker. A fraction puts several workers on one GPU, which the pool then
-            holds whole, so that it has to divide it: 0.5, 0.33, 0.25. None: one, where there are
-            GPUs, else none.
+            holds whole, so it has to divide it: 0.5, 0.33, 0.25. None: one, where there are GPUs,
+            else none.
         cpus: CPU cores, as Ray counts them. None: one for a worker without a GPU, none for one
             with.
-        memory_bytes: Main memory that Ray sets aside, and that the worker may use, with all that it
-            has started [bytes]: one that uses more is ended and replaced, as one that has died.
-            Values in Ray's object store and other shared memory do not count. None: as much as
-            there is.
+        memory_bytes: Main memory that Ray sets aside, and that the worker may use with all
+            processes that it has started [bytes]; a worker that uses more is ended and replaced, as
+            one that has died. Values in Ray's object store and other shared memory do not count.
+            None: as much as there is.
         accelerator_type: Only on nodes with this kind of accelerator, by Ray's name for it ("T4",
             "H100", ...).
         labels: Only on nodes with these labels, such as `{"market-type": "spot"}`; a value may be
-            one of Ray's operators: "!spot" (also where there is no such label), "in(a, b)" or
-            "!in(a, b)".
+            one of Ray's operators: "!spot" (also without such a label), "in(a, b)" or "!in(a, b)".
 
     Raises:
         InvalidValueError: A count is negative, a GPU count above 1 is not whole, one below 1 does
-            not divide a GPU, or a label is none that a node can have.
+            not divide a GPU, or no node can have such a label.
 
     Example:
         >>> WorkerResources(gpus=0.5).workers_per_gpu
@@ -116,7 +108,7 @@ class WorkerResources:
     cpus: float | None = None
     memory_bytes: int | None = None
     accelerator_type: str | None = None
-    labels: Mapping[str, str] = field(default_factory=dict, hash=False)
+    labels: Mapping[str, str] = field(default_factory=dict, hash=False)  # a dict has no hash
 
     def __post_init__(self) -> None:
         for name in ("gpus", "cpus", "memory_bytes"):
@@ -127,7 +119,7 @@ class WorkerResources:
             if number is None:
                 raise InvalidTypeError(f"WorkerResources({name}={value!r}) is not a number.")
             object.__setattr__(self, name, number)
-            if not number >= 0:
+            if not number >= 0:  # not `< 0`: NaN is refused, too
                 raise InvalidValueError(
                     f"WorkerResources({name}={value!r}) is negative. Give 0 or more, or leave it"
                     " out."
@@ -139,13 +131,14 @@ class WorkerResources:
             )
         _check_texts("labels", self.labels, "labels")
         _check_labels(self.labels)
-        if self.gpus is not None and self.gpus > 1 and self.gpus != int(self.gpus):
+        gpus = self.gpus or 0
+        if gpus > 1 and gpus != int(gpus):
             raise InvalidValueError(
-                f"WorkerResources(gpus={self.gpus}) would share a second GPU in part, which Ray"
+                f"WorkerResources(gpus={gpus}) would share a second GPU in part, which Ray"
                 " cannot do. Give a whole number, or a fraction below 1."
             )
-        if self.gpus is not None and 0 < self.gpus < 1:
-            _check_fraction(self.gpus)
+        if 0 < gpus < 1:
+            _check_fraction(gpus)
 
     @property
     def workers_per_gpu(self) -> int:
@@ -154,15 +147,12 @@ class WorkerResources:
 
 
 def _check_fraction(gpus: float) -> None:
-    """Refuse a fraction that does not divide a GPU: the rest would be held, and idle.
-
-    Raises:
-        InvalidValueError: It is such.
-    """
+    """Refuse a fraction that does not divide a GPU: the rest would be held, and idle."""
     if gpus < LEAST_GPUS:
         raise InvalidValueError(
             f"WorkerResources(gpus={gpus!r}) is less than {LEAST_GPUS}, the least that Ray counts."
         )
+    # the rest of a GPU would be held, and idle
     if SLACK[0] <= 1 - round(1 / gpus) * gpus <= SLACK[1]:
         return
     share = int(1 / gpus)
@@ -183,11 +173,7 @@ def _part(share: int) -> str:
 
 
 def _check_texts(name: str, mapping: Any, kind: str) -> None:
-    """Refuse what does not map texts to texts; `kind` says what these are.
-
-    Raises:
-        InvalidTypeError: It does not.
-    """
+    """Refuse what does not map texts to texts; `kind` names them."""
     if not isinstance(mapping, Mapping):
         raise InvalidTypeError(f"{name}={mapping!r} is not a mapping of names to texts.")
     for key, value in mapping.items():
@@ -199,54 +185,50 @@ def _check_texts(name: str, mapping: Any, kind: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Where a pool runs and what its workers get; `parpool` takes one, or its name (see
-    `raypool.profile_files`).
+    """Where a pool runs and what its workers get; `parpool` takes one, or its name.
 
     Args:
         backend: "ray" (processes), "threads" or "inline" (both in this process, without Ray; at
             most 1,024 workers).
-        address: A Ray cluster to connect to: "ray://HOST:10001" from any machine that reaches it
-            (Ray Client), "HOST:6379" on a machine that is one of its nodes. None: the Ray that runs
-            in this process, else a new one on this machine.
-        token_file: The file with the token that the cluster asks for. None: as Ray finds it
-            (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token).
-        tls: The certificates for a cluster whose connections are encrypted.
-        working_dir: A folder that all workers have as a copy, and as their working directory, so
-            that they can import its modules. What its .gitignore and .rayignore name stays here.
+        address: A Ray cluster: "ray://HOST:10001" from any machine that reaches it (Ray Client),
+            "HOST:6379" on one of its nodes. None: the Ray that runs in this process, else a new one
+            on this machine.
+        token_file: The file with the cluster's token. None: as Ray finds it (RAY_AUTH_TOKEN,
+            RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token).
+        tls: The certificates for a cluster with encrypted connections.
+        working_dir: A folder whose copy is the workers' working directory, so that they can import
+            its modules; without what its .gitignore and .rayignore name.
         packages: What `pip` is to install for the workers, as in a requirements file.
         jobs_address: Where jobs are submitted: the URL of the cluster's dashboard. None: see
             `jobs_url`.
-        resources: What each worker gets; or a list of that, one for each worker, in the order of
-            the workers. The pool then has exactly so many: `[WorkerResources(gpus=0)] * 6 +
-            [WorkerResources(gpus=1)] * 2`.
+        resources: What each worker gets; or a list of that, one for each worker in order, which
+            sets their number: `[WorkerResources(gpus=0)] * 6 + [WorkerResources(gpus=1)] * 2`.
         gpus: Only these GPUs of this machine, by index; on a cluster a mapping of machines (their
             names, addresses or Ray's node ids) to such lists, `{"lab-3": [0, 2]}`. None: any.
-        min_free_memory_bytes: Only GPUs of which nobody uses so much: those that somebody else
-            fills are left out, and named [bytes]. None: any.
-        workers_per_gpu: How many workers share a GPU at most, each with its part of the GPU's
-            memory, which it cannot exceed through torch; workers are spread over the GPUs evenly.
-            "auto": one on each at first (a number of workers that is asked for is a number of
-            GPUs), then as many as fit, by what the last items have needed, 16 at most; an item that
-            finds too little memory beside others runs again alone, at no charge to its `retries`.
-            None: by the `gpus` of `resources`. It means nothing where there is no GPU.
-        mps: Let the workers that share a GPU compute at the same time, by NVIDIA's Multi-Process
-            Service, which is started and stopped with the pool where it can be; elsewhere they take
-            turns.
+        min_free_memory_bytes: Only GPUs with so much free memory [bytes]; others are left out, and
+            named. None: any.
+        workers_per_gpu: The most workers that share a GPU, each with its part of the GPU's memory,
+            which it cannot exceed through torch; workers are spread evenly over the GPUs. "auto":
+            one on each at first (a number of workers that is asked for is a number of GPUs), then
+            as many as fit, by the needs of the last items, 16 at most; an item that finds too
+            little memory beside others runs again alone, which does not count as a retry. None: by
+            the `gpus` of `resources`. It means nothing without a GPU.
+        mps: Let workers that share a GPU compute at the same time, by NVIDIA's Multi-Process
+            Service, which starts and stops with the pool where possible; elsewhere they take turns.
         max_leftover_bytes: How much more of a GPU's memory a worker may use after a task than
-            before it, but for what was built for `pool.constant`, by `setup`, or is kept in a
-            `Composite`; above it is replaced before the next task [bytes]. None: a tenth of its
-            part of the GPU's memory.
-        env: Environment variables of the workers; they are set before anything else happens there.
+            before it, not counting `pool.constant`, `setup` and `Composite` values; a worker above
+            it is replaced before the next task [bytes]. None: a tenth of its part of the GPU's
+            memory.
+        env: Environment variables of the workers, set before anything else happens there.
         fast_multinode: Set up the workers for machines that are joined by InfiniBand: NCCL may use
-            it (NCCL_IB_DISABLE=0), and where a machine has IP interfaces over it, NCCL uses these
-            (NCCL_SOCKET_IFNAME), not the one by which rank 0 is reached. What `env` says counts
-            first, and so does an NCCL_SOCKET_IFNAME of the machine's. It changes nothing on
-            machines without InfiniBand; see docs/several_gpus.md.
+            it (NCCL_IB_DISABLE=0), and its IP interfaces (NCCL_SOCKET_IFNAME) instead of the one by
+            which rank 0 is reached. `env` counts first, and so does an NCCL_SOCKET_IFNAME of the
+            machine's. Nothing changes without InfiniBand; see docs/several_gpus.md.
         setup: A function without arguments that runs once in each worker process, before its first
-            task; also in one that replaces another. If it raises, the worker does not start. What
-            it leaves in global variables is there for tasks that travel by value (of a script or a
-            notebook) too, except for a variable that has changed in this process since: of that
-            they see the new value.
+            task; also in a replacement. If it raises, the worker does not start. Tasks find the
+            global variables that it sets, even if they travel by value (of a script or a notebook),
+            except a variable that has changed in this process since: of that they see the new
+            value.
         teardown: A function without arguments that runs once in each worker process at its orderly
             end: not in one that was killed.
         start_timeout_s: Longest wait for resources, and for a worker to come up [s].
@@ -255,10 +237,11 @@ class Profile:
         cancel_grace_s: Time for a cancelled task to end [s]; then its process is killed and
             replaced.
         retries: How often an item runs again after its worker was lost.
-        quiet: Do not print the line that says what was started.
+        quiet: Do not print the line about what was started.
         trace: Record the scheduler's events in this file (JSON lines), for
             `raypool.testing.replay`.
-        inventory: Tells the GPUs of a machine; for tests, and for GPUs that NVML does not know.
+        inventory: The source of facts about a machine's GPUs; for tests, and for GPUs that NVML
+            does not know.
 
     Raises:
         InvalidTypeError: A field is of a wrong kind.
@@ -300,6 +283,7 @@ class Profile:
     inventory: Inventory = field(default_factory=NvmlInventory)
 
     def __post_init__(self) -> None:
+        # the class is frozen: converted fields are set around it
         if not isinstance(self.resources, WorkerResources):
             object.__setattr__(self, "resources", _checked_resources(self.resources))
         object.__setattr__(self, "packages", _checked_packages(self.packages))
@@ -310,30 +294,27 @@ class Profile:
 
     @property
     def worker_env(self) -> dict[str, str]:
-        """The environment variables that worker processes start with, besides those of their
-        machine.
+        """The environment variables of worker processes, besides those of their machine.
 
         Example:
-            >>> Profile(fast_multinode=True, env={"NCCL_IB_HCA": "mlx5"}).worker_env["NCCL_IB_DISABLE"]
+            >>> Profile(fast_multinode=True, env={"A": "b"}).worker_env["NCCL_IB_DISABLE"]
             '0'
         """
         return {**(FAST_MULTINODE if self.fast_multinode else {}), **self.env}
 
     @property
     def is_remote(self) -> bool:
-        """Whether this process stands outside of the cluster, and speaks with it through Ray
-        Client.
+        """Whether this process is outside of the cluster, and uses Ray Client.
 
         Example:
-            >>> Profile(address="ray://head:10001").is_remote, Profile(address="10.0.0.7:6379").is_remote
-            (True, False)
+            >>> Profile(address="ray://head:10001").is_remote
+            True
         """
         return self.address is not None and self.address.startswith(CLIENT)
 
     @property
     def jobs_url(self) -> str:
-        """Where jobs are submitted: `jobs_address`, else port 8265 of this machine, where the
-        dashboard or a tunnel to it is.
+        """Where jobs are submitted: `jobs_address`, else port 8265 here (a dashboard, or a tunnel).
 
         Raises:
             InvalidValueError: The cluster is on another machine, whose dashboard, as a rule, only
@@ -358,15 +339,16 @@ class Profile:
 
     @property
     def listed(self) -> tuple[WorkerResources, ...]:
-        """What each worker gets, one after the other, where `resources` is a list; else nothing."""
+        """The resources of each worker, in order, if `resources` is a list; else nothing."""
         return () if isinstance(self.resources, WorkerResources) else tuple(self.resources)
 
     @property
     def kinds(self) -> tuple[WorkerResources, ...]:
-        """The kinds of worker that there are, each once.
+        """The different kinds of worker.
 
         Example:
-            >>> len(Profile(resources=[WorkerResources(gpus=0)] * 6 + [WorkerResources(gpus=1)] * 2).kinds)
+            >>> kinds = [WorkerResources(gpus=0)] * 6 + [WorkerResources(gpus=1)] * 2
+            >>> len(Profile(resources=kinds).kinds)
             2
         """
         return (
@@ -376,8 +358,7 @@ class Profile:
         )
 
     def sized(self, least: int | None, most: int | None) -> tuple[int | None, int | None]:
-        """Return how many workers a pool has that is to have between `least` and `most` (None: not
-        said).
+        """Return the number of workers of a pool that asks for `least` to `most` (None: any).
 
         Raises:
             InvalidValueError: `resources` names another number of them.
@@ -402,21 +383,17 @@ class Profile:
 
 
 def _check(profile: Profile) -> None:
-    """Refuse fields that cannot work.
-
-    Raises:
-        InvalidTypeError: A field is of a wrong kind.
-        InvalidValueError: A field has a value that cannot work.
-    """
+    """Refuse fields that cannot work."""
     if profile.backend not in BACKENDS:
         raise InvalidValueError(f"Backend {profile.backend!r} is none of {', '.join(BACKENDS)}.")
-    _check_kinds(profile)
+    _check_kinds(profile)  # first: what follows compares fields with numbers
     pinning = [name for name in profile.env if name in PINNING]
     if pinning:
         raise InvalidValueError(
             f"env sets {pinning[0]}, which the pool sets for each worker. Choose GPUs with"
             " gpus=[...]."
         )
+    # `not ... > 0` and the like refuse NaN, too
     if not profile.start_timeout_s > 0:
         raise InvalidValueError(
             f"start_timeout_s={profile.start_timeout_s!r} leaves no time to start. Give seconds"
@@ -441,9 +418,7 @@ def _check(profile: Profile) -> None:
 
 
 def _check_address(profile: Profile) -> None:
-    """Refuse addresses of another form, and what cannot be had of a cluster that this machine is no
-    node of.
-    """
+    """Refuse addresses of another form, and GPUs of this machine for a cluster elsewhere."""
     if profile.address is not None and "://" in profile.address and not profile.is_remote:
         raise InvalidValueError(
             f"address={profile.address!r} is neither 'ray://HOST:10001' nor 'HOST:6379'."
@@ -454,6 +429,7 @@ def _check_address(profile: Profile) -> None:
         raise InvalidValueError(
             f"jobs_address={profile.jobs_address!r} is not a URL, such as 'http://127.0.0.1:8265'."
         )
+    # a tuple has indices of this machine, a mapping those of others
     if profile.is_remote and isinstance(profile.gpus, tuple):
         raise InvalidValueError(
             f"gpus={list(profile.gpus)} are GPUs of this machine, which is no node of"
@@ -462,7 +438,8 @@ def _check_address(profile: Profile) -> None:
 
 
 def _checked_packages(packages: Any) -> tuple[str, ...]:
-    """Return what `pip` is to install, as it is kept."""
+    """Return what `pip` is to install, as a tuple."""
+    # a text is a sequence, of its characters
     if isinstance(packages, (str, bytes)) or not isinstance(packages, Sequence):
         raise InvalidTypeError(
             f"packages={packages!r} is not a list of what pip is to install, such as"
@@ -477,8 +454,18 @@ def _checked_packages(packages: Any) -> tuple[str, ...]:
 
 
 def _check_kinds(profile: Profile) -> None:
-    """Refuse fields of a kind that cannot work, before they are compared with numbers."""
-    _check_connection_kinds(profile)
+    """Refuse fields of a kind that cannot work."""
+    for name, kind, what in (
+        ("address", str, "the address of a Ray cluster, such as '10.0.0.7:6379'"),
+        ("jobs_address", str, "a URL, such as 'http://127.0.0.1:8265'"),
+        ("tls", Tls, "a Tls(certificate=, key=, authority=)"),
+        ("token_file", (str, PathLike), "the path of a file"),
+        ("working_dir", (str, PathLike), "the path of a folder"),
+        ("trace", (str, PathLike), "the path of a file"),
+    ):
+        value = getattr(profile, name)
+        if value is not None and not isinstance(value, kind):
+            raise InvalidTypeError(f"{name}={value!r} is not {what}.")
     for name in ("quiet", "fast_multinode", "mps"):
         if not isinstance(getattr(profile, name), bool):
             raise InvalidTypeError(f"{name}={getattr(profile, name)!r} is neither True nor False.")
@@ -486,6 +473,7 @@ def _check_kinds(profile: Profile) -> None:
     for name in ("start_timeout_s", "idle_timeout_s", "cancel_grace_s"):
         value = getattr(profile, name)
         is_left_out = value is None and name == "idle_timeout_s"
+        # a bool is an int to Python
         if not is_left_out and (isinstance(value, bool) or not isinstance(value, (int, float))):
             raise InvalidTypeError(f"{name}={value!r} is not a number of seconds.")
     for name in ("setup", "teardown"):
@@ -494,25 +482,6 @@ def _check_kinds(profile: Profile) -> None:
     if retries is None:
         raise InvalidTypeError(f"retries={profile.retries!r} is not a whole number.")
     object.__setattr__(profile, "retries", retries)
-
-
-def _check_connection_kinds(profile: Profile) -> None:
-    if profile.address is not None and not isinstance(profile.address, str):
-        raise InvalidTypeError(
-            f"address={profile.address!r} is not the address of a Ray cluster, such as"
-            " '10.0.0.7:6379'."
-        )
-    if profile.jobs_address is not None and not isinstance(profile.jobs_address, str):
-        raise InvalidTypeError(
-            f"jobs_address={profile.jobs_address!r} is not a URL, such as 'http://127.0.0.1:8265'."
-        )
-    if profile.tls is not None and not isinstance(profile.tls, Tls):
-        raise InvalidTypeError(f"tls={profile.tls!r} is not a Tls(certificate=, key=, authority=).")
-    for name in ("token_file", "working_dir", "trace"):
-        value = getattr(profile, name)
-        if value is not None and not isinstance(value, (str, PathLike)):
-            what = "folder" if name == "working_dir" else "file"
-            raise InvalidTypeError(f"{name}={value!r} is not the path of a {what}.")
 
 
 def _check_sharing(profile: Profile) -> None:
@@ -538,7 +507,7 @@ def _check_sharing(profile: Profile) -> None:
                 f"workers_per_gpu={number} leaves no worker. Give 1 or more, or 'auto'."
             )
         object.__setattr__(profile, "workers_per_gpu", number)
-    sized = [kind.gpus for kind in profile.kinds if kind.gpus]
+    sized = [kind.gpus for kind in profile.kinds if kind.gpus]  # neither None nor 0
     if per_gpu is not None and sized:
         raise InvalidValueError(
             f"workers_per_gpu={per_gpu!r} says how many workers share a GPU, and so does"
@@ -547,9 +516,7 @@ def _check_sharing(profile: Profile) -> None:
 
 
 def _check_plain_call(name: str, fn: Any) -> None:
-    """Refuse what cannot be called without arguments, as far as that can be known without calling
-    it.
-    """
+    """Refuse what cannot be called without arguments, as far as its signature says."""
     if fn is None:
         return
     if not callable(fn):
@@ -559,7 +526,7 @@ def _check_plain_call(name: str, fn: Any) -> None:
     except (TypeError, ValueError):  # some builtins have no signature
         return
     try:
-        signature.bind()
+        signature.bind()  # it is not called for this: `setup` is for workers
     except TypeError as error:
         raise InvalidTypeError(
             f"{name}={getattr(fn, '__name__', fn)} cannot be called without arguments: {error}."
@@ -568,7 +535,7 @@ def _check_plain_call(name: str, fn: Any) -> None:
 
 
 def _checked_resources(resources: Any) -> tuple[WorkerResources, ...]:
-    """Return a list of what each worker gets, as it is kept."""
+    """Return what each worker gets, as a tuple."""
     if not isinstance(resources, Sequence) or isinstance(resources, (str, bytes)):
         raise InvalidTypeError(
             f"resources={resources!r} is not a WorkerResources, nor a list of them, one for each"
@@ -590,8 +557,8 @@ def _checked_resources(resources: Any) -> tuple[WorkerResources, ...]:
 def _check_chosen(kinds: Sequence[WorkerResources]) -> None:
     """Refuse kinds of worker that cannot have single GPUs that were chosen."""
     if len(kinds) > 1:
-        kinds = [kind for kind in kinds if kind.gpus != 0]
-        if len(kinds) != 1:
+        kinds = [kind for kind in kinds if kind.gpus != 0]  # the others need none of the GPUs
+        if len(kinds) != 1:  # which of them has which GPU could not be said
             raise InvalidValueError(
                 f"gpus= chooses single GPUs, but resources=[...] names {len(kinds)} kinds of worker"
                 " with a GPU. Name one such kind, beside workers with gpus=0."
@@ -605,7 +572,7 @@ def _check_chosen(kinds: Sequence[WorkerResources]) -> None:
 
 
 def _checked_gpus(gpus: Any) -> tuple[int, ...] | dict[str, tuple[int, ...]]:
-    """Return GPUs that were chosen, as they are kept."""
+    """Return chosen GPUs as tuples."""
     if not isinstance(gpus, Mapping):
         return _checked_indices(gpus)
     for machine in gpus:
@@ -629,7 +596,7 @@ def _checked_indices(gpus: Any) -> tuple[int, ...]:
         ) from None
     indices: list[int] = []
     for entry in given:
-        index = whole_number(entry)
+        index = whole_number(entry)  # NumPy's integers, too, but not True
         if index is None:
             raise InvalidTypeError(
                 f"GPU index {entry!r} is not an integer. GPUs are numbered from 0."
@@ -652,36 +619,31 @@ def _checked_indices(gpus: Any) -> tuple[int, ...]:
 
 
 def has_labels(labels: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
-    """Whether a machine with these labels has all that are wanted. One that lacks a label has no
-    value of it.
+    """Whether a machine with these labels has all that are wanted.
 
     Example:
         >>> has_labels({"market": "spot"}, {"market": "in(spot, reserved)", "region": "!eu"})
         True
     """
-    return all(
+    return all(  # a machine without a label has no value of it: "!eu" is true there
         (labels.get(name) in _label_values(value)) != value.startswith("!")
         for name, value in wanted.items()
     )
 
 
 def for_ray(wanted: Mapping[str, str]) -> dict[str, str]:
-    """Return wanted labels as Ray understands them: to Ray (2.60) the blank of "in(a, b)" is part
-    of the value, which none has.
+    """Return wanted labels as Ray understands them.
 
     Example:
         >>> for_ray({"market": "in(spot, reserved)"})
         {'market': 'in(spot,reserved)'}
     """
+    # to Ray (2.60) the blank of "in(a, b)" is part of the value, which none has
     return {name: value.replace(" ", "") for name, value in wanted.items()}
 
 
 def _check_labels(wanted: Mapping[str, str]) -> None:
-    """Refuse labels that no machine can have, and questions that Ray would not understand.
-
-    Raises:
-        InvalidValueError: One of them is such.
-    """
+    """Refuse labels that no machine can have, and questions that Ray would not understand."""
     for name, value in wanted.items():
         prefix, slash, word = name.rpartition("/")
         if not LABEL_WORD.fullmatch(word) or (slash and not LABEL_PREFIX.fullmatch(prefix)):
@@ -689,7 +651,7 @@ def _check_labels(wanted: Mapping[str, str]) -> None:
                 f"labels has the name {name!r}, which no label can have. A name has letters and"
                 " digits, with - _ . between them, and perhaps a domain and a slash before it."
             )
-        values = _label_values(value)
+        values = _label_values(value)  # a label may have an empty value, a list may not
         if not values or not all(
             entry == value == "" or LABEL_WORD.fullmatch(entry) for entry in values
         ):
@@ -700,7 +662,7 @@ def _check_labels(wanted: Mapping[str, str]) -> None:
 
 
 def _label_values(wanted: str) -> list[str]:
-    """Return the values that are named; none if it is no question."""
+    """Return the values that are named; none if this is no question."""
     found = LABEL_VALUE.fullmatch(wanted)
     if found is None:
         return []

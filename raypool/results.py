@@ -8,7 +8,7 @@ import math
 import numbers
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
@@ -31,17 +31,17 @@ RUN_COLUMNS = (
     "reason",
     "error",
 )
-"""Columns of `Results.to_frame` that raypool adds."""
+"""The columns that `Results.to_frame` adds."""
 
 STATUSES = ("finished", "failed", "cancelled", "missing")
 
 
 @dataclasses.dataclass(slots=True)
 class Row:
-    """What is known of one item.
+    """One item's run.
 
-    `status` is "finished", "failed", or "cancelled" where it never got an outcome; "missing" where
-    a journal knows the item and has no outcome of it that can be had back.
+    `status` is "finished", "failed", or "cancelled" if it never got an outcome; "missing" if a
+    journal knows the item but has no readable outcome of it.
     """
 
     status: str = "cancelled"
@@ -55,7 +55,7 @@ class Row:
     run: int = 1  # of a durable run: with which call
 
     def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
-        """Take what was pickled, perhaps by a version that knew less of an item."""
+        """Take what was pickled, perhaps by a version with fewer fields."""
         for field in dataclasses.fields(self):
             setattr(self, field.name, state[1].get(field.name, field.default))
 
@@ -71,9 +71,7 @@ class Span(NamedTuple):
 
 
 class Miss(NamedTuple):
-    """An attempt at an item that did not give its outcome: it was "lost" with its worker,
-    "retried", or "cancelled".
-    """
+    """An attempt without an outcome: "lost" with its worker, "retried", or "cancelled"."""
 
     item: int
     row: Row
@@ -83,12 +81,13 @@ class Miss(NamedTuple):
 class Results(Sequence[Any]):
     """The return values of a loop in the order of its items, and a table of them.
 
-    As a sequence it holds the values; None where an item failed (`errors` says why) or never ran.
+    As a sequence it holds the values; None if an item failed (see `errors`) or never ran.
 
     Example:
         >>> from raypool import parpool
+        >>> configs = [{"x": 1}, {"x": 2}]
         >>> with parpool(profile="inline", quiet=True) as pool:
-        ...     results = pool.parfor(lambda config: {"score": -config["x"]}, [{"x": 1}, {"x": 2}])
+        ...     results = pool.parfor(lambda config: {"score": -config["x"]}, configs)
         >>> results[1]
         {'score': -2}
         >>> results.to_frame()[["x", "score", "status"]].to_dict("list")
@@ -97,7 +96,7 @@ class Results(Sequence[Any]):
         1
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917 - what is known of a loop, most of it asked for only when somebody looks
+    def __init__(  # noqa: PLR0913, PLR0917 - most is asked for only when somebody looks
         self,
         items: Sequence[Any],
         values: list[Any],
@@ -134,13 +133,14 @@ class Results(Sequence[Any]):
             return self._values == other._values
         return self._values == list(other) if isinstance(other, (list, tuple)) else NotImplemented
 
+    # equal to lists, which have no hash
     __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> Any:
         return _restored, (
             list(self._items),
             self._values,
-            self._rows,
+            self._rows,  # made now: what they are made of stays in this process
             self._errors,
             self._get_feed(),
             self._get_misses(),
@@ -163,8 +163,8 @@ class Results(Sequence[Any]):
 
         A row for each report, in the order of the items and then of the reports: `time` (UTC),
         `item` (its number), `attempt`, then the metrics in the order in which they first appear. A
-        metric that is called like one of the first three is in "reported_NAME". An item that ran
-        again after its worker was lost has the rows of both attempts.
+        metric with one of the first three names is in "reported_NAME". An item that ran again after
+        its worker was lost has the rows of both attempts.
 
         Example:
             >>> from raypool import parpool, report
@@ -180,15 +180,13 @@ class Results(Sequence[Any]):
 
     @property
     def diary(self) -> Sequence[str]:
-        r"""What each item has printed, to `sys.stdout` and `sys.stderr` alike: `results.diary[i]`
-        is that of item `i`.
+        r"""What each item has printed, to `sys.stdout` and `sys.stderr` alike, by item number.
 
-        It is what the item printed when it ran last: the last attempt, if it ran more than once.
-        The newest MiB of each item is kept, and the newest 64 MiB of the whole loop: beyond that,
-        the items that printed longest ago lose theirs. A first line says how much is missing. With
-        `run_dir`, an item that ran in an earlier call has what is in its `diary.txt`, the text of
-        all its attempts; so has every item in `load_results`. As in `Future.diary`, what native
-        code prints by itself is missing.
+        It is the output of the item's last attempt. The newest MiB of each item is kept, and the
+        newest 64 MiB of the whole loop: beyond that, the items that printed longest ago lose
+        theirs. A first line says how much is missing. With `run_dir`, an item that ran in an
+        earlier call has its `diary.txt`, the text of all its attempts; so has every item in
+        `load_results`. As in `Future.diary`, output of native code is missing.
 
         Source:
             MATLAB R2025b, Diary of a parallel.Future.
@@ -207,15 +205,14 @@ class Results(Sequence[Any]):
     def to_frame(self) -> pd.DataFrame:
         """Return the table: one row an item, with its configuration, its values and how it ran.
 
-        A dict, dataclass, named tuple, `argparse.Namespace`, `SimpleNamespace`, attrs class or
-        pydantic model gives a column a key, anything else one column ("item", "value"). Missing
+        Each key of a dict, dataclass, named tuple, `argparse.Namespace`, `SimpleNamespace`, attrs
+        class or pydantic model is a column; anything else is one column ("item", "value"). Missing
         items and values leave their cells empty; until an item has finished, that is the column
-        "value". A key that a configuration and a value share appears as "result_KEY" for the value.
+        "value". A key of both a configuration and a value appears as "result_KEY" for the value.
         Then come `status`, `duration_s` [s], `started_at` (Unix time [s]), `worker`, `gpu`,
-        `attempts`, `peak_memory_bytes` (the most that its worker had of its GPU's memory while it
-        ran, or while the short items ran that shared a call with it; empty if it had none),
-        `reason` (None of what has finished; see `raypool.errors.reason_of`) and `error` (the
-        exception's type and text).
+        `attempts`, `peak_memory_bytes` (the most GPU memory of its worker while it ran, or while
+        the short items of its call ran; empty if it had none), `reason` (None if it finished; see
+        `raypool.errors.reason_of`) and `error` (the exception's type and text).
 
         Spreadsheets run cells that begin with = + - @ as formulas: before you open
         `to_frame().to_csv(path)` in one, look at the texts that others can choose, errors included.
@@ -229,17 +226,18 @@ class Results(Sequence[Any]):
         run: dict[str, Any] = {
             name: [getattr(row, name) for row in self._rows] for name in RUN_COLUMNS[:-2]
         }
-        for name in ("worker", "gpu", "peak_memory_bytes"):
+        for name in ("worker", "gpu", "peak_memory_bytes"):  # Int64 has missing values, int64 none
             run[name] = pd.array(run[name], dtype="Int64")
-        run["reason"] = [self._reason(index) for index in range(len(self))]
+        run["reason"] = [
+            reason_of(self._errors[index])
+            if index in self._errors
+            else CANCELLED
+            if row.status == "cancelled"
+            else None
+            for index, row in enumerate(self._rows)
+        ]
         run["error"] = [self._described(index) for index in range(len(self))]
         return table({**configs, **values, **run}, pd.RangeIndex(len(self), name="index"))
-
-    def _reason(self, index: int) -> str | None:
-        error = self._errors.get(index)
-        if error is not None:
-            return reason_of(error)
-        return CANCELLED if self._rows[index].status == "cancelled" else None
 
     def _described(self, index: int) -> str | None:
         error = self._errors.get(index)
@@ -250,14 +248,13 @@ class Results(Sequence[Any]):
         """When and where each item ran, each time that it did.
 
         A row for each attempt, in the order of the items and then of time: `item` (its number),
-        `attempt`, `status` ("finished", "failed"; "lost" with its worker; "retried", since it
-        raised what `retry_on` names; "cancelled" while it ran), `started_at` (Unix time [s]),
-        `duration_s` [s], `worker`, `gpu`, `host`, `run` (with which call it ran, of those that had
-        the same `run_dir`) and `error`. Of an attempt without an outcome the driver knows when its
-        worker came to the call and when that had ended: items that shared a call, the last of which
-        may not have begun, all have the time of that. What waited in a worker behind it has no row
-        if it was cancelled; if the worker was lost, and the item is charged an attempt, one without
-        a time, since nobody knows whether it had begun. `started_at` is NaN where it is not known.
+        `attempt`, `status` ("finished", "failed"; "lost" with its worker; "retried", since
+        `retry_on` names its error; "cancelled" while it ran), `started_at` (Unix time [s]),
+        `duration_s` [s], `worker`, `gpu`, `host`, `run` (the number of the call, of those with the
+        same `run_dir`) and `error`. Of an attempt without an outcome only its call's time is known:
+        items that shared the call, the last of which may not have begun, all have that. Items that
+        waited in a worker have no row if they were cancelled; if the worker was lost, and that
+        counts as an attempt, one without a time. `started_at` is NaN if it is unknown.
 
         Example:
             >>> from raypool import parpool
@@ -268,12 +265,19 @@ class Results(Sequence[Any]):
         """
         import pandas as pd
 
-        entries = sorted(
-            self._all_attempts(), key=lambda entry: (entry.item, entry.row.run, entry.row.attempts)
-        )
+        entries: list[Miss] = []
+        for index, row in enumerate(self._rows):
+            if row.attempts and row.status in ("finished", "failed"):
+                is_lost = isinstance(self._errors.get(index), WorkerLostError)
+                shown = dataclasses.replace(row, status="lost") if is_lost else row
+                entries.append(Miss(index, shown, self._described(index)))
+        entries += self._get_misses()
+        # stable: of equal ones those with an outcome come first
+        entries.sort(key=lambda entry: (entry.item, entry.row.run, entry.row.attempts))
         columns: dict[str, Any] = {"item": [entry.item for entry in entries]}
         columns["attempt"] = [entry.row.attempts for entry in entries]
         columns["status"] = [entry.row.status for entry in entries]
+        # of missing values alone pandas would make columns of other types
         for name in ("started_at", "duration_s"):
             columns[name] = pd.array(
                 [getattr(entry.row, name) for entry in entries], dtype="float64"
@@ -285,23 +289,10 @@ class Results(Sequence[Any]):
         columns["error"] = pd.Series([entry.why for entry in entries], dtype=object)
         return table(columns, pd.RangeIndex(len(entries)))
 
-    def _all_attempts(self) -> Iterator[Miss]:
-        """Yield those that gave an outcome, then the others."""
-        for index, row in enumerate(self._rows):
-            if row.attempts and row.status in ("finished", "failed"):
-                is_lost = isinstance(self._errors.get(index), WorkerLostError)
-                yield Miss(
-                    index,
-                    dataclasses.replace(row, status="lost") if is_lost else row,
-                    self._described(index),
-                )
-        yield from self._get_misses()
-
     def timeline(
         self, path: str | os.PathLike[str] | None = None, *, title: str | None = None
     ) -> Figure:
-        """Draw a timeline: a bar for each attempt at an item, in the row of its worker. Gaps are
-        idle time.
+        """Draw a timeline: a bar for each attempt, in the row of its worker. Gaps are idle time.
 
         Args:
             path: Write it to this file, too: an image by its suffix (".png", ".svg", ".pdf" and
@@ -315,7 +306,7 @@ class Results(Sequence[Any]):
 
         Raises:
             ModuleNotFoundError: matplotlib is missing; it comes with `raypool[plots]`.
-            InvalidValueError: Nothing is known that writes files with this suffix.
+            InvalidValueError: The suffix is unknown.
             OSError: The file cannot be written.
 
         Example:
@@ -329,7 +320,7 @@ class Results(Sequence[Any]):
         from raypool.views import timeline
 
         if path is not None:
-            timeline.check_suffix(Path(path))
+            timeline.check_suffix(Path(path))  # before anything is drawn
         attempts = self.attempts
         figure = timeline.draw(attempts, title)
         timeline.let_notebooks_show_it()
@@ -341,18 +332,17 @@ class Results(Sequence[Any]):
         """Write an HTML report of the loop: one file that any browser opens, also offline.
 
         It has a summary, the table of the items (to sort, filter and search), the failures with
-        their tracebacks, learning curves of what was reported, parallel coordinates of the
-        configurations, what ran when on each worker with its idle time, and how well the workers
-        were used. Where there is too much to draw, it says what was left out. What was in the file
-        before stays until the new page is complete. Like the files of a `run_dir` it is for its
-        owner only (mode 0600).
+        their tracebacks, learning curves of the reported metrics, parallel coordinates of the
+        configurations, a timeline of each worker with its idle time, and how well the workers were
+        used. It says what was left out if there is too much to draw. An old file stays until the
+        new page is complete. Like the files of a `run_dir` it is for its owner only (mode 0600).
 
         Args:
-            path: Where to; it ends in ".html" or ".htm".
-            title: What stands above it; None: how many items there are.
+            path: The file; it ends in ".html" or ".htm".
+            title: Its title; None: the number of items.
 
         Returns:
-            Where it is.
+            The file.
 
         Raises:
             ModuleNotFoundError: plotly, itables or Jinja2 is missing; they come with
@@ -363,7 +353,7 @@ class Results(Sequence[Any]):
         Example:
             >>> from raypool import parpool
             >>> with parpool(profile="inline", quiet=True) as pool:
-            ...     results = pool.parfor(lambda config: {"score": config["x"]}, [{"x": 1}, {"x": 2}])
+            ...     results = pool.parfor(lambda x: {"score": x}, [1, 2])
             >>> results.report("sweep.html")  # doctest: +SKIP
             PosixPath('/home/me/sweep.html')
         """
@@ -371,7 +361,7 @@ class Results(Sequence[Any]):
         from raypool.views import report
 
         target = Path(path).expanduser().absolute()
-        report.check_suffix(target)
+        report.check_suffix(target)  # before the tables are made
         story = report.Story(
             self.to_frame(),
             self.attempts,
@@ -384,19 +374,18 @@ class Results(Sequence[Any]):
         return target
 
     def _configs(self) -> dict[str, list[Any]]:
-        """Return the items by columns, as `to_frame` calls them."""
-        # a run that is damaged may have lost some
+        """Return the items by columns, as `to_frame` names them."""
+        # a damaged run may have lost some
         are_there = [item is not None for item in self._items]
         return _columns(self._items, "item", set(RUN_COLUMNS), "item_", are_there)
 
     def best(self, column: str, mode: Literal["min", "max"] | None = None) -> pd.Series[Any]:
-        """Return the row of the finished item with the best number in a column; its `name` is the
-        item's number.
+        """Return the row of the best finished item by a column; its `name` is the item's number.
 
         NaN, infinities and texts never win; of equal numbers the first does.
 
         Args:
-            column: A column of `to_frame`; of a column of dicts a key, as the report has it:
+            column: A column of `to_frame`, or a key of a column of dicts, as in the report:
                 "acc.val".
             mode: Whether the smallest ("min") or the largest number ("max") is the best. None:
                 "min" if a word of the column's name is loss or error, "max" if one is accuracy
@@ -404,7 +393,7 @@ class Results(Sequence[Any]):
 
         Raises:
             InvalidValueError: There is no such column, no finished item has a finite number in it,
-                or its name does not say what is best.
+                or its name does not tell the mode.
         """
         from raypool.views.drawing import spread
         from raypool.views.words import number_in
@@ -412,7 +401,7 @@ class Results(Sequence[Any]):
         if mode not in (None, "min", "max"):
             raise InvalidValueError(f"mode={mode!r} is neither 'min' nor 'max'.")
         frame = self.to_frame()
-        columns = spread(frame, map(str, frame))
+        columns = spread(frame, map(str, frame))  # a column of dicts by key, as in the report
         if column not in columns:
             raise InvalidValueError(
                 f"There is no column {column!r}. There are: {', '.join(columns)}."
@@ -425,11 +414,12 @@ class Results(Sequence[Any]):
         }
         if not values:
             raise InvalidValueError(f"No item has finished with a finite number in {column!r}.")
+        # of equal ones min and max take the first
         return frame.iloc[is_best(values, key=values.__getitem__)]
 
 
 def _direction(column: str) -> Literal["min", "max"]:
-    """Return whether small or large numbers of a metric are good, by its name.
+    """Return by its name whether small or large numbers of a metric are good.
 
     Raises:
         InvalidValueError: The name does not say.
@@ -439,10 +429,8 @@ def _direction(column: str) -> Literal["min", "max"]:
         ('min', 'max', 'max')
     """
     words = {word.lower() for word in re.findall("[A-Z]?[a-z]+|[A-Z]+", column)}
-    is_small, is_large = (
-        not words.isdisjoint({"loss", "error"}),
-        not words.isdisjoint({"accuracy", "acc", "score"}),
-    )
+    is_small = not words.isdisjoint({"loss", "error"})
+    is_large = not words.isdisjoint({"accuracy", "acc", "score"})
     # scikit-learn's neg_log_loss is the better the larger it is
     if is_small == is_large or "neg" in words:
         raise InvalidValueError(
@@ -453,11 +441,11 @@ def _direction(column: str) -> Literal["min", "max"]:
 
 
 def _is_finite(value: Any) -> bool:
-    """Whether this is a number that can be the best of several: of a huge integer too."""
+    """Whether this number can be the best of several."""
     if isinstance(value, Decimal):
-        return value.is_finite()
+        return value.is_finite()  # a Decimal is no Real
     is_number = isinstance(value, numbers.Real)
-    return is_number and -math.inf < value < math.inf
+    return is_number and -math.inf < value < math.inf  # not `isfinite`: a huge int is no float
 
 
 def told(error: BaseException) -> str:
@@ -510,25 +498,15 @@ class Diaries(Sequence[str]):
 def _columns(
     entries: Sequence[Any], single: str, taken: set[str], prefix: str, are_there: Sequence[bool]
 ) -> dict[str, list[Any]]:
-    """Spread entries over columns by key; those that are not there give empty cells, and if none
-    is, one column of these.
-    """
-    rows = [
-        fields_of(entry) if is_there else {}
-        for entry, is_there in zip(entries, are_there, strict=True)
-    ]
-    if not any(are_there) or any(row is None for row in rows):
+    """Spread entries over columns by key, with empty cells for those that are missing."""
+    pairs = list(zip(entries, are_there, strict=True))
+    rows = [fields_of(entry) if is_there else {} for entry, is_there in pairs]
+    if not any(are_there) or any(row is None for row in rows):  # not all have keys: one column
         name = single if single not in taken else prefix + single
-        return {
-            name: [
-                entry if is_there else None
-                for entry, is_there in zip(entries, are_there, strict=True)
-            ]
-        }
-    names = {
-        key: column_name(key) for key in dict.fromkeys(key for row in rows for key in row or {})
-    }
-    keys = dict.fromkeys(names.values())
+        return {name: [entry if is_there else None for entry, is_there in pairs]}
+    found = dict.fromkeys(key for row in rows for key in row or {})
+    names = {key: column_name(key) for key in found}
+    keys = dict.fromkeys(names.values())  # two keys may have one name, such as 1 and "1"
     cells = [{names[key]: value for key, value in (row or {}).items()} for row in rows]
     return {
         (prefix + key if key in taken else key): [row.get(key) for row in cells] for key in keys

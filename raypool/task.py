@@ -1,6 +1,4 @@
-"""What a user's function can do in a task: `current_task`, `report`, checkpoints,
-`MetricBuffer`.
-"""
+"""What a function can do in a task: `current_task`, `report`, checkpoints, `MetricBuffer`."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ import pickle
 import sys
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import time
@@ -35,11 +33,10 @@ class CurrentTask:
         index: The item's number in its loop, from 0; 0 for a single call.
         attempt: The number of this attempt at the item, from 1; above 1 only after a worker was
             lost or by `retry_on`.
-        seed: The item's own 64-bit seed, if the loop was given one; the same on any number of
-            workers.
+        seed: The item's own 64-bit seed if the loop has one; the same on any number of workers.
         worker: The worker's number in its pool, from 0.
         gpu: The GPU's index on its machine, None without one.
-        name: What the caller named the work, None if nothing.
+        name: The caller's name for the work, None if there is none.
     """
 
     index: int = 0
@@ -52,19 +49,17 @@ class CurrentTask:
 
     @property
     def should_stop(self) -> bool:
-        """Whether to end early and return what you have: on `request_stop`, or before the machine
-        goes away.
+        """Whether to end early: on `request_stop`, or before the machine goes away.
 
         After `future.request_stop()` the value that you return counts. Before the machine goes away
         it does not: the item runs again elsewhere, which does not count as a retry, and resumes
-        from its `checkpoint_dir`, if that is kept where other machines find it (`run_dir=`,
+        from its `checkpoint_dir`, if other machines find that (`run_dir=`,
         `options(checkpoints=...)`). That holds for items that have read this property since the
-        notice; an item that has not, and ends, is finished.
+        notice; others that end are finished.
 
-        Reading it costs next to nothing; a training loop may do it at every step. In a loop that
-        `pool.train` runs it becomes true for all ranks at once, by a `ray.train.report`, so that
-        none continues without the others. An item that may run only once (`retries=0`) is not told
-        that its machine is about to go.
+        Reading it costs next to nothing. In a loop of `pool.train` it becomes true for all ranks at
+        once, at a `ray.train.report`, so that none continues without the others. An item that may
+        run only once (`retries=0`) is not told that its machine is about to go.
         """
         note = self._note
         if note is None:
@@ -77,18 +72,17 @@ class CurrentTask:
         return is_asked
 
     def on_preempt(self, fn: Callable[[], object]) -> None:
-        """Register a function to be called once, when this machine is about to go (preemption of a
-        spot machine, say).
+        """Register a function to be called once, before this machine goes away (spot preemption).
 
         For code whose loop cannot check `should_stop`: save a checkpoint, or let the loop end. It
         is called in the thread of the task, between two lines of Python, as a signal's handler is
         (never in the midst of `save_checkpoint` or of an import); so it may find a model in the
         middle of an optimizer's step. Time is short: about 20 seconds on Compute Engine, two
-        minutes on EC2. What it raises is printed, and changes nothing. After the call the item runs
+        minutes on EC2. What it raises is printed, and changes nothing. Afterwards the item runs
         again elsewhere, whatever it still returns; that does not count as a retry.
 
-        If it is known already, the function is called at once. Without a pool, on the backends
-        "threads" and "inline" and with `retries=0` it never is.
+        If the notice has come already, the function is called at once. Without a pool, on the
+        backends "threads" and "inline" and with `retries=0` it never is.
 
         Args:
             fn: Takes no arguments.
@@ -118,6 +112,7 @@ class CurrentTask:
             )
         note = self._note
         if note is not None:
+            # without those of earlier items of this call
             note.on_leave = [
                 *(each for each in note.on_leave if each[0] == note.index),
                 (note.index, fn),
@@ -127,17 +122,14 @@ class CurrentTask:
 
     @property
     def store(self) -> ValueStore:
-        """The values that all tasks of the pool may put and read; outside a pool, a store of this
-        process.
-        """
+        """The values that all tasks of the pool share; outside a pool, a store of this process."""
         from raypool.channel.store import store_here
 
         return store_here()
 
     @property
     def checkpoint_dir(self) -> Path:
-        """The item's own folder for checkpoints, which exists: the next attempt finds what this one
-        leaves in it.
+        """The item's own folder for checkpoints, which exists: the next attempt finds its files.
 
         In a loop with a `run_dir` it is in that folder, and stays; with `options(checkpoints=...)`
         it is there instead. If that is a URL, this is a local copy, which `save_checkpoint` and the
@@ -159,9 +151,7 @@ class CurrentTask:
 
     @property
     def device(self) -> torch.device:
-        """The `torch.device` to train on: the worker's GPU if it has one that CUDA can use, else
-        the CPU.
-        """
+        """The `torch.device` to train on: the worker's GPU if CUDA can use it, else the CPU."""
         import torch
 
         if (self.gpu is not None or not in_task()) and torch.cuda.is_available():
@@ -194,7 +184,7 @@ NUMBERS = frozenset({int, float, bool, type(None)})
 """Types of metrics that need no closer look."""
 
 MAX_METRIC_TEXT = 256
-"""A metric that is a text has at most so many characters: it goes into a table, not into a log."""
+"""The most characters of a metric that is a text: it goes into a table, not into a log."""
 
 
 def report(**metrics: float | str | None) -> None:
@@ -202,8 +192,8 @@ def report(**metrics: float | str | None) -> None:
 
     A moment later they appear in the table `metrics` of the task's future, or of the loop's
     `Results`; the display of a loop shows the last ones. It takes some microseconds and never
-    waits. Outside a pool, and in the forked processes of a DataLoader, it checks the values and
-    does nothing else, so that a function runs unchanged by itself.
+    waits. Outside a pool, and in the forked processes of a DataLoader, it only checks the values,
+    so that a function runs unchanged by itself.
 
     Args:
         metrics: Numbers (Python's or NumPy's) and short texts (at most 256 characters), in units of
@@ -233,7 +223,7 @@ def report(**metrics: float | str | None) -> None:
 
 
 def report_of(moment: float, metrics: Mapping[str, float | str | None]) -> None:
-    """Report what was so at some moment [Unix time, s]; all of it has been checked."""
+    """Report checked metrics of some moment [Unix time, s]."""
     note = next(notes_here(), None)
     if note is not None:
         note.say(note, "metrics", (moment, metrics))
@@ -249,11 +239,12 @@ def checked_metric(name: str, value: Any) -> float | str | None:
                 f"report({name}=...) got a text of {len(value):,} characters; {MAX_METRIC_TEXT}"
                 " fit. print() it."
             )
-        return str.__str__(value)
+        return str.__str__(value)  # NumPy's texts become plain ones, as numbers below
     if isinstance(value, float):
         return float(value)
     if isinstance(value, int):
         return value if isinstance(value, bool) else int(value)
+    # who has not imported NumPy or torch has no values of theirs
     numpy = sys.modules.get("numpy")
     if (
         numpy is not None
@@ -285,8 +276,7 @@ PathLike = str | os.PathLike[str]
 
 
 def save_checkpoint(state: Any, path: PathLike | None = None) -> Path:
-    """Save something with `torch.save`, in one step: the file of before stays until the new one is
-    complete, and on the disk.
+    """Save something with `torch.save`, in one step: the old file stays until the new one is whole.
 
     A task that is cancelled meanwhile ends when it is saved.
 
@@ -300,8 +290,8 @@ def save_checkpoint(state: Any, path: PathLike | None = None) -> Path:
         The file.
 
     Raises:
-        InvalidTypeError: There is something else in it. The file of before stays.
-        OSError: It cannot be written: the disk is full, say. The file of before stays.
+        InvalidTypeError: `state` has something else in it. The old file stays.
+        OSError: It cannot be written (a full disk, say). The old file stays.
 
     Source:
         torch.save, torch.load; the order of temporary file, fsync and rename is that of LWN 457667,
@@ -330,11 +320,10 @@ def load_checkpoint(path: PathLike | None = None, map_location: Any = "cpu") -> 
 
     Args:
         path: The file; None: "checkpoint.pt" in the task's `current_task().checkpoint_dir`.
-        map_location: On which device its tensors are to be; see `torch.load`.
+        map_location: The device of its tensors; see `torch.load`.
 
     Raises:
-        InvalidValueError: The file is damaged, or has something in it that is not loaded for
-            safety.
+        InvalidValueError: The file is damaged, or holds something that is not loaded for safety.
     """
     import torch
 
@@ -343,10 +332,10 @@ def load_checkpoint(path: PathLike | None = None, map_location: Any = "cpu") -> 
         return torch.load(file, map_location=map_location, weights_only=True)
     except FileNotFoundError:
         return None
-    except (OSError, MemoryError):
+    except (OSError, MemoryError):  # no fault of the file's
         raise
     except Exception as error:  # whatever a damaged file makes torch do
-        if _is_forbidden(error):
+        if isinstance(error, pickle.UnpicklingError) and "GLOBAL " in str(error):
             raise InvalidValueError(
                 f"The checkpoint {file} holds something else than tensors, numbers, texts, and"
                 f" lists and dicts of those ({_forbidden(error)}): it was not written by"
@@ -363,21 +352,25 @@ def load_checkpoint(path: PathLike | None = None, map_location: Any = "cpu") -> 
 
 
 def _write(state: Any, file: Path) -> None:
-    """Write a file whole, or leave what is there as it is."""
+    """Write a file whole, or leave the one of before as it is."""
+    # beside the file: a rename does not cross file systems
     spare = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}.partial")
-    with _removed(spare):
+    try:
         descriptor = os.open(spare, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "wb") as stream:
             _dump(state, stream, file)
             stream.flush()
-            os.fsync(descriptor)
+            os.fsync(descriptor)  # before the rename: else a crash may leave an empty file
         _check_loads(spare, file)
         spare.replace(file)
-    sync_folder(file.parent)
+    except BaseException:
+        spare.unlink(missing_ok=True)
+        raise
+    sync_folder(file.parent)  # so that the rename is on the disk, too
 
 
 class _Watched:
-    """A stream that remembers why it could not be written: torch does not."""
+    """A stream that remembers why it could not be written: torch raises a bare RuntimeError."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -401,7 +394,8 @@ def _dump(state: Any, stream: IO[bytes], file: Path) -> None:
 
     watched = _Watched(stream)
     try:
-        torch.save(state, watched)  # type: ignore[arg-type]  # it writes and flushes, and asks for nothing else
+        # it only writes and flushes
+        torch.save(state, watched)  # type: ignore[arg-type]
     except RuntimeError:
         if watched.error is not None:
             raise watched.error from None
@@ -414,10 +408,11 @@ def _dump(state: Any, stream: IO[bytes], file: Path) -> None:
 
 
 def _check_loads(spare: Path, file: Path) -> None:
-    """Make sure that `load_checkpoint` will take a file; its tensors are not read."""
+    """Make sure that `load_checkpoint` will take a file."""
     import torch
 
     try:
+        # on "meta", mapped: the tensors are not read
         torch.load(spare, map_location="meta", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         raise InvalidTypeError(
@@ -426,10 +421,6 @@ def _check_loads(spare: Path, file: Path) -> None:
             " texts, in lists and dicts: float(x) for a NumPy number, torch.from_numpy(x) for an"
             " array, state_dict() for a model."
         ) from error
-
-
-def _is_forbidden(error: Exception) -> bool:
-    return isinstance(error, pickle.UnpicklingError) and "GLOBAL " in str(error)
 
 
 def _forbidden(error: Exception) -> str:
@@ -442,38 +433,27 @@ def _forbidden(error: Exception) -> str:
     )
 
 
-@contextlib.contextmanager
-def _removed(spare: Path) -> Iterator[None]:
-    """Remove a file if something goes wrong."""
-    try:
-        yield
-    except BaseException:
-        spare.unlink(missing_ok=True)
-        raise
-
-
 # --- metrics on the GPU ---------------------------------------------------------------------------
 
 
 Place = tuple[int, str]
-"""Where a tensor's value belongs: in which of the steps that wait, and under which name."""
+"""Where a tensor's value belongs: the number of its step, and its name."""
 
 
 class MetricBuffer:
     """Collects the metrics of each step where they are, and reports many steps at once.
 
-    `report(loss=loss.item())` in each step makes the CPU wait until the GPU has finished all queued
-    work, and the GPU wait for new work from the CPU. A buffer takes the tensor itself, and neither
-    waits. When it is full, the values of all its steps come to the CPU in one transfer (one for
-    each dtype and device that they are of), and each step is reported by itself, with the time at
-    which it was added. They are the same numbers as of `.item()`.
+    `report(loss=loss.item())` in each step makes CPU and GPU wait for each other. A buffer takes
+    the tensor itself, and neither waits. When it is full, the values of all its steps come to the
+    CPU in one transfer (for each dtype and device), and each step is reported by itself, with the
+    time at which it was added. The numbers are those of `.item()`.
 
     Use it as a context manager, which flushes at its end: otherwise the last steps are not
-    reported. Outside a pool nobody listens to reports; `flush` returns what it has brought.
+    reported. Outside a pool nobody listens to reports; `flush` returns them.
 
     Args:
-        size: After so many steps it flushes by itself. What is shown while a task runs is so many
-            steps old at most.
+        size: It flushes by itself after so many steps. The display of a running task is at most so
+            many steps old.
 
     Raises:
         InvalidValueError: `size` is not a count of at least 1.
@@ -523,18 +503,30 @@ class MetricBuffer:
             InvalidTypeError: A value is neither.
             InvalidValueError: A text is too long.
         """
-        tensors = {name: value for name, value in metrics.items() if _is_tensor(value)}
+        torch = sys.modules.get("torch")  # who has not imported it has no tensors
+        tensors = {
+            name: value
+            for name, value in metrics.items()
+            if torch is not None and isinstance(value, torch.Tensor)
+        }
         for name, tensor in tensors.items():
-            _check(name, tensor)
-        # A tensor leaves a gap, so that all metrics of the step are in the order in which they were
-        # given.
+            if tensor.numel() != 1 or tensor.is_complex():
+                kind = (
+                    "complex"
+                    if tensor.is_complex()
+                    else f"of {tensor.numel():,} elements, shape {tuple(tensor.shape)}"
+                )
+                raise InvalidTypeError(
+                    f"add({name}=...) got a tensor that is {kind}. Add single numbers: its mean(),"
+                    " its norm(), or each by its own name."
+                )
+        # a tensor leaves a gap, so that the metrics of the step stay in their order
         step = {
             name: None if name in tensors else checked_metric(name, value)
             for name, value in metrics.items()
         }
         for name, tensor in tensors.items():
-            # A copy, also on the device: `total += loss` in the next step must not change what was
-            # added in this one.
+            # a copy, also on the device: `total += loss` in the next step must not change this one
             value = tensor.detach().reshape(()).clone()
             self._tensors[value.device, value.dtype].append(((len(self._steps), name), value))
         self._steps.append(step)
@@ -543,13 +535,11 @@ class MetricBuffer:
             self.flush()
 
     def flush(self) -> list[dict[str, float | str | None]]:
-        """Bring to the CPU what waits here, and report it; return it, one dict for each step, from
-        the oldest on.
-        """
+        """Report all steps that wait here; return them, one dict each, from the oldest on."""
         import torch
 
         moments, steps, tensors = self._moments, self._steps, self._tensors
-        # what fails below is not tried again
+        # emptied first: what fails below is not tried again
         self._moments, self._steps, self._tensors = [], [], defaultdict(list)
         for entries in tensors.values():
             values = torch.stack([value for _, value in entries]).tolist()
@@ -568,25 +558,6 @@ class MetricBuffer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # After an error the last steps are what one wants to see most; but a GPU that has failed
-        # gives nothing any more.
+        # After an error the last steps matter most, but a GPU that has failed gives nothing more.
         with contextlib.nullcontext() if error is None else contextlib.suppress(Exception):
             self.flush()
-
-
-def _is_tensor(value: Any) -> bool:
-    torch = sys.modules.get("torch")  # who has not imported it has no tensors
-    return torch is not None and isinstance(value, torch.Tensor)
-
-
-def _check(name: str, tensor: torch.Tensor) -> None:
-    if tensor.numel() != 1 or tensor.is_complex():
-        kind = (
-            "complex"
-            if tensor.is_complex()
-            else f"of {tensor.numel():,} elements, shape {tuple(tensor.shape)}"
-        )
-        raise InvalidTypeError(
-            f"add({name}=...) got a tensor that is {kind}. Add single numbers: its mean(), its"
-            " norm(), or each by its own name."
-        )

@@ -705,7 +705,7 @@ class PoolSource:
             Exception: What `parpool` raises, or `pool.resize`.
         """
         if self._given is not None:
-            self._given._engine_here()
+            self._given._target()
             return self._given
         with self._lock:
             if not self._opening and (current := gcp(create=False)) is not None:

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 
 from raypool.channel.constants import call_once
 from raypool.channel.records import WorkerInfo, function_name
-from raypool.engine.engine import Engine, submit_function
+from raypool.engine.engine import submit_function
 from raypool.errors import (
     InvalidTypeError,
     InvalidValueError,
@@ -40,7 +40,7 @@ from raypool.interop.async_results import (
     only,
 )
 from raypool.options import check_callable
-from raypool.parfor import is_serial
+from raypool.parfor import is_inline
 from raypool.pool import ParallelPool, PoolView, open_pool
 from raypool.profile_files import resolve_profile
 from raypool.profiles import Profile, WorkerResources
@@ -625,30 +625,31 @@ def ready(view: PoolView, work: PoolCall) -> Callable[..., Future[Any]]:
         InvalidTypeError: The function is none.
         UnpicklableError: It cannot be sent; what is returned raises this for an argument.
     """
-    return _ready(view, view._engine_here(), work)
+    return _ready(view._target(), work)
 
 
 def ready_for_many(view: PoolView, work: PoolCall) -> Callable[..., Future[Any]]:
     """Do as `ready` does, for the calls of a map: where they run while they are handed in, Ctrl-C
     in one of them ends that.
     """
-    engine = view._engine_here()
-    submit = _ready(view, engine, work)
-    engine.warn_of_generators(work.func)
-    return unless_interrupted(submit) if is_serial(engine) else submit
+    target = view._target()
+    submit = _ready(target, work)
+    target._engine.warn_of_generators(work.func)
+    return unless_interrupted(submit) if is_inline(target._engine) else submit
 
 
-def _ready(view: PoolView, engine: Engine, work: PoolCall) -> Callable[..., Future[Any]]:
+def _ready(target: PoolView, work: PoolCall) -> Callable[..., Future[Any]]:
     check_callable(work.func)
+    engine, options = target._engine, target._options
     try:
         function = engine.function(work.bare)
     except SerializationError as error:
         _raise_unpicklable(error)
-    where = view._where(engine)
+    where = target._where()
 
     def submit(*args: Any, **kwargs: Any) -> Future[Any]:
         try:
-            return submit_function(engine, function, args, kwargs, view._options, where)
+            return submit_function(engine, function, args, kwargs, options, where)
         except SerializationError as error:
             _raise_unpicklable(error)
 
