@@ -215,7 +215,7 @@ def _plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 def prune(run_dir: Folder, keep: int | None, metric: str | None, mode: str) -> list[Path]:
     """Delete all but the last and the `keep` best (or newest) checkpoints; return those."""
-    there = ranked(run_dir, metric, mode)
+    folder, there = Path(run_dir), ranked(run_dir, metric, mode)
     if keep is None or len(there) <= keep:
         return []
     last = max(there, key=lambda kept: kept.index)
@@ -224,26 +224,22 @@ def prune(run_dir: Folder, keep: int | None, metric: str | None, mode: str) -> l
     ]
     gone = [kept for kept in there if kept not in stay]
     for kept in gone:
-        _delete(Path(run_dir), kept, stay)
-    return [kept.path for kept in gone]
-
-
-def _delete(run_dir: Path, kept: CompleteCheckpoint, stay: Sequence[CompleteCheckpoint]) -> None:
-    read = ((file, _read(file)) for file in run_dir.glob("*.json"))
-    files = [file for file, there in read if there is not None and there.index == kept.index]
-    path = kept.path.resolve()
-    # Files outside the folder of the run are the user's own, and stay. So do files in a checkpoint
-    # that stays: a loop may write into one folder again and again.
-    is_own = run_dir.resolve() in path.parents and not any(
-        each.path.resolve().is_relative_to(path) for each in stay
-    )
-    aside = run_dir / f".{path.name}.deleted{PARTIAL}"
-    if is_own and path.is_dir():
+        read = ((file, _read(file)) for file in folder.glob("*.json"))
+        files = [file for file, found in read if found is not None and found.index == kept.index]
+        path = kept.path.resolve()
+        # Files outside the folder of the run are the user's own, and stay. So do files in a
+        # checkpoint that stays: a loop may write into one folder again and again.
+        is_own = folder.resolve() in path.parents and not any(
+            each.path.resolve().is_relative_to(path) for each in stay
+        )
+        aside = folder / f".{path.name}.deleted{PARTIAL}"
+        if is_own and path.is_dir():
+            shutil.rmtree(aside, ignore_errors=True)
+            path.replace(aside)  # this ends the checkpoint in one step
+        for file in files:
+            file.unlink(missing_ok=True)
         shutil.rmtree(aside, ignore_errors=True)
-        path.replace(aside)  # this ends the checkpoint in one step
-    for file in files:
-        file.unlink(missing_ok=True)
-    shutil.rmtree(aside, ignore_errors=True)
+    return [kept.path for kept in gone]
 
 
 def forget_deleted(run_dir: Folder) -> None:
@@ -389,22 +385,20 @@ class CheckpointCommit:
             return RankOutcome()
         if delivery.is_placed or delivery.upload_fn is not None:
             return RankOutcome(place=self._placed(delivery, partial.name))
-        self._copy(delivery.checkpoint, partial.path)
-        return RankOutcome(has_copied=True)
-
-    def _copy(self, checkpoint: Any, partial: Path) -> None:
-        if not _is_local(checkpoint):
-            with checkpoint.as_directory() as folder:
-                copy_in(folder, partial, self._rank)
-            return
-        source = self._local_folder(checkpoint)
-        if partial.resolve().is_relative_to(source.resolve()):  # it would copy itself, forever
+        if not _is_local(delivery.checkpoint):
+            with delivery.checkpoint.as_directory() as folder:
+                copy_in(folder, partial.path, self._rank)
+            return RankOutcome(has_copied=True)
+        source = self._local_folder(delivery.checkpoint)
+        # it would copy itself, forever
+        if partial.path.resolve().is_relative_to(source.resolve()):
             raise InvalidValueError(
                 f"The folder of the run, {self._plan.run_dir}, is in the checkpoint that rank"
                 f" {self._rank} has reported, {source}. Save the checkpoint to a folder of its"
                 " own."
             )
-        copy_in(source, partial, self._rank)
+        copy_in(source, partial.path, self._rank)
+        return RankOutcome(has_copied=True)
 
     def _local_folder(self, checkpoint: Any) -> Path:
         folder = Path(checkpoint.path)

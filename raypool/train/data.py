@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -456,24 +456,6 @@ KINDS = (
 )
 
 
-class Inputs(Protocol):
-    """The inputs of a model, sample by sample.
-
-    Attributes:
-        gives_arrays: Whether the caller expects NumPy arrays back.
-        bytes_each: The size of a sample on its way to a worker, as far as known in advance [bytes].
-    """
-
-    gives_arrays: bool
-    bytes_each: int
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-
-    def piece(self, start: int, stop: int) -> Piece:
-        """Return the samples of a range, ready to travel."""
-
-
 class Piece(NamedTuple):
     """The samples from `start` to before `stop`: as columns (see `Columns`), items, or neither."""
 
@@ -488,8 +470,9 @@ class Columns:
 
     def __init__(self, columns: Any) -> None:
         self._columns = columns
-        self.gives_arrays = all(isinstance(column, np.ndarray) for column in leaves(columns))
-        self.bytes_each = sum(column.nbytes for column in leaves(columns)) // max(len(self), 1)
+        every = leaves(columns)
+        self.gives_arrays = all(isinstance(column, np.ndarray) for column in every)  # back, too
+        self.bytes_each = sum(column.nbytes for column in every) // max(len(self), 1)
 
     def __len__(self) -> int:
         return len(leaves(self._columns)[0])
@@ -514,35 +497,29 @@ class Items:
     """Samples in memory, one by one: a list, or a part of a `TensorDataset`."""
 
     gives_arrays = False
-    bytes_each = 0
+    bytes_each = 0  # unknown
 
     def __init__(self, items: Any) -> None:
-        self._items = items
+        self.items = items
 
     def __len__(self) -> int:
-        return len(self._items)
+        return len(self.items)
 
     def piece(self, start: int, stop: int) -> Piece:
         """Return items, without their targets."""
-        inputs = [input_of(self._items[index]) for index in range(start, stop)]
+        inputs = [input_of(self.items[index]) for index in range(start, stop)]
         return Piece(start, stop, items=inputs)
 
 
-class Elsewhere:
+class Elsewhere(Items):
     """Samples that workers read for themselves, each from its own copy of the Dataset."""
-
-    gives_arrays = False
-    bytes_each = 0
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
 
     def piece(self, start: int, stop: int) -> Piece:
         """Return the numbers only."""
         return Piece(start, stop)
+
+
+Inputs = Columns | Items
 
 
 def samples_of(data: Any) -> Inputs:

@@ -110,6 +110,7 @@ class _Finish:
     def __call__(self, result: TrainingResult) -> TrainingResult:
         """Return the result with the trained model, on the CPU and in evaluation mode."""
         ends = [dict(end) for end in result.values]
+        # only rank 0 sends it
         (saved,) = [end.pop("model") for end in ends if "model" in end]
         # Safe: it comes from our own worker, like all values. A model may hold more than tensors.
         state = torch.load(io.BytesIO(saved), map_location="cpu", weights_only=False)
@@ -223,7 +224,7 @@ def _chosen(options: TrainingOptions, workers: Sequence[WorkerInfo]) -> Chosen:
             f" execution={options.execution!r}: {', '.join(map(str, able))}. Give one of them a"
             " number above 0."
         )
-    return chosen[:1] if options.execution == "gpu" else chosen
+    return chosen[:1] if options.execution == "gpu" else chosen  # MATLAB's "gpu" is one GPU
 
 
 def _able(execution: str, workers: Sequence[WorkerInfo]) -> list[WorkerInfo]:
@@ -233,7 +234,7 @@ def _able(execution: str, workers: Sequence[WorkerInfo]) -> list[WorkerInfo]:
     by_gpu: dict[Any, WorkerInfo] = {}
     for worker in workers:
         if worker.gpu is not None:
-            by_gpu.setdefault((worker.host, worker.gpu), worker)
+            by_gpu.setdefault((worker.host, worker.gpu), worker)  # others would share its GPU
     if by_gpu:
         return list(by_gpu.values())
     if execution == "auto":
@@ -325,9 +326,9 @@ def _notes_on_samples(division: Division, batch_size: int, options: TrainingOpti
 def _course(options: TrainingOptions, division: Division, scale: int) -> LearningRates:
     num_steps = division.steps * options.max_epochs
     is_scaled = options.scale_learning_rate is not None and scale > 1
-    warmup = options.warmup_steps
-    if warmup is None:
-        warmup = default_warmup(division.steps, num_steps) if is_scaled else 0
+    warmup = options.warmup_steps or 0
+    if options.warmup_steps is None and is_scaled:
+        warmup = default_warmup(division.steps, num_steps)
     return LearningRates(
         kind=options.schedule if isinstance(options.schedule, str) else "none",
         steps_per_epoch=division.steps,

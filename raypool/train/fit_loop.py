@@ -119,7 +119,8 @@ class RankTraining:
         done = self._progress.step - epoch * division.steps
         # checkpoints have no states of generators: each epoch is seeded anew, and a resumed one
         # must not draw again what it has drawn before
-        self._ranks.seed(options.seed, 1, epoch, *([done] if done else []))
+        begun = [done] if done else []
+        seed_all(mixed_seed(options.seed, 1, epoch, *begun, self._ranks.rank))
         order = ordered(job.samples, str(options.shuffle), options.seed, epoch, self._ranks)
         pieces = job.pieces(self._learner.share)[done * division.accumulate :]
         batches = self._source.batches(order, pieces)
@@ -138,7 +139,9 @@ class RankTraining:
         """Keep a checkpoint if any rank's machine is about to go; return whether it was."""
         if self._progress.step < self._look_step:
             return False
-        info, step = preemption_info(), self._progress.step
+        step = self._progress.step
+        ask = getattr(ray.train, "get_preemption_info", None)  # Ray 2.52 has none
+        info = None if ask is None else ask()
         # all ranks have to look after the same step, so it follows from the sum of their times
         (seconds,) = self._ranks.add([time.perf_counter() - self._looked_at])
         rate = (step - self._looked_step) * self._ranks.size / seconds
@@ -224,7 +227,7 @@ class RankTraining:
             order = ordered(self._job.validation, "never", self._options.seed, 0, ranks)
             batches = self._tests.batches(order, pieces)
             for batch, count in zip(batches, counts, strict=True):
-                total += self._learner.loss_on(batch) * count
+                total += self._learner.loss_of(self._learner.module, batch) * count
         self._learner.module.train()
         return ranks.add([total])[0] / num_samples
 
@@ -241,7 +244,7 @@ class RankTraining:
             "epoch": epoch,
             "step": progress.step - 1,
             "loss": loss,
-            "learning_rate": self._learner.learning_rate,
+            "learning_rate": float(self._learner.optimizer.param_groups[0]["lr"]),
             "samples_per_s": speed,
         }
 
@@ -267,7 +270,7 @@ class RankTraining:
         with tempfile.TemporaryDirectory(prefix="raypool-fit-") as folder:
             checkpoint = None
             if self._ranks.rank == 0:
-                write(state, folder)
+                torch.save(state, Path(folder) / FILE)
                 checkpoint = ray.train.Checkpoint.from_directory(folder)
             ray.train.report(metrics, checkpoint=checkpoint)
 
@@ -296,13 +299,6 @@ def ordered(samples: Samples, shuffle: str, seed: int, epoch: int, ranks: Ranks)
     order = order.to(ranks.device)
     ranks.broadcast([order])
     return order
-
-
-def preemption_info() -> Any:
-    """Return the machines about to go, the same on all ranks, which ask together."""
-    # Ray 2.52 cannot tell
-    ask = getattr(ray.train, "get_preemption_info", None)
-    return None if ask is None else ask()
 
 
 # --- measurement for `scaling_report` -------------------------------------------------------------
@@ -377,10 +373,18 @@ class Learner:
             options, [each for each in self.module.parameters() if each.requires_grad]
         )
         self._base_rates = [group["lr"] * job.rate_scale for group in self.optimizer.param_groups]
-        self.scheduler = self._own_schedule()
-        self.scaler = (
-            torch.amp.GradScaler(ranks.device.type) if options.precision == "fp16" else None
-        )
+        self.scheduler: Any = None
+        if callable(options.schedule):
+            for group, rate in zip(self.optimizer.param_groups, self._base_rates, strict=True):
+                group["lr"] = rate
+            self.scheduler = options.schedule(self.optimizer)
+            if not hasattr(self.scheduler, "step"):
+                raise InvalidTypeError(
+                    f"schedule={options.schedule!r} has made a {type(self.scheduler).__name__} of"
+                    " the optimizer, not an LRScheduler."
+                )
+        is_scaled = options.precision == "fp16"
+        self.scaler = torch.amp.GradScaler(ranks.device.type) if is_scaled else None
         self._call: Any = None  # the wrapped model, once it is connected
         self._weight: torch.Tensor | None = None  # of a loss, once its type is known
         self._factor: float | None = None
@@ -390,21 +394,9 @@ class Learner:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the model's numbers."""
-        return dtype_of(self.module)
-
-    def _own_schedule(self) -> Any:
-        if not callable(self._options.schedule):
-            return None
-        for group, rate in zip(self.optimizer.param_groups, self._base_rates, strict=True):
-            group["lr"] = rate
-        scheduler = self._options.schedule(self.optimizer)
-        if not hasattr(scheduler, "step"):
-            raise InvalidTypeError(
-                f"schedule={self._options.schedule!r} has made a {type(scheduler).__name__} of the"
-                " optimizer, not an LRScheduler."
-            )
-        return scheduler
+        """That of the model's first floating-point parameter."""
+        kinds = (each.dtype for each in self.module.parameters() if each.is_floating_point())
+        return next(kinds, torch.get_default_dtype())
 
     # --- one step ---------------------------------------------------------------------------------
 
@@ -413,7 +405,10 @@ class Learner:
         self._is_settled = False
         if self._call is None:
             self._begin(batches[0])
-        self._set_rate(step)
+        if self.scheduler is None and (factor := self._job.course.factor(step)) != self._factor:
+            self._factor = factor
+            for group, rate in zip(self.optimizer.param_groups, self._base_rates, strict=True):
+                group["lr"] = rate * factor
         last = len(batches) - 1
         for number, batch in enumerate(batches):
             with self._reduction(number == last and is_synchronised):
@@ -422,14 +417,15 @@ class Learner:
                     weight = self.ranks.size * self.share.weight / self._job.division.accumulate
                     self._weight = torch.full_like(loss, weight, requires_grad=False)
                 else:
-                    loss = self._loss_of(self._call, batch)
+                    loss = self.loss_of(self._call, batch)
                 scaled = loss if self.scaler is None else self.scaler.scale(loss)
                 scaled.backward(self._weight)
             self._loss_sum += loss.detach()
         self._num_losses += len(batches)
         self._update()
 
-    def _loss_of(self, call: Any, batch: Batch) -> torch.Tensor:
+    def loss_of(self, call: Any, batch: Batch) -> torch.Tensor:
+        """Return the loss of a mini-batch; `call`: the model, or a wrapper around it."""
         precision, (inputs, targets) = self._options.precision, batch
         loss: torch.Tensor
         if precision == "float32":
@@ -451,7 +447,7 @@ class Learner:
             # torch only warns if the shapes of outputs and targets differ, and broadcasts them
             warnings.filterwarnings("error", message="Using a target size")
             try:
-                loss = self._loss_of(noting, batch)
+                loss = self.loss_of(noting, batch)
             except UserWarning as warning:
                 if "target size" not in str(warning):
                     raise  # another one, which the user's filters make an error
@@ -488,16 +484,6 @@ class Learner:
             self.scaler.update()
         self.optimizer.zero_grad()
 
-    def _set_rate(self, step: int) -> None:
-        if self.scheduler is not None:
-            return
-        factor = self._job.course.factor(step)
-        if factor == self._factor:
-            return
-        self._factor = factor
-        for group, rate in zip(self.optimizer.param_groups, self._base_rates, strict=True):
-            group["lr"] = rate * factor
-
     def _begin(self, batch: Batch) -> None:
         """Connect the ranks; the first mini-batch shows which parameters the loss depends on."""
         self._call = self.module
@@ -525,15 +511,6 @@ class Learner:
         self._loss_sum.zero_()
         return total / count
 
-    @property
-    def learning_rate(self) -> float:
-        """Of the last step, of the first group of parameters."""
-        return float(self.optimizer.param_groups[0]["lr"])
-
-    def loss_on(self, batch: Batch) -> torch.Tensor:
-        """Return the loss of a mini-batch with the model in evaluation mode."""
-        return self._loss_of(self.module, batch)
-
     def settle(self) -> None:
         """Make the model the same on all ranks, its buffers too: before it is used or kept."""
         if not self._is_settled:
@@ -547,12 +524,6 @@ class Learner:
                 self.scheduler.step(loss)
         elif self.scheduler is not None:
             self.scheduler.step()
-
-
-def dtype_of(module: nn.Module) -> torch.dtype:
-    """Return the dtype of a model: that of its first floating-point parameter."""
-    kinds = (each.dtype for each in module.parameters() if each.is_floating_point())
-    return next(kinds, torch.get_default_dtype())
 
 
 def check_module(module: Any) -> None:
@@ -671,10 +642,6 @@ class Ranks:
         self.any(False)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-    def seed(self, seed: int, *others: int) -> None:
-        """Seed the global generators, differently on each rank."""
-        seed_all(mixed_seed(seed, *others, self.rank))
 
 
 def seed_all(seed: int) -> None:
@@ -876,22 +843,13 @@ def has_unused(loss: torch.Tensor, module: nn.Module) -> bool:
     )
 
 
-def whole(tensor: Any) -> Any:
-    """Return a whole tensor on the CPU, on all ranks together; other values as they are."""
-    if not isinstance(tensor, torch.Tensor):
-        return tensor
-    gathered = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return gathered.detach().cpu()
-
-
 def whole_state(module: nn.Module, ranks: Ranks) -> dict[str, Any]:
     """Return a model's whole state on the CPU, on rank 0; called on all ranks together."""
     state: dict[str, Any] = {}
-    for name, tensor in module.state_dict().items():
+    for name, value in module.state_dict().items():
+        whole = value.full_tensor() if hasattr(value, "full_tensor") else value  # on all ranks
         if ranks.rank == 0:
-            state[name] = whole(tensor)
-        elif hasattr(tensor, "full_tensor"):
-            tensor.full_tensor()  # rank 0 needs this rank's part
+            state[name] = whole.detach().cpu() if isinstance(whole, torch.Tensor) else whole
     return state
 
 
@@ -939,11 +897,6 @@ def take(learner: Learner, progress: Progress, best: dict[str, Any] | None) -> d
         "scheduler": None if scheduler is None else scheduler.state_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),
     }
-
-
-def write(state: dict[str, Any], folder: str) -> None:
-    """Write a checkpoint into a folder."""
-    torch.save(state, Path(folder) / FILE)
 
 
 def read(folder: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import json
 import os
 import pickle
@@ -105,7 +106,7 @@ The first starts a detached actor that cleans up after a dead controller. It nee
 and stays forever without one; raypool cleans up itself. The second would move a loop from the
 folder of the pool's workers into one of Ray's."""
 
-_marks = iter(range(1, sys.maxsize))
+_marks = itertools.count(1)
 
 
 class ManagedLane:
@@ -132,7 +133,7 @@ class ManagedLane:
         self.running = self.given.pop("run_config", None)
         self.result: Result | None = None  # Ray Train's own, of the last attempt
         _check_configs(self.scaling, self.running, kept)
-        # without NCCL the GPUs are simulated, and torch cannot use them
+        # without them the GPUs are simulated, and Ray Train would choose NCCL for them
         has_cards = dist.is_nccl_available() or any(worker.gpu_name for worker in engine.workers())
         if not has_cards and "torch_config" in inspect.signature(self.trainer).parameters:
             self.given.setdefault("torch_config", TorchConfig(backend="gloo"))
@@ -209,7 +210,7 @@ class ManagedLane:
         )
         if plan.keep is not None or plan.best_metric is not None:
             keep = CheckpointConfig(plan.keep, plan.best_metric, cast("Any", plan.best_mode))
-        environment = {
+        environment = {  # the user's own variables come last, and win
             **IN_RANKS,
             **self.engine.profile.worker_env,
             **running.worker_runtime_env.get("env_vars", {}),
@@ -423,11 +424,11 @@ class ManagedAttempt:
         timer = None
         try:
             if self._options.timeout_s is not None:
-                timer = _later(self._options.timeout_s, self._note_late)
+                timer = _later(self._options.timeout_s, functools.partial(self._end, is_late=True))
             self._hear()  # a wish from before the coordinator existed
             if self._is_ending:
                 return
-            os.environ.setdefault(POLL, POLL_S)
+            os.environ.setdefault(POLL, POLL_S)  # Ray Train passes it to its controller
             if not managed.is_elsewhere:
                 tell_ray(plan)
             trainer = managed.make_trainer(plan, self._size, self._bundle, self._coordinator)
@@ -487,11 +488,8 @@ class ManagedAttempt:
         elif self._future.stop_requested and self._coordinator is not None and ray.is_initialized():
             self._coordinator.ask_to_stop.remote()
 
-    def _note_late(self) -> None:
-        self._is_late = not self._is_ending
-        self._end()
-
-    def _end(self) -> None:
+    def _end(self, is_late: bool = False) -> None:
+        self._is_late |= is_late and not self._is_ending
         self._is_ending = True
         if self._controller is not None:
             self._abort()
@@ -687,7 +685,7 @@ def _first_line(text: Any) -> str:
 
 
 def _later(delay_s: float, chore: Callable[[], object]) -> threading.Timer:
-    timer = threading.Timer(min(delay_s, threading.TIMEOUT_MAX), chore)
+    timer = threading.Timer(min(delay_s, threading.TIMEOUT_MAX), chore)  # longer ones raise
     timer.daemon = True
     timer.start()
     return timer

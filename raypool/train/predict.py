@@ -70,7 +70,7 @@ def predict_with(  # noqa: PLR0913 - where to run, then the arguments of the ver
         )
     samples = samples_of(data)
     key = uuid.uuid4().hex
-    dataset = samples.dataset if isinstance(samples, Elsewhere) else None
+    dataset = samples.items if isinstance(samples, Elsewhere) else None
     options = replace(options, name=options.name or "predict")
     with contextlib.closing(_Run(engine, options, where, key)) as run:
         function = engine.function(Predictor(key, still(model), dataset, mini_batch_size, output))
@@ -92,25 +92,22 @@ def classify_with(  # noqa: PLR0913 - likewise
     mini_batch_size: int = 128,
 ) -> np.ndarray[Any, Any]:
     """Return the class with the highest score for each sample; see `PoolView.classify`."""
-    names = None if labels is None else _checked_labels(labels)
+    names: np.ndarray[Any, Any] | None = None
+    if labels is not None:
+        if isinstance(labels, (str, bytes)) or not hasattr(labels, "__len__"):
+            raise InvalidTypeError(f"labels={labels!r} is not a list of the names of the classes.")
+        names = np.asarray(labels)
+        if names.ndim != 1 or len(names) == 0:
+            raise InvalidValueError(
+                f"labels has the shape {names.shape}. Give one name for each class, in the order of"
+                " the classes."
+            )
     classes = Classes(None if names is None else len(names))
     numbers = predict_with(
         engine, options, where, model, data, mini_batch_size=mini_batch_size, output=classes
     )
-    numbers = np.asarray(numbers).astype(np.int64, copy=False)
+    numbers = np.asarray(numbers).astype(np.int64, copy=False)  # of no samples they are floats
     return numbers if names is None else names[numbers]
-
-
-def _checked_labels(labels: Any) -> np.ndarray[Any, Any]:
-    if isinstance(labels, (str, bytes)) or not hasattr(labels, "__len__"):
-        raise InvalidTypeError(f"labels={labels!r} is not a list of the names of the classes.")
-    names = np.asarray(labels)
-    if names.ndim != 1 or len(names) == 0:
-        raise InvalidValueError(
-            f"labels has the shape {names.shape}. Give one name for each class, in the order of the"
-            " classes."
-        )
-    return names
 
 
 def _of_nothing(run: _Run, function: Function, samples: Inputs) -> Any:
@@ -143,7 +140,10 @@ class _Run:
         total = len(samples)
         first, batches = 0, 1
         while first < total or self._pending:
-            width = self._width()
+            width = 1  # the number of workers available now
+            if self._where.place is None:
+                places = self._where.places or range(self._engine.driver.scheduler.workers.size)
+                width = max(len(places), 1)
             while first < total and len(self._pending) < AHEAD * width:
                 # the last pieces get smaller, so that the workers end together
                 share = math.ceil((total - first) / (size * 2 * width))
@@ -170,13 +170,6 @@ class _Run:
         """Submit a piece."""
         piece = samples.piece(start, stop)
         return submit_function(self._engine, function, (piece,), {}, self._options, self._where)
-
-    def _width(self) -> int:
-        """Return the number of workers available now."""
-        if self._where.place is not None:
-            return 1
-        places = self._where.places
-        return max(len(places) if places else self._engine.driver.scheduler.workers.size, 1)
 
     def _note(self, future: Future[Any]) -> None:
         if future.worker is not None:
@@ -250,9 +243,13 @@ class Predictor:
                     with kept.on_purpose():
                         self._model.to(device)
                     _on_gpu[self._key] = self
-        model, dtype = self._model, _floating_dtype(self._model)
+        model, dtype = self._model, None  # without weights inputs keep their type
+        if isinstance(model, nn.Module):
+            tensors = (*model.parameters(), *model.buffers())
+            dtype = next((each.dtype for each in tensors if each.is_floating_point()), None)
         outputs = []
         with torch.inference_mode():
+            # an empty piece is one empty mini-batch: its outputs have the right shape
             for first in range(piece.start, piece.stop, self._size) or [piece.start]:
                 last = min(first + self._size, piece.stop)
                 try:
@@ -304,7 +301,16 @@ def still(model: Any) -> Any:
                 f"model={model!r} is not a model. Give a torch.nn.Module (not its class), or a"
                 " function of a mini-batch."
             )
-        _check_takes_one(model)
+        try:
+            inspect.signature(model).bind(None)
+        except TypeError:  # it may make a model, as `fit` takes it, and would fail on a worker
+            name = getattr(model, "__name__", repr(model))
+            raise InvalidTypeError(
+                f"model={name} is a function that cannot be called with a mini-batch alone. If it"
+                f" makes the model, pass {name}()."
+            ) from None
+        except ValueError:  # some builtins do not say what they take
+            pass
         return model
     tensors = [*model.parameters(), *model.buffers()]
     if any(nn.parameter.is_lazy(tensor) for tensor in tensors):
@@ -327,25 +333,6 @@ def still(model: Any) -> Any:
             " travel. Keep tensors in it as parameters or buffers, and make files, locks and the"
             " like at their first use."
         ) from error
-
-
-def _check_takes_one(model: Any) -> None:
-    try:
-        inspect.signature(model).bind(None)
-    except TypeError:  # it may make a model, as `fit` takes it, and would fail on a worker
-        name = getattr(model, "__name__", repr(model))
-        raise InvalidTypeError(
-            f"model={name} is a function that cannot be called with a mini-batch alone. If it makes"
-            f" the model, pass {name}()."
-        ) from None
-    except ValueError:  # some builtins do not say what they take
-        return
-
-
-def _floating_dtype(model: Any) -> torch.dtype | None:
-    """Return the type of number that a model computes with, None without weights."""
-    tensors = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
-    return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
 
 
 def _moved(values: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
@@ -391,7 +378,15 @@ def joined(parts: Sequence[Any]) -> Any:
     if any(type(part) is not type(first) for part in parts):
         return list(parts)
     if isinstance(first, (torch.Tensor, np.ndarray)):
-        return _end_to_end(parts)
+        rows = [part.reshape(1) if part.ndim == 0 else part for part in parts]
+        shapes = list(dict.fromkeys(tuple(part.shape[1:]) for part in rows))
+        if len(shapes) > 1:
+            raise InvalidValueError(
+                "The outputs of two mini-batches do not fit together: a sample has the shape"
+                f" {shapes[0]} in one, {shapes[1]} in another. Bring them to one shape with"
+                " output=, or return a list with an entry for each sample there."
+            )
+        return torch.cat(rows) if isinstance(first, torch.Tensor) else np.concatenate(rows)
     if isinstance(first, list):
         return [entry for part in parts for entry in part]
     if isinstance(first, Mapping):
@@ -400,19 +395,6 @@ def joined(parts: Sequence[Any]) -> Any:
         columns = [joined(column) for column in zip(*parts, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else tuple(columns)
     return list(parts)
-
-
-def _end_to_end(parts: Sequence[Any]) -> Any:
-    """Return arrays or tensors as one; numbers become an array."""
-    rows = [part.reshape(1) if part.ndim == 0 else part for part in parts]
-    shapes = list(dict.fromkeys(tuple(part.shape[1:]) for part in rows))
-    if len(shapes) > 1:
-        raise InvalidValueError(
-            "The outputs of two mini-batches do not fit together: a sample has the shape"
-            f" {shapes[0]} in one, {shapes[1]} in another. Bring them to one shape with output=, or"
-            " return a list with an entry for each sample there."
-        )
-    return torch.cat(rows) if isinstance(rows[0], torch.Tensor) else np.concatenate(rows)
 
 
 def as_arrays(outputs: Any) -> Any:

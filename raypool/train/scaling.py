@@ -11,7 +11,8 @@ from raypool.engine.engine import Engine
 from raypool.errors import InvalidTypeError, InvalidValueError, checked_count
 from raypool.options import Options
 from raypool.train.checkpoints import TrainingAttempt
-from raypool.train.fit_loop import Measure
+from raypool.train.fit import gradient_bytes
+from raypool.train.fit_loop import Measure, measure_loop
 from raypool.train.runs import TrainingRun
 from raypool.train.warm import WarmLane
 
@@ -67,6 +68,7 @@ class ScalingReport:
     @property
     def communication_s(self) -> float:
         """The part of a step that is neither computation nor hidden behind it [s]."""
+        # both are measured, so noise may make the difference negative
         return max(self.step_s - self.compute_s, 0.0)
 
     @property
@@ -189,11 +191,10 @@ def scaling_report(run: TrainingRun, *, num_steps: int = 20, num_warm_up: int = 
             " time.perf_counter, and report them."
         )
     recipe: Recipe = run.recipe
-    from raypool.train.fit import gradient_bytes
-
     measure = Measure(num_steps, num_warm_up, is_synchronised=True)
     together = apart = alone = _steps(recipe, recipe.size, measure)
     if recipe.size > 1:
+        # without an exchange of gradients no rank waits for another
         apart = _steps(recipe, recipe.size, measure._replace(is_synchronised=False))
         alone = _steps(recipe, 1, measure)
     return ScalingReport(
@@ -208,8 +209,6 @@ def scaling_report(run: TrainingRun, *, num_steps: int = 20, num_warm_up: int = 
 
 def _steps(recipe: Recipe, size: int, measure: Measure) -> list[list[float]]:
     """Return the time of each step on each rank [s]."""
-    from raypool.train.fit_loop import measure_loop
-
     places = recipe.places and recipe.places[:size]
     backend = WarmLane(recipe.engine, measure_loop, {"config": recipe.config, "measure": measure})
     plan = TrainingAttempt("scaling_report", 1, run_dir="")
@@ -218,7 +217,7 @@ def _steps(recipe: Recipe, size: int, measure: Measure) -> list[list[float]]:
 
 
 def _typical(steps: Sequence[Sequence[float]]) -> float:
-    """Return the median over the steps of what the slowest rank took [s]."""
+    # a step ends with its slowest rank
     return float(statistics.median(max(times) for times in zip(*steps, strict=True)))
 
 

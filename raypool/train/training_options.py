@@ -124,6 +124,7 @@ class TrainingOptions:
     precision: str = "float32"
     clip_gradient_norm: float | None = None
     accumulate_steps: int = 1
+    # arrays are long to print, and have no plain equality
     validation_data: Any = field(default=None, repr=False, compare=False)
     validation_frequency: int = 1
     patience: int | None = None
@@ -138,6 +139,7 @@ class TrainingOptions:
     loader_processes: int = 0
 
     def __post_init__(self) -> None:
+        # object.__setattr__, because the class is frozen
         for name, words in PLAIN.items():
             value = getattr(self, name)
             if value is None or isinstance(value, bool):
@@ -245,7 +247,7 @@ def _check_choice(name: str, value: Any, choices: Sequence[str], other: str = ""
 
 
 def _check_number(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):  # True is an int
         raise InvalidTypeError(f"{name}={value!r} is not a number.")
     if not math.isfinite(value):
         raise InvalidValueError(f"{name}={value} is not finite.")
