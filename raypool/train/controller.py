@@ -336,6 +336,6 @@ def start_run(run: TrainingRun, controller: Controller, engine: Engine) -> Train
     thread = threading.Thread(
         target=controller.follow, args=(first,), name=f"raypool-train-{run.name}", daemon=True
     )
-    engine.helpers.add(thread)
+    engine.helpers.add(thread)  # the end of the pool waits for it
     thread.start()
     return run

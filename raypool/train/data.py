@@ -78,6 +78,7 @@ class ArraySamples:
         inputs = changed(lambda column: column.tensor(dtype, False), self.inputs, Column)
         targets = changed(lambda column: column.tensor(dtype, True), self.targets, Column)
         size = sum(tensor.nbytes for tensor in leaves((inputs, targets)))
+        # on the GPU as a whole a mini-batch costs no copy
         if device.type == "cuda" and size < torch.cuda.mem_get_info(device)[0] / MEMORY_PART:
             inputs, targets = _moved((inputs, targets), device)
         return ArraySource(inputs, targets, device)
@@ -148,7 +149,7 @@ class DatasetSource:
         for batch in DataLoader(
             self._dataset,
             batch_sampler=chosen,
-            pin_memory=self._device.type == "cuda",
+            pin_memory=self._device.type == "cuda",  # copies need not wait, see `_moved`
             **self._settings,
         ):
             yield _moved(batch, self._device, self._dtype)

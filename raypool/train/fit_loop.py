@@ -163,22 +163,19 @@ class RankTraining:
         self._progress = self._progress._replace(epoch=done)
         metrics = self._metrics(epoch)
         metrics["dropped_samples"] = self._job.division.dropped
-        if self._tests is not None and (is_last or done % options.validation_frequency == 0):
-            metrics["validation_loss"] = self._validate()
-            self._judge(metrics["validation_loss"])
-        learner.end_epoch(
-            metrics.get("validation_loss") if self._tests is not None else metrics["loss"]
-        )
-        every = options.checkpoint_every
-        state = None
-        if (
-            every is not None
-            and not self._is_lost
-            and (is_last or done % every == 0 or self._has_no_patience_left())
-        ):
+        loss, state = metrics["loss"], None
+        if self._tests is not None:
+            loss = None
+            if is_last or done % options.validation_frequency == 0:
+                loss = metrics["validation_loss"] = self._validate()
+                self._judge(loss)
+        learner.end_epoch(loss)
+        # from a loss of nan nothing could go on
+        every = None if self._is_lost else options.checkpoint_every
+        if every is not None and (is_last or done % every == 0 or self._has_no_patience_left()):
             state = self._state()
         is_to_end = self._report(metrics, state)
-        if is_to_end and every is not None and state is None and not self._is_lost:
+        if is_to_end and every is not None and state is None:
             # lets the run resume from here; metrics were reported
             self._report_state({}, self._state())
         return is_to_end
@@ -466,6 +463,7 @@ class Learner:
     def _reduction(self, is_due: bool) -> contextlib.AbstractContextManager[Any]:
         """Let this backward pass reduce gradients, or defer it."""
         if self.ranks.size > 1 and self.is_sharded:
+            # FSDP2 has this instead of no_sync()
             self.module.set_requires_gradient_sync(is_due)  # type: ignore[operator]
         elif self.ranks.size > 1 and not is_due:
             return self._connected.no_sync()
@@ -667,6 +665,7 @@ def own_random_state(device: torch.device) -> Iterator[None]:
 # --- running statistics of normalization layers ---------------------------------------------------
 
 
+@torch.no_grad()
 def merge_buffers(module: nn.Module, ranks: Ranks, weight: float) -> None:
     """Give all ranks the same buffers, to the last bit; `weight` is this rank's share.
 
@@ -690,28 +689,23 @@ def merge_buffers(module: nn.Module, ranks: Ranks, weight: float) -> None:
         if isinstance(mean, torch.Tensor) and isinstance(variance, torch.Tensor)
     ]
     statistics = {id(tensor) for layer in layers for tensor in layer}
-    for dtype in sorted({mean.dtype for mean, _ in layers}, key=str):
+    for dtype in sorted({mean.dtype for mean, _ in layers}, key=str):  # in one order on all ranks
         same = [layer for layer in layers if layer[0].dtype is dtype]
-        _merge([mean for mean, _ in same], [variance for _, variance in same], ranks, weight)
+        kinds = [mean for mean, _ in same], [variance for _, variance in same]
+        own_mean, own_variance = (
+            torch.cat([each.flatten() for each in tensors]).double() for tensors in kinds
+        )
+        mean = own_mean * weight
+        dist.all_reduce(mean)
+        variance = (own_variance + (own_mean - mean) ** 2) * weight
+        dist.all_reduce(variance)
+        # torch does not promise that a sum has the same bits everywhere
+        ranks.broadcast([mean, variance])
+        for values, tensors in zip((mean, variance), kinds, strict=True):
+            parts = values.split([each.numel() for each in tensors])
+            for each, part in zip(tensors, parts, strict=True):
+                each.copy_(part.view_as(each))
     ranks.broadcast([buffer for buffer in module.buffers() if id(buffer) not in statistics])
-
-
-@torch.no_grad()
-def _merge(
-    means: list[torch.Tensor], variances: list[torch.Tensor], ranks: Ranks, weight: float
-) -> None:
-    own_mean = torch.cat([mean.flatten() for mean in means]).double()
-    own_variance = torch.cat([variance.flatten() for variance in variances]).double()
-    mean = own_mean * weight
-    dist.all_reduce(mean)
-    variance = (own_variance + (own_mean - mean) ** 2) * weight
-    dist.all_reduce(variance)
-    # torch does not promise that a sum has the same bits everywhere
-    ranks.broadcast([mean, variance])
-    for values, targets in ((mean, means), (variance, variances)):
-        parts = values.split([target.numel() for target in targets])
-        for target, part in zip(targets, parts, strict=True):
-            target.copy_(part.view_as(target))
 
 
 # --- losses ---------------------------------------------------------------------------------------
@@ -746,11 +740,8 @@ def is_mean_over_samples(
     loss_fn: Callable[..., Any], outputs: Any, targets: Any, loss: torch.Tensor
 ) -> bool:
     """Whether a loss equals the mean over its halves, as it does if all samples count the same."""
-    if (
-        not isinstance(outputs, torch.Tensor)
-        or not isinstance(targets, torch.Tensor)
-        or len(outputs) < 2
-    ):
+    are_tensors = isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)
+    if not are_tensors or len(outputs) < 2:
         return True  # samples that cannot be halved: it cannot be told
     num_all, half = len(outputs), len(outputs) // 2
     try:
@@ -820,7 +811,7 @@ def connect(module: nn.Module, ranks: Ranks, has_unused: bool) -> DistributedDat
         device_ids=[ranks.device] if ranks.device.type == "cuda" else None,
         **not_buffers,
         init_sync=False,
-        gradient_as_bucket_view=True,
+        gradient_as_bucket_view=True,  # saves a copy of all gradients
         find_unused_parameters=has_unused,
     )
 
@@ -837,6 +828,7 @@ def has_unused(loss: torch.Tensor, module: nn.Module) -> bool:
         seen.add(node)
         if hasattr(node, "variable"):
             found.add(id(node.variable))
+        # the graph may be deeper than Python's stack, so this is no recursion
         waiting.extend(following for following, _ in node.next_functions)
     return any(
         parameter.requires_grad and id(parameter) not in found for parameter in module.parameters()

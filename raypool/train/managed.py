@@ -384,7 +384,7 @@ class ManagedAttempt:
         thread = threading.Thread(
             target=self._run, args=(lent,), name=f"raypool-managed-{self._plan.name}", daemon=True
         )
-        engine.helpers.add(thread)
+        engine.helpers.add(thread)  # the end of the pool waits for it
         thread.start()
         return self._future
 
@@ -513,12 +513,12 @@ class ManagedAttempt:
         self._has_all_messages.wait(LAST_MESSAGES_S)
         ray.kill(self._coordinator)
         if not isinstance(self._outcome, Result):
-            job = ray.get_runtime_context().get_job_id()
+            job = ray.get_runtime_context().get_job_id()  # ids of groups end with it
             for number, group in placement_group_table().items():
                 is_own = number.endswith(job) and all(
                     bundle == self._bundle for bundle in group["bundles"].values()
                 )
-                if is_own and group["state"] != "REMOVED":
+                if is_own and group["state"] != "REMOVED":  # the table keeps removed ones
                     remove_placement_group(
                         PlacementGroup(ray.PlacementGroupID(bytes.fromhex(number)))
                     )

@@ -61,6 +61,7 @@ class Coordinator:
 
     def __init__(self) -> None:
         self._messages: list[tuple[Any, ...]] = []
+        # an actor with async methods has one thread, so this is only to wait with
         self._changed = asyncio.Condition()
         self._should_stop = False
         self._num_reports: dict[int, int] = {}  # by rank
@@ -163,9 +164,11 @@ class ManagedLoop:
     def __call__(self) -> None:
         """Run the loop; its output, its return value and its error go into the coordinator."""
         coordinator, rank = self._coordinator, ray.train.get_context().get_world_rank()
+        # Ray says a GPU's UUID where CUDA_VISIBLE_DEVICES does
         gpus = tuple(int(gpu) if str(gpu).isdecimal() else 0 for gpu in ray.get_gpu_ids())
         should_stop = ray.get(coordinator.begin.remote(rank, platform.node(), os.getpid(), gpus))
         key = uuid.uuid4().int
+        # `get`: the next batch is sent when this one has arrived, so they stay in order
         outbox = Outbox(
             lambda number, batch: ray.get(coordinator.send.remote("batch", key, number, batch))
         )
@@ -193,7 +196,7 @@ class ManagedLoop:
                 loop = functools.partial(loop, {} if config is None else config)
             value = snapshot(loop(), f"what rank {rank} returns back")
         except BaseException as error:
-            is_cut_off, at = is_disconnect(error), time.time()
+            is_cut_off, at = is_disconnect(error), time.time()  # before anything that takes time
             capture.note_last_lines(error, note)
             outbox.drain(DRAIN_TIMEOUT_S)
             ray.get(coordinator.send.remote("failure", rank, is_cut_off, pack_error(error), at))
@@ -212,7 +215,7 @@ def _become_worker(note: TaskContext) -> None:
     capture.install()
     note_in_process(note)
     running.set(note)
-    # GPUs that are pretended, in a test
+    # simulated GPUs, in a test
     if note.gpu is not None and not torch.version.cuda and not torch.version.hip:
         # private: else it would say "cuda:0"
         device_manager._torch_device_manager = device_manager.CPUTorchDeviceManager()
