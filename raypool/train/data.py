@@ -217,6 +217,7 @@ def order_of(num_samples: int, shuffle: str, seed: int, epoch: int) -> torch.Ten
     """Return the order of the samples in an epoch, the same on every rank."""
     if shuffle == "never":
         return torch.arange(num_samples)
+    # "once": every epoch draws the order of the first
     generator = torch.Generator().manual_seed(mixed_seed(seed, 0 if shuffle == "once" else epoch))
     return torch.randperm(num_samples, generator=generator)
 
@@ -384,6 +385,7 @@ def _column(values: Any, name: str) -> Column:
         raise InvalidValueError(single)
     if array.dtype.kind == "u" and array.dtype.itemsize > 1:
         array = array.astype(np.int64)  # torch knows these types in name only
+    # torch takes the machine's own byte order only
     return Column(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")), is_array=True)
 
 
@@ -426,6 +428,7 @@ def _from_loader(loader: Any, target: Any, what: str) -> Samples:
             f"{what} is a DataLoader with a DistributedSampler, by which each rank would read its"
             " own part. raypool shares out each mini-batch itself. Leave the sampler out."
         )
+    # of the plain samplers only the kind counts: raypool orders the samples itself
     is_in_order = type(sampler) is SequentialSampler and len(sampler) == len(dataset)
     own = None if is_in_order or is_shuffled(loader) else sampler
     if own is not None and not hasattr(own, "__len__"):
@@ -556,6 +559,7 @@ def samples_of(data: Any) -> Inputs:
         return Columns(columns[0] if isinstance(columns, tuple) and len(columns) == 1 else columns)
     if _is_column(data):
         return Columns(_checked_column(data))
+    # these have a length and entries, but no samples
     is_plain = isinstance(data, (str, bytes, Mapping, Set))
     if is_plain or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise InvalidTypeError(f"data is a {type(data).__name__}. Give {KINDS}.")
@@ -591,7 +595,7 @@ def _checked_column(data: Any) -> np.ndarray[Any, Any] | torch.Tensor:
         )
     if isinstance(column, np.ndarray):
         try:
-            torch.from_numpy(column[:0].copy())
+            torch.from_numpy(column[:0].copy())  # torch itself says which types it takes
         except (TypeError, ValueError) as error:
             raise InvalidTypeError(
                 f"data is an array of {column.dtype}, of which torch makes no tensor: {error}"
@@ -704,7 +708,7 @@ def mapped(change: Callable[[Any], Any], values: Any) -> Any:
     if isinstance(values, Mapping):
         kind = Named if isinstance(values, Named) else dict
         return kind((key, change(value)) for key, value in values.items())
-    if isinstance(values, tuple) and hasattr(values, "_fields"):
+    if isinstance(values, tuple) and hasattr(values, "_fields"):  # a namedtuple
         return type(values)(*(change(value) for value in values))
     if type(values) in (tuple, list):
         return type(values)(change(value) for value in values)

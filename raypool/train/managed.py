@@ -680,7 +680,7 @@ class ManagedAttempt:
 
 
 def _first_line(text: Any) -> str:
-    lines = str(text).strip().splitlines()
+    lines = str(text).strip().splitlines()  # Ray's messages go on with traces and advice
     return lines[0].rstrip(".") if lines else "nothing is known"
 
 
@@ -700,6 +700,7 @@ def tell_ray(plan: TrainingAttempt) -> None:
     if last is None or any(each.path.parent != run_dir for each in kept):
         file.unlink(missing_ok=True)
         return
+    # it may be missing, damaged, or of another Ray: then it is written anew
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         known = json.loads(file.read_text(encoding="utf-8"))
         names = {each["checkpoint_dir_name"] for each in known["checkpoint_results"]}

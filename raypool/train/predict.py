@@ -132,7 +132,7 @@ class _Run:
         self._where = where
         self._key = key
         self._pending: deque[tuple[Future[Any], int]] = deque()  # with the number of mini-batches
-        self._workers: set[int] = set()
+        self._workers: set[int] = set()  # that may have the model on their GPU
 
     def outputs(self, function: Function, samples: Inputs, size: int) -> list[Any]:
         """Return the outputs, piece by piece."""
@@ -181,7 +181,7 @@ class _Run:
         cancel_each(futures)
         for future in futures:
             self._note(future)
-        if self._engine.profile.backend != "ray":
+        if self._engine.profile.backend != "ray":  # the model is in this process
             let_go(self._key)
             return
         infos = self._engine.driver.infos

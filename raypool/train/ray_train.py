@@ -323,11 +323,8 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
         note = self.note
         wishes = (False, False) if note is None else (note.should_stop, note.is_leaving)
         told = self._tell(_Told(tuple(sorted(said)), checkpoint is not None, *wishes))
-        if (
-            self._spmd.rank == 0
-            and not self._has_warned
-            and (text := how_they_differ([each.names for each in told]))
-        ):
+        is_silent = self._spmd.rank != 0 or self._has_warned
+        if not is_silent and (text := how_they_differ([each.names for each in told])):
             self._has_warned = True
             logger.warning(
                 "%s. Only what rank 0 reports is kept; raypool.report keeps what each rank"

@@ -160,13 +160,11 @@ def scaling_report(run: TrainingRun, *, num_steps: int = 20, num_warm_up: int = 
         InvalidTypeError: `run` is no training.
         InvalidValueError: It is a training by `pool.train`; or there are too few steps.
         PoolClosedError: The pool was shut down.
-        SpmdError: A step has failed: on one worker there may be too little memory for the whole
-            mini-batch.
+        SpmdError: A step has failed: one worker may lack the memory for the whole mini-batch.
 
     Source:
         MATLAB R2025b, Scale Up Deep Learning in Parallel, on GPUs, and in the Cloud: what it says
-            of
-        the mini-batch size.
+        of the mini-batch size.
 
     Example:
         >>> import torch
