@@ -1,9 +1,9 @@
 """The folder of a run, its checkpoints, and how the ranks of a training commit one together.
 
-All are plain files. A checkpoint is a folder, with a file `NAME.json` beside it for the metrics
-that were reported with it. It is complete if both exist: the files are gathered in
-`.NAME.TOKEN.partial`, the json is written, and then the folder gets its name in one step. A run
-that was killed may leave `.*.partial` folders.
+A checkpoint is a folder, with a file `NAME.json` beside it for the metrics that were reported with
+it. It is complete if both exist: the files are gathered in `.NAME.TOKEN.partial`, the json is
+written, and then the folder gets its name in one step. A run that was killed may leave
+`.*.partial` folders.
 """
 
 from __future__ import annotations
@@ -55,9 +55,7 @@ class Partial(NamedTuple):
 def list_kept(run_dir: Folder) -> list[CompleteCheckpoint]:
     """Return the complete checkpoints of a run, the oldest first; unreadable ones are left out."""
     files = (path for path in Path(run_dir).glob("*.json") if not path.name.startswith("."))
-    return sorted(
-        (kept for kept in map(_read, files) if kept is not None), key=lambda kept: kept.index
-    )
+    return sorted(filter(None, map(_read, files)), key=lambda kept: kept.index)
 
 
 def _read(file: Path) -> CompleteCheckpoint | None:
@@ -65,11 +63,11 @@ def _read(file: Path) -> CompleteCheckpoint | None:
         record = json.loads(file.read_text(encoding="utf-8"))
         index, metrics = record["index"], record["metrics"]
         path = Path(record.get("path") or file.with_suffix(""))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # not a file of ours
         return None
-    if not isinstance(index, int) or not isinstance(metrics, dict) or not os.path.isdir(path):  # noqa: PTH112 - this one never raises
-        return None
-    return CompleteCheckpoint(index, path, metrics)
+    is_there = os.path.isdir(path)  # noqa: PTH112 - unlike Path.is_dir, it never raises
+    is_whole = is_there and isinstance(index, int) and isinstance(metrics, dict)
+    return CompleteCheckpoint(index, path, metrics) if is_whole else None
 
 
 def latest(run_dir: Folder) -> CompleteCheckpoint | None:
@@ -78,25 +76,22 @@ def latest(run_dir: Folder) -> CompleteCheckpoint | None:
 
 
 def best(run_dir: Folder, metric: str, mode: str) -> CompleteCheckpoint | None:
-    """Return the checkpoint with the least ("min") or greatest ("max") value of a metric; of equal
-    ones the newest.
-
-    One without the metric, or for which it is no finite number, is never the best; None if there is
-    no other.
-    """
+    """Return the newest checkpoint with the least or greatest value of a metric, if one has it."""
     top = ranked(run_dir, metric, mode)[-1:]
     return top[0] if top and _rating(top[0], metric, mode) is not None else None
 
 
 def ranked(run_dir: Folder, metric: str | None, mode: str) -> list[CompleteCheckpoint]:
-    """Return the complete checkpoints of a run, the best last; without a metric, or where it is no
-    number, by age.
-    """
-    return sorted(list_kept(run_dir), key=lambda kept: _order(kept, metric, mode))
+    """Return the complete checkpoints of a run, the best last; without a metric by age."""
+
+    def order(kept: CompleteCheckpoint) -> tuple[bool, float, int]:
+        rating = None if metric is None else _rating(kept, metric, mode)
+        return rating is not None, rating or 0.0, kept.index
+
+    return sorted(list_kept(run_dir), key=order)
 
 
 def _rating(kept: CompleteCheckpoint, metric: str, mode: str) -> float | None:
-    """Return the rating of a checkpoint, the higher the better; None without a usable metric."""
     value = kept.metrics.get(metric)
     # unlike isfinite, it takes huge integers
     if not isinstance(value, (int, float)) or not -math.inf < value < math.inf:
@@ -104,21 +99,11 @@ def _rating(kept: CompleteCheckpoint, metric: str, mode: str) -> float | None:
     return -value if mode == "min" else value
 
 
-def _order(kept: CompleteCheckpoint, metric: str | None, mode: str) -> tuple[bool, float, int]:
-    rating = None if metric is None else _rating(kept, metric, mode)
-    return rating is not None, rating or 0.0, kept.index
-
-
 # --- creation of a checkpoint ---------------------------------------------------------------------
 
 
 def check_name(name: str | None) -> None:
-    """Raise the error for a name that a checkpoint's folder cannot have.
-
-    Raises:
-        InvalidTypeError: It is no text.
-        InvalidValueError: It is a path, or a name that is reserved here.
-    """
+    """Raise the error for a name that the folder of a checkpoint cannot have."""
     if name is None:
         return
     if not isinstance(name, str):
@@ -135,7 +120,7 @@ def check_name(name: str | None) -> None:
 def next_index(run_dir: Folder) -> int:
     """Return the number of the next checkpoint, from 1."""
     named = (_NUMBERED.fullmatch(path.name) for path in Path(run_dir).glob("checkpoint_*"))
-    numbers = [int(match.group(1)) for match in named if match is not None]
+    numbers = (int(match[1]) for match in named if match)  # also of incomplete ones
     return max([0, *numbers, *(kept.index for kept in list_kept(run_dir))]) + 1
 
 
@@ -147,16 +132,11 @@ def free_name(run_dir: Folder, name: str, index: int) -> str:
 
 
 def open_partial(run_dir: Folder, name: str | None, token: str) -> Partial:
-    """Make the folder for the files of a new checkpoint, under this name or a number.
-
-    If the name is taken, the number is added to it: no checkpoint is ever replaced.
-
-    Raises:
-        OSError: It cannot be made.
-    """
+    """Make the folder for the files of a new checkpoint, under this name or a number."""
     folder = Path(run_dir)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     index = next_index(folder)
+    # a taken name gets the number: no checkpoint is ever replaced
     name = f"checkpoint_{index:06d}" if name is None else free_name(folder, name, index)
     partial = folder / f".{name}.{token}{PARTIAL}"
     shutil.rmtree(partial, ignore_errors=True)
@@ -165,13 +145,7 @@ def open_partial(run_dir: Folder, name: str | None, token: str) -> Partial:
 
 
 def copy_in(source: Folder, target: Path, rank: int) -> None:
-    """Copy the content of a folder into one that ranks share; each file in one step.
-
-    The files are on disk afterwards, so that a power cut does not damage a complete checkpoint.
-
-    Raises:
-        OSError: Something cannot be read, or does not fit.
-    """
+    """Copy the content of a folder into one that ranks share; each file in one step."""
     spare = target / f".{rank}{PARTIAL}"
     for entry in sorted(os.scandir(source), key=lambda entry: entry.name):
         if entry.is_dir():
@@ -179,18 +153,11 @@ def copy_in(source: Folder, target: Path, rank: int) -> None:
             copy_in(entry.path, target / entry.name, rank)
         else:
             shutil.copyfile(entry.path, spare)
-            _sync(spare)
+            with spare.open("rb") as stream:
+                # on disk before it gets its name: a power cut damages no complete checkpoint
+                os.fsync(stream.fileno())
             spare.replace(target / entry.name)
     sync_folder(target)
-
-
-def _sync(file: Path) -> None:
-    """Wait until the content of a file is on disk."""
-    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def commit(
@@ -198,14 +165,7 @@ def commit(
 ) -> Path:
     """Make a checkpoint of the files that were gathered; return its folder.
 
-    Args:
-        partial: The folder of the files, and the name of the checkpoint.
-        metrics: The metrics reported with it; values that JSON cannot take are left out.
-        attempt: In which attempt of the training.
-        elsewhere: Where the files are if they were not gathered; the run only notes that.
-
-    Raises:
-        OSError: Something cannot be written.
+    `elsewhere`: where the files are if they were not gathered; the run only notes that.
     """
     name, index, folder = partial
     note_down(folder.with_name(name), index, metrics, attempt, elsewhere)
@@ -228,38 +188,26 @@ def note_down(
         "metrics": _plain(metrics),
         "path": elsewhere,
     }
-    _write(folder.with_name(f"{folder.name}.json"), json.dumps(record))
-
-
-def _write(file: Path, text: str) -> None:
-    """Write a file in one step, and wait until it is on disk."""
+    file = folder.with_name(f"{folder.name}.json")
     spare = file.with_name(f".{file.name}{PARTIAL}")
     with spare.open("w", encoding="utf-8") as stream:
-        stream.write(text)
+        stream.write(json.dumps(record))
         stream.flush()
         os.fsync(stream.fileno())
-    spare.replace(file)
+    spare.replace(file)  # in one step, once it is on disk
 
 
 def _plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return those metrics that JSON can take."""
+
+    def as_list(value: Any) -> Any:
+        return value.tolist()  # NumPy's arrays and numbers; others have none
+
     plain = {}
     for name, value in metrics.items():
-        with contextlib.suppress(TypeError, ValueError, RecursionError):
-            plain[name] = json.loads(json.dumps(value, default=_as_list))
+        with contextlib.suppress(TypeError, ValueError, RecursionError, AttributeError):
+            plain[name] = json.loads(json.dumps(value, default=as_list))
     return plain
-
-
-def _as_list(value: Any) -> Any:
-    """Return a NumPy array or number as Python's own.
-
-    Raises:
-        TypeError: It is something else.
-    """
-    to_list = getattr(value, "tolist", None)
-    if to_list is None:
-        raise TypeError(f"{type(value).__name__} is nothing for JSON")
-    return to_list()
 
 
 # --- cleanup --------------------------------------------------------------------------------------
@@ -267,7 +215,7 @@ def _as_list(value: Any) -> Any:
 
 def prune(run_dir: Folder, keep: int | None, metric: str | None, mode: str) -> list[Path]:
     """Delete all but the last and the `keep` best (or newest) checkpoints; return those."""
-    there = ranked(run_dir, metric, mode)
+    folder, there = Path(run_dir), ranked(run_dir, metric, mode)
     if keep is None or len(there) <= keep:
         return []
     last = max(there, key=lambda kept: kept.index)
@@ -276,38 +224,26 @@ def prune(run_dir: Folder, keep: int | None, metric: str | None, mode: str) -> l
     ]
     gone = [kept for kept in there if kept not in stay]
     for kept in gone:
-        _delete(Path(run_dir), kept, stay)
+        read = ((file, _read(file)) for file in folder.glob("*.json"))
+        files = [file for file, found in read if found is not None and found.index == kept.index]
+        path = kept.path.resolve()
+        # Files outside the folder of the run are the user's own, and stay. So do files in a
+        # checkpoint that stays: a loop may write into one folder again and again.
+        is_own = folder.resolve() in path.parents and not any(
+            each.path.resolve().is_relative_to(path) for each in stay
+        )
+        aside = folder / f".{path.name}.deleted{PARTIAL}"
+        if is_own and path.is_dir():
+            shutil.rmtree(aside, ignore_errors=True)
+            path.replace(aside)  # this ends the checkpoint in one step
+        for file in files:
+            file.unlink(missing_ok=True)
+        shutil.rmtree(aside, ignore_errors=True)
     return [kept.path for kept in gone]
 
 
-def _delete(run_dir: Path, kept: CompleteCheckpoint, stay: Sequence[CompleteCheckpoint]) -> None:
-    """Delete a checkpoint: first its json file, which ends it in one step, then its files.
-
-    Files outside the folder of the run are the user's own, and stay. So do files in a checkpoint
-    that stays: a loop may write into one folder again and again.
-    """
-    files = [
-        file
-        for file in run_dir.glob("*.json")
-        if (read := _read(file)) is not None and read.index == kept.index
-    ]
-    path = kept.path.resolve()
-    is_own = run_dir.resolve() in path.parents and not any(
-        each.path.resolve().is_relative_to(path) for each in stay
-    )
-    aside = run_dir / f".{path.name}.deleted{PARTIAL}"
-    if is_own and path.is_dir():
-        shutil.rmtree(aside, ignore_errors=True)
-        path.replace(aside)
-    for file in files:
-        file.unlink(missing_ok=True)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
 def forget_deleted(run_dir: Folder) -> None:
-    """Delete the files beside checkpoints whose folders are gone: Ray Train deletes those
-    itself.
-    """
+    """Delete the json files of checkpoints whose folders Ray Train has deleted."""
     for file in Path(run_dir).glob("*.json"):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             record = json.loads(file.read_text(encoding="utf-8"))
@@ -349,18 +285,14 @@ class RankContribution(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """The failure of a rank: `kind` is "value" (an argument), "os" (the disk) or "user" (user
-    code).
-    """
+    """The failure of a rank: of an argument ("value"), the disk ("os"), or user code ("user")."""
 
     kind: str
     text: str
     number: int = 0
 
     def raise_here(self, rank: int, own: BaseException | None) -> None:
-        """Raise the error: the same on every rank, but an exception of the user's is that of its
-        rank.
-        """
+        """Raise the error: the same on every rank, but for the user's own exception."""
         if self.kind == "value":
             raise InvalidValueError(self.text)
         if self.kind == "os":
@@ -390,17 +322,16 @@ class CheckpointCommit:
     def keep(
         self, delivery: RankContribution | None, name: str | None, metrics: Mapping[str, Any]
     ) -> str:
-        """Keep a checkpoint, together with all ranks; return its folder.
-
-        Raises:
-            InvalidValueError: A rank has brought what is no checkpoint, or does not see the folder
-                of the run.
-            OSError: It could not be written, on some rank.
-            RankInterrupted: The user's own upload function has failed on another rank.
-        """
+        """Keep a checkpoint, together with all ranks; return its folder."""
         partial: Partial | None = None
         try:
-            partial, fault = self._tell(self._open(name) if self._rank == 0 else None)[0]
+            opened: tuple[Partial | None, Fault | None] | None = None
+            if self._rank == 0:
+                try:
+                    opened = open_partial(self._plan.run_dir, name, self._token), None
+                except OSError as error:
+                    opened = None, self._disk_fault(error, "the folder of the run")
+            partial, fault = self._tell(opened)[0]
             _see([RankOutcome(fault)], None)
             assert partial is not None
             place = self._gather(delivery, partial)
@@ -415,31 +346,30 @@ class CheckpointCommit:
                 with unbroken(note_here()):  # a failed rank interrupts the others
                     shutil.rmtree(partial.path, ignore_errors=True)
             raise
-        if delivery is not None and delivery.is_deleted_after:
-            _delete_local(delivery.checkpoint, path)
+        if delivery is not None and delivery.is_deleted_after and _is_local(delivery.checkpoint):
+            own = Path(delivery.checkpoint.path)
+            if str(own.absolute()) != path:  # one that is kept in place stays
+                with contextlib.suppress(OSError):
+                    shutil.rmtree(own)
         return str(path)
-
-    def _open(self, name: str | None) -> tuple[Partial | None, Fault | None]:
-        try:
-            return open_partial(self._plan.run_dir, name, self._token), None
-        except OSError as error:
-            return None, self._disk_fault(error, "the folder of the run")
 
     def _gather(self, delivery: RankContribution | None, partial: Partial) -> str | None:
         """Add this rank's files to the others'; return their place if they stay elsewhere."""
         own: Exception | None = None
         try:
             outcome = self._deliver(delivery, partial)
-        except OSError as error:
-            own, outcome = error, RankOutcome(self._disk_fault(error, "a checkpoint"))
-        except InvalidValueError as error:
-            own, outcome = error, RankOutcome(Fault("value", str(error)))
         except Exception as error:
-            text = (
-                f"checkpoint_upload_fn has failed on rank {self._rank}: {type(error).__name__}:"
-                f" {error}"
-            )
-            own, outcome = error, RankOutcome(Fault("user", text))
+            own = error
+            if isinstance(error, OSError):
+                fault = self._disk_fault(error, "a checkpoint")
+            elif isinstance(error, InvalidValueError):
+                fault = Fault("value", str(error))
+            else:
+                why = f"{type(error).__name__}: {error}"
+                fault = Fault(
+                    "user", f"checkpoint_upload_fn has failed on rank {self._rank}: {why}"
+                )
+            outcome = RankOutcome(fault)
         outcomes = self._tell(outcome)
         _see(outcomes, own)
         return _common_place(outcomes)
@@ -455,22 +385,20 @@ class CheckpointCommit:
             return RankOutcome()
         if delivery.is_placed or delivery.upload_fn is not None:
             return RankOutcome(place=self._placed(delivery, partial.name))
-        self._copy(delivery.checkpoint, partial.path)
+        if not _is_local(delivery.checkpoint):
+            with delivery.checkpoint.as_directory() as folder:
+                copy_in(folder, partial.path, self._rank)
+            return RankOutcome(has_copied=True)
+        source = self._local_folder(delivery.checkpoint)
+        # it would copy itself, forever
+        if partial.path.resolve().is_relative_to(source.resolve()):
+            raise InvalidValueError(
+                f"The folder of the run, {self._plan.run_dir}, is in the checkpoint that rank"
+                f" {self._rank} has reported, {source}. Save the checkpoint to a folder of its"
+                " own."
+            )
+        copy_in(source, partial.path, self._rank)
         return RankOutcome(has_copied=True)
-
-    def _copy(self, checkpoint: Any, partial: Path) -> None:
-        if _is_local(checkpoint):
-            source = self._local_folder(checkpoint)
-            if partial.resolve().is_relative_to(source.resolve()):
-                raise InvalidValueError(
-                    f"The folder of the run, {self._plan.run_dir}, is in the checkpoint that rank"
-                    f" {self._rank} has reported, {source}. Save the checkpoint to a folder of its"
-                    " own."
-                )
-            copy_in(source, partial, self._rank)
-            return
-        with checkpoint.as_directory() as source:
-            copy_in(source, partial, self._rank)
 
     def _local_folder(self, checkpoint: Any) -> Path:
         folder = Path(checkpoint.path)
@@ -484,7 +412,7 @@ class CheckpointCommit:
         return folder
 
     def _placed(self, delivery: RankContribution, name: str) -> str:
-        """Return the folder of a checkpoint that stays, or that the user's function uploads."""
+        """Return the folder of a checkpoint that stays, or that the user uploads."""
         checkpoint = delivery.checkpoint
         if delivery.upload_fn is not None and not delivery.is_placed:
             checkpoint = delivery.upload_fn(checkpoint, name)
@@ -513,6 +441,7 @@ class CheckpointCommit:
         try:
             prune(plan.run_dir, plan.keep, plan.best_metric, plan.best_mode)
         except OSError as error:
+            # the new one is complete, so the training goes on
             logger.warning("An old checkpoint in %s could not be deleted: %s", plan.run_dir, error)
         return str(path), None
 
@@ -535,14 +464,10 @@ def _see(outcomes: Sequence[RankOutcome], own: BaseException | None) -> None:
 
 
 def _common_place(outcomes: Sequence[RankOutcome]) -> str | None:
-    """Return the common place of all ranks' files, None if they were copied.
-
-    Raises:
-        InvalidValueError: They are in more than one place.
-    """
+    """Return the common place of all ranks' files, None if they were copied."""
     places = {
         outcome.place: rank
-        for rank, outcome in reversed(list(enumerate(outcomes)))
+        for rank, outcome in reversed(list(enumerate(outcomes)))  # the first rank is named
         if outcome.place is not None
     }
     copied = [rank for rank, outcome in enumerate(outcomes) if outcome.has_copied]
@@ -561,22 +486,14 @@ def _is_local(checkpoint: Any) -> bool:
     return str(checkpoint.filesystem.type_name) == "local"
 
 
-def _delete_local(checkpoint: Any, kept: str | None) -> None:
-    """Delete a local checkpoint that was copied; one that is kept in place stays."""
-    if _is_local(checkpoint) and str(Path(checkpoint.path).absolute()) != kept:
-        with contextlib.suppress(OSError):
-            shutil.rmtree(checkpoint.path)
-
-
 # --- what travels to the ranks and back -----------------------------------------------------------
 
 
 class TrainingAttempt(NamedTuple):
     """One attempt of a training, as its ranks see it.
 
-    `name`: of the training. `attempt`: from 1. `run_dir`: the folder of the run, made with the
-    first checkpoint. `start`: the folder of the checkpoint to begin with. `keep`, `best_metric`,
-    `best_mode`: which checkpoints stay; see `RunOptions`.
+    `name`: of the training. `attempt`: from 1. `run_dir`: made with the first checkpoint. `start`:
+    the checkpoint to begin with. The rest: which checkpoints stay; see `RunOptions`.
     """
 
     name: str

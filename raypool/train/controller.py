@@ -59,9 +59,7 @@ class TrainingBackend(Protocol):
     def begin(
         self, plan: TrainingAttempt, size: int, places: tuple[int, ...] | None, options: Options
     ) -> Future[Any]:
-        """Start an attempt; its result, iterated, is a `RankEnd` for each rank, and its failure an
-        `SpmdError`.
-        """
+        """Start an attempt; its result has a `RankEnd` for each rank."""
 
 
 @dataclass(frozen=True)
@@ -78,14 +76,10 @@ class RankPlaces:
         left = self.left
         if least is None or not least <= len(left) < self.size:
             return self
-        return replace(self, size=len(left), places=None if self.places is None else tuple(left))
+        return replace(self, size=len(left), places=self.places and tuple(left))
 
     def await_others(self, least: int | None) -> None:
-        """Wait until the pool has replaced lost machines, but no longer than `start_timeout_s`.
-
-        Raises:
-            PoolClosedError, PoolBrokenError: The pool has ended.
-        """
+        """Wait until the pool has replaced lost machines, for `start_timeout_s` at most."""
         deadline = time.monotonic() + self.engine.profile.start_timeout_s
         while (
             self.places is None
@@ -99,11 +93,8 @@ class RankPlaces:
     def left(self) -> list[int]:
         """The places whose workers exist, rank 0 first."""
         numbers = self.numbers()
-        return (
-            list(numbers)
-            if self.places is None
-            else [place for place in self.places if place in numbers]
-        )
+        chosen = numbers if self.places is None else self.places
+        return [place for place in chosen if place in numbers]
 
 
 class Controller:
@@ -112,17 +103,17 @@ class Controller:
     def __init__(
         self,
         run: TrainingRun,
-        lane: TrainingBackend,
-        crew: RankPlaces,
+        backend: TrainingBackend,
+        ranks: RankPlaces,
         options: Options,
         kept: RunOptions,
         finish: Finish | None,
     ) -> None:
         self._run = run
-        self._lane = lane
-        self._crew = crew
+        self._backend = backend
+        self._ranks = ranks
         self._options = options
-        self._kept = kept
+        self.kept = kept
         self._finish = finish
         self._ends: list[RankEnd] = []
         self._first_start: str | None = None
@@ -130,26 +121,32 @@ class Controller:
         self._spent_s = 0.0  # of the time limit, used by attempts that have ended
         self._num_forgiven = 0  # attempts that ended with preempted machines, or had not begun
 
-    @property
-    def has_named_folder(self) -> bool:
-        """Whether the user has named the folder of the run, so that others may name it too."""
-        return self._kept.run_dir is not None
-
     def begin(self) -> Future[Any]:
-        """Start the next attempt.
-
-        Raises:
-            ResourceError: There are too few workers.
-            SerializationError: The loop or its configuration cannot be sent.
-            PoolClosedError: The pool was shut down.
-        """
-        self._crew = self._crew.now(self._kept.min_workers)
-        plan = self._plan(self._run.attempts + 1)
-        attempt = self._lane.begin(plan, self._crew.size, self._crew.places, self._left())
-        self._run.adopt(attempt)
+        """Start the next attempt."""
+        self._ranks = self._ranks.now(self.kept.min_workers)
+        kept, run, ranks = self.kept, self._run, self._ranks
+        last = latest(run.path)
+        start = kept.start_from if last is None else last.path
+        plan = TrainingAttempt(
+            run.name,
+            run.attempts + 1,
+            str(run.path),
+            None if start is None else str(start),
+            kept.keep_checkpoints,
+            kept.best_metric,
+            kept.best_mode,
+        )
+        if plan.attempt == 1:
+            self._first_start = plan.start
+        retries = self._options.retries + self._num_forgiven
+        options = replace(self._options, name=run.name, retries=retries)
+        if options.timeout_s is not None:  # it covers all attempts
+            options = replace(options, timeout_s=max(options.timeout_s - self._spent_s, 0.001))
+        attempt = self._backend.begin(plan, ranks.size, ranks.places, options)
+        run.adopt(attempt)
         return attempt
 
-    def conduct(self, attempt: Future[Any]) -> None:
+    def follow(self, attempt: Future[Any]) -> None:
         """Follow the first attempt, and start others, until the training ends."""
         run = self._run
         try:
@@ -184,16 +181,12 @@ class Controller:
             ) from error
 
     def _has_ended_well(self, attempt: Future[Any]) -> bool:
-        """Wait for an attempt; return whether it has, and need not be made again.
-
-        Raises:
-            SpmdError, ResourceError: It has failed, and is not to be repeated.
-        """
+        """Wait for an attempt; return whether it need not be made again."""
         try:
             self._ends = list(attempt.result())
         except ResourceError:
             is_whole = self._await_machines()
-            if not is_whole and self._crew.now(self._kept.min_workers).size == self._crew.size:
+            if not is_whole and self._ranks.now(self.kept.min_workers).size == self._ranks.size:
                 raise
             self._num_forgiven += 1  # it had not begun
             return False
@@ -208,81 +201,50 @@ class Controller:
         return True
 
     def _await_machines(self) -> bool:
-        """Wait for replacements of lost machines; return whether each rank has a worker.
-
-        The loss of a worker is often known before that of its machine. An attempt made in between
-        would wait for workers that never come.
-        """
+        """Wait for replacements of lost machines; return whether each rank has a worker."""
+        # The loss of a worker is often known before that of its machine. An attempt made in between
+        # would wait for workers that never come.
         if not _reasons(self._failed) & {LossReason.NODE, LossReason.PREEMPTED}:
             return False
-        self._crew.await_others(self._kept.min_workers)
-        return len(self._crew.left) >= self._crew.size
-
-    def _plan(self, number: int) -> TrainingAttempt:
-        kept, folder = self._kept, self._run.path
-        last = latest(folder)
-        start = kept.start_from if last is None else last.path
-        if number == 1:
-            self._first_start = None if start is None else str(start)
-        return TrainingAttempt(
-            self._run.name,
-            number,
-            str(folder),
-            None if start is None else str(start),
-            kept.keep_checkpoints,
-            kept.best_metric,
-            kept.best_mode,
-        )
-
-    def _left(self) -> Options:
-        """Return the options of the next attempt, with the rest of the time limit."""
-        options = replace(
-            self._options, name=self._run.name, retries=self._options.retries + self._num_forgiven
-        )
-        if options.timeout_s is None:
-            return options
-        return replace(options, timeout_s=max(options.timeout_s - self._spent_s, 0.001))
+        self._ranks.await_others(self.kept.min_workers)
+        return len(self._ranks.left) >= self._ranks.size
 
     def _is_worth_another(self, error: SpmdError) -> bool:
-        """Whether a lost worker or a `retry_on` exception calls for another attempt, and one is
-        left.
-
-        A worker lost with a preempted machine, with notice, does not count as an attempt.
-        """
+        """Whether an attempt is left, and a lost worker or a `retry_on` exception calls for it."""
         kinds: tuple[type[BaseException], ...] = (WorkerLostError, *self._options.retry_on)
         if self._run.cancelled() or not all(
             isinstance(each, kinds) for each in error.failures.values()
         ):
             return False
+        # a worker that was lost with a preempted machine, with notice, costs no attempt
         self._num_forgiven += LossReason.PREEMPTED in _reasons(error)
         return self._run.attempts - self._num_forgiven <= self._options.retries
 
     def _result(self) -> TrainingResult:
-        """Return the result from the checkpoints and reports so far."""
         from ray.train import Checkpoint
 
-        kept, folder, frame = self._kept, self._run.path, self._run.metrics
+        def opened(there: CompleteCheckpoint | None) -> Any:
+            return None if there is None else Checkpoint.from_directory(str(there.path))
+
+        kept, folder, frame = self.kept, self._run.path, self._run.metrics
         last = latest(folder)
         top = None if kept.best_metric is None else best(folder, kept.best_metric, kept.best_mode)
+        by_rating = ranked(folder, kept.best_metric, kept.best_mode)
+        metrics = self._ends[0].metrics if self._ends else None
+        if not metrics:
+            # a training that had ended before reports nothing: its last checkpoint knows
+            metrics = _last_of(frame) or ({} if last is None else last.metrics)
         return TrainingResult(
-            metrics=(
-                self._ends[0].metrics
-                if self._ends and self._ends[0].metrics
-                else _last_of(frame) or _of(last)
-            ),
+            metrics=metrics,
             metrics_frame=frame,
-            checkpoint=None if last is None else Checkpoint.from_directory(str(last.path)),
-            best_checkpoint=None if top is None else Checkpoint.from_directory(str(top.path)),
-            best_checkpoints=[
-                (Checkpoint.from_directory(str(each.path)), each.metrics)
-                for each in ranked(folder, kept.best_metric, kept.best_mode)
-            ],
+            checkpoint=opened(last),
+            best_checkpoint=opened(top),
+            best_checkpoints=[(opened(each), each.metrics) for each in by_rating],
             values=[end.value for end in self._ends],
             path=folder if has_kept(folder) else None,
         )
 
     def _described_if_possible(self, error: BaseException) -> BaseException:
-        """Return the error to raise; unchanged if the result cannot be read."""
         try:
             return self._described(error)
         except Exception as why:
@@ -297,10 +259,17 @@ class Controller:
             error, (SpmdError, ResourceError)
         ):
             return error
-        failures = error.failures if isinstance(error, SpmdError) else {}
-        first_rank = error.first_rank if isinstance(error, SpmdError) else None
+        run, ranks, result = self._run, self._ranks, self._result()
+        text, failures, first_rank = str(error), {}, None
+        if isinstance(error, SpmdError):
+            failures, first_rank = error.failures, error.first_rank
+        elif run.attempts > 1:
+            left = len(ranks.left)
+            text = (
+                f"{run.name} has lost a worker for good: requested {ranks.size}, available {left}."
+                f" With RunOptions(min_workers={max(left, 1)}) it goes on with those that are left."
+            )
         first = error if first_rank is None else failures[first_rank]
-        result = self._result()
         if isinstance(first, TaskTimeoutError):
             limit = f"timeout_s={self._options.timeout_s:g}"  # the attempt had only the rest of it
             late = TaskTimeoutError(
@@ -311,9 +280,8 @@ class Controller:
             )
             late.__cause__ = first
             return late
-        text = str(error) if isinstance(error, SpmdError) else self._too_few(error)
-        if (number := self._run.attempts) > 1:
-            text += f" It was attempt {number}."
+        if run.attempts > 1:
+            text += f" It was attempt {run.attempts}."
         if result.checkpoint is not None and result.checkpoint.path != self._first_start:
             text += (
                 f" It goes on from its last checkpoint, {result.checkpoint.path}, with"
@@ -322,16 +290,6 @@ class Controller:
         made = TrainingError(text, failures=failures, first_rank=first_rank, result=result)
         made.__cause__ = first
         return made
-
-    def _too_few(self, error: BaseException) -> str:
-        left = len(self._crew.left)
-        if self._run.attempts == 1:
-            return str(error)
-        return (
-            f"{self._run.name} has lost a worker for good: requested {self._crew.size}, available"
-            f" {left}. With RunOptions(min_workers={max(left, 1)}) it goes on with those that are"
-            " left."
-        )
 
     def _resolve(self, result: TrainingResult | None, error: BaseException | None) -> None:
         run = self._run
@@ -348,7 +306,6 @@ class Controller:
 
 
 def _reasons(error: SpmdError | None) -> set[LossReason]:
-    """Return the reasons for which workers were lost."""
     failures = error.failures.values() if error is not None else ()
     return {each.reason for each in failures if isinstance(each, WorkerLostError)}
 
@@ -358,37 +315,27 @@ def _last_of(frame: pd.DataFrame) -> dict[str, Any]:
     own = frame[frame["rank"] == 0]
     if own.empty:
         return {}
-    return {
-        str(name): value
-        for name, value in own.iloc[-1].dropna().items()
-        if name not in ("time", "rank", "attempt")
-    }
+    # with "time" in it the row is of objects; without, integers could become floats
+    row, others = own.iloc[-1].dropna(), ("time", "rank", "attempt")
+    return {str(name): value for name, value in row.items() if name not in others}
 
 
-def _of(last: CompleteCheckpoint | None) -> dict[str, Any]:
-    """Return the metrics of the last checkpoint, for a training that had ended before."""
-    return {} if last is None else last.metrics
-
-
-def start_run(run: TrainingRun, conductor: Controller, engine: Engine) -> TrainingRun:
-    """Start a training in its own thread; "inline" in this one, for debuggers.
-
-    Raises:
-        InvalidValueError: Another training has its folder, here or in another process.
-    """
+def start_run(run: TrainingRun, controller: Controller, engine: Engine) -> TrainingRun:
+    """Start a training in its own thread; "inline" in this one, for debuggers."""
     run.owners = (engine.driver,)
-    take_folder(run, conductor.has_named_folder)
+    is_named = controller.kept.run_dir is not None  # others may name it, too
+    take_folder(run, is_named)
     try:
-        first = conductor.begin()  # here, so that an attempt that cannot begin fails at the call
+        first = controller.begin()  # here, so that an attempt that cannot begin fails at the call
     except BaseException:
         leave_folder(run, run.path.resolve())
         raise
     if engine.profile.backend == "inline":
-        conductor.conduct(first)
+        controller.follow(first)
         return run
     thread = threading.Thread(
-        target=conductor.conduct, args=(first,), name=f"raypool-train-{run.name}", daemon=True
+        target=controller.follow, args=(first,), name=f"raypool-train-{run.name}", daemon=True
     )
-    engine.helpers.add(thread)
+    engine.helpers.add(thread)  # the end of the pool waits for it
     thread.start()
     return run

@@ -1,4 +1,4 @@
-"""The data of models: samples to train on, in mini-batches, and inputs to predict from, in pieces.
+"""The data of models: mini-batches of samples to train on, and pieces of inputs to predict from.
 
 This module imports torch, and is imported only where the user's model or data have done so.
 """
@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,30 +45,25 @@ class Column:
     is_array: bool
 
     def tensor(self, dtype: torch.dtype, is_target: bool) -> torch.Tensor:
-        """Return it as a tensor, which is not to be changed: its memory may be the caller's."""
+        """Return it as a tensor, whose memory may be the caller's."""
         if isinstance(self.values, torch.Tensor):
             return self.values
-        with warnings.catch_warnings():
+        with warnings.catch_warnings():  # it is only read
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             tensor = torch.from_numpy(self.values)
         if self.is_array and tensor.is_floating_point():
             return tensor.to(dtype)
-        if (
-            self.is_array
-            and is_target
-            and tensor.dtype in (torch.int8, torch.int16, torch.int32, torch.uint8)
-        ):
+        is_short = tensor.dtype in (torch.int8, torch.int16, torch.int32, torch.uint8)
+        if self.is_array and is_target and is_short:
             return tensor.to(torch.int64)  # the only integers that torch's losses take for classes
         return tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArraySamples:
-    """Samples whose inputs and targets are arrays.
+    """Samples whose inputs and targets are arrays: a `Column`, or a tuple or dict of several.
 
-    Args:
-        inputs, targets: A `Column`, or a tuple or dict of several.
-        sampler: Chooses and orders the samples of an epoch. None: all of them.
+    `sampler`: chooses and orders the samples of an epoch. None: all of them.
     """
 
     inputs: Any
@@ -83,6 +78,7 @@ class ArraySamples:
         inputs = changed(lambda column: column.tensor(dtype, False), self.inputs, Column)
         targets = changed(lambda column: column.tensor(dtype, True), self.targets, Column)
         size = sum(tensor.nbytes for tensor in leaves((inputs, targets)))
+        # on the GPU as a whole a mini-batch costs no copy
         if device.type == "cuda" and size < torch.cuda.mem_get_info(device)[0] / MEMORY_PART:
             inputs, targets = _moved((inputs, targets), device)
         return ArraySource(inputs, targets, device)
@@ -92,12 +88,8 @@ class ArraySamples:
 class DatasetSamples:
     """Samples of a map-style data set.
 
-    Args:
-        dataset: The data set.
-        target: The target of a sample that is a dict: its name, or several. None: see
-            `TARGET_NAMES`.
-        sampler: As above.
-        settings: What a `DataLoader` was told about loading them, its `collate_fn` for one.
+    `target`: of samples that are dicts: its name, or several. None: see `TARGET_NAMES`. `settings`:
+    what a `DataLoader` was told about loading them.
     """
 
     dataset: Any
@@ -112,10 +104,9 @@ class DatasetSamples:
         self, device: torch.device, dtype: torch.dtype, loader_processes: int
     ) -> DatasetSource:
         """Return what deals them out on a device."""
-        settings = {
-            **self.settings,
-            **({"num_workers": loader_processes} if loader_processes else {}),
-        }
+        settings = dict(self.settings)
+        if loader_processes:
+            settings["num_workers"] = loader_processes
         settings["collate_fn"] = partial(
             _paired, settings.get("collate_fn", default_collate), self.target
         )
@@ -158,7 +149,7 @@ class DatasetSource:
         for batch in DataLoader(
             self._dataset,
             batch_sampler=chosen,
-            pin_memory=self._device.type == "cuda",
+            pin_memory=self._device.type == "cuda",  # copies need not wait, see `_moved`
             **self._settings,
         ):
             yield _moved(batch, self._device, self._dtype)
@@ -167,12 +158,12 @@ class DatasetSource:
 def _paired(
     collate: Callable[[Any], Any], target: str | tuple[str, ...] | None, samples: Any
 ) -> Batch:
-    """Return the inputs and the targets of a mini-batch, in plain dicts.
-
-    A loading process could not send a class of the user's script, and torch would wait for it
-    forever.
-    """
-    return changed(lambda tensor: tensor, _as_pair(collate(samples), target), torch.Tensor)  # type: ignore[no-any-return]
+    """Return the inputs and the targets of a mini-batch, in plain dicts."""
+    # A loading process could not send a class of the user's script, and torch would wait for it
+    # forever: `changed` makes plain dicts of all mappings.
+    batch = collate(samples)
+    pair: Batch = changed(lambda tensor: tensor, _as_pair(batch, target), torch.Tensor)
+    return pair
 
 
 def _as_pair(batch: Any, target: str | tuple[str, ...] | None) -> Batch:
@@ -192,9 +183,7 @@ def _as_pair(batch: Any, target: str | tuple[str, ...] | None) -> Batch:
 
 
 def _split(batch: Mapping[Any, Any], target: str | tuple[str, ...] | None) -> Batch:
-    """Return a mini-batch of samples that are dicts as its inputs and its target, or a dict of its
-    targets.
-    """
+    """Return a mini-batch of dicts as its inputs and its target, or a dict of its targets."""
     names = target if isinstance(target, tuple) else (target,)
     if target is None:
         names = tuple(name for name in TARGET_NAMES if name in batch)[:1] or TARGET_NAMES[-1:]
@@ -208,20 +197,18 @@ def _split(batch: Mapping[Any, Any], target: str | tuple[str, ...] | None) -> Ba
             " the model."
         )
     inputs = Named((name, value) for name, value in batch.items() if name not in left_out)
-    return inputs, (
-        {name: batch[name] for name in names} if isinstance(target, tuple) else batch[names[0]]
-    )
+    if isinstance(target, tuple):
+        return inputs, {name: batch[name] for name in names}
+    return inputs, batch[names[0]]
 
 
 def _moved(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
-    """Return nested tensors on a device; 64-bit floats, which Python's numbers become, in the
-    model's type if that is said.
-    """
+    """Return nested tensors on a device."""
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(
-            device, dtype if tensor.dtype == torch.float64 else None, non_blocking=True
-        )
+        # Python's numbers become 64-bit floats; a model seldom has them
+        kind = dtype if tensor.dtype == torch.float64 else None
+        return tensor.to(device, kind, non_blocking=True)
 
     return changed(move, values, torch.Tensor)
 
@@ -230,6 +217,7 @@ def order_of(num_samples: int, shuffle: str, seed: int, epoch: int) -> torch.Ten
     """Return the order of the samples in an epoch, the same on every rank."""
     if shuffle == "never":
         return torch.arange(num_samples)
+    # "once": every epoch draws the order of the first
     generator = torch.Generator().manual_seed(mixed_seed(seed, 0 if shuffle == "once" else epoch))
     return torch.randperm(num_samples, generator=generator)
 
@@ -248,17 +236,12 @@ FORMS = (
 
 
 def take_samples(data: Any, what: str = "data") -> Samples:
-    """Return a user's training data in one of two forms: `ArraySamples` or `DatasetSamples`.
-
-    Raises:
-        InvalidTypeError: The type is none that `PoolView.fit` lists; `what` is the argument's name.
-        InvalidValueError: Inputs and targets are not of equal length, or there are none.
-    """
+    """Return a user's training data; `what` is the argument's name, for errors."""
     data, target = _with_target(data)
     samples: Samples
     if isinstance(data, DataLoader):
         samples = _from_loader(data, target, what)
-    elif _is_frame(data):
+    elif (pandas := sys.modules.get("pandas")) and isinstance(data, pandas.DataFrame):
         samples = _from_frame(data, data.columns[-1:] if target is None else target, what)
     elif type(data) is TensorDataset and len(data.tensors) == 2 and target is None:
         samples = _from_pair(*data.tensors, what)
@@ -287,20 +270,15 @@ def is_shuffled(loader: Any) -> bool:
     )
 
 
-def _is_frame(data: Any) -> bool:
-    pandas = sys.modules.get("pandas")
-    return pandas is not None and isinstance(data, pandas.DataFrame)
-
-
 def _is_pair(data: Any) -> bool:
-    """Whether data are (inputs, targets): a tuple of two; a list of two may be two samples."""
     if isinstance(data, Dataset) or not isinstance(data, (tuple, list)) or len(data) != 2:
         return False
+    # a list of two may be two samples
     return isinstance(data, tuple) or not isinstance(data[0], (tuple, list, Mapping))
 
 
 def _with_target(data: Any) -> tuple[Any, str | tuple[str, ...] | None]:
-    """Return data, and the name of their target (or of several) if it is given with them."""
+    """Return data, and the name of their target (or of several) if it is given."""
     if not isinstance(data, tuple) or len(data) != 2:
         return data, None
     first, names = data
@@ -309,6 +287,7 @@ def _with_target(data: Any) -> tuple[Any, str | tuple[str, ...] | None]:
         and len(names) > 0
         and all(isinstance(name, str) for name in names)
     )
+    # texts beside an array, or a list of anything but dicts, are no names but (wrong) targets
     is_array = isinstance(first, (np.ndarray, torch.Tensor, tuple)) or (
         isinstance(first, list) and not all(isinstance(sample, Mapping) for sample in first[:1])
     )
@@ -331,9 +310,6 @@ def _from_pair(inputs: Any, targets: Any, what: str) -> ArraySamples:
 
 
 def _from_frame(frame: Any, target: Any, what: str) -> ArraySamples:
-    """Return a table's samples. A target of floats has one column, as the output of a model has;
-    classes have none.
-    """
     names = [target] if isinstance(target, str) else list(target)
     for name in names or ["target"]:
         if name not in frame.columns:
@@ -355,14 +331,19 @@ def _from_frame(frame: Any, target: Any, what: str) -> ArraySamples:
     if getattr(column.dtype, "name", "") == "category":
         column = column.cat.codes.astype("int64")
     values = _column(column.to_numpy(), f"the targets of {what}")
+    # a target of floats has one column, as the output of a model has; classes have none
     if values.values.dtype.kind == "f":  # type: ignore[union-attr]
         values = replace(values, values=values.values.reshape(-1, 1))
     return ArraySamples(inputs=_column(inputs, what), targets=values)
 
 
+def _is_number(dtype: Any) -> bool:
+    return getattr(dtype, "kind", "O") in "biuf"
+
+
 def _check_numbers(table: Any, what: str) -> None:
     for name, kind in table.dtypes.items():
-        if getattr(kind, "kind", "O") not in "biuf":
+        if not _is_number(kind):
             raise InvalidTypeError(
                 f"The column {name!r} of {what} is of type {kind}, not of numbers. Encode it, or"
                 " drop it."
@@ -379,13 +360,13 @@ def _columns(values: Any, name: str) -> Any:
 
 
 def _column(values: Any, name: str) -> Column:
-    """Return inputs or targets as they travel: as an array if it can be one, whose memory all
-    workers of a machine share.
-    """
+    """Return inputs or targets as they travel: as an array if it can be one."""
     start = f"{name[0].upper()}{name[1:]}"
+    single = f"{start} are a single number. The first axis is the samples."
+    # all workers of a machine share the memory of an array
     if isinstance(values, torch.Tensor):
         if values.ndim == 0:
-            raise InvalidValueError(f"{start} are a single number. The first axis is the samples.")
+            raise InvalidValueError(single)
         plain = values.detach().cpu().contiguous()
         try:
             return Column(plain.numpy(), is_array=False)
@@ -401,14 +382,14 @@ def _column(values: Any, name: str) -> Column:
             " for names of classes their numbers, pandas.factorize(names)[0]."
         )
     if array.ndim == 0:
-        raise InvalidValueError(f"{start} are a single number. The first axis is the samples.")
+        raise InvalidValueError(single)
     if array.dtype.kind == "u" and array.dtype.itemsize > 1:
         array = array.astype(np.int64)  # torch knows these types in name only
+    # torch takes the machine's own byte order only
     return Column(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")), is_array=True)
 
 
 def _checked_dataset(data: Any, what: str) -> Any:
-    """Check that samples can be read by number, and return the data."""
     if isinstance(data, Mapping):
         names = ", ".join(map(repr, list(data)[:5]))
         raise InvalidTypeError(
@@ -435,7 +416,6 @@ def _checked_dataset(data: Any, what: str) -> Any:
 
 
 def _from_loader(loader: Any, target: Any, what: str) -> Samples:
-    """Return the samples of a `DataLoader`; its `collate_fn` and its sampler are used."""
     dataset, sampler = _checked_dataset(loader.dataset, what), loader.sampler
     if type(loader.batch_sampler) is not BatchSampler:
         raise InvalidTypeError(
@@ -448,6 +428,7 @@ def _from_loader(loader: Any, target: Any, what: str) -> Samples:
             f"{what} is a DataLoader with a DistributedSampler, by which each rank would read its"
             " own part. raypool shares out each mini-batch itself. Leave the sampler out."
         )
+    # of the plain samplers only the kind counts: raypool orders the samples itself
     is_in_order = type(sampler) is SequentialSampler and len(sampler) == len(dataset)
     own = None if is_in_order or is_shuffled(loader) else sampler
     if own is not None and not hasattr(own, "__len__"):
@@ -455,13 +436,9 @@ def _from_loader(loader: Any, target: Any, what: str) -> Samples:
             f"The sampler of {what}, a {type(own).__name__}, has no length. Give it __len__, the"
             " number of samples of an epoch: the schedule of the learning rate depends on it."
         )
-    if (
-        type(dataset) is TensorDataset
-        and len(dataset.tensors) == 2
-        and loader.collate_fn is default_collate
-    ):
-        return replace(_from_pair(*dataset.tensors, what), sampler=own)
     if loader.collate_fn is default_collate:
+        if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
+            return replace(_from_pair(*dataset.tensors, what), sampler=own)
         dataset = in_tensors(dataset)
     settings = {name: getattr(loader, name) for name in LOADER_SETTINGS}
     if loader.multiprocessing_context is not None:
@@ -472,10 +449,8 @@ def _from_loader(loader: Any, target: Any, what: str) -> Samples:
 # --- inputs for predictions, piece by piece -------------------------------------------------------
 
 
-TARGET_NAMES = ("labels", "label")
-"""What the target of a sample that is a dict is called unless the user names it, as in Hugging
-Face's data sets.
-"""
+TARGET_NAMES = ("labels", "label")  # as in Hugging Face's data sets
+"""The names of a target in samples that are dicts, unless the user names it."""
 
 ARRAYS = (np.ndarray, torch.Tensor)
 
@@ -485,28 +460,8 @@ KINDS = (
 )
 
 
-class Inputs(Protocol):
-    """The inputs of a model, sample by sample.
-
-    Attributes:
-        gives_arrays: Whether the caller expects NumPy arrays back.
-        bytes_each: The size of a sample on its way to a worker, as far as known in advance [bytes].
-    """
-
-    gives_arrays: bool
-    bytes_each: int
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-
-    def piece(self, start: int, stop: int) -> Piece:
-        """Return the samples of a range, ready to travel."""
-
-
 class Piece(NamedTuple):
-    """The samples from `start` on, before `stop`: as columns (see `Columns`) or as items; None:
-    read there.
-    """
+    """The samples from `start` to before `stop`: as columns (see `Columns`), items, or neither."""
 
     start: int
     stop: int
@@ -515,72 +470,64 @@ class Piece(NamedTuple):
 
 
 class Columns:
-    """Samples in arrays or tensors: one, or a tuple or dict with one for each input of the
-    model.
-    """
+    """Samples in arrays or tensors: one, or a tuple or dict of one for each input."""
 
     def __init__(self, columns: Any) -> None:
         self._columns = columns
-        self.gives_arrays = all(isinstance(column, np.ndarray) for column in leaves(columns))
-        self.bytes_each = sum(column.nbytes for column in leaves(columns)) // max(len(self), 1)
+        every = leaves(columns)
+        self.gives_arrays = all(isinstance(column, np.ndarray) for column in every)  # back, too
+        self.bytes_each = sum(column.nbytes for column in every) // max(len(self), 1)
 
     def __len__(self) -> int:
         return len(leaves(self._columns)[0])
 
     def piece(self, start: int, stop: int) -> Piece:
-        """Return rows. A tensor travels as an array of the same memory: pickled by torch, it would
-        take all rows with it.
-        """
-        return Piece(
-            start,
-            stop,
-            changed(lambda column: _detached(column[start:stop]), self._columns, ARRAYS),
-        )
+        """Return rows."""
+
+        def rows(column: Any) -> Any:
+            part = column[start:stop]
+            if isinstance(part, np.ndarray):
+                return part
+            part = part.detach().cpu()
+            try:
+                return part.numpy()  # torch would pickle all rows with it, not only these
+            except (TypeError, RuntimeError):  # bfloat16, say; or sparse
+                return part.clone()
+
+        return Piece(start, stop, changed(rows, self._columns, ARRAYS))
 
 
 class Items:
     """Samples in memory, one by one: a list, or a part of a `TensorDataset`."""
 
     gives_arrays = False
-    bytes_each = 0
+    bytes_each = 0  # unknown
 
     def __init__(self, items: Any) -> None:
-        self._items = items
+        self.items = items
 
     def __len__(self) -> int:
-        return len(self._items)
+        return len(self.items)
 
     def piece(self, start: int, stop: int) -> Piece:
         """Return items, without their targets."""
-        return Piece(
-            start, stop, items=[input_of(self._items[index]) for index in range(start, stop)]
-        )
+        inputs = [input_of(self.items[index]) for index in range(start, stop)]
+        return Piece(start, stop, items=inputs)
 
 
-class Elsewhere:
+class Elsewhere(Items):
     """Samples that workers read for themselves, each from its own copy of the Dataset."""
 
-    gives_arrays = False
-    bytes_each = 0
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
     def piece(self, start: int, stop: int) -> Piece:
-        """Return the numbers only: workers read the samples themselves."""
+        """Return the numbers only."""
         return Piece(start, stop)
 
 
-def samples_of(data: Any) -> Inputs:
-    """Return the samples in a user's data.
+Inputs = Columns | Items
 
-    Raises:
-        InvalidTypeError: The type of the data is not supported.
-        InvalidValueError: Several inputs have different lengths.
-    """
+
+def samples_of(data: Any) -> Inputs:
+    """Return the samples in a user's data."""
     if isinstance(data, (DataLoader, IterableDataset)) or (
         hasattr(data, "__next__") and not hasattr(data, "__getitem__")
     ):
@@ -612,6 +559,7 @@ def samples_of(data: Any) -> Inputs:
         return Columns(columns[0] if isinstance(columns, tuple) and len(columns) == 1 else columns)
     if _is_column(data):
         return Columns(_checked_column(data))
+    # these have a length and entries, but no samples
     is_plain = isinstance(data, (str, bytes, Mapping, Set))
     if is_plain or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise InvalidTypeError(f"data is a {type(data).__name__}. Give {KINDS}.")
@@ -623,37 +571,31 @@ def _is_column(data: Any) -> bool:
 
 
 def _checked_column(data: Any) -> np.ndarray[Any, Any] | torch.Tensor:
-    """Return an array or tensor, checked to be of a type that torch can use."""
+    """Return an array or tensor, of a type that torch can use."""
     if not _is_column(data):
         raise InvalidTypeError(
             f"An input is a {type(data).__name__}. Give a NumPy array, a tensor or a DataFrame for"
             " each."
         )
     if hasattr(data, "columns"):
-        bad = [
-            str(name)
-            for name, dtype in data.dtypes.items()
-            if getattr(dtype, "kind", "O") not in "biuf"
-        ]
+        bad = [str(name) for name, kind in data.dtypes.items() if not _is_number(kind)]
         if bad:
+            names = f"{', '.join(bad[:5])}{' ...' if len(bad) > 5 else ''}"
             raise InvalidTypeError(
-                "The table has columns that are not numbers:"
-                f" {', '.join(bad[:5])}{' ...' if len(bad) > 5 else ''}. Leave them out, or encode"
+                f"The table has columns that are not numbers: {names}. Leave them out, or encode"
                 " them first."
             )
         data = floats_of(data)
-    column = (
-        data
-        if isinstance(data, torch.Tensor)
-        else np.asarray(data.to_numpy() if hasattr(data, "to_numpy") else data)
-    )
+    if not isinstance(data, torch.Tensor):
+        data = np.asarray(data.to_numpy() if hasattr(data, "to_numpy") else data)
+    column: np.ndarray[Any, Any] | torch.Tensor = data
     if column.ndim == 0:
         raise InvalidValueError(
             "data is a single number. The first dimension of an input is that of the samples."
         )
     if isinstance(column, np.ndarray):
         try:
-            torch.from_numpy(column[:0].copy())
+            torch.from_numpy(column[:0].copy())  # torch itself says which types it takes
         except (TypeError, ValueError) as error:
             raise InvalidTypeError(
                 f"data is an array of {column.dtype}, of which torch makes no tensor: {error}"
@@ -662,60 +604,32 @@ def _checked_column(data: Any) -> np.ndarray[Any, Any] | torch.Tensor:
 
 
 def floats_of(table: Any) -> np.ndarray[Any, Any]:
-    """Return the columns of a table as one array: of floats always, for training as for
-    predicting.
-    """
+    """Return the columns of a table as one array of floats."""
+    # of integers too, so that training and predicting see the same
     is_single = all(kind == "float32" for kind in table.dtypes)
     array: np.ndarray[Any, Any] = table.to_numpy(dtype="float32" if is_single else "float64")
     return array
 
 
-def _detached(rows: Any) -> Any:
-    """Return rows as an array, if there is such a type of array; else as a tensor of memory of its
-    own.
-    """
-    if isinstance(rows, np.ndarray):
-        return rows
-    rows = rows.detach().cpu()
-    try:
-        return rows.numpy()
-    except (TypeError, RuntimeError):  # bfloat16, say; or sparse
-        return rows.clone()
-
-
 def in_tensors(dataset: Any) -> Any:
-    """Return a data set of Hugging Face that gives tensors, unless its user has chosen a format;
-    any other as it is.
-
-    Without a format its samples are lists of numbers, of which torch would make a mini-batch column
-    by column.
-    """
+    """Return a data set of Hugging Face that gives tensors; any other as it is."""
     form = getattr(dataset, "format", None)
-    if (
-        isinstance(form, Mapping)
-        and "type" in form
-        and form["type"] is None
-        and hasattr(dataset, "with_format")
-    ):
-        return dataset.with_format("torch")
-    return dataset
+    # its user has chosen no format: samples would be lists of numbers, of which torch would make a
+    # mini-batch column by column
+    has_none = isinstance(form, Mapping) and form.get("type", "") is None
+    return dataset.with_format("torch") if has_none and hasattr(dataset, "with_format") else dataset
 
 
 class Named(dict[Any, Any]):
-    """The inputs of samples that are dicts themselves, not of one that is a dict: see
-    `call_model`.
-    """
+    """The inputs of samples that are dicts, unlike one that is a dict: see `call_model`."""
 
 
 def input_of(sample: Any) -> Any:
     """Return a sample's input: of a pair the first entry, of a dict all but the label.
 
-    Raises:
-        InvalidValueError: It is a tuple of more than two.
-
     Example:
-        >>> input_of((1.5, "cat")), input_of(1.5), input_of((1.5,)), input_of({"x": 1.5, "label": "cat"})
-        (1.5, 1.5, 1.5, {'x': 1.5})
+        >>> input_of((1.5, "cat")), input_of((1.5,)), input_of({"x": 1.5, "label": "cat"})
+        (1.5, 1.5, {'x': 1.5})
     """
     if isinstance(sample, Mapping):
         return Named((name, value) for name, value in sample.items() if name not in TARGET_NAMES)
@@ -730,10 +644,16 @@ def input_of(sample: Any) -> Any:
 
 
 def batch_of(piece: Piece, first: int, last: int, dataset: Any) -> Any:
-    """Return the inputs of a mini-batch, as `call_model` takes them, from a piece that has it."""
+    """Return the inputs of a mini-batch in a piece, as `call_model` takes them."""
     if piece.columns is not None:
         rows = slice(first - piece.start, last - piece.start)
-        return changed(lambda column: _tensor(column[rows]), piece.columns, ARRAYS)
+
+        def tensor(column: Any) -> torch.Tensor:
+            part = column[rows]
+            # a new one of an array: models work in place, and the memory may be the caller's
+            return part if isinstance(part, torch.Tensor) else torch.from_numpy(part.copy())
+
+        return changed(tensor, piece.columns, ARRAYS)
     if piece.items is not None:
         inputs = piece.items[first - piece.start : last - piece.start]
     else:
@@ -742,50 +662,31 @@ def batch_of(piece: Piece, first: int, last: int, dataset: Any) -> Any:
     return tuple(batch) if isinstance(inputs[0], tuple) else batch
 
 
-def _tensor(rows: Any) -> torch.Tensor:
-    """Return rows as a new tensor: models work in place, and the memory may be the caller's."""
-    return rows if isinstance(rows, torch.Tensor) else torch.from_numpy(rows.copy())
-
-
 # --- calls of a model -----------------------------------------------------------------------------
 
 
 def call_model(call: Callable[..., Any], model: Any, inputs: Any) -> Any:
-    """Call a model with the inputs of a mini-batch.
+    """Call a model, or a wrapper around it (`call`), with the inputs of a mini-batch.
 
     Those in a tuple are its arguments in order. Those in a dict are its arguments by name, without
     those that it does not have; if it has no arguments of such names it gets the dict, or the only
     input that samples have beside their label.
-
-    Args:
-        call: The callable: the model, or a wrapper around it (DDP).
-        model: The model itself, whose arguments count.
-        inputs: A tensor, or a tuple or dict of several.
     """
     if isinstance(inputs, tuple):
         return call(*inputs) if _takes(model, inputs, {}) else call(inputs)
     if isinstance(inputs, Mapping):
-        named = _named(model, inputs)
+        parameters: Mapping[str, inspect.Parameter]
+        try:
+            parameters = inspect.signature(_called(model)).parameters
+        except (TypeError, ValueError):  # some builtins do not say what they take
+            parameters = {}
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        named = {name: value for name, value in inputs.items() if takes_any or name in parameters}
         if named and _takes(model, (), named):
             return call(**named)
         if isinstance(inputs, Named) and len(inputs) == 1:
             return call(*inputs.values())
     return call(inputs)
-
-
-def _named(model: Any, inputs: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return the inputs whose names are arguments of a model."""
-    parameters = _parameters(model)
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return dict(inputs)
-    return {name: value for name, value in inputs.items() if name in parameters}
-
-
-def _parameters(model: Any) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(_called(model)).parameters
-    except (TypeError, ValueError):  # some builtins do not say what they take
-        return {}
 
 
 def _takes(model: Any, arguments: tuple[Any, ...], named: Mapping[Any, Any]) -> bool:
@@ -807,20 +708,18 @@ def mapped(change: Callable[[Any], Any], values: Any) -> Any:
     if isinstance(values, Mapping):
         kind = Named if isinstance(values, Named) else dict
         return kind((key, change(value)) for key, value in values.items())
-    if isinstance(values, tuple) and hasattr(values, "_fields"):
+    if isinstance(values, tuple) and hasattr(values, "_fields"):  # a namedtuple
         return type(values)(*(change(value) for value in values))
-    return (
-        type(values)(change(value) for value in values) if type(values) in (tuple, list) else values
-    )
+    if type(values) in (tuple, list):
+        return type(values)(change(value) for value in values)
+    return values
 
 
 def changed(change: Callable[[Any], Any], values: Any, kind: type | tuple[type, ...]) -> Any:
     """Return nested tuples, lists and mappings, with all values of a kind changed."""
-    return (
-        change(values)
-        if isinstance(values, kind)
-        else mapped(lambda value: changed(change, value, kind), values)
-    )
+    if isinstance(values, kind):
+        return change(values)
+    return mapped(lambda value: changed(change, value, kind), values)
 
 
 def leaves(values: Any) -> list[Any]:

@@ -1,6 +1,6 @@
 """`pool.fit` in the user's process: from its arguments to a loop, from the result to a model.
 
-This module imports torch at its top: its callers hold a model of torch's anyway.
+This module imports torch: its callers hold a model of torch's anyway.
 """
 
 from __future__ import annotations
@@ -32,13 +32,9 @@ MINI_BATCH_SIZE = 128
 
 @dataclass(frozen=True)
 class FitCall:
-    """A training that `pool.train` can run.
+    """A training that `pool.train` can run, on the workers of these numbers.
 
-    Attributes:
-        loop, config: The training loop and its configuration.
-        ranks: The numbers of the workers that train, rank 0 first.
-        notes: Remarks for the user, a line each.
-        finish: Turns the training's result into the user's.
+    `notes`: remarks for the user, a line each. `finish`: turns its result into the user's.
     """
 
     loop: Callable[[dict[str, Any]], Any]
@@ -55,20 +51,9 @@ def prepare_fit(
     options: TrainingOptions,
     workers: Sequence[WorkerInfo],
 ) -> FitCall:
-    """Check the arguments of `pool.fit`, and return the training that they describe.
-
-    Args:
-        model: A module, or a function that makes one.
-        data: See `take_samples`.
-        loss: A function of outputs and targets that returns their mean loss.
-        options: How to train.
-        workers: The workers that may train.
-
-    Raises:
-        InvalidValueError, InvalidTypeError: An argument cannot work.
-        ResourceError: There are no workers of the kind that is asked for.
-    """
-    _check_functions(model, loss)
+    """Check the arguments of `pool.fit`, and return the training that they describe."""
+    _check_model(model)
+    _check_loss(loss)
     samples = take_samples(data)
     validation = (
         None
@@ -76,12 +61,12 @@ def prepare_fit(
         else take_samples(options.validation_data, "validation_data")
     )
     options = _completed(options, data, samples)
-    crew = _chosen(options, workers)
-    notes = _notes_on_workers(crew, workers, options)
-    scale = len(crew) if options.scale_batch == "per_worker" else 1
+    chosen = _chosen(options, workers)
+    notes = _notes_on_workers(chosen, workers, options)
+    scale = len(chosen) if options.scale_batch == "per_worker" else 1
     batch_size = (options.mini_batch_size or MINI_BATCH_SIZE) * scale
     division = divide(len(samples), batch_size, options.accumulate_steps)
-    _check_shares(division, batch_size, crew)
+    _check_shares(division, batch_size, chosen)
     notes += _notes_on_samples(division, batch_size, options)
     course = _course(options, division, scale)
     rate_scale = scale if options.scale_learning_rate == "linear" else 1
@@ -90,19 +75,21 @@ def prepare_fit(
             f"The learning rate is {options.learning_rate:g} x {rate_scale} ="
             f" {options.learning_rate * rate_scale:g}, reached after {course.warmup_steps} steps."
         )
+    if options.validation_data is not None:  # it travels as samples
+        options = replace(options, validation_data=())
     job = FitJob(
         model=model,
         samples=samples,
         validation=validation,
         loss=loss,
-        options=_without_data(options),
-        loads=tuple(load for _, load in crew),
+        options=options,
+        loads=tuple(load for _, load in chosen),
         division=division,
         course=course,
         rate_scale=rate_scale,
         is_on_cpu=options.execution == "cpu",
     )
-    return FitCall(fit, {"fit": job}, [worker.index for worker, _ in crew], notes, _Finish(model))
+    return FitCall(fit, {"fit": job}, [worker.index for worker, _ in chosen], notes, _Finish(model))
 
 
 def gradient_bytes(config: dict[str, Any]) -> int:
@@ -123,6 +110,7 @@ class _Finish:
     def __call__(self, result: TrainingResult) -> TrainingResult:
         """Return the result with the trained model, on the CPU and in evaluation mode."""
         ends = [dict(end) for end in result.values]
+        # only rank 0 sends it
         (saved,) = [end.pop("model") for end in ends if "model" in end]
         # Safe: it comes from our own worker, like all values. A model may hold more than tensors.
         state = torch.load(io.BytesIO(saved), map_location="cpu", weights_only=False)
@@ -149,27 +137,39 @@ class _Finish:
 
 
 def _make(model: Callable[[], Any]) -> nn.Module:
-    """Return the model that a function makes; the random generators here stay as they were."""
+    # the user's process has other uses for its random generators
     with own_random_state(torch.device("cpu")):
         module = model()
     check_module(module)
     return module  # type: ignore[no-any-return]
 
 
-def _check_functions(model: Any, loss: Any) -> None:
-    if isinstance(loss, type):
-        raise InvalidTypeError(
-            f"loss={loss.__name__} is a class. Give one of its objects: loss={loss.__name__}()."
-        )
+def _check_model(model: Any) -> None:
     if isinstance(model, nn.Module):
         check_module(model)
-    elif not callable(model):
+        return
+    if not callable(model):
         raise InvalidTypeError(
             f"model={model!r} is a {type(model).__name__}. Give a torch.nn.Module, or a function"
             " without arguments that makes one."
         )
-    else:
-        _check_makes_one(model)
+    try:
+        inspect.signature(model).bind()
+    except TypeError as error:
+        name = getattr(model, "__name__", repr(model))
+        raise InvalidTypeError(
+            f"model={name} cannot be called without arguments: {error}. Give a model, or bind them:"
+            f" functools.partial({name}, ...)."
+        ) from None
+    except ValueError:  # some builtins do not say what they take
+        return
+
+
+def _check_loss(loss: Any) -> None:
+    if isinstance(loss, type):
+        raise InvalidTypeError(
+            f"loss={loss.__name__} is a class. Give one of its objects: loss={loss.__name__}()."
+        )
     if not callable(loss):
         raise InvalidTypeError(
             f"loss={loss!r} is not callable. Give a function of outputs and targets,"
@@ -184,22 +184,8 @@ def _check_functions(model: Any, loss: Any) -> None:
         )
 
 
-def _check_makes_one(model: Callable[..., Any]) -> None:
-    """Refuse a function or class that requires arguments."""
-    try:
-        inspect.signature(model).bind()
-    except TypeError as error:
-        name = getattr(model, "__name__", repr(model))
-        raise InvalidTypeError(
-            f"model={name} cannot be called without arguments: {error}. Give a model, or bind them:"
-            f" functools.partial({name}, ...)."
-        ) from None
-    except ValueError:  # some builtins do not say what they take
-        return
-
-
 def _completed(options: TrainingOptions, data: Any, samples: Samples) -> TrainingOptions:
-    """Complete the options: mini-batch size and order, by default as in the `DataLoader`."""
+    """Return the options with mini-batch size and order, by default as in the `DataLoader`."""
     loader, shuffle = loader_of(data), options.shuffle
     if samples.sampler is not None and shuffle is not None:
         raise InvalidValueError(
@@ -212,19 +198,13 @@ def _completed(options: TrainingOptions, data: Any, samples: Samples) -> Trainin
     return replace(options, mini_batch_size=size, shuffle=shuffle)
 
 
-def _without_data(options: TrainingOptions) -> TrainingOptions:
-    """Return options without data, which travel separately."""
-    return options if options.validation_data is None else replace(options, validation_data=())
-
-
 # --- workers that train ---------------------------------------------------------------------------
 
-Crew = list[tuple[WorkerInfo, float]]
+Chosen = list[tuple[WorkerInfo, float]]
 """The workers that train, each with its load."""
 
 
-def _chosen(options: TrainingOptions, workers: Sequence[WorkerInfo]) -> Crew:
-    """Return the workers that train, each with its load."""
+def _chosen(options: TrainingOptions, workers: Sequence[WorkerInfo]) -> Chosen:
     loads = options.worker_load or (1,) * len(workers)
     if len(loads) != len(workers):
         numbers = ", ".join(str(worker.index) for worker in workers)
@@ -233,18 +213,18 @@ def _chosen(options: TrainingOptions, workers: Sequence[WorkerInfo]) -> Crew:
             f" train: {numbers}. Give a number for each."
         )
     able = [worker.index for worker in _able(options.execution, workers)]
-    crew = [
+    chosen = [
         (worker, load)
         for worker, load in zip(workers, loads, strict=True)
         if worker.index in able and load > 0
     ]
-    if not crew:
+    if not chosen:
         raise InvalidValueError(
             f"worker_load={list(loads)} gives nothing to the workers that can train with"
             f" execution={options.execution!r}: {', '.join(map(str, able))}. Give one of them a"
             " number above 0."
         )
-    return crew[:1] if options.execution == "gpu" else crew
+    return chosen[:1] if options.execution == "gpu" else chosen  # MATLAB's "gpu" is one GPU
 
 
 def _able(execution: str, workers: Sequence[WorkerInfo]) -> list[WorkerInfo]:
@@ -254,7 +234,7 @@ def _able(execution: str, workers: Sequence[WorkerInfo]) -> list[WorkerInfo]:
     by_gpu: dict[Any, WorkerInfo] = {}
     for worker in workers:
         if worker.gpu is not None:
-            by_gpu.setdefault((worker.host, worker.gpu), worker)
+            by_gpu.setdefault((worker.host, worker.gpu), worker)  # others would share its GPU
     if by_gpu:
         return list(by_gpu.values())
     if execution == "auto":
@@ -269,16 +249,17 @@ def _able(execution: str, workers: Sequence[WorkerInfo]) -> list[WorkerInfo]:
 
 
 def _notes_on_workers(
-    crew: Crew, workers: Sequence[WorkerInfo], options: TrainingOptions
+    chosen: Chosen, workers: Sequence[WorkerInfo], options: TrainingOptions
 ) -> list[str]:
-    """Return notes on workers that do not train, and how to open a pool without them."""
-    training = [worker for worker, _ in crew]
+    """Return a note on workers that do not train, and how to open a pool without them."""
+    training = [worker for worker, _ in chosen]
     idle = [worker for worker in workers if worker not in training]
     if not idle:
         return []
     able = _able(options.execution, workers)
+    why = "one GPU was asked for" if options.execution == "gpu" else "its load is 0"
     names = ", ".join(
-        f"worker {each.index} ({_why_idle(each in able, options.execution)})" for each in idle
+        f"worker {each.index} ({why if each in able else 'no GPU of its own'})" for each in idle
     )
     is_on_gpus = options.execution != "cpu" and all(worker.gpu is not None for worker in training)
     advice = f"gpus={[worker.gpu for worker in training]}" if is_on_gpus else f"{len(training)}"
@@ -288,39 +269,34 @@ def _notes_on_workers(
     ]
 
 
-def _why_idle(is_able: bool, execution: str) -> str:
-    if not is_able:
-        return "no GPU of its own"
-    return "one GPU was asked for" if execution == "gpu" else "its load is 0"
-
-
 # --- samples and mini-batches ---------------------------------------------------------------------
 
 
-def _check_shares(division: Division, batch_size: int, crew: Crew) -> None:
+def _check_shares(division: Division, batch_size: int, chosen: Chosen) -> None:
     """Refuse mini-batches that are too small to give every worker a sample."""
-    shares = split_batch(division.batch_size, [load for _, load in crew])
+    shares = split_batch(division.batch_size, [load for _, load in chosen])
     if all(shares):
         return
-    if division.num_samples < len(crew):
-        count = (
-            "is 1 sample" if division.num_samples == 1 else f"are {division.num_samples} samples"
-        )
-        fact = f"There {count} for {len(crew)} workers"
-    elif division.batch_size < len(crew):
+    if division.num_samples < len(chosen):
+        count = division.num_samples
+        there = "is 1 sample" if count == 1 else f"are {count} samples"
+        fact = f"There {there} for {len(chosen)} workers"
+    elif division.batch_size < len(chosen):
         fact = (
-            f"A mini-batch of {division.batch_size} is less than one sample for each of {len(crew)}"
-            " workers"
+            f"A mini-batch of {division.batch_size} is less than one sample for each of"
+            f" {len(chosen)} workers"
         )
     else:
-        idle = [worker.index for (worker, _), share in zip(crew, shares, strict=True) if not share]
+        idle = [
+            worker.index for (worker, _), share in zip(chosen, shares, strict=True) if not share
+        ]
         fact = (
             f"A mini-batch of {division.batch_size}, split by worker_load, leaves nothing for"
             f" worker {idle[0]}"
         )
-    least = "samples" if division.batch_size < batch_size else "mini_batch_size="
+    more = "samples" if division.batch_size < batch_size else "mini_batch_size"
     raise InvalidValueError(
-        f"{fact}. Train on fewer workers, workers=[0] for one, or with more {least.rstrip('=')}."
+        f"{fact}. Train on fewer workers, workers=[0] for one, or with more {more}."
     )
 
 
@@ -350,9 +326,9 @@ def _notes_on_samples(division: Division, batch_size: int, options: TrainingOpti
 def _course(options: TrainingOptions, division: Division, scale: int) -> LearningRates:
     num_steps = division.steps * options.max_epochs
     is_scaled = options.scale_learning_rate is not None and scale > 1
-    warmup = options.warmup_steps
-    if warmup is None:
-        warmup = default_warmup(division.steps, num_steps) if is_scaled else 0
+    warmup = options.warmup_steps or 0
+    if options.warmup_steps is None and is_scaled:
+        warmup = default_warmup(division.steps, num_steps)
     return LearningRates(
         kind=options.schedule if isinstance(options.schedule, str) else "none",
         steps_per_epoch=division.steps,

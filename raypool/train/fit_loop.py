@@ -1,10 +1,8 @@
-"""The loop of `pool.fit`, as each rank runs it: a loop for Ray Train, as a user could have written
-it.
+"""The loop of `pool.fit` on each rank: a loop for Ray Train that a user could have written.
 
 A `Learner` takes one step after the other. The ranks average their gradients, merge the statistics
-of normalization layers, and write a checkpoint between two epochs. The module also shards models
-(DDP, FSDP2), checks losses, and measures steps for `scaling_report`. It imports torch: the user's
-process imports it only for a model.
+of normalization layers, and write checkpoints. The module also shards models (DDP, FSDP2), checks
+losses, and measures steps for `scaling_report`. It imports torch.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ import contextlib
 import copy
 import inspect
 import io
+import itertools
 import math
 import random
 import tempfile
@@ -37,10 +36,8 @@ from raypool.train.shares import Division, LearningRates, Share, share_of
 from raypool.train.training_options import TrainingOptions
 from raypool.worker.running import note_here
 
-LOOK_S = 1.0
-"""The interval at which ranks check for machines about to go [s]; each check waits for the
-device.
-"""
+LOOK_S = 1.0  # each check waits for the device
+"""The interval at which ranks check for machines about to go [s]."""
 
 PREEMPTED = "preempted"
 """The end of an attempt that kept a checkpoint, to resume on another machine."""
@@ -76,23 +73,19 @@ class RankTraining:
         self._tests = (
             None if job.validation is None else job.validation.open(ranks.device, dtype, loaders)
         )
-        # the model's state at the best validation, on rank 0, if that is what is wanted
-        self._best: dict[str, Any] | None = None
-        self._progress = self._start()
+        self._best: dict[str, Any] | None = None  # on rank 0: the state at the best validation
+        self._progress = Progress()
+        checkpoint = ray.train.get_checkpoint()
+        if checkpoint is not None:
+            with checkpoint.as_directory() as folder:
+                state = read(folder)
+            self._best = state["best"]
+            self._progress = restore(self._learner, state, checkpoint.path)
         self._reason = "max_epochs"
         self._is_lost = False
         self._reported_at = self._looked_at = time.perf_counter()
         self._reported_step = self._looked_step = self._progress.step
         self._look_step = self._progress.step + 1  # after this one all ranks look
-
-    def _start(self) -> Progress:
-        checkpoint = ray.train.get_checkpoint()
-        if checkpoint is None:
-            return Progress()
-        with checkpoint.as_directory() as folder:
-            state = read(folder)
-        self._best = state["best"]
-        return restore(self._learner, state, checkpoint.path)
 
     def run(self) -> dict[str, Any]:
         """Train to the end."""
@@ -121,48 +114,39 @@ class RankTraining:
         return end
 
     def _train_epoch(self, epoch: int) -> bool:
-        """Train through the rest of this epoch's data; return whether the training is to end
-        here.
-        """
-        options, division = self._options, self._job.division
+        """Train the rest of an epoch; return whether the training is to end here."""
+        job, options, division = self._job, self._options, self._job.division
         done = self._progress.step - epoch * division.steps
-        self._ranks.seed(options.seed, 1, epoch, *([done] if done else []))
-        batches = self._batches(epoch, done)
+        # checkpoints have no states of generators: each epoch is seeded anew, and a resumed one
+        # must not draw again what it has drawn before
+        begun = [done] if done else []
+        seed_all(mixed_seed(options.seed, 1, epoch, *begun, self._ranks.rank))
+        order = ordered(job.samples, str(options.shuffle), options.seed, epoch, self._ranks)
+        pieces = job.pieces(self._learner.share)[done * division.accumulate :]
+        batches = self._source.batches(order, pieces)
         for number in range(done + 1, division.steps + 1):
             chosen = [next(batches) for _ in range(division.accumulate)]
             self._learner.iterate(self._progress.step, chosen)
             self._progress = self._progress._replace(step=self._progress.step + 1)
             is_due = options.report_every is not None and number % options.report_every == 0
-            if number < division.steps:
-                if is_due and self._report(self._metrics(epoch), None):
-                    return True
-                if self._has_left():
-                    return True
+            if number < division.steps and (
+                (is_due and self._report(self._metrics(epoch), None)) or self._has_left()
+            ):
+                return True
         return self._end_epoch(epoch)
 
-    def _batches(self, epoch: int, done: int) -> Iterator[Batch]:
-        """Return this rank's shares of an epoch's mini-batches, without those of completed
-        steps.
-        """
-        job, options = self._job, self._options
-        order = ordered(job.samples, str(options.shuffle), options.seed, epoch, self._ranks)
-        return self._source.batches(
-            order, job.pieces(self._learner.share)[done * job.division.accumulate :]
-        )
-
     def _has_left(self) -> bool:
-        """Keep a checkpoint of this step if any rank's machine is about to go; return whether it
-        was.
-        """
+        """Keep a checkpoint if any rank's machine is about to go; return whether it was."""
         if self._progress.step < self._look_step:
             return False
-        info = preemption_info()
+        step = self._progress.step
+        ask = getattr(ray.train, "get_preemption_info", None)  # Ray 2.52 has none
+        info = None if ask is None else ask()
+        # all ranks have to look after the same step, so it follows from the sum of their times
         (seconds,) = self._ranks.add([time.perf_counter() - self._looked_at])
-        steps = self._progress.step - self._looked_step
-        self._look_step = self._progress.step + max(
-            int(LOOK_S * steps * self._ranks.size / seconds), 1
-        )
-        self._looked_at, self._looked_step = time.perf_counter(), self._progress.step
+        rate = (step - self._looked_step) * self._ranks.size / seconds
+        self._look_step = step + max(int(LOOK_S * rate), 1)
+        self._looked_at, self._looked_step = time.perf_counter(), step
         if info is None:
             return False
         self._report_state({}, self._state())
@@ -179,22 +163,19 @@ class RankTraining:
         self._progress = self._progress._replace(epoch=done)
         metrics = self._metrics(epoch)
         metrics["dropped_samples"] = self._job.division.dropped
-        if self._tests is not None and (is_last or done % options.validation_frequency == 0):
-            metrics["validation_loss"] = self._validate()
-            self._judge(metrics["validation_loss"])
-        learner.end_epoch(
-            metrics.get("validation_loss") if self._tests is not None else metrics["loss"]
-        )
-        every = options.checkpoint_every
-        state = None
-        if (
-            every is not None
-            and not self._is_lost
-            and (is_last or done % every == 0 or self._has_no_patience_left())
-        ):
+        loss, state = metrics["loss"], None
+        if self._tests is not None:
+            loss = None
+            if is_last or done % options.validation_frequency == 0:
+                loss = metrics["validation_loss"] = self._validate()
+                self._judge(loss)
+        learner.end_epoch(loss)
+        # from a loss of nan nothing could go on
+        every = None if self._is_lost else options.checkpoint_every
+        if every is not None and (is_last or done % every == 0 or self._has_no_patience_left()):
             state = self._state()
         is_to_end = self._report(metrics, state)
-        if is_to_end and every is not None and state is None and not self._is_lost:
+        if is_to_end and every is not None and state is None:
             # lets the run resume from here; metrics were reported
             self._report_state({}, self._state())
         return is_to_end
@@ -204,7 +185,6 @@ class RankTraining:
         return take(self._learner, self._progress, self._best)
 
     def _judge(self, loss: float) -> None:
-        """Note whether a validation's loss is the least so far."""
         progress = self._progress
         if not loss < progress.best_loss:
             self._progress = progress._replace(worse_in_a_row=progress.worse_in_a_row + 1)
@@ -222,24 +202,19 @@ class RankTraining:
         return patience is not None and self._progress.worse_in_a_row >= patience
 
     def _validate(self) -> float:
-        """Return the mean loss over all samples to validate on, which the ranks share out.
-
-        All ranks call the model equally often, as FSDP needs it: one with fewer samples takes any,
-        with a weight of 0.
-        """
+        """Return the mean loss over all samples to validate on, which the ranks share out."""
         assert self._tests is not None
         assert self._job.validation is not None
         num_samples, ranks = len(self._job.validation), self._ranks
         loads = (1,) * ranks.size
-        share, largest = (
-            share_of(ranks.rank, num_samples, loads),
-            share_of(0, num_samples, loads).size,
-        )
+        share = share_of(ranks.rank, num_samples, loads)
         size = max(self._job.division.batch_size // ranks.size, 1)
-        counts = [max(min(size, share.size - start), 0) for start in range(0, largest, size)]
-        starts = [share.start + number * size for number in range(len(counts))]
+        starts = range(0, share_of(0, num_samples, loads).size, size)  # rank 0 has the most
+        counts = [max(min(size, share.size - start), 0) for start in starts]
+        # All ranks call the model equally often, as FSDP needs it: one with fewer samples takes
+        # any, with a weight of 0.
         pieces = [
-            (start, start + count) if count else (0, 1)
+            (share.start + start, share.start + start + count) if count else (0, 1)
             for start, count in zip(starts, counts, strict=True)
         ]
         total = torch.zeros((), dtype=torch.float64, device=ranks.device)
@@ -249,7 +224,7 @@ class RankTraining:
             order = ordered(self._job.validation, "never", self._options.seed, 0, ranks)
             batches = self._tests.batches(order, pieces)
             for batch, count in zip(batches, counts, strict=True):
-                total += self._learner.loss_on(batch) * count
+                total += self._learner.loss_of(self._learner.module, batch) * count
         self._learner.module.train()
         return ranks.add([total])[0] / num_samples
 
@@ -259,62 +234,46 @@ class RankTraining:
         loss = self._learner.take_loss()
         self._is_lost = math.isnan(loss)
         now = time.perf_counter()
-        num_samples = (
-            (progress.step - self._reported_step) * division.batch_size * division.accumulate
-        )
-        speed = num_samples / (now - self._reported_at)
+        num_batches = (progress.step - self._reported_step) * division.accumulate
+        speed = num_batches * division.batch_size / (now - self._reported_at)
         self._reported_at, self._reported_step = now, progress.step
-        rate = self._learner.learning_rate
         return {
             "epoch": epoch,
             "step": progress.step - 1,
             "loss": loss,
-            "learning_rate": rate,
+            "learning_rate": float(self._learner.optimizer.param_groups[0]["lr"]),
             "samples_per_s": speed,
         }
 
     def _report(self, metrics: dict[str, Any], state: dict[str, Any] | None) -> bool:
-        """Report, with a checkpoint if there is one; return whether the training is to end."""
+        """Report; return whether to end: by request, by `output_fn`, or as lost."""
         if state is None:
             ray.train.report(metrics)
         else:
             self._report_state(metrics, state)
-        return self._is_to_end(metrics)
-
-    def _report_state(self, metrics: dict[str, Any], state: dict[str, Any]) -> None:
-        with tempfile.TemporaryDirectory(prefix="raypool-fit-") as folder:
-            checkpoint = None
-            if self._ranks.rank == 0:
-                write(state, folder)
-                checkpoint = ray.train.Checkpoint.from_directory(folder)
-            ray.train.report(metrics, checkpoint=checkpoint)
-
-    def _is_to_end(self, metrics: dict[str, Any]) -> bool:
-        """Whether to end: by request, by the user's `output_fn`, or as lost; the same on all
-        ranks.
-        """
-        output_fn = self._options.output_fn
-        has_said_so = (
-            output_fn is not None and self._ranks.rank == 0 and bool(output_fn(dict(metrics)))
-        )
-        # `should_stop` of the task would also be true where a machine is about to go
+        output_fn, ranks = self._options.output_fn, self._ranks
+        is_enough = output_fn is not None and ranks.rank == 0 and bool(output_fn(dict(metrics)))
+        # not `should_stop` of the task, which is also true where a machine is about to go
         note = note_here()
-        wishes = [float(note is not None and note.should_stop), float(has_said_so)]
-        asked, said = self._ranks.add(wishes) if self._ranks.size > 1 else wishes
+        wishes = [float(note is not None and note.should_stop), float(is_enough)]
+        asked, said = ranks.add(wishes) if ranks.size > 1 else wishes
         if asked or said:
             self._reason = "request_stop" if asked else "output_fn"
         elif self._is_lost:
             self._reason = LOST
         return bool(asked or said or self._is_lost)
 
+    def _report_state(self, metrics: dict[str, Any], state: dict[str, Any]) -> None:
+        with tempfile.TemporaryDirectory(prefix="raypool-fit-") as folder:
+            checkpoint = None
+            if self._ranks.rank == 0:
+                torch.save(state, Path(folder) / FILE)
+                checkpoint = ray.train.Checkpoint.from_directory(folder)
+            ray.train.report(metrics, checkpoint=checkpoint)
+
 
 def ordered(samples: Samples, shuffle: str, seed: int, epoch: int, ranks: Ranks) -> torch.Tensor:
-    """Return the order of the samples in an epoch, the same on every rank; a sampler draws it on
-    rank 0.
-
-    Raises:
-        InvalidValueError: The sampler has given more or fewer than it said.
-    """
+    """Return the order of an epoch's samples, the same on every rank."""
     if samples.sampler is None:
         return order_of(len(samples), shuffle, seed, epoch)
     order = torch.zeros(len(samples), dtype=torch.int64)
@@ -339,32 +298,23 @@ def ordered(samples: Samples, shuffle: str, seed: int, epoch: int, ranks: Ranks)
     return order
 
 
-def preemption_info() -> Any:
-    """Return the machines about to go, the same on all ranks, which ask together; Ray 2.52 cannot
-    tell.
-    """
-    ask = getattr(ray.train, "get_preemption_info", None)
-    return None if ask is None else ask()
-
-
 # --- measurement for `scaling_report` -------------------------------------------------------------
 
 
 def measure_loop(config: dict[str, Any]) -> list[float]:
-    """Take some steps of a training with a model of its own, and return how long each took on this
-    rank [s].
-
-    Args:
-        config: "config": that of `fit`. "measure": how many steps to measure, how many to take
-            before, and whether the ranks reduce their gradients.
-    """
+    """Take some steps with a new model; return how long each took on this rank [s]."""
     job: FitJob = config["config"]["fit"]
     measure: Measure = config["measure"]
     ranks = ranks_here(job)
     seconds = []
     with own_random_state(ranks.device):
         learner = Learner(job, ranks)
-        batches = _endless_batches(job, ranks, learner)
+        source = job.samples.open(ranks.device, learner.dtype, 0)
+        order, pieces = (
+            ordered(job.samples, "never", job.options.seed, 0, ranks),
+            job.pieces(learner.share),
+        )
+        batches = (batch for _ in itertools.count() for batch in source.batches(order, pieces))
         for step in range(measure.num_warm_up + measure.num_steps):
             chosen = [next(batches) for _ in range(job.division.accumulate)]
             ranks.wait()
@@ -378,14 +328,6 @@ def measure_loop(config: dict[str, Any]) -> list[float]:
     return seconds[measure.num_warm_up :]
 
 
-def _endless_batches(job: FitJob, ranks: Ranks, learner: Learner) -> Iterator[Batch]:
-    """Yield this rank's shares of the mini-batches of one epoch, again and again."""
-    source = job.samples.open(ranks.device, learner.dtype, 0)
-    order = ordered(job.samples, "never", job.options.seed, 0, ranks)
-    while True:
-        yield from source.batches(order, job.pieces(learner.share))
-
-
 # --- learner: a model, step by step ---------------------------------------------------------------
 
 
@@ -396,18 +338,14 @@ class Learner:
     """A rank's model, with its optimizer.
 
     Gradients are averaged over the ranks, with equal weights: so each rank's mean loss is weighted
-    by the number of ranks times its share of the mini-batch. What comes out is the gradient of the
-    mean loss over the whole mini-batch, for any shares.
+    by the number of ranks times its share of the mini-batch. The result is the gradient of the mean
+    loss over the whole mini-batch, for any shares.
 
     Attributes:
         module: The model itself, by whose names its state is known.
-        optimizer: Its optimizer.
         scheduler: The user's own schedule, if there is one.
         scaler: Of the loss, with fp16.
-        ranks: All ranks, as this one sees them.
-        share: This rank's share of each mini-batch.
-        is_mean: Whether the loss is the mean over its samples, as far as seen. Only then the ranks'
-            gradients average to that of the whole mini-batch.
+        is_mean: Whether the loss is the mean over its samples, as far as seen.
         strategy: "ddp" or "fsdp": how its state is kept.
         is_sharded: Whether this rank has only a part of the model.
     """
@@ -417,7 +355,11 @@ class Learner:
         self._job, self.ranks, self._options = job, ranks, options
         self.share = job.share(ranks.rank, ranks.size)
         self.is_mean = True
-        self.module = _made(job.model, options.seed).to(ranks.device).train()
+        seed_all(mixed_seed(options.seed))
+        model = job.model
+        module = copy.deepcopy(model) if isinstance(model, nn.Module) else model()
+        check_module(module)
+        self.module = module.to(ranks.device).train()
         self._loss_fn = job.loss.to(ranks.device) if isinstance(job.loss, nn.Module) else job.loss
         ranks.broadcast([*self.module.parameters(), *self.module.buffers()])
         self.strategy = options.strategy
@@ -428,10 +370,18 @@ class Learner:
             options, [each for each in self.module.parameters() if each.requires_grad]
         )
         self._base_rates = [group["lr"] * job.rate_scale for group in self.optimizer.param_groups]
-        self.scheduler = self._own_schedule()
-        self.scaler = (
-            torch.amp.GradScaler(ranks.device.type) if options.precision == "fp16" else None
-        )
+        self.scheduler: Any = None
+        if callable(options.schedule):
+            for group, rate in zip(self.optimizer.param_groups, self._base_rates, strict=True):
+                group["lr"] = rate
+            self.scheduler = options.schedule(self.optimizer)
+            if not hasattr(self.scheduler, "step"):
+                raise InvalidTypeError(
+                    f"schedule={options.schedule!r} has made a {type(self.scheduler).__name__} of"
+                    " the optimizer, not an LRScheduler."
+                )
+        is_scaled = options.precision == "fp16"
+        self.scaler = torch.amp.GradScaler(ranks.device.type) if is_scaled else None
         self._call: Any = None  # the wrapped model, once it is connected
         self._weight: torch.Tensor | None = None  # of a loss, once its type is known
         self._factor: float | None = None
@@ -441,59 +391,49 @@ class Learner:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the model's numbers."""
-        return dtype_of(self.module)
-
-    def _own_schedule(self) -> Any:
-        if not callable(self._options.schedule):
-            return None
-        for group, rate in zip(self.optimizer.param_groups, self._base_rates, strict=True):
-            group["lr"] = rate
-        scheduler = self._options.schedule(self.optimizer)
-        if not hasattr(scheduler, "step"):
-            raise InvalidTypeError(
-                f"schedule={self._options.schedule!r} has made a {type(scheduler).__name__} of the"
-                " optimizer, not an LRScheduler."
-            )
-        return scheduler
+        """That of the model's first floating-point parameter."""
+        kinds = (each.dtype for each in self.module.parameters() if each.is_floating_point())
+        return next(kinds, torch.get_default_dtype())
 
     # --- one step ---------------------------------------------------------------------------------
 
     def iterate(self, step: int, batches: Sequence[Batch], *, is_synchronised: bool = True) -> None:
-        """Take one step: by the mean gradient of these mini-batches, of which this rank has its
-        share.
-        """
+        """Take one step by the mean gradient of mini-batches, of which this rank has a share."""
         self._is_settled = False
         if self._call is None:
             self._begin(batches[0])
-        self._set_rate(step)
+        if self.scheduler is None and (factor := self._job.course.factor(step)) != self._factor:
+            self._factor = factor
+            for group, rate in zip(self.optimizer.param_groups, self._base_rates, strict=True):
+                group["lr"] = rate * factor
         last = len(batches) - 1
         for number, batch in enumerate(batches):
             with self._reduction(number == last and is_synchronised):
                 if self._weight is None:
                     loss = self._first_loss_of(self._call, batch)
-                    self._weight = self._weight_of(loss)
+                    weight = self.ranks.size * self.share.weight / self._job.division.accumulate
+                    self._weight = torch.full_like(loss, weight, requires_grad=False)
                 else:
-                    loss = self._loss_of(self._call, batch)
+                    loss = self.loss_of(self._call, batch)
                 scaled = loss if self.scaler is None else self.scaler.scale(loss)
                 scaled.backward(self._weight)
             self._loss_sum += loss.detach()
         self._num_losses += len(batches)
         self._update()
 
-    def _loss_of(self, call: Any, batch: Batch) -> torch.Tensor:
-        if self._options.precision == "float32":
-            loss: torch.Tensor = self._loss_fn(call_model(call, self.module, batch[0]), batch[1])
-            return loss
-        with torch.autocast(self.ranks.device.type, AUTOCAST[self._options.precision]):
-            loss = self._loss_fn(call_model(call, self.module, batch[0]), batch[1])
+    def loss_of(self, call: Any, batch: Batch) -> torch.Tensor:
+        """Return the loss of a mini-batch; `call`: the model, or a wrapper around it."""
+        precision, (inputs, targets) = self._options.precision, batch
+        loss: torch.Tensor
+        if precision == "float32":
+            loss = self._loss_fn(call_model(call, self.module, inputs), targets)
+        else:
+            with torch.autocast(self.ranks.device.type, AUTOCAST[precision]):
+                loss = self._loss_fn(call_model(call, self.module, inputs), targets)
         return loss
 
     def _first_loss_of(self, call: Any, batch: Batch) -> torch.Tensor:
-        """Return the loss of the first mini-batch, and check it.
-
-        Torch only warns if the shapes of outputs and targets differ, and broadcasts them.
-        """
+        """Return the loss of the first mini-batch, and check it."""
         outputs: list[Any] = []
 
         def noting(*inputs: Any, **named: Any) -> Any:
@@ -501,9 +441,10 @@ class Learner:
             return outputs[-1]
 
         with warnings.catch_warnings():
+            # torch only warns if the shapes of outputs and targets differ, and broadcasts them
             warnings.filterwarnings("error", message="Using a target size")
             try:
-                loss = self._loss_of(noting, batch)
+                loss = self.loss_of(noting, batch)
             except UserWarning as warning:
                 if "target size" not in str(warning):
                     raise  # another one, which the user's filters make an error
@@ -522,6 +463,7 @@ class Learner:
     def _reduction(self, is_due: bool) -> contextlib.AbstractContextManager[Any]:
         """Let this backward pass reduce gradients, or defer it."""
         if self.ranks.size > 1 and self.is_sharded:
+            # FSDP2 has this instead of no_sync()
             self.module.set_requires_gradient_sync(is_due)  # type: ignore[operator]
         elif self.ranks.size > 1 and not is_due:
             return self._connected.no_sync()
@@ -529,9 +471,9 @@ class Learner:
 
     def _update(self) -> None:
         clip = self._options.clip_gradient_norm
-        if self.scaler is not None and clip is not None:
-            self.scaler.unscale_(self.optimizer)
         if clip is not None:
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)  # the norm is that of the true gradients
             nn.utils.clip_grad_norm_(self.module.parameters(), clip)
         if self.scaler is None:
             self.optimizer.step()
@@ -540,59 +482,32 @@ class Learner:
             self.scaler.update()
         self.optimizer.zero_grad()
 
-    def _set_rate(self, step: int) -> None:
-        if self.scheduler is not None:
-            return
-        factor = self._job.course.factor(step)
-        if factor == self._factor:
-            return
-        self._factor = factor
-        for group, rate in zip(self.optimizer.param_groups, self._base_rates, strict=True):
-            group["lr"] = rate * factor
-
     def _begin(self, batch: Batch) -> None:
         """Connect the ranks; the first mini-batch shows which parameters the loss depends on."""
         self._call = self.module
         if self.ranks.size > 1 and not self.is_sharded:
-            is_unused = self.ranks.any(has_unused(self._tried(batch), self.module))
+            buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+            # the first step is to find buffers and generators as if nothing had been tried
+            devices = [self.ranks.device] if self.ranks.device.type == "cuda" else []
+            with torch.random.fork_rng(devices):
+                loss = self._first_loss_of(self.module, batch)
+            with torch.no_grad():
+                for name, buffer in self.module.named_buffers():
+                    if name in buffers:
+                        buffer.copy_(buffers[name])
+            is_unused = self.ranks.any(has_unused(loss, self.module))
             self._call = self._connected = connect(self.module, self.ranks, is_unused)
         if self._options.compile:
             self._call = torch.compile(self._call)
-
-    def _tried(self, batch: Batch) -> torch.Tensor:
-        """Return the loss of a mini-batch; buffers stay as they were, and nothing is drawn."""
-        buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-        with torch.random.fork_rng([self.ranks.device] if self.ranks.device.type == "cuda" else []):
-            loss = self._first_loss_of(self.module, batch)
-        with torch.no_grad():
-            for name, buffer in self.module.named_buffers():
-                if name in buffers:
-                    buffer.copy_(buffers[name])
-        return loss
-
-    def _weight_of(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the factor of a loss's gradient on this rank."""
-        weight = self.ranks.size * self.share.weight / self._job.division.accumulate
-        return torch.full_like(loss, weight, requires_grad=False)
 
     # --- between steps ----------------------------------------------------------------------------
 
     def take_loss(self) -> float:
         """Return the mean loss of the mini-batches since the last call, over all ranks."""
         (total,) = self.ranks.add([self._loss_sum * self.share.weight])
-        mean = total / max(self._num_losses, 1)
+        count, self._num_losses = max(self._num_losses, 1), 0
         self._loss_sum.zero_()
-        self._num_losses = 0
-        return mean
-
-    @property
-    def learning_rate(self) -> float:
-        """Of the last step, of the first group of parameters."""
-        return float(self.optimizer.param_groups[0]["lr"])
-
-    def loss_on(self, batch: Batch) -> torch.Tensor:
-        """Return the loss of a mini-batch with the model in evaluation mode."""
-        return self._loss_of(self.module, batch)
+        return total / count
 
     def settle(self) -> None:
         """Make the model the same on all ranks, its buffers too: before it is used or kept."""
@@ -609,27 +524,8 @@ class Learner:
             self.scheduler.step()
 
 
-def dtype_of(module: nn.Module) -> torch.dtype:
-    """Return the dtype of a model: that of its first floating-point parameter."""
-    kinds = (each.dtype for each in module.parameters() if each.is_floating_point())
-    return next(kinds, torch.get_default_dtype())
-
-
-def _made(model: Any, seed: int) -> nn.Module:
-    """Return this rank's own copy of the model."""
-    seed_all(mixed_seed(seed))
-    module = copy.deepcopy(model) if isinstance(model, nn.Module) else model()
-    check_module(module)
-    return module
-
-
 def check_module(module: Any) -> None:
-    """Raise the error for a module that cannot be trained.
-
-    Raises:
-        InvalidTypeError: It is no module.
-        InvalidValueError: It has no parameters that can be trained, or some without a size yet.
-    """
+    """Raise the error for a module that cannot be trained."""
     if not isinstance(module, nn.Module):
         raise InvalidTypeError(
             f"The function given as model has returned a {type(module).__name__}, not a"
@@ -654,13 +550,13 @@ def check_module(module: Any) -> None:
 
 
 def _optimizer(options: TrainingOptions, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    rate, decay = options.learning_rate, options.weight_decay
+    asked: Any = {"lr": options.learning_rate, "weight_decay": options.weight_decay}
     if options.optimizer == "sgdm":
-        return torch.optim.SGD(parameters, lr=rate, momentum=options.momentum, weight_decay=decay)
+        return torch.optim.SGD(parameters, momentum=options.momentum, **asked)
     if options.optimizer == "adam":
-        return torch.optim.Adam(parameters, lr=rate, weight_decay=decay)
+        return torch.optim.Adam(parameters, **asked)
     if options.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, lr=rate, weight_decay=decay)
+        return torch.optim.AdamW(parameters, **asked)
     assert callable(options.optimizer)
     optimizer = options.optimizer(parameters)
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -677,8 +573,8 @@ def _optimizer(options: TrainingOptions, parameters: list[nn.Parameter]) -> torc
 class FitJob(NamedTuple):
     """A training, as it was prepared.
 
-    `loads`: of the ranks, by rank. `division`: of an epoch. `course`: of the learning rate, which
-    is multiplied by `rate_scale` before. `is_on_cpu`: train on the CPU, even on workers with a GPU.
+    `loads`: of the ranks. `division`: of an epoch. `course`: of the learning rate, which is
+    multiplied by `rate_scale` before. `is_on_cpu`: train on the CPU, even on workers with a GPU.
     """
 
     model: Any
@@ -693,57 +589,43 @@ class FitJob(NamedTuple):
     is_on_cpu: bool
 
     def share(self, rank: int, size: int) -> Share:
-        """Return a rank's share of each mini-batch. With fewer ranks than planned, all shares are
-        equal.
-
-        That is so in pools of this process, which train with one rank, and after workers were lost
-        for good: the mini-batch stays the same.
-        """
+        """Return a rank's share of each mini-batch; equal shares with fewer ranks than planned."""
+        # fewer: in pools of this process, and after workers were lost for good; the mini-batch
+        # stays the same
         loads = self.loads if size == len(self.loads) else (1,) * size
         return share_of(rank, self.division.batch_size, loads)
 
     def pieces(self, share: Share) -> list[tuple[int, int]]:
-        """Return where in the order of an epoch's samples a rank's part of each mini-batch is."""
+        """Return the positions of a rank's part of each mini-batch in the order of an epoch."""
         size, count = self.division.batch_size, self.division.steps * self.division.accumulate
-        return [
-            (number * size + share.start, number * size + share.start + share.size)
-            for number in range(count)
-        ]
+        starts = range(share.start, share.start + count * size, size)
+        return [(start, start + share.size) for start in starts]
 
 
 # --- ranks, as one of them sees them --------------------------------------------------------------
 
 
 class Ranks:
-    """All ranks, as one of them sees them; a single one needs no process group.
-
-    Attributes:
-        rank: Its number, from 0.
-        size: How many there are.
-        device: Where it computes.
-    """
+    """All ranks, as one of them sees them; a single one needs no process group."""
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device
 
     def add(self, values: Sequence[float | torch.Tensor]) -> list[float]:
-        """Return the sums of numbers over all ranks, the same to the last bit on each. It waits for
-        the device, once.
-        """
-        numbers = [
-            torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in values
-        ]
-        together = torch.stack(numbers)
+        """Return the sums of numbers over all ranks, the same to the last bit on each."""
+        together = torch.stack(
+            [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in values]
+        )
         if self.size > 1:
             dist.all_reduce(together)
-        return [float(value) for value in together.tolist()]
+        return [float(value) for value in together.tolist()]  # waits for the device, once
 
     def any(self, wish: bool) -> bool:
         """Whether `wish` is true on any rank."""
         return wish if self.size == 1 else self.add([float(wish)])[0] > 0
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Give these tensors of all ranks the values that rank 0 has."""
+        """Give these tensors the values that rank 0 has, on all ranks."""
         if self.size == 1:
             return
         for tensor in tensors:
@@ -759,10 +641,6 @@ class Ranks:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def seed(self, seed: int, *others: int) -> None:
-        """Seed the global generators, differently on each rank."""
-        seed_all(mixed_seed(seed, *others, self.rank))
-
 
 def seed_all(seed: int) -> None:
     """Seed Python's, NumPy's and torch's global generators."""
@@ -773,9 +651,8 @@ def seed_all(seed: int) -> None:
 
 @contextlib.contextmanager
 def own_random_state(device: torch.device) -> Iterator[None]:
-    """Leave the global generators as they were: the worker, or with "inline" the user's process,
-    has other uses for them.
-    """
+    """Leave the global generators as they were."""
+    # The worker, or with "inline" the user's process, has other uses for the generators.
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:
@@ -788,64 +665,47 @@ def own_random_state(device: torch.device) -> Iterator[None]:
 # --- running statistics of normalization layers ---------------------------------------------------
 
 
+@torch.no_grad()
 def merge_buffers(module: nn.Module, ranks: Ranks, weight: float) -> None:
-    """Give all ranks the same buffers, to the last bit.
+    """Give all ranks the same buffers, to the last bit; `weight` is this rank's share.
 
     Running means and variances become those of all ranks' samples together: with the weights w,
     means m and variances v of the ranks, the mean is M = sum(w m), the variance sum(w (v + (m -
     M)^2)). All other buffers become those of rank 0.
 
-    Args:
-        module: The model.
-        ranks: The ranks.
-        weight: This rank's part of each mini-batch.
-
     Source:
         Chan, Golub and LeVeque 1979, "Updating formulae and a pairwise algorithm for computing
-        sample variances", for parts of any sizes.
+        sample variances".
     """
     if ranks.size == 1:
         return
-    layers = list(_layers(module))
+    norms = [
+        (getattr(layer, "running_mean", None), getattr(layer, "running_var", None))
+        for layer in module.modules()
+    ]
+    layers = [
+        (mean, variance)
+        for mean, variance in norms
+        if isinstance(mean, torch.Tensor) and isinstance(variance, torch.Tensor)
+    ]
     statistics = {id(tensor) for layer in layers for tensor in layer}
-    for dtype in sorted({mean.dtype for mean, _ in layers}, key=str):
+    for dtype in sorted({mean.dtype for mean, _ in layers}, key=str):  # in one order on all ranks
         same = [layer for layer in layers if layer[0].dtype is dtype]
-        _merge([mean for mean, _ in same], [variance for _, variance in same], ranks, weight)
+        kinds = [mean for mean, _ in same], [variance for _, variance in same]
+        own_mean, own_variance = (
+            torch.cat([each.flatten() for each in tensors]).double() for tensors in kinds
+        )
+        mean = own_mean * weight
+        dist.all_reduce(mean)
+        variance = (own_variance + (own_mean - mean) ** 2) * weight
+        dist.all_reduce(variance)
+        # torch does not promise that a sum has the same bits everywhere
+        ranks.broadcast([mean, variance])
+        for values, tensors in zip((mean, variance), kinds, strict=True):
+            parts = values.split([each.numel() for each in tensors])
+            for each, part in zip(tensors, parts, strict=True):
+                each.copy_(part.view_as(each))
     ranks.broadcast([buffer for buffer in module.buffers() if id(buffer) not in statistics])
-
-
-def _layers(module: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the running mean and variance of each layer that keeps them: BatchNorm, and
-    InstanceNorm that tracks them.
-    """
-    for layer in module.modules():
-        mean, variance = getattr(layer, "running_mean", None), getattr(layer, "running_var", None)
-        if isinstance(mean, torch.Tensor) and isinstance(variance, torch.Tensor):
-            yield mean, variance
-
-
-@torch.no_grad()
-def _merge(
-    means: list[torch.Tensor], variances: list[torch.Tensor], ranks: Ranks, weight: float
-) -> None:
-    own_mean = torch.cat([mean.flatten() for mean in means]).double()
-    own_variance = torch.cat([variance.flatten() for variance in variances]).double()
-    mean = own_mean * weight
-    dist.all_reduce(mean)
-    variance = (own_variance + (own_mean - mean) ** 2) * weight
-    dist.all_reduce(variance)
-    # torch does not promise that a sum has the same bits everywhere
-    ranks.broadcast([mean, variance])
-    _put(mean, means)
-    _put(variance, variances)
-
-
-def _put(values: torch.Tensor, targets: list[torch.Tensor]) -> None:
-    """Cut values into the parts of the targets."""
-    for target, part in zip(
-        targets, values.split([target.numel() for target in targets]), strict=True
-    ):
-        target.copy_(part.view_as(target))
 
 
 # --- losses ---------------------------------------------------------------------------------------
@@ -858,12 +718,7 @@ For other types it is a hundredth."""
 
 
 def check_loss(loss: Any) -> None:
-    """Raise the error for a loss that a model cannot be trained by.
-
-    Raises:
-        InvalidTypeError: It is no tensor.
-        InvalidValueError: It is not one number, or does not depend on the model.
-    """
+    """Raise the error for a loss that a model cannot be trained by."""
     if not isinstance(loss, torch.Tensor):
         raise InvalidTypeError(
             f"The loss function has returned a {type(loss).__name__}. It is to return a tensor, one"
@@ -884,29 +739,19 @@ def check_loss(loss: Any) -> None:
 def is_mean_over_samples(
     loss_fn: Callable[..., Any], outputs: Any, targets: Any, loss: torch.Tensor
 ) -> bool:
-    """Whether a loss equals the mean over its two halves, as it does if all samples count the same.
-
-    Samples that cannot be halved count as such, as it cannot be told.
-    """
-    if (
-        not isinstance(outputs, torch.Tensor)
-        or not isinstance(targets, torch.Tensor)
-        or len(outputs) < 2
-    ):
-        return True
+    """Whether a loss equals the mean over its halves, as it does if all samples count the same."""
+    are_tensors = isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)
+    if not are_tensors or len(outputs) < 2:
+        return True  # samples that cannot be halved: it cannot be told
     num_all, half = len(outputs), len(outputs) // 2
     try:
         with torch.no_grad():
-            first, second = (
-                loss_fn(outputs[:half], targets[:half]),
-                loss_fn(outputs[half:], targets[half:]),
-            )
+            first = loss_fn(outputs[:half], targets[:half])
+            second = loss_fn(outputs[half:], targets[half:])
             mean = (first * half + second * (num_all - half)) / num_all
-        return bool(
-            torch.isclose(
-                mean, loss.detach(), rtol=TOLERANCE.get(loss.dtype, 1e-2), atol=1e-7, equal_nan=True
-            )
-        )
+        tolerance = TOLERANCE.get(loss.dtype, 1e-2)
+        is_close = torch.isclose(mean, loss.detach(), rtol=tolerance, atol=1e-7, equal_nan=True)
+        return bool(is_close)
     except Exception:  # the user's function may not take halves
         return True
 
@@ -919,22 +764,19 @@ LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 def shard(module: nn.Module, ranks: Ranks) -> None:
-    """Leave each rank a part of every parameter (FSDP2), layer by layer: one is gathered at a
-    time.
-    """
+    """Leave each rank a part of every parameter (FSDP2)."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+    # layer by layer, so that only one is gathered at a time
     for unit in _units(module):
         fully_shard(unit, mesh=mesh)
     fully_shard(module, mesh=mesh)
 
 
 def _units(module: nn.Module) -> list[nn.Module]:
-    """Return the layers that are gathered separately: those that share no parameters with
-    others.
-    """
+    """Return the layers that are gathered separately: those that share no parameters."""
     layers = list(_outermost_layers(module))
     in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
     owners = Counter(id(parameter) for layer in layers for parameter in layer.parameters())
@@ -948,9 +790,7 @@ def _units(module: nn.Module) -> list[nn.Module]:
 
 
 def _outermost_layers(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the entries of the outermost lists of layers (`Sequential` too): these are called as a
-    whole.
-    """
+    # Entries of a list (`Sequential` too) are called as a whole; those in them are not looked at.
     for child in module.children():
         if isinstance(module, (nn.Sequential, *LISTS)) and not isinstance(child, LISTS):
             if next(child.parameters(), None) is not None:
@@ -960,29 +800,24 @@ def _outermost_layers(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def connect(module: nn.Module, ranks: Ranks, has_unused: bool) -> DistributedDataParallel:
-    """Let gradients be averaged over the ranks while they are computed. The parameters have to be
-    the same already.
-    """
+    """Let gradients be averaged over the ranks, whose parameters are the same already."""
     # Buffers are merged when they are looked at. Torch 2.13 has another name for this, and warns of
     # the old one.
     has_new_name = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    not_buffers: dict[str, Any] = {
-        "forward_sync_buffers" if has_new_name else "broadcast_buffers": False
-    }
+    name = "forward_sync_buffers" if has_new_name else "broadcast_buffers"
+    not_buffers: dict[str, Any] = {name: False}
     return DistributedDataParallel(
         module,
         device_ids=[ranks.device] if ranks.device.type == "cuda" else None,
         **not_buffers,
         init_sync=False,
-        gradient_as_bucket_view=True,
+        gradient_as_bucket_view=True,  # saves a copy of all gradients
         find_unused_parameters=has_unused,
     )
 
 
 def has_unused(loss: torch.Tensor, module: nn.Module) -> bool:
-    """Whether a loss leaves out parameters that are to be trained: DDP would wait for these
-    forever.
-    """
+    """Whether a loss leaves out parameters to train: DDP would wait for these forever."""
     found: set[int] = set()
     seen: set[Any] = set()
     waiting: list[Any] = [loss.grad_fn]
@@ -993,28 +828,20 @@ def has_unused(loss: torch.Tensor, module: nn.Module) -> bool:
         seen.add(node)
         if hasattr(node, "variable"):
             found.add(id(node.variable))
+        # the graph may be deeper than Python's stack, so this is no recursion
         waiting.extend(following for following, _ in node.next_functions)
     return any(
         parameter.requires_grad and id(parameter) not in found for parameter in module.parameters()
     )
 
 
-def whole(tensor: Any) -> Any:
-    """Return a whole tensor on the CPU, on all ranks together. Other values stay as they are."""
-    if not isinstance(tensor, torch.Tensor):
-        return tensor
-    gathered = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return gathered.detach().cpu()
-
-
 def whole_state(module: nn.Module, ranks: Ranks) -> dict[str, Any]:
-    """Return a model's whole state on the CPU, on rank 0; all ranks have to call this together."""
+    """Return a model's whole state on the CPU, on rank 0; called on all ranks together."""
     state: dict[str, Any] = {}
-    for name, tensor in module.state_dict().items():
+    for name, value in module.state_dict().items():
+        whole = value.full_tensor() if hasattr(value, "full_tensor") else value  # on all ranks
         if ranks.rank == 0:
-            state[name] = whole(tensor)
-        elif hasattr(tensor, "full_tensor"):
-            tensor.full_tensor()  # rank 0 needs this rank's part
+            state[name] = whole.detach().cpu() if isinstance(whole, torch.Tensor) else whole
     return state
 
 
@@ -1027,15 +854,11 @@ FILE = "training.pt"
 VERSION = 1
 
 ASKED = ("momentum", "weight_decay")
-"""What is said of an optimizer by the options holds, also where a checkpoint was made with
-others.
-"""
+"""Options of an optimizer that hold even if a checkpoint was made with others."""
 
 
 class Progress(NamedTuple):
-    """How far a training has come: the epochs and steps that are done, and what patience has
-    seen.
-    """
+    """How far a training has come: completed epochs and steps, and what patience has seen."""
 
     epoch: int = 0
     step: int = 0
@@ -1044,34 +867,32 @@ class Progress(NamedTuple):
 
 
 def take(learner: Learner, progress: Progress, best: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the content of a checkpoint, on rank 0; called on all ranks together.
-
-    It has no states of random generators, as each epoch is seeded anew.
-    """
+    """Return the content of a checkpoint, on rank 0; called on all ranks together."""
     scheduler, scaler = learner.scheduler, learner.scaler
+    model = whole_state(learner.module, learner.ranks)  # all ranks meet here
+    optimizer: dict[str, Any]
+    if learner.strategy == "fsdp":
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+        optimizer = get_optimizer_state_dict(
+            learner.module, learner.optimizer, options=_whole_options()
+        )
+    else:
+        optimizer = learner.optimizer.state_dict()
     return {
         "raypool": VERSION,
         "progress": tuple(progress),
         "strategy": learner.strategy,
-        "model": whole_state(learner.module, learner.ranks),
+        "model": model,
         "best": best,
-        "optimizer": _optimizer_state(learner),
+        "optimizer": optimizer,
         "scheduler": None if scheduler is None else scheduler.state_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),
     }
 
 
-def write(state: dict[str, Any], folder: str) -> None:
-    """Write a checkpoint into a folder."""
-    torch.save(state, Path(folder) / FILE)
-
-
 def read(folder: str) -> dict[str, Any]:
-    """Return the content of a checkpoint, without running any code in it.
-
-    Raises:
-        InvalidValueError: The checkpoint is not one of `pool.fit`.
-    """
+    """Return the content of a checkpoint, without running any code in it."""
     path = Path(folder) / FILE
     advice = "Give one that a training by pool.fit has made."
     if not path.is_file():
@@ -1095,11 +916,7 @@ def read(folder: str) -> dict[str, Any]:
 
 
 def restore(learner: Learner, state: dict[str, Any], folder: str) -> Progress:
-    """Restore a model from a checkpoint; return its progress.
-
-    Raises:
-        InvalidValueError: The checkpoint is of another model, optimizer, or strategy.
-    """
+    """Restore a model from a checkpoint; return its progress."""
     check_same_model(state["model"], learner.module, folder)
     if state["strategy"] != learner.strategy:
         raise InvalidValueError(
@@ -1146,40 +963,22 @@ def _restore_rest(learner: Learner, state: dict[str, Any], folder: str) -> None:
 
 
 def check_same_model(state: dict[str, Any], module: nn.Module, folder: str) -> None:
-    """Raise the error for the first key in which a checkpoint is not of this model.
-
-    Raises:
-        InvalidValueError: It names the key.
-    """
+    """Raise the error for the first key in which a checkpoint is not of this model."""
     own = module.state_dict()
-    text = f"{folder} is a checkpoint of another model: "
-    for name, tensor in own.items():
+    for name in [*own, *state]:
+        there, here = (tuple(getattr(each.get(name), "shape", ())) for each in (state, own))
         if name not in state:
-            raise InvalidValueError(
-                f"{text}it has no {name!r}. Give one of this model, or begin anew."
-            )
-        shapes = [tuple(getattr(each, "shape", ())) for each in (state[name], tensor)]
-        if shapes[0] != shapes[1]:
-            raise InvalidValueError(
-                f"{text}{name!r} has the shape {shapes[0]} in it, and {shapes[1]} here. Give one of"
-                " this model, or begin anew."
-            )
-    for name in state:
-        if name not in own:
-            raise InvalidValueError(
-                f"{text}it has {name!r}, which is not here. Give one of this model, or begin anew."
-            )
-
-
-def _optimizer_state(learner: Learner) -> dict[str, Any]:
-    if learner.strategy != "fsdp":
-        return learner.optimizer.state_dict()
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-    state: dict[str, Any] = get_optimizer_state_dict(
-        learner.module, learner.optimizer, options=_whole_options()
-    )
-    return state
+            fact = f"it has no {name!r}"
+        elif name not in own:
+            fact = f"it has {name!r}, which is not here"
+        elif there != here:
+            fact = f"{name!r} has the shape {there} in it, and {here} here"
+        else:
+            continue
+        raise InvalidValueError(
+            f"{folder} is a checkpoint of another model: {fact}. Give one of this model, or begin"
+            " anew."
+        )
 
 
 def _whole_options() -> Any:
@@ -1193,10 +992,7 @@ def _whole_options() -> Any:
 
 
 class Measure(NamedTuple):
-    """How to measure steps: their number, after a number of warm-up steps.
-
-    `is_synchronised`: the ranks average their gradients, as in the training; else they do not.
-    """
+    """How many steps to measure, after how many others, and whether the ranks add gradients."""
 
     num_steps: int
     num_warm_up: int

@@ -2,10 +2,8 @@
 
 A loan (a gang whose ranks are never called) waits for the workers and ends their processes. Their
 claims go back to Ray, where Ray Train's own placement finds them. `fit` runs in a thread.
-Afterwards the pool claims the same GPUs again, and starts its workers.
-
-This module imports Ray Train, and with it torch; only `pool.train` and `pool.fit` import it, when
-used.
+Afterwards the pool claims the same GPUs again, and starts its workers. Importing Ray Train imports
+torch.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import json
 import os
 import pickle
@@ -25,9 +24,10 @@ from concurrent.futures import InvalidStateError
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import ray
+import ray.data
 import torch.distributed as dist
 from ray import exceptions as rx
 from ray.train import (
@@ -76,13 +76,13 @@ from raypool.ray_private import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
 from raypool.spmd.call import SpmdFuture, SpmdWork, submit_gang
 from raypool.spmd.failures import RankFailure, spmd_error
 from raypool.train.checkpoints import RankEnd, TrainingAttempt, latest, ranked
-from raypool.train.managed_ranks import TASK, ControllerHooks, Mailbox, ManagedLoop
+from raypool.train.managed_ranks import TASK, ControllerHooks, Coordinator, ManagedLoop
 from raypool.train.runs import RunOptions, TrainingResult
 
 ABORT_S = 3.0
 """The time for the controller to end by itself [s]: it is deaf while it starts its workers."""
 
-LAST_LETTERS_S = 5.0
+LAST_MESSAGES_S = 5.0
 
 CORES_S = 5.0
 """The time that Ray may take to notice returned cores [s]."""
@@ -106,26 +106,13 @@ The first starts a detached actor that cleans up after a dead controller. It nee
 and stays forever without one; raypool cleans up itself. The second would move a loop from the
 folder of the pool's workers into one of Ray's."""
 
-E = TypeVar("E", bound=BaseException)
-
-_marks = iter(range(1, sys.maxsize))
+_marks = itertools.count(1)
 
 
 class ManagedLane:
-    """Runs a training's ranks by a trainer of Ray Train's.
+    """Runs a training's ranks by a class of Ray Train's trainers, `TorchTrainer` if None is given.
 
-    Args:
-        engine: The pool's engine.
-        loop: The training loop.
-        config: The argument of the loop.
-        kept: Where checkpoints are kept, and how many.
-        trainer: A class of Ray Train's trainers; None for `TorchTrainer`.
-        given: Other arguments of the trainer's, by name.
-
-    Raises:
-        InvalidTypeError, InvalidValueError: The trainer does not take such an argument, or the
-            pool's workers share GPUs.
-        SerializationError: The loop or its configuration cannot be sent; it names the variable.
+    `kept`: where checkpoints are kept. `given`: the other arguments of the trainer.
     """
 
     def __init__(
@@ -138,6 +125,7 @@ class ManagedLane:
         given: Mapping[str, Any],
     ) -> None:
         self.engine = engine
+        self.backend = cast("RayBackend", engine.backend)
         self.kept = kept
         self.trainer = _checked_trainer(trainer, given)
         self.given = dict(given)
@@ -145,8 +133,8 @@ class ManagedLane:
         self.running = self.given.pop("run_config", None)
         self.result: Result | None = None  # Ray Train's own, of the last attempt
         _check_configs(self.scaling, self.running, kept)
+        # without them the GPUs are simulated, and Ray Train would choose NCCL for them
         has_cards = dist.is_nccl_available() or any(worker.gpu_name for worker in engine.workers())
-        # GPUs that are pretended, in a test
         if not has_cards and "torch_config" in inspect.signature(self.trainer).parameters:
             self.given.setdefault("torch_config", TorchConfig(backend="gloo"))
         if engine.profile.workers_per_gpu == "auto" or any(
@@ -159,11 +147,6 @@ class ManagedLane:
         self.packed = packing.pack((loop, config), f"the loop {function_name(loop)} and its config")
 
     @property
-    def backend(self) -> RayBackend:
-        """The pool's backend."""
-        return cast("RayBackend", self.engine.backend)
-
-    @property
     def is_elsewhere(self) -> bool:
         """Whether the user has named other storage than a folder of this machine's."""
         return self.running is not None and _has_storage(self.running)
@@ -171,26 +154,17 @@ class ManagedLane:
     def begin(
         self, plan: TrainingAttempt, size: int, places: tuple[int, ...] | None, options: Options
     ) -> Future[Any]:
-        """Start an attempt; its result is a `RankEnd` for each rank, and its failure an `SpmdError`
-        where ranks have failed.
-
-        Raises:
-            ResourceError: Ray Data would have no core.
-        """
+        """Start an attempt; its result is a `RankEnd` for each rank."""
         self.engine.check_open()  # a pool that is being closed would cancel the attempt
         others = self.engine.driver.scheduler.workers.size - size  # these keep their cores
-        self.check_cores(
-            size, ray.cluster_resources().get("CPU", 0.0) - others * self.bundle().get("CPU", 0.0)
-        )
+        cores = ray.cluster_resources().get("CPU", 0.0) - others * self.bundle().get("CPU", 0.0)
+        self.check_cores(size, cores)
         return ManagedAttempt(self, plan, size, options).begin(places)
 
     def check_cores(self, size: int, there: float) -> None:
-        """Check that Ray Data gets one of `there` free cores: it would wait silently for one.
-
-        Raises:
-            ResourceError: There is no core for it.
-        """
+        """Raise a `ResourceError` unless Ray Data gets one of `there` free cores."""
         taken = size * self.bundle().get("CPU", 0.0)
+        # Ray Data would wait for a core, silently and forever
         if self.given.get("datasets") and there - taken < 1:
             raise ResourceError(
                 f"CPU: requested {taken + 1:g}, available {there:g}: the ranks take {taken:g}, and"
@@ -204,13 +178,13 @@ class ManagedLane:
             )
 
     def bundle(self) -> dict[str, float]:
-        """Return the resources that a rank asks Ray for: the least of what any worker has."""
+        """Return the resources of each rank: the least that any worker has."""
         bundles = [demand.bundle for demand in self.backend.demands]
         least = {name: min(bundle.get(name, 0.0) for bundle in bundles) for name in bundles[0]}
         return {name: amount for name, amount in least.items() if amount}
 
     def finish(self, result: TrainingResult) -> TrainingResult:
-        """Return a result with the checkpoints that are kept in other storage."""
+        """Add the checkpoints that are kept in other storage to a result."""
         if not self.is_elsewhere or self.result is None:
             return result
         metric, mode = self.kept.best_metric, self.kept.best_mode
@@ -218,30 +192,32 @@ class ManagedLane:
         return replace(result, checkpoint=self.result.checkpoint, best_checkpoint=best)
 
     def make_trainer(
-        self, plan: TrainingAttempt, size: int, bundle: dict[str, float], mailbox: Any
+        self, plan: TrainingAttempt, size: int, bundle: dict[str, float], coordinator: Any
     ) -> Any:
-        """Return a trainer for so many ranks, each of which asks Ray for such a bundle."""
+        """Return a trainer for `size` ranks, each of which asks Ray for `bundle`."""
         running = self.running or RunConfig()
         run_dir, keep = Path(plan.run_dir), CheckpointConfig()
         labels = dict(
             set.intersection(*({*demand.labels.items()} for demand in self.backend.demands))
         )
-        least = self.kept.min_workers
+        least = self.kept.min_workers or size
         scaling = replace(
             self.scaling,
-            num_workers=size if least is None or least >= size else (least, size),
+            num_workers=(least, size) if least < size else size,
             use_gpu=bundle.get("GPU", 0) > 0,
             resources_per_worker=bundle,
             label_selector=self.scaling.label_selector or for_ray(labels) or None,
         )
         if plan.keep is not None or plan.best_metric is not None:
             keep = CheckpointConfig(plan.keep, plan.best_metric, cast("Any", plan.best_mode))
-        environment = {
+        environment = {  # the user's own variables come last, and win
             **IN_RANKS,
             **self.engine.profile.worker_env,
             **running.worker_runtime_env.get("env_vars", {}),
         }
-        hooks = ControllerHooks(mailbox, None if self.is_elsewhere else plan.run_dir, plan.attempt)
+        hooks = ControllerHooks(
+            coordinator, None if self.is_elsewhere else plan.run_dir, plan.attempt
+        )
         changed: dict[str, Any] = {
             "callbacks": [*running.callbacks, hooks],
             "worker_runtime_env": {**running.worker_runtime_env, "env_vars": environment},
@@ -257,7 +233,7 @@ class ManagedLane:
         if running.logging_config == LoggingConfig():
             changed["logging_config"] = LoggingConfig(log_level="ERROR")
         made = self.trainer(
-            ManagedLoop(self.packed, mailbox, plan),
+            ManagedLoop(self.packed, coordinator, plan),
             scaling_config=scaling,
             run_config=replace(running, **changed),
             **self.given,
@@ -270,7 +246,7 @@ class ManagedLane:
 
 
 def _checked_trainer(trainer: Any, given: Mapping[str, Any]) -> type[Any]:
-    """Return the class of trainer to use, which takes these arguments."""
+    """Return the class of trainer to use; it takes these arguments."""
     made = TorchTrainer if trainer is None else trainer
     if not (isinstance(made, type) and issubclass(made, DataParallelTrainer)):
         raise InvalidTypeError(
@@ -286,32 +262,21 @@ def _checked_trainer(trainer: Any, given: Mapping[str, Any]) -> type[Any]:
         raise InvalidTypeError(
             f"{made.__name__} does not take {', '.join(unknown)}. It takes {', '.join(taken)}."
         )
-    datasets = given.get("datasets")
-    if datasets is not None and not (
-        isinstance(datasets, Mapping) and all(map(_is_dataset, datasets.values()))
-    ):
+    datasets = given.get("datasets", {})
+    is_dict = isinstance(datasets, Mapping)
+    wrong = [
+        f"a {type(value).__name__}"
+        for value in (datasets.values() if is_dict else [datasets])
+        if not (is_dict and (isinstance(value, ray.data.Dataset) or callable(value)))
+    ]
+    if datasets is not None and wrong:
+        kinds = f"a dict with {', '.join(wrong)} in it" if is_dict else wrong[0]
         raise InvalidTypeError(
-            f"datasets= is {_kinds_in(datasets)}. Give a dict of datasets of Ray Data, by the names"
+            f"datasets= is {kinds}. Give a dict of datasets of Ray Data, by the names"
             ' that ray.train.get_dataset_shard is called with: {"train":'
             " ray.data.read_parquet(...)}."
         )
     return made
-
-
-def _kinds_in(datasets: Any) -> str:
-    if not isinstance(datasets, Mapping):
-        return f"a {type(datasets).__name__}"
-    return (
-        "a dict with"
-        f" {', '.join(f'a {type(value).__name__}' for value in datasets.values() if not _is_dataset(value))}"
-        " in it"
-    )
-
-
-def _is_dataset(value: Any) -> bool:
-    import ray.data
-
-    return isinstance(value, ray.data.Dataset) or callable(value)
 
 
 def _has_storage(running: RunConfig) -> bool:
@@ -321,7 +286,7 @@ def _has_storage(running: RunConfig) -> bool:
 
 
 def _check_configs(scaling: ScalingConfig, running: RunConfig | None, kept: RunOptions) -> None:
-    """Refuse settings that are of a wrong type, or given twice."""
+    """Refuse settings of a wrong type, and those that are given twice."""
     for given, kind in ((scaling, ScalingConfig), (running or RunConfig(), RunConfig)):
         if not isinstance(given, kind):
             raise InvalidTypeError(
@@ -352,7 +317,7 @@ def _check_configs(scaling: ScalingConfig, running: RunConfig | None, kept: RunO
 
 
 class LoanWork(SpmdWork):
-    """The task that holds the workers' places; passes worker ids and workers to `lent`, by rank."""
+    """The task that holds the workers' places; passes worker ids and workers to `lent`."""
 
     def __init__(
         self, lent: Callable[[Sequence[tuple[int, WorkerInfo]]], object], *args: Any
@@ -361,7 +326,7 @@ class LoanWork(SpmdWork):
         self._lent = lent
 
     def assemble(self, members: Sequence[tuple[int, WorkerInfo]]) -> None:
-        """Pass the workers on to `lent`."""
+        """Pass the workers on, by rank."""
         super().assemble(members)
         self._lent(members)
 
@@ -369,29 +334,26 @@ class LoanWork(SpmdWork):
         """Return None: the ranks deliver the training's outcome."""
 
 
-def _nobody_is_called(*_: Any) -> None: ...
-
-
 class ManagedAttempt:
     """One attempt of a training: a thread for `fit`, and one for the messages of the ranks."""
 
     def __init__(
-        self, lane: ManagedLane, plan: TrainingAttempt, size: int, options: Options
+        self, managed: ManagedLane, plan: TrainingAttempt, size: int, options: Options
     ) -> None:
-        self._lane = lane
+        self._managed = managed
         self._plan = plan
         self._size = size
         self._options = options
         self._future = SpmdFuture(plan.name, on_ask=lambda _: self._hear())
         self._hub = Hub()
         self._hub.watch(TASK, self._future)
-        bundle = lane.bundle()
-        mark = next(_marks)  # extra bytes of memory that mark the placement groups of this attempt
-        self._bundle = {**bundle, "memory": bundle.get("memory", 0.0) + mark}
+        bundle = managed.bundle()
+        # a few bytes of memory mark the placement groups of this attempt: they have no name
+        self._bundle = {**bundle, "memory": bundle.get("memory", 0.0) + next(_marks)}
         self._loan: Future[Any]
-        self._mailbox: Any = None
+        self._coordinator: Any = None
         self._controller: Any = None
-        self._has_all_letters = threading.Event()
+        self._has_all_messages = threading.Event()
         self._workers: dict[int, WorkerInfo] = {}
         self._ends: dict[int, RankEnd] = {}
         self._failures: dict[int, tuple[bool, bytes, float]] = {}
@@ -402,15 +364,14 @@ class ManagedAttempt:
 
     def begin(self, places: tuple[int, ...] | None) -> SpmdFuture:
         """Request the workers; return the future of the attempt."""
-        engine = self._lane.engine
+        engine = self._managed.engine
         lent: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        # its time starts once all workers are free
-        options = replace(self._options, timeout_s=None, name=self._plan.name)
         self._loan = submit_gang(
             engine,
-            _nobody_is_called,
+            lambda *_: None,  # nobody calls it
             (),
-            options,
+            # its time starts once all workers are free
+            replace(self._options, timeout_s=None, name=self._plan.name),
             self._size,
             places,
             is_loan=True,
@@ -418,22 +379,16 @@ class ManagedAttempt:
         )
         self._loan.whole = self._future
         self._loan.add_done_callback(lambda _: lent.put(None))
-        self._loan.add_done_callback(self._note_end_of_loan)
+        # the user, or the end of the pool, may cancel it
+        self._loan.add_done_callback(lambda loan: loan.cancelled() and self._future.cancel())
         thread = threading.Thread(
-            target=self._conduct,
-            args=(lent,),
-            name=f"raypool-managed-{self._plan.name}",
-            daemon=True,
+            target=self._run, args=(lent,), name=f"raypool-managed-{self._plan.name}", daemon=True
         )
-        engine.helpers.add(thread)
+        engine.helpers.add(thread)  # the end of the pool waits for it
         thread.start()
         return self._future
 
-    def _note_end_of_loan(self, loan: Any) -> None:
-        if loan.cancelled():  # cancelled by the user, or by the end of the pool
-            self._future.cancel()
-
-    def _conduct(self, lent: queue.SimpleQueue[Any]) -> None:
+    def _run(self, lent: queue.SimpleQueue[Any]) -> None:
         members = lent.get()
         if members is not None:
             try:
@@ -446,123 +401,124 @@ class ManagedAttempt:
         self._resolve()
 
     def _train(self, workers: Sequence[WorkerInfo]) -> None:
-        lane, plan = self._lane, self._plan
+        managed, plan = self._managed, self._plan
         self._is_lent = True
-        lane.backend.lend([worker.index for worker in workers])
+        managed.backend.lend([worker.index for worker in workers])
         if not ray.is_initialized():  # a call to Ray would start a new cluster
             raise PoolClosedError("Ray was shut down before the training began.")
-        _say_lent(lane.engine, plan.name, workers)
+        if not managed.engine.profile.quiet:
+            numbers = ", ".join(map(str, sorted(worker.index for worker in workers)))
+            sys.stdout.write(
+                f"raypool: {plan.name} has what worker{'s' * (len(workers) > 1)} {numbers} had,"
+                " until it ends. The processes there have ended, with their constants and"
+                " Composites; other work for them waits.\n"
+            )
         self._await_cores()
-        self._mailbox = (
-            ray.remote(Mailbox).options(num_cpus=0, max_concurrency=1000, **UNRECORDED).remote()
+        self._coordinator = (
+            # one concurrent call for each rank that waits in `meet`, and some more
+            ray.remote(Coordinator).options(num_cpus=0, max_concurrency=1000, **UNRECORDED).remote()
         )
         threading.Thread(
-            target=self._take_letters, name=f"raypool-letters-{plan.name}", daemon=True
+            target=self._take_messages, name=f"raypool-messages-{plan.name}", daemon=True
         ).start()
         timer = None
         try:
             if self._options.timeout_s is not None:
-                timer = _later(self._options.timeout_s, self._note_late)
-            self._hear()
+                timer = _later(self._options.timeout_s, functools.partial(self._end, is_late=True))
+            self._hear()  # a wish from before the coordinator existed
             if self._is_ending:
                 return
-            os.environ.setdefault(POLL, POLL_S)
-            if not lane.is_elsewhere:
+            os.environ.setdefault(POLL, POLL_S)  # Ray Train passes it to its controller
+            if not managed.is_elsewhere:
                 tell_ray(plan)
-            lane.result = self._outcome = lane.make_trainer(
-                plan, self._size, self._bundle, self._mailbox
-            ).fit()
+            trainer = managed.make_trainer(plan, self._size, self._bundle, self._coordinator)
+            managed.result = self._outcome = trainer.fit()
         except BaseException as error:
             self._outcome = error
         finally:
             if timer is not None:
                 timer.cancel()
-            with contextlib.suppress(rx.RayError):
-                self._sweep()
+            with contextlib.suppress(rx.RayError):  # Ray may have ended meanwhile
+                self._clean_up()
 
     def _await_cores(self) -> None:
+        """Wait until Ray has noticed the returned cores."""
         deadline = time.monotonic() + CORES_S
         while True:
             try:
-                return self._lane.check_cores(self._size, ray.available_resources().get("CPU", 0.0))
+                cores = ray.available_resources().get("CPU", 0.0)
+                return self._managed.check_cores(self._size, cores)
             except ResourceError:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.1)
 
-    def _take_letters(self) -> None:
+    def _take_messages(self) -> None:
         try:
-            while not self._has_all_letters.is_set():
-                for kind, *rest in ray.get(self._mailbox.take.remote()):
-                    self._take_letter(kind, rest)
-        except Exception:  # Ray has ended, or the mailbox was killed; the ranks fail then, too
-            self._has_all_letters.set()
+            while not self._has_all_messages.is_set():
+                for message in ray.get(self._coordinator.receive.remote()):
+                    self._take(message)
+        except Exception:  # Ray has ended, or the actor was killed; the ranks fail then, too
+            self._has_all_messages.set()
 
-    def _take_letter(self, kind: str, rest: list[Any]) -> None:
-        match kind, rest:
-            case "batch", [key, number, batch]:
+    def _take(self, message: tuple[Any, ...]) -> None:
+        match message:
+            case "batch", key, number, batch:
                 self._hub.deliver(key, number, batch)
-            case "rank", [rank, host, pid, gpus]:
+            case "rank", rank, host, pid, gpus:
                 self._workers[rank] = WorkerInfo(rank, host, pid, gpus)
-            case "end", [rank, value, metrics]:
+            case "end", rank, value, metrics:
                 self._ends[rank] = RankEnd(value, metrics)
-            case "failure", [rank, *said]:
-                self._failures[rank] = cast("tuple[bool, bytes, float]", tuple(said))
-            case "controller", [controller]:
+            case "failure", rank, is_cut_off, packed, at:
+                self._failures[rank] = is_cut_off, packed, at
+            case "controller", controller:
                 self._controller = controller
-                if self._is_ending:
+                if self._is_ending:  # it was to end before it existed
                     self._abort()
-            case "closed", _:
-                self._has_all_letters.set()
+            case ("closed",):
+                self._has_all_messages.set()
 
     # --- cancellation, early stop and time limit --------------------------------------------------
 
     def _hear(self) -> None:
         if self._future.cancelled():
-            if self._mailbox is None:
+            if self._coordinator is None:
                 self._loan.cancel()
             self._end()
-        elif self._future.stop_requested and self._mailbox is not None and ray.is_initialized():
-            self._mailbox.ask_to_stop.remote()
+        elif self._future.stop_requested and self._coordinator is not None and ray.is_initialized():
+            self._coordinator.ask_to_stop.remote()
 
-    def _note_late(self) -> None:
-        self._is_late = not self._is_ending
-        self._end()
-
-    def _end(self) -> None:
-        """End Ray Train's run now."""
+    def _end(self, is_late: bool = False) -> None:
+        self._is_late |= is_late and not self._is_ending
         self._is_ending = True
         if self._controller is not None:
             self._abort()
 
     def _abort(self) -> None:
+        def kill() -> None:
+            if ray.is_initialized() and self._outcome is None:
+                ray.kill(self._controller)
+
         if ray.is_initialized() and self._outcome is None:
             self._controller.abort.remote()
-            _later(
-                ABORT_S,
-                lambda: (
-                    ray.kill(self._controller)
-                    if self._outcome is None and ray.is_initialized()
-                    else None
-                ),
-            )
+            _later(ABORT_S, kill)
 
     # --- cleanup and outcome ----------------------------------------------------------------------
 
-    def _sweep(self) -> None:
-        """Take the last messages, and clean up, also for a killed controller of Ray Train."""
+    def _clean_up(self) -> None:
+        """Take the last messages, and remove what a killed controller has left."""
         if not ray.is_initialized():
             return
-        self._mailbox.put.remote("closed")
-        self._has_all_letters.wait(LAST_LETTERS_S)
-        ray.kill(self._mailbox)
+        self._coordinator.send.remote("closed")
+        self._has_all_messages.wait(LAST_MESSAGES_S)
+        ray.kill(self._coordinator)
         if not isinstance(self._outcome, Result):
-            job = ray.get_runtime_context().get_job_id()
+            job = ray.get_runtime_context().get_job_id()  # ids of groups end with it
             for number, group in placement_group_table().items():
                 is_own = number.endswith(job) and all(
                     bundle == self._bundle for bundle in group["bundles"].values()
                 )
-                if is_own and group["state"] != "REMOVED":
+                if is_own and group["state"] != "REMOVED":  # the table keeps removed ones
                     remove_placement_group(
                         PlacementGroup(ray.PlacementGroupID(bytes.fromhex(number)))
                     )
@@ -573,26 +529,18 @@ class ManagedAttempt:
 
     def _return(self, members: Sequence[tuple[int, WorkerInfo]]) -> None:
         """Give the workers back to the pool; those whose GPU is taken by now are lost."""
-        engine = self._lane.engine
-        lost: Mapping[int, str] = {}
+        driver, lost = self._managed.engine.driver, {}
         try:
-            lost = (
-                self._lane.backend.take_back([worker for _, worker in members])
-                if self._is_lent
-                else {}
-            )
+            if self._is_lent:
+                lost = self._managed.backend.take_back([worker for _, worker in members])
         except Exception as error:
             if not ray.is_initialized():  # Ray has ended, and the pool with it
                 return
-            lost = {
-                worker.index: f"its GPU could not be claimed again: {error}"
-                for _, worker in members
-            }
+            words = f"its GPU could not be claimed again: {error}"
+            lost = {worker.index: words for _, worker in members}
         for place, words in lost.items():
-            engine.driver.post(PlaceLost(place, LossReason.UNKNOWN), words)
-        engine.driver.end_loan(
-            [worker_id for worker_id, worker in members if worker.index not in lost]
-        )
+            driver.post(PlaceLost(place, LossReason.UNKNOWN), words)
+        driver.end_loan([worker_id for worker_id, worker in members if worker.index not in lost])
 
     def _resolve(self) -> None:
         future = self._future
@@ -645,34 +593,28 @@ class ManagedAttempt:
         }
         first = min(failures, default=None)
         text = f"{name} had not ended after {limit}. Give it more time, or see what it does."
-        return _caused(
-            SpmdError(text, failures=failures, first_rank=first), failures.get(cast("int", first))
-        )
+        error = SpmdError(text, failures=failures, first_rank=first)
+        error.__cause__ = None if first is None else failures[first]
+        return error
 
     def _error(self, error: BaseException) -> BaseException:
-        """Return the error for a training, from `fit`'s exception and the ranks' messages."""
-        name = self._plan.name
-        is_controller_lost = isinstance(error, rx.RayError)  # all ranks fail with it
-        ends = [
-            self._said(rank, *said)
-            for rank, said in self._failures.items()
-            if not is_controller_lost
-        ]
+        name, ends = self._plan.name, []
+        if not isinstance(error, rx.RayError):  # with a lost controller, all ranks fail
+            ends = [self._failure(rank, *said) for rank, said in self._failures.items()]
         if isinstance(error, WorkerGroupError):
-            gone = [rank for rank in error.worker_failures if rank not in self._failures]
             ends += [
-                RankFailure(
-                    rank, self._lost(rank, error.worker_failures[rank]), 0.0, self._who(rank)
-                )
-                for rank in gone
+                RankFailure(rank, self._lost(rank, reason), 0.0, self._who(rank))
+                for rank, reason in error.worker_failures.items()
+                if rank not in self._failures
             ]
+        # ranks that only lost a connection do not explain why the controller failed
         if ends and not (
             isinstance(error, ControllerError)
             and all(isinstance(end.error, RankInterrupted) for end in ends)
         ):
             return spmd_error(name, self._size, ends, None)
         cause = error.controller_failure if isinstance(error, ControllerError) else error
-        kind = type(cause).__name__  # private classes of Ray's
+        kind = type(cause).__name__  # by name: the class is private to Ray
         if kind == "WorkerGroupStartupTimeoutError":
             return ResourceError(
                 f"Ray has had no room for the {self._size} ranks of {name} within"
@@ -688,46 +630,45 @@ class ManagedAttempt:
             isinstance(cause, (rx.RayError, PreemptionError))
             or kind == "WorkerGroupStartupFailedError"
         ):
-            reason = (
-                LossReason.PREEMPTED if isinstance(cause, PreemptionError) else loss_reason(cause)
+            is_preempted = isinstance(cause, PreemptionError)
+            loss = self._loss(
+                f"The processes of {name} were lost",
+                _first_line(cause),
+                LossReason.PREEMPTED if is_preempted else loss_reason(cause),
             )
-            loss = self._loss(f"The processes of {name} were lost", _first_line(cause), reason)
-            made = SpmdError(
-                str(loss), failures=dict.fromkeys(range(self._size), loss), first_rank=0
-            )
-            return _caused(made, _caused(loss, cause))
+            loss.__cause__ = cause
+            failures = dict.fromkeys(range(self._size), loss)
+            lost = SpmdError(str(loss), failures=failures, first_rank=0)
+            lost.__cause__ = loss
+            return lost
         what = f"{type(cause).__name__}: {_first_line(cause)}"
         text = (
             f"{name} was ended by Ray Train itself: {what}. The cause of this error has it in full."
         )
-        return _caused(TrainingError(text, failures={}, first_rank=None, result=None), cause)
+        made = TrainingError(text, failures={}, first_rank=None, result=None)
+        made.__cause__ = cause
+        return made
 
-    def _said(self, rank: int, is_cut_off: bool, packed: bytes, at: float) -> RankFailure:
+    def _failure(self, rank: int, is_cut_off: bool, packed: bytes, at: float) -> RankFailure:
         who = self._who(rank)
+        error: BaseException
         if is_cut_off:
             text = "It was interrupted, because the connection to another rank broke."
-            return RankFailure(rank, RankInterrupted(text, at_hand=None, place=""), at, who)
-        piece = Slice(TASK, rank, rank + 1, self._plan.attempt)
-        return RankFailure(
-            rank,
-            described(unpack_failure(packed), f"rank {rank} of {self._plan.name}", piece, who),
-            at,
-            who,
-        )
+            error = RankInterrupted(text, at_hand=None, place="")
+        else:
+            piece = Slice(TASK, rank, rank + 1, self._plan.attempt)
+            name = f"rank {rank} of {self._plan.name}"
+            error = described(unpack_failure(packed), name, piece, who)
+        return RankFailure(rank, error, at, who)
 
-    def _lost(self, rank: int, reason: BaseException) -> BaseException:
-        """Return the error for a rank whose process is unresponsive, or ended without a message."""
+    def _lost(self, rank: int, reason: BaseException) -> WorkerLostError:
         cause = getattr(reason, "health_check_failure", reason)
-        why, words = (
-            (loss_reason(cause), loss_text(cause))
-            if isinstance(cause, rx.RayError)
-            else (LossReason.UNKNOWN, str(cause))
-        )
-        return self._loss(
-            f"The process of rank {rank} of {self._plan.name} ({where(self._who(rank))}) was lost",
-            _first_line(words),
-            why,
-        )
+        why, words = LossReason.UNKNOWN, str(cause)
+        if isinstance(cause, rx.RayError):
+            why, words = loss_reason(cause), loss_text(cause)
+        who = where(self._who(rank))
+        fact = f"The process of rank {rank} of {self._plan.name} ({who}) was lost"
+        return self._loss(fact, _first_line(words), why)
 
     def _loss(self, fact: str, words: str, reason: LossReason) -> WorkerLostError:
         attempt = self._plan.attempt
@@ -738,32 +679,16 @@ class ManagedAttempt:
         return self._workers.get(rank, NOBODY)
 
 
-def _caused(error: E, cause: BaseException | None) -> E:
-    error.__cause__ = cause
-    return error
-
-
 def _first_line(text: Any) -> str:
-    lines = str(text).strip().splitlines()
+    lines = str(text).strip().splitlines()  # Ray's messages go on with traces and advice
     return lines[0].rstrip(".") if lines else "nothing is known"
 
 
 def _later(delay_s: float, chore: Callable[[], object]) -> threading.Timer:
-    timer = threading.Timer(min(delay_s, threading.TIMEOUT_MAX), chore)
+    timer = threading.Timer(min(delay_s, threading.TIMEOUT_MAX), chore)  # longer ones raise
     timer.daemon = True
     timer.start()
     return timer
-
-
-def _say_lent(engine: Engine, name: str, workers: Sequence[WorkerInfo]) -> None:
-    """Print what happens to the pool during the training."""
-    if not engine.profile.quiet:
-        numbers = ", ".join(map(str, sorted(worker.index for worker in workers)))
-        sys.stdout.write(
-            f"raypool: {name} has what worker{'s' * (len(workers) > 1)} {numbers} had, until it"
-            " ends. The processes there have ended, with their constants and Composites; other"
-            " work for them waits.\n"
-        )
 
 
 def tell_ray(plan: TrainingAttempt) -> None:
@@ -775,6 +700,7 @@ def tell_ray(plan: TrainingAttempt) -> None:
     if last is None or any(each.path.parent != run_dir for each in kept):
         file.unlink(missing_ok=True)
         return
+    # it may be missing, damaged, or of another Ray: then it is written anew
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         known = json.loads(file.read_text(encoding="utf-8"))
         names = {each["checkpoint_dir_name"] for each in known["checkpoint_results"]}

@@ -1,4 +1,4 @@
-"""The managed lane in Ray Train's own processes: its ranks, its controller's hooks, and a mailbox.
+"""The managed lane in Ray Train's own processes: ranks, controller hooks, and a coordinator.
 
 This module imports Ray Train, and with it torch. It is used in these processes, and by `managed`.
 """
@@ -6,13 +6,13 @@ This module imports Ray Train, and with it torch. It is used in these processes,
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import logging
 import os
 import platform
 import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,29 +56,30 @@ CULPRIT_S = 1.0
 Ray Train names the rank that fails first, which should be the one that broke the connection."""
 
 
-class Mailbox:
-    """An actor without resources: takes messages for the pool, and lets ranks meet at reports."""
+class Coordinator:
+    """An actor without resources: passes messages to the pool, and lets ranks meet at reports."""
 
     def __init__(self) -> None:
-        self._letters: list[tuple[Any, ...]] = []
+        self._messages: list[tuple[Any, ...]] = []
+        # an actor with async methods has one thread, so this is only to wait with
         self._changed = asyncio.Condition()
         self._should_stop = False
         self._num_reports: dict[int, int] = {}  # by rank
         self._returned: set[int] = set()
-        self._verdicts: list[bool] = []  # by report: whether all ranks were told to stop
+        self._stops: list[bool] = []  # by report: whether all ranks were told to stop
 
-    async def put(self, *letter: Any) -> None:
-        """Leave a letter."""
+    async def send(self, *message: Any) -> None:
+        """Leave a message for the pool."""
         async with self._changed:
-            self._letters.append(letter)
+            self._messages.append(message)
             self._changed.notify_all()
 
-    async def take(self) -> list[tuple[Any, ...]]:
-        """Wait for letters, and take them."""
+    async def receive(self) -> list[tuple[Any, ...]]:
+        """Wait for messages, and take them."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._letters)
-            letters, self._letters = self._letters, []
-            return letters
+            await self._changed.wait_for(lambda: self._messages)
+            messages, self._messages = self._messages, []
+            return messages
 
     async def ask_to_stop(self) -> None:
         """Ask for an early end; the ranks learn of it at their next report."""
@@ -86,60 +87,59 @@ class Mailbox:
 
     async def begin_group(self) -> None:
         """Note that all ranks begin, perhaps again."""
-        self._num_reports, self._returned, self._verdicts = {}, set(), []
+        self._num_reports, self._returned, self._stops = {}, set(), []
 
     async def begin(self, rank: int, host: str, pid: int, gpus: tuple[int, ...]) -> bool:
-        """Note a rank's identity; return whether an early end is wanted, the same for all ranks."""
-        if not self._verdicts:
-            self._verdicts.append(self._should_stop)
-        await self.put("rank", rank, host, pid, gpus)
-        return self._verdicts[0]
+        """Note a rank's identity; return whether an early end is wanted."""
+        if not self._stops:  # the first rank asks, and the answer is the same for all
+            self._stops.append(self._should_stop)
+        await self.send("rank", rank, host, pid, gpus)
+        return self._stops[0]
 
     async def end(self, rank: int, value: bytes, metrics: dict[str, Any] | None) -> None:
         """Take a rank's return value; ranks that wait for it in a report stop waiting."""
         self._returned.add(rank)
-        await self.put("end", rank, value, metrics)
+        await self.send("end", rank, value, metrics)
 
     async def meet(self, rank: int, size: int) -> tuple[bool, list[int]]:
-        """Wait for all ranks at a report; return whether to stop, and the ranks that have
-        returned.
-        """
+        """Wait for all ranks at a report; return whether to stop, and who has returned."""
         async with self._changed:
             number = self._num_reports[rank] = self._num_reports.get(rank, 0) + 1
             if sum(count >= number for count in self._num_reports.values()) == size:
-                self._verdicts.append(self._should_stop)
+                self._stops.append(self._should_stop)
                 self._changed.notify_all()
-            await self._changed.wait_for(
-                lambda: len(self._verdicts) > number or self._missing(number)
-            )
-            missing = [] if len(self._verdicts) > number else self._missing(number)
-            return not missing and self._verdicts[number], missing
+            await self._changed.wait_for(lambda: len(self._stops) > number or self._missing(number))
+            missing = [] if len(self._stops) > number else self._missing(number)
+            return not missing and self._stops[number], missing
 
     def _missing(self, number: int) -> list[int]:
         return sorted(rank for rank in self._returned if self._num_reports.get(rank, 0) < number)
 
 
-class ControllerHooks(ControllerCallback, WorkerGroupCallback, ReportCallback):  # type: ignore[misc]
+class ControllerHooks(
+    ControllerCallback,  # type: ignore[misc]  # Ray is not typed
+    WorkerGroupCallback,  # type: ignore[misc]
+    ReportCallback,  # type: ignore[misc]
+):
     """Callbacks of Ray Train's controller, in its own process.
 
-    Args:
-        mailbox: The training's.
-        run_dir: The folder of the run; None if its checkpoints are in other storage.
-        attempt: Which one of the training this is.
+    `run_dir`: the folder of the run; None if its checkpoints are in other storage.
     """
 
-    def __init__(self, mailbox: Any, run_dir: str | None, attempt: int) -> None:
-        self._mailbox = mailbox
+    def __init__(self, coordinator: Any, run_dir: str | None, attempt: int) -> None:
+        self._coordinator = coordinator
         self._run_dir = run_dir
         self._attempt = attempt
 
     def after_controller_start(self, train_run_context: Any) -> None:
         """Send the controller's handle to the pool, which can abort it by this."""
-        ray.get(self._mailbox.put.remote("controller", ray.get_runtime_context().current_actor))
+        ray.get(
+            self._coordinator.send.remote("controller", ray.get_runtime_context().current_actor)
+        )
 
     def before_worker_group_start(self, worker_group_context: Any) -> None:
         """Say that all ranks begin."""
-        ray.get(self._mailbox.begin_group.remote())
+        ray.get(self._coordinator.begin_group.remote())
 
     def after_report(self, training_report: Any, metrics: list[dict[str, Any]]) -> None:
         """Note a checkpoint that Ray Train has kept, so that the run can resume in either lane."""
@@ -154,27 +154,23 @@ class ControllerHooks(ControllerCallback, WorkerGroupCallback, ReportCallback): 
 
 
 class ManagedLoop:
-    """The user's loop, as Ray Train calls it in each rank, in a thread.
+    """The user's loop, packed with its configuration, as Ray Train calls it in each rank."""
 
-    Args:
-        packed: The loop and its configuration.
-        mailbox: The training's.
-        plan: The attempt.
-    """
-
-    def __init__(self, packed: Packed, mailbox: Any, plan: TrainingAttempt) -> None:
+    def __init__(self, packed: Packed, coordinator: Any, plan: TrainingAttempt) -> None:
         self._packed = packed
-        self._mailbox = mailbox
+        self._coordinator = coordinator
         self._plan = plan
 
     def __call__(self) -> None:
-        """Run the loop; its output, its return value and its error go into the mailbox."""
-        mailbox, rank = self._mailbox, ray.train.get_context().get_world_rank()
+        """Run the loop; its output, its return value and its error go into the coordinator."""
+        coordinator, rank = self._coordinator, ray.train.get_context().get_world_rank()
+        # Ray says a GPU's UUID where CUDA_VISIBLE_DEVICES does
         gpus = tuple(int(gpu) if str(gpu).isdecimal() else 0 for gpu in ray.get_gpu_ids())
-        should_stop = ray.get(mailbox.begin.remote(rank, platform.node(), os.getpid(), gpus))
+        should_stop = ray.get(coordinator.begin.remote(rank, platform.node(), os.getpid(), gpus))
         key = uuid.uuid4().int
+        # `get`: the next batch is sent when this one has arrived, so they stay in order
         outbox = Outbox(
-            lambda number, batch: ray.get(mailbox.put.remote("batch", key, number, batch))
+            lambda number, batch: ray.get(coordinator.send.remote("batch", key, number, batch))
         )
         gpu = gpus[0] if gpus else None
         note = TaskContext(
@@ -190,41 +186,36 @@ class ManagedLoop:
         )
         note.agreed_stop = should_stop
         _become_worker(note)
-        utils = _Utils(mailbox, self._plan, note)
+        utils = _Utils(coordinator, self._plan, note)
         set_train_fn_utils(utils)
         try:
             loop, config = unpack(self._packed)
-            value = snapshot(_call(loop, config), f"what rank {rank} returns back")
+            try:
+                inspect.signature(loop).bind()
+            except TypeError:  # as Ray Train does: a loop that needs it gets the configuration
+                loop = functools.partial(loop, {} if config is None else config)
+            value = snapshot(loop(), f"what rank {rank} returns back")
         except BaseException as error:
-            is_cut_off, at = is_disconnect(error), time.time()
+            is_cut_off, at = is_disconnect(error), time.time()  # before anything that takes time
             capture.note_last_lines(error, note)
             outbox.drain(DRAIN_TIMEOUT_S)
-            ray.get(mailbox.put.remote("failure", rank, is_cut_off, pack_error(error), at))
+            ray.get(coordinator.send.remote("failure", rank, is_cut_off, pack_error(error), at))
             if is_cut_off:
                 time.sleep(CULPRIT_S)
             raise
         outbox.drain(DRAIN_TIMEOUT_S)
-        ray.get(mailbox.end.remote(rank, value, utils.metrics))
-
-
-def _call(loop: Callable[..., Any], config: Any) -> Any:
-    """Call a loop as Ray Train does: with its configuration, if it cannot be called without one."""
-    try:
-        inspect.signature(loop).bind()
-    except TypeError:
-        return loop({} if config is None else config)
-    return loop()
+        ray.get(coordinator.end.remote(rank, value, utils.metrics))
 
 
 def _become_worker(note: TaskContext) -> None:
-    """Prepare this process so that user code finds here what it finds in a worker of the pool."""
+    """Let user code find here what it finds in a worker of the pool."""
     logging.getLogger("ray.train").setLevel(logging.WARNING)  # it logs each report, into the diary
     mark_worker_process()
     let_notes_travel()
     capture.install()
     note_in_process(note)
     running.set(note)
-    # GPUs that are pretended, in a test
+    # simulated GPUs, in a test
     if note.gpu is not None and not torch.version.cuda and not torch.version.hip:
         # private: else it would say "cuda:0"
         device_manager._torch_device_manager = device_manager.CPUTorchDeviceManager()
@@ -233,25 +224,22 @@ def _become_worker(note: TaskContext) -> None:
 class _Utils(DistributedTrainFnUtils):  # type: ignore[misc]
     """The functions of `ray.train` in a rank: Ray's, with an agreement on stopping in `report`."""
 
-    def __init__(self, mailbox: Any, plan: TrainingAttempt, note: TaskContext) -> None:
-        self._mailbox = mailbox
+    def __init__(self, coordinator: Any, plan: TrainingAttempt, note: TaskContext) -> None:
+        self._coordinator = coordinator
         self._plan = plan
         self._note = note
         self._num_reports = 0
         self.metrics: dict[str, Any] | None = None
 
     def report(self, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Agree with the other ranks, then report.
-
-        Raises:
-            InvalidTypeError: `metrics` is no dict, or has tensors in it.
-            CollectiveError: A rank has returned, so that the others would wait forever.
-        """
+        """Agree with the other ranks, then report."""
         metrics = checked(metrics)
         context, note = self.get_context(), self._note
         self._num_reports += 1
         rank = context.get_world_rank()
-        should_stop, missing = ray.get(self._mailbox.meet.remote(rank, context.get_world_size()))
+        should_stop, missing = ray.get(
+            self._coordinator.meet.remote(rank, context.get_world_size())
+        )
         if missing:
             raise CollectiveError(
                 f"Rank {rank} is in its {ordinal(self._num_reports)} ray.train.report, but rank"

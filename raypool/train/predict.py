@@ -1,7 +1,6 @@
 """`pool.predict` and `pool.classify`: a model on all workers, over data of any size.
 
-This module has both sides: the user's process, and the workers with the model. It imports torch,
-and is imported only where torch is needed anyway.
+This module imports torch, and is imported only where torch is needed anyway.
 """
 
 from __future__ import annotations
@@ -60,13 +59,7 @@ def predict_with(  # noqa: PLR0913 - where to run, then the arguments of the ver
     mini_batch_size: int = 128,
     output: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Return the outputs of a model for data, computed on all workers; see `PoolView.predict`.
-
-    Raises:
-        InvalidTypeError, InvalidValueError: An argument cannot work.
-        SerializationError: The model, the data or `output` cannot be sent.
-        Exception: What the model has raised, with a note of the samples.
-    """
+    """Return the outputs of a model for data; see `PoolView.predict`."""
     mini_batch_size = checked_count("mini_batch_size", mini_batch_size, least=1)
     if output is not None:
         check_callable(output)
@@ -77,7 +70,7 @@ def predict_with(  # noqa: PLR0913 - where to run, then the arguments of the ver
         )
     samples = samples_of(data)
     key = uuid.uuid4().hex
-    dataset = samples.dataset if isinstance(samples, Elsewhere) else None
+    dataset = samples.items if isinstance(samples, Elsewhere) else None
     options = replace(options, name=options.name or "predict")
     with contextlib.closing(_Run(engine, options, where, key)) as run:
         function = engine.function(Predictor(key, still(model), dataset, mini_batch_size, output))
@@ -98,41 +91,27 @@ def classify_with(  # noqa: PLR0913 - likewise
     labels: Any = None,
     mini_batch_size: int = 128,
 ) -> np.ndarray[Any, Any]:
-    """Return the class to which a model gives the highest score, for each sample; see
-    `PoolView.classify`.
-
-    Raises:
-        InvalidTypeError, InvalidValueError: An argument cannot work, or the outputs are no scores
-            of classes.
-    """
-    names = None if labels is None else _checked_labels(labels)
+    """Return the class with the highest score for each sample; see `PoolView.classify`."""
+    names: np.ndarray[Any, Any] | None = None
+    if labels is not None:
+        if isinstance(labels, (str, bytes)) or not hasattr(labels, "__len__"):
+            raise InvalidTypeError(f"labels={labels!r} is not a list of the names of the classes.")
+        names = np.asarray(labels)
+        if names.ndim != 1 or len(names) == 0:
+            raise InvalidValueError(
+                f"labels has the shape {names.shape}. Give one name for each class, in the order of"
+                " the classes."
+            )
     classes = Classes(None if names is None else len(names))
     numbers = predict_with(
         engine, options, where, model, data, mini_batch_size=mini_batch_size, output=classes
     )
-    numbers = np.asarray(numbers).astype(np.int64, copy=False)
+    numbers = np.asarray(numbers).astype(np.int64, copy=False)  # of no samples they are floats
     return numbers if names is None else names[numbers]
 
 
-def _checked_labels(labels: Any) -> np.ndarray[Any, Any]:
-    """Return the names of classes as an array with one dimension."""
-    if isinstance(labels, (str, bytes)) or not hasattr(labels, "__len__"):
-        raise InvalidTypeError(f"labels={labels!r} is not a list of the names of the classes.")
-    names = np.asarray(labels)
-    if names.ndim != 1 or len(names) == 0:
-        raise InvalidValueError(
-            f"labels has the shape {names.shape}. Give one name for each class, in the order of the"
-            " classes."
-        )
-    return names
-
-
 def _of_nothing(run: _Run, function: Function, samples: Inputs) -> Any:
-    """Return the outputs for no samples: with the shape and type that they would have, if the model
-    says so.
-    """
-    import torch
-
+    """Return the outputs for no samples, of the right shape if the model says it."""
     nothing = torch.empty(0)
     if samples.piece(0, 0).columns is None:
         return nothing  # the shape of an input is unknown
@@ -145,7 +124,7 @@ def _of_nothing(run: _Run, function: Function, samples: Inputs) -> Any:
 
 
 class _Run:
-    """One prediction in progress: submits pieces, some ahead, and takes their outputs in order."""
+    """One prediction in progress."""
 
     def __init__(self, engine: Engine, options: Options, where: Where, key: str) -> None:
         self._engine = engine
@@ -153,7 +132,7 @@ class _Run:
         self._where = where
         self._key = key
         self._pending: deque[tuple[Future[Any], int]] = deque()  # with the number of mini-batches
-        self._workers: set[int] = set()
+        self._workers: set[int] = set()  # that may have the model on their GPU
 
     def outputs(self, function: Function, samples: Inputs, size: int) -> list[Any]:
         """Return the outputs, piece by piece."""
@@ -161,15 +140,25 @@ class _Run:
         total = len(samples)
         first, batches = 0, 1
         while first < total or self._pending:
-            width = self._width()
+            width = 1  # the number of workers available now
+            if self._where.place is None:
+                places = self._where.places or range(self._engine.driver.scheduler.workers.size)
+                width = max(len(places), 1)
             while first < total and len(self._pending) < AHEAD * width:
+                # the last pieces get smaller, so that the workers end together
                 share = math.ceil((total - first) / (size * 2 * width))
                 count = max(1, min(batches, share))
                 stop = min(first + count * size, total)
                 self._pending.append((self.submit(function, samples, first, stop), count))
                 first = stop
-            future, count = self._pending[0]
-            outputs.append(_result(future))
+            future, count = self._pending[0]  # still pending: `close` cancels it after Ctrl-C
+            try:
+                outputs.append(future.result())
+            except CancelledError:
+                raise CancelledError(
+                    "The prediction was cancelled: somebody has called cancel_all(), or closed the"
+                    " pool."
+                ) from None
             self._pending.popleft()
             self._note(future)
             batches = _batches_per_call(
@@ -182,15 +171,6 @@ class _Run:
         piece = samples.piece(start, stop)
         return submit_function(self._engine, function, (piece,), {}, self._options, self._where)
 
-    def _width(self) -> int:
-        """Return the number of workers available now."""
-        places = self._where.places
-        return (
-            1
-            if self._where.place is not None
-            else max(len(places) if places else self._engine.driver.scheduler.workers.size, 1)
-        )
-
     def _note(self, future: Future[Any]) -> None:
         if future.worker is not None:
             self._workers.add(future.worker)
@@ -201,7 +181,7 @@ class _Run:
         cancel_each(futures)
         for future in futures:
             self._note(future)
-        if self._engine.profile.backend != "ray":
+        if self._engine.profile.backend != "ray":  # the model is in this process
             let_go(self._key)
             return
         infos = self._engine.driver.infos
@@ -213,22 +193,12 @@ class _Run:
                     submit_call(self._engine, let_go, (self._key,), {}, options, Where(place))
 
 
-def _result(future: Future[Any]) -> Any:
-    try:
-        return future.result()
-    except CancelledError:
-        raise CancelledError(
-            "The prediction was cancelled: somebody has called cancel_all(), or closed the pool."
-        ) from None
-
-
 def _batches_per_call(duration_s: float | None, count: int, before: int, batch_bytes: int) -> int:
-    """Return how many mini-batches the next call should have, after one of `count` that took so
-    long.
+    """Return how many mini-batches the next call has, after one of `count` that took so long.
 
     Example:
-        >>> _batches_per_call(0.001, 1, 1, 1000), _batches_per_call(0.5, 1, 1, 1000), _batches_per_call(0.001, 1, 64, 1_000_000)
-        (4, 1, 33)
+        >>> [_batches_per_call(s, 1, n, 1_000_000) for s, n in ((0.001, 1), (0.5, 1), (0.001, 64))]
+        [4, 1, 33]
     """
     if not duration_s:
         return before
@@ -243,12 +213,9 @@ def _batches_per_call(duration_s: float | None, count: int, before: int, batch_b
 class Predictor:
     """A model with its settings; shipped to each worker once, and called there with pieces.
 
-    Args:
-        key: Under which a model that had to be moved to a GPU is kept there, until `let_go`.
-        model: In `eval` mode, on the CPU; or a function of a mini-batch.
-        dataset: The data set that workers read themselves, None if the pieces carry the samples.
-        mini_batch_size: How many samples the model sees at once.
-        output: Converts the outputs of a mini-batch; None: they stay as they are.
+    `key`: under which a model that was moved to a GPU is kept there, until `let_go`. `dataset`:
+    that workers read themselves, None if the pieces carry the samples. `output`: converts the
+    outputs of a mini-batch.
     """
 
     __name__ = "predict"
@@ -268,18 +235,21 @@ class Predictor:
         self._output = output
 
     def __call__(self, piece: Piece) -> Any:
-        """Return the outputs of the samples of a piece, on the CPU, joined.
-
-        Raises:
-            Exception: What the model, the Dataset or `output` has raised, with a note of the
-                samples.
-        """
+        """Return the outputs of the samples of a piece, on the CPU, joined."""
         device = device_here() if isinstance(self._model, nn.Module) else torch.device("cpu")
         if device.type != "cpu":
-            self._move(device)
-        model, dtype = self._model, _floating_dtype(self._model)
+            with _lock:  # on the GPU once, also where several threads predict
+                if self._key not in _on_gpu:
+                    with kept.on_purpose():
+                        self._model.to(device)
+                    _on_gpu[self._key] = self
+        model, dtype = self._model, None  # without weights inputs keep their type
+        if isinstance(model, nn.Module):
+            tensors = (*model.parameters(), *model.buffers())
+            dtype = next((each.dtype for each in tensors if each.is_floating_point()), None)
         outputs = []
         with torch.inference_mode():
+            # an empty piece is one empty mini-batch: its outputs have the right shape
             for first in range(piece.start, piece.stop, self._size) or [piece.start]:
                 last = min(first + self._size, piece.stop)
                 try:
@@ -290,19 +260,9 @@ class Predictor:
                     raise
             return joined(outputs)
 
-    def _move(self, device: torch.device) -> None:
-        """Put the model on a GPU, unless it is there, until `let_go`."""
-        with _lock:
-            if self._key not in _on_gpu:
-                with kept.on_purpose():
-                    self._model.to(device)
-                _on_gpu[self._key] = self
-
     def drop(self) -> None:
-        """Let go of the model: this object itself is kept for as long as its worker knows the
-        function.
-        """
-        self._model = None
+        """Let go of the model."""
+        self._model = None  # its worker keeps this object for as long as it knows the function
 
     def _outputs(self, model: Any, batch: Any, count: int) -> Any:
         """Return the converted outputs of a mini-batch."""
@@ -315,9 +275,7 @@ class Predictor:
 
 
 def device_here() -> torch.device:
-    """Return the device of this worker: its GPU, also for work that one of its tasks has called
-    for.
-    """
+    """Return the device of this worker: its GPU, also for work that a task has called for."""
     has_gpu = any(note.gpu is not None for note in notes_here())
     return torch.device("cuda:0" if has_gpu and torch.cuda.is_available() else "cpu")
 
@@ -336,19 +294,23 @@ def let_go(key: str) -> None:
 
 
 def still(model: Any) -> Any:
-    """Return a copy of a model to predict with, in `eval` mode and on the CPU; its weights are
-    shared where they can be.
-
-    Raises:
-        InvalidTypeError: It is no model, or cannot be copied.
-    """
+    """Return a copy of a model to predict with, in `eval` mode and on the CPU."""
     if not isinstance(model, nn.Module):
         if isinstance(model, type) or not callable(model):
             raise InvalidTypeError(
                 f"model={model!r} is not a model. Give a torch.nn.Module (not its class), or a"
                 " function of a mini-batch."
             )
-        _check_takes_one(model)
+        try:
+            inspect.signature(model).bind(None)
+        except TypeError:  # it may make a model, as `fit` takes it, and would fail on a worker
+            name = getattr(model, "__name__", repr(model))
+            raise InvalidTypeError(
+                f"model={name} is a function that cannot be called with a mini-batch alone. If it"
+                f" makes the model, pass {name}()."
+            ) from None
+        except ValueError:  # some builtins do not say what they take
+            pass
         return model
     tensors = [*model.parameters(), *model.buffers()]
     if any(nn.parameter.is_lazy(tensor) for tensor in tensors):
@@ -356,7 +318,14 @@ def still(model: Any) -> Any:
             "The model has parameters without a shape yet. Call it once with a mini-batch before."
         )
     try:
-        known = {id(tensor): _shared(tensor) for tensor in tensors}
+        # the same values in objects that may be moved without the caller's being moved too
+        known = {}
+        for tensor in tensors:
+            values = tensor.detach().cpu()
+            is_parameter = isinstance(tensor, nn.Parameter)
+            known[id(tensor)] = (
+                nn.Parameter(values, requires_grad=False) if is_parameter else values
+            )
         return copy.deepcopy(model, known).eval()
     except Exception as error:
         raise InvalidTypeError(
@@ -366,40 +335,8 @@ def still(model: Any) -> Any:
         ) from error
 
 
-def _check_takes_one(model: Any) -> None:
-    """Refuse a function that makes a model, which `fit` takes: called with a mini-batch it would
-    fail on a worker.
-    """
-    try:
-        inspect.signature(model).bind(None)
-    except TypeError:
-        name = getattr(model, "__name__", repr(model))
-        raise InvalidTypeError(
-            f"model={name} is a function that cannot be called with a mini-batch alone. If it makes"
-            f" the model, pass {name}()."
-        ) from None
-    except ValueError:  # some builtins do not say what they take
-        return
-
-
-def _shared(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same values in an object that may be moved without the caller's being moved
-    too.
-    """
-    values = tensor.detach().cpu()
-    return nn.Parameter(values, requires_grad=False) if isinstance(tensor, nn.Parameter) else values
-
-
-def _floating_dtype(model: Any) -> torch.dtype | None:
-    """Return the type of number that a model computes with, None if it has no weights."""
-    tensors = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
-    return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
-
-
 def _moved(values: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """Return values with their tensors on a device, those of floating point as this type (None: as
-    they are).
-    """
+    """Return values with their tensors on a device, those of floating point as `dtype`."""
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device, dtype if tensor.is_floating_point() else None)
@@ -408,19 +345,13 @@ def _moved(values: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
 
 
 def _check_rows(outputs: Any, count: int) -> None:
-    """Make sure that a model has given a row for each sample.
-
-    Raises:
-        InvalidValueError, InvalidTypeError: It has not.
-    """
+    """Check that a model has given a row for each sample."""
     if isinstance(outputs, (torch.Tensor, np.ndarray, list)):
         rows = len(outputs) if isinstance(outputs, list) or outputs.ndim else None
         if rows != count:
-            what = (
-                f"{rows} entries"
-                if isinstance(outputs, list)
-                else f"an output of shape {tuple(outputs.shape)}"
-            )
+            what = f"{rows} entries"
+            if not isinstance(outputs, list):
+                what = f"an output of shape {tuple(outputs.shape)}"
             raise InvalidValueError(
                 f"The model gives {what} for {count} samples, which should stand in the first"
                 " dimension. If it sums over them, say so with output=, which may give anything"
@@ -439,9 +370,6 @@ def _check_rows(outputs: Any, count: int) -> None:
 def joined(parts: Sequence[Any]) -> Any:
     """Join the outputs of all parts: arrays and lists end to end, others as a list.
 
-    Raises:
-        InvalidValueError: They do not fit together.
-
     Example:
         >>> joined([["a", "b"], ["c"]]), joined([("x", 1), ("y", 2)]), joined([0.5, 0.25])
         (['a', 'b', 'c'], (['x', 'y'], [1, 2]), [0.5, 0.25])
@@ -450,7 +378,15 @@ def joined(parts: Sequence[Any]) -> Any:
     if any(type(part) is not type(first) for part in parts):
         return list(parts)
     if isinstance(first, (torch.Tensor, np.ndarray)):
-        return _end_to_end(parts)
+        rows = [part.reshape(1) if part.ndim == 0 else part for part in parts]
+        shapes = list(dict.fromkeys(tuple(part.shape[1:]) for part in rows))
+        if len(shapes) > 1:
+            raise InvalidValueError(
+                "The outputs of two mini-batches do not fit together: a sample has the shape"
+                f" {shapes[0]} in one, {shapes[1]} in another. Bring them to one shape with"
+                " output=, or return a list with an entry for each sample there."
+            )
+        return torch.cat(rows) if isinstance(first, torch.Tensor) else np.concatenate(rows)
     if isinstance(first, list):
         return [entry for part in parts for entry in part]
     if isinstance(first, Mapping):
@@ -461,45 +397,22 @@ def joined(parts: Sequence[Any]) -> Any:
     return list(parts)
 
 
-def _end_to_end(parts: Sequence[Any]) -> Any:
-    """Return arrays or tensors as one; numbers become an array of them."""
-    is_tensor = isinstance(parts[0], torch.Tensor)
-    rows = [part.reshape(1) if part.ndim == 0 else part for part in parts]
-    shapes = list(dict.fromkeys(tuple(part.shape[1:]) for part in rows))
-    if len(shapes) > 1:
-        raise InvalidValueError(
-            "The outputs of two mini-batches do not fit together: a sample has the shape"
-            f" {shapes[0]} in one, {shapes[1]} in another. Bring them to one shape with output=, or"
-            " return a list with an entry for each sample there."
-        )
-    return torch.cat(rows) if is_tensor else np.concatenate(rows)
-
-
 def as_arrays(outputs: Any) -> Any:
-    """Return outputs with NumPy arrays in place of tensors; those of a type that NumPy lacks become
-    float32.
-    """
+    """Return outputs with NumPy arrays in place of tensors."""
     if isinstance(outputs, torch.Tensor):
+        # NumPy has no such type
         return (outputs.float() if outputs.dtype == torch.bfloat16 else outputs).numpy()
     return mapped(as_arrays, outputs)
 
 
 class Classes:
-    """Makes class numbers of scores, on the worker.
-
-    Args:
-        num_labels: How many classes there have to be; None: any number.
-    """
+    """Makes class numbers of scores on the worker; `num_labels`: how many classes there are."""
 
     def __init__(self, num_labels: int | None) -> None:
         self._num_labels = num_labels
 
     def __call__(self, scores: Any) -> torch.Tensor:
-        """Return the class with the highest score for each sample.
-
-        Raises:
-            InvalidValueError, InvalidTypeError: These are not scores of classes.
-        """
+        """Return the class with the highest score for each sample."""
         if not isinstance(scores, torch.Tensor):
             raise InvalidTypeError(
                 f"The model gives a {type(scores).__name__}, not a tensor of scores. Use predict"

@@ -61,15 +61,7 @@ BEGINNING, REPORT = "the beginning of the training", "ray.train.report"
 def run_loop(
     context: SpmdContext, loop: Callable[..., Any], config: Any, plan: TrainingAttempt
 ) -> RankEnd:
-    """Run a loop as Ray Train's local mode does, as one rank of several.
-
-    Returns:
-        The return value of the loop, and its last report.
-
-    Raises:
-        InvalidValueError: Not all ranks see the checkpoint that they are to begin with.
-        Exception: What the loop has raised.
-    """
+    """Run a loop as Ray Train's local mode does, as one rank of several."""
     session = Session(context, plan, note_here())
     session.begin()
     with _entered(session):
@@ -78,13 +70,11 @@ def run_loop(
 
 
 class _Trainer(TorchTrainer):  # type: ignore[misc]  # Ray is not typed
-    """Ray's trainer in its local mode: it checks the loop and its configuration, and calls it in
-    this thread.
+    """Ray's trainer in its local mode: it checks the loop, and calls it in this thread."""
 
-    Ray's own controller would make torch's default group, and set the functions of ray.train for
-    the whole process. But the ranks have a group already, and two trainings may run in two threads.
-    So this class replaces it. (Private: there is no public way.)
-    """
+    # Ray's own controller would make torch's default group, and set the functions of ray.train for
+    # the whole process. But the ranks have a group already, and two trainings may run in two
+    # threads. So this class replaces it. (Private: there is no public way.)
 
     def __init__(self, session: Session, loop: Callable[..., Any], config: Any) -> None:
         super().__init__(
@@ -104,8 +94,8 @@ class _Trainer(TorchTrainer):  # type: ignore[misc]  # Ray is not typed
 
 @functools.cache
 def _local_mode() -> ScalingConfig:
-    """Return the configuration of Ray's local mode, without its log message of a single process."""
     logger = logging.getLogger("ray.train.v2.api.config")
+    # it would warn of a single process
     before, logger.disabled = logger.disabled, True
     try:
         return ScalingConfig(num_workers=0)
@@ -118,9 +108,8 @@ def _local_mode() -> ScalingConfig:
 _here: ContextVar[Session | None] = ContextVar("raypool_training", default=None)
 
 _lock = threading.Lock()
-_sessions: list[Session] = []
-_before: Any = None
-"""The trainings in this process, and what was set before the first one."""
+_sessions: list[Session] = []  # the trainings in this process
+_before: Any = None  # what was set before the first one
 
 
 class _Switch:
@@ -131,14 +120,11 @@ class _Switch:
 
 
 def _session_here() -> Any:
-    """Return the training that this thread belongs to.
-
-    A thread that Python did not start (autograd's, for a GPU) belongs to the only training, if
-    there is one.
-    """
+    """Return the training that this thread belongs to."""
     session = _here.get()
     with _lock:
         there = list(_sessions)
+    # a thread that Python did not start (autograd's, for a GPU) has no context
     if (
         session is None
         and len(there) == 1
@@ -158,7 +144,7 @@ def _session_here() -> Any:
 
 @contextlib.contextmanager
 def _entered(session: Session) -> Iterator[None]:
-    """Connect the functions of ray.train to a training, in this thread and those that it starts."""
+    """Connect the functions of ray.train to a training, in this thread and those it starts."""
     global _before
     shelter = None if session.note is None else session.note.shelter
     if shelter is not None:
@@ -166,7 +152,8 @@ def _entered(session: Session) -> Iterator[None]:
     token = _here.set(session)
     with _lock:
         if not _sessions:
-            _before = _set_here()
+            with contextlib.suppress(RuntimeError):  # Ray has none
+                _before = get_train_fn_utils()
             set_train_fn_utils(_Switch())
         _sessions.append(session)
     variables = contextlib.ExitStack()
@@ -192,18 +179,11 @@ def _entered(session: Session) -> Iterator[None]:
         shelter.expose()  # not after an error: an interruption would hide it
 
 
-def _set_here() -> Any:
-    try:
-        return get_train_fn_utils()
-    except RuntimeError:
-        return None
-
-
 # --- functions of ray.train in a rank -------------------------------------------------------------
 
 
 class _Told(NamedTuple):
-    """The message of a rank in a report."""
+    """What a rank tells the others in a report."""
 
     names: tuple[str, ...]
     has_checkpoint: bool
@@ -212,7 +192,7 @@ class _Told(NamedTuple):
 
 
 class _Storage(StorageContext):  # type: ignore[misc]
-    """The folder of the run. Here a report checks that all see it, instead of Ray's marker file."""
+    """The folder of the run; a report checks that all see it, instead of Ray's marker file."""
 
     def _create_validation_file(self) -> None:
         Path(self.experiment_fs_path).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -229,15 +209,8 @@ class _Context(LocalTrainContext):  # type: ignore[misc]
         return _Storage(self.run_dir.parent, self.run_dir.name, pyarrow.fs.LocalFileSystem())
 
 
-def _node_id() -> str:
-    """Return the id of this node; empty in a pool of this process."""
-    return str(ray.get_runtime_context().get_node_id()) if ray.is_initialized() else ""
-
-
 def _draining() -> dict[str, int | None]:
-    """Return which nodes are about to go, and when they will be gone, if that is known [Unix time,
-    ms].
-    """
+    """Return the nodes about to go, and when they will be gone, if that is known [Unix ms]."""
     if not ray.is_initialized():  # asking would start one
         return {}
     since = time.time() - time.monotonic()
@@ -259,7 +232,7 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
         self.metrics: dict[str, Any] | None = None
         self._spmd = context
         self._checkpoint = None if plan.start is None else Checkpoint.from_directory(plan.start)
-        self._keeper = CheckpointCommit(plan, context.rank, self._tell)
+        self._commit = CheckpointCommit(plan, context.rank, self._tell)
         self._attempt_before = 1 if note is None else note.attempt
         self._has_warned = False
 
@@ -270,7 +243,7 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
         plan, note, spmd = self.plan, self.note, self._spmd
         if spmd.rank == 0 and plan.run_dir:
             remove_partials(plan.run_dir)
-        is_seen = plan.start is None or os.path.isdir(plan.start)  # noqa: PTH112 - a text from elsewhere
+        is_seen = plan.start is None or os.path.isdir(plan.start)  # noqa: PTH112 - never raises
         told = self._tell(
             (platform.node(), is_seen, note is not None and note.should_stop), BEGINNING
         )
@@ -328,8 +301,7 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
         checkpoint_upload_fn: Callable[[Any, str], Any] | None = None,
         validation: Any = False,
     ) -> None:
-        """Meet the others, keep a checkpoint with them if any has one, and pass on the metrics of
-        rank 0.
+        """Meet the others, keep a checkpoint with them, and pass on the metrics of rank 0.
 
         Names of metrics other than strings become strings in tables and checkpoints.
         """
@@ -340,11 +312,8 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
                 " beside the training. Here validate in the loop, and report the result as a"
                 " metric."
             )
-        said = checked(
-            {str(name): value for name, value in metrics.items()}
-            if isinstance(metrics, Mapping)
-            else metrics
-        )
+        is_dict = isinstance(metrics, Mapping)
+        said = checked({str(key): metrics[key] for key in metrics} if is_dict else metrics)
         check_name(checkpoint_dir_name)
         if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
             raise InvalidTypeError(
@@ -352,17 +321,10 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
                 " and pass ray.train.Checkpoint.from_directory(folder)."
             )
         note = self.note
-        should_stop, is_leaving = (
-            (False, False) if note is None else (note.should_stop, note.is_leaving)
-        )
-        told = self._tell(
-            _Told(tuple(sorted(said)), checkpoint is not None, should_stop, is_leaving)
-        )
-        if (
-            self._spmd.rank == 0
-            and not self._has_warned
-            and (text := how_they_differ([each.names for each in told]))
-        ):
+        wishes = (False, False) if note is None else (note.should_stop, note.is_leaving)
+        told = self._tell(_Told(tuple(sorted(said)), checkpoint is not None, *wishes))
+        is_silent = self._spmd.rank != 0 or self._has_warned
+        if not is_silent and (text := how_they_differ([each.names for each in told])):
             self._has_warned = True
             logger.warning(
                 "%s. Only what rank 0 reports is kept; raypool.report keeps what each rank"
@@ -371,28 +333,22 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
             )
         self.metrics = {name: said[str(name)] for name in metrics}
         if note is not None:
-            is_asked, is_going = (
-                any(each.should_stop for each in told),
-                any(each.is_leaving for each in told),
-            )
+            is_asked = any(each.should_stop for each in told)
+            is_going = any(each.is_leaving for each in told)
             note.should_stop |= is_asked  # so that what it returns counts, on all ranks
             note.is_leaving |= is_going
             note.agreed_stop = bool(note.agreed_stop) or is_asked or is_going
             if said and self._spmd.rank == 0:
                 note.say(note, "metrics", (time.time(), said))
         if any(each.has_checkpoint for each in told):
-            is_placed = checkpoint_upload_mode is CheckpointUploadMode.NO_UPLOAD
-            delivery = (
-                None
-                if checkpoint is None
-                else RankContribution(
-                    checkpoint,
-                    is_placed,
-                    bool(delete_local_checkpoint_after_upload),
-                    checkpoint_upload_fn,
-                )
+            own = RankContribution(
+                checkpoint,
+                checkpoint_upload_mode is CheckpointUploadMode.NO_UPLOAD,
+                bool(delete_local_checkpoint_after_upload),
+                checkpoint_upload_fn,
             )
-            path = self._keeper.keep(delivery, checkpoint_dir_name, said)
+            brought = None if checkpoint is None else own
+            path = self._commit.keep(brought, checkpoint_dir_name, said)
             self._checkpoint = Checkpoint.from_directory(path)
 
     # --- other functions --------------------------------------------------------------------------
@@ -404,7 +360,7 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
     def get_all_reported_checkpoints(
         self, consistency_mode: Any = None, timeout_s: float | None = None
     ) -> list[Any]:
-        """Return all that are kept, also those of earlier attempts, with the metrics of rank 0."""
+        """Return all that are kept, also of earlier attempts, with the metrics of rank 0."""
         return [
             ReportedCheckpoint(
                 checkpoint=Checkpoint.from_directory(str(kept.path)),
@@ -423,16 +379,18 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
         )
 
     def get_preemption_info(self) -> Any:
-        """Meet the others; return the machines that are about to go, None if there is none."""
+        """Meet the others; return the machines that are about to go."""
         note = self.note
         draining = {} if note is None or not note.is_leaving else _draining()
+        # without Ray, in a pool of this process, asking would start one
+        node_id = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
         told = self._tell(
-            (note is not None and note.is_leaving, _node_id(), draining),
+            (note is not None and note.is_leaving, str(node_id), draining),
             "ray.train.get_preemption_info",
         )
         if note is None or not any(is_leaving for is_leaving, _, _ in told):
             return None
-        # Ray 2.60 has it, as it has the function that asks for it
+        # here, because only a Ray that can ask for it has it
         from ray.train import PreemptionInfo
 
         note.is_leaving = note.has_heard = True
@@ -447,12 +405,9 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
         )
 
     def is_distributed(self) -> bool:
-        """Say no, as in Ray's local mode: then ray.train asks torch for the device, and a worker
-        sees its own GPU and no other.
-
-        Else it would ask Ray for the GPUs of this actor, which torch may not see (simulated ones,
-        say).
-        """
+        """Say no, as in Ray's local mode."""
+        # Then ray.train asks torch for the device, and a worker sees its own GPU and no other. Else
+        # it would ask Ray for the GPUs of this actor, which torch may not see: simulated ones.
         return False
 
     def barrier(self) -> None:
@@ -472,11 +427,7 @@ MAX_NAMES = 8
 
 
 def checked(metrics: Any) -> dict[str, Any]:
-    """Return a snapshot of metrics that can travel.
-
-    Raises:
-        InvalidTypeError: They are no dict of names, or one is a tensor, or cannot be pickled.
-    """
+    """Return a snapshot of metrics that can travel."""
     if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
         raise InvalidTypeError(
             f"report(metrics={metrics!r}) got a {type(metrics).__name__}. Metrics are a dict from"
@@ -488,6 +439,7 @@ def checked(metrics: Any) -> dict[str, Any]:
 
 
 def _checked_value(name: str, value: Any) -> Any:
+    # what raypool.report refuses may travel all the same, but for tensors
     try:
         return checked_metric(name, value)
     except (InvalidTypeError, InvalidValueError):
@@ -519,9 +471,9 @@ def how_they_differ(names: Sequence[tuple[str, ...]]) -> str:
         if set(own) == first or (rank and not own):
             continue
         missing, other = _listed(first.difference(own)), _listed(set(own) - first)
-        facts = [f"{missing} is missing"] * bool(missing) + [
-            f"{other} is not among those of rank 0"
-        ] * bool(other)
+        facts = [f"{missing} is missing"] if missing else []
+        if other:
+            facts.append(f"{other} is not among those of rank 0")
         return f"Rank {rank} has reported other metrics than rank 0: {', '.join(facts)}"
     return ""
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from raypool.engine.engine import Engine
 from raypool.errors import InvalidTypeError, InvalidValueError, checked_count
 from raypool.options import Options
-from raypool.train.checkpoints import RankEnd, TrainingAttempt
-from raypool.train.fit_loop import Measure
+from raypool.train.checkpoints import TrainingAttempt
+from raypool.train.fit import gradient_bytes
+from raypool.train.fit_loop import Measure, measure_loop
 from raypool.train.runs import TrainingRun
 from raypool.train.warm import WarmLane
 
@@ -43,19 +44,16 @@ class ScalingReport:
 
     Attributes:
         num_workers: How many have trained.
-        step_s: A step on all of them [s]; the median of those that were measured, as are the
-            others.
-        compute_s: The same without putting the gradients together, on the worker that takes longest
-            [s].
+        step_s: A step on all of them [s]; all times are medians.
+        compute_s: The same without putting the gradients together, on the slowest worker [s].
         one_worker_s: A step with the same global mini-batch on one worker [s].
-        gradient_bytes: How large the gradients are [bytes]; each worker sends and receives nearly
+        gradient_bytes: The size of the gradients [bytes]; each worker sends and receives nearly
             twice as much in a step.
         num_steps: How many steps were measured.
 
     Example:
-        >>> report = ScalingReport(
-        ...     num_workers=4, step_s=0.125, compute_s=0.11, one_worker_s=0.4, gradient_bytes=100_000_000, num_steps=20
-        ... )
+        >>> times = dict(step_s=0.125, compute_s=0.11, one_worker_s=0.4)
+        >>> report = ScalingReport(num_workers=4, gradient_bytes=100_000_000, num_steps=20, **times)
         >>> report.speed_up, report.efficiency, round(report.communication_s, 3)
         (3.2, 0.8, 0.015)
     """
@@ -70,6 +68,7 @@ class ScalingReport:
     @property
     def communication_s(self) -> float:
         """The part of a step that is neither computation nor hidden behind it [s]."""
+        # both are measured, so noise may make the difference negative
         return max(self.step_s - self.compute_s, 0.0)
 
     @property
@@ -102,13 +101,9 @@ class ScalingReport:
         )
 
     def _links_advice(self) -> str:
-        rate = (
-            2
-            * self.gradient_bytes
-            * (self.num_workers - 1)
-            / self.num_workers
-            / self.communication_s
-        )
+        # a ring: each worker sends all but one of as many pieces as there are workers, twice
+        sent = 2 * self.gradient_bytes * (self.num_workers - 1) / self.num_workers
+        rate = sent / self.communication_s
         if self.compute_s < SHORT_STEP_S:
             return (
                 f"The step is too short: {_ms(self.compute_s)} of computation cannot hide"
@@ -149,14 +144,12 @@ class ScalingReport:
 
 
 def scaling_report(run: TrainingRun, *, num_steps: int = 20, num_warm_up: int = 5) -> ScalingReport:
-    """Measure what the workers of a training are worth: some steps again, on all of them and on
-    one.
+    """Measure what the workers of a training are worth, by some steps on all of them and on one.
 
     The steps are those of the training, from its first weights on: forward, backward and update,
     without reading the data. They are made on all its workers with and without putting their
     gradients together, then on the first one alone with the same global mini-batch. The training
-    and its model are not touched. The workers have to be free for it: while the training goes on,
-    this waits.
+    and its model are not touched. While the training goes on, this waits.
 
     Args:
         run: What `pool.fit` has returned, of a pool that is still open.
@@ -167,8 +160,7 @@ def scaling_report(run: TrainingRun, *, num_steps: int = 20, num_warm_up: int = 
         InvalidTypeError: `run` is no training.
         InvalidValueError: It is a training by `pool.train`; or there are too few steps.
         PoolClosedError: The pool was shut down.
-        SpmdError: A step has failed: on one worker there may be too little memory for the whole
-            mini-batch.
+        SpmdError: A step has failed: one worker may lack the memory for the whole mini-batch.
 
     Source:
         MATLAB R2025b, Scale Up Deep Learning in Parallel, on GPUs, and in the Cloud: what it says
@@ -177,9 +169,10 @@ def scaling_report(run: TrainingRun, *, num_steps: int = 20, num_warm_up: int = 
     Example:
         >>> import torch
         >>> from raypool import TrainingOptions, parpool
-        >>> x = torch.linspace(-1, 1, 64)[:, None]
+        >>> x, options = torch.linspace(-1, 1, 64)[:, None], TrainingOptions(max_epochs=1)
         >>> with parpool(1, profile="inline", quiet=True) as pool:
-        ...     run = pool.fit(torch.nn.Linear(1, 1), (x, 3 * x), torch.nn.functional.mse_loss, TrainingOptions(max_epochs=1))
+        ...     loss = torch.nn.functional.mse_loss
+        ...     run = pool.fit(torch.nn.Linear(1, 1), (x, 3 * x), loss, options)
         ...     scaling_report(run, num_steps=3).speed_up
         1.0
     """
@@ -196,16 +189,12 @@ def scaling_report(run: TrainingRun, *, num_steps: int = 20, num_warm_up: int = 
             " time.perf_counter, and report them."
         )
     recipe: Recipe = run.recipe
-    from raypool.train.fit import gradient_bytes
-
     measure = Measure(num_steps, num_warm_up, is_synchronised=True)
-    together = _steps(recipe, recipe.size, measure)
-    apart = (
-        _steps(recipe, recipe.size, measure._replace(is_synchronised=False))
-        if recipe.size > 1
-        else together
-    )
-    alone = _steps(recipe, 1, measure) if recipe.size > 1 else together
+    together = apart = alone = _steps(recipe, recipe.size, measure)
+    if recipe.size > 1:
+        # without an exchange of gradients no rank waits for another
+        apart = _steps(recipe, recipe.size, measure._replace(is_synchronised=False))
+        alone = _steps(recipe, 1, measure)
     return ScalingReport(
         num_workers=recipe.size,
         step_s=_typical(together),
@@ -218,19 +207,15 @@ def scaling_report(run: TrainingRun, *, num_steps: int = 20, num_warm_up: int = 
 
 def _steps(recipe: Recipe, size: int, measure: Measure) -> list[list[float]]:
     """Return the time of each step on each rank [s]."""
-    from raypool.train.fit_loop import measure_loop
-
-    places = recipe.places if recipe.places is None else recipe.places[:size]
-    lane = WarmLane(recipe.engine, measure_loop, {"config": recipe.config, "measure": measure})
+    places = recipe.places and recipe.places[:size]
+    backend = WarmLane(recipe.engine, measure_loop, {"config": recipe.config, "measure": measure})
     plan = TrainingAttempt("scaling_report", 1, run_dir="")
-    ends: Sequence[RankEnd] = list(
-        lane.begin(plan, size, places, Options(retries=0, name="scaling_report")).result()
-    )
-    return [end.value for end in ends]
+    options = Options(retries=0, name="scaling_report")
+    return [end.value for end in backend.begin(plan, size, places, options).result()]
 
 
 def _typical(steps: Sequence[Sequence[float]]) -> float:
-    """Return the median over the steps of what the slowest rank took [s]."""
+    # a step ends with its slowest rank
     return float(statistics.median(max(times) for times in zip(*steps, strict=True)))
 
 
@@ -239,10 +224,4 @@ def _ms(seconds: float) -> str:
 
 
 def _size(num_bytes: int) -> str:
-    """Return a size in words.
-
-    Example:
-        >>> _size(4_200), _size(138_000_000)
-        ('4.2 kB', '138.0 MB')
-    """
     return f"{num_bytes / 1e3:,.1f} kB" if num_bytes < 1e5 else f"{num_bytes / 1e6:,.1f} MB"

@@ -9,15 +9,9 @@ from typing import NamedTuple
 
 
 def split_batch(size: int, loads: Sequence[float]) -> list[int]:
-    """Split samples in proportion to loads, as evenly as whole numbers can; what is left over goes
-    to the largest remainders.
+    """Split samples in proportion to loads (at least one above 0), as evenly as can be.
 
-    Among equal remainders the first come first, so equal loads give the first ranks one sample
-    more.
-
-    Args:
-        size: How many samples.
-        loads: A number for each rank, none below 0, at least one above.
+    What is left over goes to the largest remainders, of equal ones to the first.
 
     Source:
         Hamilton's method of apportionment; MATLAB R2025b, "Train Network in Parallel with Custom
@@ -38,9 +32,7 @@ def split_batch(size: int, loads: Sequence[float]) -> list[int]:
 
 
 class Division(NamedTuple):
-    """How a data set makes up an epoch: `steps` steps of `accumulate` mini-batches of `batch_size`
-    samples.
-    """
+    """How a data set makes up an epoch: steps of `accumulate` mini-batches."""
 
     num_samples: int
     batch_size: int
@@ -54,8 +46,7 @@ class Division(NamedTuple):
 
 
 def divide(num_samples: int, batch_size: int, accumulate: int) -> Division:
-    """Divide a data set into steps; one that is too small for a mini-batch, or a step, makes one
-    all the same.
+    """Divide a data set into steps; one that is too small for a step makes one all the same.
 
     Example:
         >>> divide(130, 32, accumulate=1)

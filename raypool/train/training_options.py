@@ -30,10 +30,9 @@ PLAIN: dict[str, dict[bool | None, str | None]] = {
 class TrainingOptions:
     """How `pool.fit` trains.
 
-    A step is one step of the optimizer. It takes the gradient of the mean loss over
-    `mini_batch_size` samples, whatever the number of workers. What is left of an epoch after the
-    last whole mini-batch is left out; a data set that is smaller than a mini-batch is one
-    mini-batch.
+    A step of the optimizer takes the gradient of the mean loss over `mini_batch_size` samples,
+    whatever the number of workers. What is left of an epoch after the last whole mini-batch is left
+    out; a data set that is smaller than a mini-batch is one mini-batch.
 
     Args:
         optimizer: "sgdm", "adam", "adamw", or a function that makes an optimizer of the parameters
@@ -49,17 +48,16 @@ class TrainingOptions:
             loss).
         drop_every: Epochs between two drops of "piecewise".
         drop_factor: What each of them leaves of the learning rate.
-        warmup_steps: The learning rate rises evenly over so many steps: from 0, or from
+        warmup_steps: The steps over which the learning rate rises evenly: from 0, or from
             `learning_rate` if that is scaled. None: 0; if the learning rate is scaled, five epochs,
             and at most a tenth of all steps.
-        mini_batch_size: Samples of a step, on all workers together. They are shared out as evenly
-            as can be: 130 on four workers are 33, 33, 32 and 32. None: as many as the `DataLoader`
-            says that is trained on; without one 128.
-        scale_batch: "per_worker" or True: `mini_batch_size` is what each worker has, so a step has
-            that times the workers.
+        mini_batch_size: Samples of a step, on all workers together, shared out as evenly as can be:
+            130 on four workers are 33, 33, 32 and 32. None: as in the `DataLoader` that is trained
+            on; without one 128.
+        scale_batch: "per_worker" or True: `mini_batch_size` is what each worker has.
         scale_learning_rate: "linear" or True: the learning rate is multiplied as the mini-batch is
             by `scale_batch`, with a warm-up. Nothing does so by itself.
-        max_epochs: So often it goes through the data.
+        max_epochs: How often it goes through the data.
         execution: "auto": on the workers that have a GPU of their own; if none has, on all. "cpu":
             on the CPUs of all. "gpu": on one worker with a GPU. "multi-gpu": on all that have one.
         worker_load: How much of each mini-batch each worker takes, relative to the others: a number
@@ -69,16 +67,12 @@ class TrainingOptions:
             autocast makes of it; "fp16" with scaling of the loss.
         clip_gradient_norm: Gradients are scaled down to this norm, of all parameters together, if
             theirs is larger.
-        accumulate_steps: A step takes the mean gradient of so many mini-batches, one after the
-            other.
-        validation_data: As the data to train on. The loss on it is "validation_loss" of the
-            metrics.
-        validation_frequency: Epochs between two validations. The last epoch is always followed by
-            one.
-        patience: The training ends after so many validations in a row whose loss was not below the
-            least one before.
-        output_model: "last": the result is the model as it is at the end. "best": as at the
-            validation with the least loss.
+        accumulate_steps: A step takes the mean gradient of so many mini-batches.
+        validation_data: As the data to train on. Its loss is "validation_loss" of the metrics.
+        validation_frequency: Epochs between two validations; one always follows the last epoch.
+        patience: The training ends after so many validations in a row without a new least loss.
+        output_model: "last": the model as it is at the end. "best": as at the validation with the
+            least loss.
         shuffle: "every-epoch" or True, "once" (before the first), "never" or False. None: as the
             `DataLoader` does that is trained on; without one "every-epoch".
         seed: Of the first parameters (if `model` is a function), the order of the samples, and what
@@ -86,8 +80,8 @@ class TrainingOptions:
         checkpoint_every: Epochs between two checkpoints, to go on from. None: none but when a
             machine is about to go.
         strategy: "ddp": each worker has the whole model. "fsdp": each holds a part of every
-            parameter, gradient and state of the optimizer (torch's FSDP2), for models that are too
-            large for one GPU.
+            parameter, gradient and state of the optimizer (torch's FSDP2), for models too large for
+            one GPU.
         output_fn: Called with each report, a dict; if it returns True, the training ends there. It
             runs in the worker of rank 0, so what it keeps is not here: for that there is
             `run.metrics`.
@@ -98,7 +92,7 @@ class TrainingOptions:
             step; `samples_per_s`; after an epoch `dropped_samples`, how many it has left out, and
             `validation_loss`.
         loader_processes: Processes on each worker that load the samples of a `Dataset` ahead. 0: as
-            many as a `DataLoader` says; without one the worker itself does.
+            the `DataLoader` says; without one the worker itself does.
 
     Raises:
         InvalidTypeError: A field is of a wrong kind.
@@ -109,8 +103,7 @@ class TrainingOptions:
         al. 2017, "Accurate, Large Minibatch SGD".
 
     Example:
-        >>> options = TrainingOptions(optimizer="adam", learning_rate=1e-3, max_epochs=5, worker_load=[2, 1])
-        >>> options.worker_load
+        >>> TrainingOptions(optimizer="adam", max_epochs=5, worker_load=[2, 1]).worker_load
         (2, 1)
     """
 
@@ -131,6 +124,7 @@ class TrainingOptions:
     precision: str = "float32"
     clip_gradient_norm: float | None = None
     accumulate_steps: int = 1
+    # arrays are long to print, and have no plain equality
     validation_data: Any = field(default=None, repr=False, compare=False)
     validation_frequency: int = 1
     patience: int | None = None
@@ -145,6 +139,7 @@ class TrainingOptions:
     loader_processes: int = 0
 
     def __post_init__(self) -> None:
+        # object.__setattr__, because the class is frozen
         for name, words in PLAIN.items():
             value = getattr(self, name)
             if value is None or isinstance(value, bool):
@@ -179,20 +174,12 @@ class TrainingOptions:
             _check_choice("scale_batch", self.scale_batch, ("per_worker",))
         if self.scale_learning_rate is not None:
             _check_choice("scale_learning_rate", self.scale_learning_rate, ("linear",))
-        if isinstance(self.optimizer, str) or not callable(self.optimizer):
-            _check_choice(
-                "optimizer",
-                self.optimizer,
-                OPTIMIZERS,
-                "a function that makes an optimizer of parameters",
-            )
-        if isinstance(self.schedule, str) or not callable(self.schedule):
-            _check_choice(
-                "schedule",
-                self.schedule,
-                SCHEDULES,
-                "a function that makes an LRScheduler of an optimizer",
-            )
+        if not callable(self.optimizer):
+            other = "a function that makes an optimizer of parameters"
+            _check_choice("optimizer", self.optimizer, OPTIMIZERS, other)
+        if not callable(self.schedule):
+            other = "a function that makes an LRScheduler of an optimizer"
+            _check_choice("schedule", self.schedule, SCHEDULES, other)
 
     def _check_counts(self) -> None:
         for name in ("drop_every", "max_epochs", "accumulate_steps", "validation_frequency"):
@@ -201,9 +188,8 @@ class TrainingOptions:
             object.__setattr__(self, name, checked_count(name, getattr(self, name), least=0))
         for name in ("mini_batch_size", "patience", "checkpoint_every", "report_every"):
             object.__setattr__(self, name, optional_count(name, getattr(self, name), least=1))
-        object.__setattr__(
-            self, "warmup_steps", optional_count("warmup_steps", self.warmup_steps, least=0)
-        )
+        steps = optional_count("warmup_steps", self.warmup_steps, least=0)
+        object.__setattr__(self, "warmup_steps", steps)
         if self.seed >= 2**63:
             raise InvalidValueError(f"seed={self.seed} is not below 2**63.")
 
@@ -251,7 +237,6 @@ class TrainingOptions:
 
 
 def _check_choice(name: str, value: Any, choices: Sequence[str], other: str = "") -> None:
-    """Raise the error for a text that is none of these."""
     listed = f"{', '.join(map(repr, choices))}{f', or {other}' if other else ''}"
     if not isinstance(value, str):
         raise InvalidTypeError(
@@ -262,15 +247,13 @@ def _check_choice(name: str, value: Any, choices: Sequence[str], other: str = ""
 
 
 def _check_number(name: str, value: Any) -> None:
-    """Raise the error for a value that is no finite number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):  # True is an int
         raise InvalidTypeError(f"{name}={value!r} is not a number.")
     if not math.isfinite(value):
         raise InvalidValueError(f"{name}={value} is not finite.")
 
 
 def _checked_load(load: Any) -> tuple[float, ...]:
-    """Check the workers' loads; return them as plain numbers."""
     if isinstance(load, (str, bytes)) or not hasattr(load, "__iter__"):
         raise InvalidTypeError(
             f"worker_load={load!r} is not a list of numbers, one for each worker."

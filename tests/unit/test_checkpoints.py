@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ import numpy as np
 import pytest
 
 from raypool import InvalidTypeError, InvalidValueError
-from raypool.train import checkpoints
 from raypool.train.checkpoints import (
     CompleteCheckpoint,
     best,
@@ -227,15 +227,15 @@ def test_what_is_not_complete_is_no_checkpoint(run_dir: Path) -> None:
     assert last.index == 1
 
 
-@pytest.mark.parametrize("step", ["_write", "Path.replace"])
+@pytest.mark.parametrize("step", ["os.fsync", "Path.replace"])
 def test_a_crash_in_the_middle(run_dir: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     """Whatever the last thing was that was done: the checkpoint before it is the latest, and the
     next run tidies up.
     """
     keep(run_dir, loss=1)
     with monkeypatch.context() as patch:
-        if step == "_write":
-            patch.setattr(checkpoints, "_write", _crash)
+        if step == "os.fsync":
+            patch.setattr(os, "fsync", _crash)
         else:
             replace = Path.replace
             patch.setattr(

@@ -30,23 +30,23 @@ from raypool.options import Options
 from raypool.train import managed
 from raypool.train.checkpoints import TrainingAttempt, commit, list_kept, open_partial
 from raypool.train.managed import ManagedAttempt, tell_ray
-from raypool.train.managed_ranks import Mailbox
+from raypool.train.managed_ranks import Coordinator
 
-# --- the mailbox ----------------------------------------------------------------------------------
+# --- the coordinator ------------------------------------------------------------------------------
 
 
 def test_ranks_hear_of_a_wish_to_stop_at_the_same_report() -> None:
     """Else one would return, and the others wait for it in a collective."""
 
     async def run() -> list[Any]:
-        box = Mailbox()
-        await box.begin_group()
-        first = [await box.begin(0, "host", 1, ())]
-        await box.ask_to_stop()
-        first.append(await box.begin(1, "host", 2, ()))
-        early = asyncio.ensure_future(box.meet(0, 2))
+        coordinator = Coordinator()
+        await coordinator.begin_group()
+        first = [await coordinator.begin(0, "host", 1, ())]
+        await coordinator.ask_to_stop()
+        first.append(await coordinator.begin(1, "host", 2, ()))
+        early = asyncio.ensure_future(coordinator.meet(0, 2))
         await asyncio.sleep(0)
-        return [first, await box.meet(1, 2), await early]
+        return [first, await coordinator.meet(1, 2), await early]
 
     assert asyncio.run(run()) == [[False, False], (True, []), (True, [])]
 
@@ -54,13 +54,13 @@ def test_ranks_hear_of_a_wish_to_stop_at_the_same_report() -> None:
 @pytest.mark.parametrize("is_early", [False, True])
 def test_who_waits_for_a_rank_that_has_returned_hears_of_it(is_early: bool) -> None:
     async def run() -> Any:
-        box = Mailbox()
+        coordinator = Coordinator()
         if is_early:
-            await box.end(1, b"", None)
-        waiting = asyncio.ensure_future(box.meet(0, 2))
+            await coordinator.end(1, b"", None)
+        waiting = asyncio.ensure_future(coordinator.meet(0, 2))
         await asyncio.sleep(0)
         if not is_early:
-            await box.end(1, b"", None)
+            await coordinator.end(1, b"", None)
         return await asyncio.wait_for(waiting, 5)
 
     assert asyncio.run(run()) == (False, [1])

@@ -348,7 +348,7 @@ def test_a_result_of_which_nothing_can_be_made_is_not_lost(tmp_path: Path) -> No
         raise KeyError("no such layer")
 
     engine = an_engine()
-    conductor = Controller(
+    controller = Controller(
         run,
         ScriptedLane(ENDS),
         RankPlaces(2, None, lambda: (0, 1), engine),
@@ -356,7 +356,7 @@ def test_a_result_of_which_nothing_can_be_made_is_not_lost(tmp_path: Path) -> No
         RunOptions(),
         finish,
     )
-    start_run(run, conductor, engine)
+    start_run(run, controller, engine)
     with pytest.raises(
         TrainingError, match=r"has come to its end, but .* KeyError: 'no such layer'"
     ) as caught:
