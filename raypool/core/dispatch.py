@@ -96,7 +96,6 @@ class Dispatcher:
         the pool's next.
         """
         workers, backlog = self._workers, self._backlog
-        del workers.check_lanes[worker.worker_id]
         queues = [
             backlog.queue,
             *(lane.queue for lane in workers.places[worker.place].lanes.values()),

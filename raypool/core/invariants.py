@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import pairwise
 
-from raypool.core.model import Lane, PoolState, Slice, Task, Worker, WorkerState
+from raypool.core.model import Group, Lane, PoolState, Slice, Task, Worker, WorkerState
 from raypool.core.policy import MAX_IN_FLIGHT, Pace
 from raypool.core.scheduler import Scheduler
 
@@ -66,16 +66,8 @@ def _check_groups(scheduler: Scheduler) -> None:
     assert occupied == {w.worker_id: w.place for w in workers.by_id.values()}, (
         "not one live worker in each place"
     )
-    for group in (
-        workers.idle,
-        workers.wait_for_gang,
-        workers.prefetch,
-        _members(scheduler),
-        workers.retiring,
-        workers.spent,
-        workers.parked,
-    ):
-        assert group.keys() <= workers.by_id.keys(), "a group names a worker that is gone"
+    for marked in (workers.retiring, workers.spent, *_groups(scheduler)):
+        assert marked.keys() <= workers.by_id.keys(), "a group names a worker that is gone"
     assert workers.streaks.keys() <= workers.places.keys(), (
         "failures are remembered of a place that is gone"
     )
@@ -145,23 +137,19 @@ def _check_lanes(scheduler: Scheduler) -> None:
 
 def _check_worker(scheduler: Scheduler, worker: Worker) -> None:
     workers, number = scheduler.workers, worker.worker_id
-    is_idle, is_barred, is_ahead, is_retiring, is_parked = (
-        number in group
-        for group in (
-            workers.idle,
-            workers.wait_for_gang,
-            workers.prefetch,
-            workers.retiring,
-            workers.parked,
-        )
-    )
-    num_groups = is_idle + is_barred + _members(scheduler)[number]
+    groups = [group for group in _groups(scheduler) if number in group]
+    is_ahead, is_retiring = number in workers.prefetch, number in workers.retiring
     may_have = (worker.state is WorkerState.BUSY, _is_reserved(worker))
     assert any(may_have) == bool(worker.attempts), f"worker {number}: busy without an attempt"
     has_fresh = any(attempt.is_fresh for attempt in worker.attempts.values())
     assert not (has_fresh and worker.has_delivered), f"worker {number}: not fresh"
-    assert num_groups == (worker.state is WorkerState.IDLE), f"worker {number}: in a wrong group"
-    assert is_parked == (worker.state is WorkerState.PARKED), f"worker {number}: parked, or not"
+    assert len(groups) < 2, f"worker {number}: in two groups"
+    assert worker.group is next(iter(groups), None), f"worker {number}: does not know its group"
+    is_free = bool(groups) and not is_ahead and number not in workers.parked
+    assert is_free == (worker.state is WorkerState.IDLE), f"worker {number}: in a wrong group"
+    assert (number in workers.parked) == (worker.state is WorkerState.PARKED), (
+        f"worker {number}: parked, or not"
+    )
     assert not is_retiring or worker.attempts, f"worker {number}: stays without an attempt"
     assert not (is_retiring and is_ahead), f"worker {number}: is to take one more, and to go"
     assert not (is_ahead and number in workers.spent), (
@@ -399,10 +387,8 @@ def _check_called_gangs(scheduler: Scheduler) -> None:
         )
 
 
-def _members(scheduler: Scheduler) -> Counter[int]:
-    """Return the workers that are held for gangs; one that is held for two counts twice."""
-    return Counter(
-        number
-        for gathering in scheduler.workers.waiting_gangs.values()
-        for number in gathering.members
-    )
+def _groups(scheduler: Scheduler) -> list[Group]:
+    """Return the groups of workers that outlast an event."""
+    workers = scheduler.workers
+    gangs = [gathering.members for gathering in workers.waiting_gangs.values()]
+    return [workers.idle, workers.wait_for_gang, workers.prefetch, workers.parked, *gangs]

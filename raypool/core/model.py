@@ -25,6 +25,10 @@ Flight = tuple[int, int]
 """(attempt id, worker id) of a call that is on its way."""
 
 
+Group = dict[int, None]
+"""The ids of workers that could do the same next, in the order in which they joined."""
+
+
 class TaskState(Enum):
     """Where a task is. RUNNING: some of it was sent to a worker. FINISHED, FAILED and CANCELLED are
     never left.
@@ -220,7 +224,7 @@ class IdleHeap:
             self._seated.add(worker.worker_id)
             heappush(self._heap, (worker.place, worker.worker_id))
 
-    def first(self, idle: dict[int, None]) -> int | None:
+    def first(self, idle: Group) -> int | None:
         """Return the first of those workers that are really idle."""
         heap = self._heap
         while heap and heap[0][1] not in idle:
@@ -308,7 +312,7 @@ class WaitingGang:
     """A gang and the free workers that are held for it until there are enough."""
 
     gang: Task
-    members: dict[int, None] = field(default_factory=dict)
+    members: Group = field(default_factory=dict)
 
     def wants(self, place: int) -> bool:
         """Whether the worker in a place could be one of them."""
@@ -341,6 +345,7 @@ class Worker:
     attempts: dict[int, Attempt] = field(default_factory=dict)
     has_delivered: bool = False  # an attempt has come back from it
     since: float = 0.0  # when it became busy
+    group: Group | None = None  # the group of `Workers` that it is in
 
 
 class Departure(NamedTuple):

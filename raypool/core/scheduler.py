@@ -464,7 +464,7 @@ class Answers:
         """
         attempt = worker.attempts[attempt_id]
         self._take_back_behind(worker, attempt_id)
-        self._workers.prefetch.pop(worker.worker_id, None)
+        self._workers.move(worker, None)
         wanted, left = None, []
         for piece, report, count in zip(attempt.slices, reports, kept, strict=True):
             at_hand = piece._replace(

@@ -12,6 +12,7 @@ from raypool.core.model import (
     Attempt,
     Departure,
     FailureStreak,
+    Group,
     IdleHeap,
     Lane,
     Place,
@@ -27,10 +28,11 @@ IDLE = WorkerState.IDLE  # Python 3.11 takes its time to look these up
 
 
 class Workers:
-    """The workers, indexed by what each could do next.
+    """The workers, in groups by what each could do next.
 
-    One that is in none of `idle`, `check_lanes`, `wait_for_gang` and `prefetch`, and is held for no
-    gang, takes nothing now.
+    A worker is in one group at most, its `group`; only `move` changes that. The groups are `idle`,
+    `check_lanes`, `wait_for_gang`, `prefetch`, `parked` and the members of each waiting gang. A
+    worker in no group takes nothing now.
 
     Args:
         start_timeout_s: A worker that has not come up after this time [s] is lost.
@@ -39,17 +41,19 @@ class Workers:
     def __init__(self, start_timeout_s: float) -> None:
         self.places: dict[int, Place] = {}
         self.by_id: dict[int, Worker] = {}
-        self.idle: dict[int, None] = {}  # free for any task
+        self.idle: Group = {}  # free for any task
         # free, but something in the lanes of their place may come first
-        self.check_lanes: dict[int, None] = {}
+        self.check_lanes: Group = {}
         # free, but what comes first for them is a gang that can't collect yet
-        self.wait_for_gang: dict[int, None] = {}
-        # running one call, could take the next
-        self.prefetch: OrderedDict[int, None] = OrderedDict()
-        self.retiring: dict[int, None] = {}  # end after what they are running
-        # to be replaced, as soon as they run nothing and nothing is bound to them
+        self.wait_for_gang: Group = {}
+        # Running one call, could take the next. Ordered: the first key of a plain dict is found
+        # slowly after many removals at its front.
+        self.prefetch: Group = OrderedDict()
+        self.parked: Group = {}  # without a process, until there is work
+        # beside the groups: end after what they are running
+        self.retiring: dict[int, None] = {}
+        # likewise: to be replaced, as soon as they run nothing and nothing is bound to them
         self.spent: dict[int, None] = {}
-        self.parked: dict[int, None] = {}  # without a process, until there is work
         # gangs that collect their workers, by task; no two want one place
         self.waiting_gangs: dict[int, WaitingGang] = {}
         self.lanes: dict[tuple[int, ...] | int, Lane] = {}  # that have places, by key
@@ -69,15 +73,26 @@ class Workers:
         """How many workers the pool has, or is about to have again."""
         return len(self.places) - len(self.retiring)
 
+    def move(self, worker: Worker, group: Group | None) -> None:
+        """Put a worker into a group, or into none, and take it out of the one that it is in."""
+        if worker.group is group:
+            return  # it keeps its position there
+        if worker.group is not None:
+            del worker.group[worker.worker_id]
+        worker.group = group
+        if group is not None:
+            group[worker.worker_id] = None
+
     # --- starts and ends --------------------------------------------------------------------------
 
     def open_place(self, place_id: int, now: float) -> list[Command]:
         """Take in a new place and start a worker there."""
         place = self.places[place_id] = Place(place_id)
+        worker = self._hire(place)
         for lane in self.lanes.values():
             if isinstance(lane.key, tuple) and place_id in lane.key:
                 self._join_lane(lane, place)
-        return self.launch(self._hire(place), now)
+        return self.launch(worker, now)
 
     def launch(self, worker: Worker, now: float) -> list[Command]:
         """Start a worker's process, and give it its time."""
@@ -156,7 +171,7 @@ class Workers:
     def retire(self, worker: Worker, leaving: Departure | None = None) -> None:
         """Let a worker take nothing more; unless the user wants it, `leaving` says why."""
         place = self.places[worker.place]
-        self._set_aside(worker)
+        self.move(worker, None)
         self.retiring[worker.worker_id] = None
         place.leaving = leaving
         self._withdraw(place, LossReason.EXIT if leaving is None else leaving.reason)
@@ -209,15 +224,9 @@ class Workers:
     def _dismiss(self, worker: Worker, state: WorkerState) -> None:
         worker.state = state
         del self.by_id[worker.worker_id]
-        self._set_aside(worker)
+        self.move(worker, None)
         self.retiring.pop(worker.worker_id, None)
         self.spent.pop(worker.worker_id, None)
-
-    def _set_aside(self, worker: Worker) -> None:
-        for group in (self.idle, self.check_lanes, self.wait_for_gang, self.prefetch, self.parked):
-            group.pop(worker.worker_id, None)
-        for gathering in self.waiting_gangs.values():
-            gathering.members.pop(worker.worker_id, None)
 
     def _vacate(self, place: Place, reason: LossReason) -> list[Command]:
         """Give a place back, and report it unless the user has asked for that."""
@@ -259,16 +268,16 @@ class Workers:
             self._dismiss(worker, WorkerState.STOPPED)
             successor = self._hire(self.places[worker.place])
             successor.state = WorkerState.PARKED
-            self.parked[successor.worker_id] = None
+            self.move(successor, self.parked)
         return [ParkWorker(worker.place) for worker in awake]
 
     def wake(self, now: float) -> list[Command]:
         """Start all workers that are parked."""
         commands: list[Command] = []
-        for number in self.parked:
-            self.by_id[number].state = WorkerState.STARTING
-            commands += self.launch(self.by_id[number], now)
-        self.parked.clear()
+        for worker in [self.by_id[number] for number in self.parked]:
+            self.move(worker, None)
+            worker.state = WorkerState.STARTING
+            commands += self.launch(worker, now)
         return commands
 
     # --- busy and idle workers --------------------------------------------------------------------
@@ -286,15 +295,13 @@ class Workers:
     def free(self, worker: Worker) -> None:
         """Note that a worker has nothing in flight any more."""
         worker.state = IDLE
-        if self.prefetch:
-            self.prefetch.pop(worker.worker_id, None)
         lanes = self.places[worker.place].lanes.values() if self.lanes else ()
         if lanes and any(lane.queue for lane in lanes):
-            self.check_lanes[worker.worker_id] = None
+            self.move(worker, self.check_lanes)
         elif self.waiting_gangs and (gathering := self.gathering_for(worker)) is not None:
-            gathering.members[worker.worker_id] = None
+            self.move(worker, gathering.members)
         else:
-            self.idle[worker.worker_id] = None
+            self.move(worker, self.idle)
             self.idle_heap.seat(worker)
             for lane in lanes:
                 lane.idle_heap.seat(worker)
@@ -304,22 +311,25 @@ class Workers:
         attempt.pace.running += 1
         worker.attempts[self.next_attempt_id] = attempt
         self.next_attempt_id += 1
-        self.idle.pop(worker.worker_id, None)
         self.offer_ahead(worker, attempt)
 
     def offer_ahead(self, worker: Worker, last: Attempt) -> None:
         """Let a busy worker take one more call or not, now that `last` is the last that it has."""
-        # nothing is to wait behind something long
-        is_brief = last.pace.is_brief and not (last.runs_alone or last.lasts)
-        if is_brief and len(worker.attempts) < policy.MAX_IN_FLIGHT and self._is_for_all(worker):
-            self.prefetch[worker.worker_id] = None
-        elif self.prefetch:
-            self.prefetch.pop(worker.worker_id, None)
-
-    def _is_for_all(self, worker: Worker) -> bool:
-        """Whether nothing could keep a worker from what comes next in the pool's queue."""
-        may_stay = worker.worker_id not in self.retiring and worker.worker_id not in self.spent
-        return may_stay and not (self.lanes and self.places[worker.place].lanes)
+        worker_id = worker.worker_id
+        if (
+            last.pace.is_brief
+            # nothing is to wait behind something long
+            and not (last.runs_alone or last.lasts)
+            and len(worker.attempts) < policy.MAX_IN_FLIGHT
+            # else it may have gone by then
+            and worker_id not in self.retiring
+            and worker_id not in self.spent
+            # else something in its lanes may come before what is next in the pool's queue
+            and not (self.lanes and self.places[worker.place].lanes)
+        ):
+            self.move(worker, self.prefetch)
+        else:
+            self.move(worker, None)
 
     # --- lanes ------------------------------------------------------------------------------------
 
@@ -356,9 +366,11 @@ class Workers:
     def _join_lane(self, lane: Lane, place: Place) -> None:
         lane.places[place.place] = None
         place.lanes[lane.key] = lane
-        self.prefetch.pop(place.worker_id, None)
-        if place.worker_id in self.idle:
-            lane.idle_heap.seat(self.by_id[place.worker_id])
+        worker = self.by_id[place.worker_id]
+        if worker.group is self.prefetch:
+            self.move(worker, None)
+        elif worker.group is self.idle:
+            lane.idle_heap.seat(worker)
 
     def _leave_lane(self, lane: Lane, place: Place, reason: LossReason) -> None:
         del lane.places[place.place], place.lanes[lane.key]
@@ -401,13 +413,12 @@ class Workers:
             return
         for place in gang.lane.places:
             worker = self.by_id[self.places[place].worker_id]
-            if worker.worker_id in self.idle and len(gathering.members) < gang.size:
+            if worker.group is self.idle and len(gathering.members) < gang.size:
                 self.join(worker, gathering)
 
     def join(self, worker: Worker, gathering: WaitingGang) -> None:
         """Move a free worker to a gang that collects."""
-        self._set_aside(worker)
-        gathering.members[worker.worker_id] = None
+        self.move(worker, gathering.members)
 
     def assemble(self, gathering: WaitingGang) -> list[Worker]:
         """Let a gang go: return its workers in the order of their ranks."""
@@ -429,23 +440,22 @@ class Workers:
 
     def bar(self, worker: Worker) -> None:
         """Let a free worker wait with the gang that comes first for it."""
-        self._set_aside(worker)
-        self.wait_for_gang[worker.worker_id] = None
+        self.move(worker, self.wait_for_gang)
 
     def tear(self) -> None:
         """Let workers that wait for a gang look again for what comes first for them."""
-        self.check_lanes.update(self.wait_for_gang)
-        self.wait_for_gang.clear()
+        for worker in [self.by_id[number] for number in self.wait_for_gang]:
+            self.move(worker, self.check_lanes)
 
     def recall(self, gang: Task) -> None:
         """Let free workers that a gang wants, which can't collect yet, look what comes first for
         them: nothing behind it may.
         """
         wanted = self.places if gang.lane is None else gang.lane.places
-        for worker_id in [self.places[place].worker_id for place in wanted] if self.idle else ():
-            if worker_id in self.idle:
-                del self.idle[worker_id]
-                self.check_lanes[worker_id] = None
+        for place in wanted if self.idle else ():
+            worker = self.by_id[self.places[place].worker_id]
+            if worker.group is self.idle:
+                self.move(worker, self.check_lanes)
 
     def _stays(self, place_id: int) -> bool:
         place = self.places.get(place_id)
