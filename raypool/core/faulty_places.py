@@ -112,5 +112,5 @@ class FaultyPlaces:
 
 
 def _is_telling(task: Task) -> bool:
-    """Whether an outcome tells about the place: not of ranks, which fail together, or bound tasks."""
+    """Whether an outcome tells about the place; ranks fail together, and bound tasks must stay."""
     return not task.spec.is_gang and task.spec.place is None
