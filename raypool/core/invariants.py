@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 from raypool.core.backlog import Backlog
-from raypool.core.model import Group, Lane, PoolState, Slice, Task, Worker, WorkerState
+from raypool.core.model import Lane, PoolState, Slice, Task, WaitingList, Worker, WorkerState
 from raypool.core.policy import MAX_IN_FLIGHT
 from raypool.core.scheduler import Scheduler
 from raypool.core.workers import Workers
@@ -17,7 +17,7 @@ def check_invariants(scheduler: Scheduler) -> None:
     """Raise `AssertionError` naming the first rule that is broken."""
     workers, backlog, outcomes = scheduler.workers, scheduler.backlog, scheduler.outcomes
     _check_pool(scheduler)
-    _check_groups(workers, backlog)
+    _check_waiting_lists(workers, backlog)
     _check_lanes(workers, backlog.tasks)
     for worker in workers.by_id.values():
         _check_worker(workers, worker)
@@ -53,13 +53,13 @@ def _check_pool(scheduler: Scheduler) -> None:
     )
 
 
-def _check_groups(workers: Workers, backlog: Backlog) -> None:
+def _check_waiting_lists(workers: Workers, backlog: Backlog) -> None:
     occupied = {place.worker_id: place.place for place in workers.places.values()}
     assert occupied == {w.worker_id: w.place for w in workers.by_id.values()}, (
         "not one live worker in each place"
     )
-    for marked in (workers.retiring, workers.spent, *_groups(workers)):
-        assert marked.keys() <= workers.by_id.keys(), "a group names a worker that is gone"
+    for marked in (workers.retiring, workers.spent, *_waiting_lists(workers)):
+        assert marked.keys() <= workers.by_id.keys(), "a list names a worker that is gone"
     assert workers.streaks.keys() <= workers.places.keys(), "a place is gone, its failures are not"
     assert not workers.check_lanes, "a free worker whose lanes may have work was not asked"
     assert not workers.lanes_to_check, "a lane that may have work for somebody was not asked"
@@ -74,8 +74,8 @@ def _check_groups(workers: Workers, backlog: Backlog) -> None:
         assert listed == dict.fromkeys(heap._seated, 1), "a heap has a worker twice"
 
 
-def _groups(workers: Workers) -> list[Group]:
-    """Return the groups of workers that outlast an event."""
+def _waiting_lists(workers: Workers) -> list[WaitingList]:
+    """Return the lists that may have workers between two events."""
     gangs = [gathering.members for gathering in workers.waiting_gangs.values()]
     return [workers.idle, workers.wait_for_gang, workers.prefetch, workers.parked, *gangs]
 
@@ -118,7 +118,7 @@ def _check_lanes(workers: Workers, tasks: dict[int, Task]) -> None:
 
 def _check_worker(workers: Workers, worker: Worker) -> None:
     number, name, attempts = worker.worker_id, f"worker {worker.worker_id}", worker.attempts
-    groups = [group for group in _groups(workers) if number in group]
+    lists = [each for each in _waiting_lists(workers) if number in each]
     is_ahead, is_parked = number in workers.prefetch, number in workers.parked
     has_fresh = any(attempt.is_fresh for attempt in attempts.values())
     # a starting worker may have the one call that needs a new process
@@ -126,10 +126,10 @@ def _check_worker(workers: Workers, worker: Worker) -> None:
     is_engaged = worker.state is WorkerState.BUSY or is_reserved
     assert is_engaged == bool(attempts), f"{name}: busy without an attempt"
     assert not (has_fresh and worker.has_delivered), f"{name}: not fresh"
-    assert len(groups) < 2, f"{name}: in two groups"
-    assert worker.group is next(iter(groups), None), f"{name}: does not know its group"
-    is_free = bool(groups) and not is_ahead and not is_parked
-    assert is_free == (worker.state is WorkerState.IDLE), f"{name}: in a wrong group"
+    assert len(lists) < 2, f"{name}: on two lists"
+    assert worker.waiting_list is next(iter(lists), None), f"{name}: does not know its list"
+    is_free = bool(lists) and not is_ahead and not is_parked
+    assert is_free == (worker.state is WorkerState.IDLE), f"{name}: on a wrong list"
     assert is_parked == (worker.state is WorkerState.PARKED), f"{name}: parked, or not"
     assert number not in workers.retiring or attempts, f"{name}: stays without an attempt"
     assert number not in workers.spent or attempts or number in workers.lanes, (

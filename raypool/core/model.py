@@ -24,8 +24,8 @@ Flight = tuple[int, int]
 """(attempt id, worker id) of a call that is on its way."""
 
 
-Group = dict[int, None]
-"""The ids of workers that could do the same next, in the order in which they joined."""
+WaitingList = dict[int, None]
+"""The ids of workers that wait for the same, in the order in which they joined."""
 
 
 class TaskState(Enum):
@@ -205,7 +205,7 @@ class IdleHeap:
             self._seated.add(worker.worker_id)
             heappush(self._heap, (worker.place, worker.worker_id))
 
-    def first(self, idle: Group) -> int | None:
+    def first(self, idle: WaitingList) -> int | None:
         """Return the first worker that is still idle."""
         heap = self._heap
         while heap and heap[0][1] not in idle:
@@ -290,7 +290,7 @@ class WaitingGang:
     """A gang and the free workers that are held for it until there are enough."""
 
     gang: Task
-    members: Group = field(default_factory=dict)
+    members: WaitingList = field(default_factory=dict)
 
     def wants(self, place: int) -> bool:
         """Whether the gang may use a place."""
@@ -322,7 +322,7 @@ class Worker:
     attempts: dict[int, Attempt] = field(default_factory=dict)
     has_delivered: bool = False  # an attempt has come back from it
     since: float = 0.0  # when it became busy
-    group: Group | None = None  # the group of `Workers` that it is in
+    waiting_list: WaitingList | None = None  # set by `Workers.move`
 
 
 class Departure(NamedTuple):

@@ -10,13 +10,13 @@ from raypool.core.model import (
     Attempt,
     Departure,
     FailureStreak,
-    Group,
     IdleHeap,
     Lane,
     Place,
     Task,
     TaskSpec,
     WaitingGang,
+    WaitingList,
     Worker,
     WorkerState,
 )
@@ -26,11 +26,11 @@ IDLE = WorkerState.IDLE  # looking up a member of an enum is slow in Python 3.11
 
 
 class Workers:
-    """The workers, in groups by what each could do next.
+    """The workers, on waiting lists by what each could do next.
 
-    A worker is in one group at most, its `group`; only `move` changes that. The groups are `idle`,
-    `check_lanes`, `wait_for_gang`, `prefetch`, `parked` and the members of each waiting gang. A
-    worker in no group takes nothing now.
+    A worker is on one list at most, its `waiting_list`; only `move` changes that. The lists are
+    `idle`, `check_lanes`, `wait_for_gang`, `prefetch`, `parked` and the members of each waiting
+    gang. A worker on no list takes nothing now.
 
     Args:
         start_timeout_s: A worker that is not ready after this time [s] is lost.
@@ -39,16 +39,16 @@ class Workers:
     def __init__(self, start_timeout_s: float) -> None:
         self.places: dict[int, Place] = {}
         self.by_id: dict[int, Worker] = {}
-        self.idle: Group = {}  # free for any task
+        self.idle: WaitingList = {}  # free for any task
         # free, but something in the lanes of their place may come first
-        self.check_lanes: Group = {}
+        self.check_lanes: WaitingList = {}
         # free, but what comes first for them is a gang that can't collect yet
-        self.wait_for_gang: Group = {}
+        self.wait_for_gang: WaitingList = {}
         # Running one call, could take the next. Ordered: the first key of a plain dict is found
         # slowly after many removals at its front.
-        self.prefetch: Group = OrderedDict()
-        self.parked: Group = {}  # without a process, until there is work
-        # beside the groups: end after what they are running
+        self.prefetch: WaitingList = OrderedDict()
+        self.parked: WaitingList = {}  # without a process, until there is work
+        # beside the lists: end after what they are running
         self.retiring: dict[int, None] = {}
         # likewise: to be replaced, as soon as they run nothing and nothing is bound to them
         self.spent: dict[int, None] = {}
@@ -71,15 +71,15 @@ class Workers:
         """The number of workers without those that retire, but with those to be replaced."""
         return len(self.places) - len(self.retiring)
 
-    def move(self, worker: Worker, group: Group | None) -> None:
-        """Put a worker into a group, or into none, and take it out of the one that it is in."""
-        if worker.group is group:
+    def move(self, worker: Worker, waiting_list: WaitingList | None) -> None:
+        """Put a worker on a waiting list, or on none, and take it off its last."""
+        if worker.waiting_list is waiting_list:
             return  # it keeps its position there
-        if worker.group is not None:
-            del worker.group[worker.worker_id]
-        worker.group = group
-        if group is not None:
-            group[worker.worker_id] = None
+        if worker.waiting_list is not None:
+            del worker.waiting_list[worker.worker_id]
+        worker.waiting_list = waiting_list
+        if waiting_list is not None:
+            waiting_list[worker.worker_id] = None
 
     # --- starts and ends --------------------------------------------------------------------------
 
@@ -230,7 +230,7 @@ class Workers:
 
     def park(self) -> list[Command]:
         """End all workers, and keep their places."""
-        awake = [worker for worker in self.by_id.values() if worker.group is not self.parked]
+        awake = [worker for worker in self.by_id.values() if worker.waiting_list is not self.parked]
         for worker in awake:
             self._dismiss(worker, WorkerState.STOPPED)
             successor = self._hire(self.places[worker.place])
@@ -258,7 +258,7 @@ class Workers:
         return self.by_id[number]
 
     def free(self, worker: Worker) -> None:
-        """Put a worker that has no calls into its group."""
+        """Put a worker that has no calls on its waiting list."""
         worker.state = IDLE
         lanes = self.places[worker.place].lanes.values() if self.lanes else ()
         if lanes and any(lane.queue for lane in lanes):
@@ -332,9 +332,9 @@ class Workers:
         lane.places[place.place] = None
         place.lanes[lane.key] = lane
         worker = self.by_id[place.worker_id]
-        if worker.group is self.prefetch:
+        if worker.waiting_list is self.prefetch:
             self.move(worker, None)
-        elif worker.group is self.idle:
+        elif worker.waiting_list is self.idle:
             lane.idle_heap.seat(worker)
 
     def _leave_lane(self, lane: Lane, place: Place, reason: LossReason) -> None:
@@ -370,7 +370,7 @@ class Workers:
             return
         for place in gang.lane.places:
             worker = self.by_id[self.places[place].worker_id]
-            if worker.group is self.idle and len(gathering.members) < gang.size:
+            if worker.waiting_list is self.idle and len(gathering.members) < gang.size:
                 self.join(worker, gathering)
 
     def join(self, worker: Worker, gathering: WaitingGang) -> None:
@@ -408,5 +408,5 @@ class Workers:
         wanted = self.places if gang.lane is None else gang.lane.places
         for place in wanted if self.idle else ():
             worker = self.by_id[self.places[place].worker_id]
-            if worker.group is self.idle:
+            if worker.waiting_list is self.idle:
                 self.move(worker, self.check_lanes)
