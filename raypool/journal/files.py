@@ -174,7 +174,7 @@ def dump(value: Any) -> bytes:
         data = pickle.dumps(value, protocol=5)
     except KeyboardInterrupt:
         raise
-    except BaseException:
+    except BaseException:  # the value's own code may raise anything
         return cloudpickled(value)
     if b"__main__" not in data or len(data) > MAX_TWICE_BYTES:
         return data

@@ -225,6 +225,7 @@ class Journal:
             try:
                 self._write_rows([row for _, row in ready])
             except OSError as error:
+                # one transaction writes all or nothing; smaller outcomes may still fit
                 if len(ready) == 1:
                     failed.append((ready[0][0], error))
                 else:

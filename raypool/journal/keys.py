@@ -487,7 +487,7 @@ def _pickled(fn: Any) -> bytes | None:
         cloudpickle.CloudPickler(file, protocol=5).dump(fn)
     except KeyboardInterrupt:
         raise
-    except BaseException:
+    except BaseException:  # the user's code may raise anything while it is pickled
         return None
     return file.getvalue()
 

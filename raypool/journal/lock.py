@@ -100,7 +100,7 @@ class RunLock:
             _held.discard(self)
             descriptor, self._descriptor = self._descriptor, -1
             with contextlib.suppress(OSError):
-                os.ftruncate(descriptor, 0)
+                os.ftruncate(descriptor, 0)  # empty: `is_in_use` says no
             os.close(descriptor)
 
     def _forget(self) -> None:

@@ -103,6 +103,7 @@ def check_beginning(path: Path, rest: bytes) -> None:
     with path.open("rb") as file:
         head = file.read(512)
     is_new = not head and not rest
+    # bytes 18 and 19: the versions for writing and reading; 1 is a rollback journal, 2 is a WAL
     if not is_new and (len(head) < 512 or not {head[18], head[19]} <= {1, 2}):
         raise DamagedError("its first page is damaged")
 
@@ -123,7 +124,9 @@ def connect(path: Path) -> sqlite3.Connection:
     try:
         connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
         connection.execute("PRAGMA journal_mode = WAL")
+        # with NORMAL, a power cut could undo the last transactions
         connection.execute("PRAGMA synchronous = FULL")
+        # a prepared file must not call functions through its schema
         connection.execute("PRAGMA trusted_schema = OFF")
     except BaseException:
         connection.close()
@@ -182,6 +185,7 @@ def is_cut(log: bytes, num_frames: int) -> bool:
     """
     frame = 24 + int.from_bytes(log[8:12], "big")
     for start in range(32 + num_frames * frame, len(log) - frame + 1, frame):
+        # the frame has the salts of the log's header, and ends a transaction
         if log[start + 8 : start + 16] == log[16:24] and any(log[start + 4 : start + 8]):
             return True
     return False
@@ -262,6 +266,7 @@ def what_is_lost(lost: dict[str, int]) -> str:
 def what_is_left(path: Path, data: bytes, contents: Contents) -> str:
     """Describe the damage of a journal's file, and the part that could be read."""
     count = len({row[1] for row in contents["attempts"] if row[4] in ("finished", "failed")})
+    # in SQLite's header: the size of a page, and the number of pages
     page, pages = int.from_bytes(data[16:18], "big"), int.from_bytes(data[28:32], "big")
     if not data.startswith(b"SQLite format 3\0"):
         cause = "its beginning is not that of a journal"
@@ -295,6 +300,7 @@ def rescued(path: Path, data: bytes, rest: bytes) -> Contents:
     """
     contents = gathered(carve(data + bytes(16) + rest))
     newest = max((row[4] for row in contents["runs"]), default=None)
+    # in SQLite's header: PRAGMA user_version, and PRAGMA application_id
     version = int.from_bytes(data[60:64], "big")
     is_ours = int.from_bytes(data[68:72], "big") == APPLICATION_ID
     if newest is None and is_ours and SCHEMA < version < 1000:

@@ -48,7 +48,7 @@ def _row_at(data: bytes, start: int, seen: set[bytes]) -> tuple[str, Row] | None
     if decoded is None:
         return None
     columns, end = decoded
-    for position in table.reals:
+    for position in table.reals:  # SQLite writes 2.0 as 2
         if type(columns[position - 1]) is int:
             columns[position - 1] = float(columns[position - 1])
     for number in _numbers_before(data, start, end - start):
@@ -101,6 +101,7 @@ def _numbers_before(data: bytes, start: int, size: int) -> Iterator[int]:
     written = _varint(size)
     for length in range(1, 9):
         begin = start - length
+        # all bytes of such a number except the last have the high bit
         if begin < len(written) or (length > 1 and data[begin] < 0x80):
             return
         if data[begin - len(written) : begin] == written and data[start - 1] < 0x80:
