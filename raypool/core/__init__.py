@@ -1,3 +1,1 @@
-"""The scheduler, which decides what a pool does next, without Ray, torch, threads, clocks or
-files.
-"""
+"""The scheduler decides what a pool does next, without Ray, torch, threads, clocks or files."""

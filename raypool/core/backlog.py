@@ -1,6 +1,4 @@
-"""The tasks that have not ended, ordered by priority, then submission, and how they become
-calls.
-"""
+"""The tasks that have not ended, by priority, then submission, and how they become calls."""
 
 from __future__ import annotations
 
@@ -14,13 +12,11 @@ from raypool.core.policy import Pace
 from raypool.core.queue import Order, Queue
 
 MAX_IDLE_PACES = 256
-"""So many functions without a task keep their measured times; the ones idle for longest are
-forgotten.
-"""
+"""The number of functions without tasks that keep their measured times, the latest ones."""
 
 
 class Aside(NamedTuple):
-    """Work set aside for other workers for a moment: whole tasks, or items of one."""
+    """Work set aside for other workers: whole tasks, or items of one."""
 
     tasks: list[Task]
     task: Task
@@ -28,11 +24,7 @@ class Aside(NamedTuple):
 
 
 class Backlog:
-    """The tasks that have not ended, the queue of those that can be dispatched, and the pace of
-    each function.
-
-    An entry of a queue whose task has ended is stale, and dropped when it comes to the head.
-    """
+    """The tasks that have not ended, the pool's queue, and the pace of each function."""
 
     def __init__(self) -> None:
         self.tasks: dict[int, Task] = {}
@@ -42,7 +34,7 @@ class Backlog:
         self.waiting_gangs: dict[int, None] = {}  # those that have not started
 
     def admit(self, spec: TaskSpec) -> Task:
-        """Take in a new task (it still has to be queued)."""
+        """Add a new task, which still has to be queued."""
         pace = self.paces.get(spec.fn_id)
         if pace is None:
             pace = self.idle_paces.pop(spec.fn_id) if spec.fn_id in self.idle_paces else Pace()
@@ -73,7 +65,7 @@ class Backlog:
         task.pace.waiting += count
 
     def push(self, task: Task, queue: Queue) -> None:
-        """Put a task into a queue, if it can be dispatched and is not in it already."""
+        """Put a task into a queue, if it can be dispatched and is not there already."""
         if not task.is_queued and task.is_ready:
             task.is_queued = True
             queue.push(task.order)
@@ -84,19 +76,17 @@ class Backlog:
             task = self.tasks.get(order[1])
             if task is not None:
                 return task
-            queue.pop()
+            queue.pop()  # its task has ended
         return None
 
     def pop(self, queue: Queue) -> Task:
-        """Take the head out of its queue."""
+        """Remove the head of a queue."""
         task = self.tasks[queue.pop()[1]]
         task.is_queued = False
         return task
 
     def land(self, piece: Slice, attempt_id: int) -> Task | None:
-        """Take a slice out of flight; return its task, or None if nobody waits for it: that has
-        ended, or its time was over.
-        """
+        """Take a slice out of flight; return its task, or None: it has ended, or timed out."""
         task = self.tasks.get(piece.task_id)
         if task is None or not task.flights or task.flights.pop(attempt_id, None) is None:
             return None
@@ -104,7 +94,7 @@ class Backlog:
         return task
 
     def fly(self, task: Task, piece: Slice, flight: Flight) -> None:
-        """Take note of a slice that is in flight."""
+        """Note that a slice is in flight."""
         task.items_in_flight += piece.stop - piece.start
         attempt_id, worker_id = flight
         if task.flights is None:
@@ -113,7 +103,7 @@ class Backlog:
             task.flights[attempt_id] = worker_id
 
     def run_again(self, task: Task, pieces: list[Slice]) -> None:
-        """Queue slices that were in flight; they come before the rest of the task."""
+        """Queue slices that were in flight, before the rest of the task."""
         if task.again is None:
             task.again = deque()
         task.again.extendleft(reversed(pieces))
@@ -128,14 +118,14 @@ class Backlog:
         task.items_resting += sum(piece.stop - piece.start for piece in pieces)
 
     def rouse(self, task: Task) -> None:
-        """Queue the slices of a task that have rested for longest."""
+        """Queue the slices of a task whose rest ends first."""
         if task.rests:
             pieces = heappop(task.rests).pieces
             task.items_resting -= sum(piece.stop - piece.start for piece in pieces)
             self.run_again(task, list(pieces))
 
     def give_up(self, task: Task) -> list[Slice]:
-        """Take all that waits of a task out of it."""
+        """Remove all waiting slices of a task."""
         while task.rests:
             self.rouse(task)
         task.pace.waiting -= task.waiting
@@ -146,43 +136,35 @@ class Backlog:
         return pieces
 
     def set_aside(self, task: Task, queue: Queue, count: int) -> Aside:
-        """Keep up to so many items at the head of a queue for others, so that something behind them
-        comes first; not the last.
-        """
+        """Keep up to `count` items at the head of a queue for other workers, but not the last."""
         if task.waiting > 1:
-            return Aside([], task, self._skip(task, count))
+            return Aside([], task, self._next(task, min(count, task.waiting - 1)))
         skipped: list[Task] = []
-        while (
-            count > len(skipped)
-            and (head := self.head(queue)) is not None
-            and _may_wait(head, task)
-        ):
+        while (head := self.head(queue)) is not None:
+            is_alike = head.spec.fn_id == task.spec.fn_id and not head.spec.is_gang
+            if len(skipped) == count or not is_alike or head.waiting != 1:
+                break
             skipped.append(self.pop(queue))
         aside = Aside(skipped, task, None)
-        head = self.head(queue)
-        if head is not None and not head.spec.is_gang and head.spec.fn_id == task.spec.fn_id:
+        if head is not None and is_alike:
             return aside
         self.put_back(aside, queue)
         return Aside([], task, None)
 
-    def _skip(self, task: Task, count: int) -> Slice | None:
-        count = min(count, task.waiting - 1)
+    def _next(self, task: Task, room: int) -> Slice:
+        """Remove the next slice of at most `room` items from what waits."""
         if task.again:
-            first = task.again.popleft()
-            stop = min(first.start + count, first.stop)
-            if stop < first.stop:
-                task.again.appendleft(first._replace(start=stop))
-            return first._replace(stop=stop)
-        return self._first(task, count)
-
-    def _first(self, task: Task, room: int) -> Slice:
-        """Take up to so many of the items that were never dispatched."""
+            piece = task.again.popleft()
+            if piece.stop - piece.start > room:
+                task.again.appendleft(piece._replace(start=piece.start + room))
+                piece = piece._replace(stop=piece.start + room)
+            return piece
         start = task.cursor
         task.cursor = min(start + room, task.size)
         return Slice(task.spec.task_id, start, task.cursor, 1)
 
     def put_back(self, aside: Aside, queue: Queue) -> None:
-        """Let what was set aside be next."""
+        """Queue what was set aside, as the next."""
         for task in aside.tasks:
             self.push(task, queue)
         if aside.piece is not None:
@@ -191,7 +173,7 @@ class Backlog:
             aside.task.again.appendleft(aside.piece)
 
     def wants_look_ahead(self, task: Task, num_workers: int) -> bool:
-        """Whether the next slice of a task may queue up behind a running call."""
+        """Whether the next slice of a task may wait behind a running call."""
         spec = task.spec
         if spec.runs_alone() or spec.max_workers is not None or task.is_suspect:
             return False
@@ -206,27 +188,18 @@ class Backlog:
         before: Order | None = None,
         is_on_trial: bool = False,
     ) -> Attempt:
-        """Cut the next call from the head of a queue, and what follows it, for one of so many
-        workers.
+        """Cut the next call from the head of a queue and its followers, for one of `num_workers`.
 
-        Short tasks of one function share the call, each with one slice, as long as they stand one
-        after the other; and `before` something else, where the worker has to look elsewhere too. A
-        worker on trial gets one item, unless the user wants more.
+        Short consecutive tasks of one function share the call, each with one slice, up to the order
+        `before`, which another queue of the worker has next. A worker on trial gets one item,
+        unless the user wants more.
         """
         if task.again and task.is_suspect:
-            return Attempt(
-                (self._cut(task, queue, flight, room=task.size),),
-                task.pace,
-                True,
-                task.spec.is_fresh,
-            )
+            piece = self._cut(task, queue, flight, room=task.size)
+            return Attempt((piece,), task.pace, True, task.spec.is_fresh)
         runs_alone = task.spec.runs_alone()
-        room = (
-            1
-            if runs_alone
-            else task.spec.chunk_size
-            or (1 if is_on_trial else policy.chunk_size(task.pace, num_workers))
-        )
+        room = 1 if runs_alone else task.spec.chunk_size or (1 if is_on_trial else 0)
+        room = room or policy.chunk_size(task.pace, num_workers)
         piece = self._cut(task, queue, flight, room)
         slices = [piece]
         while room := room - (piece.stop - piece.start):
@@ -245,22 +218,12 @@ class Backlog:
 
     def take_rank(self, gang: Task, flight: Flight) -> Attempt:
         """Cut the next rank from a gang."""
-        return Attempt(
-            (self._cut(gang, None, flight, room=1),),
-            gang.pace,
-            runs_alone=True,
-            is_loan=gang.spec.is_loan,
-        )
+        piece = self._cut(gang, None, flight, room=1)
+        return Attempt((piece,), gang.pace, runs_alone=True, is_loan=gang.spec.is_loan)
 
     def _cut(self, task: Task, queue: Queue | None, flight: Flight, room: int) -> Slice:
-        """Cut a slice of at most `room` items; a task that has no more to give leaves its queue."""
-        if task.again:
-            piece = task.again.popleft()
-            if piece.stop - piece.start > room:
-                task.again.appendleft(piece._replace(start=piece.start + room))
-                piece = piece._replace(stop=piece.start + room)
-        else:
-            piece = self._first(task, room)
+        """Cut a slice of at most `room` items; a task that can give no more leaves its queue."""
+        piece = self._next(task, room)
         task.pace.waiting -= piece.stop - piece.start
         self.fly(task, piece, flight)
         if queue is not None and not task.is_ready:
@@ -269,15 +232,8 @@ class Backlog:
         return piece
 
 
-def _may_wait(task: Task, first: Task) -> bool:
-    """Whether a task, which is the head of its queue, may let another like it go before."""
-    return task.spec.fn_id == first.spec.fn_id and task.waiting == 1 and not task.spec.is_gang
-
-
 def _may_share(task: Task, following: Task) -> bool:
-    """Whether the next slice of `following` may go into a call that begins with a slice of
-    `task`.
-    """
+    """Whether the next slice of `following` may join a call that begins with `task`."""
     spec, other = task.spec, following.spec
     return (
         spec.fn_id == other.fn_id

@@ -1,4 +1,4 @@
-"""Dispatch: gives each free worker its next call, and gathers the workers of a gang."""
+"""Gives each free worker its next call, and collects the workers of a gang."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raypool.core.outcomes import Outcomes
 from raypool.core.queue import Order, Queue
 from raypool.core.workers import Workers
 
-BUSY = WorkerState.BUSY  # Python 3.11 takes its time to look these up
+BUSY = WorkerState.BUSY  # looking up a member of an enum is slow in Python 3.11
 
 
 class Dispatcher:
@@ -27,17 +27,9 @@ class Dispatcher:
         self._out: list[m.Command] = []
 
     def give_out(self, now: float) -> list[m.Command]:
-        """Give out work until no worker is free, or no task is left that may start.
-
-        Gangs collect at the same time if they can't want the same place: two could each hold what
-        the other needs.
-        """
-        backlog, workers, queue, waiting_gangs = (
-            self._backlog,
-            self._workers,
-            self._backlog.queue,
-            self._backlog.waiting_gangs,
-        )
+        """Give out work until no worker is free, or no task is left that may start."""
+        backlog, workers = self._backlog, self._workers
+        queue, waiting_gangs = backlog.queue, backlog.waiting_gangs
         self._now = now
         self._out = []
         if workers.wait_for_gang:
@@ -71,46 +63,36 @@ class Dispatcher:
                 return self._out
 
     def _first_called(self) -> Task | None:
-        """Return the first task of those lanes that have both a task and an idle worker."""
+        """Return the first task of the lanes that have both a task and an idle worker."""
         workers, heads = self._workers, []
         for lane in list(workers.lanes_to_check.values()):
             head = self._backlog.head(lane.queue)
             if head is not None and lane.idle_heap.first(workers.idle) is not None:
                 heads.append(head)
             else:
-                # a worker that becomes free there looks again by itself
+                # a worker that becomes free there is put into `check_lanes`
                 del workers.lanes_to_check[lane.key]
         return min(heads, key=lambda head: head.order, default=None)
 
     def _give(self, task: Task) -> None:
-        """Give the first task of a queue to an idle worker."""
-        self._send(
-            self._workers.first_idle(
-                self._workers.idle_heap if task.lane is None else task.lane.idle_heap
-            ),
-            task,
-        )
+        heap = self._workers.idle_heap if task.lane is None else task.lane.idle_heap
+        self._send(self._workers.first_idle(heap), task)
 
     def _offer(self, worker: Worker) -> None:
-        """Let a free worker do what comes first: something in its lanes, the gang that collects, or
-        the pool's next.
-        """
+        """Give a free worker what comes first: a task of its lanes or the pool, or a gang."""
         workers, backlog = self._workers, self._backlog
-        del workers.check_lanes[worker.worker_id]
-        queues = [
-            backlog.queue,
-            *(lane.queue for lane in workers.places[worker.place].lanes.values()),
-        ]
+        lanes = workers.places[worker.place].lanes.values()
+        queues = [backlog.queue, *(lane.queue for lane in lanes)]
         heads = [head for queue in queues if (head := backlog.head(queue)) is not None]
         first = min(heads, key=lambda head: head.order, default=None)
         gathering = workers.gathering_for(worker) if workers.waiting_gangs else None
-        if first is None or first.spec.is_gang:
-            may_run = False
-        else:
-            may_run = gathering is None or (
-                first.lane is not None and first.order < gathering.gang.order
+        if (
+            first is not None
+            and not first.spec.is_gang
+            and (
+                gathering is None or (first.lane is not None and first.order < gathering.gang.order)
             )
-        if may_run and first is not None:
+        ):
             self._send(worker, first)
         elif gathering is not None:
             workers.join(worker, gathering)
@@ -120,19 +102,16 @@ class Dispatcher:
             workers.free(worker)
 
     def _send(self, worker: Worker, head: Task) -> None:
-        """Send a worker the next call, from the queue of which this is the head."""
+        """Send a worker the next call from the queue of this head."""
         backlog, workers = self._backlog, self._workers
-        queue, num_workers = (
-            (backlog.queue, workers.size)
-            if head.lane is None
-            else (head.lane.queue, len(head.lane.places))
-        )
+        if head.lane is None:
+            queue, num_workers = backlog.queue, workers.size
+        else:
+            queue, num_workers = head.lane.queue, len(head.lane.places)
         num_skipped, is_on_trial, aside = 0, False, None
         if workers.streaks:
-            num_skipped, is_on_trial = (
-                self._faults.num_to_skip(worker),
-                self._faults.is_on_trial(worker),
-            )
+            num_skipped = self._faults.num_to_skip(worker)
+            is_on_trial = self._faults.is_on_trial(worker)
         if num_skipped:
             aside = backlog.set_aside(head, queue, num_skipped)
             head = backlog.head(queue) or head
@@ -147,21 +126,17 @@ class Dispatcher:
         if aside is not None:
             backlog.put_back(aside, queue)
         workers.engage(worker, attempt)
-        # else `begin` follows when it is ready
+        # else its own process is still starting: `begin` sends the call when that is ready
         if not attempt.is_fresh or worker.state is not WorkerState.STARTING:
             self._out.append(self._call(worker, attempt_id, attempt))
             if attempt.runs_alone:
                 self._out += self._timer(worker, attempt_id, attempt)
 
     def _first_elsewhere(self, worker: Worker, queue: Queue) -> Order | None:
-        """Return what comes first for a worker besides this queue: a task of another queue, or a
-        gang that collects.
-        """
+        """Return the order of what comes first for a worker, besides this queue."""
         workers = self._workers
-        queues = [
-            self._backlog.queue,
-            *(lane.queue for lane in workers.places[worker.place].lanes.values()),
-        ]
+        lanes = workers.places[worker.place].lanes.values()
+        queues = [self._backlog.queue, *(lane.queue for lane in lanes)]
         heads = [self._backlog.head(other) for other in queues if other is not queue]
         orders = [head.order for head in heads if head is not None]
         gathering = workers.gathering_for(worker) if workers.waiting_gangs else None
@@ -170,48 +145,37 @@ class Dispatcher:
         return min(orders, default=None)
 
     def _see_to_gangs(self) -> bool:
-        """Let a gang go that has all its workers, or fail that never can, or begin to collect;
-        False if there is none.
+        """Start, fail, or begin to collect the first gang that can; False if none can.
 
-        One that can't begin, since an earlier one collects or waits that could want the same place,
-        keeps what comes after it from the workers that it wants.
+        A gang that can't begin yet keeps later tasks from the workers that it wants.
         """
         workers = self._workers
         for gathering in workers.waiting_gangs.values():
             if len(gathering.members) == gathering.gang.size:
                 self._start_gang(gathering)
                 return True
-        called = self._called_gangs()
-        for gang in [*called, *(gathering.gang for gathering in workers.waiting_gangs.values())]:
+        first = self._backlog.head(self._backlog.queue)
+        heads = [first, *(self._backlog.head(lane.queue) for lane in workers.lanes.values())]
+        called = sorted(
+            (head for head in heads if head is not None and head.spec.is_gang),
+            key=lambda gang: gang.order,
+        )
+        collecting = [gathering.gang for gathering in workers.waiting_gangs.values()]
+        for gang in [*called, *collecting]:
             if not workers.has_enough(gang):
                 self._outcomes.end(gang, TaskState.FAILED)
                 return True
         for number, gang in enumerate(called):
-            if self._may_collect(gang, called[:number]):
+            # two gangs that want the same place could each hold what the other needs
+            is_in_conflict = any(
+                gang.spec.may_meet(other.spec) for other in (*called[:number], *collecting)
+            )
+            if not is_in_conflict and (first is None or first.order >= gang.order):
                 self._backlog.pop(self._backlog.queue if gang.lane is None else gang.lane.queue)
                 workers.collect(gang)
                 return True
             workers.recall(gang)
         return False
-
-    def _called_gangs(self) -> list[Task]:
-        """Return the gangs whose turn it is, in their order."""
-        backlog = self._backlog
-        heads = [
-            backlog.head(queue)
-            for queue in (backlog.queue, *(lane.queue for lane in self._workers.lanes.values()))
-        ]
-        return sorted(
-            (head for head in heads if head is not None and head.spec.is_gang),
-            key=lambda gang: gang.order,
-        )
-
-    def _may_collect(self, gang: Task, before: list[Task]) -> bool:
-        head = self._backlog.head(self._backlog.queue)
-        if head is not None and head.order < gang.order:
-            return False
-        others = [*before, *(gathering.gang for gathering in self._workers.waiting_gangs.values())]
-        return not any(gang.spec.may_meet(other.spec) for other in others)
 
     def _start_gang(self, gathering: WaitingGang) -> None:
         del self._backlog.waiting_gangs[gathering.gang.spec.task_id]
@@ -228,9 +192,7 @@ class Dispatcher:
         self._out += [m.RunGang(tuple(runs), is_loan), *timers]
 
     def begin(self, worker: Worker, now: float) -> list[m.Command]:
-        """Send a worker that has come up the call that it was started for, unless nobody wants that
-        any more.
-        """
+        """Send a new worker the call that it was started for, unless its task has ended."""
         ((attempt_id, attempt),) = worker.attempts.items()
         self._now, self._out = now, []
         if attempt.slices[0].task_id in self._backlog.tasks:
@@ -250,12 +212,8 @@ class Dispatcher:
         return m.RunTasks(worker.worker_id, attempt_id, attempt.slices)
 
     def _timer(self, worker: Worker, attempt_id: int, attempt: Attempt) -> list[m.Command]:
-        """Return the timer of a call whose time is limited."""
-        timeout_s = (
-            self._backlog.tasks[attempt.slices[0].task_id].spec.timeout_s
-            if attempt.runs_alone
-            else None
-        )
+        task = self._backlog.tasks[attempt.slices[0].task_id]
+        timeout_s = task.spec.timeout_s
         if timeout_s is None:
             return []
         return [m.SetTimer(self._now + timeout_s, "timeout", worker.worker_id, attempt_id)]

@@ -1,58 +1,51 @@
-"""Invariants of the scheduler: what holds between any two events.
-
-Tests and simulations check them after each event, at the cost of a look at everything.
-"""
+"""Invariants of the scheduler, which hold between any two events; tests check them after each."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from itertools import pairwise
 
-from raypool.core.model import Lane, PoolState, Slice, Task, Worker, WorkerState
-from raypool.core.policy import MAX_IN_FLIGHT, Pace
+from raypool.core.backlog import Backlog
+from raypool.core.model import Lane, PoolState, Slice, Task, WaitingList, Worker, WorkerState
+from raypool.core.policy import MAX_IN_FLIGHT
 from raypool.core.scheduler import Scheduler
+from raypool.core.workers import Workers
 
 
 def check_invariants(scheduler: Scheduler) -> None:
     """Raise `AssertionError` naming the first rule that is broken."""
+    workers, backlog, outcomes = scheduler.workers, scheduler.backlog, scheduler.outcomes
     _check_pool(scheduler)
-    _check_groups(scheduler)
-    _check_lanes(scheduler)
-    for worker in scheduler.workers.by_id.values():
-        _check_worker(scheduler, worker)
-    flying = _in_flight(scheduler)
-    for task_id, task in scheduler.backlog.tasks.items():
+    _check_waiting_lists(workers, backlog)
+    _check_lanes(workers, backlog.tasks)
+    for worker in workers.by_id.values():
+        _check_worker(workers, worker)
+    flying = _in_flight(workers, backlog.tasks)
+    for task_id, task in backlog.tasks.items():
         _check_task(task, flying.get(task_id, []))
         _check_gang(scheduler, task)
-    outcomes = scheduler.outcomes
-    known = (
-        scheduler.backlog.waiting_gangs,
-        scheduler.workers.waiting_gangs,
-        outcomes.broken_up,
-        outcomes.thinned,
-    )
-    assert all(number in scheduler.backlog.tasks for numbers in known for number in numbers), (
+    known = (backlog.waiting_gangs, workers.waiting_gangs, outcomes.broken_up, outcomes.thinned)
+    assert all(number in backlog.tasks for numbers in known for number in numbers), (
         "a gang that has ended is kept"
     )
-    _check_attempts(scheduler)
-    _check_queue(scheduler)
-    _check_paces(scheduler)
+    _check_attempts(workers, backlog.tasks)
+    _check_queue(workers, backlog)
+    _check_paces(workers, backlog)
     if scheduler.state in (PoolState.OPEN, PoolState.CLOSING):
-        _check_work_conserving(scheduler)
+        _check_work_conserving(workers, backlog)
+        _check_gatherings(workers)
+        _check_called_gangs(workers, backlog)
 
 
 def _check_pool(scheduler: Scheduler) -> None:
-    counts, tasks, is_closing = (
-        scheduler.counts,
-        scheduler.backlog.tasks,
-        scheduler.state is PoolState.CLOSING,
-    )
+    counts, tasks, places = scheduler.counts, scheduler.backlog.tasks, scheduler.workers.places
     if scheduler.state in (PoolState.OPEN, PoolState.CLOSING):
-        assert scheduler.workers.places or not tasks, "tasks wait for a pool without places"
-        assert tasks or not is_closing, "a pool has nothing more to do and is not closed"
+        assert places or not tasks, "tasks wait for a pool without places"
+        assert tasks or scheduler.state is PoolState.OPEN, "a pool is done, but not closed"
     else:
         assert not tasks, "a pool that has ended keeps tasks"
-        assert not scheduler.workers.places, "a pool that has ended keeps places"
+        assert not places, "a pool that has ended keeps places"
     missing = sum(task.size - task.settled for task in tasks.values())
     ended = counts.finished + counts.failed + counts.cancelled
     assert counts.submitted == ended + missing, (
@@ -60,314 +53,239 @@ def _check_pool(scheduler: Scheduler) -> None:
     )
 
 
-def _check_groups(scheduler: Scheduler) -> None:
-    workers = scheduler.workers
+def _check_waiting_lists(workers: Workers, backlog: Backlog) -> None:
     occupied = {place.worker_id: place.place for place in workers.places.values()}
     assert occupied == {w.worker_id: w.place for w in workers.by_id.values()}, (
         "not one live worker in each place"
     )
-    for group in (
-        workers.idle,
-        workers.wait_for_gang,
-        workers.prefetch,
-        _members(scheduler),
-        workers.retiring,
-        workers.spent,
-        workers.parked,
-    ):
-        assert group.keys() <= workers.by_id.keys(), "a group names a worker that is gone"
-    assert workers.streaks.keys() <= workers.places.keys(), (
-        "failures are remembered of a place that is gone"
-    )
+    for marked in (workers.retiring, workers.spent, *_waiting_lists(workers)):
+        assert marked.keys() <= workers.by_id.keys(), "a list names a worker that is gone"
+    assert workers.streaks.keys() <= workers.places.keys(), "a place is gone, its failures are not"
     assert not workers.check_lanes, "a free worker whose lanes may have work was not asked"
     assert not workers.lanes_to_check, "a lane that may have work for somebody was not asked"
-    assert not workers.lanes_lost, "nobody has looked after the tasks of a lane without places"
-    assert not workers.parked or not scheduler.backlog.tasks, (
-        "workers are parked although there is work"
-    )
+    assert not workers.lanes_lost, "the tasks of a lane without places have not failed"
+    assert not workers.parked or not backlog.tasks, "workers are parked although there is work"
     for heap, free in [
         (workers.idle_heap, list(workers.idle)),
-        *((lane.idle_heap, _idle_in(scheduler, lane)) for lane in workers.lanes.values()),
+        *((lane.idle_heap, _idle_in(workers, lane)) for lane in workers.lanes.values()),
     ]:
         assert all(number in heap for number in free), "an idle worker can't be found"
         listed = Counter(number for _, number in heap._heap)
-        assert listed == dict.fromkeys(heap._seated, 1), "a heap has two workers on one seat"
+        assert listed == dict.fromkeys(heap._seated, 1), "a heap has a worker twice"
 
 
-def _idle_in(scheduler: Scheduler, lane: Lane) -> list[int]:
-    places = scheduler.workers.places
-    return [
-        places[place].worker_id
-        for place in lane.places
-        if places[place].worker_id in scheduler.workers.idle
-    ]
+def _waiting_lists(workers: Workers) -> list[WaitingList]:
+    """Return the lists that may have workers between two events."""
+    gangs = [gathering.members for gathering in workers.waiting_gangs.values()]
+    return [workers.idle, workers.wait_for_gang, workers.prefetch, workers.parked, *gangs]
 
 
-def _check_lanes(scheduler: Scheduler) -> None:
-    workers, tasks = scheduler.workers, scheduler.backlog.tasks
+def _idle_in(workers: Workers, lane: Lane) -> list[int]:
+    held = (workers.places[place].worker_id for place in lane.places)
+    return [number for number in held if number in workers.idle]
+
+
+def _check_lanes(workers: Workers, tasks: dict[int, Task]) -> None:
+    places = workers.places
     for key, lane in workers.lanes.items():
-        wanted = (
-            key
-            if isinstance(key, tuple)
-            else tuple(place.place for place in workers.places.values() if place.worker_id == key)
-        )
-        there = {
-            number
-            for number in wanted
-            if number in workers.places and workers.places[number].worker_id not in workers.retiring
-        }
+        if isinstance(key, tuple):
+            wanted = set(places.keys() & key)
+        else:
+            wanted = {place.place for place in places.values() if place.worker_id == key}
+        there = {number for number in wanted if places[number].worker_id not in workers.retiring}
         assert lane.key == key, f"lane {key}: under a wrong key"
         assert lane.places.keys() == there, f"lane {key}: wrong places"
         assert lane.places, f"lane {key}: without places"
         assert lane.lost is None, f"lane {key}: lost, but has places"
         assert lane.tasks, f"lane {key}: without tasks"
-    for number, place in workers.places.items():
+    for number, place in places.items():
         assert place.leaving is None or place.worker_id in workers.retiring, (
             f"place {number}: is to go, and its worker is not"
         )
         lanes = {key: lane for key, lane in workers.lanes.items() if number in lane.places}
         assert place.lanes == lanes, f"place {number}: does not know its lanes"
     for number, task in tasks.items():
+        name, own = f"task {number}", task.lane
         is_special = task.spec.place is not None or task.spec.places is not None
-        assert is_special == (task.lane is not None), f"task {number}: in a wrong queue"
-        if task.lane is not None:
-            assert number in task.lane.tasks, f"task {number}: its lane does not know it"
-            assert (task.lane.lost is None) == (workers.lanes.get(task.lane.key) is task.lane), (
-                f"task {number}: lane not known"
-            )
-            assert task.lane.lost is None or not task.lane.places, (
-                f"task {number}: lane lost, but has places"
-            )
-            assert task.lane.tasks.keys() <= tasks.keys(), (
-                f"lane {task.lane.key}: keeps a task that has ended"
-            )
+        assert is_special == (own is not None), f"{name}: in a wrong queue"
+        if own is not None:
+            assert number in own.tasks, f"{name}: its lane does not know it"
+            is_known = workers.lanes.get(own.key) is own
+            assert (own.lost is None) == is_known, f"{name}: lane not known"
+            assert own.lost is None or not own.places, f"{name}: lane lost, but has places"
+            assert own.tasks.keys() <= tasks.keys(), f"{name}: its lane keeps an ended task"
 
 
-def _check_worker(scheduler: Scheduler, worker: Worker) -> None:
-    workers, number = scheduler.workers, worker.worker_id
-    is_idle, is_barred, is_ahead, is_retiring, is_parked = (
-        number in group
-        for group in (
-            workers.idle,
-            workers.wait_for_gang,
-            workers.prefetch,
-            workers.retiring,
-            workers.parked,
-        )
+def _check_worker(workers: Workers, worker: Worker) -> None:
+    number, name, attempts = worker.worker_id, f"worker {worker.worker_id}", worker.attempts
+    lists = [each for each in _waiting_lists(workers) if number in each]
+    is_ahead, is_parked = number in workers.prefetch, number in workers.parked
+    has_fresh = any(attempt.is_fresh for attempt in attempts.values())
+    # a starting worker may have the one call that needs a new process
+    is_reserved = worker.state is WorkerState.STARTING and len(attempts) == 1 and has_fresh
+    is_engaged = worker.state is WorkerState.BUSY or is_reserved
+    assert is_engaged == bool(attempts), f"{name}: busy without an attempt"
+    assert not (has_fresh and worker.has_delivered), f"{name}: not fresh"
+    assert len(lists) < 2, f"{name}: on two lists"
+    assert worker.waiting_list is next(iter(lists), None), f"{name}: does not know its list"
+    is_free = bool(lists) and not is_ahead and not is_parked
+    assert is_free == (worker.state is WorkerState.IDLE), f"{name}: on a wrong list"
+    assert is_parked == (worker.state is WorkerState.PARKED), f"{name}: parked, or not"
+    assert number not in workers.retiring or attempts, f"{name}: stays without an attempt"
+    assert number not in workers.spent or attempts or number in workers.lanes, (
+        f"{name}: is spent, and was not replaced"
     )
-    num_groups = is_idle + is_barred + _members(scheduler)[number]
-    may_have = (worker.state is WorkerState.BUSY, _is_reserved(worker))
-    assert any(may_have) == bool(worker.attempts), f"worker {number}: busy without an attempt"
-    has_fresh = any(attempt.is_fresh for attempt in worker.attempts.values())
-    assert not (has_fresh and worker.has_delivered), f"worker {number}: not fresh"
-    assert num_groups == (worker.state is WorkerState.IDLE), f"worker {number}: in a wrong group"
-    assert is_parked == (worker.state is WorkerState.PARKED), f"worker {number}: parked, or not"
-    assert not is_retiring or worker.attempts, f"worker {number}: stays without an attempt"
-    assert not (is_retiring and is_ahead), f"worker {number}: is to take one more, and to go"
-    assert not (is_ahead and number in workers.spent), (
-        f"worker {number}: is to take one more, and to be replaced"
-    )
-    is_bound = bool(worker.attempts) or number in workers.lanes
-    assert number not in workers.spent or is_bound, (
-        f"worker {number}: is spent, and was not replaced"
-    )
-    assert not (is_ahead and workers.places[worker.place].lanes), (
-        f"worker {number}: look-ahead past its lanes"
-    )
-    assert len(worker.attempts) <= MAX_IN_FLIGHT, (
-        f"worker {number}: more than one call of look-ahead"
-    )
-    assert not is_ahead or len(worker.attempts) == 1, (
-        f"worker {number}: look-ahead without a call that runs"
-    )
-    assert not (is_ahead and any(attempt.lasts for attempt in worker.attempts.values())), (
-        f"worker {number}: look-ahead for long"
-    )
-    if is_ahead or len(worker.attempts) == MAX_IN_FLIGHT:
-        assert not any(attempt.runs_alone for attempt in worker.attempts.values()), (
-            f"worker {number}: not alone"
-        )
+    assert len(attempts) <= MAX_IN_FLIGHT, f"{name}: more than one call of look-ahead"
+    if is_ahead:
+        assert number not in workers.retiring, f"{name}: is to take one more, and to go"
+        assert number not in workers.spent, f"{name}: is to take one more, and to be replaced"
+        assert not workers.places[worker.place].lanes, f"{name}: look-ahead past its lanes"
+        assert len(attempts) == 1, f"{name}: look-ahead without a call that runs"
+        assert not any(each.lasts for each in attempts.values()), f"{name}: look-ahead for long"
+    if is_ahead or len(attempts) == MAX_IN_FLIGHT:
+        assert not any(each.runs_alone for each in attempts.values()), f"{name}: not alone"
 
 
-def _is_reserved(worker: Worker) -> bool:
-    """Whether a worker is started for one call that has to be in a process of its own."""
-    attempts = list(worker.attempts.values())
-    return worker.state is WorkerState.STARTING and len(attempts) == 1 and attempts[0].is_fresh
-
-
-def _in_flight(scheduler: Scheduler) -> dict[int, list[tuple[int, int, Slice]]]:
-    """Return what is in flight of each task: attempt, worker and slice; not the slices that have
-    timed out.
-    """
+def _in_flight(workers: Workers, tasks: dict[int, Task]) -> dict[int, list[tuple[int, int, Slice]]]:
+    """Return (attempt, worker, slice) of each task, without slices that have timed out."""
     flying: dict[int, list[tuple[int, int, Slice]]] = {}
-    for worker in scheduler.workers.by_id.values():
+    for worker in workers.by_id.values():
         for attempt_id, attempt in worker.attempts.items():
             for piece in attempt.slices:
-                task = scheduler.backlog.tasks.get(piece.task_id)
-                if task is None or (
-                    task.spec.timeout_s is not None and attempt_id not in (task.flights or ())
+                task = tasks.get(piece.task_id)
+                if task is not None and (
+                    task.spec.timeout_s is None or attempt_id in (task.flights or ())
                 ):
-                    continue
-                flying.setdefault(piece.task_id, []).append((attempt_id, worker.worker_id, piece))
+                    entry = (attempt_id, worker.worker_id, piece)
+                    flying.setdefault(piece.task_id, []).append(entry)
     return flying
 
 
 def _check_task(task: Task, flights: list[tuple[int, int, Slice]]) -> None:
-    name, spec, again = f"task {task.spec.task_id}", task.spec, list(task.again or ())
+    name, spec = f"task {task.spec.task_id}", task.spec
     resting = [piece for rest in task.rests or () for piece in rest.pieces]
-    assert task.items_resting == sum(p.stop - p.start for p in resting), (
-        f"{name}: wrong count of items that rest"
-    )
-    assert all(piece.attempt > 1 for piece in resting), (
-        f"{name}: something rests that has never run"
-    )
-    again += resting
     flying = [piece for _, _, piece in flights]
+    pieces = [*flying, *(task.again or ()), *resting]
+    assert task.items_resting == _count(resting), f"{name}: wrong count of items that rest"
+    assert all(piece.attempt > 1 for piece in resting), f"{name}: rests, but has never run"
     assert task.is_open or task.settled < task.size, f"{name} is complete and has not ended"
     assert (task.flights or {}) == {number: worker for number, worker, _ in flights}, (
         f"{name}: wrong attempts in flight"
     )
     assert len(task.flights or ()) == len(flying), f"{name}: two slices in one call"
-    assert task.items_in_flight == sum(p.stop - p.start for p in flying), (
-        f"{name}: wrong count of items in flight"
-    )
+    assert task.items_in_flight == _count(flying), f"{name}: wrong count of items in flight"
     assert spec.max_workers is None or len(flying) <= spec.max_workers, f"{name}: too wide"
-    edges = sorted((piece.start, piece.stop) for piece in flying + again)
-    assert all(start < stop <= task.cursor for start, stop in edges), (
-        f"{name}: a slice that cannot be"
-    )
+    edges = sorted((piece.start, piece.stop) for piece in pieces)
+    assert all(start < stop <= task.cursor for start, stop in edges), f"{name}: a wrong slice"
     assert all(one[1] <= two[0] for one, two in pairwise(edges)), f"{name}: an item is doubled"
-    pending = sum(stop - start for start, stop in edges) + task.size - task.cursor
+    pending = _count(pieces) + task.size - task.cursor
     assert pending + task.settled == task.size, f"{name}: an item is lost or doubled"
-    assert all(1 <= piece.attempt <= spec.retries + 1 for piece in flying + again), (
-        f"{name}: an attempt too many"
-    )
+    assert all(1 <= p.attempt <= spec.retries + 1 for p in pieces), f"{name}: an attempt too many"
+
+
+def _count(pieces: list[Slice]) -> int:
+    return sum(piece.stop - piece.start for piece in pieces)
 
 
 def _check_gang(scheduler: Scheduler, task: Task) -> None:
-    number = task.spec.task_id
+    number, name = task.spec.task_id, f"gang {task.spec.task_id}"
+    is_broken_up = number in scheduler.outcomes.broken_up
     if not task.spec.is_gang:
-        assert number not in scheduler.outcomes.broken_up, (
-            f"task {number} is no gang, and is broken up"
-        )
+        assert not is_broken_up, f"task {number} is no gang, and is broken up"
         return
-    assert task.cursor in (0, task.size), f"gang {number} has started by half"
-    assert not task.again, f"gang {number}: a rank is to run by itself"
+    assert task.cursor in (0, task.size), f"{name} has started by half"
+    assert not task.again, f"{name}: a rank is to run by itself"
     assert (number in scheduler.backlog.waiting_gangs) == (not task.flights), (
-        f"gang {number} waits and runs, or neither"
+        f"{name} waits and runs, or neither"
     )
-    assert (number in scheduler.workers.waiting_gangs) == (
-        not task.flights and not task.is_queued
-    ), f"gang {number} waits nowhere"
-    assert number not in scheduler.outcomes.broken_up or task.flights, (
-        f"gang {number} is broken up, and does not run"
-    )
+    is_collecting = number in scheduler.workers.waiting_gangs
+    assert is_collecting == (not task.flights and not task.is_queued), f"{name} waits nowhere"
+    assert not is_broken_up or task.flights, f"{name} is broken up, and does not run"
 
 
-def _check_attempts(scheduler: Scheduler) -> None:
-    for worker in scheduler.workers.by_id.values():
+def _check_attempts(workers: Workers, tasks: dict[int, Task]) -> None:
+    for worker in workers.by_id.values():
         for attempt_id, attempt in worker.attempts.items():
-            tasks = [scheduler.backlog.tasks.get(piece.task_id) for piece in attempt.slices]
-            for piece, task in zip(attempt.slices, tasks, strict=True):
+            name = f"attempt {attempt_id}"
+            is_single = len(attempt.slices) == 1 and attempt.runs_alone
+            for piece in attempt.slices:
+                task = tasks.get(piece.task_id)
                 if task is None:
                     continue
-                is_single = len(attempt.slices) == 1 and attempt.runs_alone
-                is_last = piece.attempt > task.spec.retries
-                assert is_single or piece.attempt == 1, (
-                    f"attempt {attempt_id}: a suspect in company"
-                )
-                is_delicate = is_last or task.spec.runs_alone()
-                assert not is_delicate or (is_single and piece.stop - piece.start == 1), (
-                    f"{attempt_id}: last, not alone"
-                )
-                has_lost_its_lane = task.lane is not None and task.lane.lost is not None
-                may_run = task.lane is None or has_lost_its_lane or worker.place in task.lane.places
-                assert may_run or worker.worker_id in scheduler.workers.retiring, (
-                    f"attempt {attempt_id}: in a wrong place"
-                )
+                assert is_single or piece.attempt == 1, f"{name}: a suspect in company"
+                if piece.attempt > task.spec.retries or task.spec.runs_alone():
+                    assert is_single, f"{name}: last, not alone"
+                    assert piece.stop - piece.start == 1, f"{name}: last, not alone"
+                lane = task.lane
+                may_run = lane is None or lane.lost is not None or worker.place in lane.places
+                assert may_run or worker.worker_id in workers.retiring, f"{name}: in a wrong place"
 
 
-def _check_queue(scheduler: Scheduler) -> None:
-    workers, backlog = scheduler.workers, scheduler.backlog
+def _check_queue(workers: Workers, backlog: Backlog) -> None:
     queues = [(None, backlog.queue), *((lane, lane.queue) for lane in workers.lanes.values())]
     entries = Counter((task_id, id(lane)) for lane, queue in queues for _, task_id in queue)
     assert not entries or max(entries.values()) == 1, "a task stands twice in a queue"
     for task_id, task in backlog.tasks.items():
-        is_here = (task_id, id(task.lane)) in entries
+        name, is_here = f"task {task_id}", (task_id, id(task.lane)) in entries
         if task.lane is not None and task.lane.lost is not None:
-            assert task.waiting == task.is_open == 0, f"task {task_id}: waits for nobody"
+            assert task.waiting == task.is_open == 0, f"{name}: waits for nobody"
         else:
-            assert task.is_queued == is_here, f"task {task_id}: wrong mark of being queued"
-            assert is_here == (task.is_ready and task_id not in workers.waiting_gangs), (
-                f"task {task_id}: waits in no queue"
-            )
+            assert task.is_queued == is_here, f"{name}: wrong mark of being queued"
+            is_due = task.is_ready and task_id not in workers.waiting_gangs
+            assert is_here == is_due, f"{name}: waits in no queue"
 
 
-def _check_paces(scheduler: Scheduler) -> None:
-    backlog = scheduler.backlog
+def _check_paces(workers: Workers, backlog: Backlog) -> None:
     waiting, num_tasks = Counter[int](), Counter[int]()
     for task in backlog.tasks.values():
         waiting[task.spec.fn_id] += task.waiting
         num_tasks[task.spec.fn_id] += 1
+    running = Counter(id(a.pace) for w in workers.by_id.values() for a in w.attempts.values())
     assert num_tasks.keys() == backlog.paces.keys(), "a function in use is not known as such"
     for fn_id, pace in backlog.paces.items():
-        assert pace.waiting == waiting[fn_id], f"function {fn_id}: wrong count of what waits"
-        assert pace.num_tasks == num_tasks[fn_id], f"function {fn_id}: wrong count of tasks"
-        assert pace.running == _num_running(scheduler, pace), (
-            f"function {fn_id}: wrong count of calls in flight"
-        )
+        name = f"function {fn_id}"
+        assert pace.waiting == waiting[fn_id], f"{name}: wrong count of what waits"
+        assert pace.num_tasks == num_tasks[fn_id], f"{name}: wrong count of tasks"
+        assert pace.running == running[id(pace)], f"{name}: wrong count of calls in flight"
     assert all(pace.waiting == 0 for pace in backlog.idle_paces.values()), (
         "something waits for a function not in use"
     )
 
 
-def _num_running(scheduler: Scheduler, pace: Pace) -> int:
-    return sum(
-        attempt.pace is pace
-        for worker in scheduler.workers.by_id.values()
-        for attempt in worker.attempts.values()
-    )
-
-
-def _check_work_conserving(scheduler: Scheduler) -> None:
-    workers, backlog = scheduler.workers, scheduler.backlog
+def _check_work_conserving(workers: Workers, backlog: Backlog) -> None:
     head = backlog.head(backlog.queue)
     assert head is None or not workers.idle, (
         f"task {head.spec.task_id} waits although workers are free"
     )
     for lane in workers.lanes.values():
-        waiting = backlog.head(lane.queue)
-        assert waiting is None or not _idle_in(scheduler, lane), (
+        assert backlog.head(lane.queue) is None or not _idle_in(workers, lane), (
             f"lane {lane.key} waits although workers are free"
         )
-    for worker_id in workers.wait_for_gang:
-        first = min((task.order for task in _heads_for(scheduler, worker_id)), default=None)
-        assert first is not None, f"worker {worker_id} waits for nothing"
-        assert backlog.tasks[first[1]].spec.is_gang, (
-            f"worker {worker_id} waits although task {first[1]} could run"
+    for number in workers.wait_for_gang:
+        lanes = workers.places[workers.by_id[number].place].lanes.values()
+        heads = _heads(backlog, lanes)
+        assert heads, f"worker {number} waits for nothing"
+        first = min(heads, key=lambda task: task.order)
+        assert first.spec.is_gang, (
+            f"worker {number} waits although task {first.spec.task_id} could run"
         )
-    _check_gatherings(scheduler)
-    _check_called_gangs(scheduler)
 
 
-def _heads_for(scheduler: Scheduler, worker_id: int) -> list[Task]:
-    """Return what comes first in each of the queues that a worker looks into."""
-    workers, backlog = scheduler.workers, scheduler.backlog
-    lanes = workers.places[workers.by_id[worker_id].place].lanes.values()
-    heads = [backlog.head(queue) for queue in (backlog.queue, *(lane.queue for lane in lanes))]
-    return [head for head in heads if head is not None]
+def _heads(backlog: Backlog, lanes: Iterable[Lane]) -> list[Task]:
+    """Return the first tasks of the pool's queue and of these lanes."""
+    queues = [backlog.queue, *(lane.queue for lane in lanes)]
+    return [head for queue in queues if (head := backlog.head(queue)) is not None]
 
 
-def _check_gatherings(scheduler: Scheduler) -> None:
-    workers = scheduler.workers
-    gatherings = list(workers.waiting_gangs.values())
-    for gathering in gatherings:
+def _check_gatherings(workers: Workers) -> None:
+    gatherings = workers.waiting_gangs
+    for key, gathering in gatherings.items():
         gang, members = gathering.gang, gathering.members
         name = f"gang {gang.spec.task_id}"
-        assert workers.waiting_gangs[gang.spec.task_id] is gathering, f"{name}: under a wrong key"
+        assert key == gang.spec.task_id, f"{name}: under a wrong key"
         assert len(members) < gang.size, f"{name} is complete and has not started"
-        assert workers.has_enough(gang), f"{name} waits for workers that there are not"
-        others = [other.gang.spec for other in gatherings if other is not gathering]
+        assert workers.has_enough(gang), f"{name} waits for workers that do not exist"
+        others = [other.gang.spec for other in gatherings.values() if other is not gathering]
         assert not any(gang.spec.may_meet(other) for other in others), (
             f"{name} collects what another one does"
         )
@@ -381,28 +299,15 @@ def _check_gatherings(scheduler: Scheduler) -> None:
             )
 
 
-def _check_called_gangs(scheduler: Scheduler) -> None:
-    """Whatever keeps the gang that is first in its queue from collecting comes before it."""
-    workers, backlog = scheduler.workers, scheduler.backlog
-    heads = [
-        backlog.head(queue)
-        for queue in (backlog.queue, *(lane.queue for lane in workers.lanes.values()))
-    ]
-    called = [head for head in heads if head is not None and head.spec.is_gang]
+def _check_called_gangs(workers: Workers, backlog: Backlog) -> None:
+    """Check that a gang at the head of its queue waits only for what comes before it."""
+    heads = _heads(backlog, workers.lanes.values())
+    first = backlog.head(backlog.queue)
     collecting = [gathering.gang for gathering in workers.waiting_gangs.values()]
-    for gang in called:
-        before = [*collecting, *(other for other in called if other.order < gang.order)]
-        is_early = heads[0] is not None and heads[0].order < gang.order
-        is_in_the_way = any(other.spec.may_meet(gang.spec) for other in before)
-        assert is_early or is_in_the_way, (
+    for gang in heads:
+        earlier = [other for other in heads if other.spec.is_gang and other.order < gang.order]
+        is_early = first is not None and first.order < gang.order
+        is_in_the_way = any(gang.spec.may_meet(each.spec) for each in (*collecting, *earlier))
+        assert not gang.spec.is_gang or is_early or is_in_the_way, (
             f"gang {gang.spec.task_id} waits although it could collect"
         )
-
-
-def _members(scheduler: Scheduler) -> Counter[int]:
-    """Return the workers that are held for gangs; one that is held for two counts twice."""
-    return Counter(
-        number
-        for gathering in scheduler.workers.waiting_gangs.values()
-        for number in gathering.members
-    )

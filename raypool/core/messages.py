@@ -1,7 +1,6 @@
 """The scheduler's messages: events (facts, in the past tense) and commands (imperatives).
 
-All are plain tuples of ids, sizes and kinds, so that they can be compared, written as JSON and
-replayed.
+All are plain tuples of ids, sizes and kinds, which can be compared, written as JSON and replayed.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from raypool.errors import LossReason
 class Signal(Enum):
     """What a running task is told.
 
-    STOP: end by yourself, and return what you have. CANCEL: you are interrupted. LEAVE: your
-    machine is about to go; save what you have and come back, you run again elsewhere.
+    STOP: return early, with a result. CANCEL: the task is interrupted. LEAVE: the machine is about
+    to go; save and return, to run again elsewhere.
     """
 
     STOP = "stop"
@@ -43,31 +42,25 @@ class ItemsAdded(NamedTuple):
 
 
 class CancelRequested(NamedTuple):
-    """The task was cancelled: queued items never run, running ones are interrupted, and late
-    results are dropped.
-    """
+    """The task was cancelled: queued items never run, running items are interrupted."""
 
     task_id: int
 
 
 class StopRequested(NamedTuple):
-    """Whatever runs of the task now should end by itself and return what it has; that counts as any
-    result.
-    """
+    """Running items of the task should return early; their results count."""
 
     task_id: int
 
 
 class WorkerReady(NamedTuple):
-    """A worker has come up and passed its checks."""
+    """A worker has started and passed its checks."""
 
     worker_id: int
 
 
 class WorkerLost(NamedTuple):
-    """A worker is gone. `was_idle`: it died before it began what was sent to it, so that is not
-    charged.
-    """
+    """A worker is gone. `was_idle`: it began nothing, so its calls do not count as retries."""
 
     worker_id: int
     reason: LossReason
@@ -75,11 +68,10 @@ class WorkerLost(NamedTuple):
 
 
 class PlaceLeaving(NamedTuple):
-    """A place will be gone soon. It takes nothing more; what runs there is told, and has until `at`
-    to end (None: no limit).
+    """A place will be gone soon: it takes no more calls, and running tasks get a signal.
 
-    `is_kept`: the pool has no other place, so this one stays, and moves to another node later; what
-        runs is told.
+    `at`: they are interrupted then (None: never). `is_kept`: the pool has no other place, so this
+    place stays, and moves to another node later.
     """
 
     place: int
@@ -88,17 +80,17 @@ class PlaceLeaving(NamedTuple):
 
 
 class PlaceLost(NamedTuple):
-    """A place is gone with whatever was in it: no worker will ever start there again."""
+    """A place is gone with its worker: none will ever start there again."""
 
     place: int
     reason: LossReason
 
 
 class AttemptFinished(NamedTuple):
-    """A worker has answered; one report for each slice of the attempt, in order.
+    """A worker has answered, with one report for each slice of the attempt, in order.
 
-    `is_spent`: its process holds memory that it should not, and is replaced before it runs anything
-    else; the last answer decides.
+    `is_spent`: its process holds leftover memory, and is replaced before it runs anything else; the
+    last answer decides.
     """
 
     worker_id: int
@@ -108,11 +100,10 @@ class AttemptFinished(NamedTuple):
 
 
 class AttemptNarrowed(NamedTuple):
-    """A worker busy with a long attempt says of each slice, in order, what is done, and what it
-    keeps.
+    """A worker in a long attempt reports what is done of each slice, in order.
 
-    `kept`: so many items after those that are done; the rest it will not begin. Nor will it begin
-    any call that was sent after this one before this was heard.
+    `kept`: the numbers of items after these that it keeps. It will begin neither the rest nor any
+    call that was sent after this one before this was heard.
     """
 
     worker_id: int
@@ -131,10 +122,9 @@ class TimerFired(NamedTuple):
 
 
 class ResizeRequested(NamedTuple):
-    """New places were claimed for the pool (`add`), or it is to give back so many (`remove`), or
-    these (`leave`).
+    """The pool got new places (`add`), or has to give back a number (`remove`) or these (`leave`).
 
-    Of the latter those stay that tasks are bound to.
+    Of `leave`, places with tasks that are bound to their worker stay.
     """
 
     add: tuple[int, ...] = ()
@@ -143,7 +133,7 @@ class ResizeRequested(NamedTuple):
 
 
 class ShutdownRequested(NamedTuple):
-    """No task is taken from now on. What is queued, or running, may be cancelled."""
+    """The pool takes no more tasks; queued or running tasks may be cancelled."""
 
     cancel_queued: bool = False
     cancel_running: bool = False
@@ -169,7 +159,7 @@ Event = (
 
 
 class StartWorker(NamedTuple):
-    """Start a worker in a place, instead of any that was there."""
+    """Start a worker in a place; it replaces any other there."""
 
     worker_id: int
     place: int
@@ -182,7 +172,7 @@ class Vacate(NamedTuple):
 
 
 class ParkWorker(NamedTuple):
-    """End the worker in a place and keep the place: the pool has had no work for a while."""
+    """End the worker in a place and keep the place: the pool is idle."""
 
     place: int
 
@@ -198,9 +188,8 @@ class RunTasks(NamedTuple):
 class RunGang(NamedTuple):
     """Make these calls at the same time: the ranks of a gang, in order.
 
-    `is_loan`: no worker is called. Processes in the places of these workers, which have not
-    started, end; the submitter of the gang has the places until `AttemptFinished` comes for each
-    rank.
+    `is_loan`: no worker is called. The processes in these places end, and the submitter of the gang
+    has the places until `AttemptFinished` arrives for each rank.
     """
 
     runs: tuple[RunTasks, ...]
@@ -208,9 +197,7 @@ class RunGang(NamedTuple):
 
 
 class SignalTask(NamedTuple):
-    """Tell what runs of this task in this attempt to stop. An attempt that the worker has answered
-    meanwhile is not meant.
-    """
+    """Send a signal to a task in an attempt, unless the worker has answered meanwhile."""
 
     worker_id: int
     attempt_id: int
@@ -219,17 +206,16 @@ class SignalTask(NamedTuple):
 
 
 class SettleItems(NamedTuple):
-    """The outcomes that came with this attempt for these items count."""
+    """The outcomes of these items in this attempt count."""
 
     attempt_id: int
     items: Slice
 
 
 class FailItems(NamedTuple):
-    """These items have lost their worker for the last time.
+    """These items have failed: they lost their worker, and have no retries left.
 
-    A rank of a gang that was not begun has failed too: with `LossReason.STOPPED` if the gang was
-    being stopped by then.
+    So has a rank of a gang that was not begun (`LossReason.STOPPED`: the gang was being stopped).
     """
 
     items: Slice
@@ -237,10 +223,9 @@ class FailItems(NamedTuple):
 
 
 class TimeOutItems(NamedTuple):
-    """These items have run longer than they may; they have failed, whatever still comes of them.
+    """These items have failed because they exceeded their time limit.
 
-    For a gang it is one notice about all its ranks, and settles nothing: each rank is reported as
-    it comes back.
+    For a gang this names all ranks and settles none: each is reported when it has returned.
     """
 
     items: Slice
@@ -248,17 +233,17 @@ class TimeOutItems(NamedTuple):
 
 
 class EndTask(NamedTuple):
-    """The task has ended: all its items are settled, or what is missing never will be."""
+    """The task has ended: items that are not settled never will be."""
 
     task_id: int
     state: TaskState
 
 
 class DropPlace(NamedTuple):
-    """There will be no worker in this place any more; the pool is smaller now.
+    """The pool has lost this place, and is smaller now.
 
-    With `LossReason.FAULTY`: so many items have failed there in a row (`failed`), while others have
-    not (`finished`).
+    With `LossReason.FAULTY`: the number of items that failed there in a row, and that finished
+    elsewhere meanwhile.
     """
 
     place: int
@@ -270,10 +255,9 @@ class DropPlace(NamedTuple):
 class SetTimer(NamedTuple):
     """Send `TimerFired(kind, worker_id, attempt_id, task_id)` at this time [s, the clock of `now`].
 
-    "start": a worker's delayed start. "ready": it has to have come up. "timeout": the attempt has
-    to have come back. "leave": what still runs on the worker has to go elsewhere. Of no worker:
-    "idle": the pool may have had no task for long enough;
-    "retry": something of the task may run again.
+    "start": a worker's delayed start. "ready": its start took too long. "timeout": the attempt took
+    too long. "leave": the worker's machine is about to go. Without a worker: "idle": the pool may
+    have been idle for long enough; "retry": items of the task may run again.
     """
 
     at: float
@@ -284,13 +268,11 @@ class SetTimer(NamedTuple):
 
 
 class BreakPool(NamedTuple):
-    """No worker is left that can come back; the tasks ended after this have failed because of
-    it.
-    """
+    """No place is left; the tasks that end after this have failed because of it."""
 
 
 class ClosePool(NamedTuple):
-    """All tasks have ended and all places are given back."""
+    """All tasks have ended, and all places are given back."""
 
 
 Command = (

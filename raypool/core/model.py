@@ -1,9 +1,8 @@
 """The nouns of the scheduler: tasks, slices, attempts, workers, places.
 
-A **task** is what a user submitted under one id: one call (`parfeval`) or the items of one loop
-(`parfor`), numbered from 0. A **slice** is a run of consecutive items of one task; it is what
-travels. An **attempt** is one call to one worker with one or more slices in it. A **place** is a
-claim on a device, and outlives the worker processes that come and go in it. Ids are small integers,
+A **task** is a call (`parfeval`) or the items of a loop (`parfor`), numbered from 0. A **slice** is
+a run of consecutive items of a task. An **attempt** is one call to one worker, with one or more
+slices. A **place** is a claim on a device, and outlives the workers in it. Ids are small integers,
 never used twice. No value of the user's is stored here.
 """
 
@@ -25,10 +24,12 @@ Flight = tuple[int, int]
 """(attempt id, worker id) of a call that is on its way."""
 
 
+WaitingList = dict[int, None]
+"""The ids of workers that wait for the same, in the order in which they joined."""
+
+
 class TaskState(Enum):
-    """Where a task is. RUNNING: some of it was sent to a worker. FINISHED, FAILED and CANCELLED are
-    never left.
-    """
+    """The state of a task. RUNNING: some items were sent to a worker. The last three are final."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -46,9 +47,7 @@ _FINAL_STATES = frozenset({TaskState.FINISHED, TaskState.FAILED, TaskState.CANCE
 
 
 class WorkerState(Enum):
-    """Where a worker is. LOST and STOPPED are never left: whatever comes after has a new id.
-    PARKED: it has no process.
-    """
+    """The state of a worker. PARKED: it has no process. LOST and STOPPED are final."""
 
     PARKED = "parked"
     STARTING = "starting"
@@ -59,7 +58,7 @@ class WorkerState(Enum):
 
 
 class PoolState(Enum):
-    """Where the pool is. CLOSED and BROKEN are never left."""
+    """The state of the pool. CLOSED and BROKEN are final."""
 
     OPEN = "open"
     CLOSING = "closing"
@@ -70,19 +69,16 @@ class PoolState(Enum):
 class TaskSpec(NamedTuple):
     """What is known of a task when it is submitted.
 
-    `fn_id`: tasks with the same number run the same function, so that short ones may share a call
-        and their times.
+    `fn_id`: tasks with the same number run the same function, and may share calls and a pace.
     `is_open`: more items may follow (`ItemsAdded`). `retries`: how often an item may run again
     after it has lost its worker; with 0 an item never shares a call and never runs twice. `place`:
     runs on the worker that holds this place now, or fails with it. `is_gang`: its items are ranks,
     which start together and never run again. `places`: the only places that it may use, in the
-    order of a gang's ranks. `fail_fast`: the first failure ends the task. `chunk_size`: a call
-    takes so many items, whatever they take (None: by their pace). `timeout_s`: an item that runs
-    longer has failed [s]; such items never share a call. `is_fresh`: each item runs in a process
-    that has run nothing before, and ends after it.
-    `retry_delay_s`: an item that runs again waits so long first, twice as long each time.
-    `is_loan`: a gang that wants the places only: the workers of its ranks end, and others start
-    there when the ranks have come back.
+    order of a gang's ranks. `fail_fast`: the first failure ends the task. `chunk_size`: items of a
+    call (None: by their pace). `timeout_s`: an item that runs longer has failed [s]; such items
+    never share a call. `is_fresh`: each item runs in a new process of its own. `retry_delay_s`: the
+    delay before an item runs again, twice as long each time [s]. `is_loan`: a gang that wants only
+    the places: their workers end, and others start when the ranks have returned.
     """
 
     task_id: int
@@ -104,7 +100,7 @@ class TaskSpec(NamedTuple):
 
     @property
     def is_sound(self) -> bool:
-        """Whether these wishes have a meaning, and go together."""
+        """Whether these options are valid, and valid together."""
         if self.place is not None and (self.is_gang or self.is_fresh or self.places is not None):
             return False  # a bound task means a process, not a place
         if self.is_gang and (
@@ -113,28 +109,23 @@ class TaskSpec(NamedTuple):
             return False  # one failure ends a gang anyway, but not before all ranks have come back
         if self.is_loan and not self.is_gang:
             return False
-        may_start = (self.max_workers is None or self.max_workers > 0) and (
-            self.chunk_size is None or self.chunk_size > 0
-        )
-        may_last = self.timeout_s is None or self.timeout_s > 0
         return (
-            may_start
-            and may_last
+            (self.max_workers is None or self.max_workers > 0)
+            and (self.chunk_size is None or self.chunk_size > 0)
+            and (self.timeout_s is None or self.timeout_s > 0)
             and self.size >= 0
             and self.retries >= 0
             and self.retry_delay_s >= 0
         )
 
     def may_meet(self, other: TaskSpec) -> bool:
-        """Whether there could be a place for both, at some time."""
-        return (
-            self.places is None
-            or other.places is None
-            or not set(self.places).isdisjoint(other.places)
-        )
+        """Whether two tasks may want the same place."""
+        if self.places is None or other.places is None:
+            return True
+        return not set(self.places).isdisjoint(other.places)
 
     def runs_alone(self) -> bool:
-        """Whether an item of it never shares a call, and nothing is queued behind it."""
+        """Whether an item never shares a call, and no call waits behind it."""
         return self.retries == 0 or self.timeout_s is not None or self.is_fresh
 
 
@@ -147,7 +138,7 @@ class Slice(NamedTuple):
     attempt: int
 
     def without(self, items: tuple[int, ...]) -> list[Slice]:
-        """Return the runs of items that are left without these, which ascend.
+        """Return the runs of items without these, which have to ascend.
 
         Example:
             >>> [(run.start, run.stop) for run in Slice(0, 3, 9, attempt=1).without((3, 5))]
@@ -168,12 +159,10 @@ class Slice(NamedTuple):
 class Report(NamedTuple):
     """A worker's report of one slice.
 
-    `done`: so many items, counted from the slice's start, have an outcome; the rest was not begun
-        and is handed back.
-    `failed`: so many of them ended with an error. `retry`: the numbers of those of them that may
-        run again.
-    `busy_s`: time spent in the user's function [s]. `again`: the numbers of failed items that were
-    crowded out by others on their GPU: they always run again, and that does not count as a retry.
+    `done`: the number of items with an outcome, from the slice's start; the rest was not begun and
+    is handed back. `failed`: the number of these that ended with an error. `retry`: the failed
+    items that may run again. `busy_s`: time spent in the user's function [s]. `again`: failed items
+    that found no room on a shared GPU: they run again, which does not count as a retry.
     """
 
     done: int
@@ -183,9 +172,7 @@ class Report(NamedTuple):
     again: tuple[int, ...] = ()
 
     def is_about(self, piece: Slice) -> bool:
-        """Whether this can be said of a slice; `retry` and `again` have to ascend, and have nothing
-        in common.
-        """
+        """Whether this report fits a slice; `retry` and `again` ascend and are disjoint."""
         if not self.retry and not self.again:
             return 0 <= self.failed <= self.done <= piece.stop - piece.start
         stop, repeated = piece.start + self.done, self.repeated(self.retry)
@@ -193,25 +180,23 @@ class Report(NamedTuple):
         return ascends and stop <= piece.stop and len(repeated) <= self.failed <= self.done
 
     def leaves(self, piece: Slice, kept: int) -> bool:
-        """Whether so many items of a slice can come after those that are done."""
+        """Whether a slice has `kept` items after those that are done."""
         return 0 <= kept <= piece.stop - piece.start - self.done
 
     def repeated(self, retry: tuple[int, ...]) -> tuple[int, ...]:
-        """Return what runs again, in order, if these may be tried once more."""
+        """Return the items that run again, in order, if `retry` may."""
         return tuple(sorted(retry + self.again)) if self.again else retry
 
 
 class IdleHeap:
-    """Free workers, the one in the lowest place first.
-
-    A worker that becomes busy keeps its entry until that reaches the head: it may be free again by
-    then.
-    """
+    """Free workers, the one in the lowest place first."""
 
     __slots__ = ("_heap", "_seated")
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int]] = []  # (place, worker id)
+        # (place, worker id); a worker that becomes busy keeps its entry until that reaches the
+        # head, because it may be free again by then
+        self._heap: list[tuple[int, int]] = []
         self._seated: set[int] = set()  # the workers in the heap
 
     def seat(self, worker: Worker) -> None:
@@ -220,8 +205,8 @@ class IdleHeap:
             self._seated.add(worker.worker_id)
             heappush(self._heap, (worker.place, worker.worker_id))
 
-    def first(self, idle: dict[int, None]) -> int | None:
-        """Return the first of those workers that are really idle."""
+    def first(self, idle: WaitingList) -> int | None:
+        """Return the first worker that is still idle."""
         heap = self._heap
         while heap and heap[0][1] not in idle:
             self._seated.remove(heappop(heap)[1])
@@ -233,12 +218,11 @@ class IdleHeap:
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """A queue beside the pool's, for tasks that may run in certain places only, or on one
-    particular worker only.
+    """A queue of its own for tasks that are bound to certain places or to one worker.
 
-    It lasts as long as it has tasks. A place leaves it when its worker is to take nothing more, and
-    the lane of one worker is left when that worker is lost. When the last place leaves, what waits
-    can never run: `lost` says why.
+    It exists while it has tasks. A place leaves it when its worker takes no more calls, or, in the
+    lane of one worker, when that is lost. When the last place has left, `lost` says why: its tasks
+    can never run.
     """
 
     key: tuple[int, ...] | int  # the places that were asked for, or the worker
@@ -250,7 +234,7 @@ class Lane:
 
 
 class Rest(NamedTuple):
-    """Slices of a task that wait until they may run again, in the order in which they may."""
+    """Slices of a task that wait for their time to run again, ordered by it."""
 
     until: float
     number: int  # of the task's rests: two may end at the same time
@@ -259,9 +243,7 @@ class Rest(NamedTuple):
 
 @dataclass(slots=True)
 class Task:
-    """A task and its progress. Every item is queued, resting, in flight or settled:
-    `check_invariants` counts them.
-    """
+    """A task and its progress. Every item is queued, resting, in flight or settled."""
 
     spec: TaskSpec
     pace: Pace  # of its function
@@ -287,7 +269,7 @@ class Task:
 
     @property
     def waiting(self) -> int:
-        """Items that wait to be dispatched, and may be."""
+        """The number of items that may be dispatched."""
         return self.size - self.settled - self.items_in_flight - self.items_resting
 
     @property
@@ -299,7 +281,7 @@ class Task:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether its next slice has lost a worker before, and so runs with nothing beside it."""
+        """Whether its next slice has lost a worker before, and so runs alone."""
         return bool(self.again) and self.again[0].attempt > 1  # type: ignore[index]
 
 
@@ -308,15 +290,15 @@ class WaitingGang:
     """A gang and the free workers that are held for it until there are enough."""
 
     gang: Task
-    members: dict[int, None] = field(default_factory=dict)
+    members: WaitingList = field(default_factory=dict)
 
     def wants(self, place: int) -> bool:
-        """Whether the worker in a place could be one of them."""
+        """Whether the gang may use a place."""
         return self.gang.lane is None or place in self.gang.lane.places
 
 
 class Attempt(NamedTuple):
-    """What one call to one worker holds, all of it for one function."""
+    """One call to one worker: slices for one function."""
 
     slices: tuple[Slice, ...]
     pace: Pace  # of that function
@@ -331,8 +313,7 @@ class Attempt(NamedTuple):
 class Worker:
     """A process (or thread) that runs tasks; `attempts` is ordered, the first one is running.
 
-    While the worker is starting, it may have one that has to be in a process of its own, and is
-    sent when the worker is ready.
+    A starting worker may have an attempt that needs a new process, and is sent when that is ready.
     """
 
     worker_id: int
@@ -341,24 +322,24 @@ class Worker:
     attempts: dict[int, Attempt] = field(default_factory=dict)
     has_delivered: bool = False  # an attempt has come back from it
     since: float = 0.0  # when it became busy
+    waiting_list: WaitingList | None = None  # set by `Workers.move`
 
 
 class Departure(NamedTuple):
-    """Why a place is about to be given up, and what the user is told about it."""
+    """Why a place is about to be given up, for the user."""
 
     reason: LossReason
-    at: float = math.inf  # what still runs there then is interrupted
+    at: float = math.inf  # its tasks are interrupted then
     failed: int = 0
     finished: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class FailureStreak:
-    """Consecutive failed calls of one function in a place, and its counts elsewhere when they
-    began.
-    """
+    """Consecutive failed calls of one function in a place."""
 
     pace: Pace
+    # the pace when they began
     good: int
     bad: int
     finished: int
@@ -375,18 +356,17 @@ class Place:
     worker_id: int = -1
     failed_starts: int = 0
     losses: int = 0  # since the last worker here that has delivered
-    # it goes when its worker, which takes nothing more, has come to an end
+    # given up when its worker, which takes no more calls, has ended
     leaving: Departure | None = None
-    # whose tasks may run here, by key
+    # lanes whose tasks may run here, by key
     lanes: dict[tuple[int, ...] | int, Lane] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Counts:
-    """How much has happened so far. Items, not tasks, in the first four; attempts are calls to
-    workers.
+    """Totals so far: of items in the first four fields; attempts are calls to workers.
 
-    `cancelled`: items that got no outcome because their task had ended, for whatever reason.
+    `cancelled`: items without an outcome when their task ended, for any reason.
     """
 
     submitted: int = 0

@@ -1,6 +1,4 @@
-"""The scheduler's policy as pure functions: sizes of calls, prefetching, delays and failure
-rates.
-"""
+"""The scheduler's policy as pure functions: call sizes, look-ahead, delays, failure rates."""
 
 from __future__ import annotations
 
@@ -10,52 +8,46 @@ from dataclasses import dataclass
 from raypool.errors import LossReason
 
 SHORT_S = 0.050
-"""An item that takes less than this on average shares its call with others [s]."""
+"""Items that take less than this on average share calls [s]."""
 
 LOOK_AHEAD_S = 0.250
-"""If no recent item took longer than this, the next call may wait at a busy worker [s]."""
+"""If no recent item took longer, the next call may wait at a busy worker [s]."""
 
 FADING = 0.9
 """Decay of the longest recent time with each later call."""
 
 PLENTY = 4
-"""With so many items left for each worker, calls are sent ahead: an item stuck behind a long one is
-not the last to run.
+"""Calls are sent ahead while each worker has so many items left: one stuck behind a long item is
+then not the last to run.
 """
 
 EVEN_BELOW_S = 0.100
-"""If no recent item took longer than this, one item left for each worker is enough for that [s]."""
+"""If no recent item took longer, one item left for each worker is enough for that [s]."""
 
 CHUNK_S = 0.050
-"""How long a shared call should take [s]: much longer than the millisecond that a call costs, too
-short to notice.
-"""
+"""The intended time of a shared call [s]: a call costs a millisecond, and nobody notices 50."""
 
 LEAST_CHUNK_S = 0.005
-"""Towards the end of a queue, calls get smaller, but not below this [s]: they would cost more than
-they balance.
-"""
+"""Calls shrink towards the end of a queue, but not below this [s]; they cost about 1 ms each."""
 
 GROWTH = 16
-"""A call holds at most so many times the items that have been measured: few measurements do not
-justify a long call.
-"""
+"""A call has at most so many times the measured items: few measurements justify no long call."""
 
 NEWEST_WEIGHT = 0.25
 """Weight of the newest call in the running mean, once there are four."""
 
 MAX_IN_FLIGHT = 2
-"""A worker has at most so many calls: one that runs, and one of look-ahead."""
+"""Calls of a worker: one that runs, and one of look-ahead."""
 
 MAX_FAILED_STARTS = 3
-"""A place where so many starts in a row have failed is given up."""
+"""A place is given up after so many failed starts in a row."""
 
 FORGIVEN = (LossReason.STOPPED, LossReason.PREEMPTED)
-"""Losses for these reasons count neither against what the worker ran nor against its place."""
+"""Losses for these reasons count neither as retries nor against the place."""
 
 FAULTY_BELOW = 1e-5
-"""A place is taken out if its consecutive failures are less likely than this, judged by the same
-functions elsewhere.
+"""A place is removed if its failures in a row are less likely than this, given the rate at which
+the same functions fail elsewhere.
 """
 
 FIRST_DELAY_S = 0.5
@@ -67,21 +59,19 @@ LONGEST_RETRY_DELAY_S = 300.0
 
 @dataclass(slots=True)
 class Pace:
-    """Statistics of one function: how long its items take, how many wait, and how many calls
-    fail.
-    """
+    """Statistics of one function: how long its items take, how many wait, how many calls fail."""
 
-    mean_s: float = math.inf  # of one item; unknown is taken for long
+    mean_s: float = math.inf  # of one item; unknown counts as long
     items: int = 0
     calls: int = 0
     waiting: int = 0
     num_tasks: int = 0
     running: int = 0  # calls in flight
     failed: int = 0  # of the items, with an error
-    spoilt: int = 0  # of the calls: nothing in them has finished
-    lost: int = 0  # calls that have taken their worker with them, or too long
-    blamed: int = 0  # of these two, calls for which their place was taken out
-    longest_s: float = math.inf  # an item has taken so long of late, on average in its call
+    spoilt: int = 0  # calls in which no item has finished
+    lost: int = 0  # calls that lost their worker or exceeded their time limit
+    blamed: int = 0  # of these two, calls for which their place was removed
+    longest_s: float = math.inf  # recently, on average in its call; fades
 
     @property
     def is_short(self) -> bool:
@@ -90,7 +80,7 @@ class Pace:
 
     @property
     def is_brief(self) -> bool:
-        """Whether something may wait behind one of its items."""
+        """Whether a call may wait behind one of its items."""
         return self.longest_s < LOOK_AHEAD_S
 
     @property
@@ -109,7 +99,7 @@ class Pace:
         return self.items - self.failed
 
     def observe(self, items: int, busy_s: float) -> None:
-        """Take in a call that ran `items` items in `busy_s` seconds."""
+        """Add a call that ran `items` items in `busy_s` seconds."""
         self.items += items
         self.calls += 1
         mean_s = busy_s / items
@@ -124,8 +114,8 @@ def chunk_size(pace: Pace, num_workers: int) -> int:
     """Return how many items the next call takes.
 
     One, while items are long or unknown. Else guided self-scheduling (Polychronopoulos and Kuck
-    1987): an equal share of half of what waits, at most `CHUNK_S` of work, at least `LEAST_CHUNK_S`
-    of it; a rest of less than half of that goes along.
+    1987): an equal share of half of the waiting items, between `LEAST_CHUNK_S` and `CHUNK_S` of
+    work; a rest of less than half of the former goes along.
 
     Example:
         >>> chunk_size(Pace(mean_s=2.0, items=10, waiting=100), num_workers=4)
@@ -147,18 +137,19 @@ def chunk_size(pace: Pace, num_workers: int) -> int:
 
 
 def should_look_ahead(pace: Pace, num_workers: int) -> bool:
-    """Whether a worker that is busy with something short gets its next call now: it need not wait
-    for the driver then.
+    """Whether a worker that is busy with a short call gets its next call now.
 
-    Only while enough waits for every worker, since what waits behind a busy worker comes back after
-    half a second at best; the longer an item, and the less alike they are, the more there has to
-    be. Of what takes longer than that, the millisecond or two until the next call are not one part
-    in a hundred.
+    It then need not wait for the driver. Only while enough items wait for all workers, because a
+    call behind a busy worker is handed back after half a second at best; longer and more varied
+    items need more. For long items the one or two milliseconds between calls are less than 1 %.
 
     Example:
-        >>> [should_look_ahead(Pace(longest_s=mean_s, mean_s=mean_s, waiting=16), num_workers=4) for mean_s in (0.01, 0.1, 1.0)]
+        >>> def decide(seconds, waiting):
+        ...     pace = Pace(longest_s=seconds, mean_s=seconds, waiting=waiting)
+        ...     return should_look_ahead(pace, num_workers=4)
+        >>> [decide(seconds, waiting=16) for seconds in (0.01, 0.1, 1.0)]
         [True, False, False]
-        >>> [should_look_ahead(Pace(longest_s=mean_s, mean_s=mean_s, waiting=17), num_workers=4) for mean_s in (0.01, 0.1, 1.0)]
+        >>> [decide(seconds, waiting=17) for seconds in (0.01, 0.1, 1.0)]
         [True, True, False]
     """
     if pace.is_short and pace.longest_s < EVEN_BELOW_S:
@@ -169,20 +160,19 @@ def should_look_ahead(pace: Pace, num_workers: int) -> bool:
 def piece_size(lost: int, attempts_left: int) -> int:
     """Return the size of the pieces into which a lost slice is cut before it runs again.
 
-    With several items in a call nobody knows which one killed the worker. The last attempt is made
-    alone; before that the pieces shrink geometrically, so that finding the culprit costs few calls
-    and no innocent item fails in the end.
+    Any of several items may have killed the worker. The pieces shrink geometrically to one item in
+    the last attempt: finding the culprit costs few calls, and no innocent item fails.
 
     Example:
         >>> piece_size(10_000, attempts_left=2), piece_size(100, attempts_left=1)
         (100, 1)
     """
-    size = math.ceil(math.pow(lost, (attempts_left - 1) / attempts_left) - 1e-9)
-    return max(1, size)
+    # the small number keeps roundoff from turning 100.0 into 101
+    return max(1, math.ceil(math.pow(lost, (attempts_left - 1) / attempts_left) - 1e-9))
 
 
 def restart_delay_s(losses: int) -> float:
-    """Return how long to wait before a worker is started again after `losses` losses in a row [s].
+    """Return the delay before a worker starts again after `losses` losses in a row [s].
 
     Example:
         >>> [restart_delay_s(n) for n in (1, 2, 3, 20)]
@@ -194,7 +184,7 @@ def restart_delay_s(losses: int) -> float:
 
 
 def retry_delay_s(first_s: float, attempt: int) -> float:
-    """Return how long an item waits before this attempt, the first again being its second [s].
+    """Return the delay of an item before this attempt, counted from 1 [s].
 
     Example:
         >>> [retry_delay_s(10.0, attempt) for attempt in (2, 3, 4, 1000)]
@@ -204,9 +194,9 @@ def retry_delay_s(first_s: float, attempt: int) -> float:
 
 
 def failure_rate(good: int, bad: int) -> float:
-    """Return how likely a call is to fail, of which so many others went well and so many did not.
+    """Return the probability that a call fails, given so many good and bad ones before.
 
-    With nothing known it is one in four: a failure is less likely than not, but no surprise.
+    Without any it is 1/4: a failure is less likely than not, but no surprise.
 
     Example:
         >>> failure_rate(0, 0), failure_rate(96, 0), failure_rate(0, 96)

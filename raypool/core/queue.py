@@ -11,33 +11,31 @@ Order = tuple[int, int]
 
 
 class Queue:
-    """Tasks that could be dispatched, by their order.
-
-    Nearly all tasks arrive in that order and go into a deque, which costs the same at any length.
-    The others (of a higher priority, or queued again) go into a heap beside it.
-    """
+    """Tasks that could be dispatched, by their order."""
 
     __slots__ = ("_beside", "_line")
 
     def __init__(self) -> None:
+        # nearly all tasks arrive in order, and a deque costs the same at any length
         self._line: deque[Order] = deque()
+        # a heap of the others: those with a higher priority, and those queued again
         self._beside: list[Order] = []
 
     def push(self, order: Order) -> None:
-        """Let a task wait."""
+        """Add a task."""
         if self._line and order < self._line[-1]:
             heappush(self._beside, order)
         else:
             self._line.append(order)
 
     def first(self) -> Order | None:
-        """Return the head; None if nothing waits."""
+        """Return the head, or None."""
         if self._beside and (not self._line or self._beside[0] < self._line[0]):
             return self._beside[0]
         return self._line[0] if self._line else None
 
     def pop(self) -> Order:
-        """Take the head out."""
+        """Remove the head."""
         if self._beside and (not self._line or self._beside[0] < self._line[0]):
             return heappop(self._beside)
         return self._line.popleft()

@@ -1,12 +1,11 @@
-"""The scheduler: takes an event, returns commands. See `raypool.core.messages` for both.
+"""The scheduler: takes an event, returns commands (both in `raypool.core.messages`).
 
 It has no clock, no thread and no lock: the driver calls `handle` from one thread and carries out
-the answer. The same events at the same times give the same commands, always. An event that cannot
-happen raises `InternalError` and changes nothing.
+the commands. The same events at the same times always give the same commands.
 
-The `Backlog` holds the tasks that wait, `Workers` the workers, and `Dispatcher` brings them
-together. Also here: `Answers` settles what workers have returned, `Losses` handles lost workers and
-places, and `Idleness` decides when a pool has been unused for long enough.
+`Backlog` holds the waiting tasks, `Workers` the workers, and `Dispatcher` brings them together.
+Also here: `Answers` settles what workers return, `Losses` handles lost workers and places, and
+`Idleness` measures how long a pool has had no task.
 """
 
 from __future__ import annotations
@@ -37,20 +36,20 @@ from raypool.core.workers import Workers
 from raypool.errors import InternalError, LossReason
 
 STORY_LENGTH = 200
-"""So many of the last events are kept for the story that an `InternalError` tells."""
+"""The number of events kept for the story in an `InternalError`."""
 
 DEFAULT_START_TIMEOUT_S = 60.0
 
-OPEN = PoolState.OPEN  # Python 3.11 takes its time to look these up
+OPEN = PoolState.OPEN  # looking up a member of an enum is slow in Python 3.11
 
 
 class Scheduler:
     """Decides which task runs where and when, and which outcomes count.
 
     Args:
-        start_timeout_s: A worker that has not come up after this time [s] is lost.
-        idle_timeout_s: After so long without a task [s] the workers end, until there is one; None:
-            never.
+        start_timeout_s: A worker that is not ready after this time [s] is lost.
+        idle_timeout_s: After this time without a task [s] the workers end until the next task;
+            None: never.
     """
 
     def __init__(
@@ -90,11 +89,10 @@ class Scheduler:
         }
 
     def handle(self, event: m.Event, now: float) -> list[m.Command]:
-        """Take in what has happened at `now` [s, any steady clock]; return what to do, in this
-        order.
+        """Process an event of the time `now` [s, any steady clock]; return commands, in order.
 
         Raises:
-            InternalError: The event cannot happen in this state; the error tells the story.
+            InternalError: The event cannot happen in this state. Nothing has changed.
         """
         self._story.append((now, event))
         self._now = self.outcomes.now = now
@@ -104,17 +102,24 @@ class Scheduler:
             self._out += self.workers.renew_spent(now)
         work = self._dispatcher.give_out(now)
         if self.workers.lanes_lost:
-            self._fail_deserted()
+            # no remaining worker may run what waits there
+            for lane in self.workers.lanes_lost:
+                for task_id in list(lane.tasks):  # a task that ends leaves the lane
+                    self.outcomes.go_on(self.backlog.tasks[task_id])
+            self.workers.lanes_lost.clear()
         if not self.backlog.tasks or not self.workers.places:
             self._close_if_done()
         if self._idleness is not None:
-            self._look_whether_idle(self._idleness)
+            if self.backlog.tasks or not self.workers.is_awake:
+                self._idleness.end()
+            else:
+                self._out += self._idleness.begin(now)
         # Workers get their next calls before results are reported: they need not wait for the
         # driver's book-keeping.
         return work + self._out
 
     def story(self, task_id: int | None = None, worker_id: int | None = None) -> tuple[str, ...]:
-        """Return the last events that name this task or worker (all, without either)."""
+        """Return the last events that name this task or worker; without either, all."""
         wanted = [
             f"{name}={n},"
             for name, n in (("task_id", task_id), ("worker_id", worker_id))
@@ -166,13 +171,11 @@ class Scheduler:
             self.outcomes.go_on(task)
 
     def _on_cancel_requested(self, event: m.CancelRequested) -> None:
-        task = self._task(event)
-        if task is not None:
+        if (task := self._task(event)) is not None:
             self.outcomes.end(task, TaskState.CANCELLED)
 
     def _on_stop_requested(self, event: m.StopRequested) -> None:
-        task = self._task(event)
-        if task is not None:
+        if (task := self._task(event)) is not None:
             self.outcomes.signal(task, m.Signal.STOP)
 
     def _task(self, event: m.CancelRequested | m.StopRequested) -> Task | None:
@@ -196,7 +199,11 @@ class Scheduler:
             self._impossible(event, worker_id=worker_id)
         self._answers.take(worker, attempt_id, reports)
         if attempt.is_loan:
-            self._end_loan(worker)
+            if worker_id in workers.retiring:
+                self._out += workers.stop(worker)
+            else:  # tasks bound to this worker meanwhile have waited for its start
+                worker.state, worker.has_delivered = WorkerState.STARTING, False
+                self._out += workers.launch(worker, self._now)
             return
         if is_spent or workers.spent:
             workers.note_spent(worker, is_spent)
@@ -212,14 +219,13 @@ class Scheduler:
         slices = worker.attempts[attempt_id].slices
         if not len(slices) == len(reports) == len(kept) or not any(kept):
             self._impossible(event, worker_id=worker_id)
-        if not all(map(Report.is_about, reports, slices)) or not all(
-            map(Report.leaves, reports, slices, kept)
-        ):
+        fits = all(map(Report.is_about, reports, slices))
+        if not fits or not all(map(Report.leaves, reports, slices, kept)):
             self._impossible(event, worker_id=worker_id)
         self._answers.take_part(worker, attempt_id, reports, kept)
 
     def _freed(self, worker: Worker, is_over: bool) -> None:
-        """Note that a worker has one call less; one that is over may take no other."""
+        """Note that a worker has one call less; `is_over`: its process takes no other."""
         if worker.attempts:
             self.workers.offer_ahead(worker, next(iter(worker.attempts.values())))
         elif worker.worker_id in self.workers.retiring:
@@ -228,16 +234,6 @@ class Scheduler:
             self._out += self.workers.launch(self.workers.renew(worker), self._now)
         else:
             self.workers.free(worker)
-
-    def _end_loan(self, worker: Worker) -> None:
-        """Start the worker of a place that was lent; what was bound to it meanwhile has waited for
-        that.
-        """
-        if worker.worker_id in self.workers.retiring:
-            self._out += self.workers.stop(worker)
-            return
-        worker.state, worker.has_delivered = WorkerState.STARTING, False
-        self._out += self.workers.launch(worker, self._now)
 
     # --- workers ----------------------------------------------------------------------------------
 
@@ -249,7 +245,7 @@ class Scheduler:
             self._impossible(event, worker_id=event.worker_id)
         self.workers.places[worker.place].failed_starts = 0
         if self._idleness is not None:
-            self._idleness.end()  # the time runs from where it could have done something
+            self._idleness.end()  # a worker that was still starting could not have run anything
         if worker.attempts:  # it was started for this one
             self._out += self._dispatcher.begin(worker, self._now)
         if not worker.attempts:
@@ -258,10 +254,14 @@ class Scheduler:
     def _on_timer_fired(self, event: m.TimerFired) -> None:
         worker = self._worker(event)
         if worker is None:
-            if event.kind == "idle":
-                self._park_if_idle()
-            elif event.kind == "retry":
-                self._rouse(event.task_id)
+            idleness, task = self._idleness, self.backlog.tasks.get(event.task_id)
+            if event.kind == "idle" and idleness is not None and idleness.has_lasted(self._now):
+                idleness.end()
+                if self.workers.is_at_rest:  # else wait for those that are starting
+                    self._out += self.workers.park()
+            elif event.kind == "retry" and task is not None:
+                self.backlog.rouse(task)
+                self.outcomes.go_on(task)
         elif event.kind == "timeout":
             self._losses.time_out(worker, event.attempt_id)
         elif event.kind == "leave":
@@ -273,13 +273,6 @@ class Scheduler:
         else:
             self._lose(worker, LossReason.START, was_idle=False)
 
-    def _rouse(self, task_id: int) -> None:
-        """Let something run again that has waited for that, unless its task has ended."""
-        task = self.backlog.tasks.get(task_id)
-        if task is not None:
-            self.backlog.rouse(task)
-            self.outcomes.go_on(task)
-
     def _on_worker_lost(self, event: m.WorkerLost) -> None:
         worker = self._worker(event)
         if worker is not None:
@@ -289,7 +282,7 @@ class Scheduler:
     def _worker(
         self, event: m.WorkerReady | m.WorkerLost | m.TimerFired | m.AttemptNarrowed
     ) -> Worker | None:
-        """Return the worker that an event is about, unless it was given up."""
+        """Return the worker of an event; None if it was replaced meanwhile."""
         if event.worker_id >= self.workers.next_worker_id:
             self._impossible(event, worker_id=event.worker_id)
         return self.workers.by_id.get(event.worker_id)
@@ -303,7 +296,7 @@ class Scheduler:
     def _on_place_leaving(self, event: m.PlaceLeaving) -> None:
         worker = self._worker_in(event.place)
         if worker is None:
-            return  # it has gone before
+            return
         if event.is_kept:
             self.outcomes.send_elsewhere(worker, m.Signal.LEAVE)
         else:
@@ -323,36 +316,11 @@ class Scheduler:
         place = self.workers.places.get(place_id)
         return None if place is None else self.workers.by_id[place.worker_id]
 
-    def _fail_deserted(self) -> None:
-        """End the tasks that no remaining worker may run."""
-        for lane in self.workers.lanes_lost:
-            for task_id in list(lane.tasks):
-                self.outcomes.go_on(self.backlog.tasks[task_id])
-        self.workers.lanes_lost.clear()
-
-    def _park_if_idle(self) -> None:
-        """End the workers if there was nothing to do for long enough; those that are about to come
-        up are waited for.
-        """
-        if self._idleness is None or not self._idleness.has_lasted(self._now):
-            return
-        self._idleness.end()
-        if self.workers.is_at_rest:
-            self._out += self.workers.park()
-
-    def _look_whether_idle(self, idleness: Idleness) -> None:
-        if self.backlog.tasks or not self.workers.is_awake:
-            idleness.end()
-        else:
-            self._out += idleness.begin(self._now)
-
     # --- resizing and shutdown --------------------------------------------------------------------
 
     def _on_resize_requested(self, event: m.ResizeRequested) -> None:
-        is_new = self.workers.places.keys().isdisjoint(event.add) and len(set(event.add)) == len(
-            event.add
-        )
-        if not is_new or event.remove < 0:
+        is_known = not self.workers.places.keys().isdisjoint(event.add)
+        if is_known or len(set(event.add)) < len(event.add) or event.remove < 0:
             self._impossible(event)
         if self.state is not PoolState.OPEN:
             self._out += [m.Vacate(place) for place in event.add]
@@ -360,11 +328,9 @@ class Scheduler:
         for place in event.add:
             self._out += self.workers.open_place(place, self._now)
         named = [worker for place in event.leave if (worker := self._worker_in(place)) is not None]
-        # these go anyway; on those others depend
-        bound = (self.workers.retiring, self.workers.lanes)
-        self._let_go(
-            [worker for worker in named if not any(worker.worker_id in group for group in bound)]
-        )
+        # retiring workers go anyway, and tasks are bound to the workers that have a lane
+        staying = self.workers.retiring.keys() | self.workers.lanes.keys()
+        self._let_go([worker for worker in named if worker.worker_id not in staying])
         self._let_go(self.workers.least_needed(event.remove))
 
     def _let_go(self, workers: list[Worker]) -> None:
@@ -392,6 +358,7 @@ class Scheduler:
             self.state = PoolState.CLOSED
             for worker in list(self.workers.by_id.values()):
                 self._out += self.workers.stop(worker)
+            # all workers have ended: what would still be done to them has no effect
             in_vain = (m.SignalTask, m.StartWorker, m.SetTimer, m.DropPlace)
             self._out[:] = [command for command in self._out if not isinstance(command, in_vain)]
             self._tell_closed()
@@ -425,9 +392,7 @@ class Scheduler:
 
 
 class Answers:
-    """Settles items that have come back, by `Outcomes`, and learns from them how long their
-    function takes.
-    """
+    """Settles returned items, by `Outcomes`, and learns how long their function takes."""
 
     def __init__(
         self,
@@ -444,7 +409,7 @@ class Answers:
         self._losses = losses
 
     def take(self, worker: Worker, attempt_id: int, reports: Sequence[Report]) -> None:
-        """Take in what has become of an attempt, one report for each slice."""
+        """Process the answer to an attempt, one report for each slice."""
         attempt = worker.attempts.pop(attempt_id)
         worker.has_delivered = True
         attempt.pace.running -= 1
@@ -459,12 +424,13 @@ class Answers:
     def take_part(
         self, worker: Worker, attempt_id: int, reports: Sequence[Report], kept: Sequence[int]
     ) -> None:
-        """Take in what is done of an attempt that lasts; the worker keeps so many items of each
-        slice, and nothing behind it.
+        """Process the finished part of a long attempt.
+
+        The worker keeps `kept` items of each slice, and no call that is queued behind them.
         """
         attempt = worker.attempts[attempt_id]
         self._take_back_behind(worker, attempt_id)
-        self._workers.prefetch.pop(worker.worker_id, None)
+        self._workers.move(worker, None)
         wanted, left = None, []
         for piece, report, count in zip(attempt.slices, reports, kept, strict=True):
             at_hand = piece._replace(
@@ -504,9 +470,7 @@ class Answers:
     def _observe(
         self, worker: Worker, attempt: Attempt, reports: Sequence[Report], wanted: Task | None
     ) -> None:
-        """Update the pace of a function; `wanted` is the last task of the call that still counts,
-        if any.
-        """
+        """Update the pace of a function; `wanted`: the call's last task that has not ended."""
         done, failed, busy_s = 0, 0, 0.0
         for report in reports:
             done += report.done
@@ -524,7 +488,7 @@ class Answers:
 
 
 class Losses:
-    """Takes out workers and places that are lost, and settles what they ran, by `Outcomes`."""
+    """Removes lost workers and places, and settles what they ran, by `Outcomes`."""
 
     def __init__(
         self, backlog: Backlog, workers: Workers, outcomes: Outcomes, faults: FaultyPlaces
@@ -537,11 +501,16 @@ class Losses:
     # --- workers ----------------------------------------------------------------------------------
 
     def lose(self, worker: Worker, reason: LossReason, was_idle: bool) -> None:
-        """Replace a worker, and see to what it was running and to what was bound to it."""
+        """Replace a lost worker, and run its items elsewhere or fail them."""
         workers = self._workers
         reason = self._in_the_end(worker, reason)
         was_idle = was_idle or worker.state is not WorkerState.BUSY
-        leaving = None if was_idle or reason in policy.FORGIVEN else self._why_faulty(worker)
+        leaving = None
+        if not was_idle and reason not in policy.FORGIVEN:
+            attempt = next(iter(worker.attempts.values()))
+            leaving = self._faults.note_loss(
+                worker, attempt, self._backlog.tasks.get(attempt.slices[0].task_id)
+            )
         self._outcomes.out += (
             workers.replace(worker, reason, self._outcomes.now)
             if leaving is None
@@ -549,20 +518,10 @@ class Losses:
         )
         self._run_elsewhere(worker, reason, was_idle)
 
-    def _why_faulty(self, worker: Worker) -> Departure | None:
-        """Return why the place of a worker that is lost has to go, if what it ran is one failure
-        too many there.
-        """
-        attempt = next(iter(worker.attempts.values()))
-        return self._faults.note_loss(
-            worker, attempt, self._backlog.tasks.get(attempt.slices[0].task_id)
-        )
-
     def _run_elsewhere(self, worker: Worker, reason: LossReason, was_idle: bool) -> None:
-        """See to what a worker was running that is no more."""
         # Either the first attempt was running, or it had ended, its answer was lost, and the next
-        # one was running. So both are charged: an innocent item has attempts left, alone, but a
-        # culprit never runs too often.
+        # one was running. So both count as retries: an innocent item has attempts left, alone,
+        # but a culprit never runs too often.
         for attempt_id, attempt in worker.attempts.items():
             attempt.pace.running -= 1
             for piece in attempt.slices:
@@ -571,7 +530,7 @@ class Losses:
                     self._outcomes.lose(task, piece, reason, was_idle)
 
     def time_out(self, worker: Worker, attempt_id: int) -> None:
-        """Fail what has run for too long. Its worker stays busy until the call has come back."""
+        """Fail items that run for too long. Their worker is busy until it has answered."""
         attempt = worker.attempts.get(attempt_id)
         if attempt is None:
             return
@@ -587,16 +546,14 @@ class Losses:
     # --- places -----------------------------------------------------------------------------------
 
     def take_out(self, worker: Worker, leaving: Departure | None) -> None:
-        """Let a place go when its worker has come to an end, if there is a reason for it."""
+        """Give up a place as soon as its worker has ended, if there is a reason."""
         if leaving is not None:
             self._workers.retire(worker, leaving)
 
     def announce(self, worker: Worker, at: float | None) -> None:
-        """Let a place take nothing more, and tell what runs there; what still does at the time
-        given is interrupted.
+        """Give a place no more calls, and signal its tasks; at `at` they are interrupted.
 
-        If it is the last one, and nothing waits, the pool is not broken: another may come while
-        there is time.
+        A pool whose last place is announced is not broken: another place may come in time.
         """
         if worker.state is not WorkerState.BUSY:
             self.lose_place(worker, LossReason.PREEMPTED)
@@ -610,24 +567,20 @@ class Losses:
             self._outcomes.out.append(m.SetTimer(at, "leave", worker.worker_id))
 
     def interrupt_if_due(self, worker: Worker) -> None:
-        """Interrupt what still runs where a machine is about to go, unless it was given more time
-        meanwhile.
-        """
+        """Interrupt a worker whose machine is about to go, unless it was given more time."""
         leaving = self._workers.places[worker.place].leaving
         if leaving is not None and leaving.at <= self._outcomes.now:
             self._outcomes.send_elsewhere(worker, m.Signal.CANCEL)
 
     def lose_place(self, worker: Worker, reason: LossReason) -> None:
-        """Take a worker out with its place."""
+        """Remove a worker and its place."""
         was_idle = worker.state is not WorkerState.BUSY
         reason = self._in_the_end(worker, reason)
         self._outcomes.out += self._workers.remove(worker, Departure(reason))
         self._run_elsewhere(worker, reason, was_idle)
 
     def _in_the_end(self, worker: Worker, reason: LossReason) -> LossReason:
-        """Return why a worker is lost: the announced end of a machine is no fault of what ran
-        there.
-        """
+        # the announced end of a machine does not count against what ran there
         leaving = self._workers.places[worker.place].leaving
         is_announced = leaving is not None and leaving.reason is LossReason.PREEMPTED
         return LossReason.PREEMPTED if is_announced and reason is LossReason.NODE else reason
@@ -637,21 +590,20 @@ class Losses:
 
 
 class Idleness:
-    """Measures how long a pool has had no task, with one timer at most, however often it is used in
-    between.
+    """Measures how long a pool has had no task, with one timer at most, however often it is used.
 
     Args:
-        timeout_s: How long is long enough [s].
+        timeout_s: The time without a task after which the workers end [s].
     """
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        # when it will have been long enough; None: the pool is in use, or at rest already
+        # None: the pool is in use, or parked already
         self._ends_at: float | None = None
         self._is_timer_set = False
 
     def begin(self, now: float) -> list[SetTimer]:
-        """Note that there is no task; only the first time counts."""
+        """Note that there is no task; only the first call counts."""
         if self._ends_at is None:
             self._ends_at = now + self._timeout_s
         if self._is_timer_set:
@@ -660,12 +612,11 @@ class Idleness:
         return [SetTimer(self._ends_at, "idle", -1)]
 
     def end(self) -> None:
-        """Note that the pool is in use, or that the time has to begin anew."""
+        """Note that the pool is in use, or restart the time."""
         self._ends_at = None
 
     def has_lasted(self, now: float) -> bool:
-        """Whether it was long enough, when the timer fires; early, if the pool was used in
-        between.
-        """
+        """Whether the time is over, when the timer fires."""
+        # the timer is early if the pool was used in between; `begin` then sets the next one
         self._is_timer_set = False
         return self._ends_at is not None and now >= self._ends_at

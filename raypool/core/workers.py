@@ -1,6 +1,4 @@
-"""The places of a pool and their workers: who is free, busy, parked, or held for a lane or a
-gang.
-"""
+"""The places of a pool and their workers: free, busy, parked, or held for a lane or a gang."""
 
 from __future__ import annotations
 
@@ -18,47 +16,51 @@ from raypool.core.model import (
     Task,
     TaskSpec,
     WaitingGang,
+    WaitingList,
     Worker,
     WorkerState,
 )
 from raypool.errors import LossReason
 
-IDLE = WorkerState.IDLE  # Python 3.11 takes its time to look these up
+IDLE = WorkerState.IDLE  # looking up a member of an enum is slow in Python 3.11
 
 
 class Workers:
-    """The workers, indexed by what each could do next.
+    """The workers, on waiting lists by what each could do next.
 
-    One that is in none of `idle`, `check_lanes`, `wait_for_gang` and `prefetch`, and is held for no
-    gang, takes nothing now.
+    A worker is on one list at most, its `waiting_list`; only `move` changes that. The lists are
+    `idle`, `check_lanes`, `wait_for_gang`, `prefetch`, `parked` and the members of each waiting
+    gang. A worker on no list takes nothing now.
 
     Args:
-        start_timeout_s: A worker that has not come up after this time [s] is lost.
+        start_timeout_s: A worker that is not ready after this time [s] is lost.
     """
 
     def __init__(self, start_timeout_s: float) -> None:
         self.places: dict[int, Place] = {}
         self.by_id: dict[int, Worker] = {}
-        self.idle: dict[int, None] = {}  # free for any task
+        self.idle: WaitingList = {}  # free for any task
         # free, but something in the lanes of their place may come first
-        self.check_lanes: dict[int, None] = {}
+        self.check_lanes: WaitingList = {}
         # free, but what comes first for them is a gang that can't collect yet
-        self.wait_for_gang: dict[int, None] = {}
-        # running one call, could take the next
-        self.prefetch: OrderedDict[int, None] = OrderedDict()
-        self.retiring: dict[int, None] = {}  # end after what they are running
-        # to be replaced, as soon as they run nothing and nothing is bound to them
+        self.wait_for_gang: WaitingList = {}
+        # Running one call, could take the next. Ordered: the first key of a plain dict is found
+        # slowly after many removals at its front.
+        self.prefetch: WaitingList = OrderedDict()
+        self.parked: WaitingList = {}  # without a process, until there is work
+        # beside the lists: end after what they are running
+        self.retiring: dict[int, None] = {}
+        # likewise: to be replaced, as soon as they run nothing and nothing is bound to them
         self.spent: dict[int, None] = {}
-        self.parked: dict[int, None] = {}  # without a process, until there is work
         # gangs that collect their workers, by task; no two want one place
         self.waiting_gangs: dict[int, WaitingGang] = {}
         self.lanes: dict[tuple[int, ...] | int, Lane] = {}  # that have places, by key
-        # those that may have work for somebody idle
+        # lanes that may have a task for an idle worker
         self.lanes_to_check: dict[tuple[int, ...] | int, Lane] = {}
-        # those that have lost their last place, until somebody looks after their tasks
+        # lanes that have lost their last place, until their tasks are failed
         self.lanes_lost: list[Lane] = []
         self.idle_heap = IdleHeap()  # of all idle workers
-        # by place: what has failed there since anything went well
+        # by place: what has failed there since the last success
         self.streaks: dict[int, list[FailureStreak]] = {}
         self.next_worker_id = 0
         self.next_attempt_id = 0
@@ -66,31 +68,39 @@ class Workers:
 
     @property
     def size(self) -> int:
-        """How many workers the pool has, or is about to have again."""
+        """The number of workers without those that retire, but with those to be replaced."""
         return len(self.places) - len(self.retiring)
+
+    def move(self, worker: Worker, waiting_list: WaitingList | None) -> None:
+        """Put a worker on a waiting list, or on none, and take it off its last."""
+        if worker.waiting_list is waiting_list:
+            return  # it keeps its position there
+        if worker.waiting_list is not None:
+            del worker.waiting_list[worker.worker_id]
+        worker.waiting_list = waiting_list
+        if waiting_list is not None:
+            waiting_list[worker.worker_id] = None
 
     # --- starts and ends --------------------------------------------------------------------------
 
     def open_place(self, place_id: int, now: float) -> list[Command]:
-        """Take in a new place and start a worker there."""
+        """Add a place and start a worker there."""
         place = self.places[place_id] = Place(place_id)
+        worker = self._hire(place)
         for lane in self.lanes.values():
             if isinstance(lane.key, tuple) and place_id in lane.key:
                 self._join_lane(lane, place)
-        return self.launch(self._hire(place), now)
+        return self.launch(worker, now)
 
     def launch(self, worker: Worker, now: float) -> list[Command]:
-        """Start a worker's process, and give it its time."""
-        number = worker.worker_id
+        """Start a worker's process, with a time limit."""
         return [
-            StartWorker(number, worker.place),
-            SetTimer(now + self._start_timeout_s, "ready", number),
+            StartWorker(worker.worker_id, worker.place),
+            SetTimer(now + self._start_timeout_s, "ready", worker.worker_id),
         ]
 
     def replace(self, worker: Worker, reason: LossReason, now: float) -> list[Command]:
-        """Put another worker in the place of one that is lost; give the place back if it was to go,
-        or is useless.
-        """
+        """Replace a lost worker, unless its place was to go or no worker starts there."""
         place = self.places[worker.place]
         is_retiring = worker.worker_id in self.retiring
         if worker.state is WorkerState.STARTING:
@@ -106,26 +116,23 @@ class Workers:
             return self._vacate(place, reason)
         successor = self._succeed(worker, reason)
         delay_s = policy.restart_delay_s(place.failed_starts + place.losses)
-        return (
-            [SetTimer(now + delay_s, "start", successor.worker_id)]
-            if delay_s > 0
-            else self.launch(successor, now)
-        )
+        if delay_s > 0:
+            return [SetTimer(now + delay_s, "start", successor.worker_id)]
+        return self.launch(successor, now)
 
     def renew(self, worker: Worker) -> Worker:
-        """Put another worker, which still has to be launched, in the place of a free one."""
+        """Replace a free worker; its successor still has to be launched."""
         self._dismiss(worker, WorkerState.STOPPED)
         return self._succeed(worker, LossReason.EXIT)
 
     def lend(self, worker: Worker) -> Worker:
-        """Put another worker, which starts when the loan is over, in the place of a free one; what
-        is bound to that waits.
-        """
+        """Replace a free worker by one that starts after the loan."""
         place = self.places[worker.place]
+        # tasks bound to the worker wait for its successor: they keep their lane, under a new key
         lane = self.lanes.pop(worker.worker_id, None)
         if lane is not None:
-            for group in (self.lanes_to_check, place.lanes):
-                group.pop(lane.key, None)
+            self.lanes_to_check.pop(lane.key, None)
+            place.lanes.pop(lane.key, None)
         successor = self.renew(worker)
         if lane is not None:
             lane.key = successor.worker_id
@@ -133,30 +140,23 @@ class Workers:
         return successor
 
     def note_spent(self, worker: Worker, is_spent: bool) -> None:
-        """Note whether a worker is to be replaced, by what it has said last."""
+        """Note whether a worker is to be replaced; its last answer decides."""
         self.spent.pop(worker.worker_id, None)
         if is_spent:
             self.spent[worker.worker_id] = None
 
     def renew_spent(self, now: float) -> list[Command]:
-        """Replace the workers that are spent, except those that still run something, or to which
-        something is bound.
-        """
-        free = [
-            number
-            for number in self.spent
-            if not self.by_id[number].attempts and number not in self.lanes
-        ]
-        return [
-            command
-            for number in free
-            for command in self.launch(self.renew(self.by_id[number]), now)
-        ]
+        """Replace the spent workers, unless they run something or have tasks bound to them."""
+        commands: list[Command] = []
+        for worker in [self.by_id[number] for number in self.spent]:
+            if not worker.attempts and worker.worker_id not in self.lanes:
+                commands += self.launch(self.renew(worker), now)
+        return commands
 
     def retire(self, worker: Worker, leaving: Departure | None = None) -> None:
-        """Let a worker take nothing more; unless the user wants it, `leaving` says why."""
+        """Give a worker no more calls; `leaving`: the reason, unless the user wants it."""
         place = self.places[worker.place]
-        self._set_aside(worker)
+        self.move(worker, None)
         self.retiring[worker.worker_id] = None
         place.leaving = leaving
         self._withdraw(place, LossReason.EXIT if leaving is None else leaving.reason)
@@ -167,7 +167,7 @@ class Workers:
         return self._vacate(self.places[worker.place], LossReason.EXIT)
 
     def remove(self, worker: Worker, leaving: Departure) -> list[Command]:
-        """Take a worker out that is lost together with its place."""
+        """Remove a worker that is lost together with its place."""
         place = self.places[worker.place]
         if worker.worker_id not in self.retiring:
             place.leaving = leaving
@@ -175,19 +175,9 @@ class Workers:
         return self._vacate(place, leaving.reason)
 
     def least_needed(self, count: int) -> list[Worker]:
-        """Return the workers to part with: first those that nothing is bound to, then the free
-        ones, then by place.
-        """
-        staying = [
-            worker for worker in self.by_id.values() if worker.worker_id not in self.retiring
-        ]
-        staying.sort(
-            key=lambda worker: (
-                worker.worker_id in self.lanes,
-                bool(worker.attempts),
-                -worker.place,
-            )
-        )
+        """Return the workers to remove: first unbound ones, then free ones, then by place."""
+        staying = [w for w in self.by_id.values() if w.worker_id not in self.retiring]
+        staying.sort(key=lambda w: (w.worker_id in self.lanes, bool(w.attempts), -w.place))
         return staying[:count]
 
     def _hire(self, place: Place) -> Worker:
@@ -198,9 +188,7 @@ class Workers:
         return worker
 
     def _succeed(self, worker: Worker, reason: LossReason) -> Worker:
-        """Create another worker in the place of one that is gone; tasks bound to that one have lost
-        it.
-        """
+        """Create a worker in the place of one that is gone, and close the lane of that one."""
         place = self.places[worker.place]
         if worker.worker_id in self.lanes:
             self._leave_lane(self.lanes[worker.worker_id], place, reason)
@@ -209,29 +197,19 @@ class Workers:
     def _dismiss(self, worker: Worker, state: WorkerState) -> None:
         worker.state = state
         del self.by_id[worker.worker_id]
-        self._set_aside(worker)
+        self.move(worker, None)
         self.retiring.pop(worker.worker_id, None)
         self.spent.pop(worker.worker_id, None)
 
-    def _set_aside(self, worker: Worker) -> None:
-        for group in (self.idle, self.check_lanes, self.wait_for_gang, self.prefetch, self.parked):
-            group.pop(worker.worker_id, None)
-        for gathering in self.waiting_gangs.values():
-            gathering.members.pop(worker.worker_id, None)
-
     def _vacate(self, place: Place, reason: LossReason) -> list[Command]:
-        """Give a place back, and report it unless the user has asked for that."""
         self._withdraw(place, reason)
         del self.places[place.place]
         self.streaks.pop(place.place, None)
-        commands: list[Command] = [Vacate(place.place)]
-        if place.leaving is not None:
-            commands.append(
-                DropPlace(
-                    place.place, place.leaving.reason, place.leaving.failed, place.leaving.finished
-                )
-            )
-        return commands
+        leaving = place.leaving
+        if leaving is None:  # the user has asked for it
+            return [Vacate(place.place)]
+        drop = DropPlace(place.place, leaving.reason, leaving.failed, leaving.finished)
+        return [Vacate(place.place), drop]
 
     def _withdraw(self, place: Place, reason: LossReason) -> None:
         """Remove a place from all lanes."""
@@ -247,86 +225,81 @@ class Workers:
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether no worker is busy, or about to come up."""
-        return all(
-            worker.state in (WorkerState.IDLE, WorkerState.PARKED) for worker in self.by_id.values()
-        )
+        """Whether no worker is busy or starting."""
+        return all(w.state in (IDLE, WorkerState.PARKED) for w in self.by_id.values())
 
     def park(self) -> list[Command]:
         """End all workers, and keep their places."""
-        awake = [worker for worker in self.by_id.values() if worker.worker_id not in self.parked]
+        awake = [worker for worker in self.by_id.values() if worker.waiting_list is not self.parked]
         for worker in awake:
             self._dismiss(worker, WorkerState.STOPPED)
             successor = self._hire(self.places[worker.place])
             successor.state = WorkerState.PARKED
-            self.parked[successor.worker_id] = None
+            self.move(successor, self.parked)
         return [ParkWorker(worker.place) for worker in awake]
 
     def wake(self, now: float) -> list[Command]:
         """Start all workers that are parked."""
         commands: list[Command] = []
-        for number in self.parked:
-            self.by_id[number].state = WorkerState.STARTING
-            commands += self.launch(self.by_id[number], now)
-        self.parked.clear()
+        for worker in [self.by_id[number] for number in self.parked]:
+            self.move(worker, None)
+            worker.state = WorkerState.STARTING
+            commands += self.launch(worker, now)
         return commands
 
     # --- busy and idle workers --------------------------------------------------------------------
 
     def first_idle(self, idle_heap: IdleHeap) -> Worker:
-        """Return the idle worker in the lowest place.
-
-        A pool that has little to do so keeps to the same few warm workers, and the others stay
-        together for a gang.
-        """
+        """Return the idle worker in the lowest place."""
+        # a pool with little to do keeps using the same few warm workers, and the others stay
+        # together for a gang
         number = idle_heap.first(self.idle)
         assert number is not None
         return self.by_id[number]
 
     def free(self, worker: Worker) -> None:
-        """Note that a worker has nothing in flight any more."""
+        """Put a worker that has no calls on its waiting list."""
         worker.state = IDLE
-        if self.prefetch:
-            self.prefetch.pop(worker.worker_id, None)
         lanes = self.places[worker.place].lanes.values() if self.lanes else ()
         if lanes and any(lane.queue for lane in lanes):
-            self.check_lanes[worker.worker_id] = None
+            self.move(worker, self.check_lanes)
         elif self.waiting_gangs and (gathering := self.gathering_for(worker)) is not None:
-            gathering.members[worker.worker_id] = None
+            self.move(worker, gathering.members)
         else:
-            self.idle[worker.worker_id] = None
+            self.move(worker, self.idle)
             self.idle_heap.seat(worker)
             for lane in lanes:
                 lane.idle_heap.seat(worker)
 
     def engage(self, worker: Worker, attempt: Attempt) -> None:
-        """Note that a worker has a call, under the next number."""
+        """Give a worker a call, under the next number."""
         attempt.pace.running += 1
         worker.attempts[self.next_attempt_id] = attempt
         self.next_attempt_id += 1
-        self.idle.pop(worker.worker_id, None)
         self.offer_ahead(worker, attempt)
 
     def offer_ahead(self, worker: Worker, last: Attempt) -> None:
-        """Let a busy worker take one more call or not, now that `last` is the last that it has."""
-        # nothing is to wait behind something long
-        is_brief = last.pace.is_brief and not (last.runs_alone or last.lasts)
-        if is_brief and len(worker.attempts) < policy.MAX_IN_FLIGHT and self._is_for_all(worker):
-            self.prefetch[worker.worker_id] = None
-        elif self.prefetch:
-            self.prefetch.pop(worker.worker_id, None)
-
-    def _is_for_all(self, worker: Worker) -> bool:
-        """Whether nothing could keep a worker from what comes next in the pool's queue."""
-        may_stay = worker.worker_id not in self.retiring and worker.worker_id not in self.spent
-        return may_stay and not (self.lanes and self.places[worker.place].lanes)
+        """Decide whether a busy worker takes one more call; `last`: the last that it has."""
+        worker_id = worker.worker_id
+        if (
+            last.pace.is_brief
+            # nothing is to wait behind something long
+            and not (last.runs_alone or last.lasts)
+            and len(worker.attempts) < policy.MAX_IN_FLIGHT
+            # else it may have gone by then
+            and worker_id not in self.retiring
+            and worker_id not in self.spent
+            # else something in its lanes may come before what is next in the pool's queue
+            and not (self.lanes and self.places[worker.place].lanes)
+        ):
+            self.move(worker, self.prefetch)
+        else:
+            self.move(worker, None)
 
     # --- lanes ------------------------------------------------------------------------------------
 
     def lane_for(self, spec: TaskSpec) -> Lane:
-        """Return the lane of a task that may not run just anywhere; if there is no such place, one
-        that is lost already.
-        """
+        """Return the lane of a task that is bound to places; one that is lost, if none is left."""
         places = spec.places or ()
         key: tuple[int, ...] | int = places
         if spec.place is not None:
@@ -335,8 +308,10 @@ class Workers:
         lane = self.lanes.get(key)
         if lane is None:
             lane = Lane(key)
-            for place in filter(self._stays, places):
-                self._join_lane(lane, self.places[place])
+            for number in places:
+                place = self.places.get(number)
+                if place is not None and place.worker_id not in self.retiring:
+                    self._join_lane(lane, place)
             if lane.places:
                 self.lanes[key] = lane
             else:
@@ -344,7 +319,7 @@ class Workers:
         return lane
 
     def leave(self, task: Task) -> None:
-        """Let a task that has ended leave its lane, and close that if it was the last."""
+        """Remove an ended task from its lane, and close the lane if it was the last."""
         lane = task.lane
         assert lane is not None
         del lane.tasks[task.spec.task_id]
@@ -356,9 +331,11 @@ class Workers:
     def _join_lane(self, lane: Lane, place: Place) -> None:
         lane.places[place.place] = None
         place.lanes[lane.key] = lane
-        self.prefetch.pop(place.worker_id, None)
-        if place.worker_id in self.idle:
-            lane.idle_heap.seat(self.by_id[place.worker_id])
+        worker = self.by_id[place.worker_id]
+        if worker.waiting_list is self.prefetch:
+            self.move(worker, None)
+        elif worker.waiting_list is self.idle:
+            lane.idle_heap.seat(worker)
 
     def _leave_lane(self, lane: Lane, place: Place, reason: LossReason) -> None:
         del lane.places[place.place], place.lanes[lane.key]
@@ -370,29 +347,21 @@ class Workers:
     # --- gangs ------------------------------------------------------------------------------------
 
     def gathering_for(self, worker: Worker) -> WaitingGang | None:
-        """Return the gang that would hold a worker if that were free."""
-        return next(
-            (
-                gathering
-                for gathering in self.waiting_gangs.values()
-                if gathering.wants(worker.place)
-            ),
-            None,
-        )
+        """Return the waiting gang that wants a worker's place."""
+        gatherings = self.waiting_gangs.values()
+        return next((each for each in gatherings if each.wants(worker.place)), None)
 
     @property
     def is_reserved(self) -> bool:
-        """Whether a gang collects that wants any worker that becomes free."""
+        """Whether a waiting gang wants every worker that becomes free."""
         return any(gathering.gang.lane is None for gathering in self.waiting_gangs.values())
 
     def has_enough(self, gang: Task) -> bool:
-        """Whether there are places enough for a gang, free or not."""
+        """Whether there are enough places for a gang, free or not."""
         return gang.size <= (self.size if gang.lane is None else len(gang.lane.places))
 
     def collect(self, gang: Task) -> None:
-        """Hold free workers for a gang until there are enough; those that become free later join it
-        by themselves.
-        """
+        """Hold free workers for a gang; workers that become free later join in `free`."""
         gathering = self.waiting_gangs[gang.spec.task_id] = WaitingGang(gang)
         self.tear()
         if gang.lane is None:
@@ -401,52 +370,43 @@ class Workers:
             return
         for place in gang.lane.places:
             worker = self.by_id[self.places[place].worker_id]
-            if worker.worker_id in self.idle and len(gathering.members) < gang.size:
+            if worker.waiting_list is self.idle and len(gathering.members) < gang.size:
                 self.join(worker, gathering)
 
     def join(self, worker: Worker, gathering: WaitingGang) -> None:
         """Move a free worker to a gang that collects."""
-        self._set_aside(worker)
-        gathering.members[worker.worker_id] = None
+        self.move(worker, gathering.members)
 
     def assemble(self, gathering: WaitingGang) -> list[Worker]:
-        """Let a gang go: return its workers in the order of their ranks."""
+        """Stop collecting for a gang: return its workers in the order of their ranks."""
         del self.waiting_gangs[gathering.gang.spec.task_id]
         self.tear()
         members = [self.by_id[worker_id] for worker_id in gathering.members]
-        rank = {
-            place: number
-            for number, place in reversed(list(enumerate(gathering.gang.spec.places or ())))
-        }
+        places = enumerate(gathering.gang.spec.places or ())
+        # reversed: of a place that is named twice, the first rank counts
+        rank = {place: number for number, place in reversed(list(places))}
         return sorted(members, key=lambda worker: (rank.get(worker.place, 0), worker.place))
 
     def give_up(self, gang: Task) -> None:
-        """Collect for a gang no more, if that has begun."""
+        """Free the workers that are held for a gang, if there are any."""
         gathering = self.waiting_gangs.get(gang.spec.task_id)
         if gathering is not None:
             for worker in self.assemble(gathering):
                 self.free(worker)
 
     def bar(self, worker: Worker) -> None:
-        """Let a free worker wait with the gang that comes first for it."""
-        self._set_aside(worker)
-        self.wait_for_gang[worker.worker_id] = None
+        """Let a free worker wait for the gang that comes first for it."""
+        self.move(worker, self.wait_for_gang)
 
     def tear(self) -> None:
-        """Let workers that wait for a gang look again for what comes first for them."""
-        self.check_lanes.update(self.wait_for_gang)
-        self.wait_for_gang.clear()
+        """Let workers that wait for a gang check again what comes first for them."""
+        for worker in [self.by_id[number] for number in self.wait_for_gang]:
+            self.move(worker, self.check_lanes)
 
     def recall(self, gang: Task) -> None:
-        """Let free workers that a gang wants, which can't collect yet, look what comes first for
-        them: nothing behind it may.
-        """
+        """Keep tasks behind a gang that can't collect yet from the free workers that it wants."""
         wanted = self.places if gang.lane is None else gang.lane.places
-        for worker_id in [self.places[place].worker_id for place in wanted] if self.idle else ():
-            if worker_id in self.idle:
-                del self.idle[worker_id]
-                self.check_lanes[worker_id] = None
-
-    def _stays(self, place_id: int) -> bool:
-        place = self.places.get(place_id)
-        return place is not None and place.worker_id not in self.retiring
+        for place in wanted if self.idle else ():
+            worker = self.by_id[self.places[place].worker_id]
+            if worker.waiting_list is self.idle:
+                self.move(worker, self.check_lanes)

@@ -1,5 +1,4 @@
-"""The journal of a durable run: the outcome of each item, in a folder, safe from crashes of all
-processes.
+"""The journal of a durable run: a folder with each item's outcome, safe from all crashes.
 
 `keys` identifies items and functions, `journal` writes outcomes, `rows` converts them, `schema`
 lays them out in SQLite. `opening` opens and repairs a journal, with rows that `salvage` finds in a

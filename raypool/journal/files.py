@@ -1,8 +1,7 @@
-"""Files of a run: each is written in one step, for its owner only, and read only if unchanged; and
-pickles.
+"""Files of a run: written in one step, for the owner only, read only if unchanged; and pickles.
 
-A pickle can run code when it is opened. So a pickle is opened only if no other user can have
-written to the run, and its file has the size and hash that the journal says.
+Opening a pickle can run code. So a pickle is opened only if no other user can have written to the
+run, and its file has the size and hash that the journal says.
 """
 
 from __future__ import annotations
@@ -22,9 +21,7 @@ from raypool.errors import SerializationError
 DIGEST_BYTES = 16
 
 MAX_TWICE_BYTES = 16 * 1024 * 1024
-"""Up to this size [bytes] a pickle that needs the user's script is stored in a second form without
-it.
-"""
+"""A smaller pickle [bytes] that needs the user's script is stored twice, also without that need."""
 
 
 class Damaged(Exception):
@@ -94,9 +91,7 @@ JOURNAL = ("journal.sqlite", "journal.sqlite-wal", "journal.salvaged.sqlite")
 
 
 def distrust(path: Path) -> str | None:
-    """Return why other users may have written to a file or folder, and what to do; None if they
-    cannot.
-    """
+    """Return why others may have written to a file or folder, and what to do, or None."""
     status = path.stat()
     if status.st_uid != os.getuid():
         return (
@@ -112,7 +107,7 @@ def distrust(path: Path) -> str | None:
 
 
 def check_owner(path: Path) -> None:
-    """Make sure that code in this file may be run here.
+    """Check that code in this file may be run here.
 
     Raises:
         Damaged: It belongs to somebody else, or others may write to it.
@@ -126,11 +121,10 @@ def check_owner(path: Path) -> None:
 
 
 def check_run(run_dir: Path) -> None:
-    """Make sure that no other user can have written to the journal in this folder.
+    """Check that no other user can have written to the journal in this folder.
 
     Raises:
-        Damaged: The folder or a file of the journal belongs to somebody else, or others may write
-            to it.
+        Damaged: The folder or a file of the journal is not yours alone to write.
     """
     check_owner(run_dir)
     for name in JOURNAL:
@@ -180,7 +174,7 @@ def dump(value: Any) -> bytes:
         data = pickle.dumps(value, protocol=5)
     except KeyboardInterrupt:
         raise
-    except BaseException:
+    except BaseException:  # the value's own code may raise anything
         return cloudpickled(value)
     if b"__main__" not in data or len(data) > MAX_TWICE_BYTES:
         return data
@@ -203,20 +197,16 @@ def load(data: bytes) -> Any:
     except BaseException as error:
         first_error = error
     try:
-        return pickle.loads(_behind_first(data))
+        # the second pickle is behind the first
+        import pickletools
+
+        file = io.BytesIO(data)
+        for _ in pickletools.genops(file):
+            pass
+        return pickle.loads(data[file.tell() :])
     except KeyboardInterrupt:
         raise
     except BaseException:
         raise Damaged(
             f"it cannot be opened here ({type(first_error).__name__}: {first_error})"
         ) from first_error
-
-
-def _behind_first(data: bytes) -> bytes:
-    """Return the data behind the first pickle."""
-    import pickletools
-
-    file = io.BytesIO(data)
-    for _ in pickletools.genops(file):
-        pass
-    return data[file.tell() :]

@@ -1,4 +1,4 @@
-"""`Journal`, the journal of a run while it is written; and checks that a call fits its folder."""
+"""`Journal`, which writes outcomes; and checks that a call fits its folder."""
 
 from __future__ import annotations
 
@@ -76,11 +76,9 @@ class Journal:
         self._newest: dict[str, Stored] = {}
         for row in sorted(contents["attempts"], key=lambda row: (row[2], row[0])):
             self._take(row)
-        runs = (
-            [row[0] for row in contents["runs"]]
-            + [row[2] for row in contents["attempts"]]
-            + [row[1] for row in contents["orders"]]
-        )
+        # of a damaged journal the row of the last run may be lost
+        runs = [row[0] for row in contents["runs"]]
+        runs += [row[2] for row in contents["attempts"]] + [row[1] for row in contents["orders"]]
         self.run = max(runs, default=0) + 1
 
     @classmethod
@@ -100,8 +98,7 @@ class Journal:
             source: Where the function is defined, for replays.
 
         Raises:
-            JournalError: It is in use, was made for another function or seed, cannot be written, or
-                others can write to it.
+            JournalError: It is in use, for another function or seed, or not writable by you alone.
         """
         folder = Path(os.path.abspath(run_dir))  # noqa: PTH100 (links stay what they are)
         try:
@@ -142,16 +139,8 @@ class Journal:
                 if not path.exists():
                     write_file(path, source.pickled)
             where = None if source is None else source.to_text()
-            row = (
-                function[:MAX_TEXT_BYTES],
-                json.dumps(seed),
-                where,
-                SCHEMA,
-                time.time(),
-                socket.gethostname(),
-                os.getpid(),
-                raypool.__version__,
-            )
+            process = (time.time(), socket.gethostname(), os.getpid(), raypool.__version__)
+            row = (function[:MAX_TEXT_BYTES], json.dumps(seed), where, SCHEMA, *process)
             with self._mutex:
                 self._insert({"runs": [(self.run, *row)]})
                 self._lock.note_outcomes(self._next["attempts"] - 1)
@@ -160,8 +149,7 @@ class Journal:
             raise cannot_write(self.run_dir, error) from error
 
     def note_items(self, entries: Iterable[tuple[str, int, Any]]) -> None:
-        """Note which items this run has: key, position, item. Those that are not known yet are
-        stored.
+        """Note which items this run has (key, position, item), and store those that are new.
 
         Raises:
             OSError: It cannot be written, and nothing is noted; it may be tried again.
@@ -176,21 +164,17 @@ class Journal:
                 known = self._numbers.get(key) or new.get(key)
                 if known is None:
                     known = new[key] = number + len(items)
-                    items.append((known, key, self.run, *self._put_item(key, item)))
+                    try:
+                        place = put_away(item, "item", self.folder(key))
+                    except SerializationError as error:
+                        logger.warning("Item %s cannot be stored, its outcome can: %s", key, error)
+                        place = NOWHERE
+                    items.append((known, key, self.run, *place))
                 positions.append((position, known))
             first = self._next["orders"]
-            orders = [
-                (first + offset, *row) for offset, row in enumerate(order_rows(self.run, positions))
-            ]
+            orders = [(n, *row) for n, row in enumerate(order_rows(self.run, positions), first)]
             self._commit({"items": items, "orders": orders})
             self._numbers.update(new)
-
-    def _put_item(self, key: str, item: Any) -> StoredAt:
-        try:
-            return put_away(item, "item", self.folder(key))
-        except SerializationError as error:
-            logger.warning("Item %s cannot be stored, its outcome can: %s", key, error)
-            return NOWHERE
 
     def stored(self) -> dict[str, Stored]:
         """Return the newest outcome of each item that has one, by key."""
@@ -200,16 +184,16 @@ class Journal:
     def positions(self, run: int) -> dict[str, int]:
         """Return the position of each item in an earlier run, by key."""
         keys = {number: key for key, number in self._numbers.items()}
-        orders = ((first, text) for _, own, first, text in self._orders if own == run)
-        places = (
-            (keys.get(n), place)
-            for first, text in orders
-            for place, n in enumerate(numbers_of(text), first)
-        )
-        return {key: place for key, place in places if key is not None}
+        return {
+            keys[number]: position
+            for _, own, first, text in self._orders
+            if own == run
+            for position, number in enumerate(numbers_of(text), first)
+            if number in keys  # its row may be lost
+        }
 
     def value(self, stored: Stored) -> Any:
-        """Return what an item returned.
+        """Return the value of an item.
 
         Raises:
             Damaged: The value is gone or has changed: the item has to run again.
@@ -221,11 +205,10 @@ class Journal:
         return error_of(stored, self.run_dir)
 
     def write(self, outcomes: Sequence[Outcome]) -> list[tuple[Outcome, Exception]]:
-        """Write outcomes; they are on disk when this returns, except those that it returns with a
-        reason.
+        """Write outcomes to disk; return those that failed, each with the reason.
 
-        The reason is an `OSError` if the disk is full (a later try may succeed, and small outcomes
-        may still fit), or a `SerializationError` if the value cannot be pickled (which is final).
+        The reason is an `OSError` if the disk is full (a later try may succeed), or a
+        `SerializationError` if the value cannot be pickled.
         """
         with self._mutex:
             ready: list[tuple[Outcome, tuple[Any, ...]]] = []
@@ -242,6 +225,7 @@ class Journal:
             try:
                 self._write_rows([row for _, row in ready])
             except OSError as error:
+                # one transaction writes all or nothing; smaller outcomes may still fit
                 if len(ready) == 1:
                     failed.append((ready[0][0], error))
                 else:
@@ -251,7 +235,7 @@ class Journal:
     def _write_singly(
         self, ready: list[tuple[Outcome, tuple[Any, ...]]]
     ) -> list[tuple[Outcome, Exception]]:
-        """Write those outcomes that still fit on the disk; stop after two failures in a row."""
+        """Write the outcomes that still fit on the disk; stop if the first two fail."""
         failed: list[tuple[Outcome, Exception]] = []
         for position, (outcome, row) in enumerate(ready):
             if len(failed) >= 2 and len(failed) == position:
@@ -265,7 +249,7 @@ class Journal:
 
     def _write_rows(self, rows: list[tuple[Any, ...]]) -> None:
         first = self._next["attempts"]
-        numbered = [(first + offset, *row) for offset, row in enumerate(rows)]
+        numbered = [(n, *row) for n, row in enumerate(rows, first)]
         self._commit({"attempts": numbered})
         self._lock.note_outcomes(self._next["attempts"] - 1)
         for row in numbered:
@@ -285,8 +269,23 @@ class Journal:
             return
         self._insert(rows)
         if identity(self._log_path) != self._log:
+            # the rows may have gone into the removed file
             self._renew()
             self._insert_missing(rows)
+
+    def _insert_missing(self, rows: dict[str, list[Row]]) -> None:
+        try:
+            missing = {
+                table: [row for row in entries if not self._has(table, row[0])]
+                for table, entries in rows.items()
+            }
+        except sqlite3.Error as error:
+            raise _as_os_error(error, self.run_dir) from error
+        self._insert(missing)
+
+    def _has(self, table: str, number: int) -> bool:
+        found = self._connection.execute(f"SELECT 1 FROM {table} WHERE n = ?", (number,))
+        return found.fetchone() is not None
 
     def _insert(self, rows: dict[str, list[Row]]) -> None:
         """Add rows in one transaction.
@@ -317,7 +316,7 @@ class Journal:
         return self.run_dir / f"{DATABASE}-wal"
 
     def _look_after_log(self) -> None:
-        """Make sure that rows go into the files that other processes see.
+        """Check that rows go into the files that other processes see.
 
         Raises:
             OSError: The journal is gone, or cannot be opened again.
@@ -332,12 +331,12 @@ class Journal:
             self._renew()
 
     def _renew(self) -> None:
-        """Open the database again: another program took this process for gone, tidied up the log
-        and removed it.
+        """Open the database again.
 
         Raises:
             OSError: It cannot be opened.
         """
+        # another program took this process for gone, and has merged and removed the log
         logger.warning(
             "Another program has removed the log of %s, which is in use; it is opened again.",
             self._database,
@@ -353,31 +352,8 @@ class Journal:
             raise _as_os_error(error, self.run_dir) from error
         self._log = identity(self._log_path)
 
-    def _insert_missing(self, rows: dict[str, list[Row]]) -> None:
-        """Add those rows again that went into a removed file.
-
-        Raises:
-            OSError: They cannot be written.
-        """
-        missing = {
-            table: [row for row in entries if not self._has(table, row[0])]
-            for table, entries in rows.items()
-        }
-        self._insert(missing)
-
-    def _has(self, table: str, number: int) -> bool:
-        try:
-            return (
-                self._connection.execute(f"SELECT 1 FROM {table} WHERE n = ?", (number,)).fetchone()
-                is not None
-            )
-        except sqlite3.Error as error:
-            raise _as_os_error(error, self.run_dir) from error
-
     def folder(self, key: str) -> Path:
-        """Return the folder of an item; it exists only if it has content (`files.make_folder` makes
-        it).
-        """
+        """Return the folder of an item, which exists only if it has content."""
         return self.run_dir / "items" / key
 
     def close(self) -> None:
@@ -398,17 +374,15 @@ class Journal:
 def _as_os_error(error: sqlite3.Error, folder: Path) -> OSError:
     """Return SQLite's error of the disk as an `OSError`."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-    number = {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_READONLY: errno.EROFS}.get(
-        code, errno.EIO
-    )
-    return OSError(number, str(error), str(folder))
+    numbers = {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_READONLY: errno.EROFS}
+    return OSError(numbers.get(code, errno.EIO), str(error), str(folder))
 
 
 # --- checks that a call fits its folder -----------------------------------------------------------
 
 
 def check_same(folder: Path, contents: Contents, function: str, seed: int | None) -> None:
-    """Make sure that a folder was made for this function and seed.
+    """Check that a folder was made for this function and seed.
 
     Raises:
         JournalError: It was not.
@@ -432,16 +406,15 @@ def check_same(folder: Path, contents: Contents, function: str, seed: int | None
 
 
 def check_held(folder: Path, contents: Contents, source: FunctionSource | None) -> None:
-    """Compare the values that a function captures with those of the last run; warn of differences.
+    """Compare a function's captured values with those of the last run; warn of differences.
 
     Raises:
         JournalError: A partial has other arguments, so that results would differ.
     """
-    known = next(
-        (FunctionSource.from_text(row[3]) for row in reversed(contents["runs"]) if row[3]), None
-    )
-    if known is None or source is None:
+    texts = [row[3] for row in contents["runs"] if row[3]]
+    if not texts or source is None:
         return
+    known = FunctionSource.from_text(texts[-1])
     if known.given is not None and source.given is not None and known.given != source.given:
         raise JournalError(
             f"{folder} was made by {source.function} with {known.words or 'no arguments'} given by"

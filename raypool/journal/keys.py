@@ -1,9 +1,7 @@
-"""Keys of items and functions, made from their content; and `FunctionSource`, where a function is
-defined.
+"""Keys of items and functions, from their content; and where a function is defined.
 
-A value is written as bytes in one canonical way, and the key is their hash: the same in every
-process, and for every order of items. Values with the same content have the same key. Values of
-different types differ, even if Python calls them equal (1, 1.0 and True).
+A key is the hash of a value's canonical bytes: the same in every process. Values with the same
+content have the same key. Values of different types differ, even if equal (1, 1.0 and True).
 """
 
 from __future__ import annotations
@@ -47,7 +45,8 @@ def content_key(value: Any, what: str) -> str:
         InvalidTypeError: It has no key; the message names the part that is the reason.
 
     Example:
-        >>> content_key({"lr": 0.1, "depth": 3}, "item 0") == content_key({"depth": 3, "lr": 0.1}, "item 0")
+        >>> one, other = {"lr": 0.1, "depth": 3}, {"depth": 3, "lr": 0.1}
+        >>> content_key(one, "item 0") == content_key(other, "item 0")
         True
         >>> content_key(1, "item 0") == content_key(1.0, "item 0")
         False
@@ -63,8 +62,7 @@ def content_key(value: Any, what: str) -> str:
 
 
 def numbered(keys: Iterable[str]) -> Iterator[str]:
-    """Yield the keys with "-2", "-3" and so on behind the second, third and further ones that are
-    the same.
+    """Yield the keys, with "-2", "-3" and so on behind repeated ones.
 
     Example:
         >>> list(numbered(["a", "b", "a", "a"]))
@@ -77,7 +75,7 @@ def numbered(keys: Iterable[str]) -> Iterator[str]:
 
 
 def function_key(fn: Any) -> str:
-    """Return the name by which a function is known from one run to the next: "module.qualname".
+    """Return the name of a function from one run to the next: "module.qualname".
 
     A script's functions have the name of its file, a partial that of its function, and a callable
     object that of its type.
@@ -139,9 +137,8 @@ def _compound(value: Any, path: str, outer: list[int]) -> bytes:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return _node("namedtuple", _name(type(value)), *_each(value, path, outer))
     if dataclasses.is_dataclass(value):
-        fields = sorted(
-            field.name for field in dataclasses.fields(value) if hasattr(value, field.name)
-        )
+        names = (field.name for field in dataclasses.fields(value))
+        fields = sorted(name for name in names if hasattr(value, name))
         parts = [
             _node("", _text(name), _canonical(getattr(value, name), f"{path}.{name}", outer))
             for name in fields
@@ -221,9 +218,7 @@ _SIMPLE: dict[type, Callable[[Any], bytes]] = {
 
 
 def _function(fn: FunctionType, path: str, outer: list[int]) -> bytes:
-    """Write a function as its name; if that does not lead to it, also its code and captured
-    values.
-    """
+    """Write the name of a function; if that does not lead to it, also code and captured values."""
     if "<" not in fn.__qualname__:
         return _node("function", _name(fn))
     cells = [cell.cell_contents for cell in fn.__closure__ or ()]
@@ -238,11 +233,7 @@ def code_key(code: CodeType) -> str:
 
 def _code(code: CodeType, path: str, outer: list[int]) -> bytes:
     constants = [
-        (
-            _code(constant, path, outer)
-            if isinstance(constant, CodeType)
-            else _canonical(constant, path, outer)
-        )
+        (_code if isinstance(constant, CodeType) else _canonical)(constant, path, outer)
         for constant in code.co_consts
     ]
     return _node("code", _node("", code.co_code), _text(" ".join(code.co_names)), *constants)
@@ -258,11 +249,9 @@ def _of_numpy(value: Any, path: str, outer: list[int]) -> bytes | None:
         return None
     if isinstance(value, numpy.generic):
         plain = None if value.dtype.kind in "mM" else value.item()
-        return (
-            _array(numpy.asarray(value), path, outer)
-            if type(plain) not in _NUMBERS
-            else _canonical(plain, path, outer)
-        )
+        if type(plain) in _NUMBERS:
+            return _canonical(plain, path, outer)
+        return _array(numpy.asarray(value), path, outer)
     return _array(value, path, outer) if type(value) is numpy.ndarray else None
 
 
@@ -271,17 +260,12 @@ def _of_pandas(value: Any, path: str, outer: list[int]) -> bytes | None:
     if pandas is None or not isinstance(value, (pandas.DataFrame, pandas.Series, pandas.Index)):
         return None
     if isinstance(value, pandas.Index):
-        return _node(
-            "index", _canonical(list(value.names), path, outer), _column(value, path, outer)
-        )
+        names = _canonical(list(value.names), path, outer)
+        return _node("index", names, _column(value, path, outer))
     labels = _column(value.index, path, outer)
     if isinstance(value, pandas.Series):
-        return _node(
-            "series",
-            _canonical(value.name, f"the name of {path}", outer),
-            _column(value, path, outer),
-            labels,
-        )
+        name = _canonical(value.name, f"the name of {path}", outer)
+        return _node("series", name, _column(value, path, outer), labels)
     columns = [_column(value.iloc[:, number], path, outer) for number in range(value.shape[1])]
     return _node("frame", _name(type(value)), _column(value.columns, path, outer), labels, *columns)
 
@@ -298,19 +282,15 @@ def _array(array: Any, path: str, outer: list[int]) -> bytes:
 def _column(column: Any, path: str, outer: list[int]) -> bytes:
     dtype = column.dtype
     categories = (list(dtype.categories), dtype.ordered) if hasattr(dtype, "categories") else None
-    return _node(
-        "column",
-        _text(str(dtype)),
-        _canonical(categories, path, outer),
-        _array(column.to_numpy(), path, outer),
-    )
+    held = _canonical(categories, path, outer)
+    return _node("column", _text(str(dtype)), held, _array(column.to_numpy(), path, outer))
 
 
 def _of_omegaconf(value: Any, path: str, outer: list[int]) -> bytes | None:
-    """A Hydra configuration counts as its content, with interpolated values filled in."""
     omegaconf = sys.modules.get("omegaconf")
     if omegaconf is None or not isinstance(value, (omegaconf.DictConfig, omegaconf.ListConfig)):
         return None
+    # a Hydra configuration counts as its content, with interpolated values filled in
     return _canonical(omegaconf.OmegaConf.to_container(value, resolve=True), path, outer)
 
 
@@ -322,12 +302,8 @@ def _of_torch(value: Any, path: str, outer: list[int]) -> bytes | None:
     plain = plain.as_subclass(torch.Tensor) if plain.layout is torch.strided else plain.to_dense()
     plain = plain.cpu().resolve_conj().resolve_neg().contiguous()
     data = blake2b(plain.reshape(-1).view(torch.uint8).numpy(), digest_size=32).digest()
-    return _node(
-        "tensor",
-        _name(type(value)),
-        f"{value.dtype} {tuple(value.shape)} {value.layout}".encode(),
-        data,
-    )
+    form = f"{value.dtype} {tuple(value.shape)} {value.layout}".encode()
+    return _node("tensor", _name(type(value)), form, data)
 
 
 # --- all other values -----------------------------------------------------------------------------
@@ -350,27 +326,20 @@ def _reduced(value: Any, path: str, outer: list[int]) -> bytes:
         return _node("global", _name(kind), _text(reduced))
     function, args, state, entries, pairs = (*reduced, None, None, None)[:5]
     parts = [_canonical(part, path, outer) for part in (function, args)]
-    parts.append(
-        _canonical(state, path, outer)
-        if not isinstance(state, dict)
-        else _attributes(state, path, outer)
-    )
+    if isinstance(state, dict):
+        pieces = [
+            _canonical(name, path, outer) + _canonical(part, f"{path}.{name}", outer)
+            for name, part in state.items()
+        ]
+        parts.append(_node("state", *sorted(pieces)))
+    else:
+        parts.append(_canonical(state, path, outer))
     parts.append(_node("list", *_each(entries or (), path, outer)))
     if isinstance(value, OrderedDict):
         parts.append(_node("pairs", *_each(list(pairs or ()), path, outer)))
     else:
         parts.append(_node("dict", *_sorted_pairs(pairs or (), path, outer)))
     return _node("object", _name(kind), *parts)
-
-
-def _attributes(state: dict[Any, Any], path: str, outer: list[int]) -> bytes:
-    return _node(
-        "state",
-        *sorted(
-            _canonical(name, path, outer) + _canonical(value, f"{path}.{name}", outer)
-            for name, value in state.items()
-        ),
-    )
 
 
 def _as_args(tag: str, take: Callable[[Any], tuple[Any, ...]]) -> Callable[[Any], bytes]:
@@ -391,7 +360,9 @@ _COMPOUND: list[tuple[Any, Callable[[Any, str, list[int]], bytes]]] = [
     (
         Enum,
         lambda value, path, outer: _node(
-            "enum", _name(type(value)), _canonical(_of_enum(value), path, outer)
+            "enum",
+            _name(type(value)),
+            _canonical(value.value if isinstance(value, Flag) else value.name, path, outer),
         ),
     ),
     ((set, frozenset), _set),
@@ -406,10 +377,6 @@ _COMPOUND: list[tuple[Any, Callable[[Any, str, list[int]], bytes]]] = [
     ),
 ]
 """How to write values that may contain others, by class or parent class."""
-
-
-def _of_enum(value: Enum) -> Any:
-    return value.value if isinstance(value, Flag) else value.name
 
 
 # --- function sources: definition and captured values ---------------------------------------------
@@ -458,31 +425,26 @@ class FunctionSource(NamedTuple):
         file = getattr(module, "__file__", None)
         is_script = named == "__main__" and getattr(module, "__spec__", None) is None
         qualname = getattr(fn, "__qualname__", None)
-        is_found = (
-            module is not None and isinstance(qualname, str) and found(module, qualname) is fn
-        )
-        if not is_found or (is_script and file is None):
+        if module is None or not isinstance(qualname, str) or found(module, qualname) is not fn:
             qualname = None
+        if is_script and file is None:
+            qualname = None  # the prompt or a notebook: no later process can import it
         path = None if file is None else str(Path(file).resolve())
         source = FunctionSource(function_key(fn), module_name(named), qualname, path, is_script)
         if qualname is None:
             pickled = _pickled(fn)
-            source = source._replace(
-                pickled=pickled, digest=None if pickled is None else digest(pickled).hex()
-            )
+            hashed = None if pickled is None else digest(pickled).hex()
+            source = source._replace(pickled=pickled, digest=hashed)
         (args, keywords), inner = _arguments(fn)
         plain = encode([list(args), keywords])
         if plain is None:
             return source._replace(
                 held=_key_of(lambda: [*_held(inner), *args, *keywords, *keywords.values()])
             )
-        words = ", ".join(
-            [*map(repr, args), *(f"{name}={value!r}" for name, value in keywords.items())]
-        )
-        given = digest(plain.encode()).hex()
-        return source._replace(
-            given=given, words=words[:MAX_WORDS] or None, held=_key_of(lambda: _held(inner))
-        )
+        named_args = (f"{name}={value!r}" for name, value in keywords.items())
+        words = ", ".join([*map(repr, args), *named_args])[:MAX_WORDS] or None
+        given, held = digest(plain.encode()).hex(), _key_of(lambda: _held(inner))
+        return source._replace(given=given, words=words, held=held)
 
     @property
     def pickle_name(self) -> str:
@@ -525,7 +487,7 @@ def _pickled(fn: Any) -> bytes | None:
         cloudpickle.CloudPickler(file, protocol=5).dump(fn)
     except KeyboardInterrupt:
         raise
-    except BaseException:
+    except BaseException:  # the user's code may raise anything while it is pickled
         return None
     return file.getvalue()
 
@@ -553,11 +515,10 @@ def _held(fn: Any) -> list[Any]:
 
 
 def _key_of(find: Callable[[], list[Any]]) -> str | None:
-    """Return the key of some values; None if one has none, or a new one in each run (raypool's
-    objects).
-    """
+    """Return the key of some values; None if one has none."""
     try:
         values = find()
+        # raypool's own objects have a new key in each run
         if any(type(value).__module__.partition(".")[0] == "raypool" for value in values):
             return None
         return content_key(values, "it")

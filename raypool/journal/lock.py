@@ -1,4 +1,4 @@
-"""Locks on a run: one writer at a time for each folder; and the protection of SQLite's own locks.
+"""Locks on a run: one writer at a time per folder; and the protection of SQLite's own locks.
 
 The kernel holds these locks, so they end with the process, however it ends.
 """
@@ -74,8 +74,13 @@ class RunLock:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (EAGAIN, EACCES):
+                try:
+                    note = json.loads(os.pread(self._descriptor, 4096, 0))
+                    holder = f"process {note['pid']} on {note['host']}, since {note['since']}"
+                except (OSError, ValueError, KeyError, TypeError):
+                    holder = "another process"
                 raise JournalError(
-                    f"{folder} is in use by {self._holder()}. Wait until that has ended, or give"
+                    f"{folder} is in use by {holder}. Wait until that has ended, or give"
                     " another folder.",
                     run_dir=str(folder),
                 ) from None
@@ -89,20 +94,13 @@ class RunLock:
         self._note = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
         self._write({**self._note, "outcomes": self.outcomes_before})
 
-    def _holder(self) -> str:
-        try:
-            note = json.loads(os.pread(self._descriptor, 4096, 0))
-            return f"process {note['pid']} on {note['host']}, since {note['since']}"
-        except (OSError, ValueError, KeyError, TypeError):
-            return "another process"
-
     def release(self) -> None:
         """Release the lock."""
         if self._descriptor >= 0:
             _held.discard(self)
             descriptor, self._descriptor = self._descriptor, -1
             with contextlib.suppress(OSError):
-                os.ftruncate(descriptor, 0)
+                os.ftruncate(descriptor, 0)  # empty: `is_in_use` says no
             os.close(descriptor)
 
     def _forget(self) -> None:
@@ -112,9 +110,7 @@ class RunLock:
 
 
 def noted_outcomes(folder: Path, name: str = "journal.lock") -> int:
-    """Return the number of outcomes that a current or killed user of a folder noted; 0 if
-    unknown.
-    """
+    """Return the number of outcomes that a folder's current or killed user noted, or 0."""
     try:
         return int(json.loads((folder / name).read_bytes())["outcomes"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -122,7 +118,7 @@ def noted_outcomes(folder: Path, name: str = "journal.lock") -> int:
 
 
 def is_in_use(folder: Path, name: str = "journal.lock") -> bool:
-    """Whether a process uses a folder, or was killed while it did: for readers."""
+    """Whether a process uses a folder, or was killed while it did."""
     try:
         return (folder / name).stat().st_size > 0
     except OSError:
@@ -133,7 +129,7 @@ _held: weakref.WeakSet[RunLock] = weakref.WeakSet()
 
 
 def _forget_all() -> None:
-    """In a forked child: the lock is the parent's, and would otherwise outlive it."""
+    # in a forked child: the lock is the parent's, and would otherwise outlive it
     for lock in list(_held):
         lock._forget()
     _held.clear()
@@ -171,9 +167,7 @@ def identity(path: Path) -> Identity | None:
 
 @contextlib.contextmanager
 def bare(path: Path) -> Iterator[bool]:
-    """Yield whether a database may be opened without SQLite; meanwhile no writer starts in this
-    process.
-    """
+    """Yield whether a file may be opened without SQLite; no writer here starts meanwhile."""
     with _mutex:
         yield identity(path) not in _written
 
@@ -196,7 +190,7 @@ def closed(known: Identity | None) -> None:
 
 
 def _forget() -> None:
-    """In a forked child, which has none of its parent's locks."""
+    # a forked child has none of its parent's locks; another thread may have held the mutex
     global _mutex
     _mutex = threading.RLock()
     _written.clear()

@@ -1,6 +1,4 @@
-"""Opens a journal for writing: makes it, migrates it to the newest version, and repairs it if
-damaged.
-"""
+"""Opens a journal for writing: makes it, migrates it to the newest version, and repairs it."""
 
 from __future__ import annotations
 
@@ -43,15 +41,9 @@ SALVAGED = "journal.salvaged.sqlite"
 
 SURROUNDINGS = frozenset(
     [
-        sqlite3.SQLITE_PERM,
-        sqlite3.SQLITE_BUSY,
-        sqlite3.SQLITE_LOCKED,
-        sqlite3.SQLITE_NOMEM,
-        sqlite3.SQLITE_READONLY,
-        sqlite3.SQLITE_IOERR,
-        sqlite3.SQLITE_FULL,
-        sqlite3.SQLITE_CANTOPEN,
-        sqlite3.SQLITE_AUTH,
+        *(sqlite3.SQLITE_PERM, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_AUTH),
+        *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM),
+        *(sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN),
     ]
 )
 """Errors of SQLite that do not mean a damaged file."""
@@ -62,9 +54,7 @@ class DamagedError(Exception):
 
 
 UNREADABLE = (sqlite3.Error, WrongRowError, DamagedError, UnicodeDecodeError)
-"""What comes of reading a damaged journal, also in the text of a message; `is_damage` tells it from
-a disk that is full, say.
-"""
+"""Errors of reading a damaged journal; `is_damage` tells them from a full disk, say."""
 
 
 def is_damage(error: Exception) -> bool:
@@ -81,7 +71,7 @@ def open_database(folder: Path) -> tuple[sqlite3.Connection, Contents]:
     """
     try:
         _finish_salvage(folder)
-        rest = _bytes_of(folder / f"{DATABASE}-wal")  # before SQLite removes it
+        rest = log_of(folder / DATABASE)  # before SQLite removes it
         with contextlib.suppress(FileExistsError):
             os.close(os.open(folder / DATABASE, os.O_CREAT | os.O_EXCL, 0o600))
         try:
@@ -113,6 +103,7 @@ def check_beginning(path: Path, rest: bytes) -> None:
     with path.open("rb") as file:
         head = file.read(512)
     is_new = not head and not rest
+    # bytes 18 and 19: the versions for writing and reading; 1 is a rollback journal, 2 is a WAL
     if not is_new and (len(head) < 512 or not {head[18], head[19]} <= {1, 2}):
         raise DamagedError("its first page is damaged")
 
@@ -133,7 +124,9 @@ def connect(path: Path) -> sqlite3.Connection:
     try:
         connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
         connection.execute("PRAGMA journal_mode = WAL")
+        # with NORMAL, a power cut could undo the last transactions
         connection.execute("PRAGMA synchronous = FULL")
+        # a prepared file must not call functions through its schema
         connection.execute("PRAGMA trusted_schema = OFF")
     except BaseException:
         connection.close()
@@ -141,9 +134,10 @@ def connect(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _bytes_of(path: Path) -> bytes:
+def log_of(path: Path) -> bytes:
+    """Return the write-ahead log of a database; empty if there is none."""
     try:
-        return path.read_bytes()
+        return path.with_name(f"{path.name}-wal").read_bytes()
     except FileNotFoundError:
         return b""
 
@@ -191,6 +185,7 @@ def is_cut(log: bytes, num_frames: int) -> bool:
     """
     frame = 24 + int.from_bytes(log[8:12], "big")
     for start in range(32 + num_frames * frame, len(log) - frame + 1, frame):
+        # the frame has the salts of the log's header, and ends a transaction
         if log[start + 8 : start + 16] == log[16:24] and any(log[start + 4 : start + 8]):
             return True
     return False
@@ -202,16 +197,12 @@ def read_all(connection: sqlite3.Connection) -> Contents:
 
 
 def _append_found(connection: sqlite3.Connection, contents: Contents, rest: bytes) -> None:
-    """Add rows that were written but not committed, or that are behind a damaged page of the
-    log.
-    """
+    """Add the rows of the log that were not committed, or are behind a damaged page."""
     known = frozenset(checksum(table, row) for table, rows in contents.items() for row in rows)
     found = list(carve(rest, known))
     if not found:
         return
-    both = gathered(
-        itertools.chain(((table, row) for table, rows in contents.items() for row in rows), found)
-    )
+    both = gathered([*((table, row) for table, rows in contents.items() for row in rows), *found])
     lost = lost_of(both)
     both = renumbered(both)
     if any(both[table][: len(rows)] != rows for table, rows in contents.items()):
@@ -242,7 +233,7 @@ def gathered(rows: Iterable[tuple[str, Row]]) -> Contents:
 
 
 def lost_of(contents: Contents) -> dict[str, int]:
-    """Return the number of missing rows of each table; a loss behind the last row does not show."""
+    """Return the number of missing rows of each table; the loss of the last does not show."""
     return {table: max(num_missing(rows), 0) for table, rows in contents.items()}
 
 
@@ -250,39 +241,32 @@ def renumbered(contents: Contents) -> Contents:
     """Return the rows with consecutive numbers; the orders lose items that are gone."""
     numbers = {row[0]: number for number, row in enumerate(contents["items"], 1)}
     renewed = {
-        table: (
-            rows if table == "runs" else [(number, *row[1:]) for number, row in enumerate(rows, 1)]
-        )
+        table: [(number, *row[1:]) for number, row in enumerate(rows, 1)]
         for table, rows in contents.items()
     }
+    renewed["runs"] = contents["runs"]
     if all(old == new for old, new in numbers.items()):
         return renewed
-    orders = []
+    orders: list[Row] = []
     for _, run, first, text in contents["orders"]:
-        entries = [
-            (position, numbers[n])
-            for position, n in enumerate(numbers_of(text), first)
-            if n in numbers
-        ]
-        orders += list(order_rows(run, entries))
+        entries = enumerate(numbers_of(text), first)
+        orders += order_rows(run, [(place, numbers[n]) for place, n in entries if n in numbers])
     renewed["orders"] = [(number, *row) for number, row in enumerate(orders, 1)]
     return renewed
 
 
 def what_is_lost(lost: dict[str, int]) -> str:
     """Return the numbers of missing rows in words."""
-    counts = {
-        "results": lost["attempts"],
-        "items": lost["items"],
-        "other records": lost["orders"] + lost["runs"],
-    }
-    said = " and ".join(f"{count:,} {name}" for name, count in counts.items() if count)
+    counts = [(lost["attempts"], "results"), (lost["items"], "items")]
+    counts.append((lost["orders"] + lost["runs"], "other records"))
+    said = " and ".join(f"{count:,} {name}" for count, name in counts if count)
     return f"at least {said} are lost" if said else "how many are lost is not known"
 
 
 def what_is_left(path: Path, data: bytes, contents: Contents) -> str:
     """Describe the damage of a journal's file, and the part that could be read."""
     count = len({row[1] for row in contents["attempts"] if row[4] in ("finished", "failed")})
+    # in SQLite's header: the size of a page, and the number of pages
     page, pages = int.from_bytes(data[16:18], "big"), int.from_bytes(data[28:32], "big")
     if not data.startswith(b"SQLite format 3\0"):
         cause = "its beginning is not that of a journal"
@@ -297,7 +281,7 @@ def what_is_left(path: Path, data: bytes, contents: Contents) -> str:
 
 
 def lost_with_log(folder: Path, noted: int, contents: Contents) -> str | None:
-    """Return in words how many noted outcomes are missing from a journal; None if all are there."""
+    """Say how many noted outcomes are missing from a journal; None if none is."""
     lost = noted - len(contents["attempts"])
     if lost <= 0:
         return None
@@ -316,6 +300,7 @@ def rescued(path: Path, data: bytes, rest: bytes) -> Contents:
     """
     contents = gathered(carve(data + bytes(16) + rest))
     newest = max((row[4] for row in contents["runs"]), default=None)
+    # in SQLite's header: PRAGMA user_version, and PRAGMA application_id
     version = int.from_bytes(data[60:64], "big")
     is_ours = int.from_bytes(data[68:72], "big") == APPLICATION_ID
     if newest is None and is_ours and SCHEMA < version < 1000:
@@ -340,9 +325,8 @@ def _is_sound(data: bytes, path: Path) -> bool:
     with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
         try:
             (tables,) = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
-            return bool(tables) and connection.execute("PRAGMA quick_check(1)").fetchone() == (
-                "ok",
-            )
+            (answer,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+            return bool(tables) and answer == "ok"
         except UNREADABLE:
             return False
 

@@ -13,7 +13,7 @@ MAX_DEPTH = 50
 """The greatest depth of nested containers."""
 
 MAX_BITS = 10_000
-"""The greatest size of an integer [bits]: Python refuses to convert longer ones."""
+"""The greatest size of an integer [bits]; Python refuses to convert much longer ones."""
 
 MAX_PARTS = 100_000
 """The greatest number of parts of a value: a list in many places would be written as often."""
@@ -42,8 +42,7 @@ class _NotPlainError(Exception):
 
 
 def encode(value: Any) -> str | None:
-    """Return a value as JSON, or None if `decode` would not give back the same value with the same
-    types.
+    """Return a value as JSON; None if `decode` would not return the same value and types.
 
     Example:
         >>> encode({"lr": 0.1, "layers": (64, 64)})
@@ -68,12 +67,9 @@ def decode(text: str) -> Any:
 
 def _tagged(value: Any, depth: int, count: list[int]) -> Any:
     kind = type(value)
-    if (
-        kind is float
-        or kind is bool
-        or value is None
-        or (kind is int and value.bit_length() <= MAX_BITS)
-    ):
+    if kind is float or kind is bool or value is None:
+        return value
+    if kind is int and value.bit_length() <= MAX_BITS:
         return value
     if kind is str:
         return _checked_text(value)
@@ -85,11 +81,17 @@ def _tagged(value: Any, depth: int, count: list[int]) -> Any:
         return entries if kind is list else {"~tuple": entries}
     if kind is dict:
         return _tagged_dict(value, depth, count)
-    return _tagged_number(value)
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, numpy.generic):
+        raise _NotPlainError
+    name = value.dtype.name
+    if name not in NUMPY_NAMES or numpy.dtype(name).type is not type(value):
+        raise _NotPlainError
+    return {"~numpy": [name, value.item()]}
 
 
 def _checked_text(text: str) -> str:
-    """Refuse surrogates: they cannot be written, and two of them would be read as one character."""
+    # surrogates cannot be written, and two of them would be read as one character
     if not text.isascii():
         try:
             text.encode()
@@ -107,16 +109,6 @@ def _tagged_dict(value: dict[Any, Any], depth: int, count: list[int]) -> dict[st
         is_tagged = is_tagged or key.startswith("~")
         entries[_checked_text(key)] = _tagged(entry, depth + 1, count)
     return {"~dict": list(map(list, entries.items()))} if is_tagged else entries
-
-
-def _tagged_number(value: Any) -> dict[str, Any]:
-    numpy = sys.modules.get("numpy")
-    if numpy is None or not isinstance(value, numpy.generic):
-        raise _NotPlainError
-    name = value.dtype.name
-    if name not in NUMPY_NAMES or numpy.dtype(name).type is not type(value):
-        raise _NotPlainError
-    return {"~numpy": [name, value.item()]}
 
 
 def _untagged(entries: dict[str, Any]) -> Any:

@@ -29,6 +29,7 @@ from raypool.journal.opening import (
     check_beginning,
     gathered,
     is_damage,
+    log_of,
     lost_of,
     lost_with_log,
     read_all,
@@ -86,19 +87,12 @@ def load_results(run_dir: str | os.PathLike[str]) -> Results:
         >>> list(load_results(folder))
         [1, 4, 9]
     """
-    with _quiet_collector():
-        return _load(Path(os.path.abspath(Path(run_dir).expanduser())))  # noqa: PTH100 (links stay what they are)
-
-
-@contextlib.contextmanager
-def _quiet_collector() -> Iterator[None]:
-    """Pause the garbage collector while rows are made: scanning them all again takes half the
-    time.
-    """
+    folder = Path(os.path.abspath(Path(run_dir).expanduser()))  # noqa: PTH100 (links stay)
+    # without a pause, the garbage collector scans all rows again and again: half of the time
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        yield
+        return _load(folder)
     finally:
         if was_enabled:
             gc.enable()
@@ -108,17 +102,10 @@ def _load(folder: Path) -> Results:
     contents = read_contents(folder)
     entries = entries_of(contents)
     items = _opened(folder, [(entry.key, entry.item) for entry in entries])
-    places = [
-        (
-            entry.key,
-            (
-                StoredAt(*entry.stored[5:10])
-                if entry.stored is not None and entry.stored.status == "finished"
-                else None
-            ),
-        )
-        for entry in entries
-    ]
+    places: list[tuple[str, StoredAt | None]] = []
+    for key, _, stored in entries:
+        is_finished = stored is not None and stored.status == "finished"
+        places.append((key, StoredAt(*stored[5:10]) if stored and is_finished else None))
     values = _opened(folder, places)
     unreadable = {index for index, value in enumerate(values) if type(value) is Damaged}
     if unreadable:
@@ -166,26 +153,21 @@ def _misses(contents: Contents, entries: Sequence[ItemRecord]) -> list[Miss]:
 
 
 def _opened(folder: Path, places: Sequence[tuple[str, StoredAt | None]]) -> list[Any]:
-    """Return the values in these places: None for no place, a `Damaged` for an unreadable value."""
+    """Return the values in these places: None without a place, a `Damaged` if unreadable."""
     texts = [place.body for _, place in places if place is not None and place.body is not None]
     decoded = iter(decode(f"[{','.join(texts)}]"))  # all at once: much faster than one by one
-    return [
-        (
-            None
-            if place is None
-            else next(decoded)
-            if place.body is not None
-            else _got_back(place, folder, key)
-        )
-        for key, place in places
-    ]
-
-
-def _got_back(place: StoredAt, folder: Path, key: str) -> Any:
-    try:
-        return get_back(place, folder, key)
-    except Damaged as error:
-        return error
+    values: list[Any] = []
+    for key, place in places:
+        if place is None:
+            values.append(None)
+        elif place.body is not None:
+            values.append(next(decoded))
+        else:
+            try:
+                values.append(get_back(place, folder, key))
+            except Damaged as error:
+                values.append(error)
+    return values
 
 
 def entries_of(contents: Contents) -> list[ItemRecord]:
@@ -235,7 +217,7 @@ def read_contents(folder: Path) -> Contents:
     # first: a running writer notes outcomes after it has written them
     noted = noted_outcomes(folder)
     path = folder / (DATABASE if not (folder / SALVAGED).exists() else SALVAGED)
-    if not path.exists() or not (path.stat().st_size or _log_of(path)):
+    if not path.exists() or not (path.stat().st_size or log_of(path)):
         if noted or (folder / "items").exists():
             raise JournalError(
                 f"0 results could be read: {path} is missing or empty, but there was a run in this"
@@ -266,7 +248,12 @@ def _read(path: Path) -> Contents:
     for pause_s in (0.05, 0.2, 1.0, None):
         with bare(path) as is_bare:
             try:
-                return _read_once(path) if is_bare else _read_own(path)
+                if is_bare:
+                    return _read_once(path)
+                # this process writes it: SQLite knows all rows, and opening the file in any
+                # other way would drop its locks (see `lock`)
+                with _open_beside(path) as connection:
+                    return read_all(connection)
             except UNREADABLE as error:
                 failure = error
             if not is_damage(failure) or not is_bare:
@@ -278,15 +265,9 @@ def _read(path: Path) -> Contents:
     raise AssertionError
 
 
-def _read_own(path: Path) -> Contents:
-    """Return all rows of a journal that this process writes: SQLite knows them all."""
-    with _open_beside(path) as connection:
-        return read_all(connection)
-
-
 def _left(path: Path) -> Contents:
     """Return the readable rows of a damaged journal, and log a warning."""
-    data, rest = path.read_bytes(), _log_of(path)
+    data, rest = path.read_bytes(), log_of(path)
     found = rescued(path, data, rest)
     if not any(found.values()) and data[:16] == b"SQLite format 3\0" and not any(data[68:72]):
         if lost := lost_with_log(path.parent, noted_outcomes(path.parent), found):
@@ -310,7 +291,7 @@ def _read_once(path: Path) -> Contents:
         DamagedError: Some are missing; or another error of `UNREADABLE`.
     """
     # first: a checkpoint may move its rows into the tables before these are read
-    rest = _log_of(path)
+    rest = log_of(path)
     check_beginning(path, rest)
     failure: Exception | None = None
     # Run by root, SQLite changes the owner of the log to that of the database: afterwards a
@@ -330,17 +311,8 @@ def _read_once(path: Path) -> Contents:
     raise failure
 
 
-def _log_of(path: Path) -> bytes:
-    try:
-        return path.with_name(f"{path.name}-wal").read_bytes()
-    except FileNotFoundError:
-        return b""
-
-
 def _with_rest(contents: Contents, rest: bytes) -> Contents:
-    """Return the rows and those in the write-ahead log only: uncommitted, or behind a damaged
-    page.
-    """
+    """Add the rows that only the log has: uncommitted, or behind a damaged page."""
     if not rest:
         return contents
     rows = [(table, row) for table, entries in contents.items() for row in entries]
@@ -360,11 +332,11 @@ def _connected(uri: str) -> Iterator[sqlite3.Connection]:
 @contextlib.contextmanager
 def _open_still(path: Path) -> Iterator[sqlite3.Connection]:
     """Read a journal that no process writes, without a file beside it."""
-    if _log_of(path):
+    if log_of(path):
         raise sqlite3.OperationalError("somebody writes it")
     with _connected(f"{path.as_uri()}?immutable=1") as connection:
         yield connection
-    if _log_of(path):
+    if log_of(path):
         raise sqlite3.OperationalError("somebody has begun to write it")
 
 
@@ -381,7 +353,7 @@ def _open_copy(path: Path) -> Iterator[sqlite3.Connection]:
     with tempfile.TemporaryDirectory(prefix="raypool-") as folder:
         copy = Path(folder) / path.name
         shutil.copyfile(path, copy)
-        (copy.with_name(f"{path.name}-wal")).write_bytes(_log_of(path))
+        (copy.with_name(f"{path.name}-wal")).write_bytes(log_of(path))
         with _connected(copy.as_uri()) as connection:
             yield connection
 
@@ -416,7 +388,7 @@ def _feed_of(folder: Path, keys: Sequence[str]) -> Feed:
 
 
 def _reports_of(path: Path, index: int, is_still_written: bool) -> tuple[list[Report], int]:
-    """Return the reports of an item, under this number, and the count of unreadable lines."""
+    """Return the reports of an item, with this index, and the count of unreadable lines."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError:
@@ -428,7 +400,6 @@ def _reports_of(path: Path, index: int, is_still_written: bool) -> tuple[list[Re
     for line in lines:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             said = json.loads(line)
-            reports.append(
-                (float(said["time"]), index, int(said["attempt"]), dict(said["metrics"]))
-            )
+            metrics = dict(said["metrics"])
+            reports.append((float(said["time"]), index, int(said["attempt"]), metrics))
     return reports, len(lines) - len(reports)

@@ -1,8 +1,7 @@
-"""Runs one item of a durable run again, alone and in this process; the run's folder does not
-change.
+"""Runs one item of a durable run again, alone, in this process, without changing the folder.
 
-The function is imported by its name in its current version, with any corrections since. A script is
-imported from its file, so that code under `if __name__ == "__main__":` does not run.
+The function is imported by its name, in its current version. A script is imported from its file, so
+code under `if __name__ == "__main__":` does not run.
 """
 
 from __future__ import annotations
@@ -58,13 +57,8 @@ class Replay(NamedTuple):
             original = self.run_dir / "items" / self.key / "checkpoint"
             if original.is_dir():
                 shutil.copytree(original, Path(folder) / "checkpoint")
-            note.folders, note.checkpoints = (
-                CheckpointFolders(lambda: Path(folder)),
-                (
-                    folder,
-                    {self.number: "checkpoint"},
-                ),
-            )
+            note.folders = CheckpointFolders(lambda: Path(folder))
+            note.checkpoints = (folder, {self.number: "checkpoint"})
             if self.seed is not None:
                 seed_everything(item_seed(self.seed, self.number), generators_of(self.fn))
             token = running.set(note)
@@ -107,16 +101,8 @@ def replaying(run_dir: Path, item: str) -> Iterator[Replay]:
                 f"Item {item} of {folder} cannot run again: {error}.", run_dir=str(folder)
             ) from error
         index = _index(contents, run, entry.key)
-        yield Replay(
-            folder,
-            entry.key,
-            fn,
-            value,
-            index,
-            1 if entry.stored is None else entry.stored.attempt,
-            seed,
-            source.function,
-        )
+        attempt = 1 if entry.stored is None else entry.stored.attempt
+        yield Replay(folder, entry.key, fn, value, index, attempt, seed, source.function)
 
 
 def _entry(folder: Path, entries: list[ItemRecord], item: str) -> ItemRecord:
@@ -126,11 +112,8 @@ def _entry(folder: Path, entries: list[ItemRecord], item: str) -> ItemRecord:
     matches = exact or [entry for entry in entries if entry.key.startswith(item)]
     if len(matches) == 1:
         return matches[0]
-    said = (
-        f"{len(matches)} items have keys that begin with {item}"
-        if matches
-        else f"There is no item {item}"
-    )
+    said = f"{len(matches)} items have keys that begin with {item}"
+    said = said if matches else f"There is no item {item}"
     last = f"the numbers 0 to {len(entries) - 1}" if entries else "no items"
     raise JournalError(
         f"{said} in {folder}, which has {last}. Give a number or a longer key.", run_dir=str(folder)
@@ -138,7 +121,7 @@ def _entry(folder: Path, entries: list[ItemRecord], item: str) -> ItemRecord:
 
 
 def _about(folder: Path, contents: Contents, run: int) -> tuple[FunctionSource, int | None]:
-    """Return the function and the seed of a call; of the newest known one, if it has no record."""
+    """Return the function and seed of a call; of the newest, if its record is lost."""
     runs = {row[0]: row for row in contents["runs"] if row[3]}
     if not runs:
         raise JournalError(
@@ -165,19 +148,17 @@ def _index(contents: Contents, run: int, key: str) -> int:
 def _as_script(source: FunctionSource) -> Iterator[None]:
     """Find modules as the run did; afterwards restore `__main__`, which a script replaces."""
     path, main = list(sys.path), sys.modules["__main__"]
-    sys.path[:0] = [str(_root(source)), str(Path.cwd())] if source.file else [str(Path.cwd())]
+    sys.path.insert(0, str(Path.cwd()))
+    if source.file:
+        file, depth = Path(source.file), 1
+        if not source.is_script:  # the folder from which the package can be imported
+            depth = len(source.module.split(".")) + (file.name == "__init__.py")
+        sys.path.insert(0, str(file.parents[min(depth, len(file.parents)) - 1]))
     try:
         yield
     finally:
         sys.path[:] = path
         sys.modules["__main__"] = main
-
-
-def _root(source: FunctionSource) -> Path:
-    """Return the folder from which the module can be imported."""
-    file = Path(source.file or "")
-    parts = 1 if source.is_script else len(source.module.split(".")) + (file.name == "__init__.py")
-    return file.parents[min(parts, len(file.parents)) - 1]
 
 
 def _function(folder: Path, source: FunctionSource) -> Callable[[Any], Any]:
@@ -209,7 +190,7 @@ def _function(folder: Path, source: FunctionSource) -> Callable[[Any], Any]:
 
 
 def _script(source: FunctionSource) -> ModuleType:
-    """Import a script under the name of its file; pickles made in it find their classes there."""
+    """Import a script under the name of its file, where its pickles find their classes."""
     spec = importlib.util.spec_from_file_location(source.module, source.file or "")
     if spec is None or spec.loader is None:
         raise ImportError(f"{source.file} is no Python file")

@@ -62,9 +62,7 @@ class Outcome(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """An outcome in the journal: a row of `attempts`. For the place of its value see
-    `schema.STORED`.
-    """
+    """An outcome in the journal: a row of `attempts`; the place of its value: `schema.STORED`."""
 
     n: int
     key: str
@@ -179,9 +177,7 @@ def _put_error(error: BaseException, place: StoredAt, stem: str, folder: Path) -
 
 
 def error_of(stored: Stored, run_dir: Path) -> BaseException:
-    """Return the exception of an item that failed: as itself where it can be opened, else a
-    `TaskError` with its text.
-    """
+    """Return the exception of a failed item: itself, or a `TaskError` with its text."""
     said = _said(stored.body)
     try:
         opened = get_back(StoredAt(None, *stored[6:10]), run_dir, stored.key)
@@ -190,12 +186,9 @@ def error_of(stored: Stored, run_dir: Path) -> BaseException:
     if isinstance(opened, BaseException):
         error = opened
     else:
-        kind = said.get("type")
-        error = TaskError(
-            f"{kind}: {said.get('text')}"
-            if kind
-            else str(said.get("text") or "It failed; nothing more is known.")
-        )
+        kind, text = said.get("type"), said.get("text")
+        unknown = str(text or "It failed; nothing more is known.")
+        error = TaskError(f"{kind}: {text}" if kind else unknown)
     with contextlib.suppress(Exception):  # the user's class may refuse attributes
         known = getattr(error, "__notes__", ())
         for note in said.get("notes", ()):
@@ -270,9 +263,7 @@ def _safely(make: Any) -> str:
 
 
 def _fitting(said: dict[str, Any]) -> str:
-    """Return JSON, with long texts cut until it fits: a message keeps its start, a traceback its
-    end.
-    """
+    """Return JSON that fits into a row: of long messages the start, of tracebacks the end."""
     limit = MAX_TEXT_BYTES
     while True:
         cut = {

@@ -1,8 +1,7 @@
 """Finds the rows of a journal in the bytes of its damaged files.
 
-SQLite gives up a table at a damaged page. Rows are small, in one piece and have checksums, so they
-can be found without SQLite: by the pattern at their beginning, anywhere in the bytes, also in pages
-that no other page refers to.
+SQLite gives up a table at a damaged page. Rows are in one piece and have checksums, so they can be
+found without SQLite, by their first bytes, even in pages that no other page refers to.
 
 Source:
     SQLite, "Database File Format", sections 1.6 (B-tree pages) and 2.1 (record format).
@@ -17,9 +16,7 @@ from typing import Any
 from raypool.journal.schema import CHECKSUM_BYTES, TABLES, Row, checksum
 
 BEGINNING = bytes([0, 12 + 2 * CHECKSUM_BYTES])
-"""The types of the first two columns in our rows: the number (stored elsewhere) and the
-checksum.
-"""
+"""The types of a row's first columns: the number, which is stored elsewhere, and the checksum."""
 
 INTEGER_BYTES = (0, 1, 2, 3, 4, 6, 8)
 """The size of an integer of each type [bytes]."""
@@ -28,9 +25,7 @@ BY_WIDTH = {2 + len(table.columns): table for table in TABLES.values()}
 
 
 def carve(data: bytes, known: frozenset[bytes] = frozenset()) -> Iterator[tuple[str, Row]]:
-    """Yield each valid row in these bytes once, with its table, except rows with a `known`
-    checksum.
-    """
+    """Yield each valid row in these bytes once, with its table, unless its checksum is known."""
     seen = set(known)
     position = data.find(BEGINNING, 1)
     while position >= 0:
@@ -53,7 +48,7 @@ def _row_at(data: bytes, start: int, seen: set[bytes]) -> tuple[str, Row] | None
     if decoded is None:
         return None
     columns, end = decoded
-    for position in table.reals:
+    for position in table.reals:  # SQLite writes 2.0 as 2
         if type(columns[position - 1]) is int:
             columns[position - 1] = float(columns[position - 1])
     for number in _numbers_before(data, start, end - start):
@@ -78,15 +73,7 @@ def _columns(data: bytes, position: int, types: list[int]) -> tuple[list[Any], i
     """Return the columns of these types, and where they end."""
     columns: list[Any] = []
     for kind in types:
-        size = (
-            INTEGER_BYTES[kind]
-            if kind <= 6
-            else 8
-            if kind == 7
-            else (kind - 12) // 2
-            if kind >= 12
-            else 0
-        )
+        size = INTEGER_BYTES[kind] if kind <= 6 else 8 if kind == 7 else max(kind - 12, 0) // 2
         raw = data[position : position + size]
         if kind in (10, 11) or len(raw) < size:
             return None
@@ -110,12 +97,11 @@ def _columns(data: bytes, position: int, types: list[int]) -> tuple[list[Any], i
 
 
 def _numbers_before(data: bytes, start: int, size: int) -> Iterator[int]:
-    """Yield possible numbers of the row whose record begins here: number and size precede the
-    record.
-    """
+    """Yield the possible numbers of the record that begins here; size and number precede it."""
     written = _varint(size)
     for length in range(1, 9):
         begin = start - length
+        # all bytes of such a number except the last have the high bit
         if begin < len(written) or (length > 1 and data[begin] < 0x80):
             return
         if data[begin - len(written) : begin] == written and data[start - 1] < 0x80:

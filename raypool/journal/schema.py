@@ -1,16 +1,14 @@
-"""The layout of a journal in SQLite: four tables whose rows are only added, with numbers and
-checksums.
+"""The layout of a journal in SQLite: four tables of rows with numbers and checksums.
 
-=========
-=================================================================================================
-runs       one row a call with this folder: for which function and seed, when and where items
-one row an item: its key, and the item itself orders     which items a call had, in which order:
-their numbers in `items`, from position `first` on attempts   one row for each time that an item
-ran: what became of it =========
-=================================================================================================
+| table    | a row                                                                             |
+|----------|-----------------------------------------------------------------------------------|
+| runs     | one call with this folder: its function, its seed, when and where                 |
+| items    | one item: its key, and the item itself                                            |
+| orders   | consecutive items of a call: their numbers in `items`, from position `first` on   |
+| attempts | one outcome of one attempt at an item                                             |
 
-No row is ever changed, so every copy of a row in the files is valid. A row fits into a page, so it
-is in one piece. Rows have consecutive numbers, so gaps show. `salvage` depends on all three.
+Rows are only added, so every copy of a row in the files is valid. A row fits into a page, so it is
+in one piece. Rows have consecutive numbers, so gaps show. `salvage` depends on all three.
 """
 
 from __future__ import annotations
@@ -28,9 +26,7 @@ APPLICATION_ID = 0x7261_7970  # "rayp"
 PAGE_BYTES = 8192
 
 MAX_TEXT_BYTES = 4000
-"""A longer text goes into a file, or is cut: a row (one text and one pickle) must fit into a
-page.
-"""
+"""A longer text goes into a file, or is cut: a row must fit into a page."""
 
 MAX_PICKLE_BYTES = 3000
 """A longer pickle goes into a file."""
@@ -42,24 +38,15 @@ Row: TypeAlias = "tuple[Any, ...]"
 
 
 class Table(NamedTuple):
-    """The columns that follow `n` and `checksum`, each with its type for SQLite; no two tables have
-    equally many.
-    """
+    """A table's columns behind `n` and `checksum`, with types; each table has another number."""
 
     name: str
     columns: tuple[str, ...]
 
     @property
-    def names(self) -> list[str]:
-        """The names of the columns."""
-        return [column.split()[0] for column in self.columns]
-
-    @property
     def reals(self) -> list[int]:
         """The positions of real numbers in a row: SQLite writes 2.0 as 2."""
-        return [
-            position for position, column in enumerate(self.columns, 1) if column.endswith("REAL")
-        ]
+        return [number for number, text in enumerate(self.columns, 1) if text.endswith("REAL")]
 
 
 STORED = ("body TEXT", "pickled BLOB", "file TEXT", "size INTEGER", "digest BLOB")
@@ -71,14 +58,8 @@ TABLES = {
         Table(
             "runs",
             (
-                "function TEXT",
-                "seed TEXT",
-                "source TEXT",
-                "schema INTEGER",
-                "started_at REAL",
-                "host TEXT",
-                "pid INTEGER",
-                "version TEXT",
+                *("function TEXT", "seed TEXT", "source TEXT", "schema INTEGER"),
+                *("started_at REAL", "host TEXT", "pid INTEGER", "version TEXT"),
             ),
         ),
         Table("items", ("key TEXT", "run INTEGER", *STORED)),
@@ -86,16 +67,9 @@ TABLES = {
         Table(
             "attempts",
             (
-                "key TEXT",
-                "run INTEGER",
-                "attempt INTEGER",
-                "status TEXT",
-                *STORED,
-                "started_at REAL",
-                "duration_s REAL",
-                "worker INTEGER",
-                "gpu INTEGER",
-                "host TEXT",
+                *("key TEXT", "run INTEGER", "attempt INTEGER", "status TEXT", *STORED),
+                *("started_at REAL", "duration_s REAL"),
+                *("worker INTEGER", "gpu INTEGER", "host TEXT"),
             ),
         ),
     )
@@ -127,15 +101,13 @@ def read(connection: sqlite3.Connection, table: str) -> list[Row]:
         WrongRowError: A row has changed.
         sqlite3.Error: The rows cannot be read.
     """
-    names = ", ".join(TABLES[table].names)
+    names = ", ".join(column.split()[0] for column in TABLES[table].columns)
     rows = []
     person = table.encode()
     for entry in connection.execute(f"SELECT n, {names}, checksum FROM {table} ORDER BY n"):
         row = entry[:-1]
-        if (
-            blake2b(ascii(row).encode(), digest_size=CHECKSUM_BYTES, person=person).digest()
-            != entry[-1]
-        ):
+        found = blake2b(ascii(row).encode(), digest_size=CHECKSUM_BYTES, person=person).digest()
+        if found != entry[-1]:
             raise WrongRowError(f"row {row[0]} of {table}")
         rows.append(row)
     return rows
@@ -180,9 +152,7 @@ def migrate(
 
 
 def order_rows(run: int, entries: Iterable[tuple[int, int]]) -> Iterator[Row]:
-    """Yield rows of `orders` without numbers, as few as possible, for pairs of position and item
-    number.
-    """
+    """Yield rows of `orders`, without `n`, for pairs of position and item number."""
     first, expected = 0, -1
     spans: list[list[int]] = []
     length = 0

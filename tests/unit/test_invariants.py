@@ -61,7 +61,8 @@ BROKEN = [
     ("parked although there is work", lambda s: s.workers.parked.setdefault(3)),
     ("not fresh", lambda s: make_fresh(s.workers.by_id[0])),
     ("busy without an attempt", lambda s: s.workers.by_id[0].attempts.clear()),
-    ("in a wrong group", lambda s: setattr(s.workers.by_id[3], "state", WorkerState.STARTING)),
+    ("on a wrong list", lambda s: setattr(s.workers.by_id[3], "state", WorkerState.STARTING)),
+    ("does not know its list", lambda s: setattr(s.workers.by_id[3], "waiting_list", None)),
     ("not asked", lambda s: s.workers.check_lanes.setdefault(3)),
     ("waits although task 3 could run", lambda s: s.workers.bar(s.workers.by_id[3])),
     ("not one live worker", lambda s: setattr(s.workers.places[0], "worker_id", 1)),
@@ -93,7 +94,6 @@ def test_two_gangs_that_could_take_each_others_workers_are_noticed(gangs):
     gangs.backlog.pop(gang.lane.queue)
     gangs.workers.collect(gang)
     gangs.workers.join(gangs.workers.by_id[2], gangs.workers.waiting_gangs[2])
-    gangs.workers.check_lanes.clear()
     with pytest.raises(AssertionError, match="collects what another one does"):
         check_invariants(gangs)
 
