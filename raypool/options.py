@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
+from raypool.core.model import TaskSpec
 from raypool.core.policy import LONGEST_RETRY_DELAY_S
 from raypool.errors import (
     InvalidTypeError,
@@ -18,6 +19,14 @@ from raypool.errors import (
     optional_count,
     whole_number,
 )
+
+
+class Where(NamedTuple):
+    """The worker in one place now, or any in these places; with neither, any at all."""
+
+    place: int | None = None
+    places: tuple[int, ...] | None = None
+    is_fresh: bool = False  # in a process of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +71,27 @@ class Options:
             )
         object.__setattr__(self, "retry_on", kinds)
         object.__setattr__(self, "checkpoints", checked_home(self.checkpoints))
+
+    def spec(self, fn_id: int, where: Where, size: int = 1, fail_fast: bool = True) -> TaskSpec:
+        """Return a task with these options for `Driver.submit`, which gives it its number."""
+        # by position, as it is made for each call: names would take three times as long
+        return TaskSpec(
+            -1,
+            fn_id,
+            size,
+            False,
+            self.priority,
+            self.retries,
+            None,
+            where.place,
+            False,
+            where.places,
+            fail_fast,
+            None,
+            self.timeout_s,
+            where.is_fresh,
+            self.retry_delay_s,
+        )
 
 
 def checked_home(home: Any) -> str | None:

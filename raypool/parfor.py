@@ -19,13 +19,12 @@ from raypool.core.model import TaskSpec, TaskState
 from raypool.engine.engine import Engine, serial_engine
 from raypool.engine.loop import LoopOptions, LoopWork, Lost, Segment
 from raypool.errors import InvalidTypeError, InvalidValueError, optional_count, whole_number
-from raypool.options import Options, check_callable, check_name
+from raypool.options import Options, Where, check_callable, check_name
 from raypool.results import Results, Row
 from raypool.worker.running import in_task
 
 if TYPE_CHECKING:
     from raypool.backends.base import Backend
-    from raypool.engine.engine import Where
 
 
 RERUNS = ("failed", "missing", "all")
@@ -173,7 +172,7 @@ class LoopVerbs:
         function = engine.function(fn)
         if seed is None:
             engine.warn_of_generators(fn)
-        fn_id, label = function.fn_id, name or self._options.name or function.name
+        label = name or self._options.name or function.name
         options, where = self._options, self._where(engine)
         home = (
             None
@@ -184,24 +183,9 @@ class LoopVerbs:
             label, options.retry_on, seed, on_error == "stop", chunk_size is not None, order, home
         )
 
-        def make_spec(task_id: int, size: int, is_open: bool) -> TaskSpec:
-            return TaskSpec(
-                task_id,
-                fn_id,
-                size,
-                is_open,
-                options.priority,
-                options.retries,
-                max_workers,
-                place=where.place,
-                places=where.places,
-                timeout_s=options.timeout_s,
-                is_fresh=where.is_fresh,
-                retry_delay_s=options.retry_delay_s,
-                fail_fast=on_error == "stop",
-                chunk_size=chunk_size,
-            )
-
+        spec = options.spec(function.fn_id, where, fail_fast=on_error == "stop")._replace(
+            max_workers=max_workers, chunk_size=chunk_size
+        )
         work = (
             LoopWork(function, (), how)
             if run_dir is None
@@ -214,7 +198,7 @@ class LoopVerbs:
             echoed(echo, work, engine) as lines,
         ):
             watchers = [watcher for watcher in (lines, view) if watcher is not None]
-            results = LoopRun(engine, work, watchers).run(sequence, make_spec)
+            results = LoopRun(engine, work, watchers).run(sequence, spec)
         raise_if_failed(work, results, on_error)
         return results if reduce is None else folded(results, reduce, init)
 
@@ -424,9 +408,7 @@ class LoopRun:
         self._show_at = 0.0
         self._total: int | None = None  # not known before a generator has ended
 
-    def run(
-        self, items: Sequence[Any] | Iterator[Any], make_spec: Callable[[int, int, bool], TaskSpec]
-    ) -> Results:
+    def run(self, items: Sequence[Any] | Iterator[Any], spec: TaskSpec) -> Results:
         """Run all items and return their results; a first failure is not raised here.
 
         Interrupted (Ctrl-C, here or in an item that runs inline, or an error in the generator), it
@@ -440,14 +422,12 @@ class LoopRun:
             )
         try:
             if isinstance(items, Iterator):
-                self._feed(items, make_spec)
+                self._feed(items, spec)
             else:
                 check_travels(items, self._backend, work.label)
                 size = work.take(items)
                 self._total = len(items)
-                self._task_id = self._driver.submit(
-                    work, lambda task_id: make_spec(task_id, size, False)
-                )
+                self._task_id = self._driver.submit(work, spec._replace(size=size))
             self._wait(lambda: work.is_done)
             work.catch_up()
             self._records.wait()  # what items have logged stands before what the caller logs next
@@ -478,13 +458,13 @@ class LoopRun:
         if self._work.trouble is not None:
             error.add_note(f"raypool: {self._work.trouble}")
 
-    def _feed(self, items: Iterator[Any], make_spec: Callable[[int, int, bool], TaskSpec]) -> None:
+    def _feed(self, items: Iterator[Any], spec: TaskSpec) -> None:
         """Draw from a generator, never more than the look-ahead before the first item without a
         result.
         """
         work, driver = self._work, self._driver
         work.take([])
-        self._task_id = driver.submit(work, lambda task_id: make_spec(task_id, 0, True))
+        self._task_id = driver.submit(work, spec._replace(size=0, is_open=True))
         # One by one: the next item may take long to come, or even wait for what becomes of this
         # one.
         for item in items:

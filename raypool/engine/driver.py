@@ -86,7 +86,7 @@ class Driver:
         self._drainer: int | None = None  # the thread that has it
         self._timers = Timers(lambda timer: is_of_use(timer, scheduler))
         # made once: every queued future holds them
-        self.ask_call, self.as_owner = self._ask_call, (self,)
+        self._ask, self._owners = self._ask_call, (self,)
         self._losses = LossRecord(scheduler)
         self._returns = Returns(self.works, scheduler, self._cancel)
         self._notes: dict[type[Any], Callable[[Any, Any, Turn], m.Event | None]] = {
@@ -115,10 +115,8 @@ class Driver:
         if not self._inbox.is_threaded:
             self._drain()
 
-    def submit(self, work: Work, make_spec: Callable[[int], TaskSpec]) -> int:
-        """Submit a task; return its number. If that is interrupted (Ctrl-C) the task is cancelled:
-        nobody else knows of it.
-        """
+    def submit(self, work: Work, spec: TaskSpec, future: Future[Any] | None = None) -> int:
+        """Submit a task, whose `future` the driver serves from now on; return its number."""
         task_id = -1
         try:
             # numbers arrive in order, and none arrives at a driver that has gone
@@ -126,12 +124,14 @@ class Driver:
                 if self.closed.is_set():
                     raise self.crash_error() if self.crash else PoolClosedError(CLOSED)
                 task_id = next(self._task_ids)
-                self._inbox.put((m.TaskSubmitted(make_spec(task_id)), work))
+                if future is not None:
+                    future.task_id, future.on_ask, future.owners = task_id, self._ask, self._owners
+                self._inbox.put((m.TaskSubmitted(TaskSpec(task_id, *spec[1:])), work))
             if self._inbox.is_threaded:
                 self._inbox.give_way()
             else:
                 self._drain()
-        except BaseException:
+        except BaseException:  # Ctrl-C, say: nobody else knows of the task
             self.do(functools.partial(self._withdraw, task_id))
             raise
         return task_id

@@ -29,7 +29,7 @@ from raypool.channel.store import FindWay, ValueStore
 from raypool.channel.traffic import Traffic
 from raypool.channel.users_code import Project
 from raypool.core.messages import ResizeRequested, ShutdownRequested
-from raypool.core.model import PoolState, TaskSpec
+from raypool.core.model import PoolState
 from raypool.core.scheduler import Scheduler
 from raypool.engine import explanations
 from raypool.engine.driver import Driver
@@ -46,7 +46,7 @@ from raypool.errors import (
 )
 from raypool.futures import Future
 from raypool.gpus.nvml import NvmlInventory
-from raypool.options import Options
+from raypool.options import Options, Where
 from raypool.profiles import Profile
 from raypool.worker.running import in_task
 
@@ -515,16 +515,6 @@ def serial_engine(
 T = TypeVar("T")
 
 
-class Where(NamedTuple):
-    """Where a call may run: on the worker that is in this place now, or in any of these; anywhere,
-    if neither is said.
-    """
-
-    place: int | None = None
-    places: tuple[int, ...] | None = None
-    is_fresh: bool = False  # in a process of its own
-
-
 def submit_call(
     engine: Engine,
     fn: Callable[..., T],
@@ -546,7 +536,8 @@ def submit_call(
 
         key = content_key((fn, args, kwargs), f"the call of {work.function.name}")
         work.checkpoints = str(options.checkpoints), (f"calls/{key}/checkpoint",)
-    return _hand_in(engine, work, options, where)
+    engine.driver.submit(work, options.spec(work.function.fn_id, where), work.future)
+    return work.future
 
 
 def submit_function(
@@ -563,7 +554,9 @@ def submit_function(
         SerializationError: An argument cannot be sent; it names the variable.
         PoolClosedError: The pool was shut down.
     """
-    return _hand_in(engine, _call_work(engine, function, args, kwargs, options), options, where)
+    work = _call_work(engine, function, args, kwargs, options)
+    engine.driver.submit(work, options.spec(function.fn_id, where), work.future)
+    return work.future
 
 
 def _call_work(
@@ -575,29 +568,6 @@ def _call_work(
 ) -> CallWork:
     call = _packed_call(engine, function.name, args, kwargs)
     return CallWork(function, call, Future(options.name or function.name), options.retry_on)
-
-
-def _hand_in(engine: Engine, work: CallWork, options: Options, where: Where) -> Future[Any]:
-    future, function = work.future, work.function
-    driver = engine.driver
-
-    def make_spec(task_id: int) -> TaskSpec:
-        future.task_id, future.on_ask, future.owners = task_id, driver.ask_call, driver.as_owner
-        return TaskSpec(
-            task_id,
-            function.fn_id,
-            priority=options.priority,
-            retries=options.retries,
-            place=where.place,
-            places=where.places,
-            timeout_s=options.timeout_s,
-            is_fresh=where.is_fresh,
-            retry_delay_s=options.retry_delay_s,
-            fail_fast=True,
-        )
-
-    driver.submit(work, make_spec)
-    return future
 
 
 def _packed_call(engine: Engine, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

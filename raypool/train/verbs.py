@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from raypool.channel.records import WorkerInfo
-from raypool.engine.engine import Engine, Where
+from raypool.engine.engine import Engine
 from raypool.errors import InvalidTypeError, InvalidValueError
-from raypool.options import Options, check_callable
+from raypool.options import Options, Where, check_callable
 
 if TYPE_CHECKING:
     from raypool.train.controller import Finish, RankPlaces, TrainingBackend
