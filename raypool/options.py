@@ -95,7 +95,7 @@ class Options:
 
 
 def checked_home(home: Any) -> str | None:
-    """Return where checkpoints are to be kept: the absolute path of a folder, or a URL as it is.
+    """Return where checkpoints are kept: the absolute path of a folder, or a URL as it is.
 
     Raises:
         InvalidTypeError: It is no text or path.
@@ -127,7 +127,7 @@ def checked_home(home: Any) -> str | None:
 
 
 def check_callable(fn: Any) -> None:
-    """Raise the error for something that is to be called and cannot be."""
+    """Raise the error for something that cannot be called."""
     if not callable(fn):
         raise InvalidTypeError(
             f"{fn!r} is not callable. Give the function itself, and its arguments after it."
@@ -142,13 +142,13 @@ def check_callable(fn: Any) -> None:
 
 
 def check_name(name: Any) -> None:
-    """Raise InvalidTypeError unless this is what something can be called, or None."""
+    """Raise the error unless this is a text or None."""
     if name is not None and not isinstance(name, str):
         raise InvalidTypeError(f"name={name!r} is not a text.")
 
 
 def check_seconds(name: str, value: Any) -> None:
-    """Raise the error for a time [s] (or None) that is no number, or leaves no time at all."""
+    """Raise the error for a time [s] (or None) that is no number, or not above zero."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -160,9 +160,7 @@ def check_seconds(name: str, value: Any) -> None:
 
 
 def check_delay(name: str, value: Any) -> None:
-    """Raise the error for a delay [s] that is no number, below zero, or longer than any delay
-    becomes.
-    """
+    """Raise the error for a delay [s] that is no number, below zero, or too long."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidTypeError(
             f"{name}={value!r} is not a number of seconds. Give 0 to wait for nothing."
@@ -175,16 +173,19 @@ def check_delay(name: str, value: Any) -> None:
 
 
 def worker_numbers(workers: Any, numbers: Sequence[int]) -> list[int]:
-    """Return the numbers of these workers, each of which has to be there, once."""
+    """Return the numbers of these workers, which must exist, each once."""
     try:
-        named = [_number_of(worker) for worker in workers]
+        named = list(workers)
     except TypeError:
         raise InvalidTypeError(
             f"workers={workers!r} is not a list of workers, such as pool.workers[:2], or of their"
             " numbers."
         ) from None
     wanted: list[int] = []
-    for worker, number in named:
+    for worker in named:
+        number = whole_number(worker)
+        if number is None:  # a `WorkerInfo`, then
+            number = whole_number(getattr(worker, "index", None))
         if number is None:
             raise InvalidTypeError(
                 f"workers has {worker!r} in it, which is neither a worker nor the number of one."
@@ -198,9 +199,3 @@ def worker_numbers(workers: Any, numbers: Sequence[int]) -> list[int]:
             raise InvalidValueError(f"Worker {number} is named twice. Name each worker once.")
         wanted.append(number)
     return wanted
-
-
-def _number_of(worker: Any) -> tuple[Any, int | None]:
-    """Return what was given, with its number if it is a `WorkerInfo` or a number."""
-    number = whole_number(worker)
-    return worker, whole_number(getattr(worker, "index", None)) if number is None else number

@@ -1,6 +1,4 @@
-"""`LoopWork`, a loop for the driver: many items in one task, whose outcomes are collected in
-segments.
-"""
+"""`LoopWork`, a loop for the driver: many items in one task, whose outcomes arrive in segments."""
 
 from __future__ import annotations
 
@@ -22,13 +20,11 @@ from raypool.errors import TaskError
 from raypool.results import Miss, Row, Span, told
 
 CALLS_KEPT = 3
-"""So many calls of a worker are of interest: one that has just come back, the one that it is at,
-and the next one.
-"""
+"""Of each worker: the call that has just come back, the one that it is at, and the next one."""
 
 
 class Segment(NamedTuple):
-    """Outcomes of a slice of a loop, as they came back together."""
+    """Outcomes of a slice of a loop that came back together."""
 
     items: Slice
     result: SliceResult
@@ -36,9 +32,7 @@ class Segment(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """Items that never got an outcome of their own; `span`: of the call that they were in when that
-    was found out, if any.
-    """
+    """Items that never got an outcome; `span`: the call that they were in at that time, if any."""
 
     items: Slice
     error: TaskError
@@ -46,9 +40,7 @@ class Lost(NamedTuple):
 
 
 class CallItems(NamedTuple):
-    """The items of a loop in one call. Which of them is running is unknown until the call comes
-    back.
-    """
+    """The items of a loop in one call; which of them is running is unknown until it comes back."""
 
     items: Slice
     worker: WorkerInfo
@@ -75,9 +67,9 @@ class Restored(NamedTuple):
 class LoopOptions(NamedTuple):
     """How a loop is run.
 
-    `is_fixed`: the user has set `chunk_size`. `order`: the numbers of the items in the order in
-    which they are handed out; None: as they are. `checkpoints`: a path or URL for what items keep
-    for their next attempt, and what the names there begin with.
+    `is_fixed`: the user has set `chunk_size`. `order`: the numbers of the items in the order of
+    submission; None: as they are. `checkpoints`: a path or URL for what items keep for their next
+    attempt, and what the names there begin with.
     """
 
     label: str
@@ -90,11 +82,9 @@ class LoopOptions(NamedTuple):
 
 
 class LoopWork:
-    """The items of one `parfor`; its outcomes are collected in segments, which the waiting thread
-    joins.
+    """The items of one `parfor`, whose outcomes the waiting thread joins from segments.
 
-    Slices are cut from the order in which the items are handed out; to the user they are always
-    called by their own numbers.
+    Slices are cut from the order of submission; to the user, items have their own numbers.
     """
 
     def __init__(self, function: Function, items: Sequence[Any], options: LoopOptions) -> None:
@@ -135,7 +125,7 @@ class LoopWork:
         return ItemNames(self.label)
 
     def catch_up(self) -> None:
-        """Wait until the feed has all messages of items that have come back. From any thread."""
+        """Wait for all messages of items that have come back. From any thread."""
         for catch_up in list(self._catch_ups.values()):
             catch_up()
 
@@ -160,16 +150,14 @@ class LoopWork:
         return self
 
     def take(self, items: Sequence[Any]) -> int:
-        """Take the items, before the loop is submitted; return how many of them are to run."""
+        """Take the items before the loop is submitted; return how many of them are to run."""
         self.items = items
         if self._home is not None:
             self.keys = [self._names.name(item, index) for index, item in enumerate(items)]
         return len(items)
 
     def add(self, item: Any) -> int:
-        """Take one more item, of a generator; return how many that are to run this makes: one or
-        none.
-        """
+        """Take one more item, of a generator; return how many are to run: one or none."""
         items = cast("list[Any]", self.items)
         if self._home is not None:
             self.keys.append(self._names.name(item, len(items)))
@@ -177,7 +165,7 @@ class LoopWork:
         return 1
 
     def close(self) -> None:
-        """Close the files of the loop. From any thread; nobody waits for the loop any more."""
+        """Close the files of the loop. From any thread, when nobody waits for it."""
 
     def numbers(self, piece: Slice) -> Sequence[int]:
         """Return the numbers of the items of a slice. From any thread."""
@@ -213,6 +201,10 @@ class LoopWork:
             else [self.items[index] for index in numbers]
         )
         packed = pack(items, self.describe(piece))
+        checkpoints = None
+        if self._home is not None:
+            keys = [self.keys[index] for index in self.numbers(piece)]
+            checkpoints = self._home, tuple(f"items/{self._owner}{key}/checkpoint" for key in keys)
         return Part(
             piece.task_id,
             self.function.fn_id,
@@ -226,15 +218,7 @@ class LoopWork:
             stops_on_error=self._options.stops_on_error and not self._options.retry_on,
             is_fixed=self._options.is_fixed,
             numbers=numbers,
-            checkpoints=self._checkpoints(piece),
-        )
-
-    def _checkpoints(self, piece: Slice) -> tuple[str, tuple[str, ...]] | None:
-        """Return where these items keep what they need for their next attempt."""
-        if self._home is None:
-            return None
-        return self._home, tuple(
-            f"items/{self._owner}{self.keys[index]}/checkpoint" for index in self.numbers(piece)
+            checkpoints=checkpoints,
         )
 
     def wants_retry(self, error: BaseException) -> bool:
@@ -264,7 +248,6 @@ class LoopWork:
         return errors
 
     def _keep(self, segment: Segment, errors: dict[int, BaseException]) -> None:
-        """Count the outcomes of a slice."""
         for index, error in errors.items():
             self._note_error(index, error)
             if segment.result.is_interrupted and isinstance(error, KeyboardInterrupt):
@@ -294,9 +277,7 @@ class LoopWork:
         self.misses += (Miss(index, row, words) for index in self.numbers(piece))
 
     def _where(self, piece: Slice, worker: WorkerInfo) -> dict[str, Any]:
-        """Return where and, if it has begun, when the worker's newest call ran that had this
-        attempt at the items.
-        """
+        """Return where, and if it has begun when, the newest call ran that had this attempt."""
         share = self._newest(piece, self._shares.get(worker.index, ()))
         span = None if share is None else share.span()
         return (
@@ -332,11 +313,9 @@ class LoopWork:
         self._wake(state, error)
 
     def _note_cancelled(self, state: TaskState) -> None:
-        """Note what still runs of a loop that ends; what waits in a worker behind it never
-        begins.
-        """
         if state is TaskState.FINISHED:
             return
+        # only of running calls: what waits in a worker behind one never begins
         for share in self._running_shares():
             piece, where = share.items, self._where(share.items, share.worker)
             self._add_misses(

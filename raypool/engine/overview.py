@@ -1,6 +1,4 @@
-"""The table of a pool's GPUs (`pool.device_table`): their state, the workers on each, what these
-run.
-"""
+"""The table of a pool's GPUs (`pool.device_table`): their state, workers, and what these run."""
 
 from __future__ import annotations
 
@@ -40,9 +38,6 @@ def device_table(
 
 
 def _cards(node: NodeDevices) -> Sequence[GpuDevice]:
-    """Return the GPUs of a machine; if it does not answer, those that its workers reported at their
-    start.
-    """
     if node.cards is not None:
         return node.cards
     known: dict[int, GpuDevice] = {}
@@ -68,7 +63,7 @@ def _row(
 
 
 def running(driver: Driver) -> dict[int, str]:
-    """Return what each worker runs now, by number: what it would be called in a message."""
+    """Return what each worker runs now, by number."""
     found: dict[int, str] = {}
 
     def look() -> None:

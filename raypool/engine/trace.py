@@ -34,9 +34,7 @@ EVENTS: dict[str, Any] = {
 
 
 class TraceWriter:
-    """Appends events to a file, one line each, flushed, after a line with the settings of the
-    scheduler.
-    """
+    """Appends events to a file, one line each, flushed, after a line with the settings."""
 
     def __init__(self, path: str | PathLike[str], **settings: float | None) -> None:
         self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 - closed with the pool
@@ -97,9 +95,7 @@ def read_trace(path: str | Path) -> Iterator[tuple[float, m.Event]]:
 
 
 def read_settings(path: str | Path) -> dict[str, Any]:
-    """Return the settings that stand at the beginning of a file; none, if a crash has cut it off
-    there already.
-    """
+    """Return the settings at the beginning of a file; none if a crash has cut them off."""
     with Path(path).open(encoding="utf-8") as file:
         line = file.readline()
     settings: dict[str, Any] = json.loads(line).get("settings", {}) if line.endswith("\n") else {}
