@@ -173,24 +173,22 @@ class Owner(Protocol):
 class Future(LeanFuture[T], Generic[T]):
     """The handle of a task: a `concurrent.futures.Future` with state, metrics and output.
 
-    `concurrent.futures.wait` and `as_completed`, `asyncio.wrap_future` and `await` take it as it
-    is. Its callbacks run in the pool's own thread, which does nothing else meanwhile: keep them
-    short. A callback cannot wait for futures of the same pool that have not ended: `result`,
-    `fetch_next` and the like raise an error, `concurrent.futures.wait` and `as_completed` would
-    wait forever. The functions of `after_each` and `after_all` may wait for them.
+    `concurrent.futures.wait` and `as_completed`, `asyncio.wrap_future` and `await` take it too.
+    Callbacks run in the pool's own thread, which does nothing else meanwhile: keep them short. They
+    cannot wait for futures of the same pool: `result`, `fetch_next` and the like raise an error,
+    the standard library's functions would wait forever. Functions of `after_each` and `after_all`
+    can.
 
     Attributes:
-        name: The name that the caller gave the work, or the function's.
+        name: The caller's name for the work, or the function's.
         worker: The number of the worker that ran it last, None before.
-        attempts: How often it was started; above 1 only after the loss of a worker or by
-            `retry_on`.
-        started_at: When its (last) run began, None before.
-        finished_at: When it ended, None before.
+        attempts: The number of starts; above 1 only after the loss of a worker or by `retry_on`.
+        started_at: The start of its (last) run, None before.
+        finished_at: Its end, None before.
         stop_requested: Whether `request_stop` was called.
         worker_replaced: Whether its cancellation cost the worker. False: it stopped, and the worker
-            continues. True: it did not stop in time and was killed with its worker, which is
-            replaced.
-            None: not known yet, or it was not cancelled while it ran.
+            continues. True: it did not stop in time, and its worker was killed and replaced. None:
+            not known yet, or it was not cancelled while it ran.
         peak_memory_bytes: The most memory of its (first) GPU that its worker had while it ran
             [bytes]; None before its end, or without one.
         read: Whether `fetch_next` or `fetch_outputs` has delivered it.
@@ -305,11 +303,10 @@ class Future(LeanFuture[T], Generic[T]):
     def diary(self) -> str:
         """What the task has printed so far, to stdout and stderr; complete once it has ended.
 
-        A task that runs again (after the loss of its worker, or by `retry_on`) has the output of
-        each attempt, separated by the line "[raypool: it runs again]". The newest MiB is kept; a
-        first line says how much is missing. On Ray it is the Python output of the whole worker
-        process, from all threads; with "threads" and "inline", of the task's own thread. Output of
-        native code is not in it.
+        A task that runs again has the output of each attempt, separated by the line "[raypool: it
+        runs again]". The newest MiB is kept; a first line says how much is missing. On Ray it is
+        the Python output of all threads of the worker; with "threads" and "inline", of the task's
+        own thread. Output of native code is not in it.
 
         Source:
             MATLAB R2025b, Diary of a parallel.Future.
@@ -329,7 +326,7 @@ class Future(LeanFuture[T], Generic[T]):
         return joined or self.feed or Feed()
 
     def result(self, timeout: float | None = None) -> T:
-        """Return the value of the task, waiting for it at most `timeout` seconds.
+        """Return the task's value, waiting for it at most `timeout` seconds.
 
         Raises:
             TimeoutError: It has not ended by then; it keeps running.
@@ -352,10 +349,9 @@ class Future(LeanFuture[T], Generic[T]):
             del self, error
 
     def __await__(self) -> Generator[Any, None, T]:
-        """Wait for the result in an asyncio program, whose event loop continues meanwhile.
+        """Wait for the result in an asyncio program; its event loop continues.
 
-        As with `asyncio.wrap_future`, cancelling the coroutine cancels the task. A value that is
-        still elsewhere is fetched in another thread.
+        As with `asyncio.wrap_future`, cancelling the coroutine cancels the task.
 
         Example:
             >>> import asyncio
@@ -386,7 +382,7 @@ class Future(LeanFuture[T], Generic[T]):
             raise
         if self.cancelled():
             raise asyncio.CancelledError
-        if type(self._result) is Deferred:
+        if type(self._result) is Deferred:  # fetched and opened elsewhere: it may take long
             return await loop.run_in_executor(None, self.result)
         return self.result()
 
@@ -599,21 +595,15 @@ def gather(futures: Sequence[Future[Any]], name: str) -> Future[list[Any]]:
     whole.parts = futures
     whole.owners = owners_of(futures)
     whole.catch_up = functools.partial(joined_feed, futures)
-    lock = threading.Lock()
-    missing = len(futures)
+    if not futures:
+        whole.set_result([])
+        return whole
 
-    def note(_: Any) -> None:
-        nonlocal missing
-        with lock:
-            missing -= 1
-            if missing:
-                return
+    def end() -> None:
         if not whole.start():
             return
-        whole.started_at = min(
-            (future.started_at for future in futures if future.started_at is not None), default=None
-        )
-        whole.finished_at = datetime.now(UTC)
+        begins = (future.started_at for future in futures if future.started_at is not None)
+        whole.started_at, whole.finished_at = min(begins, default=None), datetime.now(UTC)
         whole.attempts = max(future.attempts for future in futures)
         # `error`, not `exception`: that fetches values, and this is the thread of the pool
         errors = (CancelledError() if each.cancelled() else each.error for each in futures)
@@ -624,11 +614,25 @@ def gather(futures: Sequence[Future[Any]], name: str) -> Future[list[Any]]:
             else:
                 whole.set_exception(error)
 
-    if not futures:
-        whole.set_result([])
+    _when_ended(futures, end)
+    return whole
+
+
+def _when_ended(futures: Sequence[Future[Any]], call: Callable[[], object]) -> None:
+    """Call this when all have ended, in the thread that ends the last one."""
+    missing = len(futures)
+    counting = threading.Lock()  # they may end in several threads at once
+
+    def note(_: Any) -> None:
+        nonlocal missing
+        with counting:
+            missing -= 1
+            if missing:
+                return
+        call()
+
     for future in futures:
         future.add_done_callback(note)
-    return whole
 
 
 # --- results of `map` -----------------------------------------------------------------------------
@@ -750,6 +754,7 @@ def unless_interrupted(submit: Callable[P, Future[T]]) -> Callable[P, Future[T]]
     def submit_unless(*args: P.args, **kwargs: P.kwargs) -> Future[T]:
         future = submit(*args, **kwargs)
         try:
+            # it means all of the calls
             if isinstance(future.error, KeyboardInterrupt):
                 raise future.error
             return future
@@ -894,17 +899,17 @@ def after_each(
 ) -> list[Future[T]]:
     """Call `fn(value)` here when each of these has ended; return futures of these calls.
 
-    One thread of this process makes all of them, one after the other in the order in which the
-    futures end: `fn` may write to a file or draw without a lock. A future that fails or is
-    cancelled is skipped, and the new future ends with the same error, or cancelled. The new futures
-    can be waited for, read, cancelled (until `fn` begins) and given to `after_each` and `after_all`
-    again.
+    One thread of this process makes the calls, one after the other in the order in which the
+    futures
+    end: `fn` may write to a file or draw without a lock. A future that fails or is cancelled is
+    skipped, and the new one ends with the same error, or cancelled. A call can be cancelled until
+    it begins.
 
     Args:
         futures: Futures of any pools, also those of `after_each`.
-        fn: A function of a value. It cannot wait for futures like these: its thread would wait for
-            itself.
-        pass_future: Give `fn` the futures themselves instead; then none is skipped.
+        fn: A function of a value. It cannot wait for futures of this kind: its thread would wait
+            for itself.
+        pass_future: Give `fn` the futures themselves; then none is skipped.
 
     Raises:
         InvalidTypeError: Something is not a future, or `fn` is not callable. What `fn` raises is
@@ -929,12 +934,12 @@ def after_all(
 ) -> Future[T]:
     """Call `fn(values)` here when all of these futures have ended; return a future of that call.
 
-    `values` has their values, in the order of `futures`, without those that failed or were
-    cancelled. The thread of `after_each` makes the call.
+    `values` has their values in order, without those that failed or were cancelled. The call is
+    made by the thread of `after_each`.
 
     Args:
-        futures: Futures of any pools, also those of `after_each`. A single one counts by itself:
-            `fn` is called with its value, and not at all if it fails.
+        futures: Futures of any pools, also those of `after_each`. For a single one, `fn` is called
+            with its value, and not at all if it fails.
         fn: A function of a list of values.
         pass_future: Give `fn` the list of the futures (or the single one) instead.
 
@@ -970,21 +975,11 @@ def after_all(
 
     follower: _Follower[T] = _Follower(_name_of(fn))
     follower.owners = owners_of(checked)
-    missing = len(checked) or 1
-    counting = threading.Lock()
-
-    def note(_: Any) -> None:
-        nonlocal missing
-        with counting:
-            missing -= 1
-            if missing:
-                return
-        _dispatcher.put(functools.partial(follower.run, call))
-
-    for future in checked:
-        future.add_done_callback(note)
-    if not checked:
-        note(None)
+    run = functools.partial(_dispatcher.put, functools.partial(follower.run, call))
+    if checked:
+        _when_ended(checked, run)
+    else:
+        run()
     return follower
 
 
@@ -1007,7 +1002,7 @@ class _Follower(Future[T]):
 
     def cancel(self) -> bool:
         """Cancel it if its call has not begun; return whether it is cancelled."""
-        if not super().cancel():
+        if not super().cancel():  # one that runs: what runs in this process cannot be stopped
             return False
         self.notify_cancelled()
         return True

@@ -74,26 +74,26 @@ class Driver:
         self._inbox = inbox
         self._hub = hub
         self._tell = tell
-        self._record = record
+        self._record = record  # before an event is handled: a trace shows what broke it
         self._backend: Backend
         self._thread: threading.Thread | None = None
         self._task_ids = itertools.count()
         self._submit_lock = threading.Lock()
-        self._drain_lock = threading.Lock()
+        self._drain_lock = threading.Lock()  # without a thread, one of the callers is the driver
         self._drainer: int | None = None  # the thread that has it
         self._timers = Timers(scheduler)
         # made once: each of many queued futures would else have its own
         self._ask, self._owners = self._ask_call, (self,)
         self._losses = LossRecord(scheduler)
-        self._returns = Returns(self.works, scheduler, self._cancel)
+        self._returns = Returns(self.works, scheduler, self._info_of, self._cancel)
         self._notes: dict[type[Any], Callable[[Any, Any, Turn], m.Event | None]] = {
             m.TaskSubmitted: self._note_submitted,
             m.WorkerReady: self._note_ready,
             m.WorkerLost: self._note_lost,
             m.PlaceLeaving: self._note_going,
             m.PlaceLost: self._note_going,
-            m.AttemptFinished: self._note_finished,
-            m.AttemptNarrowed: self._note_narrowed,
+            m.AttemptFinished: self._returns.take,
+            m.AttemptNarrowed: self._returns.take_part,
             m.TimerFired: self._note_late,
         }
 
@@ -298,12 +298,6 @@ class Driver:
         worker = self.scheduler.workers.by_id.get(worker_id)
         return NOBODY if worker is None else self.infos.get(worker.place, NOBODY)
 
-    def _note_finished(
-        self, event: m.AttemptFinished, results: Sequence[SliceResult], turn: Turn
-    ) -> m.AttemptFinished:
-        turn.worker = self._info_of(event.worker_id)
-        return self._returns.take(event, results, turn)
-
     def _note_late(self, event: m.TimerFired, _: None, turn: Turn) -> None:
         turn.worker = self._info_of(event.worker_id)
         if event.kind == "ready":
@@ -330,7 +324,7 @@ class Driver:
         worker = self.scheduler.workers.by_id[place.worker_id]
         reason = event.reason if isinstance(event, m.PlaceLost) else LossReason.PREEMPTED
         turn.worker = self._info_of(worker.worker_id)
-        self._losses.note_going(event.place, words or reason.value)
+        self._losses.words = self._losses.leaving[event.place] = words or reason.value
         # else it has its time
         if isinstance(event, m.PlaceLost) or not (
             event.is_kept or worker.state is WorkerState.BUSY
@@ -350,12 +344,6 @@ class Driver:
         if (worker := self.scheduler.workers.by_id.get(event.worker_id)) is not None:
             self.arrivals.note_ready(worker.place, info)
         return event
-
-    def _note_narrowed(
-        self, event: m.AttemptNarrowed, results: Sequence[SliceResult], turn: Turn
-    ) -> m.AttemptNarrowed:
-        turn.worker = self._info_of(event.worker_id)
-        return self._returns.take_part(event, results, turn)
 
     # --- commands of the scheduler ----------------------------------------------------------------
 
@@ -456,6 +444,7 @@ class Driver:
                 Sent(run.slices[0], None)
             )
             self._backend.vacate(self.scheduler.workers.by_id[run.worker_id].place, keep=True)
+        # from here on they know each other
         gang.assemble([(run.worker_id, self._info_of(run.worker_id)) for run in runs])
         # The first comes last: "inline" runs it in this thread, and the others have to be there.
         for run in reversed(runs) if not is_loan else ():
@@ -487,7 +476,7 @@ class Arrivals:
         self._is_closed = is_closed
         self._failed: dict[int, str] = {}  # place -> why
         self._awaited: Counter[int] = Counter()  # places that somebody waits for
-        self.changed = threading.Condition()
+        self.changed = threading.Condition()  # the driver's thread writes, others wait
 
     def note_ready(self, place: int, info: WorkerInfo) -> None:
         """Note that the worker in a place is up."""
@@ -505,7 +494,7 @@ class Arrivals:
     def forget(self, place: int) -> None:
         """Note that a place is given back."""
         with self.changed:
-            self.infos.pop(place, None)
+            self.infos.pop(place, None)  # else a later `wait` would find the old worker
 
     def expect(self, places: Sequence[int]) -> None:
         """Announce a later `wait` for the workers in these places."""
@@ -520,7 +509,7 @@ class Arrivals:
                     self._is_closed()
                     or all(place in self.infos or place in self._failed for place in places)
                 ),
-                min(timeout_s, threading.TIMEOUT_MAX),
+                min(timeout_s, threading.TIMEOUT_MAX),  # above it, Python raises OverflowError
             )
             self._awaited.subtract(places)
             why = (
@@ -590,13 +579,9 @@ class LossRecord:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.words = ""  # the text about the newest loss
-        self._leaving: dict[int, str] = {}  # by place: the text about its end
+        self.leaving: dict[int, str] = {}  # by place: the text about its end
         self.vacated = NOBODY  # who was in the place that was given back last
         self._scheduler = scheduler
-
-    def note_going(self, place: int, words: str) -> None:
-        """Note why a place is gone, or will be."""
-        self.words = self._leaving[place] = words
 
     def note_fallen(self, call: Call, reason: LossReason, was_idle: bool, turn: Turn) -> None:
         """Note what a call held whose worker is lost, as far as it is still waited for."""
@@ -617,7 +602,7 @@ class LossRecord:
             return explanations.lost(turn.worker, what, items.attempt, reason, self.words)
         # a rank that was interrupted, or what came back
         if isinstance(turn.event, ANSWERS) and reason is LossReason.PREEMPTED:
-            words = self._leaving.get(
+            words = self.leaving.get(
                 turn.worker.index, "the machine of another rank is about to go"
             )
             return explanations.lost(turn.worker, what, items.attempt, reason, words)
@@ -631,7 +616,7 @@ class LossRecord:
 
     def farewell(self, command: m.DropPlace) -> tuple[str, str]:
         """Return the message about a dropped place, for the user and for waiting threads."""
-        left, num_left = self._leaving.pop(command.place, None), self._scheduler.workers.size
+        left, num_left = self.leaving.pop(command.place, None), self._scheduler.workers.size
         if command.reason is LossReason.FAULTY:
             return (
                 explanations.faulty(self.vacated, command.failed, command.finished, num_left),
@@ -651,16 +636,22 @@ class Returns:
     Args:
         works: The tasks that have not ended.
         scheduler: Knows which tasks still wait.
+        info_of: Returns what is known of a worker.
         cancel: Posts that a task is cancelled.
     """
 
     def __init__(
-        self, works: Mapping[int, Work], scheduler: Scheduler, cancel: Callable[[int], object]
+        self,
+        works: Mapping[int, Work],
+        scheduler: Scheduler,
+        info_of: Callable[[int], WorkerInfo],
+        cancel: Callable[[int], object],
     ) -> None:
         self.in_flight = InFlight()
         self.stopping: dict[int, list[Future[Any]]] = {}  # by attempt: cancelled while it ran
         self._works = works
         self._scheduler = scheduler
+        self._info_of = info_of
         self._cancel = cancel
 
     def note_stopped(self, attempt_id: int, is_replaced: bool) -> None:
@@ -673,6 +664,7 @@ class Returns:
         self, event: m.AttemptFinished, results: Sequence[SliceResult], turn: Turn
     ) -> m.AttemptFinished:
         """Return the event of an attempt with a report of each slice."""
+        turn.worker = self._info_of(event.worker_id)
         sent = self.in_flight.bring_back(event.worker_id, event.attempt_id)
         if self.stopping:
             self.note_stopped(event.attempt_id, is_replaced=False)
@@ -687,6 +679,7 @@ class Returns:
         self, event: m.AttemptNarrowed, results: Sequence[SliceResult], turn: Turn
     ) -> m.AttemptNarrowed:
         """Do the same for the finished part of a long attempt."""
+        turn.worker = self._info_of(event.worker_id)
         before = self.in_flight.find(event.worker_id, event.attempt_id)
         if before is None:
             return event  # it has come back meanwhile

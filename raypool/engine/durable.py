@@ -17,7 +17,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, islice
 from pathlib import Path
@@ -76,6 +76,7 @@ class DurableLoop(LoopWork):
         self.run = journal.run
         feed = self.feed = ItemLogFeed()
         self._journal = journal
+        # an item's checkpoint is beside its other files, unless the user has chosen another place
         self._home = self._home or str(journal.run_dir)
         self._rerun = rerun
         self._runs: dict[int, int] = {}  # in which run a restored item ran
@@ -88,7 +89,7 @@ class DurableLoop(LoopWork):
     def take(self, items: Sequence[Any]) -> int:
         """Take the items, write them down, and return how many have to run."""
         self.items = items
-        self.keys += [self._names.name(item, index) for index, item in enumerate(items)]
+        self.keys += [self._name(item, index) for index, item in enumerate(items)]
         try:
             self._journal.note_items(
                 (key, index, items[index]) for index, key in enumerate(self.keys)
@@ -142,7 +143,7 @@ class DurableLoop(LoopWork):
         if type(item) not in UNCHANGEABLE:
             with contextlib.suppress(Exception):  # what cannot be copied stays what it is
                 item = copy.deepcopy(item)
-        self.keys.append(self._names.name(item, index))
+        self.keys.append(self._name(item, index))
         cast("list[Any]", self.items).append(item)
         entry = (self.keys[index], index, item)
         self._recorder.put(lambda: Step(entries=[entry]))
@@ -221,7 +222,7 @@ class DurableLoop(LoopWork):
             if isinstance(why, str)
             else Outcome("", piece.attempt, "retried", error=why, **where)
         )
-        # the keys are made in the recorder's thread
+        # one for each item: in the recorder's thread
         self._recorder.put(lambda: Step(self._each(piece, how)))
 
     def end(self, state: TaskState, error: BaseException | None) -> None:
@@ -250,22 +251,9 @@ class DurableLoop(LoopWork):
             if result.is_interrupted and isinstance(error, KeyboardInterrupt):
                 continue  # Ctrl-C, inline: it means the loop, not the item
             status, value = ("finished", value) if error is None else ("failed", None)
-            duration_s = result.durations_s[position]
-            outcomes.append(
-                Outcome(
-                    self.keys[index],
-                    piece.attempt,
-                    status,
-                    value,
-                    error,
-                    None,
-                    started_at,
-                    duration_s,
-                    worker.index,
-                    worker.gpu,
-                    worker.host,
-                )
-            )
+            key, duration_s = self.keys[index], result.durations_s[position]
+            how = key, piece.attempt, status, value, error, None, started_at, duration_s
+            outcomes.append(Outcome(*how, worker.index, worker.gpu, worker.host))
         count = partial(self._keep, Segment(piece, opened, worker), errors)
         return Step(outcomes, count, unfit=partial(self._unfit, piece, values, errors))
 
@@ -348,30 +336,23 @@ BATCH = 4096
 """How much is written at once."""
 
 
+@dataclass(slots=True, eq=False)
 class Step:
     """A step of the recorder: it counts as soon as it is written.
 
-    Args:
+    Attributes:
         outcomes: The outcomes of items.
         count: Called once they are written.
         entries: New items: key, number, item.
         unfit: Returns the outcome to write instead of one that can never be written.
+        was_refused: Whether some of it waits for room on the disk.
     """
 
-    __slots__ = ("count", "entries", "outcomes", "unfit", "was_refused")
-
-    def __init__(
-        self,
-        outcomes: Sequence[Outcome] = (),
-        count: Callable[[], None] = lambda: None,
-        entries: Sequence[tuple[str, int, Any]] = (),
-        unfit: Callable[[Outcome, Exception], Outcome] | None = None,
-    ) -> None:
-        self.outcomes = outcomes
-        self.count = count
-        self.entries = entries
-        self.unfit = unfit
-        self.was_refused = False
+    outcomes: Sequence[Outcome] = ()
+    count: Callable[[], None] = lambda: None
+    entries: Sequence[tuple[str, int, Any]] = ()
+    unfit: Callable[[Outcome, Exception], Outcome] | None = None
+    was_refused: bool = False
 
     @property
     def is_done(self) -> bool:
@@ -451,7 +432,7 @@ class Recorder:
         is_first = not self._is_hurried
         self._is_hurried = True
         self._inbox.put(End(lambda error: None))
-        if self._thread.ident is None:
+        if self._thread.ident is None:  # it was never started, and cannot be joined
             self._journal.close()
         elif is_first:  # after one Ctrl-C, the user does not want to wait
             self._thread.join()
@@ -481,7 +462,7 @@ class Recorder:
         # the time is up: nobody is to wait any longer, and the values are in memory
         self.failure = self._failed(num_left)
         for step in self._waiting:
-            step.count()
+            step.count()  # so that they are in the error's results
         self._tell(self.failure)
         return True
 
@@ -549,7 +530,7 @@ class Recorder:
                 step.was_refused = True
             return error
         for step in steps:
-            step.entries = ()
+            step.entries = ()  # written, even if the outcomes are refused now
         refusal = None
         left = [step for step in steps if step.outcomes]
         while left:

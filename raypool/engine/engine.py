@@ -133,7 +133,7 @@ class Engine:
         self._known_bytes = 0
         self._project = Project() if profile.backend == "ray" else None
         self._function_ids = itertools.count()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the functions: any thread submits
         self.is_closing = False
         self.is_forked = False  # this process is a fork of the one that has opened the pool
         self._why_closed = "The pool was shut down. Open another with parpool()."
@@ -303,13 +303,13 @@ class Engine:
             StartupError: One did not come up.
         """
         with self.backend.sizing():
-            self.driver.barrier()
+            self.driver.barrier()  # the size counts what was asked for before
             more = num_workers - self.driver.scheduler.workers.size
             if more > 0:
                 self.add_workers(more, more)
             elif more < 0:
                 self.driver.post(ResizeRequested(remove=-more))
-                self.driver.barrier()
+                self.driver.barrier()  # `num_workers` is the new size on return
 
     def grow(self, most: int) -> None:
         """Give the pool so many workers, on Ray as far as there is room; return when they are up.
@@ -319,7 +319,7 @@ class Engine:
             StartupError: None of them came up.
         """
         with self.backend.sizing():
-            self.driver.barrier()
+            self.driver.barrier()  # the size counts what was asked for before
             more = most - self.driver.scheduler.workers.size
             if more > 0:
                 self.add_workers(1 if self.profile.backend == "ray" else more, more)

@@ -46,7 +46,7 @@ class InFlight:
     """The calls of each worker, in the order in which they run there."""
 
     def __init__(self) -> None:
-        self._calls: dict[int, dict[int, Call]] = {}  # by worker, by attempt
+        self._calls: dict[int, dict[int, Call]] = {}  # by worker, by attempt: dicts keep the order
 
     def send(self, worker_id: int, attempt_id: int) -> Call:
         """Return the next call of a worker."""
@@ -78,14 +78,14 @@ class InFlight:
         """Return the slices of a call that has come back; none if its worker was given up."""
         calls = self._calls.get(worker_id, {})
         call = calls.pop(attempt_id, None)
-        if call is None:
+        if call is None:  # its worker was given up
             return []
         call.is_over = True
         following = next(iter(calls.values()), None)
         if following is None:
             del self._calls[worker_id]
         elif following.began_at is None:
-            following.began_at = time()
+            following.began_at = time()  # as far as is known: its worker took it by itself
         return call.sent
 
     def lose(self, worker_id: int) -> dict[int, Call]:

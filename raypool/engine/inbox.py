@@ -58,7 +58,7 @@ class ThreadInbox:
 
     def give_way(self) -> None:
         """Let the driver begin with a burst of messages, once."""
-        if self._queue.qsize() == BURST:
+        if self._queue.qsize() == BURST:  # not >=: once for each burst
             # gives Python's lock to the driver, which else has it after `sys.getswitchinterval()`
             time.sleep(0)
 
@@ -78,7 +78,7 @@ class InlineInbox:
     is_threaded = False
 
     def __init__(self) -> None:
-        self._messages: deque[Message] = deque()
+        self._messages: deque[Message] = deque()  # needs no lock
         self.put = self._messages.append
         self.now = time.monotonic
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import threading
 from collections import Counter
@@ -98,6 +97,7 @@ class LoopWork:
         if options.checkpoints is not None:
             self._home, self._owner = options.checkpoints
         self.keys: list[str] = []  # of the items, where something is kept of them
+        self._counts: Counter[str] = Counter()  # of equal items
         self.run_dir: Path | None = None  # the folder for results
         self.trouble: BaseException | None = None  # why not all of it could be kept
         self.restored: dict[int, Restored] = {}  # items that need not run
@@ -119,10 +119,6 @@ class LoopWork:
         self.feed = LoopFeed()
         # by worker: waits for what it said before it answered last
         self._catch_ups: dict[int, Callable[[], None]] = {}
-
-    @functools.cached_property
-    def _names(self) -> ItemNames:
-        return ItemNames(self.label)
 
     def catch_up(self) -> None:
         """Wait for all messages of items that have come back. From any thread."""
@@ -153,19 +149,32 @@ class LoopWork:
         """Take the items before the loop is submitted; return how many of them are to run."""
         self.items = items
         if self._home is not None:
-            self.keys = [self._names.name(item, index) for index, item in enumerate(items)]
+            self.keys = [self._name(item, index) for index, item in enumerate(items)]
         return len(items)
 
     def add(self, item: Any) -> int:
         """Take one more item, of a generator; return how many are to run: one or none."""
         items = cast("list[Any]", self.items)
         if self._home is not None:
-            self.keys.append(self._names.name(item, len(items)))
+            self.keys.append(self._name(item, len(items)))
         items.append(item)
         return 1
 
     def close(self) -> None:
         """Close the files of the loop. From any thread, when nobody waits for it."""
+
+    def _name(self, item: Any, index: int) -> str:
+        """Return the name of the next item, by its content; equal items get a count.
+
+        Raises:
+            InvalidTypeError: Nobody can tell whether another item is equal to it.
+        """
+        from raypool.journal.keys import content_key  # imported late: few loops name their items
+
+        key = content_key(item, f"item {index} of {self.label}")
+        self._counts[key] += 1
+        count = self._counts[key]
+        return key if count == 1 else f"{key}-{count}"
 
     def numbers(self, piece: Slice) -> Sequence[int]:
         """Return the numbers of the items of a slice. From any thread."""
@@ -269,11 +278,13 @@ class LoopWork:
         """Note where the items ran that run again."""
         self._note_missed(piece, why, self._where(piece, worker))
 
-    def _note_missed(self, piece: Slice, why: str | BaseException, where: dict[str, Any]) -> None:
-        status, words = ("lost", why) if isinstance(why, str) else ("retried", told(why))
-        self._add_misses(piece, Row(status, attempts=piece.attempt, run=self.run, **where), words)
-
-    def _add_misses(self, piece: Slice, row: Row, words: str | None) -> None:
+    def _note_missed(
+        self, piece: Slice, why: str | BaseException | None, where: dict[str, Any]
+    ) -> None:
+        """Note an attempt that was lost (a text says how), is repeated for an error, or stopped."""
+        status = "cancelled" if why is None else "lost" if isinstance(why, str) else "retried"
+        row = Row(status, attempts=piece.attempt, run=self.run, **where)
+        words = told(why) if isinstance(why, BaseException) else why
         self.misses += (Miss(index, row, words) for index in self.numbers(piece))
 
     def _where(self, piece: Slice, worker: WorkerInfo) -> dict[str, Any]:
@@ -313,14 +324,9 @@ class LoopWork:
         self._wake(state, error)
 
     def _note_cancelled(self, state: TaskState) -> None:
-        if state is TaskState.FINISHED:
-            return
-        # only of running calls: what waits in a worker behind one never begins
-        for share in self._running_shares():
-            piece, where = share.items, self._where(share.items, share.worker)
-            self._add_misses(
-                piece, Row("cancelled", attempts=piece.attempt, run=self.run, **where), None
-            )
+        # only running calls: what waits in a worker behind one never begins
+        for share in self._running_shares() if state is not TaskState.FINISHED else ():
+            self._note_missed(share.items, None, self._where(share.items, share.worker))
 
     def _wake(self, state: TaskState, error: BaseException | None) -> None:
         with self.changed:
@@ -339,24 +345,3 @@ class LoopWork:
             self.changed.notify_all()
         if self.on_settled is not None:
             self.on_settled()
-
-
-class ItemNames:
-    """Names each item by its content; equal items are told apart by a count."""
-
-    def __init__(self, label: str) -> None:
-        self._label = label
-        self._counts: Counter[str] = Counter()
-
-    def name(self, item: Any, index: int) -> str:
-        """Return the name of the next item, whose number is `index`.
-
-        Raises:
-            InvalidTypeError: Nobody can tell whether another item is equal to it.
-        """
-        from raypool.journal.keys import content_key
-
-        key = content_key(item, f"item {index} of {self._label}")
-        self._counts[key] += 1
-        count = self._counts[key]
-        return key if count == 1 else f"{key}-{count}"

@@ -7,30 +7,13 @@ from collections.abc import Iterator
 from enum import Enum
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from raypool.core import messages as m
 from raypool.core.model import Report, TaskSpec
 from raypool.errors import LossReason
 
-EVENTS: dict[str, Any] = {
-    kind.__name__: kind
-    for kind in (
-        m.TaskSubmitted,
-        m.ItemsAdded,
-        m.CancelRequested,
-        m.StopRequested,
-        m.WorkerReady,
-        m.WorkerLost,
-        m.PlaceLeaving,
-        m.PlaceLost,
-        m.AttemptFinished,
-        m.AttemptNarrowed,
-        m.TimerFired,
-        m.ResizeRequested,
-        m.ShutdownRequested,
-    )
-}
+EVENTS: dict[str, Any] = {kind.__name__: kind for kind in get_args(m.Event)}
 
 
 class TraceWriter:

@@ -144,6 +144,7 @@ class CallWork:
             return
         future.duration_s = result.durations_s[0]
         future.peak_memory_bytes = result.peak_memory_bytes
+        # by the worker's clock: until now it was known as the time when the call was sent
         future.started_at = datetime.fromtimestamp(result.started_at, UTC)
         future.finished_at = datetime.now(UTC)
         future.catch_up = result.catch_up
@@ -156,6 +157,7 @@ class CallWork:
 
     def fail(self, piece: Slice, error: TaskError) -> None:
         """Fail the future."""
+        # a lost worker cannot note what it printed last
         if self.future.feed is not None:
             add_last_lines(error, self.future.feed.text())
         self._fail_with(error)

@@ -177,7 +177,7 @@ class TrainingRun(Future[TrainingResult]):
         super().__init__(name, on_ask=_pass_on)
         self.path = path
         self.recipe: Any = None
-        self._adopting = threading.Lock()
+        self._adopting = threading.Lock()  # requests may come from any thread
         self.catch_up = self._joined
 
     def running(self) -> bool:
@@ -221,7 +221,7 @@ class TrainingRun(Future[TrainingResult]):
         attempt.whole = self
         with self._adopting:
             self._tries.append(attempt)
-        _pass_on(self)
+        _pass_on(self)  # what was requested before this attempt
 
     @property
     def tries(self) -> Sequence[Future[Any]]:
@@ -241,7 +241,7 @@ def _pass_on(run: Future[Any]) -> None:
         elif run.stop_requested:
             attempt.request_stop()
     if run.cancelled():
-        run.notify_cancelled()
+        run.notify_cancelled()  # no driver knows the run itself, which would do so
 
 
 def run_folder(kept: RunOptions, name: str) -> Path:
@@ -297,7 +297,7 @@ def take_folder(run: TrainingRun, is_named: bool) -> None:
         if is_named:
             _lock(folder, run)
         _here.add(run)
-    run.add_done_callback(lambda _: leave_folder(run, folder))
+    run.add_done_callback(lambda _: leave_folder(run, folder))  # also if it is cancelled
 
 
 def _lock(folder: Path, run: TrainingRun) -> None:
