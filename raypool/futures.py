@@ -253,7 +253,7 @@ class Future(LeanFuture[T], Generic[T]):
             return "cancelled"
         if not self.done():
             return "running" if self.running() else "queued"
-        return "finished" if self._either(super().exception()) is None else "failed"
+        return "finished" if self.error is None else "failed"
 
     @property
     def error(self) -> BaseException | None:
@@ -395,12 +395,7 @@ class Future(LeanFuture[T], Generic[T]):
             self.check_wait(timeout)
         error = super().exception(timeout)
         if error is None and self._unopened is None:
-            self._unopened = False
-            if type(self._result) is Deferred:
-                try:
-                    self._result.fetch()
-                except Exception as failed:  # it runs the user's code, to unpickle the value
-                    self._unopened = failed
+            self._unopened = _error_of(self._result)
         return self._either(error)
 
     def _get_snapshot(self) -> tuple[bool, bool, T | None, BaseException | None]:
@@ -529,6 +524,16 @@ def _call_back(fn: Callable[[Any], object], future: Any) -> None:
         if isinstance(error, TaskCancelled) and in_task():
             raise  # in a serial pool of a task: it means the task
         logger.exception("A callback of %r has failed.", future)
+
+
+def _error_of(value: Any) -> BaseException | Literal[False]:
+    if type(value) is not Deferred:
+        return False
+    try:
+        value.fetch()
+    except Exception as error:  # it runs the user's code, to unpickle the value
+        return error
+    return False
 
 
 def owners_of(futures: Iterable[Future[Any]]) -> tuple[Owner, ...]:

@@ -49,6 +49,7 @@ class Options:
             raise InvalidTypeError(
                 "retries=None is not a whole number. Give 0 to run every item at most once."
             )
+        # by object's method, as the class is frozen
         object.__setattr__(self, "retries", checked_count("retries", self.retries, least=0))
         object.__setattr__(self, "worker", optional_count("worker", self.worker, least=0))
         check_seconds("timeout_s", self.timeout_s)
@@ -151,9 +152,9 @@ def check_seconds(name: str, value: Any) -> None:
     """Raise the error for a time [s] (or None) that is no number, or not above zero."""
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):  # True is an int
         raise InvalidTypeError(f"{name}={value!r} is not a number of seconds.")
-    if not value > 0:
+    if not value > 0:  # not <=, which NaN would pass
         raise InvalidValueError(
             f"{name}={value!r} leaves no time. Give seconds above 0, or None for no limit."
         )
@@ -165,7 +166,7 @@ def check_delay(name: str, value: Any) -> None:
         raise InvalidTypeError(
             f"{name}={value!r} is not a number of seconds. Give 0 to wait for nothing."
         )
-    if not 0 <= value <= LONGEST_RETRY_DELAY_S:
+    if not 0 <= value <= LONGEST_RETRY_DELAY_S:  # refuses NaN too
         raise InvalidValueError(
             f"{name}={value!r} is not between 0 and {LONGEST_RETRY_DELAY_S:g} s, the longest that"
             " anything waits."

@@ -745,9 +745,7 @@ class Timers:
             at, _, timer = self._heap[0]
             if self._is_of_use(timer):
                 return at
-            heappop(
-                self._heap
-            )  # here, not when it lost its use: a heap has no quick way to find it
+            heappop(self._heap)  # only here: a heap has no quick way to find one
         return None
 
     def _is_of_use(self, timer: TimerFired) -> bool:

@@ -50,7 +50,7 @@ def decode(line: str) -> tuple[float, m.Event]:
     now, kind = fields.pop("now"), fields.pop("event")
     if kind == "TaskSubmitted":
         spec = fields["spec"]
-        if spec["places"] is not None:
+        if spec["places"] is not None:  # JSON has no tuples
             spec["places"] = tuple(spec["places"])
         fields["spec"] = TaskSpec(**spec)
     elif kind in ("WorkerLost", "PlaceLost"):

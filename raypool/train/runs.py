@@ -13,7 +13,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from raypool.channel.feed import Feed
 from raypool.errors import InvalidTypeError, InvalidValueError, JournalError, optional_count
 from raypool.futures import Future, joined_feed
 from raypool.journal.lock import RunLock
@@ -178,7 +177,7 @@ class TrainingRun(Future[TrainingResult]):
         self.path = path
         self.recipe: Any = None
         self._adopting = threading.Lock()  # requests may come from any thread
-        self.catch_up = self._joined
+        self.catch_up = lambda: joined_feed(self.tries)
 
     def running(self) -> bool:
         """Whether an attempt runs, or has run, and the training has not ended."""
@@ -211,7 +210,7 @@ class TrainingRun(Future[TrainingResult]):
         from rank 0; what `raypool.report` gets, from each rank. A metric with the name of one of
         those is in "reported_NAME".
         """
-        return self._joined().metrics("rank")
+        return self._caught_up().metrics("rank")
 
     def __repr__(self) -> str:
         return f"<TrainingRun {self.name!r}: {self.state}>"
@@ -228,9 +227,6 @@ class TrainingRun(Future[TrainingResult]):
         """The attempts so far; the last one may still run. For the pool."""
         with self._adopting:
             return tuple(self._tries)
-
-    def _joined(self) -> Feed:
-        return joined_feed(self.tries)
 
 
 def _pass_on(run: Future[Any]) -> None:
@@ -251,6 +247,7 @@ def run_folder(kept: RunOptions, name: str) -> Path:
     readable = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in name)[
         :40
     ].strip("-")
+    # two runs may begin in the same second
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.monotonic_ns() % 16**6:06x}"
     return Path.home() / RUNS / f"{readable}-{stamp}"
 
