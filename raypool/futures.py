@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-# --- lean base class of futures -------------------------------------------------------------------
+# --- lock of a future -----------------------------------------------------------------------------
 
 
 class Meeting:
@@ -91,40 +91,8 @@ class _Making:
         cls.lock = threading.RLock()
 
 
-# another thread of the parent may have held it
+# in a forked child: another thread of the parent may have held it
 os.register_at_fork(after_in_child=_Making.renew)
-
-
-class LeanFuture(concurrent.futures.Future[T], Generic[T]):
-    """A `concurrent.futures.Future` that makes its lock and its lists when they are needed."""
-
-    __slots__ = ("_exception", "_meeting", "_result", "_state")
-
-    def __init__(self) -> None:
-        # Not the base's, which makes them now.
-        self._state = PENDING
-        self._result: Any = None
-        self._exception: BaseException | None = None
-        self._meeting: Meeting | None = None
-
-    @property
-    def _condition(self) -> Meeting:  # type: ignore[override]
-        return self._meeting or self._meet()
-
-    @property
-    def _waiters(self) -> list[Any]:  # type: ignore[override]
-        return (self._meeting or self._meet()).waiters
-
-    @property
-    def _done_callbacks(self) -> list[Any]:
-        return (self._meeting or self._meet()).callbacks
-
-    def _meet(self) -> Meeting:
-        made = Meeting()
-        with _Making.lock:
-            if self._meeting is None:  # nobody was quicker
-                self._meeting = made
-            return self._meeting
 
 
 ENDED = frozenset({IS_CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED})
@@ -170,7 +138,7 @@ class Owner(Protocol):
         """Whether this is that thread: waiting here would never end."""
 
 
-class Future(LeanFuture[T], Generic[T]):
+class Future(concurrent.futures.Future[T], Generic[T]):
     """The handle of a task: a `concurrent.futures.Future` with state, metrics and output.
 
     `concurrent.futures.wait` and `as_completed`, `asyncio.wrap_future` and `await` take it too.
@@ -194,8 +162,13 @@ class Future(LeanFuture[T], Generic[T]):
         read: Whether `fetch_next` or `fetch_outputs` has delivered it.
     """
 
+    # few bytes, as many may be queued: its lock and its lists are made when they are needed
     __slots__ = (
+        "_exception",
         "_is_notified",
+        "_meeting",
+        "_result",
+        "_state",
         "_submitted_at",
         "_unopened",
         "attempts",
@@ -217,7 +190,11 @@ class Future(LeanFuture[T], Generic[T]):
     )
 
     def __init__(self, name: str, on_ask: Callable[[Future[T]], object] | None = None) -> None:
-        super().__init__()
+        # not the base's, which makes the lock and the lists now
+        self._state = PENDING
+        self._result: Any = None
+        self._exception: BaseException | None = None
+        self._meeting: Meeting | None = None
         self.name = name
         self.worker: int | None = None
         self.attempts = 0
@@ -240,6 +217,25 @@ class Future(LeanFuture[T], Generic[T]):
         self.catch_up: Callable[[], Feed | None] | None = None
         self.whole: Future[Any] | None = None  # shown instead of this: the training, of an attempt
         self._is_notified = False
+
+    @property
+    def _condition(self) -> Meeting:  # type: ignore[override]
+        return self._meeting or self._meet()
+
+    @property
+    def _waiters(self) -> list[Any]:  # type: ignore[override]
+        return (self._meeting or self._meet()).waiters
+
+    @property
+    def _done_callbacks(self) -> list[Any]:
+        return (self._meeting or self._meet()).callbacks
+
+    def _meet(self) -> Meeting:
+        made = Meeting()
+        with _Making.lock:
+            if self._meeting is None:  # nobody was quicker
+                self._meeting = made
+            return self._meeting
 
     @property
     def submitted_at(self) -> datetime:

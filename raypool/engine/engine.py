@@ -364,15 +364,6 @@ class Engine:
         if wait and not self.driver.is_own_thread and not in_task():
             self.driver.closed.wait()
 
-    def note_exit(self) -> None:
-        """Say in the error about later work that the interpreter's end has closed the pool."""
-        if not self.is_over:
-            self._why_closed = (
-                "The interpreter ends, and the pool with it: it cannot schedule new futures after"
-                " interpreter shutdown. Hand in all work before the script ends, and wait for the"
-                " threads that hand in more."
-            )
-
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
@@ -402,7 +393,12 @@ def _end_all() -> None:
     engines = list(_engines)
     deadline = time.monotonic() + EXIT_GRACE_S
     for engine in engines:
-        engine.note_exit()
+        if not engine.is_over:
+            engine._why_closed = (
+                "The interpreter ends, and the pool with it: it cannot schedule new futures after"
+                " interpreter shutdown. Hand in all work before the script ends, and wait for the"
+                " threads that hand in more."
+            )
     if not hasattr(sys, "last_type"):  # the interpreter sets it after an uncaught exception
         for engine in engines:
             engine.shutdown(wait=False)
