@@ -1,7 +1,4 @@
-"""Futures of tasks (`Future`), the results of `map`, and functions over several futures.
-
-The functions are `fetch_next`, `fetch_outputs`, `wait`, `gather`, `after_each` and `after_all`.
-"""
+"""Futures of tasks, the results of `map`, and functions over several futures."""
 
 from __future__ import annotations
 
@@ -41,14 +38,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-# --- lean base class of futures -------------------------------------------------------------------
+# --- lock of a future -----------------------------------------------------------------------------
 
 
 class Meeting:
     """The lock of a future, and the lists of those that wait for it or are to be called.
 
-    It stands in for a `threading.Condition`, which takes ten times as much memory; it makes one
-    once a thread waits for this future.
+    A `threading.Condition` takes ten times as much memory; this makes one once a thread waits.
     """
 
     __slots__ = ("_awaited", "_lock", "callbacks", "waiters")
@@ -74,7 +70,7 @@ class Meeting:
         self._lock.release()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait to be notified; the caller holds the lock, and holds it again on return."""
+        """Wait to be notified; the caller holds the lock."""
         if self._awaited is None:
             self._awaited = threading.Condition(self._lock)
         return self._awaited.wait(timeout)
@@ -86,49 +82,17 @@ class Meeting:
 
 
 class _Making:
-    """Held for an instant while a future makes its `Meeting`: one lock for all futures."""
+    """The lock for an instant while a future makes its `Meeting`: one for all futures."""
 
     lock = threading.RLock()
 
     @classmethod
     def renew(cls) -> None:
-        """In a forked child: another thread of the parent may have held it."""
         cls.lock = threading.RLock()
 
 
+# in a forked child: another thread of the parent may have held it
 os.register_at_fork(after_in_child=_Making.renew)
-
-
-class LeanFuture(concurrent.futures.Future[T], Generic[T]):
-    """A `concurrent.futures.Future` that makes its lock and its lists when they are needed."""
-
-    __slots__ = ("_exception", "_meeting", "_result", "_state")
-
-    def __init__(self) -> None:
-        # Not the base's, which makes them now.
-        self._state = PENDING
-        self._result: Any = None
-        self._exception: BaseException | None = None
-        self._meeting: Meeting | None = None
-
-    @property
-    def _condition(self) -> Meeting:  # type: ignore[override]
-        return self._meeting or self._meet()
-
-    @property
-    def _waiters(self) -> list[Any]:  # type: ignore[override]
-        return (self._meeting or self._meet()).waiters
-
-    @property
-    def _done_callbacks(self) -> list[Any]:
-        return (self._meeting or self._meet()).callbacks
-
-    def _meet(self) -> Meeting:
-        made = Meeting()
-        with _Making.lock:
-            if self._meeting is None:  # nobody was quicker
-                self._meeting = made
-            return self._meeting
 
 
 ENDED = frozenset({IS_CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED})
@@ -140,9 +104,7 @@ logger = logging.getLogger("raypool")
 
 
 class Deferred:
-    """One of these values, brought here when somebody asks for it, and from then on nowhere else:
-    who drops it, frees it.
-    """
+    """One of these values, fetched when somebody asks, and from then on kept only here."""
 
     __slots__ = ("_position", "_value", "_values")
 
@@ -160,6 +122,7 @@ class Deferred:
             whole = values.get()
             with self._taking:
                 if self._values is not None:  # nobody was quicker
+                    # taken out of the list: who drops this, frees it
                     self._value, whole[self._position] = whole[self._position], None
                     self._values = None
         if type(self._value) is Missing:
@@ -172,37 +135,40 @@ class Owner(Protocol):
 
     @property
     def is_own_thread(self) -> bool:
-        """Whether this code runs in the thread that does it: waiting here would never end."""
+        """Whether this is that thread: waiting here would never end."""
 
 
-class Future(LeanFuture[T], Generic[T]):
-    """The handle of one task: a `concurrent.futures.Future` that also knows the task's state,
-    metrics and output.
+class Future(concurrent.futures.Future[T], Generic[T]):
+    """The handle of a task: a `concurrent.futures.Future` with state, metrics and output.
 
-    `concurrent.futures.wait` and `as_completed`, `asyncio.wrap_future` and `add_done_callback` take
-    it as it is, and a coroutine may `await` it. Its callbacks run in the pool's own thread, in
-    which nothing else runs meanwhile: keep them short. Futures of the same pool that have not ended
-    cannot be waited for there: `result`, `fetch_next` and the like raise an error, but
-    `concurrent.futures.wait` and `as_completed` would wait forever. The functions of `after_each`
-    and `after_all` may wait for them.
+    `concurrent.futures.wait` and `as_completed`, `asyncio.wrap_future` and `await` take it too.
+    Callbacks run in the pool's own thread, which does nothing else meanwhile: keep them short. They
+    cannot wait for futures of the same pool: `result`, `fetch_next` and the like raise an error,
+    the standard library's functions would wait forever. Functions of `after_each` and `after_all`
+    can.
 
     Attributes:
-        name: What the caller named the work, or the function's name.
+        name: The caller's name for the work, or the function's.
         worker: The number of the worker that ran it last, None before.
-        attempts: How often it was started; above 1 only after a worker was lost or by `retry_on`.
-        started_at: When its (last) run began, None before.
-        finished_at: When it ended, None before.
+        attempts: The number of starts; above 1 only after the loss of a worker or by `retry_on`.
+        started_at: The start of its (last) run, None before.
+        finished_at: Its end, None before.
         stop_requested: Whether `request_stop` was called.
-        worker_replaced: Whether its cancellation has cost the worker. False: the task has stopped,
-            and the worker continues. True: it did not stop in time, and was killed with its worker,
-            which is replaced. None: not known yet, or it was not cancelled while it ran.
-        peak_memory_bytes: The most that its worker had of its (first) GPU's memory while it ran
-            [bytes]; None before its end, or if it had none.
+        worker_replaced: Whether its cancellation cost the worker. False: it stopped, and the worker
+            continues. True: it did not stop in time, and its worker was killed and replaced. None:
+            not known yet, or it was not cancelled while it ran.
+        peak_memory_bytes: The most memory of its (first) GPU that its worker had while it ran
+            [bytes]; None before its end, or without one.
         read: Whether `fetch_next` or `fetch_outputs` has delivered it.
     """
 
+    # few bytes, as many may be queued: its lock and its lists are made when they are needed
     __slots__ = (
+        "_exception",
         "_is_notified",
+        "_meeting",
+        "_result",
+        "_state",
         "_submitted_at",
         "_unopened",
         "attempts",
@@ -224,7 +190,11 @@ class Future(LeanFuture[T], Generic[T]):
     )
 
     def __init__(self, name: str, on_ask: Callable[[Future[T]], object] | None = None) -> None:
-        super().__init__()
+        # not the base's, which makes the lock and the lists now
+        self._state = PENDING
+        self._result: Any = None
+        self._exception: BaseException | None = None
+        self._meeting: Meeting | None = None
         self.name = name
         self.worker: int | None = None
         self.attempts = 0
@@ -238,16 +208,34 @@ class Future(LeanFuture[T], Generic[T]):
         self._unopened: BaseException | Literal[False] | None = None
         self.stop_requested = False
         self.worker_replaced: bool | None = None
-        # the pool's own: told of a cancellation, and of a wish for an early end
-        self.on_ask = on_ask
-        self.owners: tuple[Owner, ...] = ()  # likewise: who must not wait for it
-        self.task_id = -1  # likewise
-        self.feed: Feed | None = None  # likewise: made when the task says something
-        # likewise: waits for what it said before it ended
+        # For the pool, from here on; `Driver.submit` sets the first three.
+        self.on_ask = on_ask  # takes its requests, when it is cancelled or asked to stop
+        self.owners: tuple[Owner, ...] = ()  # must not wait for it
+        self.task_id = -1
+        self.feed: Feed | None = None  # made when the task says something: queued ones are many
+        # waits for what it said before it ended; returns the feed if that is not its own
         self.catch_up: Callable[[], Feed | None] | None = None
-        # likewise: what this is only a part of, and what is shown instead
-        self.whole: Future[Any] | None = None
+        self.whole: Future[Any] | None = None  # shown instead of this: the training, of an attempt
         self._is_notified = False
+
+    @property
+    def _condition(self) -> Meeting:  # type: ignore[override]
+        return self._meeting or self._meet()
+
+    @property
+    def _waiters(self) -> list[Any]:  # type: ignore[override]
+        return (self._meeting or self._meet()).waiters
+
+    @property
+    def _done_callbacks(self) -> list[Any]:
+        return (self._meeting or self._meet()).callbacks
+
+    def _meet(self) -> Meeting:
+        made = Meeting()
+        with _Making.lock:
+            if self._meeting is None:  # nobody was quicker
+                self._meeting = made
+            return self._meeting
 
     @property
     def submitted_at(self) -> datetime:
@@ -256,24 +244,23 @@ class Future(LeanFuture[T], Generic[T]):
 
     @property
     def state(self) -> str:
-        """Where it is: "queued", "running", "finished", "failed" or "cancelled"."""
+        """Its state: "queued", "running", "finished", "failed" or "cancelled"."""
         if self.cancelled():
             return "cancelled"
         if not self.done():
             return "running" if self.running() else "queued"
-        return "finished" if self._either(super().exception()) is None else "failed"
+        return "finished" if self.error is None else "failed"
 
     @property
     def error(self) -> BaseException | None:
-        """The exception that it ended with, None if it has not ended or ended well. Never waits."""
+        """The exception that it ended with, None if there is none (yet). Never waits."""
         if not self.done() or self.cancelled():
             return None
         return self._either(super().exception())
 
     @property
     def reason(self) -> str | None:
-        """Why it has no value, in a word or two, such as "cancelled" or "gpu out of memory"; None
-        until then, or if it has one.
+        """Why it has no value, such as "cancelled" or "gpu out of memory"; None if it may have one.
 
         See `raypool.errors.reason_of` for all reasons. Never waits.
         """
@@ -291,16 +278,18 @@ class Future(LeanFuture[T], Generic[T]):
 
     @property
     def metrics(self) -> pd.DataFrame:
-        """What the task has reported so far (`raypool.report`), all of it once it has ended.
+        """The metrics reported so far (`raypool.report`); complete once the task has ended.
 
         A row for each report, in order: `time` (UTC), `attempt`, then the metrics in the order in
-        which they first appear. A metric that is called like one of those two is in
-        "reported_NAME". Empty if it has reported nothing.
+        which they first appear. A metric with the name of one of those two is in "reported_NAME".
 
         Example:
             >>> from raypool import parpool, report
+            >>> def train():
+            ...     for step in range(3):
+            ...         report(step=step, loss=0.5**step)
             >>> with parpool(profile="inline", quiet=True) as pool:
-            ...     job = pool.parfeval(lambda: [report(step=step, loss=0.5**step) for step in range(3)])
+            ...     job = pool.parfeval(train)
             >>> job.metrics["loss"].tolist()
             [1.0, 0.5, 0.25]
         """
@@ -308,15 +297,12 @@ class Future(LeanFuture[T], Generic[T]):
 
     @property
     def diary(self) -> str:
-        """What the task has printed so far, to `sys.stdout` and `sys.stderr` alike; all of it once
-        it has ended.
+        """What the task has printed so far, to stdout and stderr; complete once it has ended.
 
-        A task that runs again (its worker was lost, perhaps by another task in the same call, or by
-        `retry_on`) has what it printed each time; the line "[raypool: it runs again]" stands
-        between. The newest MiB is kept; a first line says how much is missing before that. On Ray
-        it is what the whole worker process writes from Python, in whatever thread; with "threads"
-        and "inline", what the task's own thread writes. What native code prints by itself is not in
-        it.
+        A task that runs again has the output of each attempt, separated by the line "[raypool: it
+        runs again]". The newest MiB is kept; a first line says how much is missing. On Ray it is
+        the Python output of all threads of the worker; with "threads" and "inline", of the task's
+        own thread. Output of native code is not in it.
 
         Source:
             MATLAB R2025b, Diary of a parallel.Future.
@@ -336,14 +322,13 @@ class Future(LeanFuture[T], Generic[T]):
         return joined or self.feed or Feed()
 
     def result(self, timeout: float | None = None) -> T:
-        """Return the value that the task returned, waiting for it at most `timeout` seconds.
+        """Return the task's value, waiting for it at most `timeout` seconds.
 
         Raises:
             TimeoutError: It has not ended by then; it keeps running.
             concurrent.futures.CancelledError: It was cancelled.
-            InvalidValueError: It has not ended, and this is a callback of its own pool, which would
-                wait for itself.
-            Exception: What the task raised, as itself.
+            InvalidValueError: It has not ended, and this is a callback of its own pool.
+            Exception: The task's own exception.
         """
         error = None
         try:
@@ -353,24 +338,23 @@ class Future(LeanFuture[T], Generic[T]):
             if error is not None:
                 raise error
             value: Any = self._result
-            return value.fetch() if type(value) is Deferred else value  # type: ignore[no-any-return]
+            result: T = value.fetch() if type(value) is Deferred else value
+            return result
         finally:
             # else the error's traceback would hold them, and they the error: a cycle
             del self, error
 
     def __await__(self) -> Generator[Any, None, T]:
-        """Wait for the result in an asyncio program, whose event loop goes on meanwhile.
+        """Wait for the result in an asyncio program; its event loop continues.
 
-        As with `asyncio.wrap_future`: if the coroutine that waits is cancelled, so is this. A value
-        that is still elsewhere is fetched and opened in another thread.
+        As with `asyncio.wrap_future`, cancelling the coroutine cancels the task.
 
         Example:
             >>> import asyncio
             >>> from raypool import parpool
             >>> async def main():
             ...     with parpool(2, profile="threads", quiet=True) as pool:
-            ...         job = pool.parfeval(pow, 2, 10)
-            ...         return await job
+            ...         return await pool.parfeval(pow, 2, 10)
             >>> asyncio.run(main())
             1024
         """
@@ -394,13 +378,12 @@ class Future(LeanFuture[T], Generic[T]):
             raise
         if self.cancelled():
             raise asyncio.CancelledError
-        if type(self._result) is Deferred:
+        if type(self._result) is Deferred:  # fetched and opened elsewhere: it may take long
             return await loop.run_in_executor(None, self.result)
         return self.result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return the exception that the task ended with, None if it ended well, waiting at most
-        `timeout` seconds.
+        """Return the task's exception, None if it ended well, waiting at most `timeout` seconds.
 
         A value that has arrived and cannot be unpickled here counts as a `SerializationError`.
         """
@@ -412,11 +395,8 @@ class Future(LeanFuture[T], Generic[T]):
         return self._either(error)
 
     def _get_snapshot(self) -> tuple[bool, bool, T | None, BaseException | None]:
-        """Return what asyncio asks for from Python 3.14 on: whether it is done, and cancelled, its
-        result and its exception.
-
-        The base's would hand out what stands for a value that is still elsewhere.
-        """
+        """Return whether it is done, and cancelled, its result and its exception."""
+        # for asyncio, from Python 3.14 on: the base's would give away a `Deferred`
         if not self.done():
             return False, False, None, None
         if self.cancelled():
@@ -425,11 +405,10 @@ class Future(LeanFuture[T], Generic[T]):
         return True, False, None if error is not None else self.result(), error
 
     def check_wait(self, timeout: float | None) -> None:
-        """Make sure that this thread does not wait for what only it can bring to an end. For the
-        pool, while that is to come.
+        """Make sure that this thread does not wait for what only it can end. For the pool.
 
         Raises:
-            InvalidValueError: It would, forever or until the time is up.
+            InvalidValueError: It would.
         """
         if timeout is not None and timeout <= 0:
             return
@@ -442,9 +421,7 @@ class Future(LeanFuture[T], Generic[T]):
                 )
 
     def _either(self, error: BaseException | None) -> BaseException | None:
-        """Return the error of the task, or why its value cannot be opened; an error may be false,
-        one of `len` 0, say.
-        """
+        # not `or`: an error may be false, one of `len` 0, say
         if error is not None or self._unopened is False:
             return error
         return self._unopened
@@ -457,70 +434,57 @@ class Future(LeanFuture[T], Generic[T]):
             return self.set_running_or_notify_cancel()
 
     def notify_cancelled(self) -> None:
-        """Tell those who wait for several futures that this one is cancelled; twice does nothing.
-        For the pool.
-        """
+        """Tell those who wait for several futures that this one is cancelled. For the pool."""
         with self._condition:
             if not self._is_notified:
                 self._is_notified = True
                 self.set_running_or_notify_cancel()
 
     def add_done_callback(self, fn: Callable[[concurrent.futures.Future[T]], object]) -> None:
-        """Call `fn(self)` when it has ended, at once if it has; what `fn` raises is logged and
-        otherwise ignored.
-        """
+        """Call `fn(self)` when it has ended; what `fn` raises is logged and ignored."""
         super().add_done_callback(functools.partial(_call_back, fn))
 
     def cancel(self) -> bool:
         """Cancel it, also while it runs; return whether it is cancelled.
 
-        For everybody here it is cancelled at once, and what it may still return is dropped. One
-        that runs is interrupted where it is in its Python code (`TaskCancelled` is raised there),
-        and its worker takes the next task. If it has not ended after the profile's
-        `cancel_grace_s`, it is killed, and its worker replaced on the same GPU: `worker_replaced`
-        says which it was.
+        It counts as cancelled at once, and what it may still return is dropped. `TaskCancelled` is
+        raised in its Python code if it runs, and its worker takes the next task. If it has not
+        ended after the profile's `cancel_grace_s`, its worker is killed and replaced on the same
+        GPU: `worker_replaced` says so.
         """
         with self._condition:
             if self.cancelled():
                 return True
-            if not self._turn_cancelled():
+            if self._state == PENDING:
+                self._state = IS_CANCELLED
+            elif self._state == RUNNING and self.on_ask is not None:
+                # As the standard library does for one that waits; callbacks find it complete.
+                self._state = CANCELLED_AND_NOTIFIED
+                self._is_notified = True
+                for waiter in self._waiters:
+                    waiter.add_cancelled(self)
+            else:
                 return False
+            self.finished_at = datetime.now(UTC)
+            self._condition.notify_all()
+        # without the lock: callbacks may take it, and that of another future
         self._invoke_callbacks()  # type: ignore[attr-defined]
         if self.on_ask is not None:
             self.on_ask(self)
         return True
 
-    def _turn_cancelled(self) -> bool:
-        """Do what the standard library does for a future that waits, also for one that runs; its
-        callbacks find it complete.
-        """
-        if self._state == PENDING:
-            self._state = IS_CANCELLED
-        elif self._state == RUNNING and self.on_ask is not None:
-            self._state = CANCELLED_AND_NOTIFIED
-            self._is_notified = True
-            for waiter in self._waiters:
-                waiter.add_cancelled(self)
-        else:
-            return False
-        self.finished_at = datetime.now(UTC)
-        self._condition.notify_all()
-        return True
-
     def request_stop(self) -> bool:
-        """Ask the task to end early by itself: `current_task().should_stop` becomes true in it, and
-        what it returns then counts.
+        """Ask the task to end early, with a result: `current_task().should_stop` becomes true.
 
         Returns:
-            Whether it had not ended. One that waits still runs, and finds the wish from its first
+            Whether it had not ended. A queued task still runs, and finds the request from its first
             line on.
 
         Example:
             >>> from raypool import current_task, parpool
             >>> def train():
-            ...     steps = 0
             ...     while not current_task().should_stop:
-            ...         steps += 1
+            ...         pass
             ...     return "what I have"
             >>> with parpool(1, profile="threads", quiet=True) as pool:
             ...     job = pool.parfeval(train)
@@ -569,36 +533,33 @@ def _error_of(value: Any) -> BaseException | Literal[False]:
 
 
 def owners_of(futures: Iterable[Future[Any]]) -> tuple[Owner, ...]:
-    """Return who must not wait for what comes after these, each once."""
+    """Return the owners of these, each once."""
     return tuple(dict.fromkeys(owner for future in futures for owner in future.owners))
 
 
-# --- several futures as one -----------------------------------------------------------------------
-
-
-def _joined_feed(futures: Sequence[Future[Any]]) -> Feed:
+def joined_feed(futures: Iterable[Future[Any]]) -> Feed:
+    """Return what all of these have said, those of one after those of the other."""
     feed = Feed()
     for future in futures:
         feed.add_all_of(future._caught_up())
     return feed
 
 
+# --- several futures as one -----------------------------------------------------------------------
+
+
 class _Whole(Future[list[Any]]):
-    """A future of the results of others, its parts; it runs when one of them does, and until the
-    last has ended.
-    """
+    """A future of the results of others: it runs while one of them does."""
 
     parts: Sequence[Future[Any]] = ()
 
     def running(self) -> bool:
-        """Whether something of it runs, or has run, and it has not ended."""
+        """Whether one of them runs, or has run, and it has not ended."""
         return not self.done() and any(part.running() or part.done() for part in self.parts)
 
 
 class _Gathered:
-    """The results of futures that have ended well, brought here when somebody asks, and not in the
-    thread of the pool.
-    """
+    """The results of futures that have ended well, not fetched in the thread of the pool."""
 
     __slots__ = ("_futures",)
 
@@ -610,28 +571,15 @@ class _Gathered:
         return [[future.result() for future in self._futures]]
 
 
-def _first_error(futures: Sequence[Future[Any]]) -> BaseException | None:
-    """Return the first error of these, which have ended, as far as it is known without a look at
-    their values.
-    """
-    for future in futures:
-        error = CancelledError() if future.cancelled() else future.error
-        if error is not None:
-            return error
-    return None
-
-
 def cancel_each(futures: Reversible[Future[Any]]) -> None:
-    """Cancel those that have not ended, the last first: a worker that becomes free would begin with
-    the next that waits.
-    """
+    """Cancel those that have not ended."""
+    # the last first: a worker that becomes free would begin with the next that waits
     for future in reversed(futures):
         future.cancel()
 
 
 def gather(futures: Sequence[Future[Any]], name: str) -> Future[list[Any]]:
-    """Return a future of all their results, in this order; it fails with the first of their errors
-    when all have ended.
+    """Return a future of all their results; it fails, once all have ended, with the first error.
 
     Its metrics and its diary are theirs, those of one after those of the other.
     """
@@ -647,35 +595,45 @@ def gather(futures: Sequence[Future[Any]], name: str) -> Future[list[Any]]:
     whole = _Whole(name, on_ask=ask_parts)
     whole.parts = futures
     whole.owners = owners_of(futures)
-    whole.catch_up = functools.partial(_joined_feed, futures)
-    lock = threading.Lock()
-    missing = len(futures)
+    whole.catch_up = functools.partial(joined_feed, futures)
+    if not futures:
+        whole.set_result([])
+        return whole
 
-    def note(_: Any) -> None:
-        nonlocal missing
-        with lock:
-            missing -= 1
-            if missing:
-                return
+    def end() -> None:
         if not whole.start():
             return
-        whole.started_at = min(
-            (future.started_at for future in futures if future.started_at is not None), default=None
-        )
-        whole.finished_at = datetime.now(UTC)
+        begins = (future.started_at for future in futures if future.started_at is not None)
+        whole.started_at, whole.finished_at = min(begins, default=None), datetime.now(UTC)
         whole.attempts = max(future.attempts for future in futures)
-        error = _first_error(futures)
+        # `error`, not `exception`: that fetches values, and this is the thread of the pool
+        errors = (CancelledError() if each.cancelled() else each.error for each in futures)
+        error = next((each for each in errors if each is not None), None)
         with contextlib.suppress(InvalidStateError):  # it was cancelled in this instant
             if error is None:
                 whole.set_result(Deferred(_Gathered(futures), 0))  # type: ignore[arg-type]
             else:
                 whole.set_exception(error)
 
-    if not futures:
-        whole.set_result([])
+    _when_ended(futures, end)
+    return whole
+
+
+def _when_ended(futures: Sequence[Future[Any]], call: Callable[[], object]) -> None:
+    """Call this when all have ended, in the thread that ends the last one."""
+    missing = len(futures)
+    counting = threading.Lock()  # they may end in several threads at once
+
+    def note(_: Any) -> None:
+        nonlocal missing
+        with counting:
+            missing -= 1
+            if missing:
+                return
+        call()
+
     for future in futures:
         future.add_done_callback(note)
-    return whole
 
 
 # --- results of `map` -----------------------------------------------------------------------------
@@ -685,10 +643,10 @@ P = ParamSpec("P")
 
 
 class MapResults(Iterator[T], Generic[T]):
-    """What `PoolView.map` returns.
+    """The results of `PoolView.map`, also after a failed call.
 
-    It continues after a failed call. The calls that are left are cancelled by `close`, when the
-    time is up, and when the iterator is dropped after its first result.
+    The calls that are left are cancelled by `close`, when the time is up, and when the iterator is
+    dropped after its first result.
 
     Args:
         submit: Submits the call with these arguments.
@@ -697,7 +655,7 @@ class MapResults(Iterator[T], Generic[T]):
         buffersize: So many calls are submitted ahead of the results; None: all, now.
 
     Raises:
-        SerializationError: The arguments of a call cannot be sent; none of the calls is left.
+        SerializationError: The arguments of a call cannot be sent; all calls are cancelled.
     """
 
     def __init__(
@@ -722,7 +680,7 @@ class MapResults(Iterator[T], Generic[T]):
             raise
 
     def _hand_in(self) -> bool:
-        """Hand in the next call; return whether there was one."""
+        """Submit the next call; return whether there was one."""
         count = len(self._futures)
         # no Ctrl-C can come between: a call that is not in here is lost
         self._futures.extend(itertools.islice(self._calls, 1))
@@ -792,13 +750,12 @@ class MapResults(Iterator[T], Generic[T]):
 
 
 def unless_interrupted(submit: Callable[P, Future[T]]) -> Callable[P, Future[T]]:
-    """Let Ctrl-C in a call that runs inline end the submission of further calls: it means all of
-    them.
-    """
+    """Let Ctrl-C in a call that runs inline end the submission of further calls."""
 
     def submit_unless(*args: P.args, **kwargs: P.kwargs) -> Future[T]:
         future = submit(*args, **kwargs)
         try:
+            # it means all of the calls
             if isinstance(future.error, KeyboardInterrupt):
                 raise future.error
             return future
@@ -809,9 +766,7 @@ def unless_interrupted(submit: Callable[P, Future[T]]) -> Callable[P, Future[T]]
 
 
 def checked_buffersize(chunksize: Any, buffersize: Any) -> int | None:
-    """Return `buffersize` as Python's `int`; raise the error for a size that the standard library
-    would refuse too.
-    """
+    """Return `buffersize` as an `int`; refuse the sizes that the standard library refuses."""
     if not isinstance(chunksize, int) and whole_number(chunksize) is None:  # it takes True
         raise InvalidTypeError(f"chunksize must be an integer. It is {chunksize!r}.")
     if chunksize < 1:
@@ -833,8 +788,7 @@ _reading = threading.Lock()
 
 
 def fetch_next(futures: Sequence[Future[T]], timeout_s: float | None = None) -> tuple[int, T]:
-    """Return the next result that has not been read, in the order in which they end, with its place
-    in `futures`.
+    """Return the position and the result of the next future that ends and has not been read.
 
     Args:
         futures: Futures of any pools, also those of `after_each`.
@@ -843,8 +797,7 @@ def fetch_next(futures: Sequence[Future[T]], timeout_s: float | None = None) -> 
     Raises:
         ValueError: All have been read.
         TimeoutError: None has ended in time; nothing is marked as read.
-        InvalidValueError: This is a callback of a pool that one of them waits for, and none has
-            ended.
+        InvalidValueError: None has ended, and this is a callback of the pool of one of them.
         Exception: The task's own exception, or `CancelledError`; the future counts as read.
 
     Source:
@@ -867,7 +820,11 @@ def fetch_next(futures: Sequence[Future[T]], timeout_s: float | None = None) -> 
             # `done`, without its lock
             ended = [future for future in unread if future._state in ENDED]
             if ended:
-                first = _first_of(ended)
+                try:
+                    first = min(ended, key=attrgetter("finished_at"))
+                except TypeError:  # one has no time yet: it ends right now
+                    now = datetime.now(UTC)
+                    first = min(ended, key=lambda future: future.finished_at or now)
                 first.read = True
                 break
         left_s = None if until is None else max(0.0, until - time.monotonic())
@@ -878,13 +835,6 @@ def fetch_next(futures: Sequence[Future[T]], timeout_s: float | None = None) -> 
     return checked.index(first), first.result()
 
 
-def _first_of(ended: list[Future[T]]) -> Future[T]:
-    try:
-        return min(ended, key=attrgetter("finished_at"))
-    except TypeError:  # one has no time yet: it ends right now
-        return min(ended, key=lambda future: future.finished_at or datetime.now(UTC))
-
-
 def fetch_outputs(futures: Sequence[Future[T]], stack: bool = False) -> Any:
     """Wait for all, mark them as read, and return their results in the order of `futures`.
 
@@ -893,8 +843,7 @@ def fetch_outputs(futures: Sequence[Future[T]], stack: bool = False) -> Any:
         stack: Return one NumPy array, the results one below the other, instead of a list.
 
     Raises:
-        InvalidValueError: The results have shapes that do not stack; each is still there in its
-            future.
+        InvalidValueError: The shapes of the results do not stack; each future still has its own.
         Exception: The first exception among them.
 
     Source:
@@ -925,14 +874,13 @@ def fetch_outputs(futures: Sequence[Future[T]], stack: bool = False) -> Any:
 
 
 def wait(futures: Sequence[Future[Any]], timeout_s: float | None = None) -> bool:
-    """Wait until all have ended, in whatever way; return whether they have, after at most
-    `timeout_s` seconds.
+    """Wait at most `timeout_s` seconds until all have ended; return whether they have.
 
-    What became of them raises nothing here.
+    Their errors are not raised here.
 
     Raises:
-        InvalidValueError: This is a callback of a pool that one of them waits for: it would wait
-            for itself.
+        InvalidValueError: This is a callback of the pool of one of them, which would wait for
+            itself.
 
     Source:
         MATLAB R2025b, wait.
@@ -950,21 +898,19 @@ def wait(futures: Sequence[Future[Any]], timeout_s: float | None = None) -> bool
 def after_each(
     futures: Sequence[Future[Any]], fn: Callable[[Any], T], pass_future: bool = False
 ) -> list[Future[T]]:
-    """Call `fn(value)` here for each of these futures when it has ended; return a future of each of
-    these calls.
+    """Call `fn(value)` here when each of these has ended; return futures of these calls.
 
-    The calls are made in this process, by one thread for all of them, one after the other in the
-    order in which the futures end: `fn` may write to a file or draw without a lock, and the next
-    call waits as long as it takes. A future that fails or is cancelled is skipped: `fn` is not
-    called, and the new future ends with the same error, or cancelled. What is returned can be
-    waited for, read, cancelled (as long as `fn` has not begun) and given to `after_each` and
-    `after_all` again.
+    One thread of this process makes the calls, one after the other in the order in which the
+    futures
+    end: `fn` may write to a file or draw without a lock. A future that fails or is cancelled is
+    skipped, and the new one ends with the same error, or cancelled. A call can be cancelled until
+    it begins.
 
     Args:
         futures: Futures of any pools, also those of `after_each`.
-        fn: A function of a value. Within it, results of its own kind cannot be waited for: the
-            thread would wait for itself.
-        pass_future: Give `fn` the futures themselves instead; then none is skipped.
+        fn: A function of a value. It cannot wait for futures of this kind: its thread would wait
+            for itself.
+        pass_future: Give `fn` the futures themselves; then none is skipped.
 
     Raises:
         InvalidTypeError: Something is not a future, or `fn` is not callable. What `fn` raises is
@@ -989,13 +935,12 @@ def after_all(
 ) -> Future[T]:
     """Call `fn(values)` here when all of these futures have ended; return a future of that call.
 
-    `values` is the list of their values, in the order of `futures`; those of futures that failed or
-    were cancelled are left out. The call is made by the thread that makes the calls of
-    `after_each`.
+    `values` has their values in order, without those that failed or were cancelled. The call is
+    made by the thread of `after_each`.
 
     Args:
-        futures: Futures of any pools, also those of `after_each`. A single one counts by itself:
-            `fn` is called with its value, and not at all if it fails.
+        futures: Futures of any pools, also those of `after_each`. For a single one, `fn` is called
+            with its value, and not at all if it fails.
         fn: A function of a list of values.
         pass_future: Give `fn` the list of the futures (or the single one) instead.
 
@@ -1022,26 +967,20 @@ def after_all(
         return fn(
             checked
             if pass_future
-            else [future.result() for future in checked if _has_value(future)]
+            else [
+                future.result()
+                for future in checked
+                if not future.cancelled() and future.exception() is None
+            ]
         )
 
     follower: _Follower[T] = _Follower(_name_of(fn))
     follower.owners = owners_of(checked)
-    missing = len(checked) or 1
-    counting = threading.Lock()
-
-    def note(_: Any) -> None:
-        nonlocal missing
-        with counting:
-            missing -= 1
-            if missing:
-                return
-        _dispatcher.put(functools.partial(follower.run, call))
-
-    for future in checked:
-        future.add_done_callback(note)
-    if not checked:
-        note(None)
+    run = functools.partial(_dispatcher.put, functools.partial(follower.run, call))
+    if checked:
+        _when_ended(checked, run)
+    else:
+        run()
     return follower
 
 
@@ -1059,18 +998,12 @@ def _after_one(future: Future[Any], fn: Callable[[Any], T], pass_future: bool) -
     return follower
 
 
-def _has_value(future: Future[Any]) -> bool:
-    return not future.cancelled() and future.exception() is None
-
-
 class _Follower(Future[T]):
     """A future of a call that runs in this process when other futures have ended."""
 
     def cancel(self) -> bool:
-        """Cancel it if its call has not begun; return whether it is cancelled. What runs in this
-        process cannot be stopped.
-        """
-        if not super().cancel():
+        """Cancel it if its call has not begun; return whether it is cancelled."""
+        if not super().cancel():  # one that runs: what runs in this process cannot be stopped
             return False
         self.notify_cancelled()
         return True
@@ -1096,11 +1029,10 @@ class _Follower(Future[T]):
             self.set_exception(error)
 
     def check_wait(self, timeout: float | None) -> None:
-        """Make sure that neither the thread of the calls waits for it, nor that of a pool whose
-        future it comes after.
+        """Refuse to wait in the thread of the calls, or of a pool whose future this comes after.
 
         Raises:
-            InvalidValueError: It would, forever.
+            InvalidValueError: It would wait forever.
         """
         if timeout is None and _dispatcher.is_here:
             raise InvalidValueError(
@@ -1111,10 +1043,7 @@ class _Follower(Future[T]):
 
 
 class _Dispatcher:
-    """Makes calls one after the other, in a thread that ends when none is left.
-
-    The interpreter waits for that thread at its exit, so calls submitted by then are not lost.
-    """
+    """Makes calls one after the other, in a thread that ends when none is left."""
 
     def __init__(self) -> None:
         self._calls: deque[Callable[[], None]] = deque()
@@ -1124,7 +1053,7 @@ class _Dispatcher:
 
     @property
     def is_here(self) -> bool:
-        """Whether this code runs in its thread."""
+        """Whether this is its thread."""
         return threading.current_thread() is self._thread
 
     def put(self, call: Callable[[], None]) -> None:
@@ -1135,7 +1064,9 @@ class _Dispatcher:
             if self._thread is not None and self._thread.is_alive():
                 return
             self._thread = threading.Thread(
-                target=self._make_calls, name="raypool-callbacks", daemon=False
+                target=self._make_calls,
+                name="raypool-callbacks",
+                daemon=False,  # the interpreter waits for it, so no call is lost
             )
             try:
                 self._thread.start()

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
+from raypool.core.model import TaskSpec
 from raypool.core.policy import LONGEST_RETRY_DELAY_S
 from raypool.errors import (
     InvalidTypeError,
@@ -18,6 +19,14 @@ from raypool.errors import (
     optional_count,
     whole_number,
 )
+
+
+class Where(NamedTuple):
+    """The worker in one place now, or any in these places; with neither, any at all."""
+
+    place: int | None = None
+    places: tuple[int, ...] | None = None
+    is_fresh: bool = False  # in a process of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +49,7 @@ class Options:
             raise InvalidTypeError(
                 "retries=None is not a whole number. Give 0 to run every item at most once."
             )
+        # by object's method, as the class is frozen
         object.__setattr__(self, "retries", checked_count("retries", self.retries, least=0))
         object.__setattr__(self, "worker", optional_count("worker", self.worker, least=0))
         check_seconds("timeout_s", self.timeout_s)
@@ -63,9 +73,30 @@ class Options:
         object.__setattr__(self, "retry_on", kinds)
         object.__setattr__(self, "checkpoints", checked_home(self.checkpoints))
 
+    def spec(self, fn_id: int, where: Where, size: int = 1, fail_fast: bool = True) -> TaskSpec:
+        """Return a task with these options for `Driver.submit`, which gives it its number."""
+        # by position, as it is made for each call: names would take three times as long
+        return TaskSpec(
+            -1,
+            fn_id,
+            size,
+            False,
+            self.priority,
+            self.retries,
+            None,
+            where.place,
+            False,
+            where.places,
+            fail_fast,
+            None,
+            self.timeout_s,
+            where.is_fresh,
+            self.retry_delay_s,
+        )
+
 
 def checked_home(home: Any) -> str | None:
-    """Return where checkpoints are to be kept: the absolute path of a folder, or a URL as it is.
+    """Return where checkpoints are kept: the absolute path of a folder, or a URL as it is.
 
     Raises:
         InvalidTypeError: It is no text or path.
@@ -97,7 +128,7 @@ def checked_home(home: Any) -> str | None:
 
 
 def check_callable(fn: Any) -> None:
-    """Raise the error for something that is to be called and cannot be."""
+    """Raise the error for something that cannot be called."""
     if not callable(fn):
         raise InvalidTypeError(
             f"{fn!r} is not callable. Give the function itself, and its arguments after it."
@@ -112,32 +143,30 @@ def check_callable(fn: Any) -> None:
 
 
 def check_name(name: Any) -> None:
-    """Raise InvalidTypeError unless this is what something can be called, or None."""
+    """Raise the error unless this is a text or None."""
     if name is not None and not isinstance(name, str):
         raise InvalidTypeError(f"name={name!r} is not a text.")
 
 
 def check_seconds(name: str, value: Any) -> None:
-    """Raise the error for a time [s] (or None) that is no number, or leaves no time at all."""
+    """Raise the error for a time [s] (or None) that is no number, or not above zero."""
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):  # True is an int
         raise InvalidTypeError(f"{name}={value!r} is not a number of seconds.")
-    if not value > 0:
+    if not value > 0:  # not <=, which NaN would pass
         raise InvalidValueError(
             f"{name}={value!r} leaves no time. Give seconds above 0, or None for no limit."
         )
 
 
 def check_delay(name: str, value: Any) -> None:
-    """Raise the error for a delay [s] that is no number, below zero, or longer than any delay
-    becomes.
-    """
+    """Raise the error for a delay [s] that is no number, below zero, or too long."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidTypeError(
             f"{name}={value!r} is not a number of seconds. Give 0 to wait for nothing."
         )
-    if not 0 <= value <= LONGEST_RETRY_DELAY_S:
+    if not 0 <= value <= LONGEST_RETRY_DELAY_S:  # refuses NaN too
         raise InvalidValueError(
             f"{name}={value!r} is not between 0 and {LONGEST_RETRY_DELAY_S:g} s, the longest that"
             " anything waits."
@@ -145,16 +174,19 @@ def check_delay(name: str, value: Any) -> None:
 
 
 def worker_numbers(workers: Any, numbers: Sequence[int]) -> list[int]:
-    """Return the numbers of these workers, each of which has to be there, once."""
+    """Return the numbers of these workers, which must exist, each once."""
     try:
-        named = [_number_of(worker) for worker in workers]
+        named = list(workers)
     except TypeError:
         raise InvalidTypeError(
             f"workers={workers!r} is not a list of workers, such as pool.workers[:2], or of their"
             " numbers."
         ) from None
     wanted: list[int] = []
-    for worker, number in named:
+    for worker in named:
+        number = whole_number(worker)
+        if number is None:  # a `WorkerInfo`, then
+            number = whole_number(getattr(worker, "index", None))
         if number is None:
             raise InvalidTypeError(
                 f"workers has {worker!r} in it, which is neither a worker nor the number of one."
@@ -168,9 +200,3 @@ def worker_numbers(workers: Any, numbers: Sequence[int]) -> list[int]:
             raise InvalidValueError(f"Worker {number} is named twice. Name each worker once.")
         wanted.append(number)
     return wanted
-
-
-def _number_of(worker: Any) -> tuple[Any, int | None]:
-    """Return what was given, with its number if it is a `WorkerInfo` or a number."""
-    number = whole_number(worker)
-    return worker, whole_number(getattr(worker, "index", None)) if number is None else number

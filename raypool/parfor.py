@@ -78,31 +78,16 @@ def parfor(  # noqa: PLR0913 - the arguments of the verb
     function = engine.function(fn)
     if seed is None:  # with a seed each item has its own numbers
         engine.warn_of_generators(fn)
-    fn_id, label = function.fn_id, name or options.name or function.name
+    label = name or options.name or function.name
     where = target._where()
     home = None if options.checkpoints is None else (str(options.checkpoints), checkpoint_owner(fn))
     how = LoopOptions(
         label, options.retry_on, seed, on_error == "stop", chunk_size is not None, order, home
     )
 
-    def make_spec(task_id: int, size: int, is_open: bool) -> TaskSpec:
-        return TaskSpec(
-            task_id,
-            fn_id,
-            size,
-            is_open,
-            options.priority,
-            options.retries,
-            max_workers or None,
-            place=where.place,
-            places=where.places,
-            timeout_s=options.timeout_s,
-            is_fresh=where.is_fresh,
-            retry_delay_s=options.retry_delay_s,
-            fail_fast=on_error == "stop",
-            chunk_size=chunk_size,
-        )
-
+    spec = options.spec(function.fn_id, where, fail_fast=on_error == "stop")._replace(
+        max_workers=max_workers or None, chunk_size=chunk_size
+    )
     work = (
         LoopWork(function, (), how)
         if run_dir is None
@@ -115,7 +100,7 @@ def parfor(  # noqa: PLR0913 - the arguments of the verb
         echoed(echo, work, engine) as lines,
     ):
         watchers = [watcher for watcher in (lines, display) if watcher is not None]
-        results = LoopRun(engine, work, watchers).run(sequence, make_spec)
+        results = LoopRun(engine, work, watchers).run(sequence, spec)
     raise_if_failed(work, results, on_error)
     return results if reduce is None else folded(results, reduce, init)
 
@@ -299,9 +284,7 @@ class LoopRun:
         self._show_at = 0.0
         self._total: int | None = None  # not known before a generator has ended
 
-    def run(
-        self, items: Sequence[Any] | Iterator[Any], make_spec: Callable[[int, int, bool], TaskSpec]
-    ) -> Results:
+    def run(self, items: Sequence[Any] | Iterator[Any], spec: TaskSpec) -> Results:
         """Run all items and return their results; a first failure is not raised here.
 
         Interrupted (Ctrl-C, here or in an item that runs inline, or an error in the generator), it
@@ -315,14 +298,12 @@ class LoopRun:
             )
         try:
             if isinstance(items, Iterator):
-                self._feed(items, make_spec)
+                self._feed(items, spec)
             else:
                 check_travels(items, self._backend, work.label)
                 size = work.take(items)
                 self._total = len(items)
-                self._task_id = self._driver.submit(
-                    work, lambda task_id: make_spec(task_id, size, False)
-                )
+                self._task_id = self._driver.submit(work, spec._replace(size=size))
             self._wait(lambda: work.is_done)
             work.catch_up()
             self._records.wait()  # records of items come before those that the caller logs next
@@ -353,11 +334,11 @@ class LoopRun:
         if self._work.trouble is not None:
             error.add_note(f"raypool: {self._work.trouble}")
 
-    def _feed(self, items: Iterator[Any], make_spec: Callable[[int, int, bool], TaskSpec]) -> None:
+    def _feed(self, items: Iterator[Any], spec: TaskSpec) -> None:
         """Draw from a generator, at most the look-ahead before the first item without a result."""
         work, driver = self._work, self._driver
         work.take([])
-        self._task_id = driver.submit(work, lambda task_id: make_spec(task_id, 0, True))
+        self._task_id = driver.submit(work, spec._replace(size=0, is_open=True))
         # one by one: the next item may take long to come, or even wait for the result of this one
         for item in items:
             check_travels((item,), self._backend, work.label, first=len(work.items))

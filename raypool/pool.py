@@ -22,7 +22,6 @@ from raypool.channel.traffic import TransferBytes
 from raypool.core.messages import CancelRequested
 from raypool.engine.engine import (
     Engine,
-    Where,
     open_engine,
     serial_engine,
     submit_call,
@@ -46,7 +45,7 @@ from raypool.futures import (
     gather,
     unless_interrupted,
 )
-from raypool.options import Options, check_callable, worker_numbers
+from raypool.options import Options, Where, check_callable, worker_numbers
 from raypool.parfor import is_inline, parfor
 from raypool.profile_files import resolve_profile
 from raypool.profiles import Profile

@@ -1,3 +1,1 @@
-"""Carries out what the scheduler decides: the driver's thread, its tasks and loops, durable
-runs.
-"""
+"""Carries out what the scheduler decides: the driver, its tasks and loops, durable runs."""

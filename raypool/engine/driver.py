@@ -1,19 +1,16 @@
 """The driver: one thread that feeds events to the scheduler and carries out its commands.
 
 Everything that reaches a user (a resolved future, a finished loop) passes through this thread, in
-order. It never waits for a worker, and no other thread touches the scheduler. The classes below
-hold what the driver knows besides: `Arrivals` (workers that are up), `Turn` (one event),
-`LossRecord` (reasons of losses), `Returns` (results that come back) and `Timers`.
+order. It never waits for a worker, and no other thread touches the scheduler.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import threading
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
 from time import time
 from typing import Any, cast
@@ -56,7 +53,7 @@ class Driver:
         inbox: Where events arrive.
         hub: Collects what tasks report and print.
         tell: Callbacks for messages to the user and the pool.
-        record: Writes down every event and its time, before it is handled.
+        record: Writes down every event with its time.
     """
 
     def __init__(
@@ -77,26 +74,26 @@ class Driver:
         self._inbox = inbox
         self._hub = hub
         self._tell = tell
-        self._record = record
+        self._record = record  # before an event is handled: a trace shows what broke it
         self._backend: Backend
         self._thread: threading.Thread | None = None
         self._task_ids = itertools.count()
         self._submit_lock = threading.Lock()
-        self._drain_lock = threading.Lock()
+        self._drain_lock = threading.Lock()  # without a thread, one of the callers is the driver
         self._drainer: int | None = None  # the thread that has it
-        self._timers = Timers(lambda timer: is_of_use(timer, scheduler))
-        # made once: every queued future holds them
-        self.ask_call, self.as_owner = self._ask_call, (self,)
+        self._timers = Timers(scheduler)
+        # made once: each of many queued futures would else have its own
+        self._ask, self._owners = self._ask_call, (self,)
         self._losses = LossRecord(scheduler)
-        self._returns = Returns(self.works, scheduler, self._cancel)
+        self._returns = Returns(self.works, scheduler, self._info_of, self._cancel)
         self._notes: dict[type[Any], Callable[[Any, Any, Turn], m.Event | None]] = {
             m.TaskSubmitted: self._note_submitted,
             m.WorkerReady: self._note_ready,
             m.WorkerLost: self._note_lost,
             m.PlaceLeaving: self._note_going,
             m.PlaceLost: self._note_going,
-            m.AttemptFinished: self._note_finished,
-            m.AttemptNarrowed: self._note_narrowed,
+            m.AttemptFinished: self._returns.take,
+            m.AttemptNarrowed: self._returns.take_part,
             m.TimerFired: self._note_late,
         }
 
@@ -115,10 +112,8 @@ class Driver:
         if not self._inbox.is_threaded:
             self._drain()
 
-    def submit(self, work: Work, make_spec: Callable[[int], TaskSpec]) -> int:
-        """Submit a task; return its number. If that is interrupted (Ctrl-C) the task is cancelled:
-        nobody else knows of it.
-        """
+    def submit(self, work: Work, spec: TaskSpec, future: Future[Any] | None = None) -> int:
+        """Submit a task, whose `future` the driver serves from now on; return its number."""
         task_id = -1
         try:
             # numbers arrive in order, and none arrives at a driver that has gone
@@ -126,29 +121,24 @@ class Driver:
                 if self.closed.is_set():
                     raise self.crash_error() if self.crash else PoolClosedError(CLOSED)
                 task_id = next(self._task_ids)
-                self._inbox.put((m.TaskSubmitted(make_spec(task_id)), work))
+                if future is not None:
+                    future.task_id, future.on_ask, future.owners = task_id, self._ask, self._owners
+                self._inbox.put((m.TaskSubmitted(TaskSpec(task_id, *spec[1:])), work))
             if self._inbox.is_threaded:
                 self._inbox.give_way()
             else:
                 self._drain()
-        except BaseException:
-            self.do(functools.partial(self._withdraw, task_id))
+        except BaseException:  # Ctrl-C, say: nobody else knows of the task
+            self.do(lambda: self._cancel(task_id) if task_id in self.works else None)
             raise
         return task_id
 
-    def _withdraw(self, task_id: int) -> None:
-        if task_id in self.works:  # it did come in
-            self._cancel(task_id)
-
     @property
     def is_own_thread(self) -> bool:
-        """Whether this code runs in the driver's thread (a callback of a future does): waiting here
-        would never end.
-        """
+        """Whether this is the driver's thread (of callbacks, say), which must not wait."""
         return threading.current_thread() is self._thread or threading.get_ident() == self._drainer
 
     def _ask_call(self, future: Future[Any]) -> None:
-        """Pass on a request about a call: to cancel it, or to end early by itself."""
         self.post(
             m.CancelRequested(future.task_id)
             if future.cancelled()
@@ -156,19 +146,20 @@ class Driver:
         )
 
     def end_loan(self, worker_ids: Sequence[int]) -> None:
-        """Say that the places of a loan are back: these workers, which have not started yet, start
-        there.
-        """
-        self.do(functools.partial(self._end_loan, worker_ids))
+        """Start these workers, which have not begun yet, in the places of a loan that has ended."""
 
-    def _end_loan(self, worker_ids: Sequence[int]) -> None:
-        workers = self.scheduler.workers.by_id
-        # the place of any other has gone meanwhile
-        for worker_id in filter(workers.__contains__, worker_ids):
-            for attempt_id, attempt in workers[worker_id].attempts.items():
-                rank = attempt.slices[0].start
-                done = SliceResult(rank, 1, LocalValues([None]), 0, {}, array("d", [0.0]), time())
-                self._inbox.put((m.AttemptFinished(worker_id, attempt_id, ()), [done]))
+        def end() -> None:
+            workers = self.scheduler.workers.by_id
+            # the place of any other has gone meanwhile
+            for worker_id in filter(workers.__contains__, worker_ids):
+                for attempt_id, attempt in workers[worker_id].attempts.items():
+                    rank = attempt.slices[0].start
+                    done = SliceResult(
+                        rank, 1, LocalValues([None]), 0, {}, array("d", [0.0]), time()
+                    )
+                    self._inbox.put((m.AttemptFinished(worker_id, attempt_id, ()), [done]))
+
+        self.do(end)
 
     def barrier(self) -> None:
         """Wait until everything that was posted before has been handled."""
@@ -176,14 +167,13 @@ class Driver:
             return
         handled = threading.Event()
         self.do(handled.set)
+        # in turns: a driver that ends, or fails, leaves messages unhandled
         while not self.closed.is_set() and not handled.wait(0.1):
             pass
 
     def do(self, chore: Callable[[], object]) -> None:
-        """Call something short in the driver's thread, after all that was posted before. No lock:
-        finalizers may call this.
-        """
-        self._inbox.put((None, chore))
+        """Call something short in the driver's thread, after all that was posted before."""
+        self._inbox.put((None, chore))  # without a lock: finalizers call this, at any moment
         if not self._inbox.is_threaded:
             self._drain()
 
@@ -194,9 +184,7 @@ class Driver:
             self._step()
 
     def _drain(self) -> None:
-        """Handle all messages, unless a call further up this stack (or another thread) is doing so
-        already.
-        """
+        # not if a call further up this stack, or another thread, is doing so: that takes it too
         while (
             not self._inbox.is_empty
             and not self.closed.is_set()
@@ -227,13 +215,11 @@ class Driver:
         return True
 
     def _next_message(self) -> Message | None:
-        """Return the next message, or timer that is due; None if neither can come any more.
-
-        Messages go before timers: a driver that is late itself would otherwise time out an answer
-        that came in time.
-        """
+        """Return the next message, or due timer; None if neither can come any more."""
         while True:
             until = self._timers.next_at()
+            # A timer goes behind the messages: a driver that is late itself would otherwise time
+            # out an answer that came in time.
             if until is not None and self._inbox.now() >= until:
                 self._inbox.put((self._timers.pop(), None))
             message = self._inbox.get(until)
@@ -241,12 +227,11 @@ class Driver:
                 return message
 
     def crash_error(self) -> PoolBrokenError:
-        """Return the error for those who still want something of a driver that has failed."""
+        """Return the error for those who still want something of a failed driver."""
         return explanations.driver_failed(self.crash)
 
     def _give_up(self, error: BaseException) -> None:
-        """Fail everything after raypool's own mistake: nobody may be left waiting."""
-        self.crash = error
+        self.crash = error  # a mistake of raypool's own: nobody may be left waiting
         self._close()
 
     def _close(self) -> None:
@@ -259,20 +244,17 @@ class Driver:
             with self._submit_lock, self.arrivals.changed:
                 self.closed.set()
                 self.arrivals.changed.notify_all()
-            self._end_leftovers()
-
-    def _end_leftovers(self) -> None:
-        """End works that came too late, or all works after a failure."""
-        while not self._inbox.is_empty and (message := self._inbox.get(None)) is not None:
-            event, payload = message
-            if isinstance(event, m.TaskSubmitted):
-                self.works[event.spec.task_id] = payload
-        for work in list(self.works.values()):
-            work.end(
-                TaskState.FAILED if self.crash else TaskState.CANCELLED,
-                self.crash_error() if self.crash else None,
-            )
-        self.works.clear()
+            # those that came too late; after a failure there are others too
+            while not self._inbox.is_empty and (message := self._inbox.get(None)) is not None:
+                event, payload = message
+                if isinstance(event, m.TaskSubmitted):
+                    self.works[event.spec.task_id] = payload
+            for work in list(self.works.values()):
+                work.end(
+                    TaskState.FAILED if self.crash else TaskState.CANCELLED,
+                    self.crash_error() if self.crash else None,
+                )
+            self.works.clear()
 
     # --- incoming events --------------------------------------------------------------------------
 
@@ -293,7 +275,21 @@ class Driver:
         for command in commands:
             self._carry_out(command, turn)
         if turn.missed:
-            tell_misses(self.works, turn.missed, commands, turn.worker)
+            # they run again, unless the scheduler has settled them just now
+            settled = [
+                command.items
+                for command in commands
+                if isinstance(command, (m.SettleItems, m.FailItems, m.TimeOutItems))
+            ]
+            for piece, why in turn.missed:
+                work = self.works.get(piece.task_id)
+                if work is not None and not any(
+                    piece.task_id == items.task_id
+                    and piece.start < items.stop
+                    and items.start < piece.stop
+                    for items in settled
+                ):
+                    work.miss(piece, turn.worker, why)
 
     def _note_submitted(self, event: m.TaskSubmitted, work: Work, _: Turn) -> None:
         self.works[event.spec.task_id] = work
@@ -301,12 +297,6 @@ class Driver:
     def _info_of(self, worker_id: int) -> WorkerInfo:
         worker = self.scheduler.workers.by_id.get(worker_id)
         return NOBODY if worker is None else self.infos.get(worker.place, NOBODY)
-
-    def _note_finished(
-        self, event: m.AttemptFinished, results: Sequence[SliceResult], turn: Turn
-    ) -> m.AttemptFinished:
-        turn.worker = self._info_of(event.worker_id)
-        return self._returns.take(event, results, turn)
 
     def _note_late(self, event: m.TimerFired, _: None, turn: Turn) -> None:
         turn.worker = self._info_of(event.worker_id)
@@ -334,7 +324,7 @@ class Driver:
         worker = self.scheduler.workers.by_id[place.worker_id]
         reason = event.reason if isinstance(event, m.PlaceLost) else LossReason.PREEMPTED
         turn.worker = self._info_of(worker.worker_id)
-        self._losses.note_going(event.place, words or reason.value)
+        self._losses.words = self._losses.leaving[event.place] = words or reason.value
         # else it has its time
         if isinstance(event, m.PlaceLost) or not (
             event.is_kept or worker.state is WorkerState.BUSY
@@ -342,7 +332,6 @@ class Driver:
             self._bury(worker, reason, turn)
 
     def _bury(self, worker: Worker, reason: LossReason, turn: Turn, was_idle: bool = False) -> None:
-        """Forget a lost worker, and record what it was running."""
         turn.worker = self._info_of(worker.worker_id)
         self._hub.forget(worker.worker_id)
         calls = self._returns.in_flight.lose(worker.worker_id)
@@ -356,15 +345,9 @@ class Driver:
             self.arrivals.note_ready(worker.place, info)
         return event
 
-    def _note_narrowed(
-        self, event: m.AttemptNarrowed, results: Sequence[SliceResult], turn: Turn
-    ) -> m.AttemptNarrowed:
-        turn.worker = self._info_of(event.worker_id)
-        return self._returns.take_part(event, results, turn)
-
     # --- commands of the scheduler ----------------------------------------------------------------
 
-    def _carry_out(self, command: m.Command, turn: Turn) -> None:  # noqa: C901, PLR0912 - one line for each command
+    def _carry_out(self, command: m.Command, turn: Turn) -> None:  # noqa: C901, PLR0912
         match command:
             case m.RunTasks():
                 self._run(command)
@@ -375,9 +358,13 @@ class Driver:
             case m.EndTask(task_id, state):
                 self._end(task_id, state)
             case m.FailItems(items, reason):
-                self._fail(items, reason, turn)
+                work = self.works[items.task_id]
+                what = work.describe(items)
+                work.fail(items, self._losses.error(items, what, reason, turn))
             case m.TimeOutItems(items, timeout_s):
-                self._time_out(items, timeout_s, turn)
+                work = self.works[items.task_id]
+                what = work.describe(items)
+                work.fail(items, explanations.timed_out(turn.worker, what, timeout_s))
             case m.SignalTask():
                 self._signal(command, turn)
             case m.StartWorker(worker_id, place):
@@ -389,7 +376,9 @@ class Driver:
             case m.SetTimer():
                 self._timers.set(command)
             case m.DropPlace():
-                self._drop(command)
+                text, why = self._losses.farewell(command)
+                if not self.arrivals.note_failed(command.place, why):
+                    self._tell.warn(text)
             case m.BreakPool():
                 pass  # the tasks that end now report it
             case m.ClosePool():
@@ -397,6 +386,7 @@ class Driver:
 
     def _signal(self, command: m.SignalTask, turn: Turn) -> None:
         holder = self.works[command.task_id].holder
+        # one that has to leave its machine runs again: nobody has cancelled it
         is_moving = getattr(turn.event, "kind", None) == "leave" or isinstance(
             turn.event, m.PlaceLeaving
         )
@@ -405,7 +395,7 @@ class Driver:
         self._backend.signal(*command)
 
     def _vacate(self, place: int, turn: Turn) -> None:
-        self._losses.note_vacated(self.infos.get(place, NOBODY))
+        self._losses.vacated = self.infos.get(place, NOBODY)
         self.arrivals.forget(place)
         if isinstance(turn.event, (m.ResizeRequested, m.ShutdownRequested)):
             self.arrivals.note_failed(place, "the pool was made smaller meanwhile")
@@ -448,48 +438,34 @@ class Driver:
         self._inbox.put((m.CancelRequested(task_id), None))
 
     def _run_gang(self, runs: Sequence[m.RunTasks], is_loan: bool) -> None:
-        """Call the ranks of a gang, which now know each other. The first comes last: "inline" runs
-        it in this thread.
-        """
         gang = cast("GangWork", self.works[runs[0].slices[0].task_id])
         for run in runs if is_loan else ():
             self._returns.in_flight.send(run.worker_id, run.attempt_id).sent.append(
                 Sent(run.slices[0], None)
             )
             self._backend.vacate(self.scheduler.workers.by_id[run.worker_id].place, keep=True)
+        # from here on they know each other
         gang.assemble([(run.worker_id, self._info_of(run.worker_id)) for run in runs])
+        # The first comes last: "inline" runs it in this thread, and the others have to be there.
         for run in reversed(runs) if not is_loan else ():
             self._run(run)
+
+    # the tour (docs/internals/first_ten_minutes.md) shows these two by name
 
     def _settle(self, items: Slice, turn: Turn) -> None:
         self.works[items.task_id].settle(items, turn.result(items), turn.worker)
 
-    def _fail(self, items: Slice, reason: LossReason, turn: Turn) -> None:
-        work = self.works[items.task_id]
-        work.fail(items, self._losses.error(items, work.describe(items), reason, turn))
-
-    def _time_out(self, items: Slice, timeout_s: float, turn: Turn) -> None:
-        work = self.works[items.task_id]
-        work.fail(items, explanations.timed_out(turn.worker, work.describe(items), timeout_s))
-
     def _end(self, task_id: int, state: TaskState) -> None:
         is_broken = state is TaskState.FAILED and self.scheduler.state is PoolState.BROKEN
-        self.works.pop(task_id).end(
-            state, explanations.pool_broken(self._losses.words) if is_broken else None
-        )
-
-    def _drop(self, command: m.DropPlace) -> None:
-        text, why = self._losses.farewell(command)
-        if not self.arrivals.note_failed(command.place, why):
-            self._tell.warn(text)
+        error = explanations.pool_broken(self._losses.words) if is_broken else None
+        self.works.pop(task_id).end(state, error)
 
 
 # --- arrival of workers ---------------------------------------------------------------------------
 
 
 class Arrivals:
-    """Tells which workers are up, by place, and why others are not. The driver's thread writes;
-    others wait.
+    """Which workers are up, by place, and why others are not.
 
     Args:
         is_closed: Whether the pool has ended, so that waiting is pointless.
@@ -500,7 +476,7 @@ class Arrivals:
         self._is_closed = is_closed
         self._failed: dict[int, str] = {}  # place -> why
         self._awaited: Counter[int] = Counter()  # places that somebody waits for
-        self.changed = threading.Condition()
+        self.changed = threading.Condition()  # the driver's thread writes, others wait
 
     def note_ready(self, place: int, info: WorkerInfo) -> None:
         """Note that the worker in a place is up."""
@@ -509,9 +485,7 @@ class Arrivals:
             self.changed.notify_all()
 
     def note_failed(self, place: int, why: str) -> bool:
-        """Note that the worker in a place will not come up; return whether a thread waits for it,
-        and so gets the error.
-        """
+        """Note why a worker will not come up; return whether a thread waits to hear of it."""
         with self.changed:
             self._failed.setdefault(place, why)
             self.changed.notify_all()
@@ -520,7 +494,7 @@ class Arrivals:
     def forget(self, place: int) -> None:
         """Note that a place is given back."""
         with self.changed:
-            self.infos.pop(place, None)
+            self.infos.pop(place, None)  # else a later `wait` would find the old worker
 
     def expect(self, places: Sequence[int]) -> None:
         """Announce a later `wait` for the workers in these places."""
@@ -528,16 +502,14 @@ class Arrivals:
             self._awaited.update(places)
 
     def wait(self, places: Sequence[int], timeout_s: float) -> dict[int, str]:
-        """Wait until the workers in these places are up, at most so long; return those that are
-        not, and why.
-        """
+        """Wait for the workers in these places; return those that are not up, and why."""
         with self.changed:
             is_known = self.changed.wait_for(
                 lambda: (
                     self._is_closed()
                     or all(place in self.infos or place in self._failed for place in places)
                 ),
-                min(timeout_s, threading.TIMEOUT_MAX),
+                min(timeout_s, threading.TIMEOUT_MAX),  # above it, Python raises OverflowError
             )
             self._awaited.subtract(places)
             why = (
@@ -567,8 +539,8 @@ class Turn:
         worker: The worker that it is about.
         results: What has come back with it, by task.
         fallen: What the worker was running, if the event is its loss.
-        missed: Slices that have no outcome of this attempt, and why: they run again, unless a
-            command settles them.
+        missed: Slices without an outcome of this attempt, and why: they run again, unless a command
+            settles them.
     """
 
     __slots__ = ("event", "fallen", "missed", "results", "worker")
@@ -581,7 +553,7 @@ class Turn:
         self.missed: list[tuple[Slice, Why]] = []
 
     def result(self, items: Slice) -> SliceResult:
-        """Return the results of these items."""
+        """Return the result that has these items."""
         return next(
             result
             for piece, result in self.results[items.task_id]
@@ -590,9 +562,7 @@ class Turn:
 
 
 def is_awaited(piece: Slice, attempt_id: int, scheduler: Scheduler) -> bool:
-    """Whether somebody still waits for a slice in flight: its task has not ended, nor is its time
-    over.
-    """
+    """Whether a slice in flight still counts: its task has not ended, nor is its time over."""
     task = scheduler.backlog.tasks.get(piece.task_id)
     return task is not None and attempt_id in (task.flights or ())
 
@@ -605,23 +575,17 @@ LOSSES = (m.WorkerLost, m.TimerFired, m.PlaceLeaving, m.PlaceLost)
 
 
 class LossRecord:
-    """Why workers and places were lost, for the errors that follow. For the driver's thread."""
+    """Why workers and places were lost, for the errors that follow."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.words = ""  # the text about the newest loss
-        self._leaving: dict[int, str] = {}  # by place: the text about its end
-        self._vacated = NOBODY  # who was in the place that was given back last
+        self.leaving: dict[int, str] = {}  # by place: the text about its end
+        self.vacated = NOBODY  # who was in the place that was given back last
         self._scheduler = scheduler
 
-    def note_going(self, place: int, words: str) -> None:
-        """Note why a place is gone, or will be."""
-        self.words = self._leaving[place] = words
-
     def note_fallen(self, call: Call, reason: LossReason, was_idle: bool, turn: Turn) -> None:
-        """Note what a call held whose worker is lost, as far as it is still waited for.
-
-        It counts as an attempt if it was begun, or if nobody knows whether it was.
-        """
+        """Note what a call held whose worker is lost, as far as it is still waited for."""
+        # also if nobody knows whether it was begun
         is_attempt = not was_idle and (call.began_at is not None or reason not in policy.FORGIVEN)
         for piece, _, _ in call.sent:
             if is_awaited(piece, call.attempt_id, self._scheduler):
@@ -629,12 +593,8 @@ class LossRecord:
                 if is_attempt:
                     turn.missed.append((piece, self.words))
 
-    def note_vacated(self, worker: WorkerInfo) -> None:
-        """Note who was in a place that is given back."""
-        self._vacated = worker
-
     def error(self, items: Slice, what: str, reason: LossReason, turn: Turn) -> WorkerLostError:
-        """Return the error for items that have no worker any more; `what` is what to call them."""
+        """Return the error for items that have no worker any more; `what` names them."""
         if any(
             piece.task_id == items.task_id and piece.start <= items.start < piece.stop
             for piece in turn.fallen
@@ -642,7 +602,7 @@ class LossRecord:
             return explanations.lost(turn.worker, what, items.attempt, reason, self.words)
         # a rank that was interrupted, or what came back
         if isinstance(turn.event, ANSWERS) and reason is LossReason.PREEMPTED:
-            words = self._leaving.get(
+            words = self.leaving.get(
                 turn.worker.index, "the machine of another rank is about to go"
             )
             return explanations.lost(turn.worker, what, items.attempt, reason, words)
@@ -655,76 +615,47 @@ class LossRecord:
         )
 
     def farewell(self, command: m.DropPlace) -> tuple[str, str]:
-        """Return the message about a dropped place, for the user and for threads that wait for a
-        worker there.
-        """
-        left, num_left = self._leaving.pop(command.place, None), self._scheduler.workers.size
+        """Return the message about a dropped place, for the user and for waiting threads."""
+        left, num_left = self.leaving.pop(command.place, None), self._scheduler.workers.size
         if command.reason is LossReason.FAULTY:
             return (
-                explanations.faulty(self._vacated, command.failed, command.finished, num_left),
+                explanations.faulty(self.vacated, command.failed, command.finished, num_left),
                 explanations.FAULTY,
             )
         if left is not None:
-            return explanations.left(self._vacated, left, num_left), left
+            return explanations.left(self.vacated, left, num_left), left
         return explanations.dropped(self.words, num_left), self.words
-
-
-# --- items that run again -------------------------------------------------------------------------
-
-
-def tell_misses(
-    works: Mapping[int, Work],
-    missed: Iterable[tuple[Slice, Why]],
-    commands: Sequence[m.Command],
-    worker: WorkerInfo,
-) -> None:
-    """Tell each work which of its items run again: missed ones that no command settles.
-
-    Args:
-        works: The works that have not ended, by task.
-        missed: Slices that have no outcome of this attempt, and why.
-        commands: The scheduler's answer.
-        worker: Where they ran.
-    """
-    settled = [
-        command.items
-        for command in commands
-        if isinstance(command, (m.SettleItems, m.FailItems, m.TimeOutItems))
-    ]
-    for piece, why in missed:
-        work = works.get(piece.task_id)
-        if work is not None and not any(_overlap(piece, items) for items in settled):
-            work.miss(piece, worker, why)
-
-
-def _overlap(piece: Slice, items: Slice) -> bool:
-    return piece.task_id == items.task_id and piece.start < items.stop and items.start < piece.stop
 
 
 # --- results from workers -------------------------------------------------------------------------
 
 
 class Returns:
-    """Turns results that come back into reports for the scheduler, and keeps them for the event's
-    `Turn`.
+    """Turns results that come back into reports for the scheduler, and keeps them for the `Turn`.
 
     Args:
         works: The tasks that have not ended.
         scheduler: Knows which tasks still wait.
+        info_of: Returns what is known of a worker.
         cancel: Posts that a task is cancelled.
     """
 
     def __init__(
-        self, works: Mapping[int, Work], scheduler: Scheduler, cancel: Callable[[int], object]
+        self,
+        works: Mapping[int, Work],
+        scheduler: Scheduler,
+        info_of: Callable[[int], WorkerInfo],
+        cancel: Callable[[int], object],
     ) -> None:
         self.in_flight = InFlight()
         self.stopping: dict[int, list[Future[Any]]] = {}  # by attempt: cancelled while it ran
         self._works = works
         self._scheduler = scheduler
+        self._info_of = info_of
         self._cancel = cancel
 
     def note_stopped(self, attempt_id: int, is_replaced: bool) -> None:
-        """Let futures that were cancelled while they ran say what has become of their worker."""
+        """Tell futures that were cancelled while they ran what became of their worker."""
         for future in self.stopping.pop(attempt_id, ()):
             # of a gang, any of them
             future.worker_replaced = is_replaced or bool(future.worker_replaced)
@@ -733,6 +664,7 @@ class Returns:
         self, event: m.AttemptFinished, results: Sequence[SliceResult], turn: Turn
     ) -> m.AttemptFinished:
         """Return the event of an attempt with a report of each slice."""
+        turn.worker = self._info_of(event.worker_id)
         sent = self.in_flight.bring_back(event.worker_id, event.attempt_id)
         if self.stopping:
             self.note_stopped(event.attempt_id, is_replaced=False)
@@ -746,12 +678,12 @@ class Returns:
     def take_part(
         self, event: m.AttemptNarrowed, results: Sequence[SliceResult], turn: Turn
     ) -> m.AttemptNarrowed:
-        """Do the same for the finished part of a long attempt, and take back the calls that wait
-        behind it.
-        """
+        """Do the same for the finished part of a long attempt."""
+        turn.worker = self._info_of(event.worker_id)
         before = self.in_flight.find(event.worker_id, event.attempt_id)
         if before is None:
             return event  # it has come back meanwhile
+        # the calls that waited behind it are taken back
         call, behind = self.in_flight.narrow(event.worker_id, event.attempt_id)
         for other in behind:
             self.note_stopped(other.attempt_id, is_replaced=False)
@@ -795,20 +727,15 @@ class Returns:
 
 
 class Timers:
-    """Timers, ordered by the time at which they are due.
+    """Timers, by the time at which they are due."""
 
-    Args:
-        is_of_use: Whether a timer still means something; one that does not is dropped when its turn
-            comes.
-    """
-
-    def __init__(self, is_of_use: Callable[[TimerFired], bool]) -> None:
-        self._is_of_use = is_of_use
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
         self._heap: list[tuple[float, int, TimerFired]] = []
-        self._count = itertools.count()
+        self._count = itertools.count()  # of two for the same time, the first set comes first
 
     def set(self, command: SetTimer) -> None:
-        """Remember something."""
+        """Add a timer."""
         timer = TimerFired(*command[1:])
         heappush(self._heap, (command.at, next(self._count), timer))
 
@@ -818,25 +745,21 @@ class Timers:
             at, _, timer = self._heap[0]
             if self._is_of_use(timer):
                 return at
-            heappop(self._heap)
+            heappop(self._heap)  # only here: a heap has no quick way to find one
         return None
+
+    def _is_of_use(self, timer: TimerFired) -> bool:
+        if timer.kind == "idle":
+            return True
+        if timer.kind in ("retry", "look"):
+            return timer.task_id in self._scheduler.backlog.tasks
+        worker = self._scheduler.workers.by_id.get(timer.worker_id)
+        if worker is None or timer.kind == "leave":
+            return worker is not None
+        if timer.kind == "timeout":
+            return timer.attempt_id in worker.attempts
+        return worker.state is WorkerState.STARTING
 
     def pop(self) -> TimerFired:
         """Take out the next timer."""
         return heappop(self._heap)[2]
-
-
-def is_of_use(timer: TimerFired, scheduler: Scheduler) -> bool:
-    """Whether a timer still means something to a scheduler."""
-    if timer.kind == "idle":
-        return True
-    if timer.kind in ("retry", "look"):
-        return timer.task_id in scheduler.backlog.tasks
-    worker = scheduler.workers.by_id.get(timer.worker_id)
-    if worker is None or timer.kind == "leave":
-        return worker is not None
-    return (
-        timer.attempt_id in worker.attempts
-        if timer.kind == "timeout"
-        else worker.state is WorkerState.STARTING
-    )

@@ -1,8 +1,7 @@
-"""A durable loop (`parfor` with `run_dir`): it records outcomes in a folder, and resumes from
-there.
+"""A loop with a `run_dir`: it records outcomes in that folder, and resumes from there.
 
-`DurableLoop` is the loop, `Recorder` the thread that writes the journal, and `ItemFiles` writes
-what items report and print into files of their own.
+`DurableLoop` is the loop, `Recorder` the thread that writes the journal, and `ItemFiles` the files
+with what each item reports and prints.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ import pickle
 import queue
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, islice
 from pathlib import Path
@@ -44,7 +43,7 @@ class DurableLoop(LoopWork):
     """The items of one `parfor` with a `run_dir`.
 
     The driver passes outcomes to the recorder, whose thread opens them, writes them into the
-    journal, and only then counts them. So a result that was reported once is never lost.
+    journal, and only then counts them: a result that was reported once is never lost.
     """
 
     @classmethod
@@ -77,6 +76,7 @@ class DurableLoop(LoopWork):
         self.run = journal.run
         feed = self.feed = ItemLogFeed()
         self._journal = journal
+        # an item's checkpoint is beside its other files, unless the user has chosen another place
         self._home = self._home or str(journal.run_dir)
         self._rerun = rerun
         self._runs: dict[int, int] = {}  # in which run a restored item ran
@@ -87,9 +87,9 @@ class DurableLoop(LoopWork):
     # --- calls of the user's thread ---------------------------------------------------------------
 
     def take(self, items: Sequence[Any]) -> int:
-        """Take the items, write them down, and find out which of them have to run."""
+        """Take the items, write them down, and return how many have to run."""
         self.items = items
-        self.keys += [self._names.name(item, index) for index, item in enumerate(items)]
+        self.keys += [self._name(item, index) for index, item in enumerate(items)]
         try:
             self._journal.note_items(
                 (key, index, items[index]) for index, key in enumerate(self.keys)
@@ -120,9 +120,7 @@ class DurableLoop(LoopWork):
         return len(order)
 
     def _check_places(self) -> None:
-        """Warn if the seed of a number was used for another item before: seeds depend on the number
-        only.
-        """
+        """Warn if items had another number, and so another seed, when they ran."""
         num_moved = 0
         for run in set(self._runs.values()):
             places = self._journal.positions(run)
@@ -139,14 +137,13 @@ class DurableLoop(LoopWork):
             )
 
     def add(self, item: Any) -> int:
-        """Take one more item, as it is now: a generator may yield the same object again,
-        changed.
-        """
+        """Take one more item, of a generator; return how many have to run: one or none."""
         index = len(self.items)
+        # a generator may yield the same object again, changed
         if type(item) not in UNCHANGEABLE:
             with contextlib.suppress(Exception):  # what cannot be copied stays what it is
                 item = copy.deepcopy(item)
-        self.keys.append(self._names.name(item, index))
+        self.keys.append(self._name(item, index))
         cast("list[Any]", self.items).append(item)
         entry = (self.keys[index], index, item)
         self._recorder.put(lambda: Step(entries=[entry]))
@@ -182,9 +179,8 @@ class DurableLoop(LoopWork):
         return True
 
     def caught_up(self) -> Feed:
-        """Return the feed of all items, also restored ones; what the others sent arrived before
-        they counted.
-        """
+        """Return the feed of all items, also restored ones."""
+        # no wait: what items have sent has arrived before they count
         if not self.restored:
             return self.feed
         feed = Feed()
@@ -197,9 +193,7 @@ class DurableLoop(LoopWork):
         return feed
 
     def diary(self, index: int) -> str:
-        """Return what an item printed: if it did not run in this call, what is in its file, which
-        has all its attempts.
-        """
+        """Return what an item printed; that of a restored one is in its file."""
         if index not in self.restored:
             return super().diary(index)
         return text_of_file(self._journal.run_dir / "items" / self.keys[index] / DIARY)
@@ -223,7 +217,13 @@ class DurableLoop(LoopWork):
         """Have it written that these items run again."""
         where = self._where(piece, worker)
         self._note_missed(piece, why, where)
-        self._recorder.put(partial(self._missed, piece, why, where))
+        how = (
+            Outcome("", piece.attempt, "lost", words=why, **where)
+            if isinstance(why, str)
+            else Outcome("", piece.attempt, "retried", error=why, **where)
+        )
+        # one for each item: in the recorder's thread
+        self._recorder.put(lambda: Step(self._each(piece, how)))
 
     def end(self, state: TaskState, error: BaseException | None) -> None:
         """Wake the waiting thread, when all is written."""
@@ -234,11 +234,10 @@ class DurableLoop(LoopWork):
     # --- calls of the recorder's thread -----------------------------------------------------------
 
     def _settled(self, piece: Slice, result: SliceResult, worker: WorkerInfo) -> Step:
-        """Open what has come back."""
         if result.catch_up is not None:
             result.catch_up()
         before = piece.start - result.start
-        values = _values_of(piece, result)
+        values = _values_of(piece, result)  # here: opening them may take long
         opened = replace(result, values=LocalValues(values), offset=-before, catch_up=None)
         errors = self._errors_of(piece, result, worker)
         starts = islice(accumulate(result.durations_s, initial=result.started_at), before, None)
@@ -252,22 +251,9 @@ class DurableLoop(LoopWork):
             if result.is_interrupted and isinstance(error, KeyboardInterrupt):
                 continue  # Ctrl-C, inline: it means the loop, not the item
             status, value = ("finished", value) if error is None else ("failed", None)
-            duration_s = result.durations_s[position]
-            outcomes.append(
-                Outcome(
-                    self.keys[index],
-                    piece.attempt,
-                    status,
-                    value,
-                    error,
-                    None,
-                    started_at,
-                    duration_s,
-                    worker.index,
-                    worker.gpu,
-                    worker.host,
-                )
-            )
+            key, duration_s = self.keys[index], result.durations_s[position]
+            how = key, piece.attempt, status, value, error, None, started_at, duration_s
+            outcomes.append(Outcome(*how, worker.index, worker.gpu, worker.host))
         count = partial(self._keep, Segment(piece, opened, worker), errors)
         return Step(outcomes, count, unfit=partial(self._unfit, piece, values, errors))
 
@@ -279,36 +265,24 @@ class DurableLoop(LoopWork):
         outcome: Outcome,
         error: Exception,
     ) -> Outcome:
-        """Let an item have failed whose value cannot be written anywhere."""
+        # its value cannot be written anywhere, so that the item has failed
         for position, index in enumerate(self.numbers(piece)):
             if self.keys[index] == outcome.key:
                 values[position], errors[index] = None, error
         return outcome._replace(status="failed", value=None, error=error)
 
     def _failed(self, lost: Lost) -> Step:
-        how = Outcome(
-            "",
-            lost.items.attempt,
-            "failed",
-            error=lost.error,
-            **({} if lost.span is None else lost.span._asdict()),
-        )
-        return Step(
-            [how._replace(key=self.keys[index]) for index in self.numbers(lost.items)],
-            partial(self._keep_failed, lost),
-        )
+        where = {} if lost.span is None else lost.span._asdict()
+        how = Outcome("", lost.items.attempt, "failed", error=lost.error, **where)
+        return Step(self._each(lost.items, how), partial(self._keep_failed, lost))
 
-    def _missed(self, piece: Slice, why: str | BaseException, where: dict[str, Any]) -> Step:
-        if isinstance(why, str):
-            how = Outcome("", piece.attempt, "lost", words=why, **where)
-        else:
-            how = Outcome("", piece.attempt, "retried", error=why, **where)
-        return Step([how._replace(key=self.keys[index]) for index in self.numbers(piece)])
+    def _each(self, piece: Slice, how: Outcome) -> list[Outcome]:
+        """Return this outcome for each of these items."""
+        return [how._replace(key=self.keys[index]) for index in self.numbers(piece)]
 
     def _ended(
         self, state: TaskState, error: BaseException | None, trouble: JournalError | None
     ) -> None:
-        """Tell that all is written, or that it could not be."""
         if trouble is not None:
             if self.first_error is not None:
                 # it is the user's class, and may refuse attributes
@@ -328,7 +302,6 @@ class DurableLoop(LoopWork):
 
 
 def _values_of(piece: Slice, result: SliceResult) -> list[Any]:
-    """Return the values of a slice; where they are lost, a stand-in for each."""
     first = result.offset + piece.start - result.start
     try:
         return result.values.get()[first : first + piece.stop - piece.start]
@@ -363,34 +336,23 @@ BATCH = 4096
 """How much is written at once."""
 
 
-def _nothing() -> None:
-    """Do nothing."""
-
-
+@dataclass(slots=True, eq=False)
 class Step:
     """A step of the recorder: it counts as soon as it is written.
 
-    Args:
+    Attributes:
         outcomes: The outcomes of items.
         count: Called once they are written.
-        entries: Items that are new: key, number, item.
+        entries: New items: key, number, item.
         unfit: Returns the outcome to write instead of one that can never be written.
+        was_refused: Whether some of it waits for room on the disk.
     """
 
-    __slots__ = ("count", "entries", "outcomes", "unfit", "was_refused")
-
-    def __init__(
-        self,
-        outcomes: Sequence[Outcome] = (),
-        count: Callable[[], None] = _nothing,
-        entries: Sequence[tuple[str, int, Any]] = (),
-        unfit: Callable[[Outcome, Exception], Outcome] | None = None,
-    ) -> None:
-        self.outcomes = outcomes
-        self.count = count
-        self.entries = entries
-        self.unfit = unfit
-        self.was_refused = False
+    outcomes: Sequence[Outcome] = ()
+    count: Callable[[], None] = lambda: None
+    entries: Sequence[tuple[str, int, Any]] = ()
+    unfit: Callable[[Outcome, Exception], Outcome] | None = None
+    was_refused: bool = False
 
     @property
     def is_done(self) -> bool:
@@ -398,9 +360,7 @@ class Step:
         return not self.outcomes and not self.entries
 
     def keep(self, refused: Mapping[int, Exception]) -> bool:
-        """Keep the outcomes that were refused, by identity, for later; return whether there are
-        others to be written at once.
-        """
+        """Keep the refused outcomes, by identity; return whether some can be written at once."""
         left: list[Outcome] = []
         others: list[Outcome] = []
         for outcome in self.outcomes:
@@ -417,9 +377,7 @@ class Step:
 
 
 class End(NamedTuple):
-    """Nothing more will come; `tell` is to be called when all is written, or with the error if that
-    cannot be.
-    """
+    """The end: `tell` is called when all is written, or, with the error, when it cannot be."""
 
     tell: Callable[[BaseException | None], None]
 
@@ -430,7 +388,7 @@ class Recorder:
     Args:
         journal: Closed when all is written.
         files: Of the items.
-        label: What to call the loop.
+        label: The name of the loop.
         give_up: Called with the error if the thread itself fails.
     """
 
@@ -445,7 +403,7 @@ class Recorder:
         self._files = files
         self._label = label
         self._give_up = give_up
-        self._inbox: queue.SimpleQueue[Callable[[], Step] | End | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Callable[[], Step] | End] = queue.SimpleQueue()
         self._waiting: list[Step] = []
         self._trouble: OSError | None = None  # what the journal could not be written for
         self._is_total = False  # not even a little of it
@@ -474,7 +432,7 @@ class Recorder:
         is_first = not self._is_hurried
         self._is_hurried = True
         self._inbox.put(End(lambda error: None))
-        if self._thread.ident is None:
+        if self._thread.ident is None:  # it was never started, and cannot be joined
             self._journal.close()
         elif is_first:  # after one Ctrl-C, the user does not want to wait
             self._thread.join()
@@ -501,9 +459,10 @@ class Recorder:
             return True
         if time.monotonic() < self._deadline and not self._is_hurried:
             return False
+        # the time is up: nobody is to wait any longer, and the values are in memory
         self.failure = self._failed(num_left)
         for step in self._waiting:
-            step.count()
+            step.count()  # so that they are in the error's results
         self._tell(self.failure)
         return True
 
@@ -525,32 +484,28 @@ class Recorder:
         return f"{num_left:,} outcome{'s' if num_left != 1 else ''}"
 
     def _take(self) -> None:
-        """Wait for something to do, and take all there is."""
         now = time.monotonic()
         pause = SAID_S if self._trouble is None else max(min(self._try_at - now, SAID_S), 0.0)
         if self._tell is not None and (self._trouble is None or self._is_hurried):
             pause = 0.0
         with contextlib.suppress(queue.Empty):  # all is taken
             for _ in range(BATCH):
-                self._note(self._inbox.get(timeout=pause))
+                wish = self._inbox.get(timeout=pause)
                 pause = 0.0
-
-    def _note(self, wish: Callable[[], Step] | End | None) -> None:
-        if isinstance(wish, End):
-            if self._tell is None:
-                self._tell = wish.tell
-                self._deadline = time.monotonic() + PATIENCE_S
-                if self._trouble is not None and not self._is_hurried:
-                    logger.warning(
-                        "%s has ended; what is not written yet is tried for %g s more.",
-                        self._label,
-                        PATIENCE_S,
-                    )
-        elif wish is not None:
-            self._waiting.append(wish())
+                if not isinstance(wish, End):
+                    self._waiting.append(wish())
+                elif self._tell is None:
+                    self._tell = wish.tell
+                    self._deadline = time.monotonic() + PATIENCE_S
+                    if self._trouble is not None and not self._is_hurried:
+                        logger.warning(
+                            "%s has ended; what is not written yet is tried for %g s more.",
+                            self._label,
+                            PATIENCE_S,
+                        )
 
     def _write(self) -> None:
-        """Write all steps that are due; those that have just been refused wait longer."""
+        # those that have just been refused wait longer than others
         is_due = self._trouble is None or self._is_hurried or time.monotonic() >= self._try_at
         if not is_due and self._is_total:
             return
@@ -575,7 +530,7 @@ class Recorder:
                 step.was_refused = True
             return error
         for step in steps:
-            step.entries = ()
+            step.entries = ()  # written, even if the outcomes are refused now
         refusal = None
         left = [step for step in steps if step.outcomes]
         while left:
@@ -663,12 +618,12 @@ class Unwritten(NamedTuple):
 
 
 class ItemFiles:
-    """The files of the items of a run: what each reported and printed.
+    """The files with what each item of a run reported and printed.
 
     Args:
         feed: Where reports and output arrive.
         keys: The items' names in the run; grows for a generator.
-        folder: Returns the folder of an item, which it makes if it is not there.
+        folder: Makes and returns the folder of an item.
         run: The number of the run, written in every line.
     """
 
@@ -679,7 +634,7 @@ class ItemFiles:
         self._keys = keys
         self._folder = folder
         self._run = run
-        self._unwritten: dict[int, Unwritten] = {}
+        self._unwritten: defaultdict[int, Unwritten] = defaultdict(lambda: Unwritten([], []))
 
     @property
     def num_unwritten(self) -> int:
@@ -687,51 +642,38 @@ class ItemFiles:
         return len(self._unwritten)
 
     def write(self) -> OSError | None:
-        """Add what is new to the files; what cannot be written waits for the next time. Returns
-        why, if anything does.
-        """
-        self._collect()
+        """Add what is new to the files; return why something has to wait for the next time."""
+        for new in self._feed.hand_on():
+            if len(new) == 4:
+                time, item, attempt, metrics = new
+                line = {"time": time, "run": self._run, "attempt": attempt, "metrics": metrics}
+                self._unwritten[item].lines.append(json.dumps(line) + "\n")
+            else:
+                item, _, text = new
+                self._unwritten[item].texts.append(text)
         error = None
         for item, (lines, texts) in list(self._unwritten.items()):
             try:
                 folder = self._folder(self._keys[item])
                 if lines:
                     append(folder / METRICS, "".join(lines).encode(), is_lines=True)
-                    lines.clear()
+                    lines.clear()  # now: the texts may fail, and nothing is written twice
                 if texts:
-                    append(
-                        folder / DIARY,
-                        "".join(texts)[-TEXT_BYTES:].encode("utf-8", "backslashreplace"),
-                    )
+                    text = "".join(texts)[-TEXT_BYTES:]
+                    append(folder / DIARY, text.encode("utf-8", "backslashreplace"))
             except OSError as caught:
                 error = caught
             else:
                 del self._unwritten[item]
         return error
 
-    def _collect(self) -> None:
-        for new in self._feed.hand_on():
-            if len(new) == 4:
-                time, item, attempt, metrics = new
-                line = {"time": time, "run": self._run, "attempt": attempt, "metrics": metrics}
-                self._of(item).lines.append(json.dumps(line) + "\n")
-            else:
-                item, _, text = new
-                self._of(item).texts.append(text)
-
-    def _of(self, item: int) -> Unwritten:
-        if item not in self._unwritten:
-            self._unwritten[item] = Unwritten([], [])
-        return self._unwritten[item]
-
 
 def append(path: Path, data: bytes, is_lines: bool = False) -> None:
-    """Append to a file, all or nothing; after a line that was cut off by a crash, a new line
-    begins.
-    """
+    """Append to a file, all or nothing."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
         size = os.fstat(file).st_size
+        # after a line that was cut off by a crash, a new one begins
         if is_lines and size and os.pread(file, 1, size - 1) != b"\n":
             data = b"\n" + data
         try:
@@ -739,7 +681,7 @@ def append(path: Path, data: bytes, is_lines: bool = False) -> None:
             while written < len(data):
                 written += os.write(file, data[written:])
         except OSError:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # readers skip a line that is cut off
                 os.ftruncate(file, size)
             raise
     finally:
@@ -753,16 +695,7 @@ def rows_of(path: Path, item: int, run: int) -> Iterator[Row]:
     except OSError:
         return
     for line in lines:
-        row = _row(line)
-        if row is not None and row.get("run") == run:
-            # a line that is no complete row
-            with contextlib.suppress(KeyError, TypeError, ValueError):
+        with contextlib.suppress(KeyError, TypeError, ValueError):  # cut off by a crash
+            row = json.loads(line)
+            if row["run"] == run:
                 yield float(row["time"]), item, int(row["attempt"]), dict(row["metrics"])
-
-
-def _row(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except ValueError:  # a line that was cut off by a crash
-        return None
-    return row if isinstance(row, dict) else None

@@ -1,7 +1,7 @@
 """The engine of a pool: its driver, its backend and the functions that workers know.
 
-Also here: single calls on a worker (`submit_call`), serial engines for work inside a task, and the
-end of all pools when the interpreter exits or forks.
+Also here: single calls, serial engines for work inside a task, and the end of all pools when the
+interpreter exits or forks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from raypool.channel.store import FindWay, ValueStore
 from raypool.channel.traffic import Traffic
 from raypool.channel.users_code import Project
 from raypool.core.messages import ResizeRequested, ShutdownRequested
-from raypool.core.model import PoolState, TaskSpec
+from raypool.core.model import PoolState
 from raypool.core.scheduler import Scheduler
 from raypool.engine import explanations
 from raypool.engine.driver import Driver
@@ -46,24 +46,21 @@ from raypool.errors import (
 )
 from raypool.futures import Future
 from raypool.gpus.nvml import NvmlInventory
-from raypool.options import Options
+from raypool.options import Options, Where
 from raypool.profiles import Profile
 from raypool.worker.running import in_task
 
 KNOWN_BYTES = 1024 * 1024
-"""So many bytes of pickled functions are remembered, to tell a function that is called again from a
-new one.
-"""
+"""The size of the pickled functions that are remembered, to know one that is called again."""
 
 BY_VALUE = b"cloudpickle"
-"""What the pickle of a function contains that has code with it: of a script, a notebook or a
-closure.
-"""
+"""In the pickle of a function that has its code with it: of a script, a notebook or a closure."""
 
 EXIT_GRACE_S = 5.0
-"""How long unfinished work has when the interpreter exits normally [s]."""
+"""The time for unfinished work when the interpreter exits normally [s]."""
 
 EXIT_TIMEOUT_S = 10.0
+"""The time for a pool to end after that [s]."""
 
 Call = Callable[[], object]
 
@@ -76,9 +73,7 @@ def as_is(value: Any) -> Any:
 
 
 Key = tuple[bytes, int]
-"""A pickled function, and the number of the snapshot of the user's modules that it was pickled
-with.
-"""
+"""A pickled function, and the number of the snapshot of the user's modules at that time."""
 
 
 class Known(NamedTuple):
@@ -89,12 +84,12 @@ class Known(NamedTuple):
 
 
 class Engine:
-    """Runs a pool. It knows nothing of the pool object, so that a forgotten one can be collected.
+    """Runs a pool. It does not know the pool object, so that a forgotten pool can be collected.
 
     Args:
         profile: Where it runs.
         inbox: Where events for the driver arrive.
-        make_backend: Makes the backend, given `post` of the driver, the hub, and the traffic
+        make_backend: Makes the backend, given the driver's `post`, the hub, and the traffic
             counter.
         unpack: Undoes what the backend's `pack` does, on any worker.
     """
@@ -130,17 +125,18 @@ class Engine:
         self.traffic = Traffic()
         self.backend = make_backend(self.driver.post, self.hub, self.traffic)
         self.find_way: FindWay = self.backend.find_way
-        # those in use
+        # Those in use, by whoever holds them: when nobody does, workers forget the function, with
+        # all that its global variables have come to hold there.
         self._functions: weakref.WeakValueDictionary[Key, Function] = weakref.WeakValueDictionary()
+        # Those of late: they keep their number, and with it what is known of their pace.
         self._known: OrderedDict[Key, Known] = OrderedDict()
         self._known_bytes = 0
         self._project = Project() if profile.backend == "ray" else None
         self._function_ids = itertools.count()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the functions: any thread submits
         self.is_closing = False
         self.is_forked = False  # this process is a fork of the one that has opened the pool
         self._why_closed = "The pool was shut down. Open another with parpool()."
-        # they submit the rest of unfinished work
         self.helpers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._has_noted = False
         self._searched: set[tuple[str, Any]] = set()  # functions, for generators of their own
@@ -150,9 +146,7 @@ class Engine:
             self.driver.setups.append(self.function(profile.setup))
 
     def _note(self, text: str) -> None:
-        """Say something once: a pool that is used now and then parks its workers again and
-        again.
-        """
+        # once: a pool that is used now and then parks its workers again and again
         is_news, self._has_noted = not self._has_noted, True
         # threads have no memory that would be freed
         if is_news and not self.profile.quiet and self.profile.backend == "ray":
@@ -160,9 +154,8 @@ class Engine:
             sys.stdout.flush()
 
     def _clean_up(self) -> None:
-        """Let go of constants that were used in this process."""
         try:
-            discard(self.constants)
+            discard(self.constants)  # those used in this process
         except Exception:
             logger.exception("The cleanup of a constant failed.")
 
@@ -183,15 +176,9 @@ class Engine:
             raise PoolClosedError(self._why_closed)
 
     def function(self, fn: Callable[..., Any]) -> Function:
-        """Return a function ready to be shipped; the same one for the same code and closure, as
-        long as somebody holds it.
-
-        It is pickled at every call of this, since what it refers to may have changed meanwhile.
-        When nobody holds it any more, workers forget it, with all that its global variables have
-        come to hold there; not one that they find by its name, whose variables are its module's.
-        Its number stays the same, and with it what is known of how long it takes.
-        """
+        """Return a function ready to be shipped: the same object for the same code and closure."""
         name = function_name(fn)
+        # every time: what it refers to may have changed since the last call
         packed = self.backend.pack(fn, f"the function {name}")
         project = None if self._project is None else self._project.look()
         with self._lock:
@@ -203,6 +190,7 @@ class Engine:
             if function is None:
                 fn_id = next(self._function_ids) if known is None else known.fn_id
                 function = self._functions[key] = Function(fn_id, packed, name, project)
+            # workers keep one that they find by its name: its variables are its module's
             is_by_name = (
                 isinstance(fn, (types.FunctionType, types.BuiltinFunctionType, type))
                 and BY_VALUE not in packed
@@ -215,14 +203,10 @@ class Engine:
             return function
 
     def warn_of_generators(self, fn: Callable[..., Any]) -> None:
-        """Say, once for a function, that each worker has its own copies of the random generators
-        that it uses.
-
-        In this process there are no copies: items draw one after the other, as in a loop without a
-        pool.
-        """
+        """Warn, once for a function, of random generators that it uses: each worker has copies."""
         name = function_name(fn)
         key = name, getattr(fn, "__code__", None)
+        # in this process there are no copies: items draw in turn, as in a loop without a pool
         if self.profile.backend != "ray" or key in self._searched:
             return
         self._searched.add(key)
@@ -245,8 +229,7 @@ class Engine:
         return ValueStore(self.find_way())
 
     def opener(self, value: Any, what: str) -> Callable[[], Any]:
-        """Return a function that gives this value wherever it is called; it is small, and the value
-        is shipped once.
+        """Return a small function that gives this value wherever it is called; it is shipped once.
 
         Raises:
             SerializationError: The value cannot travel.
@@ -258,7 +241,7 @@ class Engine:
 
         Raises:
             ResourceError: There are fewer places than `least`.
-            StartupError: Fewer workers than `least` came up (than were claimed, if it is None).
+            StartupError: Fewer workers than `least` came up (None: than were claimed).
         """
         if self.driver.is_own_thread:
             raise InvalidValueError(
@@ -266,6 +249,7 @@ class Engine:
                 " thread."
             )
         places = self.backend.claim(least, most)
+        # before the event: a failure that nobody waits for is a warning instead
         self.driver.arrivals.expect(places)
         self.driver.post(ResizeRequested(add=tuple(places)))
         failed = self.driver.arrivals.wait(places, self.profile.start_timeout_s)
@@ -273,10 +257,18 @@ class Engine:
             raise self.driver.crash_error()
         needed = len(places) if least is None else least
         if len(places) - len(failed) < needed:
+            logs = None
+            if self.profile.backend == "ray":
+                from raypool.backends.ray.session import keep_logs
+
+                kept = keep_logs()
+                logs = (
+                    "the logs of Ray, /tmp/ray/session_latest/logs on its machines"
+                    if kept is None
+                    else f"the logs of Ray in {kept}"
+                )
             place, why = next(iter(failed.items()))
-            raise StartupError(
-                explanations.not_started(len(failed), len(places), place, why, self._logs())
-            )
+            raise StartupError(explanations.not_started(len(failed), len(places), place, why, logs))
         for place, why in failed.items():
             logger.warning(
                 "Worker %d did not start: %s. The pool has %d.",
@@ -286,55 +278,8 @@ class Engine:
             )
         self._check_devices()
 
-    def resize(self, num_workers: int) -> None:
-        """Give the pool this many workers; return when they are up.
-
-        Raises:
-            ResourceError: There are fewer.
-            StartupError: One did not come up.
-        """
-        with self.backend.sizing():
-            self.driver.barrier()
-            more = num_workers - self.driver.scheduler.workers.size
-            if more > 0:
-                self.add_workers(more, more)
-            elif more < 0:
-                self.driver.post(ResizeRequested(remove=-more))
-                self.driver.barrier()
-
-    def grow(self, most: int) -> None:
-        """Give the pool so many workers if it has fewer, on Ray as many as there is room for;
-        return when they are up.
-
-        Raises:
-            ResourceError: There is no room for a single one more.
-            StartupError: None of them came up.
-        """
-        with self.backend.sizing():
-            self.driver.barrier()
-            more = most - self.driver.scheduler.workers.size
-            if more > 0:
-                self.add_workers(1 if self.profile.backend == "ray" else more, more)
-
-    def _logs(self) -> str | None:
-        """Return where to read more about workers that did not start; None without Ray."""
-        if self.profile.backend != "ray":
-            return None
-        from raypool.backends.ray.session import keep_logs
-
-        kept = keep_logs()
-        return (
-            "the logs of Ray, /tmp/ray/session_latest/logs on its machines"
-            if kept is None
-            else f"the logs of Ray in {kept}"
-        )
-
     def _check_devices(self) -> None:
-        """Make sure that no two workers that should have a whole GPU see the same one.
-
-        Raises:
-            StartupError: They do.
-        """
+        """Raise the error if two workers that should have a whole GPU see the same one."""
         if self.profile.workers_per_gpu is not None or any(
             kind.workers_per_gpu > 1 for kind in self.profile.kinds
         ):
@@ -349,6 +294,35 @@ class Engine:
                         " Something sets CUDA_VISIBLE_DEVICES behind Ray's back; look at the"
                         " environment that Ray was started in."
                     )
+
+    def resize(self, num_workers: int) -> None:
+        """Give the pool this many workers; return when they are up.
+
+        Raises:
+            ResourceError: There are fewer.
+            StartupError: One did not come up.
+        """
+        with self.backend.sizing():
+            self.driver.barrier()  # the size counts what was asked for before
+            more = num_workers - self.driver.scheduler.workers.size
+            if more > 0:
+                self.add_workers(more, more)
+            elif more < 0:
+                self.driver.post(ResizeRequested(remove=-more))
+                self.driver.barrier()  # `num_workers` is the new size on return
+
+    def grow(self, most: int) -> None:
+        """Give the pool so many workers, on Ray as far as there is room; return when they are up.
+
+        Raises:
+            ResourceError: There is no room for a single one more.
+            StartupError: None of them came up.
+        """
+        with self.backend.sizing():
+            self.driver.barrier()  # the size counts what was asked for before
+            more = most - self.driver.scheduler.workers.size
+            if more > 0:
+                self.add_workers(1 if self.profile.backend == "ray" else more, more)
 
     @property
     def is_over(self) -> bool:
@@ -380,36 +354,22 @@ class Engine:
             or self.driver.is_own_thread
             or in_task()
         ):
-            self._wait_for_helpers()
+            # they submit the rest of unfinished work, which would be refused from here on
+            for thread in list(self.helpers):
+                if thread is not threading.current_thread() and thread.is_alive():
+                    thread.join()
         self.is_closing = self.backend.is_ending = True
         if not self.driver.closed.is_set():
             self.driver.post(ShutdownRequested(cancel_queued, cancel_running))
         if wait and not self.driver.is_own_thread and not in_task():
             self.driver.closed.wait()
 
-    def note_exit(self) -> None:
-        """Note that the interpreter's end closes the pool, for the error about later work."""
-        if not self.is_over:
-            self._why_closed = (
-                "The interpreter ends, and the pool with it: it cannot schedule new futures after"
-                " interpreter shutdown. Hand in all work before the script ends, and wait for the"
-                " threads that hand in more."
-            )
-
-    def _wait_for_helpers(self) -> None:
-        here = threading.current_thread()
-        for thread in list(self.helpers):
-            if thread is not here and thread.is_alive():
-                thread.join()
-
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def _forget_all() -> None:
-    """In a forked child, no pool of the parent's works: its driver and Ray's threads did not come
-    along.
-    """
+    # in a child: the driver and Ray's threads did not come along
     for engine in list(_engines):
         engine.is_closing = engine.is_forked = True
         engine._why_closed = (
@@ -427,15 +387,18 @@ os.register_at_fork(after_in_child=_forget_all)
 
 @atexit.register
 def _end_all() -> None:
-    """End all pools when the interpreter exits; no process may stay on a GPU.
-
-    The standard library's executors wait here for all submitted work, however long it takes. Here
-    it has a few seconds, and none after an error or Ctrl-C.
-    """
+    """End all pools when the interpreter exits; no process may stay on a GPU."""
+    # The standard library's executors wait here for all submitted work, however long it takes. Here
+    # it has a few seconds, and none after an error or Ctrl-C.
     engines = list(_engines)
     deadline = time.monotonic() + EXIT_GRACE_S
     for engine in engines:
-        engine.note_exit()
+        if not engine.is_over:
+            engine._why_closed = (
+                "The interpreter ends, and the pool with it: it cannot schedule new futures after"
+                " interpreter shutdown. Hand in all work before the script ends, and wait for the"
+                " threads that hand in more."
+            )
     if not hasattr(sys, "last_type"):  # the interpreter sets it after an uncaught exception
         for engine in engines:
             engine.shutdown(wait=False)
@@ -491,10 +454,9 @@ def open_engine(profile: Profile, find_way: FindWay | None = None) -> Engine:
 def serial_engine(
     find_way: FindWay | None = None, setup: Call | None = None, teardown: Call | None = None
 ) -> Engine:
-    """Return an engine that runs everything at once, here: for work that a task calls for, and for
-    `max_workers=0`.
+    """Return an engine that runs everything here, at once: in a task, or for `max_workers=0`.
 
-    Its store is that of the task, or the one that `find_way` leads to. `setup` and `teardown` are
+    It uses the store of that task, or the one that `find_way` leads to; `setup` and `teardown` are
     what it begins and ends with.
 
     Raises:
@@ -513,16 +475,6 @@ def serial_engine(
 
 
 T = TypeVar("T")
-
-
-class Where(NamedTuple):
-    """Where a call may run: on the worker that is in this place now, or in any of these; anywhere,
-    if neither is said.
-    """
-
-    place: int | None = None
-    places: tuple[int, ...] | None = None
-    is_fresh: bool = False  # in a process of its own
 
 
 def submit_call(
@@ -546,7 +498,8 @@ def submit_call(
 
         key = content_key((fn, args, kwargs), f"the call of {work.function.name}")
         work.checkpoints = str(options.checkpoints), (f"calls/{key}/checkpoint",)
-    return _hand_in(engine, work, options, where)
+    engine.driver.submit(work, options.spec(work.function.fn_id, where), work.future)
+    return work.future
 
 
 def submit_function(
@@ -557,13 +510,15 @@ def submit_function(
     options: Options,
     where: Where,
 ) -> Future[Any]:
-    """Submit a call of a function that was made ready before: for many calls of one that is large.
+    """Submit a call of a function that was made ready before: for many calls of a large one.
 
     Raises:
         SerializationError: An argument cannot be sent; it names the variable.
         PoolClosedError: The pool was shut down.
     """
-    return _hand_in(engine, _call_work(engine, function, args, kwargs, options), options, where)
+    work = _call_work(engine, function, args, kwargs, options)
+    engine.driver.submit(work, options.spec(function.fn_id, where), work.future)
+    return work.future
 
 
 def _call_work(
@@ -573,38 +528,11 @@ def _call_work(
     kwargs: dict[str, Any],
     options: Options,
 ) -> CallWork:
-    call = _packed_call(engine, function.name, args, kwargs)
-    return CallWork(function, call, Future(options.name or function.name), options.retry_on)
-
-
-def _hand_in(engine: Engine, work: CallWork, options: Options, where: Where) -> Future[Any]:
-    future, function = work.future, work.function
-    driver = engine.driver
-
-    def make_spec(task_id: int) -> TaskSpec:
-        future.task_id, future.on_ask, future.owners = task_id, driver.ask_call, driver.as_owner
-        return TaskSpec(
-            task_id,
-            function.fn_id,
-            priority=options.priority,
-            retries=options.retries,
-            place=where.place,
-            places=where.places,
-            timeout_s=options.timeout_s,
-            is_fresh=where.is_fresh,
-            retry_delay_s=options.retry_delay_s,
-            fail_fast=True,
-        )
-
-    driver.submit(work, make_spec)
-    return future
-
-
-def _packed_call(engine: Engine, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    pack = engine.backend.pack
+    pack, name = engine.backend.pack, function.name
     try:
-        return pack([(args, kwargs)], f"the arguments of {name}")
+        call = pack([(args, kwargs)], f"the arguments of {name}")
     except SerializationError:
         for key, value in [*enumerate(args), *kwargs.items()]:
             pack(value, f"argument {key!r} of {name}")  # raises the error that names it
         raise
+    return CallWork(function, call, Future(options.name or name), options.retry_on)

@@ -41,21 +41,17 @@ FAULTY = "it failed every task that it was given, while others did not"
 
 
 class Tell(NamedTuple):
-    """Callbacks of the driver: `warn` that the pool is smaller for good, `note` that its workers
-    were parked.
-    """
+    """Callbacks of the driver, for messages to the user and the pool."""
 
-    warn: Callable[[str], None]
-    note: Callable[[str], None]
+    warn: Callable[[str], None]  # that the pool is smaller for good
+    note: Callable[[str], None]  # that its workers were parked
     closed: Callable[[], None]  # that the pool has ended
 
 
 def lost(
     worker: WorkerInfo, what: str, attempt: int, reason: LossReason, words: str
 ) -> WorkerLostError:
-    """Return the error for items that have lost their worker for the last time; `words` describe
-    that loss.
-    """
+    """Return the error for items that lost their worker for the last time; `words` say how."""
     return WorkerLostError(
         f"Worker {worker.index} ({where(worker)}) was lost while it ran {what}, attempt {attempt}:"
         f" {words}. {HINTS[reason]}",
@@ -65,9 +61,7 @@ def lost(
 
 
 def stranded(what: str, attempt: int, reason: LossReason, words: str) -> WorkerLostError:
-    """Return the error for items that wait for workers that are gone; `words` describe the last
-    loss.
-    """
+    """Return the error for items that wait for workers that are gone; `words` say how."""
     return WorkerLostError(
         f"{what} waited to run, attempt {attempt}, and no worker is left that it may run on:"
         f" {words}. Hand it in to the pool, or to a part that has workers.",
@@ -83,9 +77,7 @@ def parked(num_workers: int) -> str:
 
 
 def not_started(num_failed: int, num_places: int, place: int, why: str, logs: str | None) -> str:
-    """Return the message about workers that did not come up; `why` is the reason for this place,
-    `logs` where to look.
-    """
+    """Return the message about workers that did not come up: why that place, and the logs."""
     step = ""
     if isinstance(why, Refusal):
         step = " Try the function with profile='inline'."
@@ -107,9 +99,7 @@ def left(worker: WorkerInfo, words: str, num_left: int) -> str:
 
 
 def faulty(worker: WorkerInfo, failed: int, finished: int, num_left: int) -> str:
-    """Return the message that a worker was taken out: it failed so many items in a row, while
-    others did not.
-    """
+    """Return the message that a worker was taken out: it failed items that ran elsewhere."""
     elsewhere = (
         f"{finished:,} have finished elsewhere meanwhile"
         if finished
@@ -141,9 +131,7 @@ def timed_out(worker: WorkerInfo, what: str, timeout_s: float) -> TaskTimeoutErr
 
 
 def pool_broken(words: str) -> PoolBrokenError:
-    """Return the error for all tasks of a pool without workers; `words` say why the last one did
-    not start.
-    """
+    """Return the error for tasks of a pool without workers; `words` are about the last one."""
     return PoolBrokenError(
         f"No worker is left that could be started again; the last one said: {words}. Open a new"
         " pool with parpool()."
@@ -151,7 +139,7 @@ def pool_broken(words: str) -> PoolBrokenError:
 
 
 def driver_failed(cause: BaseException | None) -> PoolBrokenError:
-    """Return the error for those who still want something of a driver that has failed."""
+    """Return the error for those who still want something of a failed driver."""
     # Ray Client's, before anybody has noticed that nothing comes any more
     if isinstance(cause, ConnectionError):
         ended = PoolBrokenError(
@@ -169,9 +157,7 @@ def driver_failed(cause: BaseException | None) -> PoolBrokenError:
 
 
 def missing_module(name: str, host: str) -> str | None:
-    """Return what to do about a module that a worker did not find; None if this process does not
-    have it either.
-    """
+    """Return what to do about a module that a worker did not find; None if it is not here."""
     folder = folder_of(name)
     if folder is None:
         return None

@@ -1,6 +1,4 @@
-"""The calls in flight: sent to workers, not yet answered. A worker runs its first; others wait
-there.
-"""
+"""The calls in flight: sent to workers, not yet answered. A worker runs its first; others wait."""
 
 from __future__ import annotations
 
@@ -12,9 +10,7 @@ from raypool.core.model import Slice
 
 
 class Sent(NamedTuple):
-    """A slice of an attempt; `known` is what became of it if it was not sent at all, else `number`
-    is that of its part.
-    """
+    """A slice of an attempt: the number of its part, or its outcome if it was not sent at all."""
 
     piece: Slice
     known: SliceResult | None
@@ -25,9 +21,8 @@ class Call:
     """An attempt that was sent to a worker. Only the driver's thread changes it; any may look.
 
     `began_at`: when the worker came to it, as far as is known here [Unix time, s]; None while it
-        waits behind another one.
-    `behind`: the call that it waits for in that case. `is_over`: it has come back, or its worker is
-        lost.
+        waits behind the call `behind`.
+    `is_over`: it has come back, or its worker is lost.
     """
 
     __slots__ = ("attempt_id", "began_at", "behind", "is_over", "sent")
@@ -51,7 +46,7 @@ class InFlight:
     """The calls of each worker, in the order in which they run there."""
 
     def __init__(self) -> None:
-        self._calls: dict[int, dict[int, Call]] = {}  # by worker, by attempt
+        self._calls: dict[int, dict[int, Call]] = {}  # by worker, by attempt: dicts keep the order
 
     def send(self, worker_id: int, attempt_id: int) -> Call:
         """Return the next call of a worker."""
@@ -69,9 +64,7 @@ class InFlight:
         return self._calls.get(worker_id, {}).get(attempt_id)
 
     def narrow(self, worker_id: int, attempt_id: int) -> tuple[Call, list[Call]]:
-        """Replace a call that continues with fewer items; return the new one, and the calls behind
-        it, which are taken back.
-        """
+        """Replace a call that continues with fewer items; return the new one, and those behind."""
         calls = self._calls[worker_id]
         numbers = list(calls)
         behind = [calls.pop(number) for number in numbers[numbers.index(attempt_id) + 1 :]]
@@ -82,19 +75,17 @@ class InFlight:
         return rest, behind
 
     def bring_back(self, worker_id: int, attempt_id: int) -> list[Sent]:
-        """Return what a call held that has come back, nothing if its worker was given up; the next
-        one has begun by now.
-        """
+        """Return the slices of a call that has come back; none if its worker was given up."""
         calls = self._calls.get(worker_id, {})
         call = calls.pop(attempt_id, None)
-        if call is None:
+        if call is None:  # its worker was given up
             return []
         call.is_over = True
         following = next(iter(calls.values()), None)
         if following is None:
             del self._calls[worker_id]
         elif following.began_at is None:
-            following.began_at = time()
+            following.began_at = time()  # as far as is known: its worker took it by itself
         return call.sent
 
     def lose(self, worker_id: int) -> dict[int, Call]:

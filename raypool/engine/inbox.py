@@ -1,6 +1,4 @@
-"""Inboxes of a driver, with its clock: `ThreadInbox` for a thread of its own, `InlineInbox`
-without.
-"""
+"""Inboxes of a driver, with its clock: with a thread of its own, or without."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from typing import Any, Protocol
 from raypool.core.messages import Event
 
 BURST = 8
-"""With so many messages waiting, a thread that posts another lets the driver run."""
+"""The number of waiting messages at which a posting thread lets the driver run."""
 
 LONGEST_WAIT_S = 3600.0
 """Operating systems limit the length of a wait; a longer wait is repeated."""
@@ -34,14 +32,10 @@ class Inbox(Protocol):
         """Take in a message, from any thread."""
 
     def give_way(self) -> None:
-        """Let the driver begin, where a thread would hand in one thing after the other for as long
-        as Python lets it run.
-        """
+        """Let the driver begin, if the posting thread would else run on."""
 
     def get(self, until: float | None) -> Message | None:
-        """Return the next message; None when `until` has come or, in a driver without a thread,
-        nothing more can come.
-        """
+        """Return the next message; None when `until` has come, or nothing more can come."""
 
     def now(self) -> float:
         """Return the time [s] on a clock that never goes back."""
@@ -63,11 +57,10 @@ class ThreadInbox:
         return self._queue.empty()
 
     def give_way(self) -> None:
-        """Let the driver begin with a burst of messages, once: else it has Python's lock only after
-        `sys.getswitchinterval()`.
-        """
-        if self._queue.qsize() == BURST:
-            time.sleep(0)  # gives Python's lock to the driver's thread
+        """Let the driver begin with a burst of messages, once."""
+        if self._queue.qsize() == BURST:  # not >=: once for each burst
+            # gives Python's lock to the driver, which else has it after `sys.getswitchinterval()`
+            time.sleep(0)
 
     def get(self, until: float | None) -> Message | None:
         """Wait for a message, or until the time has come."""
@@ -80,12 +73,12 @@ class ThreadInbox:
 
 
 class InlineInbox:
-    """For a driver that runs in whatever thread hands it something."""
+    """For a driver that runs in whatever thread posts something."""
 
     is_threaded = False
 
     def __init__(self) -> None:
-        self._messages: deque[Message] = deque()
+        self._messages: deque[Message] = deque()  # needs no lock
         self.put = self._messages.append
         self.now = time.monotonic
 
@@ -98,7 +91,7 @@ class InlineInbox:
         """Do nothing: the posting thread itself is the driver."""
 
     def get(self, until: float | None) -> Message | None:
-        """Return what is there; if only time can bring more, wait for that."""
+        """Return the next message; if only time can bring one, wait for that."""
         if self._messages:
             return self._messages.popleft()
         if until is not None:

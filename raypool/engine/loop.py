@@ -1,10 +1,7 @@
-"""`LoopWork`, a loop for the driver: many items in one task, whose outcomes are collected in
-segments.
-"""
+"""`LoopWork`, a loop for the driver: many items in one task, whose outcomes arrive in segments."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import threading
 from collections import Counter
@@ -22,13 +19,11 @@ from raypool.errors import TaskError
 from raypool.results import Miss, Row, Span, told
 
 CALLS_KEPT = 3
-"""So many calls of a worker are of interest: one that has just come back, the one that it is at,
-and the next one.
-"""
+"""Of each worker: the call that has just come back, the one that it is at, and the next one."""
 
 
 class Segment(NamedTuple):
-    """Outcomes of a slice of a loop, as they came back together."""
+    """Outcomes of a slice of a loop that came back together."""
 
     items: Slice
     result: SliceResult
@@ -36,9 +31,7 @@ class Segment(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """Items that never got an outcome of their own; `span`: of the call that they were in when that
-    was found out, if any.
-    """
+    """Items that never got an outcome; `span`: the call that they were in at that time, if any."""
 
     items: Slice
     error: TaskError
@@ -46,9 +39,7 @@ class Lost(NamedTuple):
 
 
 class CallItems(NamedTuple):
-    """The items of a loop in one call. Which of them is running is unknown until the call comes
-    back.
-    """
+    """The items of a loop in one call; which of them is running is unknown until it comes back."""
 
     items: Slice
     worker: WorkerInfo
@@ -75,9 +66,9 @@ class Restored(NamedTuple):
 class LoopOptions(NamedTuple):
     """How a loop is run.
 
-    `is_fixed`: the user has set `chunk_size`. `order`: the numbers of the items in the order in
-    which they are handed out; None: as they are. `checkpoints`: a path or URL for what items keep
-    for their next attempt, and what the names there begin with.
+    `is_fixed`: the user has set `chunk_size`. `order`: the numbers of the items in the order of
+    submission; None: as they are. `checkpoints`: a path or URL for what items keep for their next
+    attempt, and what the names there begin with.
     """
 
     label: str
@@ -90,11 +81,9 @@ class LoopOptions(NamedTuple):
 
 
 class LoopWork:
-    """The items of one `parfor`; its outcomes are collected in segments, which the waiting thread
-    joins.
+    """The items of one `parfor`, whose outcomes the waiting thread joins from segments.
 
-    Slices are cut from the order in which the items are handed out; to the user they are always
-    called by their own numbers.
+    Slices are cut from the order of submission; to the user, items have their own numbers.
     """
 
     def __init__(self, function: Function, items: Sequence[Any], options: LoopOptions) -> None:
@@ -108,6 +97,7 @@ class LoopWork:
         if options.checkpoints is not None:
             self._home, self._owner = options.checkpoints
         self.keys: list[str] = []  # of the items, where something is kept of them
+        self._counts: Counter[str] = Counter()  # of equal items
         self.run_dir: Path | None = None  # the folder for results
         self.trouble: BaseException | None = None  # why not all of it could be kept
         self.restored: dict[int, Restored] = {}  # items that need not run
@@ -130,12 +120,8 @@ class LoopWork:
         # by worker: waits for what it said before it answered last
         self._catch_ups: dict[int, Callable[[], None]] = {}
 
-    @functools.cached_property
-    def _names(self) -> ItemNames:
-        return ItemNames(self.label)
-
     def catch_up(self) -> None:
-        """Wait until the feed has all messages of items that have come back. From any thread."""
+        """Wait for all messages of items that have come back. From any thread."""
         for catch_up in list(self._catch_ups.values()):
             catch_up()
 
@@ -160,24 +146,35 @@ class LoopWork:
         return self
 
     def take(self, items: Sequence[Any]) -> int:
-        """Take the items, before the loop is submitted; return how many of them are to run."""
+        """Take the items before the loop is submitted; return how many of them are to run."""
         self.items = items
         if self._home is not None:
-            self.keys = [self._names.name(item, index) for index, item in enumerate(items)]
+            self.keys = [self._name(item, index) for index, item in enumerate(items)]
         return len(items)
 
     def add(self, item: Any) -> int:
-        """Take one more item, of a generator; return how many that are to run this makes: one or
-        none.
-        """
+        """Take one more item, of a generator; return how many are to run: one or none."""
         items = cast("list[Any]", self.items)
         if self._home is not None:
-            self.keys.append(self._names.name(item, len(items)))
+            self.keys.append(self._name(item, len(items)))
         items.append(item)
         return 1
 
     def close(self) -> None:
-        """Close the files of the loop. From any thread; nobody waits for the loop any more."""
+        """Close the files of the loop. From any thread, when nobody waits for it."""
+
+    def _name(self, item: Any, index: int) -> str:
+        """Return the name of the next item, by its content; equal items get a count.
+
+        Raises:
+            InvalidTypeError: Nobody can tell whether another item is equal to it.
+        """
+        from raypool.journal.keys import content_key  # imported late: few loops name their items
+
+        key = content_key(item, f"item {index} of {self.label}")
+        self._counts[key] += 1
+        count = self._counts[key]
+        return key if count == 1 else f"{key}-{count}"
 
     def numbers(self, piece: Slice) -> Sequence[int]:
         """Return the numbers of the items of a slice. From any thread."""
@@ -213,6 +210,10 @@ class LoopWork:
             else [self.items[index] for index in numbers]
         )
         packed = pack(items, self.describe(piece))
+        checkpoints = None
+        if self._home is not None:
+            keys = [self.keys[index] for index in self.numbers(piece)]
+            checkpoints = self._home, tuple(f"items/{self._owner}{key}/checkpoint" for key in keys)
         return Part(
             piece.task_id,
             self.function.fn_id,
@@ -226,15 +227,7 @@ class LoopWork:
             stops_on_error=self._options.stops_on_error and not self._options.retry_on,
             is_fixed=self._options.is_fixed,
             numbers=numbers,
-            checkpoints=self._checkpoints(piece),
-        )
-
-    def _checkpoints(self, piece: Slice) -> tuple[str, tuple[str, ...]] | None:
-        """Return where these items keep what they need for their next attempt."""
-        if self._home is None:
-            return None
-        return self._home, tuple(
-            f"items/{self._owner}{self.keys[index]}/checkpoint" for index in self.numbers(piece)
+            checkpoints=checkpoints,
         )
 
     def wants_retry(self, error: BaseException) -> bool:
@@ -264,7 +257,6 @@ class LoopWork:
         return errors
 
     def _keep(self, segment: Segment, errors: dict[int, BaseException]) -> None:
-        """Count the outcomes of a slice."""
         for index, error in errors.items():
             self._note_error(index, error)
             if segment.result.is_interrupted and isinstance(error, KeyboardInterrupt):
@@ -286,17 +278,17 @@ class LoopWork:
         """Note where the items ran that run again."""
         self._note_missed(piece, why, self._where(piece, worker))
 
-    def _note_missed(self, piece: Slice, why: str | BaseException, where: dict[str, Any]) -> None:
-        status, words = ("lost", why) if isinstance(why, str) else ("retried", told(why))
-        self._add_misses(piece, Row(status, attempts=piece.attempt, run=self.run, **where), words)
-
-    def _add_misses(self, piece: Slice, row: Row, words: str | None) -> None:
+    def _note_missed(
+        self, piece: Slice, why: str | BaseException | None, where: dict[str, Any]
+    ) -> None:
+        """Note an attempt that was lost (a text says how), is repeated for an error, or stopped."""
+        status = "cancelled" if why is None else "lost" if isinstance(why, str) else "retried"
+        row = Row(status, attempts=piece.attempt, run=self.run, **where)
+        words = told(why) if isinstance(why, BaseException) else why
         self.misses += (Miss(index, row, words) for index in self.numbers(piece))
 
     def _where(self, piece: Slice, worker: WorkerInfo) -> dict[str, Any]:
-        """Return where and, if it has begun, when the worker's newest call ran that had this
-        attempt at the items.
-        """
+        """Return where, and if it has begun when, the newest call ran that had this attempt."""
         share = self._newest(piece, self._shares.get(worker.index, ()))
         span = None if share is None else share.span()
         return (
@@ -332,16 +324,9 @@ class LoopWork:
         self._wake(state, error)
 
     def _note_cancelled(self, state: TaskState) -> None:
-        """Note what still runs of a loop that ends; what waits in a worker behind it never
-        begins.
-        """
-        if state is TaskState.FINISHED:
-            return
-        for share in self._running_shares():
-            piece, where = share.items, self._where(share.items, share.worker)
-            self._add_misses(
-                piece, Row("cancelled", attempts=piece.attempt, run=self.run, **where), None
-            )
+        # only running calls: what waits in a worker behind one never begins
+        for share in self._running_shares() if state is not TaskState.FINISHED else ():
+            self._note_missed(share.items, None, self._where(share.items, share.worker))
 
     def _wake(self, state: TaskState, error: BaseException | None) -> None:
         with self.changed:
@@ -360,24 +345,3 @@ class LoopWork:
             self.changed.notify_all()
         if self.on_settled is not None:
             self.on_settled()
-
-
-class ItemNames:
-    """Names each item by its content; equal items are told apart by a count."""
-
-    def __init__(self, label: str) -> None:
-        self._label = label
-        self._counts: Counter[str] = Counter()
-
-    def name(self, item: Any, index: int) -> str:
-        """Return the name of the next item, whose number is `index`.
-
-        Raises:
-            InvalidTypeError: Nobody can tell whether another item is equal to it.
-        """
-        from raypool.journal.keys import content_key
-
-        key = content_key(item, f"item {index} of {self._label}")
-        self._counts[key] += 1
-        count = self._counts[key]
-        return key if count == 1 else f"{key}-{count}"

@@ -1,14 +1,12 @@
-"""The table of a pool's GPUs (`pool.device_table`): their state, the workers on each, what these
-run.
-"""
+"""The table of a pool's GPUs (`pool.device_table`): their state, workers, and what these run."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from raypool.channel.records import NodeDevices, WorkerInfo
-from raypool.core.model import Attempt, WorkerState
+from raypool.channel.records import NodeDevices
+from raypool.core.model import WorkerState
 from raypool.engine.driver import Driver
 from raypool.gpus import table as devices
 from raypool.gpus.devices import GpuDevice
@@ -30,19 +28,19 @@ def device_table(
         running: What workers run, by number.
         shown: The numbers of the workers that the table is for.
     """
-    rows = [
-        _row(node.host, card, [worker for worker in node.workers if worker.index in shown], running)
-        for node in nodes
-        if any(worker.index in shown for worker in node.workers)
-        for card in _cards(node)
-    ]
+    rows = []
+    for node in nodes:
+        workers = [worker for worker in node.workers if worker.index in shown]
+        for card in _cards(node) if workers else ():
+            on_it = tuple(worker.index for worker in workers if card.index in worker.gpus)
+            texts = tuple(running.get(index) for index in on_it)
+            row = devices.row_of(card)
+            rows.append({"host": node.host, **row, "workers": on_it, "running": texts})
     return devices.frame_of(rows, COLUMNS)
 
 
 def _cards(node: NodeDevices) -> Sequence[GpuDevice]:
-    """Return the GPUs of a machine; if it does not answer, those that its workers reported at their
-    start.
-    """
+    # those that its workers reported at their start, if the machine does not answer now
     if node.cards is not None:
         return node.cards
     known: dict[int, GpuDevice] = {}
@@ -59,35 +57,25 @@ def _cards(node: NodeDevices) -> Sequence[GpuDevice]:
     return [known[gpu] for gpu in sorted(known)]
 
 
-def _row(
-    host: str, card: GpuDevice, workers: Sequence[WorkerInfo], running: dict[int, str]
-) -> dict[str, Any]:
-    on_it = [worker.index for worker in workers if card.index in worker.gpus]
-    texts = tuple(running.get(index) for index in on_it)
-    return {"host": host, **devices.row_of(card), "workers": tuple(on_it), "running": texts}
-
-
 def running(driver: Driver) -> dict[int, str]:
-    """Return what each worker runs now, by number: what it would be called in a message."""
+    """Return what each worker runs now, by number."""
     found: dict[int, str] = {}
 
     def look() -> None:
         for worker in driver.scheduler.workers.by_id.values():
             if worker.state is WorkerState.BUSY:
                 attempt = next(iter(worker.attempts.values()))  # what follows it only waits
-                found[worker.place] = _described(driver, attempt)
+                piece, *others = attempt.slices
+                work = driver.works.get(piece.task_id)
+                found[worker.place] = (
+                    "something that was cancelled"
+                    if work is None
+                    else work.describe(piece) + (f" and {len(others)} more" if others else "")
+                )
 
     if driver.is_own_thread:
         look()
-    else:
+    else:  # in the driver's thread: no other may look into the scheduler
         driver.do(look)
         driver.barrier()
     return found
-
-
-def _described(driver: Driver, attempt: Attempt) -> str:
-    piece, *others = attempt.slices
-    work = driver.works.get(piece.task_id)
-    if work is None:
-        return "something that was cancelled"
-    return work.describe(piece) + (f" and {len(others)} more" if others else "")

@@ -7,36 +7,17 @@ from collections.abc import Iterator
 from enum import Enum
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from raypool.core import messages as m
 from raypool.core.model import Report, TaskSpec
 from raypool.errors import LossReason
 
-EVENTS: dict[str, Any] = {
-    kind.__name__: kind
-    for kind in (
-        m.TaskSubmitted,
-        m.ItemsAdded,
-        m.CancelRequested,
-        m.StopRequested,
-        m.WorkerReady,
-        m.WorkerLost,
-        m.PlaceLeaving,
-        m.PlaceLost,
-        m.AttemptFinished,
-        m.AttemptNarrowed,
-        m.TimerFired,
-        m.ResizeRequested,
-        m.ShutdownRequested,
-    )
-}
+EVENTS: dict[str, Any] = {kind.__name__: kind for kind in get_args(m.Event)}
 
 
 class TraceWriter:
-    """Appends events to a file, one line each, flushed, after a line with the settings of the
-    scheduler.
-    """
+    """Appends events to a file, one line each, flushed, after a line with the settings."""
 
     def __init__(self, path: str | PathLike[str], **settings: float | None) -> None:
         self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 - closed with the pool
@@ -69,7 +50,7 @@ def decode(line: str) -> tuple[float, m.Event]:
     now, kind = fields.pop("now"), fields.pop("event")
     if kind == "TaskSubmitted":
         spec = fields["spec"]
-        if spec["places"] is not None:
+        if spec["places"] is not None:  # JSON has no tuples
             spec["places"] = tuple(spec["places"])
         fields["spec"] = TaskSpec(**spec)
     elif kind in ("WorkerLost", "PlaceLost"):
@@ -97,9 +78,7 @@ def read_trace(path: str | Path) -> Iterator[tuple[float, m.Event]]:
 
 
 def read_settings(path: str | Path) -> dict[str, Any]:
-    """Return the settings that stand at the beginning of a file; none, if a crash has cut it off
-    there already.
-    """
+    """Return the settings at the beginning of a file; none if a crash has cut them off."""
     with Path(path).open(encoding="utf-8") as file:
         line = file.readline()
     settings: dict[str, Any] = json.loads(line).get("settings", {}) if line.endswith("\n") else {}

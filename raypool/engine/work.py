@@ -1,6 +1,4 @@
-"""`Work`, a task for the driver: what to send, and where its results go. `CallWork` is a single
-call.
-"""
+"""`Work`, a task for the driver: what to send, and where results go. `CallWork`: a single call."""
 
 from __future__ import annotations
 
@@ -28,14 +26,10 @@ class Work(Protocol):
 
     @property
     def holder(self) -> Any:
-        """The object (future or loop) that gets the task's reports and output, as long as somebody
-        holds it.
-        """
+        """The future or loop that gets the task's reports and output, as long as it is held."""
 
     def begin(self, piece: Slice, worker: WorkerInfo, call: Call) -> bool:
-        """Note that a slice is about to be sent with a call, or is left of one; False if nobody
-        wants it any more.
-        """
+        """Note that a slice is about to be sent, or is left of a call; False if nobody wants it."""
 
     def part(self, piece: Slice, pack: Pack) -> Part:
         """Return the slice ready to travel."""
@@ -53,9 +47,7 @@ class Work(Protocol):
         """Record that these items never get an outcome of their own."""
 
     def miss(self, piece: Slice, worker: WorkerInfo, why: str | BaseException) -> None:
-        """Record that these items run again: their worker was lost (a text says how), or `retry_on`
-        names the error.
-        """
+        """Record that these items run again: a text says how they were lost, or their error."""
 
     def end(self, state: TaskState, error: BaseException | None) -> None:
         """Take it that nothing more will come; `error` stands for items without an outcome."""
@@ -66,13 +58,11 @@ class GangWork(Work, Protocol):
     """A task whose items are ranks, all called at the same time."""
 
     def assemble(self, members: Sequence[tuple[int, WorkerInfo]]) -> None:
-        """Take note of who they are, by rank: worker id, worker. Comes before `begin`."""
+        """Note, before `begin`, who they are, by rank: worker id, worker."""
 
 
 def described(failure: Failure, label: str, piece: Slice, worker: WorkerInfo) -> BaseException:
-    """Return the user's exception with a note of where it happened, and the traceback there as its
-    cause.
-    """
+    """Return the user's exception with a note of where it happened, and its traceback there."""
     error, remote_traceback = failure
     note = f"raypool: {label}, attempt {piece.attempt}, worker {worker.index} ({where(worker)})"
     with contextlib.suppress(Exception):  # it is the user's class, and may refuse attributes
@@ -117,10 +107,9 @@ class CallWork:
             return False
         future.worker = worker.index
         future.attempts = piece.attempt
+        began_at = call.began_at
         future.started_at = (
-            datetime.now(UTC)
-            if call.began_at is None
-            else datetime.fromtimestamp(call.began_at, UTC)
+            datetime.now(UTC) if began_at is None else datetime.fromtimestamp(began_at, UTC)
         )
         return True
 
@@ -155,6 +144,7 @@ class CallWork:
             return
         future.duration_s = result.durations_s[0]
         future.peak_memory_bytes = result.peak_memory_bytes
+        # by the worker's clock: until now it was known as the time when the call was sent
         future.started_at = datetime.fromtimestamp(result.started_at, UTC)
         future.finished_at = datetime.now(UTC)
         future.catch_up = result.catch_up
@@ -166,7 +156,8 @@ class CallWork:
                 future.set_result(Deferred(result.values, result.offset))
 
     def fail(self, piece: Slice, error: TaskError) -> None:
-        """Fail the future; nobody was there to note what it had printed last."""
+        """Fail the future."""
+        # a lost worker cannot note what it printed last
         if self.future.feed is not None:
             add_last_lines(error, self.future.feed.text())
         self._fail_with(error)
@@ -175,10 +166,8 @@ class CallWork:
         """Do nothing: `attempts` says how often it has run."""
 
     def end(self, state: TaskState, error: BaseException | None) -> None:
-        """Cancel or fail the future if it has no outcome; what it was called with is not needed any
-        more.
-        """
-        self._call = None
+        """Cancel or fail the future if it has no outcome."""
+        self._call = None  # the arguments: not needed any more, and they may be large
         future = self.future
         if future.cancelled() or (state is TaskState.CANCELLED and future.cancel()):
             future.notify_cancelled()

@@ -394,24 +394,15 @@ def submit_gang(  # noqa: PLR0913, PLR0917 - a call, and how it is treated
     """
     function = engine.function(run_rank)
     work = kind(engine, function, args, options, size)
-    future = work.future
-
-    def make_spec(task_id: int) -> TaskSpec:
-        future.task_id, future.on_ask, future.owners = (
-            task_id,
-            engine.driver.ask_call,
-            engine.driver.as_owner,
-        )
-        return TaskSpec(
-            task_id,
-            function.fn_id,
-            size,
-            priority=options.priority,
-            is_gang=True,
-            places=places,
-            timeout_s=options.timeout_s,
-            is_loan=is_loan,
-        )
-
-    engine.driver.submit(work, make_spec)
-    return future
+    spec = TaskSpec(  # not `options.spec`: a rank never runs again, so `retries` is not for it
+        -1,
+        function.fn_id,
+        size,
+        priority=options.priority,
+        is_gang=True,
+        places=places,
+        timeout_s=options.timeout_s,
+        is_loan=is_loan,
+    )
+    engine.driver.submit(work, spec, work.future)
+    return work.future

@@ -12,7 +12,7 @@ from concurrent.futures import CancelledError
 from typing import Any, NamedTuple
 
 from raypool.core.model import WorkerState
-from raypool.engine.engine import Engine, Where, submit_call
+from raypool.engine.engine import Engine, submit_call
 from raypool.errors import (
     CompositeError,
     InvalidTypeError,
@@ -23,7 +23,7 @@ from raypool.errors import (
 )
 from raypool.futures import Future
 from raypool.gpus.memory import kept
-from raypool.options import Options
+from raypool.options import Options, Where
 from raypool.worker.runner import UNCHANGEABLE
 from raypool.worker.running import in_task
 

@@ -22,11 +22,11 @@ import torch
 from torch import nn
 
 from raypool.channel.records import Function
-from raypool.engine.engine import Engine, Where, submit_call, submit_function
+from raypool.engine.engine import Engine, submit_call, submit_function
 from raypool.errors import InvalidTypeError, InvalidValueError, RaypoolError, checked_count
 from raypool.futures import Future, cancel_each
 from raypool.gpus.memory import kept
-from raypool.options import Options, check_callable
+from raypool.options import Options, Where, check_callable
 from raypool.train.data import (
     Elsewhere,
     Inputs,

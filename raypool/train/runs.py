@@ -13,9 +13,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from raypool.channel.feed import Feed
 from raypool.errors import InvalidTypeError, InvalidValueError, JournalError, optional_count
-from raypool.futures import Future
+from raypool.futures import Future, joined_feed
 from raypool.journal.lock import RunLock
 
 if TYPE_CHECKING:
@@ -31,25 +30,25 @@ MODES = ("min", "max")
 class RunOptions:
     """The checkpoints of a training, and its starting point; for `pool.train` and `pool.fit`.
 
-    How often it is tried again, its time limit, name and priority are options of the pool's view:
+    Retries, time limit, name and priority are options of the pool's view:
     `pool.options(retries=1)`.
 
     Args:
-        run_dir: The folder of this run, in a place that all nodes and this process see. A run whose
-            folder has checkpoints resumes from the last one. None: a new folder in
-            `~/raypool_runs`, which is made with the first checkpoint.
-        keep_checkpoints: So many checkpoints are kept: the best ones by `best_metric` (without one
-            the newest), and always the last. None: all.
+        run_dir: The folder of this run, which all nodes and this process see. If it has
+            checkpoints, the run resumes from the last one. None: a new folder in `~/raypool_runs`,
+            which is made with the first checkpoint.
+        keep_checkpoints: The number of checkpoints to keep: the best ones by `best_metric` (without
+            one the newest), and always the last. None: all.
         best_metric: The reported metric that tells which checkpoint is the best.
         best_mode: "min" if lower is better, "max" if higher is.
         start_from: A checkpoint to begin with, a folder or a `ray.train.Checkpoint`; not used where
             `run_dir` has one.
-        min_workers: The training goes on with so few workers if others are lost for good. None: it
-            needs all.
+        min_workers: The training continues with so few workers if others are lost for good. None:
+            it needs all.
 
     Raises:
         InvalidTypeError: A field is of a wrong kind.
-        InvalidValueError: A field has a value that cannot work: a checkpoint that is not there,
+        InvalidValueError: A field has a value that cannot work: a checkpoint that does not exist,
             say.
 
     Source:
@@ -127,19 +126,18 @@ class TrainingResult:
 
     Attributes:
         metrics: The last report of rank 0, by name; empty if there was none.
-        metrics_frame: All that was reported, a row for each report: `time` (UTC), `rank`,
-            `attempt`, then the metrics. What was reported by `ray.train.report` is in it once, as
-            rank 0 said it.
+        metrics_frame: All reports, a row for each: `time` (UTC), `rank`, `attempt`, then the
+            metrics. What `ray.train.report` got is in it once, from rank 0.
         checkpoint: The last checkpoint, None without one.
         best_checkpoint: The one with the best `RunOptions.best_metric`; None without one, or if no
             metric was named.
-        best_checkpoints: All that are kept, each with the metrics of rank 0, the best last; without
-            a metric the newest.
+        best_checkpoints: All that are kept, each with the metrics of rank 0, the best (without a
+            metric the newest) last.
         values: The return values of the ranks, by rank; empty if the training has not ended.
         path: The folder of the run; None if nothing was kept.
-        model: The trained model, on the CPU, of a training by `pool.fit`; else None.
-        ended_by: The reason why a training by `pool.fit` ended: "max_epochs", "patience",
-            "request_stop", "output_fn", or "loss is nan"; else None.
+        model: The model trained by `pool.fit`, on the CPU; else None.
+        ended_by: Why a training by `pool.fit` ended: "max_epochs", "patience", "request_stop",
+            "output_fn", or "loss is nan"; else None.
     """
 
     metrics: Mapping[str, Any] = field(default_factory=dict)
@@ -163,10 +161,9 @@ RUNS = "raypool_runs"
 
 
 class TrainingRun(Future[TrainingResult]):
-    """The handle of a training: a future of its `TrainingResult`, for `cancel`, `request_stop`,
-    `metrics` and `diary` meanwhile.
+    """The handle of a training: a future of its `TrainingResult`.
 
-    After `request_stop` the loop finds `current_task().should_stop` true: on all ranks from the
+    After `request_stop`, `current_task().should_stop` is true in the loop: on all ranks from the
     same `ray.train.report` on.
 
     Attributes:
@@ -175,12 +172,12 @@ class TrainingRun(Future[TrainingResult]):
     """
 
     def __init__(self, name: str, path: Path) -> None:
-        self._tries: list[Future[Any]] = []
+        self._tries: list[Future[Any]] = []  # first: the base sets what the properties read
         super().__init__(name, on_ask=_pass_on)
         self.path = path
         self.recipe: Any = None
-        self._adopting = threading.Lock()
-        self.catch_up = self._joined
+        self._adopting = threading.Lock()  # requests may come from any thread
+        self.catch_up = lambda: joined_feed(self.tries)
 
     def running(self) -> bool:
         """Whether an attempt runs, or has run, and the training has not ended."""
@@ -209,21 +206,21 @@ class TrainingRun(Future[TrainingResult]):
         """All metrics reported so far; complete once the training has ended.
 
         A row for each report, by rank, then in order: `time` (UTC), `rank`, `attempt`, then the
-        metrics in the order in which they first appear. What is reported by `ray.train.report` is
-        in it once, as rank 0 says it; what is reported by `raypool.report`, as each rank says it. A
-        metric that is called like one of those is in "reported_NAME".
+        metrics in the order in which they first appear. What `ray.train.report` gets is in it once,
+        from rank 0; what `raypool.report` gets, from each rank. A metric with the name of one of
+        those is in "reported_NAME".
         """
-        return self._joined().metrics("rank")
+        return self._caught_up().metrics("rank")
 
     def __repr__(self) -> str:
         return f"<TrainingRun {self.name!r}: {self.state}>"
 
     def adopt(self, attempt: Future[Any]) -> None:
-        """Adopt an attempt: requests to the training, past and future, reach it. For the pool."""
+        """Pass requests, past and future, on to this attempt. For the pool."""
         attempt.whole = self
         with self._adopting:
             self._tries.append(attempt)
-        _pass_on(self)
+        _pass_on(self)  # what was requested before this attempt
 
     @property
     def tries(self) -> Sequence[Future[Any]]:
@@ -231,15 +228,8 @@ class TrainingRun(Future[TrainingResult]):
         with self._adopting:
             return tuple(self._tries)
 
-    def _joined(self) -> Feed:
-        feed = Feed()
-        for each in self.tries:
-            feed.add_all_of(each._caught_up())
-        return feed
-
 
 def _pass_on(run: Future[Any]) -> None:
-    """Pass requests to the training on to its current attempt."""
     assert isinstance(run, TrainingRun)
     for attempt in run.tries[-1:]:
         if run.cancelled():
@@ -247,7 +237,7 @@ def _pass_on(run: Future[Any]) -> None:
         elif run.stop_requested:
             attempt.request_stop()
     if run.cancelled():
-        run.notify_cancelled()
+        run.notify_cancelled()  # no driver knows the run itself, which would do so
 
 
 def run_folder(kept: RunOptions, name: str) -> Path:
@@ -257,6 +247,7 @@ def run_folder(kept: RunOptions, name: str) -> Path:
     readable = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in name)[
         :40
     ].strip("-")
+    # two runs may begin in the same second
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.monotonic_ns() % 16**6:06x}"
     return Path.home() / RUNS / f"{readable}-{stamp}"
 
@@ -285,7 +276,7 @@ LOCK = ".training.lock"
 
 
 def take_folder(run: TrainingRun, is_named: bool) -> None:
-    """Note that a folder is in use. One that the user named is also locked against other processes.
+    """Note that a folder is in use, and lock one that the user named against other processes.
 
     Raises:
         InvalidValueError: It is in use already, here or in another process.
@@ -303,16 +294,11 @@ def take_folder(run: TrainingRun, is_named: bool) -> None:
         if is_named:
             _lock(folder, run)
         _here.add(run)
-    run.add_done_callback(lambda _: leave_folder(run, folder))
+    run.add_done_callback(lambda _: leave_folder(run, folder))  # also if it is cancelled
 
 
 def _lock(folder: Path, run: TrainingRun) -> None:
-    """Lock a folder. An unwritable one is left unlocked: the first checkpoint will raise the error.
-
-    Raises:
-        InvalidValueError: Another process has the lock.
-    """
-    if folder in _locked:  # of a training that has just ended
+    if folder in _locked:  # of a training that has just ended, and has not left it yet
         _locked[folder] = _locked[folder]._replace(run=run)
         return
     is_new = not folder.exists()
@@ -324,7 +310,7 @@ def _lock(folder: Path, run: TrainingRun) -> None:
             lock = RunLock(folder, LOCK)
         _locked[folder] = Locked(lock, run, is_new)
     except OSError:
-        return
+        return  # it cannot be written: the first checkpoint will raise the error
     except JournalError as error:
         if not isinstance(error.__cause__, OSError):
             raise InvalidValueError(f"run_dir={error}") from None
