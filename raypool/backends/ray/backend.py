@@ -114,7 +114,7 @@ class RayBackend:
         self._warned: set[tuple[str, ...]] = set()
         # workers that are ending, and what to do once they have ended
         self._retiring: dict[int, tuple[Any, Chore]] = {}
-        self._retired = threading.Condition()
+        self._retired = threading.Condition()  # notified when one has ended
         self._nodes.start()
         self._joined = connection()
         self._is_outside = is_outside()
@@ -290,11 +290,11 @@ class RayBackend:
             options["memory"] = demand.worker_memory_bytes
         if env := self._profile.worker_env:
             options["runtime_env"] = {"env_vars": env}
+        slot.take_in(worker_id)
         if self._cards is not None:
             sharing = self._cards.moved_in(place, slot.claim)
         else:
             sharing = Sharing(demand.workers_per_claim) if demand.workers_per_claim > 1 else None
-        slot.take_in(worker_id)
         slot.actor = self._actor_class.options(**options).remote(
             place, worker_id, self._profile.inventory, sharing, self._profile.max_leftover_bytes
         )
@@ -533,6 +533,7 @@ class RayBackend:
         if self._closed.is_set():
             return
         self._closed.set()
+        # in a thread of its own: any question to a Ray that does not answer may hang forever
         ending = threading.Thread(target=self._end_all, name="raypool-close", daemon=True)
         ending.start()
         while ending.is_alive() and not self._is_cut_off.is_set():

@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 from ray import exceptions as rx
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypool.channel.exchange import POOL_ENDED
 from raypool.errors import LossReason, PoolClosedError, WorkerLostError
@@ -38,11 +39,26 @@ def aside(chore: Callable[[], object]) -> None:
     threading.Thread(target=chore, name="raypool-aside", daemon=True).start()
 
 
+def on_node(node_id: str) -> dict[str, Any]:
+    """Return the options of an actor or task that runs on a node and claims nothing there."""
+    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return {"num_cpus": 0, "scheduling_strategy": there, **UNRECORDED}
+
+
+def ask_node(node_id: str, timeout_s: float, question: Callable[..., Any], *args: Any) -> Any:
+    """Return the answer of a function on a node; None if there is none in time."""
+    asked = ray.remote(question).options(**on_node(node_id)).remote(*args)
+    try:
+        return ray.get(asked, timeout=timeout_s)
+    except (rx.RayError, TimeoutError):
+        return None
+
+
 def answered(ref: Any) -> Any:
     """Return the answer to a call; None if there is none yet, or it is an error."""
     try:
         return ray.get(ref, timeout=0)
-    except rx.RayError:
+    except rx.RayError:  # also of no answer yet: GetTimeoutError
         return None
 
 

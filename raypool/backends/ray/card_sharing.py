@@ -11,7 +11,7 @@ import functools
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -157,13 +157,13 @@ class SharedGpus:
         self._gpus: dict[Claim, SharedGpu] = {}
         self._flights: dict[int, dict[int, Flight]] = {}  # by place and attempt
         # how often items were told to run alone, by task and number
-        self._alone: dict[tuple[int, int], int] = {}
+        self._alone: Counter[tuple[int, int]] = Counter()
         self._asked: set[int] = set()  # places that were asked to leave
         self._num_gone = 0  # claims that were lost with machines
         self._is_settled = False  # the user has said how many workers there are to be
         self._has_complained = False
         self._has_warned = False
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # `_consider` may call `_grow` while it holds it
 
     # --- places -----------------------------------------------------------------------------------
 
@@ -222,10 +222,8 @@ class SharedGpus:
             return parts
 
     def _is_to_run_alone(self, part: Part) -> bool:
-        numbers = range(part.start, part.start + part.num_items)
-        return bool(self._alone) and any(
-            (part.task_id, number) in self._alone for number in numbers
-        )
+        numbers = range(part.start, part.start + part.num_items) if self._alone else ()
+        return any((part.task_id, number) in self._alone for number in numbers)
 
     def came_back(
         self,
@@ -259,15 +257,15 @@ class SharedGpus:
     def _look_for_shortage(
         self, gpu: SharedGpu, part: Part, result: SliceResult, is_crowded: bool
     ) -> None:
-        out = [
-            index
-            for index, failure in sorted(result.failures.items())
-            if is_gpu_out_of_memory(failure.error)
-        ]
         if is_crowded and not part.is_rank:
-            result.crowded_out = tuple(
-                index for index in out if self._may_try_alone((part.task_id, index))
-            )
+            again = [
+                index
+                for index, failure in sorted(result.failures.items())
+                if is_gpu_out_of_memory(failure.error)
+                and self._alone[part.task_id, index] < TRIES_ALONE
+            ]
+            self._alone.update((part.task_id, index) for index in again)
+            result.crowded_out = tuple(again)
         for index in range(part.start, part.start + result.done) if self._alone else ():
             if index not in result.crowded_out:
                 self._alone.pop((part.task_id, index), None)
@@ -282,13 +280,6 @@ class SharedGpus:
         self._has_warned = True
         if part.turn == ALONE:  # the idle workers beside it held too much memory
             self._set_room(gpu, 1)
-
-    def _may_try_alone(self, item: tuple[int, int]) -> bool:
-        tries = self._alone.get(item, 0)
-        if tries >= TRIES_ALONE:
-            return False
-        self._alone[item] = tries + 1
-        return True
 
     # --- number of workers ------------------------------------------------------------------------
 

@@ -23,19 +23,17 @@ from weakref import WeakKeyDictionary
 import ray
 from ray.util import placement_group, placement_group_table, remove_placement_group
 from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import (
-    NodeAffinitySchedulingStrategy,
-    PlacementGroupSchedulingStrategy,
-)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raypool.backends.ray import shortages
-from raypool.backends.ray.calls import UNRECORDED
+from raypool.backends.ray.calls import UNRECORDED, ask_node
 from raypool.backends.ray.demand import (
     NONE,
     Demand,
     Growth,
     Need,
     Node,
+    gpus_of,
     living_nodes,
     name_of,
     names_of,
@@ -55,7 +53,7 @@ SILENT_S = 1.0
 logger = logging.getLogger("raypool")
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)  # a key of dictionaries, by identity
 class Claim:
     """A bundle of resources of one node."""
 
@@ -88,11 +86,8 @@ class Claim:
 class Wanted:
     """How long to wait for claims: a limited time, and not beyond the end of the pool.
 
-    Args:
-        timeout_s: The limit.
-        closed: Set when the pool ends.
-        others: The claims of this process's other open pools, by the line that opened them, which
-            are not waited for.
+    `others` are the claims of this process's other open pools, by the line that opened them, which
+    are not waited for.
     """
 
     def __init__(
@@ -108,7 +103,7 @@ class Wanted:
         """Report once, after a second, what is waited for."""
         if not self._has_told and time.monotonic() > self._begin + SILENT_S:
             self._has_told = True
-            # this pool's own claims are not waited for
+            # claims of this process are not waited for
             others = tuple(name for name in holders() if _holder() not in name)
             logger.warning(
                 "Waiting for %s, for start_timeout_s=%g at most. %s",
@@ -370,13 +365,7 @@ def spots(
 
 
 class Choice:
-    """Certain GPUs.
-
-    Args:
-        demand: What is claimed with each of them.
-        meant: The GPUs.
-        survey: Finds out which GPUs claims have got.
-    """
+    """The GPUs `meant`, each claimed with `demand`; `survey` tells which one a claim has got."""
 
     def __init__(self, demand: Demand, meant: Sequence[Spot], survey: Survey) -> None:
         self._demand = demand
@@ -435,7 +424,7 @@ class Choice:
         return [spot for spot in self._wishes()[:most] if spot not in self._found]
 
     def _total(self, node_id: str) -> int:
-        return int(self._nodes[node_id]["Resources"].get("GPU", 0))
+        return gpus_of(self._nodes[node_id])
 
     def _absent(self, spots: Iterable[Spot]) -> list[Spot]:
         """Return which do not exist: all GPUs of their nodes were seen, but not these."""
@@ -503,12 +492,9 @@ class Choice:
             is_late = number > 0 and time.monotonic() - started > ROUND_S
             if not missing and (len(self._wishes()) >= needed or is_late):
                 return
-            if (
-                wanted.is_over()
-                or self._absent(missing)
-                or (missing and self._has_nameless)
-                or (is_enough and is_late)
-            ):
+            if wanted.is_over() or self._absent(missing) or (is_enough and is_late):
+                return
+            if missing and self._has_nameless:
                 return
             if missing and not is_enough:
                 # called at once
@@ -548,9 +534,9 @@ class Choice:
                     return
                 late_s = time.monotonic() - deadline
                 are_asked = any(claim.cards is None for claim in there)
-                if late_s > (PROBE_TIMEOUT_S if are_asked else 0) or all(
-                    claim.cards is not None for claim in claims
-                ):
+                if late_s > (PROBE_TIMEOUT_S if are_asked else 0):
+                    return
+                if all(claim.cards is not None for claim in claims):
                     return
                 time.sleep(POLL_S)
         finally:
@@ -579,29 +565,24 @@ class Choice:
         absent = self._absent(missing)
         if absent:
             node_id = absent[0].node_id
+            there = [spot.gpu for spot in absent if spot.node_id == node_id]
             seen = sorted(spot.gpu for spot in self._seen if spot.node_id == node_id)
-            return self._no_such(
-                node_id, [spot.gpu for spot in absent if spot.node_id == node_id], seen
-            )
+            return self._no_such(node_id, there, seen)
+        names = [self._name(spot) for spot in missing]
         if missing and self._has_nameless:
-            return shortages.nameless([self._name(spot) for spot in missing])
-        asked = min(len(self._meant), most) if least is None else least
-        crowd = shortages.said_of(
-            self._survey.crowd(self._crowd.values()), self._survey.min_free_bytes
-        )
+            return shortages.nameless(names)
+        asked, found = min(len(self._meant), most) if least is None else least, len(self._found)
+        crowd = self._survey.crowd(self._crowd.values())
+        words = shortages.said_of(crowd, self._survey.min_free_bytes)
         if not missing:
-            return shortages.all_crowded(asked, len(self._found), crowd)
+            return shortages.all_crowded(asked, found, words)
         free = [self._name(spot) for spot in sorted(self._seen)]
-        return shortages.in_use(
-            [self._name(spot) for spot in missing], free, asked, len(self._found), crowd
-        )
+        return shortages.in_use(names, free, asked, found, words)
 
     def _name(self, spot: Spot) -> str:
-        return (
-            f"{spot.gpu}"
-            if spot.node_id == self._here
-            else f"{spot.gpu} of {name_of(self._nodes[spot.node_id])}"
-        )
+        if spot.node_id == self._here:
+            return f"{spot.gpu}"
+        return f"{spot.gpu} of {name_of(self._nodes[spot.node_id])}"
 
     def _no_such(self, node_id: str, absent: Sequence[int], known: Sequence[int]) -> ResourceError:
         machine = None if node_id == self._here else name_of(self._nodes[node_id])
@@ -636,9 +617,8 @@ class Survey:
 
     def concerns(self, demand: Demand) -> bool:
         """Whether claims of this kind have to be looked at, whichever GPUs they get."""
-        return demand.kind == "GPU" and (
-            self.min_free_bytes is not None or demand.workers_per_claim > 1
-        )
+        is_looked_at = self.min_free_bytes is not None or demand.workers_per_claim > 1
+        return demand.kind == "GPU" and is_looked_at
 
     def look(self, claims: Iterable[Claim]) -> None:
         """Ask new claims, and note the answers that have come; waits for none."""
@@ -651,26 +631,21 @@ class Survey:
                 options = self._ask.options(num_gpus=gpus, scheduling_strategy=claim.strategy())
                 self._asked[claim] = time.monotonic(), options.remote(self._inventory)
         asked = {claim: self._asked[claim] for claim in claims if self._asked[claim][1] is not None}
-        done = (
-            ray.wait([ref for _, ref in asked.values()], num_returns=len(asked), timeout=0)[0]
-            if asked
-            else []
-        )
+        if not asked:  # Ray refuses to wait for nothing
+            return
+        refs = [ref for _, ref in asked.values()]
+        done, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
         for claim, (at, ref) in asked.items():
             if ref in done:
-                self._note(claim, ref)
+                try:
+                    claim.host, claim.cards = ray.get(ref)
+                    self._asked[claim] = at, None
+                except ray.exceptions.RayError:
+                    del self._asked[claim]  # its process has died; it is asked again
             elif time.monotonic() > at + PROBE_TIMEOUT_S:
                 # else it would keep a share of the GPU, and no worker could start there
                 ray.cancel(ref, force=True)
                 self._asked[claim], claim.cards = (at, None), claim.cards or ()
-
-    def _note(self, claim: Claim, ref: Any) -> None:
-        at, _ = self._asked.pop(claim)
-        try:
-            claim.host, claim.cards = ray.get(ref)
-        except ray.exceptions.RayError:
-            return  # its process has died; it is asked again
-        self._asked[claim] = at, None
 
     def look_again(self, claims: Iterable[Claim]) -> None:
         """Ask claims again that answered a while ago; until then the old answers count."""
@@ -697,26 +672,23 @@ class Survey:
         """Warn, once for each GPU, of those left out and those of unknown free memory."""
         if self.min_free_bytes is None:
             return
-        crowd = {
-            card: device for card, device in self.crowd(crowded).items() if card not in self._told
-        }
+        crowd = {key: gpu for key, gpu in self.crowd(crowded).items() if key not in self._told}
         dark = {
             (claim.host, card.index)
             for claim in kept
             for card in claim.cards or [GpuDevice(index=-1)]
-            if card.free_bytes is None and (claim.host, card.index) not in self._told
-        }
+            if card.free_bytes is None
+        } - self._told
         self._told |= crowd.keys() | dark
         if crowd:
             logger.warning("%s", shortages.said_of(crowd, self.min_free_bytes))
         if dark:
-            names = ", ".join(
-                f"GPU {index} of {host}" if host else "some GPU" for host, index in sorted(dark)
-            )
             logger.warning(
                 "How much memory of %s is free is not known: it counts as free for"
                 " min_free_memory_bytes.",
-                names,
+                ", ".join(
+                    f"GPU {index} of {host}" if host else "some GPU" for host, index in sorted(dark)
+                ),
             )
 
     def check_sharing(self, claims: Iterable[Claim]) -> None:
@@ -733,13 +705,7 @@ class Survey:
 
     def known_on(self, node_id: str) -> list[int] | None:
         """Return the GPUs of a node, whoever holds them; None: unknown."""
-        there = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        list_all = ray.remote(num_cpus=0, scheduling_strategy=there, **UNRECORDED)(_list_all)
-        try:
-            indices: list[int] = ray.get(list_all.remote(self._inventory), timeout=PROBE_TIMEOUT_S)
-        except (ray.exceptions.RayError, TimeoutError):
-            return None
-        return indices or None
+        return ask_node(node_id, PROBE_TIMEOUT_S, _list_all, self._inventory) or None
 
 
 def _look_inside(inventory: Inventory) -> tuple[str, tuple[GpuDevice, ...]]:

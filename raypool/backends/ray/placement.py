@@ -14,20 +14,24 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from raypool.backends.ray import claims as claiming
 from raypool.backends.ray import shortages
 from raypool.backends.ray.claims import (
     NO_LIMIT,
+    POLL_S,
     Choice,
     Claim,
     Spot,
     Survey,
     Wanted,
     claim_number,
+    is_ready,
+    release_all,
+    request,
     spots,
+    wait_released,
 )
 from raypool.backends.ray.client import is_outside
-from raypool.backends.ray.demand import Demand, Need, Node, demand_of, growth, living_nodes
+from raypool.backends.ray.demand import Demand, Need, Node, demand_of, gpus_of, growth, living_nodes
 from raypool.errors import PoolClosedError, RaypoolError, ResourceError
 from raypool.gpus.devices import usable_cores
 from raypool.profiles import Profile, WorkerResources
@@ -62,8 +66,8 @@ class Placement:
         self._leaving: set[int] = set()
         self._next_place = 0
         self._released: list[Claim] = []  # which Ray may not have taken back yet
-        self._placing = threading.Lock()
-        self._claiming = threading.Lock()
+        self._placing = threading.Lock()  # held for moments only: the driver's thread takes it, too
+        self._claiming = threading.Lock()  # held by a thread that claims, however long it waits
         self._closed = threading.Event()
         self.is_ending = False
         self._opened_at = _line_of_user()
@@ -81,8 +85,9 @@ class Placement:
     def _nodes(self) -> list[Node]:
         """Return the nodes, and if none has a GPU, those that may come and have some."""
         there = living_nodes()
-        has_gpus = any(node["Resources"].get("GPU", 0) >= 1 for node in there)
-        return there if has_gpus else [*there, *(node for node, _ in self._growth().kinds)]
+        if any(map(gpus_of, there)):
+            return there
+        return [*there, *(node for node, _ in self._growth().kinds)]
 
     # --- new places -------------------------------------------------------------------------------
 
@@ -118,7 +123,7 @@ class Placement:
                     raise PoolClosedError("The pool was shut down while it was to grow.")
                 self._survey.check_sharing(_unused(found))
             except RaypoolError:
-                claiming.release_all(_unused(found))
+                release_all(_unused(found))
                 raise
             return self._place_workers(found, workers)
 
@@ -205,7 +210,7 @@ class Placement:
                 places[place] = claim
                 if entry >= 0:
                     self._entries[place] = entry
-        claiming.release_all(_unused(found))
+        release_all(_unused(found))
         return places
 
     def _add_place(self, claim: Claim) -> int:
@@ -226,7 +231,7 @@ class Placement:
         """Give these claims back to Ray, but keep their places; wait until others can have them."""
         for claim in claims:
             claim.release()
-        claiming.wait_released(claims, LEND_TIMEOUT_S)
+        wait_released(claims, LEND_TIMEOUT_S)
 
     def take_back(self, lent: Mapping[int, tuple[Claim, int | None]]) -> dict[int, Claim]:
         """Claim lent resources again, as far as they can be had.
@@ -245,15 +250,15 @@ class Placement:
             found: dict[int, Claim] = {}
             try:
                 self._claim_same(there, wanted, found)
-            except BaseException:
-                claiming.release_all(list(found.values()))
+            except BaseException:  # also Ctrl-C
+                release_all(list(found.values()))
                 raise
             with self._placing:
                 for place, claim in found.items():
                     if place in self._claims:  # else it was left meanwhile
                         claim.num_workers = 1
                         self._claims[place] = claim
-            claiming.release_all([claim for claim in found.values() if not claim.num_workers])
+            release_all([claim for claim in found.values() if not claim.num_workers])
             return found
 
     def _claim_same(
@@ -280,15 +285,15 @@ class Placement:
                     }
                     break
             asked |= {
-                place: claiming.request(demand, old.node_id)
+                place: request(demand, old.node_id)
                 for place, (old, gpu) in places.items()
                 if gpu is None
             }
         found |= asked
-        while not all(map(claiming.is_ready, asked.values())) and not wanted.is_over():
-            time.sleep(claiming.POLL_S)
-        late = [place for place, claim in asked.items() if not claiming.is_ready(claim)]
-        claiming.release_all([found.pop(place) for place in late])
+        while not all(map(is_ready, asked.values())) and not wanted.is_over():
+            time.sleep(POLL_S)
+        late = [place for place, claim in asked.items() if not is_ready(claim)]
+        release_all([found.pop(place) for place in late])
 
     def why_taken(self, gpu: int | None) -> str:
         """Say who holds a claim that was lent."""
@@ -357,7 +362,7 @@ class Placement:
             left = self.leave(place)
             if left is not None:
                 self.give_back(left)
-        claiming.wait_released(self._released, timeout_s)
+        wait_released(self._released, timeout_s)
 
 
 def _line_of_user() -> str:

@@ -131,13 +131,13 @@ class CallAnswer(NamedTuple):
 
     Attributes:
         slices: Their outcomes, from `pack_results`.
-        said: The newest reports and printed text of the worker, with their number.
-        fetched_bytes: How much it got from the object store.
-        load: The load of its GPU, where workers share it.
+        said: The newest reports and printed text, with their number.
+        fetched_bytes: How much was read from the object store.
+        load: The load of a shared GPU.
         header: The values, if they are small.
-        leftover: What is left on the GPU, if too much.
-        other_modules: Modules in another version than the driver's: name, file, host.
-        changed_models: Functions that changed a model that they capture, with its name.
+        leftover: GPU memory left, if too much.
+        other_modules: Modules unlike the driver's: name, file, host.
+        changed_models: Functions that changed a captured model, with its name.
     """
 
     slices: list[Sendable]
@@ -225,10 +225,7 @@ class PoolWorker:
     ) -> Introduction | str:
         """Check that this process sees exactly the GPUs that it was given, and set it up.
 
-        Args:
-            setups: A parcel of the setups.
-            agent: Starts MPS on this node; None if it is not wanted.
-            project: The driver's modules.
+        `setups` is a parcel, `project` the driver's modules; `agent` starts MPS, unless it is None.
 
         Returns:
             Who it is, or the problem.
@@ -272,10 +269,7 @@ class PoolWorker:
             ]
             self._is_set_up = bool(calls)
             set_up(calls, self._info)
-        except (
-            Exception,
-            SystemExit,
-        ) as error:  # it is the user's code, and must not end the actor
+        except (Exception, SystemExit) as error:  # the user's code must not end the actor
             words = "".join(traceback.format_exception_only(error)).strip()
             return Refusal(f"its setup failed, {words}")
         if self._upkeep is not None:
@@ -437,7 +431,7 @@ class PoolWorker:
         """Clean up constants and call the teardown; return the traceback of what failed."""
         try:
             set_up([discard_all, *([unpack(teardown)] if teardown is not None else [])], self._info)
-        except Exception as error:
+        except Exception as error:  # the driver warns of it
             return "".join(traceback.format_exception(error))
         finally:
             self._outbox.drain(DRAIN_TIMEOUT_S)
