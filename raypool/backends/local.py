@@ -1,8 +1,8 @@
 """The backends "inline" and "threads": they run user code in this process, without Ray.
 
-With "inline" a task runs in the thread that submits it. The ranks of a gang run at the same time:
-the first in that thread, each other in one of its own. With "threads" each worker is a thread: the
-same results as on Ray, milliseconds to start, and a debugger stops in the function.
+"inline" runs a task in the thread that submits it, and ranks of a gang at the same time: the first
+in that thread, the others in threads of their own. With "threads" each worker is a thread: results
+as on Ray, a start in milliseconds, and a debugger stops in the function.
 """
 
 from __future__ import annotations
@@ -66,9 +66,7 @@ if TYPE_CHECKING:
 
 
 KEPT_INTERRUPTS = 64
-"""So many tasks that Ctrl-C has ended are kept in mind; each is needed until the driver comes to
-handle what is posted next.
-"""
+"""How many tasks ended by Ctrl-C are remembered: each only until the driver handles its post."""
 
 NOT_STOPPED = (
     "%s has run longer than its timeout_s=%g and does not stop: it is in native code, or goes on"
@@ -77,15 +75,13 @@ NOT_STOPPED = (
 )
 
 MOST_WORKERS = 1024
-"""So many workers a pool in this process may have: each takes a thread, and thousands of them bring
-a machine to a halt.
-"""
+"""The most workers of a pool in this process: each takes a thread, and thousands halt a machine."""
 
 logger = logging.getLogger("raypool")
 
 
 class Rank(NamedTuple):
-    """A rank that is running; the first of a gang has no thread of its own."""
+    """A running rank; the first of a gang has no thread of its own."""
 
     worker_id: int
     attempt_id: int
@@ -93,15 +89,14 @@ class Rank(NamedTuple):
 
 
 class InlineBackend:
-    """Runs each call at once, in the calling thread; a rank other than the first in a thread of its
-    own.
+    """Runs each call at once, in the calling thread; further ranks in threads of their own.
 
     Args:
-        profile: How long a cancelled task has to end, and what workers end with.
+        profile: How long a cancelled task has to end, and the teardown.
         post: Tells the driver what has happened.
         say: Takes the reports and output of tasks.
-        default_workers: How many workers a pool has that does not say.
-        find_way: Leads to the exchange of another pool that is to be used.
+        default_workers: The size of a pool that names none.
+        find_way: Leads to another pool's exchange, to be used instead of an own one.
     """
 
     is_ending = False
@@ -132,26 +127,21 @@ class InlineBackend:
         # of gangs whose first rank has not come back, by task
         self._ranks: dict[int, list[Rank]] = {}
         self._broken_up: set[int] = set()  # those of them of which a rank has failed
-        # Tasks that Ctrl-C has ended in an item, the last few: the driver ends each of them soon
-        # after this call is over.
+        # tasks that Ctrl-C has ended in an item: the driver ends each soon after this call
         self._interrupted: deque[int] = deque(maxlen=KEPT_INTERRUPTS)
         self._exchange: LocalExchange | None = None  # made when somebody asks for the store
-        self._making = threading.Lock()
+        self._making = threading.Lock()  # any thread may be the first to ask for it
         self._is_closed = False
         self._temporary = TemporaryFolder()
         self._folders = CheckpointFolders(temporary_here(self._temporary))
         self._find_way = find_way or (way_finder_here() if in_task() else self._way_of_own)
 
     def find_way(self) -> ExchangeClient:
-        """Return the way to the exchange: that of the pool in whose task this was made, or one of
-        its own.
-        """
+        """Return the way to the exchange: of the pool in whose task this was made, or its own."""
         return self._find_way()
 
     def devices(self) -> list[NodeDevices]:
-        """Return the GPUs of this machine; which of them a worker uses is up to the functions that
-        it runs.
-        """
+        """Return the GPUs of this machine; any worker may use any of them."""
         return [
             NodeDevices(
                 platform.node(), gpus_here(self._profile.inventory)[0], list(self._workers.values())
@@ -159,10 +149,10 @@ class InlineBackend:
         ]
 
     def gpu_memory(self, take: Callable[[dict[int, GpuMemory]], object]) -> None:
-        """Do nothing: it is unknown which GPU a worker uses, if any."""
+        """Do nothing: nobody knows which GPU a worker uses."""
 
     def _way_of_own(self) -> ExchangeClient:
-        # which imports asyncio, for the few who need it
+        # it imports asyncio, and few need it
         from raypool.channel.exchange import LocalExchange
 
         with self._making:
@@ -200,7 +190,7 @@ class InlineBackend:
         return places
 
     def start_worker(self, worker_id: int, place: int, setups: Sequence[Function]) -> None:
-        """Take note of a worker, and set it up."""
+        """Set up a worker."""
         self._set_up(worker_id, self._note(worker_id, place), setups)
 
     def _note(self, worker_id: int, place: int) -> WorkerInfo:
@@ -209,7 +199,7 @@ class InlineBackend:
         return info
 
     def _set_up(self, worker_id: int, info: WorkerInfo, setups: Sequence[Function]) -> bool:
-        """Call the setups of a worker, in its thread, and post the result."""
+        """Call the setups in the worker's thread, and post the result."""
         try:
             set_up([setup.packed for setup in setups], info)
         except (Exception, SystemExit) as error:
@@ -258,16 +248,11 @@ class InlineBackend:
         functions: Sequence[Function],
         behind: int | None,
     ) -> None:
-        """Run the call now. The first rank of a gang has to come last: the others have ended when
-        it returns.
-        """
+        """Run the call now; a gang's first rank has to come last, and waits for the others."""
         part = parts[0]
+        is_late_rank = part.is_rank and part.start > 0
         limit: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if (
-            part.timeout_s is not None
-            and self._limits_time
-            and not (part.is_rank and part.start > 0)
-        ):
+        if part.timeout_s is not None and self._limits_time and not is_late_rank:
             limit = self._limit(worker_id, attempt_id, part, part.timeout_s)
         call = (worker_id, attempt_id, parts, functions, contextlib.nullcontext())
         if not part.is_rank:
@@ -275,7 +260,8 @@ class InlineBackend:
                 self._call(*call)
             return
         thread = None
-        if part.start > 0:
+        if is_late_rank:
+            # a daemon: nothing can end a function that does not stop, and Python would wait for it
             thread = threading.Thread(
                 target=self._call, args=call, name=f"raypool-rank-{part.start}", daemon=True
             )
@@ -294,7 +280,7 @@ class InlineBackend:
             self._broken_up.discard(part.task_id)
 
     def _limit(self, worker_id: int, attempt_id: int, part: Part, timeout_s: float) -> TimeLimit:
-        """Return what ends a call that takes too long; the driver, whose thread runs it, can't."""
+        """Return a time limit of its own for a call: the driver's thread is busy with the call."""
         guard = self._guards[worker_id]
         is_main = threading.current_thread() is threading.main_thread()
 
@@ -319,18 +305,10 @@ class InlineBackend:
                 guard.interrupt_here(attempt_id, part.task_id, frame)
 
         def tell() -> None:
-            # first: what comes back then is late
+            # posted first, so that an answer after it counts as late
             self._post(TimerFired("timeout", worker_id, attempt_id), None)
 
         return TimeLimit(timeout_s, self._profile.cancel_grace_s, tell, interrupt, warn, on_signal)
-
-    def _guards_of(self, part: Part, guard: ThreadGuard) -> list[ThreadGuard]:
-        """Return the guards of what a call takes part in: of all ranks, or its own."""
-        return (
-            [self._guards[rank.worker_id] for rank in self._ranks.get(part.task_id, ())]
-            if part.is_rank
-            else [guard]
-        )
 
     def _wait_for_ranks(self, task_id: int) -> None:
         for rank in self._ranks[task_id]:
@@ -341,10 +319,13 @@ class InlineBackend:
                     self._post(CancelRequested(task_id), None)
                     self._break_up(task_id)
 
+    def _guards_of(self, part: Part, guard: ThreadGuard) -> list[ThreadGuard]:
+        if not part.is_rank:
+            return [guard]
+        return [self._guards[rank.worker_id] for rank in self._ranks.get(part.task_id, ())]
+
     def _break_up(self, task_id: int) -> None:
-        """Stop all ranks of a gang, now that one has failed: the driver, whose thread runs the
-        first, can't say so.
-        """
+        """Stop all ranks of a gang: the driver cannot, since its thread runs the first."""
         ranks = self._ranks.get(task_id, [])
         if ranks:
             self._broken_up.add(task_id)  # for those that have still to come
@@ -361,18 +342,15 @@ class InlineBackend:
         functions: Sequence[Function],
         guard: contextlib.AbstractContextManager[Any],
     ) -> bool:
-        """Run a call and post what became of it; False if that has failed, and its worker with
-        it.
-        """
+        """Run a call and post the result; False if raypool failed, and the worker with it."""
         known = {function.fn_id: function.packed for function in functions}
         try:
             with guard:
-                worker, stopper = self._workers[worker_id], self._guards[worker_id]
                 here = Surroundings(
-                    worker,
+                    self._workers[worker_id],
                     known.__getitem__,
-                    _as_is,
-                    stopper,
+                    lambda items: items,
+                    self._guards[worker_id],
                     self._say,
                     find_way=self.find_way,
                     folders=self._folders,
@@ -398,9 +376,7 @@ class InlineBackend:
     def _run_parts(
         self, attempt_id: int, parts: Sequence[Part], here: Surroundings
     ) -> list[RawResult]:
-        """Run slices; of a task that Ctrl-C has ended nothing begins any more, also not what was
-        dealt out with it.
-        """
+        # no slice of a task that Ctrl-C has ended begins, even if it was dealt out before
         if any(part.task_id in self._interrupted for part in parts):
             return [RawResult(part.start) for part in parts]
         raw = run_parts(attempt_id, parts, here)
@@ -412,13 +388,13 @@ class InlineBackend:
         return raw
 
     def signal(self, worker_id: int, attempt_id: int, task_id: int, wish: Signal) -> None:
-        """Pass on a request about a slice; only its own thread can make one while it runs."""
+        """Pass on a wish for a slice; inline, only its own thread can have one while it runs."""
         guard = self._guards.get(worker_id)
         if guard is not None:
             guard.request(wish, attempt_id, task_id)
 
     def close(self) -> None:
-        """Forget all workers, what is in the store, and temporary files."""
+        """Forget all workers, the store and temporary files."""
         for worker_id in list(self._workers):
             self._forget(worker_id)
         with self._making:
@@ -428,14 +404,9 @@ class InlineBackend:
         self._temporary.remove()
 
 
-def _as_is(items: Any) -> Any:
-    return items
-
-
 def result_of(raw: RawResult) -> SliceResult:
-    """Return what became of a slice. Its errors go along: their tracebacks hold the frames that
-    hold `raw`.
-    """
+    """Return the outcome of a slice."""
+    # The errors leave `raw`: their tracebacks hold the frames that hold `raw`, a cycle.
     failures = {index: Failure(raw.errors.pop(index), None) for index in list(raw.errors)}
     result = SliceResult(
         raw.start, raw.done, LocalValues(raw.values), 0, failures, raw.durations_s, raw.started_at
@@ -451,9 +422,7 @@ TEARDOWN_TIMEOUT_S = 10.0
 """How long the teardown of a worker may take [s]."""
 
 END_TIMEOUT_S = 1.0
-"""A pool that closes waits this long for functions that are still running, after it has cancelled
-them [s].
-"""
+"""How long a closing pool waits for running functions after it has cancelled them [s]."""
 
 
 class ThreadsBackend(InlineBackend):
@@ -465,8 +434,8 @@ class ThreadsBackend(InlineBackend):
         super().__init__(profile, post, say, default_workers)
         self._calls: dict[int, queue.SimpleQueue[Callable[[], bool] | None]] = {}
         self._threads: dict[int, threading.Thread] = {}
-        self._seeding = threading.Lock()
-        # by attempt: they give up what does not stop
+        self._seeding = threading.Lock()  # held by the item whose seed the random generators have
+        # by attempt: they give up workers that do not stop
         self._graces: dict[int, list[threading.Timer]] = {}
         self._watch = Watch()
 
@@ -475,27 +444,19 @@ class ThreadsBackend(InlineBackend):
         for other in self._workers_in(place):
             self._forget(other)
         calls = self._calls[worker_id] = queue.SimpleQueue()
-        name = f"raypool-worker-{place}"
         thread = self._threads[worker_id] = threading.Thread(
-            target=_work, args=(calls,), name=name, daemon=True
+            target=_work, args=(calls,), name=f"raypool-worker-{place}", daemon=True
         )
         thread.start()
-        self._early[worker_id] = HandBack(
-            self._watch, functools.partial(self._tell_early, worker_id)
-        )
-        info = self._note(worker_id, place)  # now, so that it can be ended from now on
+        tell_early = functools.partial(self._tell_early, worker_id)
+        self._early[worker_id] = HandBack(self._watch, tell_early)
+        info = self._note(worker_id, place)  # in this thread: the worker can be ended from now on
         calls.put(lambda: self._set_up(worker_id, info, setups))
 
     def _forget(self, worker_id: int) -> None:
-        """End a thread, after what it is running; wait for its teardown, if it is free to run
-        it.
-        """
-        worker, guard, calls = (
-            self._workers.pop(worker_id),
-            self._guards.pop(worker_id),
-            self._calls.pop(worker_id),
-        )
-        thread = self._threads.pop(worker_id)
+        """End a thread after its call; wait for its teardown if it is free."""
+        worker, guard = self._workers.pop(worker_id), self._guards.pop(worker_id)
+        calls, thread = self._calls.pop(worker_id), self._threads.pop(worker_id)
         del self._early[worker_id]
         calls.put(lambda: self._tear_down(worker_id, worker))
         calls.put(None)
@@ -521,25 +482,11 @@ class ThreadsBackend(InlineBackend):
                     WorkerLost(worker_id, LossReason.STOPPED), "a cancelled task did not stop"
                 )
 
+        # an infinite grace is longer than a timer can wait
         timer = threading.Timer(min(self._profile.cancel_grace_s, threading.TIMEOUT_MAX), give_up)
         timer.daemon = True
         self._graces.setdefault(attempt_id, []).append(timer)
         timer.start()
-
-    def _call(
-        self,
-        worker_id: int,
-        attempt_id: int,
-        parts: Sequence[Part],
-        functions: Sequence[Function],
-        guard: contextlib.AbstractContextManager[Any],
-    ) -> bool:
-        """Run a call; who was to give it up need not wait any more."""
-        try:
-            return super()._call(worker_id, attempt_id, parts, functions, guard)
-        finally:
-            for timer in self._graces.pop(attempt_id, ()):
-                timer.cancel()
 
     def run(
         self,
@@ -549,36 +496,32 @@ class ThreadsBackend(InlineBackend):
         functions: Sequence[Function],
         behind: int | None,
     ) -> None:
-        """Hand the call to the thread.
-
-        The global random generators belong to the whole process, so items that want them seeded run
-        one at a time.
-        """
+        """Hand the call to the thread."""
+        # the global random generators are the process's: items with a seed run one at a time
         is_seeded = any(part.seed is not None for part in parts)
         guard = self._seeding if is_seeded else contextlib.nullcontext()
         early = self._early[worker_id]
 
         def call() -> bool:
             if early.is_behind(behind):
-                self._post(
-                    AttemptFinished(worker_id, attempt_id, ()),
-                    [result_of(RawResult(part.start)) for part in parts],
-                )
+                nothing = [result_of(RawResult(part.start)) for part in parts]
+                self._post(AttemptFinished(worker_id, attempt_id, ()), nothing)
                 return True
-            return self._call(worker_id, attempt_id, parts, functions, guard)
+            try:
+                return self._call(worker_id, attempt_id, parts, functions, guard)
+            finally:
+                for timer in self._graces.pop(attempt_id, ()):
+                    timer.cancel()
 
         self._calls[worker_id].put(call)
 
     def _tell_early(self, worker_id: int, call: OpenCall, narrowed: NarrowedCall) -> None:
-        """Report the finished items of a call that lasts, and drop them: the user may want them
-        freed.
-        """
         kept, results = narrowed.kept, [result_of(result) for result in narrowed.results]
         self._post(AttemptNarrowed(worker_id, narrowed.attempt_id, (), kept), results)
-        call.let_go(narrowed)
+        call.let_go(narrowed)  # the user may want the finished items freed
 
     def close(self) -> None:
-        """Forget all workers, what is in the store, and temporary files."""
+        """Forget all workers, the store and temporary files."""
         self._watch.close()
         workers = [(thread, self._guards[worker_id]) for worker_id, thread in self._threads.items()]
         super().close()

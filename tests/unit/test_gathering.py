@@ -65,6 +65,6 @@ def test_what_is_on_its_way_is_waited_for(
     clock = Clock()
     monkeypatch.setattr(claims, "time", clock)
     arriving: Any = Arriving(clock, times_s)
-    claims._gather([arriving], Patient())  # type: ignore[arg-type]
+    claims._await_claims([arriving], Patient())  # type: ignore[arg-type]
     assert len(arriving.good) == number
     assert clock.now_s < times_s[number - 1] + 2

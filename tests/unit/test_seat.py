@@ -21,14 +21,14 @@ from raypool.backends.ray.backend import Slot
 def test_a_worker_is_idle_while_it_only_refuses(
     calls: dict[int, int | None], is_idle: bool
 ) -> None:
-    seat = Slot(0, cast("Any", None))
-    seat.take_in(3)
-    seat.calls, seat.told_of = calls, 4
-    assert seat.is_idle is is_idle
+    slot = Slot(0, cast("Any", None))
+    slot.take_in(3)
+    slot.calls, slot.told_of = calls, 4
+    assert slot.is_idle is is_idle
 
 
 def test_a_new_worker_has_told_nothing() -> None:
-    seat = Slot(0, cast("Any", None))
-    seat.calls, seat.told_of, seat.is_ending = {5: 4}, 4, True
-    seat.take_in(3)
-    assert (seat.worker_id, seat.calls, seat.told_of, seat.is_ending) == (3, {}, -1, False)
+    slot = Slot(0, cast("Any", None))
+    slot.calls, slot.told_of, slot.is_ending = {5: 4}, 4, True
+    slot.take_in(3)
+    assert (slot.worker_id, slot.calls, slot.told_of, slot.is_ending) == (3, {}, -1, False)

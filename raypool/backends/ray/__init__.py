@@ -1,3 +1,1 @@
-"""The backend on Ray: worker processes, the resources that they claim, and the nodes that they run
-on.
-"""
+"""The backend on Ray: worker processes, their resources, and the nodes that they run on."""

@@ -1,6 +1,6 @@
 """The driver's side of the node agents (see `node_agent`): it starts them, asks them and ends them.
 
-There is one agent for each node with workers of the pool, started with the first of these.
+Each node with workers of the pool has one agent, started with the first of these.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypool.backends.ray import client, mps
-from raypool.backends.ray.calls import UNRECORDED, answered, aside, ask, when_done
+from raypool.backends.ray.calls import answered, aside, ask, on_node, when_done
 from raypool.backends.ray.claims import Claim, locate
 from raypool.backends.ray.node_agent import OFFERED, NodeAgent
 from raypool.backends.ray.nodes import LOOK_S
@@ -45,42 +44,34 @@ ANSWER_S = 3.0
 """How long to wait for a node's answer about its GPUs [s]."""
 
 END_TIMEOUT_S = 60.0
-"""An agent that has not ended a worker by then, or a task that was cancelled, answers nobody any
-more [s]: far above what it may take."""
+"""An agent that has not ended a worker or a cancelled task by then answers nobody any more [s]; far
+above what it may take.
+"""
 
 NODE_NEWS_S = 5.0
-"""After the loss of an agent, calls on its node have so long to show that the node is lost too [s];
-Ray takes about 1 s.
-"""
+"""How long after an agent's loss calls may show its node's loss too [s]; Ray takes about 1 s."""
 
 Chore = Callable[[], object]
 
 
 class MemoryLimit(NamedTuple):
-    """How much memory a worker may use [bytes]; `on_over` is told how much it uses when it is
-    more.
-    """
+    """A worker's memory limit [bytes]; `on_over` is told its memory use above that."""
 
     limit: int
     on_over: Callable[[int], object]
 
 
 class OfferAnswers:
-    """Answers to values offered to queues: those known at once travel together, the others one by
-    one.
-
-    Args:
-        send: Sends one that comes later: ticket, outcome.
-    """
+    """Answers to values offered to queues: `send` takes those that come after the first reply."""
 
     def __init__(self, send: Callable[[int, str], object]) -> None:
         self._send = send
         self._known: list[tuple[int, str]] = []
         self._is_late = False
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # any thread may answer
 
     def give(self, ticket: int, outcome: str) -> None:
-        """Note one; from any thread."""
+        """Add one; from any thread."""
         with self._lock:
             if not self._is_late:
                 self._known.append((ticket, outcome))
@@ -88,20 +79,20 @@ class OfferAnswers:
         self._send(ticket, outcome)
 
     def at_once(self) -> list[tuple[int, str]]:
-        """Return those that are known; the others are sent."""
+        """Return those known by now; later ones are sent."""
         with self._lock:
             self._is_late = True
             return self._known
 
 
 class Agents:
-    """The agents of a pool, and a thread of their own for what comes back from them.
+    """The agents of a pool, and a thread for their answers.
 
     Args:
-        hub: Collects what tasks report and print.
+        hub: Collects reports and printed text of tasks.
         cancel_grace_s: How long a cancelled task has to end [s].
         stays: Whether a node is alive, and not about to go.
-        inventory: Tells the GPUs of a machine.
+        inventory: The GPUs of a machine.
     """
 
     def __init__(
@@ -117,14 +108,14 @@ class Agents:
         self._home_name, self._num_homes = f"raypool-{uuid.uuid4().hex}", 0
         # the agent of its node, and the reference of its answer to `watch`
         self._by_worker: dict[int, tuple[Any, Any]] = {}
-        # references; dropping one while Ray shuts down would end this process
+        # references: dropping one while Ray shuts down would end this process
         self._outlived: list[Any] = []
         # with their actors
         self._workers: dict[int, tuple[Introduction, Any, MemoryLimit | None]] = {}
         self._introductions: dict[int, Introduction] = {}  # the last one of each place
         self._warned: set[str] = set()
         self._asked_memory: set[str] = set()  # nodes that were asked and have not answered yet
-        self._making = threading.Lock()
+        self._making = threading.Lock()  # any thread may ask for an agent; each node has one
         self._is_closed = False
         self._pid = os.getpid()  # a forked child has neither Ray's threads nor the one below
         self._silent = threading.Semaphore(0)  # counts agents that have nothing more to pass on
@@ -132,19 +123,20 @@ class Agents:
         threading.Thread(target=self._work, name="raypool-agents", daemon=True).start()
 
     def later(self, chore: Chore) -> None:
-        """Do something in the agents' thread: in Ray's own threads nothing may be asked of Ray."""
+        """Do something in the agents' thread: Ray's own threads must not ask Ray anything."""
         self._chores.put(chore)
 
-    def _later_by(self, delay_s: float, chore: Chore) -> None:
+    def _later_by(self, delay_s: float, chore: Chore) -> threading.Timer:
         timer = threading.Timer(delay_s, self.later, [chore])
-        timer.daemon = True
+        timer.daemon = True  # it must not keep this process from ending
         timer.start()
+        return timer
 
     def _work(self) -> None:
         while (chore := self._chores.get()) is not None:
             try:
                 chore()
-            except Exception:
+            except Exception:  # the other chores are not to suffer
                 if is_up():
                     logger.exception("raypool's mistake; the pool goes on.")
 
@@ -160,9 +152,7 @@ class Agents:
         actor: Any,
         memory: MemoryLimit | None = None,
     ) -> None:
-        """Let a worker be watched over, and know the agent of its node and the one where the pool's
-        exchange is.
-        """
+        """Let a worker be watched over, and tell it its agent and the home agent."""
         self._workers[worker_id] = introduction, actor, memory
         self._introductions[introduction.info.index] = introduction
         agent = self._agent_on(introduction.node_id)
@@ -175,19 +165,15 @@ class Agents:
                 mps.turns(introduction.info.host, introduction.mps_problem),
             )
         if memory is not None:
-            self._oversee(agent, watched, worker_id, memory)
 
-    def _oversee(self, agent: Any, watched: Any, worker_id: int, memory: MemoryLimit) -> None:
-        def take(used: Any) -> None:
-            if isinstance(used, int):  # else it has ended, or the agent has
-                memory.on_over(used)
+            def take(used: Any) -> None:
+                if isinstance(used, int):  # else it has ended, or the agent has
+                    memory.on_over(used)
 
-        self._answered(agent.oversee.remote(watched, worker_id, memory.limit), take)
+            self._answered(agent.oversee.remote(watched, worker_id, memory.limit), take)
 
     def for_mps(self, claim: Claim) -> Any:
-        """Return the agent that is to start MPS before a worker of this claim begins; None if that
-        would change nothing.
-        """
+        """Return the agent that starts MPS for a worker of this claim; None if it is of no use."""
         if not claim.demand.worker_gpus:
             return None
         if claim.demand.workers_per_claim == 1:
@@ -205,7 +191,6 @@ class Agents:
         return self._agent_on(node_id)
 
     def _warn(self, what: str, words: str) -> None:
-        """Warn of something, once."""
         if what not in self._warned:
             self._warned.add(what)
             logger.warning(words)
@@ -217,10 +202,9 @@ class Agents:
     def usage(
         self, worker_id: int, since: float, until: float, take: Callable[[Usage | None], object]
     ) -> None:
-        """Let `take` have how the (first) GPU of a worker was used between two times [s since the
-        epoch]; None: it is not known.
+        """Pass the use of a worker's (first) GPU to `take`, for a time [s since the epoch].
 
-        It is called in the agents' thread, within `ANSWER_S`.
+        In the agents' thread, within `ANSWER_S`; None: unknown.
         """
         agent, _ = self._by_worker.get(worker_id, (None, None))
         worker = self._workers.get(worker_id)
@@ -233,20 +217,15 @@ class Agents:
         )
 
     def devices(self) -> list[NodeDevices]:
-        """Return the GPUs of the nodes that there are workers on, or were; None where a node does
-        not answer in time.
-        """
+        """Return the GPUs of the nodes with workers; None where one does not answer in time."""
         workers: dict[str, list[WorkerInfo]] = {}
         for introduction in list(self._introductions.values()):
             workers.setdefault(introduction.node_id, []).append(introduction.info)
-        agents = {
-            node_id: agent
-            for node_id in workers
-            if (agent := self._agents.get(node_id)) is not None
-        }
-        if not is_up():
-            agents = {}
-        asked = {node_id: agent.devices.remote() for node_id, agent in agents.items()}
+        asked = {}
+        for node_id in workers:
+            agent = self._agents.get(node_id)
+            if agent is not None and is_up():
+                asked[node_id] = agent.devices.remote()
         if asked:
             ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S)
         found = {node_id: answered(ref) for node_id, ref in asked.items()}
@@ -256,17 +235,13 @@ class Agents:
         ]
 
     def gpu_memory(self, take: Callable[[dict[int, GpuMemory]], object]) -> None:
-        """Let `take` have, by worker, how much memory of its GPUs is in use; in the agents' thread,
-        once for each node.
-        """
+        """Pass GPU memory in use, by worker, to `take`; in the agents' thread, for each node."""
         nodes: dict[str, dict[int, Sequence[int]]] = {}
         for introduction in list(self._introductions.values()):
-            if introduction.info.gpus:
-                nodes.setdefault(introduction.node_id, {})[introduction.info.index] = (
-                    introduction.info.gpus
-                )
-        for node_id, gpus in nodes.items():
-            self.later(functools.partial(self._ask_memory, node_id, gpus, take))
+            if gpus := introduction.info.gpus:
+                nodes.setdefault(introduction.node_id, {})[introduction.info.index] = gpus
+        for node_id, by_worker in nodes.items():
+            self.later(functools.partial(self._ask_memory, node_id, by_worker, take))
 
     def _ask_memory(
         self,
@@ -282,13 +257,8 @@ class Agents:
         def pass_on(answer: Any) -> None:
             self._asked_memory.discard(node_id)
             if isinstance(answer, dict):  # else the agent has gone
-                take(
-                    {
-                        worker: sum_of([answer[gpu] for gpu in on])
-                        for worker, on in gpus.items()
-                        if answer.keys() >= set(on)
-                    }
-                )
+                known = {worker: on for worker, on in gpus.items() if answer.keys() >= set(on)}
+                take({worker: sum_of([answer[gpu] for gpu in on]) for worker, on in known.items()})
 
         self._answered(agent.gpu_memory.remote(), pass_on)
 
@@ -298,30 +268,20 @@ class Agents:
                 raise PoolClosedError(POOL_ENDED)
             agent = self._agents.get(node_id)
             if agent is None:
-                driver = client.driver_process() if node_id == client.home_node() else None
-                place = NodeAffinitySchedulingStrategy(node_id, soft=False)
-                options: dict[str, Any] = {
-                    "num_cpus": 0,
-                    "num_gpus": 0,
-                    "scheduling_strategy": place,
-                    "max_concurrency": 100_000,
-                }
-                if node_id == client.home_node():
+                is_home = node_id == client.home_node()
+                driver = client.driver_process() if is_home else None
+                # many of its calls wait
+                options = on_node(node_id) | {"num_gpus": 0, "max_concurrency": 100_000}
+                if is_home:
                     self._num_homes += 1
                     options["name"] = f"{self._home_name}-{self._num_homes}"
-                agent = (
-                    ray.remote(NodeAgent)
-                    .options(**options, **UNRECORDED)
-                    .remote(driver, self._inventory)
-                )
+                agent = ray.remote(NodeAgent).options(**options).remote(driver, self._inventory)
                 self._agents[node_id] = agent
                 self._take(agent)
             return agent
 
     def home(self) -> Any:
-        """Return the agent where the pool's exchange is: that of the driver's node, or of its way
-        into the cluster.
-        """
+        """Return the agent with the pool's exchange, on the driver's or Ray Client's node."""
         return self._agent_on(client.home_node())
 
     def ask(self, method: str, *args: Any) -> Any:
@@ -359,7 +319,12 @@ class Agents:
             self._silent.release()
             self._replace(agent)
             return
-        answers = OfferAnswers(functools.partial(self._answer, agent))
+
+        def answer(ticket: int, outcome: str) -> None:  # from any thread
+            if not self._is_closed and is_up():
+                agent.exchange.remote("answer", ticket, outcome)
+
+        answers = OfferAnswers(answer)
         for worker_id, number, content in mail:
             if worker_id == OFFERED:
                 offer(content[0], content[1], functools.partial(answers.give, number))
@@ -368,15 +333,8 @@ class Agents:
             if worker_id != OFFERED:
                 self._hub.deliver(worker_id, number, content)
 
-    def _answer(self, agent: Any, ticket: int, outcome: str) -> None:
-        """Say what became of a value that was offered to a queue; from any thread."""
-        if not self._is_closed and is_up():
-            agent.exchange.remote("answer", ticket, outcome)
-
     def catch_up(self, sent: dict[int, int]) -> None:
-        """Wait for what calls that have ended had said before, and for these batches (by worker
-        id).
-        """
+        """Wait for what ended calls have said, and for these batches (by worker id)."""
         self._hub.catch_up()
         for worker_id, number in sent.items():
             wait = self._hub.waiter(worker_id, number)
@@ -384,9 +342,7 @@ class Agents:
                 wait()
 
     def _replace(self, lost: Any) -> None:
-        """Start another agent for one that was killed; with it goes what it held: the store, if it
-        was the home.
-        """
+        """Start another agent for one that was killed; what it held, as the store, is lost."""
         with self._making:
             # none, at the end of the pool
             nodes = [node_id for node_id, agent in self._agents.items() if agent is lost]
@@ -396,9 +352,7 @@ class Agents:
             self._later_by(2 * LOOK_S, functools.partial(self._attach_again, node_id))
 
     def _attach_again(self, node_id: str) -> None:
-        """Let workers have another agent, unless the node has gone with it, or is about to go,
-        where no actor can start.
-        """
+        # no actor can start on a node that has gone, or is about to go
         if not is_up() or self._is_closed or not self._stays(node_id):
             return
         logger.warning(
@@ -414,9 +368,7 @@ class Agents:
     def signal(
         self, worker_id: int, attempt_id: int, task_id: int, wish: Signal, on_stuck: Chore
     ) -> None:
-        """Pass on a wish to a worker; `on_stuck` is called if what was cancelled still runs after
-        the grace.
-        """
+        """Pass on a wish; `on_stuck` is called if a canceled task still runs after the grace."""
         # asking anything of it would start a new one
         if worker_id not in self._by_worker or not is_up():
             return
@@ -437,9 +389,7 @@ class Agents:
         self.within(self._cancel_grace_s + END_TIMEOUT_S, told, take)
 
     def end(self, worker_id: int, actor: Any, then: Chore) -> None:
-        """Kill what is left of a worker, its children too; `then` is called, in some thread, when
-        nothing is left.
-        """
+        """Kill the rest of a worker, children too; then `then` is called, in some thread."""
         agent, watched = self._by_worker.pop(worker_id, (None, None))
         self._workers.pop(worker_id, None)
         if not is_up():
@@ -451,23 +401,20 @@ class Agents:
             other.exchange.remote("forget", worker_id)
         if agent is None:
             aside(functools.partial(_kill, [actor], then))
-        else:
-            self.within(
-                END_TIMEOUT_S,
-                agent.end.remote(watched, worker_id),
-                functools.partial(self._ended, agent, actor, then),
-            )
-
-    def _ended(self, agent: Any, actor: Any, then: Chore, answer: Any) -> None:
-        if not isinstance(answer, BaseException):
-            then()
             return
-        # another takes its place; else it has gone itself
-        late = [agent] if isinstance(answer, TimeoutError) else []
-        aside(functools.partial(_kill, [*late, actor], then))
+
+        def ended(answer: Any) -> None:
+            if not isinstance(answer, BaseException):
+                then()
+                return
+            # a silent agent is killed, so that another takes its place; else it has gone itself
+            late = [agent] if isinstance(answer, TimeoutError) else []
+            aside(functools.partial(_kill, [*late, actor], then))
+
+        self.within(END_TIMEOUT_S, agent.end.remote(watched, worker_id), ended)
 
     def within(self, timeout_s: float, ref: Any, take: Callable[[Any], object]) -> None:
-        """Let `take` have the answer to a call, or a TimeoutError if none has come in time."""
+        """Pass the answer to a call to `take`, or a TimeoutError if none comes in time."""
         # a lock taken once, never released: answer or timeout, whichever comes first
         first = threading.Lock()
 
@@ -476,11 +423,7 @@ class Agents:
                 timer.cancel()
                 take(answer)
 
-        timer = threading.Timer(
-            timeout_s, lambda: self._chores.put(lambda: take_once(TimeoutError()))
-        )
-        timer.daemon = True
-        timer.start()
+        timer = self._later_by(timeout_s, lambda: take_once(TimeoutError()))
         self._answered(ref, take_once)
 
     def close(self) -> None:
@@ -500,7 +443,6 @@ class Agents:
 
 
 def _kill(actors: Sequence[Any], then: Chore) -> None:
-    """Let Ray kill actors, and go on."""
     for actor in actors:
         if is_up():
             ray.kill(actor)

@@ -10,41 +10,55 @@ from typing import Any
 
 import ray
 from ray import exceptions as rx
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypool.channel.exchange import POOL_ENDED
 from raypool.errors import LossReason, PoolClosedError, WorkerLostError
 
 UNRECORDED = {"enable_task_events": False}
-"""An option of actors (it holds for their methods, too) and tasks: Ray's control store would keep
+"""An option of actors (it covers their methods) and tasks: else Ray's control store would keep
 about 5 KB of each call.
 """
 
 LOOK_AGAIN_S = 1.0
-"""How soon whoever waits for an answer notices that Ray has ended [s]."""
+"""How soon a thread that waits for an answer notices that Ray has ended [s]."""
 
 
 def when_done(ref: Any, callback: Callable[[Any], None]) -> None:
     """Call back, in a thread of Ray's, with the object or Ray's exception.
 
-    What `ObjectRef.future()` is made of, without the future: 4 % of a round trip. Private, checked
-    on Ray 2.60. The reference has to live until then, or Ray forgets the object that it is to call
-    back about.
+    `ObjectRef.future()` without the future, which is 4 % of a round trip. Private, checked on Ray
+    2.60.
     """
+    # `_ref` keeps the reference alive: without it Ray would forget the object and never call back
     ref._on_completed(lambda answer, _ref=ref: callback(answer))
 
 
 def aside(chore: Callable[[], object]) -> None:
-    """Call something that asks Ray's control store, which may not answer for long, in a thread of
-    its own.
-    """
+    """Call something in its own thread, since Ray's control store may not answer for long."""
     threading.Thread(target=chore, name="raypool-aside", daemon=True).start()
 
 
+def on_node(node_id: str) -> dict[str, Any]:
+    """Return the options of an actor or task that runs on a node and claims nothing there."""
+    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return {"num_cpus": 0, "scheduling_strategy": there, **UNRECORDED}
+
+
+def ask_node(node_id: str, timeout_s: float, question: Callable[..., Any], *args: Any) -> Any:
+    """Return the answer of a function on a node; None if there is none in time."""
+    asked = ray.remote(question).options(**on_node(node_id)).remote(*args)
+    try:
+        return ray.get(asked, timeout=timeout_s)
+    except (rx.RayError, TimeoutError):
+        return None
+
+
 def answered(ref: Any) -> Any:
-    """Return what a call has returned; None if it has not, or something is wrong."""
+    """Return the answer to a call; None if there is none yet, or it is an error."""
     try:
         return ray.get(ref, timeout=0)
-    except rx.RayError:
+    except rx.RayError:  # also of no answer yet: GetTimeoutError
         return None
 
 
@@ -54,15 +68,14 @@ def ask(agent: Any, method: str, *args: Any) -> Any:
 
 
 def answer_to(ref: Any) -> Any:
-    """Wait for the answer of an agent, at which signals can interrupt this.
-
-    (Ray's own `get` looks for signals once a second.)
+    """Wait for the answer of an agent.
 
     Raises:
         WorkerLostError: The agent's process has died. The pool starts another one.
         PoolClosedError: Ray, or the connection to it, has gone, and the pool with it.
     """
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    # signals interrupt this queue at once; Ray's own `get` looks for them once a second
     when_done(ref, answers.put)
     while True:
         try:
@@ -113,15 +126,13 @@ RAY_FAILURES: dict[type[BaseException], LossReason] = {
     rx.RpcError: LossReason.NODE,
     rx.RayError: LossReason.UNKNOWN,
 }
-"""What an exception of Ray's says of a worker; the nearest class above it counts. Workers never
-raise through Ray, so that any exception means that something else than the user's function has
-failed."""
+"""What an exception of Ray's means for a worker; the nearest base class counts. Workers never raise
+through Ray, so any exception means that something other than the user's function has failed.
+"""
 
 
 NODE_HAS_DIED = "its node has died"
-"""In what Ray says of an actor whose node its control store has given up; the exception is that of
-an actor that has died.
-"""
+"""In Ray's text about an actor whose node was given up: the exception is that of a dead actor."""
 
 
 def loss_reason(error: BaseException) -> LossReason:
@@ -137,7 +148,7 @@ def loss_reason(error: BaseException) -> LossReason:
 
 
 def loss_text(error: BaseException) -> str:
-    """Return in a few words what Ray says of a lost worker."""
+    """Return Ray's words about a lost worker, in short."""
     cause = getattr(error, "cause", None)  # of a RayTaskError: what a worker has raised itself
     text = f"{type(cause).__name__}: {cause}" if isinstance(cause, BaseException) else str(error)
     if NODE_HAS_DIED in text:

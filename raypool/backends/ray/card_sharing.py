@@ -1,6 +1,6 @@
-"""Sharing of GPUs in an "auto" pool, the driver's side: how many workers each GPU has.
+"""Sharing of GPUs in an "auto" pool, the driver's side: how many workers each GPU gets.
 
-Each GPU begins with one worker, so that its first items run alone and are measured. An item that
+Each GPU starts with one worker, so that its first items run alone and are measured. An item that
 runs out of memory beside others runs again, alone on its GPU; if it does so again, it fails. The
 worker's side is `raypool.worker.gpu_turns`, the rule is in `raypool.gpus.sharing`.
 """
@@ -11,7 +11,7 @@ import functools
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,12 +29,10 @@ if TYPE_CHECKING:
     from raypool.backends.ray.backend import Slot
 
 REMEMBERED = 32
-"""The number of a GPU's last items whose needs decide how many workers share it."""
+"""How many of a GPU's last items decide how many workers share it."""
 
 TRIES_ALONE = 2
-"""How often an item may run alone. The first time, idle workers may still hold memory; then they
-are sent away.
-"""
+"""How often an item may run alone; after the first time, idle workers, which hold memory, leave."""
 
 ALONE = (1.0, True)
 """The turn of an item that runs alone; see `Part`."""
@@ -45,15 +43,11 @@ ASK_S = 1.0
 logger = logging.getLogger("raypool")
 
 AskUsage = Callable[[int, float, float, Callable[[Usage | None], object]], object]
-"""Asks how the GPU of a worker was used between two times [s since the epoch], and lets the last
-argument have the answer.
-"""
+"""Passes the use of a worker's GPU between two times [s since the epoch] to the last argument."""
 
 
 class Flight(NamedTuple):
-    """A call: what it holds, on which GPU, with which part of its memory, and whether it had to
-    share that when it was sent.
-    """
+    """A call: its parts, GPU and share of its memory, and whether it shared that when sent."""
 
     parts: Sequence[Part]
     claim: Claim
@@ -79,9 +73,7 @@ class SharedGpu:
 
     @property
     def num_workers(self) -> int:
-        """How many workers may be on it at the same time, with those that are about to leave, or to
-        come.
-        """
+        """How many workers may be on it at once, with those that are about to leave or come."""
         return max(self.claim.room, self.claim.num_workers, self.planned)
 
     @property
@@ -98,7 +90,7 @@ class SharedGpu:
 
     @property
     def share(self) -> float:
-        """Which part of its memory each of its workers may have."""
+        """The part of its memory that each of its workers may use."""
         load = self.load
         return fraction_for(
             self.num_workers, load.total_bytes, load.others_bytes, load.overhead_bytes
@@ -107,9 +99,7 @@ class SharedGpu:
     def note(
         self, results: Sequence[SliceResult], weight: GpuLoad | None, share: float, was_alone: bool
     ) -> None:
-        """Take note of what a call has needed, which might have so much of the memory, or all of it
-        if it was alone.
-        """
+        """Add the needs of a call, which had this share of the memory, or all of it if alone."""
         if weight is not None and weight.total_bytes is not None:
             self.weight = weight
             if weight.overhead_bytes:
@@ -125,12 +115,8 @@ class SharedGpu:
         for result in results:
             is_shared = share < 1 and not was_alone
             if result.crowded_out and is_shared:  # it needs more than it may have had
-                self.peaks.append(
-                    max(
-                        result.peak_memory_bytes or 0,
-                        int(share * (self.weight.total_bytes or 0)) + 1,
-                    )
-                )
+                limit_bytes = int(share * (self.weight.total_bytes or 0))
+                self.peaks.append(max(result.peak_memory_bytes or 0, limit_bytes + 1))
             if result.crowded_out or not (result.peak_memory_bytes is not None or has_own):
                 continue
             is_too_large = not is_shared and any(
@@ -147,11 +133,11 @@ class SharedGpu:
 
 
 class SharedGpus:
-    """The GPUs of an "auto" pool. Its methods may be called from any thread.
+    """The GPUs of an "auto" pool; its methods may be called from any thread.
 
     Args:
-        seating: Tells the claim of each place.
-        take_in: Takes note of places that are added, and what they stand on.
+        placement: Tells the claim of each place.
+        take_in: Takes new places and their claims.
         post: Tells the driver.
         ask_usage: Asks how busy a GPU was; None where workers compute at the same time (MPS), and
             that limits nothing.
@@ -159,66 +145,60 @@ class SharedGpus:
 
     def __init__(
         self,
-        seating: Placement,
+        placement: Placement,
         take_in: Callable[[dict[int, Claim]], object],
         post: Post,
         ask_usage: AskUsage | None,
     ) -> None:
-        self._seating = seating
+        self._placement = placement
         self._take_in = take_in
         self._post = post
         self._ask_usage = ask_usage
-        self._cards: dict[Claim, SharedGpu] = {}
+        self._gpus: dict[Claim, SharedGpu] = {}
         self._flights: dict[int, dict[int, Flight]] = {}  # by place and attempt
         # how often items were told to run alone, by task and number
-        self._alone: dict[tuple[int, int], int] = {}
+        self._alone: Counter[tuple[int, int]] = Counter()
         self._asked: set[int] = set()  # places that were asked to leave
         self._num_gone = 0  # claims that were lost with machines
         self._is_settled = False  # the user has said how many workers there are to be
         self._has_complained = False
         self._has_warned = False
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # `_consider` may call `_grow` while it holds it
 
     # --- places -----------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Take note that the user has set the size of the pool: it does not grow by itself any
-        more.
-        """
+        """Note that the user has set the pool's size: it no longer grows by itself."""
         self._is_settled = True
         self._num_gone = 0
 
     def regain(self, most: int, claim: Callable[[int], list[int]]) -> list[int]:
-        """Claim again what was lost with machines: as many GPUs, not as many as there were workers
-        on them.
-        """
+        """Claim as many GPUs as were lost with machines, whatever the number of their workers."""
         places = claim(min(most, self._num_gone)) if self._num_gone else []
         self._num_gone -= len(places)
         return places
 
     def moved_in(self, place: int, claim: Claim) -> Sharing | None:
-        """Take note of a worker that is about to start in a place; return how it shares its GPU,
-        None if it has none.
-        """
+        """Add a worker; return how it shares its GPU, None if it has none."""
         if claim.demand.kind != "GPU":
             return None
         with self._lock:
             self._flights[place] = {}
             return Sharing(
-                self._cards.setdefault(claim, SharedGpu(claim)).num_workers, takes_turns=True
+                self._gpus.setdefault(claim, SharedGpu(claim)).num_workers, takes_turns=True
             )
 
     def left(self, place: int, claim: Claim, *, is_lost: bool) -> None:
-        """Take note that a place is gone; if `is_lost`, with its machine."""
+        """Note that a place is gone; if `is_lost`, with its machine."""
         with self._lock:
             self._flights.pop(place, None)
-            card = self._cards.get(claim)
+            gpu = self._gpus.get(claim)
             if claim.is_released:
-                self._cards.pop(claim, None)
+                self._gpus.pop(claim, None)
                 self._num_gone += is_lost
-            elif card is not None and place not in self._asked:
+            elif gpu is not None and place not in self._asked:
                 # the user has wished it, or nothing can start there
-                card.most = claim.room = max(claim.num_workers, 1)
+                gpu.most = claim.room = max(claim.num_workers, 1)
             self._asked.discard(place)
 
     # --- calls ------------------------------------------------------------------------------------
@@ -226,73 +206,66 @@ class SharedGpus:
     def sent(
         self, place: int, claim: Claim, attempt_id: int, parts: Sequence[Part]
     ) -> Sequence[Part]:
-        """Return the parts of a call that is about to be sent, with what they have to know of their
-        GPU.
-        """
+        """Return the parts of a call to be sent, with their turns on the GPU."""
         with self._lock:
-            card = self._cards.get(claim)
-            if card is None:
+            gpu = self._gpus.get(claim)
+            if gpu is None:
                 return parts
-            share = card.share
+            share = gpu.share
             parts = [
                 part._replace(turn=ALONE if self._is_to_run_alone(part) else (share, False))
                 for part in parts
             ]
-            self._flights.setdefault(place, {})[attempt_id] = Flight(
-                parts, claim, share, share < 1 or claim.num_workers > 1
-            )
+            is_crowded = share < 1 or claim.num_workers > 1
+            flight = Flight(parts, claim, share, is_crowded)
+            self._flights.setdefault(place, {})[attempt_id] = flight
             return parts
 
     def _is_to_run_alone(self, part: Part) -> bool:
-        if not self._alone:
-            return False
-        return any(
-            (part.task_id, index) in self._alone
-            for index in range(part.start, part.start + part.num_items)
-        )
+        numbers = range(part.start, part.start + part.num_items) if self._alone else ()
+        return any((part.task_id, number) in self._alone for number in numbers)
 
     def came_back(
         self,
         worker_id: int,
-        seat: Slot,
+        slot: Slot,
         attempt_id: int,
         results: Sequence[SliceResult],
         weight: GpuLoad | None,
     ) -> None:
-        """Learn from a call that has come back, and say of its items which have to run again,
-        alone.
-        """
-        place, claim = seat.place, seat.claim
+        """Learn from a call, and mark items that ran out of memory to run again, alone."""
+        place, claim = slot.place, slot.claim
         with self._lock:
-            flight, card = (
-                self._flights.get(place, {}).pop(attempt_id, None),
-                self._cards.get(claim),
-            )
-            if flight is None or card is None:
+            flight = self._flights.get(place, {}).pop(attempt_id, None)
+            gpu = self._gpus.get(claim)
+            if flight is None or gpu is None:
                 return
             is_crowded = flight.is_crowded or claim.num_workers > 1
             for part, result in zip(flight.parts, results, strict=True):
-                self._look_for_shortage(card, part, result, is_crowded)
-            card.note(
-                results, weight, flight.share, any(part.turn == ALONE for part in flight.parts)
-            )
-            if weight is not None and weight.total_bytes is None:
-                self._complain()
-            self._consider(card, worker_id)
+                self._look_for_shortage(gpu, part, result, is_crowded)
+            was_alone = any(part.turn == ALONE for part in flight.parts)
+            gpu.note(results, weight, flight.share, was_alone)
+            if weight is not None and weight.total_bytes is None and not self._has_complained:
+                self._has_complained = True
+                logger.warning(
+                    "Nothing is known of the memory of the pool's GPUs, so workers_per_gpu='auto'"
+                    " leaves one worker on each. Say how many there should be (workers_per_gpu=2),"
+                    " or look whether nvidia-smi works there."
+                )
+            self._consider(gpu, worker_id)
 
     def _look_for_shortage(
-        self, card: SharedGpu, part: Part, result: SliceResult, is_crowded: bool
+        self, gpu: SharedGpu, part: Part, result: SliceResult, is_crowded: bool
     ) -> None:
-        out = [
-            index
-            for index, failure in sorted(result.failures.items())
-            if is_gpu_out_of_memory(failure.error)
-        ]
-        was_alone = part.turn == ALONE
         if is_crowded and not part.is_rank:
-            result.crowded_out = tuple(
-                index for index in out if self._may_try_alone((part.task_id, index))
-            )
+            again = [
+                index
+                for index, failure in sorted(result.failures.items())
+                if is_gpu_out_of_memory(failure.error)
+                and self._alone[part.task_id, index] < TRIES_ALONE
+            ]
+            self._alone.update((part.task_id, index) for index in again)
+            result.crowded_out = tuple(again)
         for index in range(part.start, part.start + result.done) if self._alone else ():
             if index not in result.crowded_out:
                 self._alone.pop((part.task_id, index), None)
@@ -302,96 +275,75 @@ class SharedGpus:
             logging.INFO if self._has_warned else logging.WARNING,
             "%s ran out of memory on a GPU that %d workers share; it runs again, alone on a GPU.",
             f"Item {result.crowded_out[0]} of {part.name}" if not part.is_call else part.name,
-            card.num_workers,
+            gpu.num_workers,
         )
         self._has_warned = True
-        if was_alone:  # what the others have of it, idle as they were, was too much
-            self._set_seats(card, 1)
-
-    def _may_try_alone(self, item: tuple[int, int]) -> bool:
-        tries = self._alone.get(item, 0)
-        if tries >= TRIES_ALONE:
-            return False
-        self._alone[item] = tries + 1
-        return True
+        if part.turn == ALONE:  # the idle workers beside it held too much memory
+            self._set_room(gpu, 1)
 
     # --- number of workers ------------------------------------------------------------------------
 
-    def _consider(self, card: SharedGpu, worker_id: int) -> None:
-        """Let a GPU have as many workers as it should, by what is known of it now."""
-        fit = fitting(card.load)
-        if fit is not None and fit < card.claim.room:
-            self._set_seats(card, fit)
-        elif fit is not None and fit > card.claim.room and self._may_grow(card):
-            card.planned = min(
-                fit, 2 * card.claim.room, card.most, card.claim.demand.workers_per_claim
-            )
-            if self._largest_share(card) > card.share:
+    def _consider(self, gpu: SharedGpu, worker_id: int) -> None:
+        """Give a GPU the number of workers that fits now."""
+        fit = fitting(gpu.load)
+        if fit is not None and fit < gpu.claim.room:
+            self._set_room(gpu, fit)
+        elif fit is not None and fit > gpu.claim.room and self._may_grow(gpu):
+            gpu.planned = min(fit, 2 * gpu.claim.room, self._limit(gpu))
+            shares = [
+                flight.share
+                for flights in self._flights.values()
+                for flight in flights.values()
+                if flight.claim is gpu.claim
+            ]
+            if max(shares, default=0.0) > gpu.share:
                 return  # what runs might take what is meant for others; what follows it will not
-            card.is_asking = True
+            gpu.is_asking = True
             if self._ask_usage is None:
-                self._grow(card, None)
+                self._grow(gpu, None)
             else:
-                self._ask_usage(
-                    worker_id, card.since, time.time(), functools.partial(self._grow, card)
-                )
+                grow = functools.partial(self._grow, gpu)
+                self._ask_usage(worker_id, gpu.since, time.time(), grow)
 
-    def _largest_share(self, card: SharedGpu) -> float:
-        """Return which part of a GPU's memory a call may have at most that runs there now."""
-        flights = [
-            flight
-            for flights in self._flights.values()
-            for flight in flights.values()
-            if flight.claim is card.claim
-        ]
-        return max((flight.share for flight in flights), default=0.0)
+    def _limit(self, gpu: SharedGpu) -> int:
+        return min(gpu.most, gpu.claim.demand.workers_per_claim)
 
-    def _may_grow(self, card: SharedGpu) -> bool:
-        limit = min(card.most, card.claim.demand.workers_per_claim)
-        is_free = not (self._is_settled or card.is_asking or card.claim.is_released)
-        is_time = card.num_done >= card.claim.room and time.monotonic() > card.ask_at
-        return is_free and is_time and card.claim.room < limit
+    def _may_grow(self, gpu: SharedGpu) -> bool:
+        is_free = not (self._is_settled or gpu.is_asking or gpu.claim.is_released)
+        is_time = gpu.num_done >= gpu.claim.room and time.monotonic() > gpu.ask_at
+        return is_free and is_time and gpu.claim.room < self._limit(gpu)
 
-    def _grow(self, card: SharedGpu, usage: Usage | None) -> None:
+    def _grow(self, gpu: SharedGpu, usage: Usage | None) -> None:
         with self._lock:
-            card.is_asking = False
-            if not self._may_grow(card):
-                card.planned = 0
+            gpu.is_asking = False
+            if not self._may_grow(gpu):
+                gpu.planned = 0
                 return
-            load = card.load
+            load = gpu.load
             if self._ask_usage is None:
                 load = load._replace(utilisation=None)
             elif usage is not None and usage.mean_utilisation is not None:
                 load = load._replace(utilisation=usage.mean_utilisation)
-            seats = min(workers_for(load), card.most, card.claim.demand.workers_per_claim)
-            if seats > card.claim.room:
-                self._set_seats(card, seats)
+            room = min(workers_for(load), self._limit(gpu))
+            if room > gpu.claim.room:
+                self._set_room(gpu, room)
             else:
-                card.begin_anew()
-                card.ask_at = time.monotonic() + ASK_S
+                gpu.begin_anew()
+                gpu.ask_at = time.monotonic() + ASK_S
 
-    def _set_seats(self, card: SharedGpu, seats: int) -> None:
-        before = card.claim.room
-        if seats > before:
-            places = self._seating.widen(card.claim, seats)
+    def _set_room(self, gpu: SharedGpu, room: int) -> None:
+        before = gpu.claim.room
+        if room > before:
+            places = self._placement.widen(gpu.claim, room)
             self._take_in(places)
             event = ResizeRequested(add=tuple(places))
         else:
-            leaving = self._seating.narrow(card.claim, seats)
+            leaving = self._placement.narrow(gpu.claim, room)
             self._asked.update(leaving)
             event = ResizeRequested(leave=leaving)
         if event != ResizeRequested():
             logger.info(
-                "Workers that share a GPU: %d until now, %d from now on.", before, card.claim.room
+                "Workers that share a GPU: %d until now, %d from now on.", before, gpu.claim.room
             )
             self._post(event, None)
-        card.begin_anew()
-
-    def _complain(self) -> None:
-        if not self._has_complained:
-            self._has_complained = True
-            logger.warning(
-                "Nothing is known of the memory of the pool's GPUs, so workers_per_gpu='auto'"
-                " leaves one worker on each. Say how many there should be (workers_per_gpu=2), or"
-                " look whether nvidia-smi works there."
-            )
+        gpu.begin_anew()

@@ -1,8 +1,8 @@
 """Claims on GPUs or cores: placement groups of one bundle, which outlive the workers in them.
 
-A bundle keeps its GPU for life, so every process in it uses that GPU. A GPU that several workers
-share is claimed whole. `claim_number` claims any GPUs or cores, `Choice` the GPUs that the user has
-chosen, and `Survey` asks which GPUs claims have got, and how full these are.
+A bundle keeps its GPU for life, so every process in it uses that GPU; a shared GPU is claimed
+whole. `claim_number` claims any GPUs or cores, `Choice` the GPUs that the user has chosen, and
+`Survey` finds out which GPUs claims have got, and how full these are.
 """
 
 from __future__ import annotations
@@ -23,19 +23,17 @@ from weakref import WeakKeyDictionary
 import ray
 from ray.util import placement_group, placement_group_table, remove_placement_group
 from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import (
-    NodeAffinitySchedulingStrategy,
-    PlacementGroupSchedulingStrategy,
-)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raypool.backends.ray import shortages
-from raypool.backends.ray.calls import UNRECORDED
+from raypool.backends.ray.calls import UNRECORDED, ask_node
 from raypool.backends.ray.demand import (
     NONE,
     Demand,
     Growth,
     Need,
     Node,
+    gpus_of,
     living_nodes,
     name_of,
     names_of,
@@ -55,7 +53,7 @@ SILENT_S = 1.0
 logger = logging.getLogger("raypool")
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)  # a key of dictionaries, by identity
 class Claim:
     """A bundle of resources of one node."""
 
@@ -73,7 +71,7 @@ class Claim:
 
     @property
     def gpu(self) -> int | None:
-        """The index of its (first) GPU, where that was asked."""
+        """The index of its (first) GPU, if known."""
         return self.cards[0].index if self.cards else None
 
     def strategy(self) -> PlacementGroupSchedulingStrategy:
@@ -88,11 +86,8 @@ class Claim:
 class Wanted:
     """How long to wait for claims: a limited time, and not beyond the end of the pool.
 
-    Args:
-        timeout_s: So long at most.
-        closed: Set when the pool ends.
-        others: What other open pools of this process hold, by the line that opened them. These are
-            not waited for.
+    `others` are the claims of this process's other open pools, by the line that opened them, which
+    are not waited for.
     """
 
     def __init__(
@@ -105,17 +100,16 @@ class Wanted:
         self._has_told = False
 
     def tell(self, missing: Callable[[], str]) -> None:
-        """Say what is waited for, once, and not before a second has passed."""
+        """Report once, after a second, what is waited for."""
         if not self._has_told and time.monotonic() > self._begin + SILENT_S:
             self._has_told = True
-            # what has come already is not waited for
+            # claims of this process are not waited for
             others = tuple(name for name in holders() if _holder() not in name)
-            who = held_by(others) if others else ""
             logger.warning(
                 "Waiting for %s, for start_timeout_s=%g at most. %s",
                 missing(),
                 self._timeout_s,
-                who,
+                held_by(others) if others else "",
             )
 
     def is_over(self) -> bool:
@@ -124,12 +118,12 @@ class Wanted:
 
 
 def _holder() -> str:
-    """Return what holds the claims of this process, as others see it."""
+    """Return the name under which this process's claims appear to others."""
     return f"raypool in process {os.getpid()} on {platform.node()}"
 
 
 def release_all(claims: Sequence[Claim]) -> None:
-    """Give back the resources of these claims, as far as that was not done."""
+    """Release those of these claims that are not released yet."""
     for claim in claims:
         if not claim.is_released:
             claim.is_released = True
@@ -137,40 +131,32 @@ def release_all(claims: Sequence[Claim]) -> None:
 
 
 def request(demand: Demand, node_id: str | None = None) -> Claim:
-    """Ask Ray for what a claim takes, on a particular node if one is named."""
-    labels = {
-        **for_ray(demand.labels),
-        **({"ray.io/node-id": node_id} if node_id is not None else {}),
-    }
+    """Ask Ray for a claim, on this node if one is named."""
+    labels = for_ray(demand.labels)
+    if node_id is not None:
+        labels = {**labels, "ray.io/node-id": node_id}
     name = f"{_holder()}#{uuid.uuid4().hex}"  # Ray wants each name once
-    return Claim(
-        placement_group(
-            [demand.bundle], name=name, bundle_label_selector=[labels] if labels else None
-        ),
-        demand,
-    )
+    selector = [labels] if labels else None
+    group = placement_group([demand.bundle], name=name, bundle_label_selector=selector)
+    return Claim(group, demand)
 
 
 def is_ready(claim: Claim) -> bool:
-    """Whether it is there."""
+    """Whether Ray has granted it."""
     return locate(claim) is not None
 
 
 def locate(claim: Claim) -> str | None:
-    """Return which node a claim is on, None if it is on none: Ray looks for another where its node
-    has died.
-    """
+    """Return a claim's node, None if it has none; Ray moves claims whose node has died."""
     entry = placement_group_table(claim.group)
-    # of one long gone nothing
+    # Ray forgets groups that were removed: the entry is empty
     claim.node_id = str(entry["bundles_to_node_id"][0]) if entry.get("state") == "CREATED" else None
     return claim.node_id
 
 
 def wait_released(claims: Sequence[Claim], timeout_s: float) -> None:
-    """Wait until Ray could give what these claims held to somebody else, at most so long.
-
-    A bundle has resources of its own, named after it, for as long as it holds anything.
-    """
+    """Wait, for so long at most, until Ray could give these claims' resources to others."""
+    # a bundle has resources of its own, named after it, as long as it holds anything
     names = [claim.group.id.hex() for claim in claims]
     deadline = time.monotonic() + timeout_s
     while (
@@ -187,8 +173,8 @@ NO_LIMIT = 10**6
 """No limit: the user has given no number."""
 
 SETTLE_S = 1.0
-"""How long to wait for resources that somebody seems to hold, when any number will do: they may
-just have been given back [s].
+"""How long to wait for resources that seem taken, if any number will do: they may have been given
+back just now [s].
 """
 
 
@@ -205,7 +191,7 @@ class ClaimProgress:
         self._is_seen = False  # whether all that have come were looked at
 
     def go_on(self) -> None:
-        """Ask for what is missing, and see what has come."""
+        """Request missing claims, and look at those that were granted."""
         missing = min(self.need.most + len(self.crowded), self.total) - len(self.claims)
         self.claims += (request(self.need.demand) for _ in range(missing))
         there = [claim for claim in self.claims if is_ready(claim)]
@@ -226,26 +212,24 @@ class ClaimProgress:
 
     @property
     def is_complete(self) -> bool:
-        """Whether there is as much as there can be, of which enough may still be crowded."""
+        """Whether there is as much as there can be, though some may be crowded."""
         return self._is_seen and len(self.good) >= min(
             self.need.most, self.total - len(self.crowded)
         )
 
     @property
     def is_settled(self) -> bool:
-        """Whether these claims are enough, if nothing has been given back for a while."""
+        """Whether these claims are enough, if nothing is given back for a while."""
         return self.is_complete or (self._is_seen and self.has_enough)
 
 
 def claim_number(
     needs: Sequence[Need], wanted: Wanted, survey: Survey, may_grow: Callable[[], Growth] = Growth
 ) -> list[list[Claim]]:
-    """Claim what is needed of each kind, as much as there is, or as is to come: what is asked for
-    makes the cluster grow.
+    """Claim as much of each kind as there is, or will be: requests make the cluster grow.
 
     Raises:
-        ResourceError: There is less than the least of one kind, even when the time is over; nothing
-            of any kind is kept.
+        ResourceError: One kind has less than its least, even after the wait; nothing is kept.
     """
     there = [max(0, total(need.demand) - need.num_held) for need in needs]
     is_waiting = any(number < need.least for need, number in zip(needs, there, strict=True))
@@ -260,77 +244,72 @@ def claim_number(
                 raise shortages.held_here(
                     kind, need.least * each, max(room, 0) * each, kind, wanted.others
                 )
-    gatherings = [
-        ClaimProgress(need, number, survey) for need, number in zip(needs, there, strict=True)
-    ]
+    kinds = [ClaimProgress(need, number, survey) for need, number in zip(needs, there, strict=True)]
     kept: list[list[Claim]] = []
     try:
-        _gather(gatherings, wanted)
-        if all(gathering.has_enough for gathering in gatherings):
-            kept = [gathering.good for gathering in gatherings]
+        _await_claims(kinds, wanted)
+        if all(kind.has_enough for kind in kinds):
+            kept = [kind.good for kind in kinds]
     finally:
-        good = {claim for claims in kept for claim in claims}
-        release_all(
-            [claim for gathering in gatherings for claim in gathering.claims if claim not in good]
-        )
-    for gathering in gatherings:
-        if not gathering.has_enough:  # claims are given back before the error says who holds any
-            crowd = survey.crowd(gathering.crowded)
+        good = set(itertools.chain(*kept))
+        release_all([claim for kind in kinds for claim in kind.claims if claim not in good])
+    # claims were given back before an error says who holds any
+    for progress in kinds:
+        need, good_ones = progress.need, progress.good
+        if not progress.has_enough:
             if is_waiting:
-                raise shortages.not_yet(gathering.need, len(gathering.good))
-            raise shortages.too_few(
-                gathering.need, len(gathering.good), crowd, survey.min_free_bytes
-            )
-        survey.tell(gathering.good, gathering.crowded)
+                raise shortages.not_yet(need, len(good_ones))
+            crowd = survey.crowd(progress.crowded)
+            raise shortages.too_few(need, len(good_ones), crowd, survey.min_free_bytes)
+        survey.tell(good_ones, progress.crowded)
     return kept
 
 
 def _grown(needs: Sequence[Need], there: Sequence[int], growth: Growth) -> list[int]:
-    """Return how many claims of each kind to ask for, where there are too few nodes: no more than
-    are really wanted.
+    """Return how many claims of each kind to request, so that the cluster grows.
 
     Raises:
-        ResourceError: The cluster cannot become that large.
+        ResourceError: It cannot become that large.
     """
     larger = []
     for need, number in zip(needs, there, strict=True):
         most = max(number, growth.holds(need.demand) - need.num_held)
         if most < need.least:
-            raise (
-                shortages.too_few(need, number, {}, None)
-                if growth == NONE
-                else shortages.never(need, number, most)
-            )
+            if growth == NONE:
+                raise shortages.too_few(need, number, {}, None)
+            raise shortages.never(need, number, most)
+        # where the user has set no limit, more than the least would be a waste of machines
         wanted = need.least if need.most >= NO_LIMIT else need.most
         larger.append(max(number, min(wanted, most)))
     shortages.say_growing(needs, there)
     return larger
 
 
-def _gather(gatherings: Sequence[ClaimProgress], wanted: Wanted) -> None:
+def _await_claims(kinds: Sequence[ClaimProgress], wanted: Wanted) -> None:
     since, most = time.monotonic(), 0
+
+    def missing() -> str:
+        return " and ".join(
+            f"{kind.need.least * kind.need.demand.each:g} {kind.need.demand.kind}"
+            f" ({len(kind.good) * kind.need.demand.each:g} available)"
+            for kind in kinds
+        )
+
     while True:
-        for gathering in gatherings:
-            gathering.go_on()
-        there = sum(len(gathering.good) for gathering in gatherings)
+        for kind in kinds:
+            kind.go_on()
+        there = sum(len(kind.good) for kind in kinds)
         if there > most:
             since, most = time.monotonic(), there  # where one came late, the next may be on its way
-        if all(gathering.has_enough and gathering.is_complete for gathering in gatherings):
+        has_enough = all(kind.has_enough for kind in kinds)
+        if has_enough and all(kind.is_complete for kind in kinds):
             return
-        if not all(gathering.has_enough for gathering in gatherings):
-            wanted.tell(lambda: " and ".join(map(_said, gatherings)))
-        has_settled = time.monotonic() - since > SETTLE_S and all(
-            gathering.is_settled for gathering in gatherings
-        )
-        if wanted.is_over() or has_settled:
+        if not has_enough:
+            wanted.tell(missing)
+        is_quiet = time.monotonic() - since > SETTLE_S
+        if wanted.is_over() or (is_quiet and all(kind.is_settled for kind in kinds)):
             return
         time.sleep(POLL_S)
-
-
-def _said(gathering: ClaimProgress) -> str:
-    need, available = gathering.need, len(gathering.good)
-    each, kind = need.demand.each, need.demand.kind
-    return f"{need.least * each:g} {kind} ({available * each:g} available)"
 
 
 # --- claims on chosen GPUs ------------------------------------------------------------------------
@@ -340,7 +319,7 @@ def _said(gathering: ClaimProgress) -> str:
 
 
 ROUND_S = 1.0
-"""How long to hold on to GPUs that are not meant while the one that is might still turn up [s]."""
+"""How long to hold unwanted GPUs while the wanted one might still turn up [s]."""
 
 # two pools of this process that choose at once would hold what the other wants
 _choosing = threading.Lock()
@@ -356,16 +335,14 @@ class Spot(NamedTuple):
 def spots(
     gpus: Sequence[int] | Mapping[str, Sequence[int]], *, skip_missing: bool = False
 ) -> list[Spot]:
-    """Return the GPUs that are meant: of the node of this process, or of the machines that are
-    named.
+    """Return the chosen GPUs: of this process's node, or of the machines that are named.
 
     Args:
         gpus: Their indices, or those for each machine.
-        skip_missing: Leave out those of machines that are not there.
+        skip_missing: Leave out machines that are not there.
 
     Raises:
-        ResourceError: A machine is not there, or the name is that of more than one, or of one that
-            was named already.
+        ResourceError: A machine is missing, named twice, or its name is that of several.
     """
     if not isinstance(gpus, Mapping):
         here = ray.get_runtime_context().get_node_id()
@@ -388,13 +365,7 @@ def spots(
 
 
 class Choice:
-    """Certain GPUs.
-
-    Args:
-        demand: What is claimed with each of them.
-        meant: Which these are.
-        survey: Looks which GPUs claims have got.
-    """
+    """The GPUs `meant`, each claimed with `demand`; `survey` tells which one a claim has got."""
 
     def __init__(self, demand: Demand, meant: Sequence[Spot], survey: Survey) -> None:
         self._demand = demand
@@ -407,23 +378,23 @@ class Choice:
         self._here = ray.get_runtime_context().get_node_id()
         self._found: dict[Spot, Claim] = {}
         self._seen: set[Spot] = set()  # those that were free
-        # those of them with too little memory; given back, all the same
+        # those with too little memory; their claims are given back all the same
         self._crowd: dict[Spot, Claim] = {}
 
     def claim(
         self, least: int | None, most: int, wanted: Wanted, besides: Sequence[Claim] = ()
     ) -> list[Claim]:
-        """Claim the first `most` of them, without those that somebody else fills.
+        """Claim the first `most` of them, without those that others fill.
 
         Args:
-            least: So many must be had. None: all that nobody else fills, and one at least.
-            most: No more than these.
-            wanted: How long those that somebody holds are waited for.
-            besides: What was claimed for other kinds of worker.
+            least: The least number. None: all that others do not fill, and at least one.
+            most: The greatest number.
+            wanted: How long to wait for those that somebody holds.
+            besides: Claims for other kinds of worker.
 
         Raises:
-            ResourceError: One of them does not exist, or too few are free in time; nothing is kept,
-                nor what is `besides`.
+            ResourceError: One does not exist, or too few are free in time; nothing is kept, and
+                `besides` is released.
         """
         try:
             if self._meant and most:
@@ -449,16 +420,14 @@ class Choice:
         return [spot for spot in self._meant if spot not in self._crowd]
 
     def _missing(self, most: int) -> list[Spot]:
-        """Return which of the first `most` chosen GPUs were not found yet."""
+        """Return which of the first `most` chosen GPUs are not found yet."""
         return [spot for spot in self._wishes()[:most] if spot not in self._found]
 
     def _total(self, node_id: str) -> int:
-        return int(self._nodes[node_id]["Resources"].get("GPU", 0))
+        return gpus_of(self._nodes[node_id])
 
     def _absent(self, spots: Iterable[Spot]) -> list[Spot]:
-        """Return which of these do not exist: all GPUs of their nodes were seen, and they were not
-        among them.
-        """
+        """Return which do not exist: all GPUs of their nodes were seen, but not these."""
         seen = [spot.node_id for spot in self._seen]
         return [
             spot
@@ -468,15 +437,13 @@ class Choice:
 
     @property
     def _has_nameless(self) -> bool:
-        """Whether GPUs came whose index nobody knows: Ray calls them by UUIDs, and the inventory is
-        silent.
-        """
+        """Whether Ray names GPUs by UUIDs whose index the inventory cannot tell."""
         return any(spot.gpu < 0 for spot in self._seen)
 
     # --- search -----------------------------------------------------------------------------------
 
     def _check_nodes(self) -> None:
-        """Make sure that each node could hold what is wanted of it, if it were empty."""
+        """Make sure that each node, if empty, could hold the claims on it."""
         for node_id, node in self._nodes.items():
             indices = [spot.gpu for spot in self._meant if spot.node_id == node_id]
             total = self._total(node_id)
@@ -485,21 +452,15 @@ class Choice:
                 # else Ray has some of them, and the search will show which
                 if known is None or len(known) == total:
                     there = known or range(total)
-                    raise self._no_such(
-                        node_id,
-                        [index for index in indices if index not in there] or indices,
-                        there,
-                    )
+                    absent = [index for index in indices if index not in there]
+                    raise self._no_such(node_id, absent or indices, there)
             words = shortages.lacking(self._demand, [node])
             if words is not None:
-                raise ResourceError(
-                    f"{name_of(node)}: {words}", requested=len(indices), available=0, holders=()
-                )
+                words = f"{name_of(node)}: {words}"
+                raise ResourceError(words, requested=len(indices), available=0, holders=())
 
     def _check_others(self, needed: int, wanted: Wanted) -> None:
-        """Make sure that other open pools of this process leave enough of them: waiting for these
-        would be in vain.
-        """
+        """Make sure that this process's other pools leave enough: they are not waited for."""
         taken = {
             Spot(str(claim.node_id), claim.gpu or 0)
             for claims in wanted.others.values()
@@ -517,7 +478,7 @@ class Choice:
             raise shortages.held_here(f"GPU {names}", needed, available, "GPU", wanted.others)
 
     def _search(self, least: int | None, most: int, wanted: Wanted) -> None:
-        """Find them, until there is nothing more to be had, or the time is over."""
+        """Look for them until there is nothing more to be had, or time is up."""
         started = time.monotonic()
         needed, is_known = 1 if least is None else least, False
         for number in itertools.count():
@@ -531,15 +492,13 @@ class Choice:
             is_late = number > 0 and time.monotonic() - started > ROUND_S
             if not missing and (len(self._wishes()) >= needed or is_late):
                 return
-            if (
-                wanted.is_over()
-                or self._absent(missing)
-                or (missing and self._has_nameless)
-                or (is_enough and is_late)
-            ):
+            if wanted.is_over() or self._absent(missing) or (is_enough and is_late):
+                return
+            if missing and self._has_nameless:
                 return
             if missing and not is_enough:
-                wanted.tell(lambda: f"GPU {', '.join(map(self._name, missing))}")  # noqa: B023  (it is called at once)
+                # called at once
+                wanted.tell(lambda: f"GPU {', '.join(map(self._name, missing))}")  # noqa: B023
             if missing and not is_known:
                 is_known = True
                 self._check_existence({spot.node_id for spot in missing})
@@ -547,19 +506,17 @@ class Choice:
             time.sleep(random.Random().uniform(0.01, 0.1))
 
     def _check_existence(self, node_ids: Iterable[str]) -> None:
-        """Do not wait for GPUs that a machine does not have, as far as it knows what it has.
-
-        Where it knows of fewer than Ray does, Ray was told of some that it cannot know.
-        """
+        """Do not wait for GPUs that a machine knows it lacks."""
         for node_id in node_ids:
             known = self._survey.known_on(node_id)
             indices = [spot.gpu for spot in self._meant if spot.node_id == node_id]
             absent = [index for index in indices if known is not None and index not in known]
+            # where it knows fewer than Ray, Ray was told of some that it cannot know
             if absent and known is not None and len(known) >= self._total(node_id):
                 raise self._no_such(node_id, absent, known)
 
     def _go_round(self, most: int) -> None:
-        """Claim what is free, keep what is wanted of it, and note what was free."""
+        """Claim everything free, keep what is wanted of it, and note what was free."""
         claims: list[Claim] = []
         deadline = time.monotonic() + ROUND_S
         try:
@@ -577,9 +534,9 @@ class Choice:
                     return
                 late_s = time.monotonic() - deadline
                 are_asked = any(claim.cards is None for claim in there)
-                if late_s > (PROBE_TIMEOUT_S if are_asked else 0) or all(
-                    claim.cards is not None for claim in claims
-                ):
+                if late_s > (PROBE_TIMEOUT_S if are_asked else 0):
+                    return
+                if all(claim.cards is not None for claim in claims):
                     return
                 time.sleep(POLL_S)
         finally:
@@ -608,29 +565,24 @@ class Choice:
         absent = self._absent(missing)
         if absent:
             node_id = absent[0].node_id
+            there = [spot.gpu for spot in absent if spot.node_id == node_id]
             seen = sorted(spot.gpu for spot in self._seen if spot.node_id == node_id)
-            return self._no_such(
-                node_id, [spot.gpu for spot in absent if spot.node_id == node_id], seen
-            )
+            return self._no_such(node_id, there, seen)
+        names = [self._name(spot) for spot in missing]
         if missing and self._has_nameless:
-            return shortages.nameless([self._name(spot) for spot in missing])
-        asked = min(len(self._meant), most) if least is None else least
-        crowd = shortages.said_of(
-            self._survey.crowd(self._crowd.values()), self._survey.min_free_bytes
-        )
+            return shortages.nameless(names)
+        asked, found = min(len(self._meant), most) if least is None else least, len(self._found)
+        crowd = self._survey.crowd(self._crowd.values())
+        words = shortages.said_of(crowd, self._survey.min_free_bytes)
         if not missing:
-            return shortages.all_crowded(asked, len(self._found), crowd)
+            return shortages.all_crowded(asked, found, words)
         free = [self._name(spot) for spot in sorted(self._seen)]
-        return shortages.in_use(
-            [self._name(spot) for spot in missing], free, asked, len(self._found), crowd
-        )
+        return shortages.in_use(names, free, asked, found, words)
 
     def _name(self, spot: Spot) -> str:
-        return (
-            f"{spot.gpu}"
-            if spot.node_id == self._here
-            else f"{spot.gpu} of {name_of(self._nodes[spot.node_id])}"
-        )
+        if spot.node_id == self._here:
+            return f"{spot.gpu}"
+        return f"{spot.gpu} of {name_of(self._nodes[spot.node_id])}"
 
     def _no_such(self, node_id: str, absent: Sequence[int], known: Sequence[int]) -> ResourceError:
         machine = None if node_id == self._here else name_of(self._nodes[node_id])
@@ -641,41 +593,35 @@ class Choice:
 
 
 PROBE_TIMEOUT_S = 10.0
-"""How long a survey task may take on a busy machine [s]; after that, its GPUs count as unknown."""
+"""How long a survey task may take [s]; after that, its GPUs count as unknown."""
 
 AGAIN_S = 0.25
-"""How often to look whether somebody has given memory back [s]."""
+"""How often to look whether others have given memory back [s]."""
 
 
 class Survey:
-    """Asks which GPUs claims have got, and which have too little free memory, by a task inside each
-    claim.
+    """Finds out which GPUs claims have got, and how full they are, by a task in each claim.
 
     Args:
-        inventory: Who knows the GPUs of a machine; it is asked on the machine itself.
-        min_free_bytes: GPUs with less free memory are left out; unknown counts as free. None: all
-            count as free.
+        inventory: Knows the GPUs of a machine; asked on the machine itself.
+        min_free_bytes: GPUs with less free memory are left out; unknown, or None, counts as free.
     """
 
     def __init__(self, inventory: Inventory, min_free_bytes: int | None) -> None:
         self.min_free_bytes = min_free_bytes
         self._inventory = inventory
         self._told: set[tuple[str, int]] = set()
-        # its claim may be given back meanwhile
         self._ask = ray.remote(num_cpus=0, max_retries=0, **UNRECORDED)(_look_inside)
-        # when, and what will be the answer; None when it has come
+        # when, and the reference of the answer, None once it has come; claims may be given back
         self._asked: WeakKeyDictionary[Claim, tuple[float, Any]] = WeakKeyDictionary()
 
     def concerns(self, demand: Demand) -> bool:
         """Whether claims of this kind have to be looked at, whichever GPUs they get."""
-        return demand.kind == "GPU" and (
-            self.min_free_bytes is not None or demand.workers_per_claim > 1
-        )
+        is_looked_at = self.min_free_bytes is not None or demand.workers_per_claim > 1
+        return demand.kind == "GPU" and is_looked_at
 
     def look(self, claims: Iterable[Claim]) -> None:
-        """Ask those that are there and were not asked yet, and note the answers that have come;
-        waits for none.
-        """
+        """Ask new claims, and note the answers that have come; waits for none."""
         claims = list(claims)
         for claim in claims:
             if claim not in self._asked:
@@ -685,42 +631,35 @@ class Survey:
                 options = self._ask.options(num_gpus=gpus, scheduling_strategy=claim.strategy())
                 self._asked[claim] = time.monotonic(), options.remote(self._inventory)
         asked = {claim: self._asked[claim] for claim in claims if self._asked[claim][1] is not None}
-        done = (
-            ray.wait([ref for _, ref in asked.values()], num_returns=len(asked), timeout=0)[0]
-            if asked
-            else []
-        )
+        if not asked:  # Ray refuses to wait for nothing
+            return
+        refs = [ref for _, ref in asked.values()]
+        done, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
         for claim, (at, ref) in asked.items():
             if ref in done:
-                self._note(claim, ref)
+                try:
+                    claim.host, claim.cards = ray.get(ref)
+                    self._asked[claim] = at, None
+                except ray.exceptions.RayError:
+                    del self._asked[claim]  # its process has died; it is asked again
             elif time.monotonic() > at + PROBE_TIMEOUT_S:
                 # else it would keep a share of the GPU, and no worker could start there
                 ray.cancel(ref, force=True)
                 self._asked[claim], claim.cards = (at, None), claim.cards or ()
 
-    def _note(self, claim: Claim, ref: Any) -> None:
-        at, _ = self._asked.pop(claim)
-        try:
-            claim.host, claim.cards = ray.get(ref)
-        except ray.exceptions.RayError:
-            return  # its process has died; it is asked again
-        self._asked[claim] = at, None
-
     def look_again(self, claims: Iterable[Claim]) -> None:
-        """Ask those anew that have answered a while ago; until then the old answers stand."""
+        """Ask claims again that answered a while ago; until then the old answers count."""
         for claim in [claim for claim in claims if claim in self._asked]:
             at, ref = self._asked[claim]
             if ref is None and time.monotonic() > at + AGAIN_S:
                 del self._asked[claim]
 
     def is_crowded(self, claim: Claim) -> bool:
-        """Whether too little memory is free on one of its GPUs."""
+        """Whether one of its GPUs has too little free memory."""
         return bool(self.crowd([claim]))
 
     def crowd(self, claims: Iterable[Claim]) -> dict[tuple[str, int], GpuDevice]:
-        """Return the GPUs of these claims that have too little free memory, by machine and
-        index.
-        """
+        """Return these claims' GPUs with too little free memory, by machine and index."""
         least = self.min_free_bytes or 0
         return {
             (claim.host, card.index): card
@@ -730,38 +669,33 @@ class Survey:
         }
 
     def tell(self, kept: Sequence[Claim], crowded: Iterable[Claim]) -> None:
-        """Warn which GPUs were left out, and whose free memory is unknown; once for each."""
+        """Warn, once for each GPU, of those left out and those of unknown free memory."""
         if self.min_free_bytes is None:
             return
-        crowd = {
-            card: device for card, device in self.crowd(crowded).items() if card not in self._told
-        }
+        crowd = {key: gpu for key, gpu in self.crowd(crowded).items() if key not in self._told}
         dark = {
             (claim.host, card.index)
             for claim in kept
             for card in claim.cards or [GpuDevice(index=-1)]
-            if card.free_bytes is None and (claim.host, card.index) not in self._told
-        }
+            if card.free_bytes is None
+        } - self._told
         self._told |= crowd.keys() | dark
         if crowd:
             logger.warning("%s", shortages.said_of(crowd, self.min_free_bytes))
         if dark:
-            names = ", ".join(
-                f"GPU {index} of {host}" if host else "some GPU" for host, index in sorted(dark)
-            )
             logger.warning(
                 "How much memory of %s is free is not known: it counts as free for"
                 " min_free_memory_bytes.",
-                names,
+                ", ".join(
+                    f"GPU {index} of {host}" if host else "some GPU" for host, index in sorted(dark)
+                ),
             )
 
     def check_sharing(self, claims: Iterable[Claim]) -> None:
-        """Make sure that so many workers fit on the GPUs that they share at first, as far as their
-        memory is known.
+        """Make sure that GPUs can hold the workers that share them at first, as far as is known.
 
         Raises:
-            ResourceError: One of them cannot even hold what each of its workers needs before it has
-                computed anything.
+            ResourceError: One lacks the memory that its workers need before they compute anything.
         """
         for claim in claims:
             share = claim.demand.first_workers
@@ -770,20 +704,12 @@ class Survey:
                     raise shortages.too_narrow(share, claim.host, card.index, card.total_bytes)
 
     def known_on(self, node_id: str) -> list[int] | None:
-        """Return which GPUs a node has, whoever holds them; None if that cannot be found out."""
-        there = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        ref = ray.remote(num_cpus=0, scheduling_strategy=there, **UNRECORDED)(_list_all).remote(
-            self._inventory
-        )
-        try:
-            indices: Sequence[int] = ray.get(ref, timeout=PROBE_TIMEOUT_S)
-        except (ray.exceptions.RayError, TimeoutError):
-            return None
-        return list(indices) or None
+        """Return the GPUs of a node, whoever holds them; None: unknown."""
+        return ask_node(node_id, PROBE_TIMEOUT_S, _list_all, self._inventory) or None
 
 
 def _look_inside(inventory: Inventory) -> tuple[str, tuple[GpuDevice, ...]]:
-    """Return the name of this machine, and the GPUs that Ray has given to this task."""
+    """Return this machine's name, and the GPUs that Ray has given to this task."""
     cards = []
     for device in map(str, ray.get_runtime_context().get_accelerator_ids()["GPU"]):
         known = inventory.find(device)

@@ -1,7 +1,7 @@
 """Ray Client: this process is outside the cluster, and speaks through a server process inside it.
 
-Nearly everything works as inside, a few milliseconds later. This module has the exceptions: Ray
-answers some questions only inside the cluster, so an actor there, `ClusterProbe`, asks them for us.
+Ray answers some questions only inside the cluster, so an actor there, `ClusterProbe`, asks them
+for us. Everything else works as inside, a few milliseconds later.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ import psutil
 import ray
 from ray.util import client
 from ray.util.client.common import ClientActorHandle
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raypool
-from raypool.backends.ray.calls import UNRECORDED, loss_text
+from raypool.backends.ray.calls import loss_text, on_node
 from raypool.channel.exchange import POOL_ENDED
 from raypool.errors import PoolClosedError, StartupError
 from raypool.ray_private import state, worker
@@ -33,24 +32,24 @@ T = TypeVar("T")
 ACTOR_DEAD = 4  # ray.core.generated.gcs_pb2.ActorTableData.DEAD
 
 AT_ONCE = 8
-"""How many questions the scout answers at a time: a slow one must not hold up others."""
+"""How many questions the probe answers at a time: a slow one must not hold up others."""
 
 
 class ClusterProbe:
     """An actor beside the server of Ray Client."""
 
     def answer(self, question: Callable[..., Any], *args: Any) -> Any:
-        """Return what a question is answered with."""
+        """Return the answer to a question."""
         return question(*args)
 
 
 @dataclass(frozen=True, slots=True)
 class ClientServer:
-    """This process's presence in the cluster: its server's node, and the scout there."""
+    """This process's presence in the cluster: its server's node, and the probe there."""
 
     connection: object
     node_id: str
-    scout: Any
+    probe: Any
 
 
 _outpost: ClientServer | None = None
@@ -64,17 +63,15 @@ def is_outside() -> bool:
 
 
 def server() -> str | None:
-    """Return which server of Ray Client this process is connected to, "HOST:PORT"; None if to
-    none.
-    """
+    """Return the address of this process's Ray Client server, "HOST:PORT"; None without one."""
     return str(client.ray.get_context().client_worker._conn_str) if is_outside() else None
 
 
 def check_raypool(address: str) -> None:
-    """Make sure that this raypool is also that of the cluster.
+    """Make sure that the cluster has the same version of raypool.
 
     Raises:
-        StartupError: It is not, or nothing can be started there.
+        StartupError: It has not, or nothing can be started there.
     """
     ours = raypool.__version__
     try:
@@ -96,8 +93,7 @@ def check_raypool(address: str) -> None:
 
 
 def ask_inside(question: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Return the answer to a question that only those who are inside can answer: a function that
-    workers can import.
+    """Return the answer to a question, an importable function, that is to be asked inside.
 
     Raises:
         PoolClosedError: There is no connection any more.
@@ -105,12 +101,12 @@ def ask_inside(question: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T
     _check_connected()
     if not is_outside():
         return question(*args, **kwargs)
-    answer: T = ray.get(_settled().scout.answer.remote(question, *args, **kwargs))
+    answer: T = ray.get(_settled().probe.answer.remote(question, *args, **kwargs))
     return answer
 
 
 def home_node() -> str:
-    """Return the node of this process, or else that of its server.
+    """Return the node of this process, or of its server.
 
     Raises:
         PoolClosedError: There is no connection any more.
@@ -120,32 +116,21 @@ def home_node() -> str:
 
 
 def _check_connected() -> None:
-    """Keep Ray from starting a new one here, as it does when it is asked anything after its
-    connection has ended.
-    """
+    # asked anything without a connection, Ray would start a new cluster here
     if not ray.is_initialized():
         raise PoolClosedError(POOL_ENDED)
 
 
 def is_far() -> bool:
     """Whether this process is outside, and on another machine than its server."""
-    return is_outside() and ask_inside(_name_of_machine) != _name_of_machine()
-
-
-def _name_of_machine() -> str:
-    """Return the name of the machine where this runs."""
-    return platform.node()
+    return is_outside() and ask_inside(platform.node) != platform.node()
 
 
 def driver_process() -> tuple[int, float]:
-    """Return the process that everything of this one's ends with, on the home node: its number, and
-    when it was started.
-    """
-    return (
-        ask_inside(_driver_of_job)
-        if is_outside()
-        else (os.getpid(), psutil.Process().create_time())
-    )
+    """Return the pid and start time of the home node's process that everything ends with."""
+    if is_outside():
+        return ask_inside(_driver_of_job)
+    return os.getpid(), psutil.Process().create_time()
 
 
 def _driver_of_job() -> tuple[int, float]:
@@ -155,30 +140,24 @@ def _driver_of_job() -> tuple[int, float]:
 
 
 def _settled() -> ClientServer:
-    """Return the outpost of the connection that there is now."""
+    """Return this connection's presence in the cluster."""
     global _outpost
     connection = client.ray.get_context().client_worker
     with _settling:
         if _outpost is None or _outpost.connection is not connection:
             node_id = str(ray.get_runtime_context().get_node_id())
-            options = {
-                "num_cpus": 0,
+            options = on_node(node_id) | {
                 "max_restarts": -1,
                 "max_task_retries": -1,
                 "max_concurrency": AT_ONCE,
-                **UNRECORDED,
-                "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
             }
-            _outpost = ClientServer(
-                connection, node_id, ray.remote(ClusterProbe).options(**options).remote()
-            )
+            probe = ray.remote(ClusterProbe).options(**options).remote()
+            _outpost = ClientServer(connection, node_id, probe)
         return _outpost
 
 
 def fetched(ref: Any) -> Any:
-    """Return what a parcel's reference stands for; from outside its buffers, which Ray Client does
-    not carry, come as bytes.
-    """
+    """Return a parcel by its reference; Ray Client carries no buffers, so as bytes there."""
     return ask_inside(_portable, ref) if is_outside() else ray.get(ref)
 
 
@@ -188,23 +167,22 @@ def _portable(parcel: tuple[Any, list[Any], list[Any]]) -> tuple[bytes, list[byt
 
 
 def leave() -> None:
-    """Give up the outpost, if there is one."""
+    """Give up the presence in the cluster, if there is one."""
     global _outpost
     with _settling:
         outpost, _outpost = _outpost, None
     if outpost is not None and is_outside():
         with contextlib.suppress(Exception):  # the connection has ended meanwhile
-            ray.kill(outpost.scout)
+            ray.kill(outpost.probe)
 
 
 # --- dead actors ----------------------------------------------------------------------------------
 
 
 def is_dead(actor: Any) -> bool:
-    """Whether an actor is known to be dead, without asking anybody: from outside, since the last
-    `note_deaths`.
+    """Whether an actor is known to be dead; from outside, since the last `note_deaths`.
 
-    Inside it is the state that this process has heard of; private, checked on Ray 2.60.
+    Asks nobody: it is the state that this process has heard of; private, checked on Ray 2.60.
     """
     if isinstance(actor, ClientActorHandle):
         return actor.actor_ref.id in _dead
@@ -214,7 +192,7 @@ def is_dead(actor: Any) -> bool:
 
 
 def note_deaths(actors: Iterable[Any]) -> None:
-    """Ask which of these actors are dead, where nobody tells."""
+    """From outside, ask which of these actors are dead: nobody tells."""
     global _dead
     if is_outside():
         with contextlib.suppress(Exception):  # who is cut off finds that out otherwise
@@ -223,13 +201,7 @@ def note_deaths(actors: Iterable[Any]) -> None:
 
 
 def _dead_of(ids: Iterable[bytes]) -> set[bytes]:
+    job = ray.JobID(bytes.fromhex(ray.get_runtime_context().get_job_id()))
     wanted = {actor_id.hex(): actor_id for actor_id in ids}
-    return {
-        wanted[name]
-        for name in state.actors(job_id=_job(), actor_state_name="DEAD")
-        if name in wanted
-    }
-
-
-def _job() -> Any:
-    return ray.JobID(bytes.fromhex(ray.get_runtime_context().get_job_id()))
+    dead = state.actors(job_id=job, actor_state_name="DEAD")
+    return {wanted[name] for name in dead if name in wanted}

@@ -1,6 +1,4 @@
-"""What workers of one kind need of a node, which nodes have that, and how far a cluster may
-grow.
-"""
+"""What a worker needs of a node, which nodes have it, and how far a cluster may grow."""
 
 from __future__ import annotations
 
@@ -13,15 +11,14 @@ from typing import Any
 
 import psutil
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raypool.backends.ray.calls import UNRECORDED
+from raypool.backends.ray.calls import ask_node
 from raypool.gpus.sharing import MOST
 from raypool.profiles import WorkerResources, has_labels
 from raypool.ray_private import worker
 
 ACCELERATOR = "accelerator_type:"
-"""What a resource's name begins with by which Ray tells kinds of accelerators apart."""
+"""Begins the names of resources by which Ray tells kinds of accelerators apart."""
 
 Node = Mapping[str, Any]
 """A node, as `ray.nodes` describes it."""
@@ -29,11 +26,15 @@ Node = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What workers of one kind need: `kind` is what is scarce ("GPU" or "CPU"), `each` how much of
-    it a claim takes.
+    """The needs of one kind of worker.
 
-    `labels`: which of Ray's labels its node must have. `workers_per_claim`: for so many workers
-    there is room on a claim, and so many stand on it at first: `first_workers`.
+    Attributes:
+        kind: The scarce resource, "GPU" or "CPU".
+        each: How much of it a claim takes.
+        bundle: Everything that a claim takes.
+        workers_per_claim: The most workers on a claim.
+        labels: Ray's labels that its node must have.
+        first_workers: How many workers a claim has at first.
     """
 
     kind: str
@@ -47,7 +48,7 @@ class Demand:
     first_workers: int = 1
 
     def allows(self, node: Node) -> bool:
-        """Whether a node is of the kind that was asked for, however large it is."""
+        """Whether a node is of the right kind, whatever its size."""
         kinds = [name for name in self.bundle if name.startswith(ACCELERATOR)]
         return has_labels(node["Labels"], self.labels) and all(
             name in node["Resources"] for name in kinds
@@ -65,11 +66,9 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Between `least` and `most` claims of one kind, beside the `num_held` that the pool holds
-    already.
+    """From `least` to `most` claims of one kind, besides the `num_held` of the pool.
 
-    `is_listed`: they stand in a list of the user's, one by one, so that there is no range to ask
-        for instead.
+    `is_listed`: the user has listed them one by one, so that there is no range to suggest.
     """
 
     demand: Demand
@@ -85,19 +84,21 @@ def demand_of(
     per_gpu: int | str | None = None,
     nodes: Sequence[Node] | None = None,
 ) -> Demand:
-    """Return what a worker with these resources needs on a cluster.
+    """Return the needs of a worker with these resources on a cluster.
 
     Args:
-        wanted: What the user has said of it.
+        wanted: The user's wishes.
         has_chosen_gpus: Whether the user has named the GPUs.
-        per_gpu: How many workers share a GPU that does not say so itself; "auto": one at first,
-            more as they fit.
+        per_gpu: How many workers share a GPU unless `wanted` says; "auto": first one, then more.
         nodes: The nodes of the cluster. None: of the one that is connected.
     """
     nodes = living_nodes() if nodes is None else nodes
     gpus, share, first = wanted.gpus, wanted.workers_per_gpu, wanted.workers_per_gpu
     if gpus is None:
-        gpus = 1.0 if has_chosen_gpus or _has_gpus(wanted.labels, nodes) else 0.0
+        has_some = any(
+            gpus_of(node) and has_labels(node["Labels"], wanted.labels) for node in nodes
+        )
+        gpus = 1.0 if has_chosen_gpus or has_some else 0.0
         if gpus and per_gpu is not None:
             share = _most_beside(wanted, nodes) if isinstance(per_gpu, str) else per_gpu
             first = 1 if isinstance(per_gpu, str) else per_gpu
@@ -121,8 +122,9 @@ def demand_of(
 
 
 def share_of(gpus: float, share: int) -> float:
-    """Return which part of a GPU Ray is asked for: it counts ten thousandths, and rounds, so that
-    six sixths would not fit.
+    """Return which part of a GPU to ask Ray for.
+
+    Ray counts ten thousandths, and rounds: six sixths would not fit.
 
     Example:
         >>> share_of(1.0, 6), share_of(2.0, 1)
@@ -142,35 +144,29 @@ def total(demand: Demand) -> int:
 
 
 def name_of(node: Node) -> str:
-    """Return what to call a node: the name that it was given, else that of its machine."""
+    """Return a node's name: the given one, else its machine's."""
     given = str(node["NodeName"])
-    return (
-        given if given not in ("", node["NodeManagerAddress"]) else str(node["NodeManagerHostname"])
-    )
+    # Ray's default for the name is the address
+    is_default = given in ("", node["NodeManagerAddress"])
+    return str(node["NodeManagerHostname"]) if is_default else given
 
 
 def names_of(node: Node) -> tuple[str, ...]:
-    """Return all that a user may call a node."""
-    return tuple(
-        str(node[key])
-        for key in ("NodeName", "NodeManagerHostname", "NodeManagerAddress", "NodeID")
-    )
+    """Return every name by which a user may call a node."""
+    keys = ("NodeName", "NodeManagerHostname", "NodeManagerAddress", "NodeID")
+    return tuple(str(node[key]) for key in keys)
 
 
-def _has_gpus(labels: Mapping[str, str], nodes: Sequence[Node]) -> bool:
-    return any(
-        node["Resources"].get("GPU", 0) >= 1 and has_labels(node["Labels"], labels)
-        for node in nodes
-    )
+def gpus_of(node: Node) -> int:
+    """Return how many whole GPUs a node has."""
+    return int(node["Resources"].get("GPU", 0))
 
 
 def _most_beside(wanted: WorkerResources, nodes: Sequence[Node]) -> int:
-    """Return for how many workers beside each other on a GPU a node has what else they need, where
-    it has most of it.
-    """
+    """Return for how many workers on each GPU the best node has cores and memory."""
     most = 1
     for node in nodes:
-        gpus, resources = int(node["Resources"].get("GPU", 0)), node["Resources"]
+        gpus, resources = gpus_of(node), node["Resources"]
         if gpus and has_labels(node["Labels"], wanted.labels):
             needed = {"CPU": wanted.cpus or 0, "memory": wanted.memory_bytes or 0}
             rooms = [
@@ -189,7 +185,7 @@ def _most_beside(wanted: WorkerResources, nodes: Sequence[Node]) -> int:
 
 
 IS_NEW, IN_KUBERNETES = "RAY_enable_autoscaler_v2", "RAY_CLUSTER_NAME"
-"""Variables of a head that KubeRay's operator has made, for a cluster that it grows."""
+"""Set on a head that KubeRay's operator has made, for a cluster that it grows."""
 
 OPTION = "--autoscaling-config="
 
@@ -201,28 +197,24 @@ ASK_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What Ray's autoscaler may add to a cluster.
+    """The nodes that Ray's autoscaler may add to a cluster.
 
     Attributes:
-        kinds: Descriptions of nodes, as `ray.nodes` has them, and how many of each there may be.
-        most: So many in all; None: nobody here knows (where Kubernetes' operator grows the
-            cluster).
+        kinds: Nodes, as `ray.nodes` describes them, and how many of each there may be.
+        most: The most in all; None: unknown (Kubernetes' operator grows the cluster).
     """
 
     kinds: tuple[tuple[Node, int], ...] = ()
     most: int | None = 0
 
     def holds(self, demand: Demand) -> int:
-        """Return how many claims the cluster could hold if it were as large as it may become, and
-        empty.
-        """
+        """Return how many claims the cluster could hold if it were fully grown and empty."""
         if self.most is None:
             return UNKNOWN
         there = sum(demand.fits(node) for node in living_nodes() if HEAD in node["Resources"])
         left = self.most
-        for fits, count in sorted(
-            ((demand.fits(node), count) for node, count in self.kinds), reverse=True
-        ):
+        kinds = ((demand.fits(node), count) for node, count in self.kinds)
+        for fits, count in sorted(kinds, reverse=True):
             there += min(count, left) * fits
             left -= min(count, left)
         return there
@@ -235,48 +227,38 @@ NONE = Growth()
 
 
 def growth() -> Growth:
-    """Return what Ray's autoscaler may add to the cluster that is connected; nothing if it has
-    none.
-    """
+    """Return the nodes that Ray's autoscaler may add to the connected cluster."""
     node = worker.global_worker.node  # None from outside
     if node is not None and node.is_head():
         return NONE  # this process has started it, without any
     heads = [node["NodeID"] for node in living_nodes() if HEAD in node["Resources"]]
     if not heads:
         return NONE
-    there = NodeAffinitySchedulingStrategy(heads[0], soft=False)
-    ask = ray.remote(num_cpus=0, scheduling_strategy=there, **UNRECORDED)(_settings_here)
-    try:
-        settings = ray.get(ask.remote(), timeout=ASK_TIMEOUT_S)
-    except (ray.exceptions.RayError, TimeoutError):
-        return NONE
+    settings = ask_node(heads[0], ASK_TIMEOUT_S, _settings_here)
     return NONE if settings is None else growth_of(settings)
 
 
 def _settings_here() -> dict[str, Any] | None:
-    """Return what the autoscaler on this machine was started with; {} if it is Kubernetes'
-    operator's, None without one.
-    """
+    """Return this machine's autoscaler settings; {}: Kubernetes' operator's; None: none."""
     import yaml
 
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # it has just ended, or is another user's
             for word in process.cmdline():
                 if word.startswith(OPTION):
-                    content: dict[str, Any] = yaml.safe_load(
-                        Path(word.removeprefix(OPTION)).expanduser().read_text("utf-8")
-                    )
+                    file = Path(word.removeprefix(OPTION)).expanduser()
+                    content: dict[str, Any] = yaml.safe_load(file.read_text("utf-8"))
                     return content
     return {} if os.environ.get(IS_NEW) == "1" and IN_KUBERNETES in os.environ else None
 
 
 def growth_of(settings: Mapping[str, Any]) -> Growth:
-    """Return what may come, by what the autoscaler was started with.
+    """Return the nodes that an autoscaler with these settings may add.
 
     Example:
         >>> gpu = {"resources": {"CPU": 8, "GPU": 1}, "max_workers": 4}
-        >>> settings = {"head_node_type": "head", "max_workers": 3, "available_node_types": {"head": {}, "gpu": gpu}}
-        >>> growth_of(settings)
+        >>> kinds = {"head": {}, "gpu": gpu}
+        >>> growth_of({"head_node_type": "head", "max_workers": 3, "available_node_types": kinds})
         Growth(kinds=(({'Resources': {'CPU': 8, 'GPU': 1}, 'Labels': {}}, 4),), most=3)
     """
     if not settings:

@@ -1,14 +1,12 @@
-"""NVIDIA's Multi-Process Service (MPS), by which workers that share a GPU compute at the same time
-instead of in turns.
+"""NVIDIA's Multi-Process Service (MPS): workers on one GPU compute at once, instead of in turns.
 
-The agent of a node starts it, once for each pool, before the first worker there touches CUDA; it
-ends when the agent and these workers have, however they end (see
-`raypool.backends.ray.mps_keeper`).
+A node's agent starts it, once for each pool, before the first worker there touches CUDA; it ends
+after the agent and these workers, however they end (see `raypool.backends.ray.mps_keeper`).
 
 No client is limited to a part of the GPU (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE): one that is alone may
-use all of it. Nor is its memory by CUDA_MPS_PINNED_DEVICE_MEM_LIMIT, which is for the life of a
-process: torch's own limit can be lifted for an item that runs alone. Whoever wants either says so
-in the profile's `env`.
+use all of it. Nor is its memory by CUDA_MPS_PINNED_DEVICE_MEM_LIMIT, which holds for the life of a
+process: torch's own limit can be lifted for an item that runs alone. Users set either in the
+profile's `env`.
 
 Source:
     NVIDIA Multi-Process Service, "Appendix: Environment Variables": with CUDA_VISIBLE_DEVICES the
@@ -38,12 +36,10 @@ PIPES = "CUDA_MPS_PIPE_DIRECTORY"
 LOGS = "CUDA_MPS_LOG_DIRECTORY"
 
 USUAL = Path("/tmp/nvidia-mps")
-"""Where CUDA looks for the service if nobody says where it is."""
+"""Where CUDA looks for the service by default."""
 
 ANSWER_S = 40.0
-"""Whoever wants the service waits for so long until it is up [s]: the start of an actor, and that
-of the service.
-"""
+"""How long a worker waits for the service [s]: the start of an actor, and that of the service."""
 
 NOT_SHARED = (
     "mps=True changes nothing, for no GPU of the pool is shared. Set workers_per_gpu to let several"
@@ -52,20 +48,14 @@ NOT_SHARED = (
 
 
 class MpsState(NamedTuple):
-    """Where the service has its files, None if it is not raypool's; and why there is none, if
-    so.
-    """
+    """The folder of the service, None if it is not raypool's; and why there is none."""
 
     folder: str | None
     problem: str | None = None
 
 
 class Mps:
-    """The MPS service of a node, for one pool.
-
-    Args:
-        temporary: Gives the pool's folder for temporary files on this node.
-    """
+    """The MPS service of a node, for one pool; `temporary` returns its temporary folder there."""
 
     def __init__(self, temporary: Callable[[], Path]) -> None:
         self._temporary = temporary
@@ -75,11 +65,11 @@ class Mps:
         self._keeper: IO[str] | None = None
 
     def start(self, settings: Mapping[str, str], usual: Path = USUAL) -> MpsState:
-        """Start it, and wait until it is up; it may take seconds.
+        """Start it and wait, perhaps for seconds, until it is up.
 
         Args:
-            settings: What of its environment a worker has told (see `settings`).
-            usual: Where a service that is there for everybody would be.
+            settings: A worker's environment, as far as it concerns the service (see `settings`).
+            usual: Where a service for everybody would be.
         """
         if runs_in(usual):
             return MpsState(None)  # CUDA finds it
@@ -89,7 +79,9 @@ class Mps:
             return MpsState(None, f"there is no {PROGRAM} in its PATH")
         temporary = self._temporary()
         folder = make_private(temporary / "mps")
-        self._environ = _environment(environ, folder)
+        # the daemon has all GPUs, numbered as the workers number them
+        environ.pop("CUDA_VISIBLE_DEVICES", None)
+        self._environ = {**environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **variables(folder)}
         for name in (PIPES, LOGS):
             make_private(Path(self._environ[name]))
         self._held = join(folder)
@@ -101,9 +93,7 @@ class Mps:
         return MpsState(str(folder))
 
     def _begin(self, folder: Path, program: str, held: int) -> str | None:
-        """Start the keeper, with a hold on the temporary folder; return what is wrong, if
-        anything.
-        """
+        """Start the keeper, with a hold on the temporary folder; return the problem, if any."""
         command = [sys.executable, "-I", "-S", mps_keeper.__file__, str(folder), program]
         try:
             process = subprocess.Popen(
@@ -129,26 +119,21 @@ class Mps:
         return self._control is not None
 
     def terminate(self, pids: Collection[int]) -> None:
-        """Let processes that are about to be killed have nothing to do with their GPUs any more;
-        others there go on.
-        """
+        """Cut processes that are about to be killed off their GPUs; others there continue."""
         if self._control is None:
             return
         for server in self._ask("get_server_list").split():
-            clients = {
-                int(word)
-                for word in self._ask(f"get_client_list {server}").split()
-                if word.isdigit()
-            }
-            for pid in sorted(clients.intersection(pids)):
-                self._ask(f"terminate_client {server} {pid}")
+            clients = set(self._ask(f"get_client_list {server}").split())
+            for pid in sorted(set(pids)):
+                if str(pid) in clients:
+                    self._ask(f"terminate_client {server} {pid}")
 
     def _ask(self, command: str) -> str:
         assert self._control is not None
         return self._control.ask(command, self._environ)
 
     def stop(self) -> None:
-        """Need it no more; return when it has ended, if no worker is left that does."""
+        """Give it up; return when it has ended, if no worker uses it any more."""
         self._control = None
         if self._held is not None:
             os.close(self._held)
@@ -159,22 +144,13 @@ class Mps:
             self._keeper = None
 
 
-def _environment(environ: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Return the environment of the daemon: all GPUs, numbered as the workers number them."""
-    mine = {name: value for name, value in environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    return {**mine, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **variables(folder)}
-
-
 def variables(folder: Path) -> dict[str, str]:
-    """Return the environment variables by which CUDA finds the service that has its files in a
-    folder.
-    """
+    """Return the environment variables by which CUDA finds the service in a folder."""
     return {PIPES: str(folder / "pipe"), LOGS: str(folder / "log")}
 
 
 def settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what of a worker's environment the service is to have, too: where its program is, and
-    what is to hold for it.
+    """Return the part of a worker's environment that the service is to have, too.
 
     Example:
         >>> settings({"PATH": "/bin", "HOME": "/", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "50"})
@@ -188,14 +164,12 @@ def settings(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_chosen(environ: Mapping[str, str]) -> bool:
-    """Whether somebody has said which service is to be used, who starts and ends it then."""
+    """Whether the user has chosen a service, and starts and ends it."""
     return PIPES in environ
 
 
 def enter(state: MpsState, environ: MutableMapping[str, str]) -> str | None:
-    """Let this process use the service, from before it touches CUDA to its end; return why it does
-    not, if so.
-    """
+    """Let this process use the service, before it touches CUDA; return why it does not."""
     if state.folder is not None:
         join(Path(state.folder))
         environ.update(variables(Path(state.folder)))
@@ -203,16 +177,14 @@ def enter(state: MpsState, environ: MutableMapping[str, str]) -> str | None:
 
 
 def join(folder: Path) -> int:
-    """Keep the service up for as long as this process is alive; return a descriptor that does
-    so.
-    """
+    """Keep the service up while this process lives; return the descriptor that does so."""
     held = os.open(folder / "users", os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(held, fcntl.LOCK_SH)
     return held
 
 
 def runs_in(pipes: Path) -> bool:
-    """Whether a control daemon is alive that has its pipes here: it keeps its number in a file."""
+    """Whether a control daemon is alive that has its pipes, and its pid, in this folder."""
     try:
         os.kill(int((pipes / f"{PROGRAM}.pid").read_text()), 0)
     except PermissionError:
@@ -223,7 +195,7 @@ def runs_in(pipes: Path) -> bool:
 
 
 def turns(host: str, problem: str) -> str:
-    """Return what to say where workers that share a GPU do without the service."""
+    """Return the warning for workers that share a GPU without the service."""
     return (
         f"mps=True: on {host} the workers that share a GPU take turns, for {problem}. "
         "Install the driver's MPS programs there (nvidia-cuda-mps-control), or leave mps out."

@@ -1,13 +1,11 @@
-"""Keeps NVIDIA's Multi-Process Service (MPS) up for the workers of a pool on one machine, and ends
-it after them.
+"""Keeps NVIDIA's Multi-Process Service (MPS) up for a pool's workers on one machine, then ends it.
 
-A program of its own, run by its path, without any package: whoever has wanted the service may die
-at any time, and must not leave it behind. Whoever uses it holds a lock on a file; when nobody does
-any more, the service is ended, killed if need be.
+A program of its own, run by its path and without packages: the processes that want the service may
+die at any time, and must not leave it behind. They hold a lock on a file; when nobody does any
+more, the service is ended, killed if need be.
 
 Usage: mps_keeper.py FOLDER PROGRAM; FOLDER has `pipe`, `log` and the file `users`, PROGRAM is
-nvidia-cuda-mps-control. It prints a line when the service is up ("up"), or one that says why it is
-not, and ends its output when all has ended.
+nvidia-cuda-mps-control. It prints "up" or the problem, and closes its output when all has ended.
 
 Source:
     NVIDIA Multi-Process Service, release r580: "Appendix: Tools and Interface Reference" and its
@@ -35,34 +33,26 @@ ASK_TIMEOUT_S = 5.0
 """How long the daemon may take to answer [s]."""
 
 QUIT_S = 1
-"""How long the server has to end by itself [s]; both have as long again before they are killed."""
+"""How long the server has to end by itself [s]; both are killed after twice that."""
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 class Control:
-    """NVIDIA's control program, for the service that has its files in a folder.
-
-    Args:
-        folder: Where `pipe` and `log` are; the environment says so too.
-        program: The path of nvidia-cuda-mps-control.
-    """
+    """NVIDIA's control program, for the service with `pipe` and `log` in a folder."""
 
     def __init__(self, folder: Path, program: str) -> None:
         self._log = folder / "log"
         self._program = program
 
     def start(self) -> str | None:
-        """Start the daemon and its server, and wait until they are there; return what is wrong, if
-        anything.
-        """
+        """Start the daemon and its server, and wait until they are up; return the problem."""
         deadline = time.monotonic() + START_TIMEOUT_S
-        command = [self._program, "-d"]
         # not a pipe, which the daemon would keep open
         with (self._log / "start.log").open("w") as output:
             try:
                 started = subprocess.run(
-                    command,
+                    [self._program, "-d"],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
@@ -85,12 +75,11 @@ class Control:
         return None
 
     def ask(self, command: str, environ: dict[str, str] | None = None) -> str:
-        """Give the daemon a command; return what it says, nothing if it does not answer."""
-        words = command + "\n"
+        """Give the daemon a command; return its answer, "" if there is none."""
         try:
             done = subprocess.run(
                 [self._program],
-                input=words,
+                input=command + "\n",
                 capture_output=True,
                 text=True,
                 timeout=ASK_TIMEOUT_S,
@@ -116,20 +105,23 @@ def wait_for_users(folder: Path) -> None:
 
 
 def end(control: Control) -> None:
-    """End the service: all of it has been started by this process, or is to be adopted by it."""
+    """End the service, whose processes this one has started or adopted."""
     control.ask(f"quit -t {QUIT_S}")
     deadline = time.monotonic() + 2 * QUIT_S
     while not _reaped() and time.monotonic() < deadline:
         time.sleep(0.02)
     while not _reaped():
-        for pid in _children():
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # it has just ended
-                os.kill(pid, signal.SIGKILL)
+        for entry in Path("/proc").iterdir():
+            # no process, or one that has just ended
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                if parent == os.getpid():
+                    os.kill(int(entry.name), signal.SIGKILL)
         time.sleep(0.02)
 
 
 def _reaped() -> bool:
-    """Whether there are no children any more, except those that have just ended."""
+    """Reap ended children; return whether none is left."""
     with contextlib.suppress(ChildProcessError):  # no child is left
         while True:
             pid, _ = os.waitpid(-1, os.WNOHANG)
@@ -138,24 +130,12 @@ def _reaped() -> bool:
     return True
 
 
-def _children() -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        # no process, or one that has just ended
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid():
-                found.append(int(entry.name))
-    return found
-
-
 def main(folder: Path, program: str) -> None:
     """Start the service, keep it up, and end it."""
     if os.fork():
-        # whoever has wanted it is nobody's parent here: Ray ends the children of its processes with
-        # these
+        # not a child of the agent's: Ray ends the children of its processes with them
         os._exit(0)
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # adopts the daemon and its server
     control = Control(folder, program)
     problem = control.start()
     sys.stdout.write((problem or UP).replace("\n", " ") + "\n")

@@ -1,7 +1,6 @@
 """The agent of a node: an actor that stops workers there, watches GPUs and passes messages on.
 
-It is an actor beside the workers, since a worker that runs a task answers no calls. It claims no
-resources.
+It is an actor beside the workers, since a busy worker answers no calls. It claims no resources.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import asyncio
 import contextlib
 import ctypes
 import fcntl
+import functools
 import os
 import signal
 import struct
@@ -34,9 +34,7 @@ from raypool.worker.interrupts import AT_HAND, NOTHING, SIGNALS, STOP_SIGNAL, WH
 
 FIRST_LOOK_S = 0.02
 LONGEST_LOOK_S = 0.5
-"""Pauses between looks whether a worker has read a wish; until it has, the signal is sent again
-[s].
-"""
+"""Pauses between looks whether a worker has read a wish; until then it is signaled again [s]."""
 
 BY_ITSELF_S = 0.5
 """How long Ray has to end a worker's process before it is killed [s]."""
@@ -45,24 +43,20 @@ GONE_TIMEOUT_S = 10.0
 """How long a killed process, and its memory on the GPU, may take to vanish [s]."""
 
 STEADY_S = 1.0
-"""A GPU's memory that is not back where it was, but has not changed for so long, is in use by
-somebody else [s].
-"""
+"""GPU memory that has not changed for so long, but is not back, is in use by others [s]."""
 
 MEMORY_LOOK_S = 0.2
-"""How often the memory of a worker that has a limit is looked at [s]."""
+"""How often the memory of a worker that has a limit is measured [s]."""
 
 OFFERED = -1
-"""Takes the place of a worker's id in the mailbox, for offers to queues."""
+"""Stands for a worker's id in the mailbox, for offers to queues."""
 
 MAILBOX_BYTES = 64 * 1024 * 1024
 """When so much waits for the driver, workers wait before they send more."""
 
 
 class WorkerProcess(NamedTuple):
-    """Where a worker's process can be reached: its `ProcessGuard`'s pipe and board are descriptors
-    of its own.
-    """
+    """A worker's process, with the descriptors of its `ProcessGuard`'s pipe and board."""
 
     pid: int
     pipe: int
@@ -70,9 +64,7 @@ class WorkerProcess(NamedTuple):
 
 
 class Watched:
-    """A worker's process on this node. It is the head of a process group, in which its children are
-    too.
-    """
+    """A worker's process on this node: the head of a process group, with its children."""
 
     def __init__(self, process: WorkerProcess, gpus: Sequence[int], actor: Any) -> None:
         self.pid = process.pid
@@ -94,24 +86,23 @@ class Watched:
 
     @property
     def has_unread(self) -> bool:
-        """Whether it has not taken all wishes: it is in a long call of native code, or imports a
-        module.
-        """
+        """Whether it has not read all wishes: it is in long native code, or imports a module."""
         return bool(struct.unpack("=i", fcntl.ioctl(self._pipe, termios.FIONREAD, bytes(4)))[0])
 
     @property
     def at_hand(self) -> tuple[int, int]:
-        """Which attempt and task it is at; the task is `WHOLE` while it takes the call apart or
-        packs the answer.
-        """
+        """Which attempt and task it is at; the task is `WHOLE` while it unpacks or packs."""
         attempt_id, task_id = AT_HAND.unpack(os.pread(self._board, AT_HAND.size, 0))
         return attempt_id, task_id
 
     def kill_others(self) -> list[psutil.Process]:
-        """Kill its descendants and what else is in its process group; return them, they may take a
-        moment.
-        """
-        others = _group(self.pid)
+        """Kill its group and descendants, without itself; return them, they may take a moment."""
+        others = []
+        for process in psutil.process_iter():
+            # its group may have outlived it
+            with contextlib.suppress(psutil.Error, ProcessLookupError):  # it has just ended
+                if process.pid != self.pid and os.getpgid(process.pid) == self.pid:
+                    others.append(process)
         with contextlib.suppress(psutil.Error):  # it has ended
             others += self.process.children(recursive=True)
         for other in others:
@@ -121,64 +112,53 @@ class Watched:
 
     @property
     def family(self) -> list[int]:
-        """Its number, and those of its descendants."""
+        """Its pid, and those of its descendants."""
         with contextlib.suppress(psutil.Error):  # it has ended
             return [self.pid, *(process.pid for process in self.process.children(recursive=True))]
         return []
 
     def freeze(self) -> None:
-        """Let it do nothing more until it is killed."""
+        """Stop it until it is killed."""
         with contextlib.suppress(ProcessLookupError):  # it has ended
             signal.pidfd_send_signal(self._descriptor, signal.SIGSTOP)
 
     def kill(self) -> None:
-        """Kill it itself."""
+        """Kill the process itself."""
         with contextlib.suppress(ProcessLookupError):  # it has ended
             signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
 
     @property
     def is_alive(self) -> bool:
-        """Whether it is there."""
+        """Whether it is alive."""
         return _lives(self.process)
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close its descriptors."""
         for descriptor in (self._descriptor, self._pipe, self._board):
             os.close(descriptor)
-
-
-def _group(number: int) -> list[psutil.Process]:
-    """Return the processes of a group but for its head, which they may have outlived."""
-    members = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, ProcessLookupError):  # it has just ended
-            if process.pid != number and os.getpgid(process.pid) == number:
-                members.append(process)
-    return members
 
 
 class NodeAgent:
     """Watches over the workers of one pool on this node.
 
     Args:
-        driver: The process of the driver and when it was started, if it is on this node: when it
-            ends, however it does, so does everything here.
+        driver: Pid and start time of the driver's process, if it is on this node: everything here
+            ends with it.
         inventory: Tells the GPUs of a machine.
     """
 
     def __init__(self, driver: tuple[int, float] | None, inventory: Inventory) -> None:
         with contextlib.suppress(PermissionError):  # it is the head of a group already
             os.setpgid(0, 0)  # Ctrl-C in the driver's terminal is not for this process
-        # SIGTERM ends it, as any process: Ray would take no more calls then, and end it when those
-        # that there are have returned, which `take` never does. `signal.signal` is for main
-        # threads; SIG_DFL is a null pointer.
+        # SIGTERM ends it: Ray would let running calls return first, which `take` never does.
+        # `signal.signal` is for main threads; SIG_DFL is a null pointer.
         ctypes.CDLL(None).signal(signal.SIGTERM, None)
         self._driver = driver
         self._telemetry = Telemetry(inventory)
         self._watched: dict[int, Watched | None] = {}  # by worker id; None: it had gone before
         self._mailbox: list[tuple[int, int, Any]] = []
         self._mailbox_bytes = 0
-        self._has_mail = asyncio.Event()
+        self._has_mail = asyncio.Event()  # `take` waits for it, and `push` for the other
         self._has_room = asyncio.Event()
         self._has_room.set()
         self._is_finished = False
@@ -218,9 +198,7 @@ class NodeAgent:
             asyncio.get_running_loop().add_reader(descriptor, self._on_driver_gone)
 
     def _on_driver_gone(self) -> None:
-        """End everything, at once: Ray will end this process too, and the children of workers would
-        be left.
-        """
+        # at once: Ray will end this process too, and the children of workers would be left
         for watched in filter(None, self._watched.values()):
             watched.kill_others()
             watched.kill()
@@ -231,43 +209,37 @@ class NodeAgent:
     async def signal(
         self, _: None, worker_id: int, attempt_id: int, task_id: int, wish: Signal, grace_s: float
     ) -> bool:
-        """Tell a worker that the slices of a task are not wanted any more, or should end early, or
-        elsewhere.
+        """Pass on a wish for the slices of a task: to end them, now or early, or elsewhere.
 
         Returns:
-            Whether one of them was to be cancelled and still runs after `grace_s`.
+            Whether a canceled one still runs after `grace_s`.
         """
         watched = self._watched.get(worker_id)
         if watched is None:
             return False
+        is_cancel = wish is Signal.CANCEL
+        deadline = time.monotonic() + grace_s
+        pause_s = FIRST_LOOK_S
         try:
             watched.tell(attempt_id, task_id, wish)
-            return await self._see_to_it(
-                watched, (attempt_id, task_id), wish is Signal.CANCEL, grace_s
-            )
+            while True:
+                watched.wake()
+                while True:
+                    await asyncio.sleep(min(pause_s, max(deadline - time.monotonic(), 0.001)))
+                    pause_s = min(2 * pause_s, LONGEST_LOOK_S)
+                    at_hand = watched.at_hand
+                    is_running = at_hand[0] == attempt_id and at_hand[1] in (task_id, WHOLE)
+                    if time.monotonic() > deadline:
+                        return is_cancel and is_running
+                    if watched.has_unread:
+                        break  # signaled again: it was in native code, or imported a module
+                    if not (is_cancel and is_running):
+                        return False
         except (ProcessLookupError, BrokenPipeError):
             return False  # it is gone, and the call itself tells the driver
 
-    async def _see_to_it(
-        self, watched: Watched, key: tuple[int, int], is_cancel: bool, grace_s: float
-    ) -> bool:
-        deadline = time.monotonic() + grace_s
-        pause_s = FIRST_LOOK_S
-        while True:
-            watched.wake()
-            while True:
-                await asyncio.sleep(min(pause_s, max(deadline - time.monotonic(), 0.001)))
-                pause_s = min(2 * pause_s, LONGEST_LOOK_S)
-                is_running = watched.at_hand in (key, (key[0], WHOLE))
-                if time.monotonic() > deadline:
-                    return is_cancel and is_running
-                if watched.has_unread:
-                    break
-                if not (is_cancel and is_running):
-                    return False
-
     async def oversee(self, _: None, worker_id: int, limit: int) -> int | None:
-        """Wait until a worker and its descendants use more memory than this [bytes].
+        """Wait until a worker's family uses more memory than this [bytes].
 
         Returns:
             How much it uses then; None when it has ended.
@@ -279,17 +251,16 @@ class NodeAgent:
         return None
 
     async def end(self, _: None, worker_id: int) -> None:
-        """Kill what is left of a worker; return when nothing of it is left, also on its GPU."""
+        """Kill the rest of a worker; return when nothing is left, not even on its GPU."""
         watched = self._watched.pop(worker_id, None)
         if watched is None:
             return
         if self._mps.is_up and watched.at_hand != NOTHING:
-            watched.freeze()  # what runs would hear of it, and go on
+            watched.freeze()  # else its code would notice, and go on
             await asyncio.to_thread(self._mps.terminate, watched.family)
         others = watched.kill_others()
         if watched.is_alive:
-            # so that Ray does not take it for a crash, and say so at length
-            ray.kill(watched.actor)
+            ray.kill(watched.actor)  # else Ray would report a crash, at length
         killed_at = time.monotonic()
         while (
             watched.is_alive or any(map(_lives, others))
@@ -300,20 +271,15 @@ class NodeAgent:
         watched.close()
         self._telemetry.leave(watched.gpus)
         if watched.gpus and watched.memory_used is not None:
-            await memory_back(
-                lambda: self._telemetry.memory_used(watched.gpus), watched.memory_used
-            )
+            read = functools.partial(self._telemetry.memory_used, watched.gpus)
+            await memory_back(read, watched.memory_used)
 
     async def temporary(self) -> str:
-        """Return the pool's folder for temporary files on this node, which goes when its processes
-        here have ended.
-        """
+        """Return the pool's temporary folder on this node, which ends with its processes here."""
         return str(self._temporary.path())
 
     async def token(self, folder: str) -> str | OSError:
-        """Return the token of a folder of this node, by which workers elsewhere know whether they
-        see it; or what is wrong.
-        """
+        """Return a folder's token, by which workers elsewhere know whether they see it."""
         try:
             return await asyncio.to_thread(token_of, folder)
         except OSError as error:
@@ -326,19 +292,15 @@ class NodeAgent:
         return await self._telemetry.devices()
 
     async def gpu_memory(self) -> dict[int, GpuMemory]:
-        """Return how much memory of the GPUs that workers have is in use, as was seen last."""
+        """Return the memory in use of the workers' GPUs, by the last reading."""
         return self._telemetry.newest()
 
     async def usage(self, gpu: int, since: float, until: float) -> Usage | None:
-        """Return how a GPU was used between two times [s since the epoch]; None if nobody has
-        looked.
-        """
+        """Return how a GPU was used between two times [s since the epoch]; None: unknown."""
         return self._telemetry.usage(gpu, since, until)
 
     async def mps(self, settings: Mapping[str, str]) -> MpsState:
-        """Return where MPS is for the workers of this node, once it is up; whoever comes first
-        starts it.
-        """
+        """Return the state of MPS for this node's workers; the first call starts it."""
         if self._mps_started is None:
             self._temporary.path()  # made here, not in two threads at once
             self._mps_started = asyncio.create_task(asyncio.to_thread(self._mps.start, settings))
@@ -347,7 +309,7 @@ class NodeAgent:
     # --- messages from workers --------------------------------------------------------------------
 
     async def push(self, worker_id: int, number: int, batch: bytes) -> None:
-        """Take what a worker has to say, in order; return when there is room for more."""
+        """Take a batch from a worker, in order; return when there is room for more."""
         self._mailbox.append((worker_id, number, batch))
         self._mailbox_bytes += len(batch)
         self._has_mail.set()
@@ -356,21 +318,18 @@ class NodeAgent:
         await self._has_room.wait()
 
     def _pass_on(self, queue: str, ticket: int, value: bytes) -> None:
-        """Let the driver know that somebody waits for room in a queue."""
         self._mailbox.append((OFFERED, ticket, (queue, value)))
         self._has_mail.set()
 
     async def take(
         self, answers: Sequence[tuple[int, str]] = ()
     ) -> list[tuple[int, int, Any]] | None:
-        """Return what workers have said, waiting until there is something: (worker id, number of
-        the batch, batch).
+        """Wait for messages and return them: (worker id, number of the batch, batch).
 
-        What is offered to a queue comes as (OFFERED, ticket, (queue, value)). None after `finish`,
-        when that was all.
+        Offers to a queue are (OFFERED, ticket, (queue, value)). None at the end, after `finish`.
 
         Args:
-            answers: What has become of offers that were taken before: ticket, outcome.
+            answers: The outcomes of earlier offers: ticket, outcome.
         """
         for ticket, outcome in answers:
             await self._exchange.answer(ticket, outcome)
@@ -383,7 +342,7 @@ class NodeAgent:
         return mail
 
     async def finish(self) -> None:
-        """Note that all workers have ended; what only they have used ends too."""
+        """Note that all workers have ended, and stop their MPS."""
         if self._mps_started is not None:
             await asyncio.to_thread(self._mps.stop)
         self._is_finished = True
@@ -395,11 +354,8 @@ class NodeAgent:
 
 
 async def memory_back(read: Callable[[], Awaitable[int | None]], before: int) -> None:
-    """Wait until no more memory is in use than before [bytes]: a GPU's driver takes its time after
-    the end of a process.
-
-    If nothing is known of it any more (None), nothing is waited for.
-    """
+    """Wait until no more memory is in use than before [bytes], or it is unknown (None)."""
+    # a GPU's driver takes its time after the end of a process
     used, since = await read(), time.monotonic()
     while used is not None and used > before and time.monotonic() < since + STEADY_S:
         await asyncio.sleep(0.02)
@@ -422,22 +378,21 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def memory_used(pid: int) -> int:
-    """Return how much memory of their own a process and its descendants use [bytes].
+    """Return the memory that a process and its descendants have for themselves [bytes].
 
-    What is in files and in shared memory (values in Ray's object store) is not counted, and what a
-    forked child shares with its parent is counted once.
+    Without files and shared memory (values in Ray's object store); what forked children share with
+    their parent counts once.
 
     Source:
-        Linux, proc(5): the difference of "resident" and "shared" in statm, which is cheap; where it
-        matters "Pss_Anon" in smaps_rollup.
+        Linux, proc(5): "Pss_Anon" in smaps_rollup; `is_over` first asks for "resident" less
+        "shared" in statm, which is cheap.
     """
     return sum(map(_own, family(pid)))
 
 
 def is_over(pid: int, limit: int) -> bool:
-    """Return whether a process and its descendants use more memory than this [bytes]; what is cheap
-    is asked first.
-    """
+    """Return whether a process and its descendants use more memory than this [bytes]."""
+    # the cheap question first
     return sum(map(_resident, family(pid))) > limit and memory_used(pid) > limit
 
 

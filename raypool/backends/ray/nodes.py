@@ -1,5 +1,4 @@
-"""Watches the nodes of a pool: it leaves nodes that are about to go, and later replaces lost
-workers.
+"""Watches a pool's nodes: it leaves nodes that are about to go, and replaces lost workers later.
 
 `NodeWatch` decides; the functions below it ask Ray for the nodes, and whether Ray still answers.
 """
@@ -13,8 +12,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 
@@ -25,22 +24,23 @@ from raypool.core.messages import PlaceLeaving, PlaceLost, ResizeRequested, Work
 from raypool.errors import LossReason, RaypoolError
 from raypool.ray_private import state, worker
 
+if TYPE_CHECKING:
+    from raypool.backends.ray.backend import RayBackend
+
 LOOK_S = 1.0
 """How often to look at the nodes [s]."""
 
 MARGIN_S = 2.0
-"""Margin before the end of a node: its tasks are interrupted so much earlier, to run again
-elsewhere [s].
-"""
+"""How long before the end of a node its tasks are interrupted at the latest [s]."""
 
 NEWS_S = 1.0
-"""A change of a node's announced end by more than this is reported [s]."""
+"""A node's announced end is reported again if it changes by more than this [s]."""
 
 LAST_S = 120.0
-"""If no node of the pool stays, tasks are not moved, but told so long before the end [s]."""
+"""How long before the end tasks hear of it, if no node of the pool stays for them [s]."""
 
 GROW_S = 5.0
-"""How often to look for room for lost workers, besides whenever a node arrives [s]."""
+"""How often to look for room for lost workers, besides when a node arrives [s]."""
 
 logger = logging.getLogger("raypool")
 
@@ -49,10 +49,10 @@ class Nodes(NamedTuple):
     """The nodes of a cluster at one moment.
 
     Attributes:
-        alive: What to call those that are there, by id.
+        alive: The names of those that are there, by id.
         draining: When those of them that are about to go will be gone [s, `time.monotonic`];
-            infinity: nobody has said.
-        here: That of this process.
+            infinity: unknown.
+        here: The node of this process.
         taken: Those that were taken away, with notice.
     """
 
@@ -62,40 +62,21 @@ class Nodes(NamedTuple):
     taken: frozenset[str] = frozenset()
 
     def stays(self, node: str | None) -> bool:
-        """Whether a node is there, and will be as far as is known."""
+        """Whether a node is there, and not about to go."""
         return node in self.alive and node not in self.draining
-
-
-class Ground(Protocol):
-    """The backend for `NodeWatch`: the nodes of the cluster, and the places of the pool."""
-
-    def look(self) -> Nodes:
-        """Ask for the nodes of the cluster."""
-
-    def places(self) -> dict[int, str | None]:
-        """Return which node each place is on; None if it is on none yet."""
-
-    def find(self, place: int) -> str | None:
-        """Ask where a place is now; None: nowhere."""
-
-    def grow(self, most: int) -> list[int]:
-        """Claim up to so many places more, as many as there is room for."""
 
 
 class NodeWatch:
     """Watches the nodes of a pool, in a thread of its own.
 
-    Args:
-        ground: The pool's places and the cluster's nodes.
-        post: Tells the driver.
-        grace_s: How long a task that is interrupted may take to end [s].
+    `grace_s`: how long an interrupted task may take to end [s].
     """
 
-    def __init__(self, ground: Ground, post: Post, grace_s: float) -> None:
-        self._ground = ground
+    def __init__(self, backend: RayBackend, post: Post, grace_s: float) -> None:
+        self._backend = backend
         self._post = post
         self._grace_s = grace_s
-        # places that the driver knows to be about to go, and when it thinks so
+        # places that the driver knows to be about to go, and the time that it was told
         self._leaving: dict[int, float] = {}
         self._lost: set[int] = set()  # those that it knows to be gone
         # those that are kept, with the nodes on which they were told
@@ -108,6 +89,7 @@ class NodeWatch:
         self._grow_at = 0.0  # when to try next
         self._alive: set[str] = set()  # the nodes at the last look
         self._num_sizing = 0  # so many set the size of the pool just now
+        # of three threads: those of looks, of growth, and of a user's resize
         self._growing = threading.Lock()
         self._closed = threading.Event()
         self._silent_s = 0.0
@@ -119,20 +101,14 @@ class NodeWatch:
         threading.Thread(target=self._live, name="raypool-nodes", daemon=True).start()
 
     def silent_s(self, passed_s: float) -> float:
-        """Return for how long nobody has answered the question for the nodes [s]; to be asked every
-        `passed_s`.
-
-        It is these that are counted: while this process stood still (Ctrl-Z, a debugger), nobody
-        could answer.
-        """
+        """Return for how long nobody has answered [s]; to be called every `passed_s`."""
+        # counted, not timed: while this process was stopped (Ctrl-Z, a debugger), nobody could
         self._silent_s += passed_s
         return self._silent_s
 
     @contextlib.contextmanager
     def sizing(self) -> Iterator[None]:
-        """Let somebody set the size of the pool: what was lost before is not made up for any more,
-        unless that fails.
-        """
+        """Let somebody set the pool's size; once it is set, earlier losses are not made up for."""
         with self._growing:  # if the pool is growing by itself just now, that takes a moment
             num_lost = self._num_lost
             self._num_sizing += 1
@@ -145,7 +121,7 @@ class NodeWatch:
                 self._num_sizing -= 1
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop looking."""
         self._closed.set()
 
     def _live(self) -> None:
@@ -158,7 +134,7 @@ class NodeWatch:
 
     def check(self) -> None:
         """Look once, and tell the driver what has changed for its places."""
-        nodes = self._ground.look()
+        nodes = self._backend.look()
         self._silent_s = 0.0
         self.is_adrift = nodes.here not in nodes.alive
         self._names.update(nodes.alive)
@@ -179,17 +155,15 @@ class NodeWatch:
     # --- nodes that go ----------------------------------------------------------------------------
 
     def _where_now(self, nodes: Nodes) -> dict[int, str | None]:
-        """Return where each place is; Ray may have moved the claims of those whose node has
-        died.
-        """
-        where = self._ground.places()
+        where = self._backend.places()
         self._leaving = {
             place: gone_at for place, gone_at in self._leaving.items() if place in where
         }
         self._lost &= where.keys()
         for place, node in where.items():
+            # Ray may have moved the claims of those whose node has died
             if node is not None and node not in nodes.alive and place not in self._lost:
-                where[place] = self._ground.find(place) or node
+                where[place] = self._backend.find(place) or node
         return where
 
     def _leave_those_that_go(self, nodes: Nodes, where: Mapping[int, str | None]) -> None:
@@ -198,21 +172,21 @@ class NodeWatch:
                 continue
             if node not in nodes.alive:
                 self._lose(place, node)
-            elif _is_news(self._leaving.get(place), nodes.draining[node]):
-                self._leave(place, node, nodes.draining[node])
+                continue
+            told, gone_at = self._leaving.get(place), nodes.draining[node]
+            # two infinities are equal, though their difference is no number
+            if told is None or (told != gone_at and abs(told - gone_at) > NEWS_S):
+                self._leave(place, node, gone_at)
 
     def _leave(self, place: int, node: str, gone_at: float) -> None:
         self._num_lost += place not in self._leaving
         self._leaving[place] = gone_at
         now = time.monotonic()
         left_s = gone_at - now
-        # Where there is little time, half of it is for what wants to save something, before the
-        # rest is interrupted.
-        at = (
-            now + max(left_s - min(self._grace_s, left_s / 2) - MARGIN_S, 0)
-            if math.isfinite(gone_at)
-            else None
-        )
+        at = None
+        if math.isfinite(gone_at):
+            # if time is short, half of it is left to tasks before they are interrupted
+            at = now + max(left_s - min(self._grace_s, left_s / 2) - MARGIN_S, 0)
         self._post(PlaceLeaving(place, at), self._notice(node, left_s))
 
     def _notice(self, node: str, left_s: float) -> str:
@@ -220,9 +194,7 @@ class NodeWatch:
         return f"its node {self._names[node]} is about to go{until}"
 
     def _warn_all(self, nodes: Nodes, where: Mapping[int, str | None]) -> None:
-        """Let those save what they have that have nowhere else to run; they go on while they
-        can.
-        """
+        """Let tasks that have nowhere else to run save their work; they run while they can."""
         for place, node in where.items():
             left_s = nodes.draining.get(node or "", math.inf) - time.monotonic()
             if node is not None and left_s < LAST_S and (place, node) not in self._warned:
@@ -232,19 +204,13 @@ class NodeWatch:
     def _lose(self, place: int, node: str) -> None:
         self._lost.add(place)
         self._num_lost += place not in self._leaving
-        reason = LossReason.PREEMPTED if node in self._preempted else LossReason.NODE
-        name = self._names.get(node, node[:8])
-        self._post(
-            PlaceLost(place, reason),
-            f"its node {name} is {'gone' if reason is LossReason.PREEMPTED else 'lost'}",
-        )
+        is_taken, name = node in self._preempted, self._names.get(node, node[:8])
+        reason = LossReason.PREEMPTED if is_taken else LossReason.NODE
+        self._post(PlaceLost(place, reason), f"its node {name} is {'gone' if is_taken else 'lost'}")
 
     def tell_lost(self, lost: WorkerLost, words: str, node: str | None) -> None:
-        """Tell the driver that a worker on a node is lost; to be called where Ray may be asked.
-
-        What it dies of is often known before the end of its node is, and that was announced: it is
-        nobody's fault.
-        """
+        """Tell the driver that a worker on a node is lost; called where Ray may be asked."""
+        # the loss is often known before the node's end, which was announced: it is nobody's fault
         if node in self._preempted and (
             lost.reason is LossReason.NODE
             or (lost.reason is LossReason.EXIT and self._is_gone(node))
@@ -254,60 +220,46 @@ class NodeWatch:
 
     def _is_gone(self, node: str | None) -> bool:
         try:
-            return node not in self._ground.look().alive
+            return node not in self._backend.look().alive
         except Exception:  # Ray is at its end
             return False
 
     def lose_all(self, words: str) -> None:
         """Tell the driver that all places are lost."""
-        for place in self._ground.places():
+        for place in self._backend.places():
             self._post(PlaceLost(place, LossReason.NODE), words)
 
     # --- nodes that come --------------------------------------------------------------------------
 
     def _make_up(self, nodes: Nodes) -> None:
-        """Try to grow if a node has come, and otherwise now and then: somebody else may have given
-        something back.
-        """
+        """Try to grow when a node arrives, and now and then, when others may have left."""
         has_news, self._alive = nodes.alive.keys() != self._alive, set(nodes.alive)
         if self._num_lost > self._num_made_up and (has_news or time.monotonic() > self._grow_at):
             self._grow_at = time.monotonic() + GROW_S
             threading.Thread(target=self._grow, name="raypool-grow", daemon=True).start()
 
     def _grow(self) -> None:
-        """Claim what was lost, as far as there is room for it now."""
+        """Claim as much of what was lost as there is room for now."""
         try:
             with self._growing:
                 owed = self._num_lost - self._num_made_up
                 if not owed or self._num_sizing or self._closed.is_set():
                     return
-                places = self._ground.grow(owed)
+                places = self._backend.grow(owed)
                 self._num_made_up += len(places)
-            if places:
-                self._post(ResizeRequested(add=tuple(places)), None)
-                logger.warning(
-                    "The pool grows again: %s on %s.", _workers(len(places)), self._on(places)
-                )
+            if not places:
+                return
+            self._post(ResizeRequested(add=tuple(places)), None)
+            where = self._backend.places()
+            nodes = [node for place in places if (node := where.get(place)) is not None]
+            names = dict.fromkeys(self._names.get(node, node[:8]) for node in nodes)
+            number = f"{len(places)} more worker" + ("s" if len(places) != 1 else "")
+            words = ", ".join(names) or "the cluster"
+            logger.warning("The pool grows again: %s on %s.", number, words)
         except RaypoolError:
             pass  # the pool ends
         except Exception:  # whatever it is: the next look tries again
             logger.debug("The pool could not grow.", exc_info=True)
-
-    def _on(self, places: Iterable[int]) -> str:
-        where = self._ground.places()
-        nodes = dict.fromkeys(node for place in places if (node := where.get(place)) is not None)
-        return (
-            ", ".join(dict.fromkeys(self._names.get(node, node[:8]) for node in nodes))
-            or "the cluster"
-        )
-
-
-def _is_news(told: float | None, gone_at: float) -> bool:
-    return told is None or (told != gone_at and abs(told - gone_at) > NEWS_S)
-
-
-def _workers(count: int) -> str:
-    return f"{count} more worker" + ("s" if count != 1 else "")
 
 
 # --- questions to Ray -----------------------------------------------------------------------------
@@ -322,9 +274,7 @@ AUTOSCALER_DRAIN_PREEMPTED = 3  # ray.core.generated.common_pb2.NodeDeathInfo
 
 
 def look() -> Nodes:
-    """Ask for the nodes of the cluster; where its control store is gone, this does not return for
-    long.
-    """
+    """Return the nodes of the cluster; where its control store is gone, this blocks for long."""
     here, table, draining = ask_inside(_told)
     to_monotonic = time.monotonic() - time.time()
     return Nodes(
@@ -343,15 +293,14 @@ def look() -> Nodes:
 
 
 def _told() -> tuple[str, list[dict[str, Any]], dict[str, int]]:
-    """Return what Ray says; which nodes drain, and until when, is in a private name of its, checked
-    on Ray 2.60.
-    """
+    # the nodes that drain, and until when, are in a private name of Ray's, checked on Ray 2.60
     return ray.get_runtime_context().get_node_id(), ray.nodes(), state.state.get_draining_nodes()
 
 
 class CutOff(NamedTuple):
-    """Why nothing can be done with Ray any more; `has_values`: what is in the object store of this
-    machine can still be had.
+    """Why Ray is of no use any more.
+
+    `has_values`: this machine's object store can still be read.
     """
 
     why: str
@@ -359,12 +308,9 @@ class CutOff(NamedTuple):
 
 
 def why_cut_off(silent_s: float, is_adrift: bool, is_outside: bool = False) -> CutOff | None:
-    """Return why this process can do nothing with Ray any more, None if it can, or Ray was ended in
-    good order.
+    """Return why Ray is of no use to this process; None if it is, or was shut down in good order.
 
-    Asks nobody but the operating system. A control store that was killed may be started again
-    somewhere; Ray gives it a minute, then it ends this process, so half of that is what we give it.
-    Private names, checked on Ray 2.60.
+    Asks only the operating system. Private names, checked on Ray 2.60.
 
     Args:
         silent_s: For how long the control store has not answered [s].
@@ -386,24 +332,16 @@ def _why_adrift(node: Any, silent_s: float, is_adrift: bool) -> CutOff | None:
             " reached",
             False,
         )
-    address = node.gcs_address
-    if silent_s > REFUSED_S and node.is_head() and _is_refused(address):
-        return CutOff(f"Ray's control store (GCS) at {address} has died", has_values=True)
+    store = f"Ray's control store (GCS) at {node.gcs_address}"
+    if silent_s > REFUSED_S and node.is_head() and _is_refused(node.gcs_address):
+        return CutOff(f"{store} has died", has_values=True)
     if silent_s > patience_s():
-        return CutOff(
-            f"Ray's control store (GCS) at {address} has not answered for {silent_s:.0f} s",
-            has_values=True,
-        )
+        return CutOff(f"{store} has not answered for {silent_s:.0f} s", has_values=True)
     return None
 
 
 def _why_lost(silent_s: float) -> CutOff | None:
-    """Return why a process that is connected from outside can do nothing with the cluster any more,
-    None if it can.
-
-    When the connection breaks, Ray Client tries for half a minute to get it back
-    (RAY_CLIENT_RECONNECT_GRACE_PERIOD).
-    """
+    # after a break, Ray Client tries to reconnect for 30 s (RAY_CLIENT_RECONNECT_GRACE_PERIOD)
     if not ray.is_initialized():
         return CutOff("The connection to the cluster has ended", has_values=False)
     if silent_s > patience_s():
@@ -413,15 +351,15 @@ def _why_lost(silent_s: float) -> CutOff | None:
 
 def patience_s() -> float:
     """Return for how long the control store may be silent [s]."""
-    return float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", "60")) / 2  # noqa: SIM112 - so Ray calls it
+    # it may be started again elsewhere; after all of this time Ray ends this process
+    name = "RAY_gcs_rpc_server_reconnect_timeout_s"
+    return float(os.environ.get(name, "60")) / 2
 
 
 def _is_refused(address: str) -> bool:
     host, port = host_and_port(address)
     try:
         socket.create_connection((host, port or 0), CONNECT_TIMEOUT_S).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
     return False

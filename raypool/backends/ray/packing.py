@@ -1,9 +1,9 @@
 """How values travel between Ray processes: pickled once, with large buffers beside the pickle.
 
-The buffers are not copied on the way. Ray's own cloudpickle is used. Object references travel
-beside the pickle too, so that Ray can count them: inside it they would keep their objects alive
-forever. Also here: stored return values, packed results of calls, the search for a variable that
-cannot be pickled, and private mappings of arrays in the object store.
+The buffers are not copied on the way. Object references travel beside the pickle too, so that Ray
+can count them: inside it they would keep their objects alive forever. Also here: stored return
+values, packed results of calls, the search for a variable that cannot be pickled, and private
+mappings of arrays in the object store.
 """
 
 from __future__ import annotations
@@ -49,34 +49,26 @@ from raypool.results import Results
 from raypool.worker.runner import NarrowedCall, RawResult
 
 PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
-"""Types whose pickles need nothing from the module that they are in."""
+"""Types whose pickles need no module."""
 
 BESIDE_BYTES = 64 * 1024
-"""Buffers (of arrays and tensors) from this size on travel beside the pickle: into the object store
-they are copied, once.
-"""
+"""Buffers of arrays and tensors from this size on travel beside the pickle, copied once."""
 
 MAPPED_BYTES = 1024 * 1024
-"""Buffers from this size on are not copied out of the object store either, but mapped: only pages
-that are changed are copied.
-"""
+"""Buffers from this size on are mapped, not copied, on arrival: only changed pages are copied."""
 
 SCRATCH_BYTES = 32 * 1024 * 1024
-"""So much memory for copies a worker holds on to, once it was used: the first touch of a page takes
-longer than the copy.
-"""
+"""How much memory for copies a worker keeps: touching a page first takes longer than copying it."""
 
 INLINE_BYTES = 64 * 1024
-"""What is smaller than this in all travels in the message itself, the rest through the object
-store.
-"""
+"""Smaller values travel in the message itself, others through the object store."""
 
 Packed: TypeAlias = bytes | ray.ObjectRef
 """A pickled value: itself if it is small, else a reference to its parcel in the object store."""
 
 
 class Parcel(NamedTuple):
-    """A pickled value with what travels beside the pickle."""
+    """A pickled value, with large buffers and references beside it."""
 
     header: Any  # bytes; on arrival the memory that holds them
     buffers: list[Any]
@@ -89,26 +81,25 @@ class Parcel(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """How much travels, without what the references stand for."""
+        """Its size [bytes], without the objects of its references."""
         return sum(memoryview(buffer).nbytes for buffer in (self.header, *self.buffers))
 
     def for_ray(self) -> tuple[Any, list[Any], list[Any]]:
-        """Return what to put into the object store: Ray pickles it once more, and would copy a long
-        pickle in there.
-        """
+        """Return the form to put into the object store."""
         return _beside(self.header), self.buffers, self.refs
 
 
 def _beside(header: bytes) -> bytes | pickle.PickleBuffer:
+    # Ray pickles it once more, and would copy a long pickle in there
     return header if len(header) < BESIDE_BYTES else pickle.PickleBuffer(header)
 
 
 INHERITANCE = "only be shared between processes through inheritance"
-"""What multiprocessing says of its locks, queues and values."""
+"""In multiprocessing's errors about its locks, queues and values."""
 
 
 class _Nowhere:
-    """A file that discards what is written, to test whether a value can be pickled."""
+    """A file that discards everything, to test whether a value can be pickled."""
 
     def write(self, data: Any) -> int:
         """Discard the data."""
@@ -185,11 +176,9 @@ def _arrived_ref(position: int) -> Any:
 def _arrived_tensor(
     memory: np.ndarray[Any, Any], dtype: Any, shape: tuple[int, ...], requires_grad: bool
 ) -> Any:
-    """Make a tensor; a function may change what it was given, and torch knows no read-only
-    tensors.
-    """
     import torch
 
+    # a function may change its tensors, and torch knows no read-only ones
     own = memory if memory.flags.writeable else memory.copy()
     return torch.from_numpy(own).view(dtype).reshape(shape).requires_grad_(requires_grad)
 
@@ -211,9 +200,7 @@ def dump(value: Any, beside_bytes: int = BESIDE_BYTES) -> Parcel:
 
 
 def load(parcel: Parcel) -> Any:
-    """Return the value. Its memory is its own: what is done to it changes nothing in the object
-    store.
-    """
+    """Return the value, with memory of its own: it can be changed, the object store cannot."""
     buffers = map(_arrived_buffer, parcel.buffers)
     if not parcel.refs:
         return pickle.loads(parcel.header, buffers=buffers)
@@ -225,9 +212,6 @@ def load(parcel: Parcel) -> Any:
 
 
 def _arrived_buffer(buffer: Any) -> Any:
-    """Return memory that may be changed: a private mapping of a large buffer, a copy of a smaller
-    one.
-    """
     view = memoryview(buffer)
     return own(buffer) if view.nbytes >= MAPPED_BYTES else bytearray(view)
 
@@ -239,12 +223,11 @@ class Unloadable(NamedTuple):
 
 
 class ParcelKeeper:
-    """Keeps the values of a call as they are when they are returned, whatever happens to them
-    later.
+    """Keeps the values of a call as they were when they were returned.
 
-    Their large buffers stay where they are (`loose`) until something else is about to run: `secure`
-    copies them then. So the last value of a call is not copied, nor is the only one. Copies are
-    made in memory that the process has had before (`SCRATCH_BYTES`), as long as they fit.
+    Their large buffers stay in place (`loose`) until other code is about to run; then `secure`
+    copies them. So a call's last value is never copied. The copies reuse memory, up to
+    `SCRATCH_BYTES`.
     """
 
     def __init__(self) -> None:
@@ -269,13 +252,11 @@ class ParcelKeeper:
         return parcel
 
     def secure(self) -> bool:
-        """Copy the buffers of what was kept, each once: what runs next may change them. False if
-        there is no memory for that.
-        """
+        """Copy all loose buffers, before other code changes them; False if memory is short."""
         try:
             for parcel in self.loose:
                 parcel.buffers[:] = [self._copied(buffer) for buffer in parcel.buffers]
-        except MemoryError:
+        except MemoryError:  # the values of a call may be larger than what is left
             return False
         self.loose.clear()
         return True
@@ -292,19 +273,15 @@ class ParcelKeeper:
         return pickle.PickleBuffer(self._scratch[start:stop].data)
 
     def release(self) -> None:
-        """Take it that what was kept has travelled before the next value is kept."""
+        """Reuse the memory: everything that was kept has travelled."""
         self.loose.clear()
         self._used = 0
 
 
 def join(values: list[Any]) -> Parcel:
-    """Put values together, those that were kept as parcels among those that need not be, for
-    `load_each`.
-
-    Each parcel is opened by itself, so that one that cannot be opened does not take the others with
-    it.
-    """
+    """Put the values of a call, kept as parcels or plain, together for `load_each`."""
     plain = [None if type(value) is Parcel else value for value in values]
+    # each parcel is opened by itself, so that one that fails does not take the others with it:
     # position, pickle, how many buffers and references belong to it
     others: list[tuple[int, Any, int, int]] = []
     buffers: list[Any] = []
@@ -320,9 +297,7 @@ def join(values: list[Any]) -> Parcel:
 
 
 def load_each(parcel: Parcel) -> list[Any]:
-    """Return the values that `join` has put together; an `Unloadable` for each that cannot be
-    unpickled here.
-    """
+    """Return the joined values, with an `Unloadable` for each that cannot be unpickled here."""
     values: list[Any]
     buffers, refs = iter(parcel.buffers), iter(parcel.refs)
     values, others = pickle.loads(parcel.header, buffers=buffers)  # takes those that are pickles
@@ -337,9 +312,7 @@ def load_each(parcel: Parcel) -> list[Any]:
 
 
 def _is_plain_data(value: Any) -> bool:
-    """Whether a value is of plain types only, down to one level: then its pickle needs nothing and
-    cannot fail.
-    """
+    """Whether a value, down to one level, is of plain types: its pickle cannot fail."""
     kind = type(value)
     if kind is dict:
         return PLAIN.issuperset(map(type, value)) and PLAIN.issuperset(map(type, value.values()))
@@ -347,12 +320,11 @@ def _is_plain_data(value: Any) -> bool:
 
 
 def snapshot(value: Any, what: str) -> bytes:
-    """Pickle a value as it is now, in one piece outside the object store, so that it outlives its
-    sender.
+    """Pickle a value as it is now, outside the object store, so that it outlives its sender.
 
     Raises:
-        SerializationError: It cannot be pickled, or has object references of Ray's in it, which end
-            with their owner.
+        SerializationError: It cannot be pickled, or holds Ray's object references, which end with
+            their owner.
     """
     if _is_plain_data(value):
         return pickle.dumps(value, protocol=5)
@@ -370,8 +342,7 @@ def snapshot(value: Any, what: str) -> bytes:
 
 
 def pack(value: Any, what: str, *, is_trial: bool = False) -> Packed:
-    """Make a value ready to travel, to any number of workers; in a trial, only make sure that it
-    can.
+    """Make a value ready to travel to any number of workers; in a trial, only check that it can.
 
     Raises:
         SerializationError: It cannot be pickled; the message names the variable at fault.
@@ -381,7 +352,7 @@ def pack(value: Any, what: str, *, is_trial: bool = False) -> Packed:
         return quick
     try:
         if is_trial:
-            _try(value)
+            _tester().dump(value)
             return b""
         parcel = dump(value)
     except Exception as error:
@@ -390,17 +361,15 @@ def pack(value: Any, what: str, *, is_trial: bool = False) -> Packed:
     return packed
 
 
-def _try(value: Any) -> None:
-    """Pickle a value as a test: the result is discarded, and buffers are not read."""
-    _Pickler(_Nowhere(), [], lambda _: False).dump(value)
+def _tester() -> _Pickler:
+    """Return a pickler that discards its output, and does not read buffers."""
+    return _Pickler(_Nowhere(), [], lambda _: False)
 
 
 def _pickled_by_name(value: Any) -> bytes | None:
-    """Return the pickle of a function that workers can import, or of a call with plain arguments;
-    None for all else.
+    """Return the pickle of an importable function, or of a call with plain arguments, else None.
 
-    What cloudpickle would do with them, in a tenth of its time: for a future that is most of what
-    it costs.
+    As cloudpickle's, in a tenth of its time: most of the cost of a future.
     """
     if isinstance(value, FunctionType) and (
         value.__module__ in (None, "__main__") or cloudpickle.list_registry_pickle_by_value()
@@ -423,7 +392,7 @@ def _pickled_by_name(value: Any) -> bytes | None:
 
 
 class Fetched:
-    """How many bytes this process has got from the object store to open what was packed for it."""
+    """How many bytes this process has fetched from the object store to unpack."""
 
     num_bytes = 0
     lock = threading.Lock()  # `+=` from several threads
@@ -440,11 +409,11 @@ def unpack(packed: Packed) -> Any:
 
 
 def unpicklable(value: Any, what: str, error: BaseException) -> SerializationError:
-    """Return the error that says which variable can't travel."""
+    """Return the error that names the variable that cannot travel."""
     if isinstance(error, RaypoolError):  # something of raypool's own, which says what to do instead
         return SerializationError(f"Cannot send {what}: {error}", what=type(value).__name__)
     try:
-        named = str(find_culprit(value, _Pickler(_Nowhere(), [], lambda _: False), error))
+        named = str(find_culprit(value, _tester(), error))
     except Exception:  # it runs the user's code
         named = kind_of(value)
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -464,11 +433,11 @@ def unpicklable(value: Any, what: str, error: BaseException) -> SerializationErr
 
 
 _stored: weakref.WeakSet[StoredValues] = weakref.WeakSet()
-_stored_lock = threading.Lock()
+_stored_lock = threading.Lock()  # a set may not change while it is listed
 
 
 def bring_home() -> None:
-    """Fetch values whose futures are still held: they would be lost with Ray."""
+    """Fetch values whose futures are still held, before they are lost with Ray."""
     with _stored_lock:
         stored = list(_stored)
     for values in stored:
@@ -477,10 +446,9 @@ def bring_home() -> None:
 
 
 class StoredValues:
-    """Values of a call that are too large for a message: they stay in Ray's object store until
-    somebody asks.
+    """Large values of a call: they stay in Ray's object store until somebody asks.
 
-    `note_bytes` is told then how many bytes they are.
+    `note_bytes` is told their size then.
     """
 
     __slots__ = ("__weakref__", "_lock", "_note_bytes", "_ref", "_values")
@@ -489,12 +457,12 @@ class StoredValues:
         self._ref: ray.ObjectRef[Any] | None = ref
         self._note_bytes = note_bytes
         self._values: list[Any] = []
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # any thread may be the first to ask
         with _stored_lock:
             _stored.add(self)
 
     def get(self) -> list[Any]:
-        """Map them into this process, at the first call."""
+        """Return them; the first call maps them into this process."""
         with self._lock:
             if self._ref is not None:
                 if not ray.is_initialized():  # asking would start a new one
@@ -514,7 +482,7 @@ class StoredValues:
 
 
 class MessageValues:
-    """Values of a call that came in the message: they are unpickled by whoever asks first."""
+    """Values of a call that came in the message."""
 
     __slots__ = ("_header", "_values")
 
@@ -523,7 +491,7 @@ class MessageValues:
         self._values: list[Any] = []
 
     def get(self) -> list[Any]:
-        """Unpickle them, at the first call."""
+        """Return them; the first call unpickles them."""
         header = self._header
         if header is not None:
             self._values = loaded(Parcel(header, [], []))
@@ -550,8 +518,8 @@ def loaded(parcel: Parcel) -> list[Any]:
 
 
 Sendable = tuple[int, int, bytes, float, dict[int, bytes], int | None]
-"""Of a `RawResult`: start, done, durations, start, errors (each pickled by itself: it may fail to
-be), peak memory [bytes].
+"""A `RawResult` without its values: start, done, durations, start time, errors (each pickled by
+itself, as that may fail), peak memory [bytes].
 """
 
 
@@ -573,7 +541,7 @@ def pack_results(results: Sequence[RawResult]) -> list[Sendable]:
 def unpack_results(
     packed: Sequence[Sendable], values: Values, catch_up: Callable[[], None] | None
 ) -> list[SliceResult]:
-    """Return the outcomes of the slices of a call, whose values follow each other in `values`."""
+    """Return the outcomes of a call's slices, whose values follow each other in `values`."""
     results = []
     offset = 0
     for start, done, durations, started_at, errors, peak_memory_bytes in packed:
@@ -588,12 +556,12 @@ def unpack_results(
 
 
 def pack_narrowed(narrowed: NarrowedCall) -> bytes:
-    """Make what is done of a call that goes on ready to travel; values that are large come with its
-    answer only.
-    """
+    """Make the finished part of a running call ready to travel."""
     values = [value for result in narrowed.results for value in result.values]
-    parcel = join(values) if sum(map(_num_bytes, values)) < INLINE_BYTES else None
+    size = sum(_num_bytes(value) for value in values)
+    parcel = join(values) if size < INLINE_BYTES else None
     if parcel is None or not parcel.is_small:
+        # large values come with the call's answer only
         narrowed, parcel = narrowed.without_values(), join([])
     return pickle.dumps(
         (narrowed.attempt_id, narrowed.kept, pack_results(narrowed.results), parcel.header),
@@ -602,45 +570,37 @@ def pack_narrowed(narrowed: NarrowedCall) -> bytes:
 
 
 def _num_bytes(value: Any) -> int:
-    """Return how much a value is, without pickling it: of what need not be kept as a parcel, only
-    these can be large.
-    """
-    return (
-        len(value)
-        if type(value) in (bytes, str)
-        else value.num_bytes
-        if type(value) is Parcel
-        else 0
-    )
+    # of values that are not kept as parcels, only these can be large
+    if type(value) in (bytes, str):
+        return len(value)
+    return value.num_bytes if type(value) is Parcel else 0
 
 
 def unpack_narrowed(packed: bytes) -> tuple[int, tuple[int, ...], list[SliceResult]]:
-    """Return the attempt, how much of each part is kept, and what is done."""
+    """Return the attempt, how much of each part is kept, and the finished results."""
     attempt_id, kept, results, header = pickle.loads(packed)
     return attempt_id, kept, unpack_results(results, MessageValues(header), None)
 
 
 def pack_error(error: BaseException) -> bytes:
-    """Pickle an exception with its traceback as text; its text stands in where it can't be pickled
-    or unpickled.
-    """
+    """Pickle an exception and its traceback; its text alone if that fails."""
     if isinstance(getattr(error, "results", None), Results):
-        del error.results  # type: ignore[attr-defined]  # of a loop within the task; whoever is outside gets those of his own
+        # of a loop within the task; the outer loop's error gets its own results
+        del error.results  # type: ignore[attr-defined]
     text = "".join(traceback.format_exception(error))
     summary = "".join(traceback.format_exception_only(error)).strip()
     try:
         parcel = dump(error, sys.maxsize)
         body = cloudpickle.dumps(error) if parcel.refs else bytes(parcel.header)
-        pickle.loads(body)
+        pickle.loads(body)  # it may be an exception that cannot be unpickled
     except BaseException:  # it runs the user's code
         body = None
-    return pickle.dumps(
-        (body, summary, text, [str(note) for note in getattr(error, "__notes__", ())]), protocol=5
-    )
+    notes = [str(note) for note in getattr(error, "__notes__", ())]
+    return pickle.dumps((body, summary, text, notes), protocol=5)
 
 
 def unpack_failure(packed: bytes) -> Failure:
-    """Return what an item has raised; of what cannot be unpickled, what was said of it."""
+    """Return an item's exception, or its text where it cannot be unpickled."""
     body, summary, text, notes = pickle.loads(packed)
     try:
         error = pickle.loads(body)
@@ -661,7 +621,7 @@ def unpack_failure(packed: bytes) -> Failure:
 
 
 PATH_LENGTH = 60
-"""A longer path is shown from here on, counted from its end."""
+"""The longest path that is shown; of a longer one, the end."""
 
 INSTALLED = ("site-packages", "dist-packages")
 
@@ -669,7 +629,7 @@ METHODS = (types.MethodType, types.BuiltinMethodType)
 
 
 class Culprit(NamedTuple):
-    """A part of a value: the path to it, where that begins, and the part itself."""
+    """A part of a value: the path to it, where the path begins, and the part itself."""
 
     path: str
     origin: str
@@ -687,7 +647,7 @@ class Culprit(NamedTuple):
 
 
 class _Tracer(pickle._Pickler):
-    """Pickles in Python into nothing, and records the path to the part where that failed."""
+    """Pickles in Python into nothing, and records the path to the part that failed."""
 
     def __init__(self, pickler: Any) -> None:
         super().__init__(
@@ -698,11 +658,11 @@ class _Tracer(pickle._Pickler):
         self.chain: list[Any] = []
 
     def reducer_override(self, obj: Any) -> Any:
-        """Do what the other pickler does."""
+        """Do as the other pickler."""
         return self._pickler.reducer_override(obj)
 
     def save(self, obj: Any, *args: Any, **kwargs: Any) -> None:
-        """Note it if it fails."""
+        """Record the object if it fails."""
         try:
             super().save(obj, *args, **kwargs)  # type: ignore[misc]
         except BaseException:
@@ -711,11 +671,9 @@ class _Tracer(pickle._Pickler):
 
 
 def find_culprit(value: Any, pickler: Any, error: BaseException) -> Culprit:
-    """Return the part of a value that raised this error when this pickler had it: the innermost
-    that the user has a name for.
+    """Return the innermost part of a value that raised this error and that the user can name.
 
-    Private parts of objects of other packages (the lock of a `threading.Event`) are not named, but
-    the object that has them.
+    Not a private part of another package's object (the lock of a `threading.Event`), but its owner.
     """
     tracer = _Tracer(pickler)
     try:
@@ -727,26 +685,18 @@ def find_culprit(value: Any, pickler: Any, error: BaseException) -> Culprit:
 
 
 def _walk(chain: list[Any]) -> Culprit:
-    """Follow the names from each object to the next; what is between two of them the pickler has
-    made.
-    """
     here = named = _beginning(chain[0])
     is_own = True
     while len(chain := chain[1:]):
+        # the pickler has made objects between two that have names: these are skipped
         steps = ((number, _step(here, part)) for number, part in enumerate(chain))
         functions = (
             (number, _beginning(part))
             for number, part in enumerate(chain)
             if isinstance(part, types.FunctionType)
         )
-        number, step = next(
-            (
-                (number, step)
-                for number, step in itertools.chain(steps, functions)
-                if step is not None
-            ),
-            (0, None),
-        )
+        named_steps = (pair for pair in itertools.chain(steps, functions) if pair[1] is not None)
+        number, step = next(named_steps, (0, None))
         if step is None:
             break
         is_own = _is_own(here.value, step, is_own)
@@ -757,7 +707,7 @@ def _walk(chain: list[Any]) -> Culprit:
 
 
 def _beginning(value: Any) -> Culprit:
-    """Return a value from which a path begins anew."""
+    """Return the beginning of a path."""
     if isinstance(value, types.FunctionType):
         return Culprit("", f"used by {_name(value)}", value)
     if isinstance(value, functools.partial):
@@ -768,7 +718,7 @@ def _beginning(value: Any) -> Culprit:
 
 
 def _step(here: Culprit, part: Any) -> Culprit | None:
-    """Return a part of an object under its name; None if it is not known as one."""
+    """Return a part of an object under its name; None if it has none there."""
     owner = here.value
     if isinstance(owner, (types.FunctionType, type)):
         here = _beginning(owner)
@@ -791,7 +741,8 @@ def _step(here: Culprit, part: Any) -> Culprit | None:
     for name, value in names:
         if value is part:
             # around a user's function; a call has names that help
-            if _is_raypools(owner) and not isinstance(owner, tuple):
+            made_by = owner.func if isinstance(owner, functools.partial) else owner
+            if _package(made_by) == "raypool" and not isinstance(owner, tuple):
                 return _beginning(part)
             joint = "" if name.startswith("[") or not here.path else "."
             return here._replace(path=f"{here.path}{joint}{name}", value=part)
@@ -802,12 +753,8 @@ def _step(here: Culprit, part: Any) -> Culprit | None:
     return None
 
 
-def _is_raypools(owner: Any) -> bool:
-    return _package(owner.func if isinstance(owner, functools.partial) else owner) == "raypool"
-
-
 def _variables(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield what a function that travels by value brings along."""
+    """Yield the variables that a function takes along when it travels by value."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         try:
             yield name, cell.cell_contents
@@ -834,9 +781,7 @@ def _attributes(owner: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_own(owner: Any, step: Culprit, was_own: bool) -> bool:
-    """Whether the user knows the name of a part: if they have made its owner's class, or if the
-    name is public.
-    """
+    """Whether the user knows the name of a part: their own class has it, or it is public."""
     if isinstance(
         owner, (list, tuple, dict, set, frozenset, collections.deque, functools.partial, *METHODS)
     ):
@@ -851,7 +796,7 @@ def _is_own(owner: Any, step: Culprit, was_own: bool) -> bool:
 
 
 def _package(value: Any) -> str:
-    """Return the name of the package that a function, a class or an object's class is from."""
+    """Return the package of a function, a class or an object's class."""
     named = value if isinstance(value, (type, types.FunctionType)) else type(value)
     return str(getattr(named, "__module__", None) or "").partition(".")[0]
 
@@ -896,7 +841,7 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 def own(buffer: Any) -> Any:
-    """Return the content of a buffer as memory that can be changed and that nobody else sees."""
+    """Return a buffer's content as memory that can be changed and that nobody else sees."""
     shared = np.frombuffer(buffer, np.uint8)
     address: int = shared.__array_interface__["data"][0]
     with _looking:
@@ -906,9 +851,7 @@ def own(buffer: Any) -> Any:
 
 
 class FileRange(NamedTuple):
-    """A part of this process's memory that is a part of a file; the descriptor is -1 where that
-    cannot be opened.
-    """
+    """A part of this process's memory that maps a file; descriptor -1: it cannot be opened."""
 
     start: int
     stop: int
@@ -917,12 +860,11 @@ class FileRange(NamedTuple):
 
 
 class _Mapping:
-    """A private mapping of a buffer. It ends with the last array on it, and keeps the buffer in the
-    store until then.
-    """
+    """A private mapping of a buffer, which ends with the last array on it."""
 
     def __init__(self, start: int, length: int, address: int, shared: np.ndarray[Any, Any]) -> None:
-        self._start, self._length, self._shared = start, length, shared
+        self._start, self._length = start, length
+        self._shared = shared  # keeps the buffer in the store
         self.__array_interface__ = {
             "data": (address, False),
             "shape": shared.shape,
@@ -952,16 +894,14 @@ class _Mapping:
 
 
 class _Store:
-    """Knows which memory of this process is the object store's, and has it open."""
+    """Knows which memory of this process is the object store's, and has its files open."""
 
     def __init__(self) -> None:
         self._worker_id = b""
         self._pieces: list[FileRange] = []
 
     def find(self, address: int, length: int) -> FileRange | None:
-        """Return the piece that this memory is in; None if it is not in the store, or that cannot
-        be opened.
-        """
+        """Return the file range of this memory, if it is the store's and can be opened."""
         worker = ray_private.worker.global_worker
         if not worker.connected:  # so with Ray Client, which has no store here
             return None
@@ -976,14 +916,10 @@ class _Store:
         return piece
 
     def _known(self, address: int, length: int) -> FileRange | None:
-        return next(
-            (
-                piece
-                for piece in self._pieces
-                if piece.start <= address and address + length <= piece.stop
-            ),
-            None,
-        )
+        for piece in self._pieces:
+            if piece.start <= address and address + length <= piece.stop:
+                return piece
+        return None
 
     def _forget(self) -> None:
         for descriptor in {piece.descriptor for piece in self._pieces} - {-1}:
@@ -991,18 +927,13 @@ class _Store:
         self._pieces = []
 
     def _look(self) -> None:
-        """Look at the memory of this process anew: a store that was full has grown by a file on
-        disk.
-        """
+        """Read the memory map anew: a store that was full has grown by a file on disk."""
         self._forget()
         opened: dict[tuple[int, int], int] = {}
         for line in Path("/proc/self/maps").read_text().splitlines():
             span, access, offset, device, inode, *name = line.split(maxsplit=5)
-            if (
-                "s" in access
-                and name
-                and Path(name[0].removesuffix(" (deleted)")).name.startswith("plasma")
-            ):
+            file_name = Path(name[0].removesuffix(" (deleted)")).name if name else ""
+            if "s" in access and file_name.startswith("plasma"):
                 major, minor = (int(number, 16) for number in device.split(":"))
                 file = os.makedev(major, minor), int(inode)
                 if file not in opened:
@@ -1012,9 +943,7 @@ class _Store:
 
 
 def _open(device: int, inode: int) -> int:
-    """Open a file that has no name any more, through the process of Ray's that holds it: the node's
-    raylet; -1: in vain.
-    """
+    """Open a file without a name through the raylet that holds it; -1: in vain."""
     for process in _raylets():
         with contextlib.suppress(OSError):  # it has just ended, or is another user's
             for path in Path(f"/proc/{process.pid}/fd").iterdir():
@@ -1026,16 +955,14 @@ def _open(device: int, inode: int) -> int:
 
 
 def _raylets() -> Iterator[psutil.Process]:
-    """Return the parent of a worker, or the child of a driver that has started Ray, and then all
-    raylets of the machine.
-    """
     here = psutil.Process()
+    # the parent of a worker, or the child of a driver that has started Ray, is tried first
     with contextlib.suppress(psutil.Error):
-        yield from (process for process in [here.parent(), *here.children()] if process is not None)
-    yield from (
-        process for process in psutil.process_iter(["name"]) if process.info["name"] == "raylet"
-    )
+        yield from filter(None, [here.parent(), *here.children()])
+    for process in psutil.process_iter(["name"]):
+        if process.info["name"] == "raylet":
+            yield process
 
 
 _store = _Store()
-_looking = threading.Lock()
+_looking = threading.Lock()  # values are unpacked in many threads

@@ -1,4 +1,4 @@
-"""Places of a pool on Ray: which claim each place uses. `claims` gets the claims from Ray."""
+"""The places of a pool on Ray: which claim each place uses. `claims` gets the claims from Ray."""
 
 from __future__ import annotations
 
@@ -14,42 +14,45 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from raypool.backends.ray import claims as claiming
 from raypool.backends.ray import shortages
 from raypool.backends.ray.claims import (
     NO_LIMIT,
+    POLL_S,
     Choice,
     Claim,
     Spot,
     Survey,
     Wanted,
     claim_number,
+    is_ready,
+    release_all,
+    request,
     spots,
+    wait_released,
 )
 from raypool.backends.ray.client import is_outside
-from raypool.backends.ray.demand import Demand, Need, Node, demand_of, growth, living_nodes
+from raypool.backends.ray.demand import Demand, Need, Node, demand_of, gpus_of, growth, living_nodes
 from raypool.errors import PoolClosedError, RaypoolError, ResourceError
 from raypool.gpus.devices import usable_cores
 from raypool.profiles import Profile, WorkerResources
 
-_seatings: weakref.WeakSet[Placement] = weakref.WeakSet()
+_placements: weakref.WeakSet[Placement] = weakref.WeakSet()
 
 LEND_TIMEOUT_S = 5.0
 
 Found = dict[WorkerResources, list[Claim]]
-"""For each kind of worker, what it needs of a cluster."""
+"""The claims for each kind of worker."""
 
 
 class Placement:
-    """The places of a pool on Ray, numbered in the order of its workers. No number is used twice.
+    """The places of a pool on Ray, numbered in the order of its workers, no number twice.
 
-    `claim` may take long, and runs in the caller's thread; `leave` and `close` are for the
-    driver's.
+    `claim` may block, in the caller's thread; `leave` and `close` are for the driver's.
     """
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
-        # it takes a moment to ask; only where something is missing
+        # it takes a moment to ask: only once, and where something is missing
         self._growth = functools.cache(growth)
         self._demands = {
             kind: demand_of(kind, profile.gpus is not None, profile.workers_per_gpu, self._nodes())
@@ -59,42 +62,40 @@ class Placement:
         self._claims: dict[int, Claim] = {}  # by place
         # by place; which of the profile's list of resources it is for
         self._entries: dict[int, int] = {}
-        # places that are to be left, since too many stand on a claim
+        # places to be left, since too many are on a claim
         self._leaving: set[int] = set()
         self._next_place = 0
         self._released: list[Claim] = []  # which Ray may not have taken back yet
-        self._seating = threading.Lock()
-        self._claiming = threading.Lock()
+        self._placing = threading.Lock()  # held for moments only: the driver's thread takes it, too
+        self._claiming = threading.Lock()  # held by a thread that claims, however long it waits
         self._closed = threading.Event()
         self.is_ending = False
         self._opened_at = _line_of_user()
-        _seatings.add(self)
+        _placements.add(self)
 
     def _others(self) -> dict[str, list[Claim]]:
-        """Return what the other open pools of this process hold, by the line that opened them."""
+        """Return the claims of this process's other open pools, by the line that opened them."""
         found: dict[str, list[Claim]] = {}
-        for other in list(_seatings):
+        for other in list(_placements):
             if other is not self and not (other.is_ending or other._closed.is_set()):
                 claims = {id(claim): claim for claim in list(other._claims.values())}
                 found.setdefault(other._opened_at, []).extend(claims.values())
         return {line: claims for line, claims in found.items() if claims}
 
     def _nodes(self) -> list[Node]:
-        """Return the nodes that there are, and where none has a GPU, those that may come: workers
-        are to have GPUs if any has.
-        """
+        """Return the nodes, and if none has a GPU, those that may come and have some."""
         there = living_nodes()
-        has_gpus = any(node["Resources"].get("GPU", 0) >= 1 for node in there)
-        return there if has_gpus else [*there, *(node for node, _ in self._growth().kinds)]
+        if any(map(gpus_of, there)):
+            return there
+        return [*there, *(node for node, _ in self._growth().kinds)]
 
     # --- new places -------------------------------------------------------------------------------
 
     def claim(self, least: int | None, most: int | None) -> dict[int, Claim]:
-        """Claim GPUs, or cores where workers have no GPU; shares of GPUs that the pool holds
-        already come first.
+        """Claim GPUs, or cores where workers have no GPU; room on claims of the pool is used first.
 
         Returns:
-            The new places, in order, and what each stands on.
+            The new places, in order, and their claims.
 
         Raises:
             ResourceError: There are fewer than `least`; nothing is kept.
@@ -104,31 +105,27 @@ class Placement:
             wanted = Wanted(self._profile.start_timeout_s, self._closed, self._others())
             if self._profile.listed:
                 entries = self._next_entries(least, most)
-                seats: Iterable[tuple[WorkerResources, int]] = [
+                workers: Iterable[tuple[WorkerResources, int]] = [
                     (self._profile.listed[entry], entry) for entry in entries
                 ]
-                numbers = Counter(kind for kind, _ in seats)
-                found = self._claim_more(
-                    {kind: (number if least else 0, number) for kind, number in numbers.items()},
-                    wanted,
-                )
+                numbers = Counter(kind for kind, _ in workers)
+                needs = {kind: (number if least else 0, number) for kind, number in numbers.items()}
+                found = self._claim_more(needs, wanted)
             elif least is None or most is None:
                 (kind,) = self._profile.kinds
-                found, seats = self._claim_all(kind, wanted), itertools.repeat((kind, -1))
+                found, workers = self._claim_all(kind, wanted), itertools.repeat((kind, -1))
             else:
                 (kind,) = self._profile.kinds
-                found, seats = (
-                    self._claim_more({kind: (least, most)}, wanted),
-                    itertools.repeat((kind, -1), most),
-                )
+                found = self._claim_more({kind: (least, most)}, wanted)
+                workers = itertools.repeat((kind, -1), most)
             try:
                 if self._closed.is_set():
                     raise PoolClosedError("The pool was shut down while it was to grow.")
                 self._survey.check_sharing(_unused(found))
             except RaypoolError:
-                claiming.release_all(_unused(found))
+                release_all(_unused(found))
                 raise
-            return self._seated(found, seats)
+            return self._place_workers(found, workers)
 
     def _claim_all(self, kind: WorkerResources, wanted: Wanted) -> Found:
         demand = self._demands[kind]
@@ -140,9 +137,7 @@ class Placement:
         return {kind: claim_number([Need(demand, 1, most)], wanted, self._survey, self._growth)[0]}
 
     def _next_entries(self, least: int | None, most: int | None) -> list[int]:
-        """Return which of the listed resources the next workers are for: the first ones that no
-        worker has.
-        """
+        """Return which of the listed resources the next workers get: the first that are free."""
         listed = self._profile.listed
         free = [entry for entry in range(len(listed)) if entry not in self._entries.values()]
         if least is not None and least > len(free):
@@ -157,9 +152,7 @@ class Placement:
         return free[:most]
 
     def _claim_more(self, numbers: dict[WorkerResources, tuple[int, int]], wanted: Wanted) -> Found:
-        """Return what the pool holds and what else it needs for (least, most) more workers of each
-        kind.
-        """
+        """Claim for (least, most) more workers of each kind; return the pool's claims, too."""
         found: Found = {}
         needs: dict[WorkerResources, Need] = {}
         wishes: dict[WorkerResources, Need] = {}  # for GPUs that were chosen
@@ -167,7 +160,9 @@ class Placement:
         for kind, (least, most) in numbers.items():
             demand = self._demands[kind]
             share = demand.first_workers
-            held = found[kind] = self._held(demand)
+            claims = {id(claim): claim for claim in list(self._claims.values())}
+            held = [claim for claim in claims.values() if claim.demand is demand]
+            found[kind] = held
             spare = sum(_spare(claim) for claim in held)
             need = Need(
                 demand,
@@ -180,21 +175,16 @@ class Placement:
                 chosen[kind], wishes[kind] = self._chosen_spots(need, held, least), need
             else:
                 needs[kind] = need
-        for kind, claims in zip(
-            needs,
-            claim_number(list(needs.values()), wanted, self._survey, self._growth),
-            strict=True,
-        ):
-            found[kind] += claims
+        new = claim_number(list(needs.values()), wanted, self._survey, self._growth)
+        for kind, granted in zip(needs, new, strict=True):
+            found[kind] += granted
         for kind, meant in chosen.items():
             choice, need = Choice(self._demands[kind], meant, self._survey), wishes[kind]
             found[kind] += choice.claim(need.least, need.most, wanted, besides=_unused(found))
         return found
 
     def _chosen_spots(self, need: Need, held: list[Claim], least: int) -> list[Spot]:
-        """Return which of the GPUs that the user has chosen the pool does not hold; those of lost
-        machines may come back.
-        """
+        """Return the chosen GPUs that the pool does not hold."""
         gpus, share = self._profile.gpus or (), need.demand.first_workers
         ours = {(claim.node_id, claim.gpu) for claim in held}
         others = [spot for spot in spots(gpus, skip_missing=not need.least) if spot not in ours]
@@ -203,58 +193,51 @@ class Placement:
             raise shortages.no_more_chosen(gpus, least, there)
         return others
 
-    def _held(self, demand: Demand) -> list[Claim]:
-        return list(
-            {
-                id(claim): claim for claim in list(self._claims.values()) if claim.demand is demand
-            }.values()
-        )
-
-    def _seated(
-        self, found: Found, seats: Iterable[tuple[WorkerResources, int]]
+    def _place_workers(
+        self, found: Found, workers: Iterable[tuple[WorkerResources, int]]
     ) -> dict[int, Claim]:
-        """Spread workers evenly over the claims of their kind, as room allows; give back unused
-        claims.
-        """
+        """Spread workers evenly over their kind's claims; give unused claims back."""
         places: dict[int, Claim] = {}
-        with self._seating:
-            for kind, entry in seats:
+        with self._placing:
+            for kind, entry in workers:
                 free = [claim for claim in found[kind] if _spare(claim) and not claim.is_released]
                 if not free:
                     if entry >= 0:
                         continue  # there may be room for the next, which is of another kind
                     break
                 claim = min(free, key=lambda claim: claim.num_workers)
-                place = self._next_place
-                places[place] = self._seat(claim)
+                place = self._add_place(claim)
+                places[place] = claim
                 if entry >= 0:
                     self._entries[place] = entry
-        claiming.release_all(_unused(found))
+        release_all(_unused(found))
         return places
 
-    def _seat(self, claim: Claim) -> Claim:
-        """Give out the next place, on this claim."""
-        claim.num_workers += 1
-        self._claims[self._next_place] = claim
+    def _add_place(self, claim: Claim) -> int:
+        place = self._next_place
         self._next_place += 1
-        return claim
+        claim.num_workers += 1
+        self._claims[place] = claim
+        return place
 
     # --- loans ------------------------------------------------------------------------------------
 
     @property
     def demands(self) -> list[Demand]:
-        """What each kind of worker takes."""
+        """What each kind of worker needs."""
         return list(self._demands.values())
 
     def lend(self, claims: Sequence[Claim]) -> None:
         """Give these claims back to Ray, but keep their places; wait until others can have them."""
         for claim in claims:
             claim.release()
-        claiming.wait_released(claims, LEND_TIMEOUT_S)
+        wait_released(claims, LEND_TIMEOUT_S)
 
     def take_back(self, lent: Mapping[int, tuple[Claim, int | None]]) -> dict[int, Claim]:
-        """Claim what was lent again, as far as it can be had: by place what it stood on, and the
-        index of its GPU, if any.
+        """Claim lent resources again, as far as they can be had.
+
+        Args:
+            lent: By place, the old claim and the index of its GPU, if any.
         """
         with self._claiming:
             wanted = Wanted(self._profile.start_timeout_s, self._closed, self._others())
@@ -267,15 +250,15 @@ class Placement:
             found: dict[int, Claim] = {}
             try:
                 self._claim_same(there, wanted, found)
-            except BaseException:
-                claiming.release_all(list(found.values()))
+            except BaseException:  # also Ctrl-C
+                release_all(list(found.values()))
                 raise
-            with self._seating:
+            with self._placing:
                 for place, claim in found.items():
                     if place in self._claims:  # else it was left meanwhile
                         claim.num_workers = 1
                         self._claims[place] = claim
-            claiming.release_all([claim for claim in found.values() if not claim.num_workers])
+            release_all([claim for claim in found.values() if not claim.num_workers])
             return found
 
     def _claim_same(
@@ -302,41 +285,38 @@ class Placement:
                     }
                     break
             asked |= {
-                place: claiming.request(demand, old.node_id)
+                place: request(demand, old.node_id)
                 for place, (old, gpu) in places.items()
                 if gpu is None
             }
         found |= asked
-        while not all(map(claiming.is_ready, asked.values())) and not wanted.is_over():
-            time.sleep(claiming.POLL_S)
-        late = [place for place, claim in asked.items() if not claiming.is_ready(claim)]
-        claiming.release_all([found.pop(place) for place in late])
+        while not all(map(is_ready, asked.values())) and not wanted.is_over():
+            time.sleep(POLL_S)
+        late = [place for place, claim in asked.items() if not is_ready(claim)]
+        release_all([found.pop(place) for place in late])
 
     def why_taken(self, gpu: int | None) -> str:
         """Say who holds a claim that was lent."""
-        what = "its core was" if gpu is None else f"GPU {gpu} was"
-        return f"{what} taken by somebody else while a training had it. {shortages.held_by(())}".rstrip(
-            "."
+        what = "its core" if gpu is None else f"GPU {gpu}"
+        words = (
+            f"{what} was taken by somebody else while a training had it. {shortages.held_by(())}"
         )
+        return words.rstrip(".")
 
     # --- shared GPUs ------------------------------------------------------------------------------
 
     def widen(self, claim: Claim, room: int) -> dict[int, Claim]:
         """Allow so many workers on a claim; return the new places."""
-        with self._seating:
+        with self._placing:
             if claim.is_released or self._closed.is_set():
                 return {}
-            first = self._next_place
-            for _ in range(room - claim.num_workers):
-                self._seat(claim)
+            places = [self._add_place(claim) for _ in range(room - claim.num_workers)]
             claim.room = len(self._staying(claim))
-            return dict.fromkeys(range(first, self._next_place), claim)
+            return dict.fromkeys(places, claim)
 
     def narrow(self, claim: Claim, room: int) -> tuple[int, ...]:
-        """Allow at most so many workers on a claim; return the newest places, which have to be
-        left.
-        """
-        with self._seating:
+        """Allow at most so many workers on a claim; return the newest places, to be left."""
+        with self._placing:
             claim.room = room
             leaving = tuple(self._staying(claim)[room:])
             self._leaving.update(leaving)
@@ -353,10 +333,11 @@ class Placement:
     # --- places given back ------------------------------------------------------------------------
 
     def leave(self, place: int) -> Claim | None:
-        """Give a place up; return its claim if it has no other place, for `give_back` once its
-        worker has ended.
+        """Give a place up; return its claim if no other place is on it.
+
+        It is for `give_back`, once its worker has ended.
         """
-        with self._seating:
+        with self._placing:
             claim = self._claims.pop(place)
             self._entries.pop(place, None)
             self._leaving.discard(place)
@@ -376,23 +357,20 @@ class Placement:
             pass
 
     def close(self, timeout_s: float) -> None:
-        """Give everything back, and wait until Ray could give it to somebody else, at most so
-        long.
-        """
+        """Give everything back, and wait until Ray could give it to others, at most so long."""
         for place in list(self._claims):  # those that came too late to be heard of
             left = self.leave(place)
             if left is not None:
                 self.give_back(left)
-        claiming.wait_released(self._released, timeout_s)
+        wait_released(self._released, timeout_s)
 
 
 def _line_of_user() -> str:
     """Return the line of the user's code that is opening a pool, and where it is."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
-        "raypool",
-        "joblib",
-    ):
+    while frame.f_back is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("raypool", "joblib"):
+            break
         frame = frame.f_back
     file, number = frame.f_code.co_filename, frame.f_lineno
     is_cell = "ipykernel_" in file or file.startswith("<ipython-input")
@@ -402,7 +380,6 @@ def _line_of_user() -> str:
 
 
 def _spare(claim: Claim) -> int:
-    """Return for how many more workers there is room on a claim."""
     return max(claim.room - claim.num_workers, 0)
 
 

@@ -1,6 +1,4 @@
-"""Starts Ray on this machine, safe and quiet, or joins a running one; ends only a Ray that it
-started.
-"""
+"""Starts Ray on this machine, safe and quiet, or joins a running one; ends only its own Ray."""
 
 from __future__ import annotations
 
@@ -25,7 +23,6 @@ from typing import Any, NoReturn
 
 from raypool import ray_private
 from raypool.cluster import connect
-from raypool.cluster import connect as shipping
 from raypool.cluster.connect import make_token, token_path
 from raypool.errors import StartupError
 from raypool.gpus.devices import Inventory, usable_cpus, visible_gpus
@@ -34,9 +31,7 @@ from raypool.profiles import CLIENT, LOOPBACK, Profile
 from raypool.worker.folders import LOCK, hold, make_private, remove_unheld, run_aside
 
 LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""With "0" Ray binds everything to 127.0.0.1; for Linux it is not documented, and a test looks at
-the ports.
-"""
+"""With "0" Ray binds everything to 127.0.0.1; undocumented for Linux: a test looks at the ports."""
 
 GIVE_UP_S = 5.0
 """How long to try to fetch values from a Ray that no longer works [s]."""
@@ -45,7 +40,7 @@ BRING_HOME_S = 60.0
 """How long to try to fetch values from a Ray that is about to end [s]."""
 
 SHUTDOWN_S = 20.0
-"""How long Ray may take to shut down before its processes are killed, and then once more [s]."""
+"""How long Ray may take to shut down [s]; then its processes are killed, and have as long again."""
 
 RAYS_THREAD = "worker.io"
 
@@ -59,9 +54,7 @@ FORKED = (
 )
 
 DIED_AT_ONCE = ("Starting Ray client server failed", "ZombieProcess", "NoSuchProcess")
-"""What Ray's proxy says of a server that died as it was started: which of them depends on the
-instant in which it looks.
-"""
+"""What Ray's proxy says, by chance one of these, of a server that died as it was started."""
 
 END_WHAT_IS_LEFT = """
 import fcntl, os, signal, sys, time
@@ -72,7 +65,8 @@ def is_rays(pid):
     if not (name.startswith((b"ray", b"gcs_server")) or b"/ray/_private/" in words):
         return False
     files = f"/proc/{pid}/fd"
-    return any(os.readlink(f"{files}/{number}").startswith(sys.argv[1] + "/") for number in os.listdir(files))
+    names = (os.readlink(f"{files}/{number}") for number in os.listdir(files))
+    return any(name.startswith(sys.argv[1] + "/") for name in names)
 
 if not os.fork():
     try:
@@ -88,9 +82,10 @@ if not os.fork():
             except OSError:
                 pass
 """
-"""Waits until a driver is gone, and kills what is left of its Ray: most ends by itself, but Ray's
-agents would first try for minutes to reach a control store that has gone. Ray's processes are those
-that have a log open."""
+"""Waits until a driver is gone, and kills the rest of its Ray: the processes with a log of it open.
+
+Most end by themselves, but Ray's agents first try for minutes to reach the control store.
+"""
 
 ENVIRONMENT = {
     # A stranger on this machine or network can't use the cluster: it asks for a token, and listens
@@ -105,13 +100,11 @@ ENVIRONMENT = {
     # Ray warns that it will change this default; it is what we want.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
-"""What a Ray of our own is started with, where the user has not said otherwise. Read by Ray when it
-is imported.
-"""
+"""The environment of a Ray of our own, where the user has not set it. Ray reads it on import."""
 
 logger = logging.getLogger("raypool")
 
-_lock = threading.Lock()
+_lock = threading.Lock()  # Ray is started, joined and ended by one thread at a time
 _users = 0
 _ended = threading.Event()
 _shipped: dict[str, Any] = {}  # with our connection
@@ -122,16 +115,15 @@ _is_given_up = False  # Ray no longer answers: a question to it would hang
 
 
 def join_ray(profile: Profile | None = None, inventory: Inventory | None = None) -> None:
-    """Make sure that Ray runs in this process: the one that is there, the one at the address, or a
-    new one on this machine.
+    """Make sure that Ray runs in this process: the present one, one at the address, or a new one.
 
     Args:
         profile: Where it runs, and what is shipped there; None: as the environment says.
-        inventory: Who knows the GPUs that a new one is to have. None: Ray finds them itself.
+        inventory: Knows the GPUs for a new one. None: Ray finds them itself.
 
     Raises:
-        StartupError: There is no Ray at the address, or it does not let this process in; or this
-            process was forked from one that uses Ray.
+        StartupError: There is no Ray at the address, or it refuses this process; or this process
+            was forked from one that uses Ray.
         InvalidValueError: What is to be shipped is more than Ray takes.
     """
     global _users, _ours, _shipped
@@ -154,7 +146,7 @@ def join_ray(profile: Profile | None = None, inventory: Inventory | None = None)
             if ray.is_initialized():
                 _check_joined(profile)
             else:
-                shipped = shipping.runtime_env(profile)
+                shipped = connect.runtime_env(profile)
                 with _own_sigterm():
                     _connect(ray, address, inventory, shipped)
                 _ours, _shipped = connection(), shipped
@@ -164,9 +156,7 @@ def join_ray(profile: Profile | None = None, inventory: Inventory | None = None)
 
 @contextlib.contextmanager
 def _process_as_it_was() -> Iterator[None]:
-    """Restore what Ray changes in this process: Python's random state, and the hooks for exceptions
-    and breakpoints.
-    """
+    """Restore what Ray changes here: Python's random state, hooks for errors and breakpoints."""
     numbers, hook = random.getstate(), sys.excepthook
     before = {name: os.environ.get(name) for name in ("PYTHONBREAKPOINT", "RAY_CLIENT_MODE")}
     try:
@@ -183,12 +173,7 @@ def _process_as_it_was() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Keep Ray from turning the end by SIGTERM into a crash: it replaces the handler by one of
-    native code that aborts.
-
-    The user's own handler stays. Without one, the process exits as one that was terminated, but in
-    good order.
-    """
+    """Keep the user's SIGTERM handler, or exit in good order: Ray's, in native code, aborts."""
     if threading.current_thread() is not threading.main_thread():
         yield  # handlers can be set in the main thread only
         return
@@ -196,9 +181,8 @@ def _own_sigterm() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(
-            signal.SIGTERM, _exit_terminated if handler in (signal.SIG_DFL, None) else handler
-        )
+        is_default = handler in (signal.SIG_DFL, None)
+        signal.signal(signal.SIGTERM, _exit_terminated if is_default else handler)
 
 
 def _exit_terminated(number: int, frame: FrameType | None) -> NoReturn:
@@ -206,49 +190,37 @@ def _exit_terminated(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def is_forked() -> bool:
-    """Whether this process was forked from one that is connected to Ray: it has inherited the
-    connection, but no thread of Ray's.
-
-    Any question to Ray hangs in such a process.
-    """
+    """Whether this process was forked from one connected to Ray: any question to Ray hangs then."""
     return _has_forked or (_is_initialized() and _lacks_threads())
 
 
 def _lacks_threads() -> bool:
-    """Whether the thread that every driver of Ray 2.60 has is missing; raypool may have been
-    imported after the fork.
-    """
+    # raypool may have been imported after the fork, so look for a thread that every driver of Ray
+    # 2.60 has; Ray Client has no such thread
     if _client() is not None:
-        return False  # it has no such thread
+        return False
     with contextlib.suppress(OSError):  # Linux only
-        return all(
-            name.read_text().strip() != RAYS_THREAD
-            for name in Path("/proc/self/task").glob("*/comm")
-        )
+        names = Path("/proc/self/task").glob("*/comm")
+        return all(name.read_text().strip() != RAYS_THREAD for name in names)
     return False
 
 
 def _client() -> Any:
     """Return the connection of Ray Client, None if this process has none."""
     module = sys.modules.get("ray.util.client")
-    return (
-        module.ray.get_context().client_worker
-        if module is not None and module.ray.is_connected()
-        else None
-    )
+    if module is None or not module.ray.is_connected():
+        return None
+    return module.ray.get_context().client_worker
 
 
 def _after_fork() -> None:
-    """In a forked child: forget what is the parent's, and let SIGTERM end the process as it would
-    without a pool.
-
-    Native code would keep a handler in Python from running.
-    """
+    """Forget, in a forked child, what is the parent's."""
     global _has_forked, _lock, _users, _ours, _files
     _has_forked = _has_forked or _is_initialized()
     if _files is not None:
         os.close(_files[1])  # else the folder would be held as long as this child lives
     _lock, _users, _ours, _files = threading.Lock(), 0, None, None
+    # native code would keep a handler in Python from running
     if signal.getsignal(signal.SIGTERM) is _exit_terminated:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -258,30 +230,25 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def connection() -> str:
-    """Return an id of this process's connection to Ray, without asking a cluster for it: it may be
-    beyond reach.
-
-    The id of a driver alone is the same in each new local Ray.
-    """
+    """Return an id of this process's connection to Ray, without asking the cluster."""
     import ray
 
     client = _client()
     if client is not None:
         return str(client._client_id)  # private, checked on Ray 2.60
     context = ray.get_runtime_context()
+    # the id of a driver alone is the same in each new local Ray
     return f"{context.get_worker_id()} on {context.get_node_id()}"
 
 
 def leave_ray(before_end: Callable[[], None], joined: str | None = None) -> None:
-    """End Ray if it was started here and nobody uses it any more; `before_end` is called then,
-    while nobody can join.
+    """End Ray if it was started here and nobody uses it any more.
 
     Args:
-        before_end: Called before Ray is ended.
-        joined: The `connection` that was joined; nothing is done if that has ended meanwhile,
-            whoever uses the next.
+        before_end: Called before Ray is ended, while nobody can join.
+        joined: The `connection` that was joined; nothing is done if that has ended meanwhile.
     """
-    global _users, _ours
+    global _users, _ours, _files
     with _lock:
         if joined is not None and (not _is_initialized() or joined != connection()):
             return
@@ -294,7 +261,10 @@ def leave_ray(before_end: Callable[[], None], joined: str | None = None) -> None
                 _shut_down(processes)
                 _ours = None
                 _ended.set()
-                _remove_files()
+                if _files is not None:
+                    (folder, held), _files = _files, None
+                    shutil.rmtree(folder, ignore_errors=True)
+                    os.close(held)
         elif _users <= 0:
             from raypool.backends.ray import client as outside
 
@@ -302,8 +272,7 @@ def leave_ray(before_end: Callable[[], None], joined: str | None = None) -> None
 
 
 def give_up_ray(before_end: Callable[[], None] | None) -> None:
-    """End this process's part in a Ray that is beyond help, whoever has started it: else Ray ends
-    this process.
+    """End this process's part in a Ray that is beyond help: else Ray ends this process.
 
     From the first moment on nobody asks that Ray anything any more: `is_up` is false.
 
@@ -329,7 +298,7 @@ def is_up() -> bool:
 
 
 def _within(limit_s: float, chore: Callable[[], object]) -> bool:
-    """Call something that Ray may hold up forever; return whether it has ended in time."""
+    """Do something that Ray may hold up forever; return whether it has ended in time."""
     last = threading.Thread(target=chore, name="raypool-last", daemon=True)
     last.start()
     last.join(limit_s)
@@ -337,12 +306,8 @@ def _within(limit_s: float, chore: Callable[[], object]) -> bool:
 
 
 def _wake() -> list[int]:
-    """Return the raylet and the control store of our own Ray, and wake them if they were stopped;
-    none of anybody else's Ray.
-
-    Nothing could end while they are stopped, and who waits for a value from a raylet that is killed
-    is ended by Ray.
-    """
+    """Return the processes of our own Ray, and wake any that were stopped."""
+    # They could not end, and who waits for a value from a raylet that is killed is ended by Ray.
     if not is_ours():
         return []
     node = ray_private.worker._global_node  # None if Ray runs elsewhere
@@ -384,9 +349,7 @@ def _shut_down(processes: Sequence[int]) -> None:
 
 
 def keep_logs() -> Path | None:
-    """Return the folder with the logs of our own Ray, and leave it when that Ray ends; None if the
-    Ray is not ours.
-    """
+    """Return the log folder of our own Ray, kept when that ends; None if the Ray is not ours."""
     global _files
     if _files is None:
         return None
@@ -397,19 +360,14 @@ def keep_logs() -> Path | None:
 
 
 def folder_of_ray() -> Path:
-    """Return the folder for the files of our own Rays. Only this user can enter it.
-
-    Ray makes its own folders writable for everybody: others could read its logs and replace its
-    sockets.
-    """
+    """Return the folder for the files of our own Rays, which only this user can enter."""
+    # Ray's own folders are writable for everybody: others could read logs and replace sockets
     parent = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # Ray's rule
     return Path(parent) / f"ray-{os.getuid()}"
 
 
 def _make_files() -> tuple[Path, int]:
-    """Make a folder for the files of a new Ray, and remove those of Rays whose driver died; return
-    it and what holds it.
-    """
+    """Make a new Ray's folder, and remove those of dead drivers; return it and its descriptor."""
     parent = folder_of_ray()
     try:
         make_private(parent).chmod(0o700)
@@ -424,16 +382,8 @@ def _make_files() -> tuple[Path, int]:
     return folder, held
 
 
-def _remove_files() -> None:
-    global _files
-    if _files is not None:
-        (folder, held), _files = _files, None
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(held)
-
-
 def is_ours() -> bool:
-    """Whether raypool has connected this process to the Ray that it is connected to."""
+    """Whether raypool has made this process's connection to Ray."""
     if not _is_initialized():
         return False
     return _ours == connection()
@@ -454,21 +404,24 @@ def _prepare(profile: Profile, address: str | None) -> None:
                     " RAY_AUTH_TOKEN_PATH to a file that can be."
                 ) from error
     else:
-        # Ray would look at this machine's address in the network instead
+        # for a loopback address Ray would use this machine's in the network instead
         if connect.host_and_port(address)[0] in LOOPBACK:
             os.environ.setdefault(LOOPBACK_ONLY, "0")
         if "RAY_AUTH_TOKEN" in os.environ or token_path().exists():
             os.environ.setdefault("RAY_AUTH_MODE", "token")
     if "ray" in sys.modules:
-        _reread_environment()
+        # what it read before is out of date; private names, checked on Ray 2.60
+        from raypool.ray_private import AuthenticationTokenLoader, Config, ray_constants
+
+        Config.initialize("")
+        AuthenticationTokenLoader.instance().reset_cache()
+        ray_constants.ENABLE_RAY_CLUSTER = os.environ.get(LOOPBACK_ONLY, "1") == "1"
     if address is not None:
         connect.check(address)
 
 
 def _check_joined(profile: Profile) -> None:
-    """Make sure that the Ray that this process is connected to already is the one that is meant,
-    with what is to be shipped.
-    """
+    """Make sure that this process's Ray is the right one, with everything shipped."""
     from raypool.backends.ray import client as outside
 
     if profile.is_remote and outside.server() != str(profile.address).removeprefix(CLIENT):
@@ -476,7 +429,7 @@ def _check_joined(profile: Profile) -> None:
             f"This process is connected to another Ray than the one at {profile.address}, and can"
             " be connected to one only. Shut that down first (its pools, then ray.shutdown())."
         )
-    wanted = shipping.runtime_env(profile)
+    wanted = connect.runtime_env(profile)
     if wanted and wanted != _shipped:
         raise StartupError(
             f"{' and '.join(sorted(wanted))} can be shipped only when this process connects to Ray,"
@@ -490,21 +443,8 @@ def _is_initialized() -> bool:
     return ray is not None and bool(ray.is_initialized())
 
 
-def _reread_environment() -> None:
-    """Ray was imported before: what it read from the environment then is out of date. Private
-    names, checked on Ray 2.60.
-    """
-    from raypool.ray_private import AuthenticationTokenLoader, Config, ray_constants
-
-    Config.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()
-    ray_constants.ENABLE_RAY_CLUSTER = os.environ.get(LOOPBACK_ONLY, "1") == "1"
-
-
 def _init_kept(ray: Any, options: dict[str, Any]) -> None:
-    """Start Ray from a thread that lives as long as that Ray: its processes are killed when the
-    thread that started them ends.
-    """
+    # Ray's processes are killed when the thread that started them ends
     if threading.current_thread() is threading.main_thread():
         ray.init(**options)
         return
@@ -514,7 +454,7 @@ def _init_kept(ray: Any, options: dict[str, Any]) -> None:
     def keep() -> None:
         try:
             ray.init(**options)
-        except BaseException as error:
+        except BaseException as error:  # raised again where `result` is asked for
             started.set_exception(error)
             return
         started.set_result(None)
@@ -525,12 +465,9 @@ def _init_kept(ray: Any, options: dict[str, Any]) -> None:
 
 
 def _hush(ray: Any) -> None:
-    """Keep Ray from printing a dozen lines about every worker that dies: the pool replaces it, and
-    says so where it matters.
-
-    Ray has no setting for it: `log_to_driver=False` leaves these messages of its node manager.
-    Private names, checked on Ray 2.60; where they are missing, the messages are printed.
-    """
+    """Keep Ray from printing a dozen lines about each dead worker: the pool replaces it."""
+    # There is no setting: `log_to_driver=False` leaves these messages of the node manager. Private
+    # names, checked on Ray 2.60; where they are missing, the messages are printed.
     from raypool.ray_private import worker as module
 
     show = getattr(module, "print_to_stdstream", None)
@@ -538,9 +475,8 @@ def _hush(ray: Any) -> None:
         return
 
     def show_others(data: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        is_about_death = data.get("pid") == "raylet" and "worker died" in "".join(
-            map(str, data.get("lines", ()))
-        )
+        lines = "".join(map(str, data.get("lines", ())))
+        is_about_death = data.get("pid") == "raylet" and "worker died" in lines
         if not (is_about_death and is_ours()):
             show(data, *args, **kwargs)
 
@@ -549,9 +485,7 @@ def _hush(ray: Any) -> None:
 
 
 def _init_at(ray: Any, address: str, options: dict[str, Any]) -> None:
-    """Connect to a Ray; on a head that was just started servers of Ray Client may die as they are
-    forked (Ray 2.60).
-    """
+    # on a head that was just started, servers of Ray Client may die as they are forked (Ray 2.60)
     for tries_left in reversed(range(CLIENT_TRIES)):
         try:
             ray.init(address=address, **options)
@@ -573,18 +507,19 @@ def _connect(
         if address is not None:
             _init_at(ray, address, options)
         else:
-            num_gpus = (
-                None if inventory is None else len(visible_gpus(os.environ, inventory.devices()))
-            )
-            own = {
+            num_gpus = None
+            if inventory is not None:
+                num_gpus = len(visible_gpus(os.environ, inventory.devices()))
+            _files = _make_files()
+            options |= {
                 "address": "local",
                 "num_cpus": usable_cpus(),
                 "num_gpus": num_gpus,
                 "include_dashboard": False,
+                "_temp_dir": str(_files[0]),
             }
-            _files = _make_files()
             with without_helpers():
-                _init_kept(ray, {**own, "_temp_dir": str(_files[0]), **options})
+                _init_kept(ray, options)
             _hush(ray)
     except Exception as error:  # of a node that does not come up Ray says it by a plain one
         raise connect.not_started(address, error) from error
@@ -610,27 +545,23 @@ SWITCHES = {"no_monitor": True, "include_log_monitor": False}
 """Ray's own, which `ray start` has as options; `ray.init` has no way to set them."""
 
 NO_SERVER = b"127.0.0.1:0"
-"""Where the dashboard's server would be. Whoever asks for it (Ray's State API) hears at once that
-nobody is there; Ray would look for a missing address for 40 s."""
+"""The address of the dashboard's server. Nobody is there, as Ray's State API hears at once; for a
+missing address it would look for 40 s.
+"""
 
 
 @contextlib.contextmanager
 def without_helpers() -> Iterator[None]:
-    """Let `ray.init` leave them out. Private names, checked on Ray 2.60; where one is missing, all
-    are started.
-    """
+    """Let `ray.init` leave them out; private names, checked on Ray 2.60."""
     try:
         from raypool.ray_private import node, parameter, ray_constants, utils
 
-        settings, start, why_small = (
-            parameter.RayParams,
-            node.Node.start_api_server,
-            utils.get_dashboard_dependency_error,
-        )
+        settings, start = parameter.RayParams, node.Node.start_api_server
+        why_small = utils.get_dashboard_dependency_error
+        known = inspect.signature(settings).parameters.keys()
     except (ImportError, AttributeError):
-        yield
-        return
-    if not SWITCHES.keys() <= inspect.signature(settings).parameters.keys():
+        known = {}.keys()
+    if not SWITCHES.keys() <= known:  # another Ray: all are started
         yield
         return
 
@@ -652,8 +583,5 @@ def without_helpers() -> Iterator[None]:
     try:
         yield
     finally:
-        parameter.RayParams, node.Node.start_api_server, utils.get_dashboard_dependency_error = (
-            settings,
-            start,
-            why_small,
-        )
+        parameter.RayParams, node.Node.start_api_server = settings, start
+        utils.get_dashboard_dependency_error = why_small

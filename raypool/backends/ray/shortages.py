@@ -16,6 +16,7 @@ from raypool.backends.ray.demand import (
     Demand,
     Need,
     Node,
+    gpus_of,
     living_nodes,
     name_of,
     names_of,
@@ -30,10 +31,10 @@ if TYPE_CHECKING:
 
 
 OURS = ("PoolWorker", "NodeAgent", "ClusterProbe")
-"""Actors of pools, which hold nothing beside their pools' placement groups."""
+"""Actors of pools, which hold nothing besides their pools' placement groups."""
 
 Crowd = Mapping[tuple[str, int], GpuDevice]
-"""GPUs of which too little memory is free, by machine and index."""
+"""GPUs with too little free memory, by machine and index."""
 
 GIB = 2**30
 
@@ -41,22 +42,16 @@ logger = logging.getLogger("raypool")
 
 
 def holders() -> tuple[str, ...]:
-    """Return who holds GPUs or cores in placement groups, and which other actors are alive, as far
-    as Ray tells.
-    """
+    """Return who holds GPUs or cores in placement groups, and other live actors, from Ray."""
     found = []
     for group in placement_group_table().values():
         if group["state"] == "CREATED":
-            amounts: dict[str, float] = {}
+            amounts: Counter[str] = Counter()
             for bundle in group["bundles"].values():
-                for name in ("GPU", "CPU"):
-                    amounts[name] = amounts.get(name, 0) + bundle.get(name, 0)
+                amounts.update({name: bundle.get(name, 0) for name in ("GPU", "CPU")})
             held = " and ".join(f"{amount:g} {name}" for name, amount in amounts.items() if amount)
             found.append(f"{group['name'].partition('#')[0] or 'a placement group'} ({held})")
-    merged = [
-        f"{count} x {name}" if (count := found.count(name)) > 1 else name
-        for name in dict.fromkeys(found)
-    ]
+    merged = [f"{count} x {name}" if count > 1 else name for name, count in Counter(found).items()]
     return (*merged, *ask_inside(_other_actors))
 
 
@@ -80,7 +75,7 @@ def held_by(names: tuple[str, ...]) -> str:
 
 
 def check_sum(needs: Sequence[Need]) -> None:
-    """Make sure that a cluster that is empty has enough for all kinds together.
+    """Make sure that the cluster, if empty, has enough for all kinds together.
 
     Raises:
         ResourceError: It has not.
@@ -124,9 +119,7 @@ def too_few(need: Need, there: int, crowd: Crowd, min_free_bytes: int | None) ->
 
 
 def room_beside(need: Need, others: Mapping[str, Sequence[Claim]]) -> int:
-    """Return how many more claims the cluster could hold beside these of other pools, if nobody
-    else held anything.
-    """
+    """Return how many more claims the cluster could hold beside these of other pools."""
     return sum(need.demand.fits(node) for node in without(others, living_nodes())) - need.num_held
 
 
@@ -146,9 +139,7 @@ def without(others: Mapping[str, Sequence[Claim]], nodes: Iterable[Node]) -> lis
 def held_here(
     what: str, requested: float, available: float, kind: str, others: Mapping[str, Sequence[Claim]]
 ) -> ResourceError:
-    """Return the error for what other open pools of this process hold: nobody else could end
-    them.
-    """
+    """Return the error for resources of this process's other pools: nobody else could end them."""
     capacity = sum(node["Resources"].get(kind, 0) for node in living_nodes())
     names = tuple(f"the pool opened at {line}" for line in others)
     held = sum(claim.demand.bundle.get(kind, 0) for claims in others.values() for claim in claims)
@@ -163,7 +154,7 @@ def held_here(
 
 
 def never(need: Need, there: int, most: int) -> ResourceError:
-    """Return the error for more than a cluster could hold if it had grown as large as it may."""
+    """Return the error for more than a fully grown cluster could hold."""
     kind, each = need.demand.kind, need.demand.each
     return ResourceError(
         f"{kind}: requested {need.least * each:g}, available {there * each:g}; with all nodes that"
@@ -189,7 +180,7 @@ def not_yet(need: Need, there: int) -> ResourceError:
 
 
 def say_growing(needs: Sequence[Need], there: Sequence[int]) -> None:
-    """Say what is waited for."""
+    """Report which resources are waited for."""
     missing = ", ".join(
         f"{(need.least - number) * need.demand.each:g} {need.demand.kind}"
         for need, number in zip(needs, there, strict=True)
@@ -216,9 +207,7 @@ def _next_step(need: Need, there: int, capacity: float) -> str:
 
 
 def lacking(demand: Demand, nodes: Sequence[Node]) -> str | None:
-    """Say what of a claim none of these nodes has, whoever may hold it; None if there is nothing of
-    the kind.
-    """
+    """Say which part of a claim none of these nodes has, whoever may hold it."""
     marked = [node for node in nodes if has_labels(node["Labels"], demand.labels)]
     if not marked:
         return (
@@ -227,32 +216,22 @@ def lacking(demand: Demand, nodes: Sequence[Node]) -> str | None:
         )
     for name in demand.bundle:
         if name.startswith(ACCELERATOR) and not any(name in node["Resources"] for node in marked):
+            names = {other for node in marked for other in node["Resources"]}
             there = sorted(
-                {
-                    other
-                    for node in marked
-                    for other in node["Resources"]
-                    if other.startswith(ACCELERATOR)
-                }
+                other.removeprefix(ACCELERATOR) for other in names if other.startswith(ACCELERATOR)
             )
-            kinds = (
-                ", ".join(other.removeprefix(ACCELERATOR) for other in there) or "none of any type"
-            )
+            kinds = ", ".join(there) or "none of any type"
             return (
                 f"No node has an accelerator of type {name.removeprefix(ACCELERATOR)}; there are:"
                 f" {kinds}. Change accelerator_type= in resources (Ray's names count), or connect"
                 " to a cluster that has it."
             )
     able = [node for node in marked if demand.allows(node)]
-    largest = {
-        name: max((node["Resources"].get(name, 0) for node in able), default=0)
-        for name in demand.bundle
-    }
-    words = [
-        f"{name}: requested {amount:g}, the largest has {largest[name]:g}"
-        for name, amount in demand.bundle.items()
-        if largest[name] < amount and name != demand.kind
-    ]
+    words = []
+    for name, amount in demand.bundle.items():
+        largest = max((node["Resources"].get(name, 0) for node in able), default=0)
+        if largest < amount and name != demand.kind:
+            words.append(f"{name}: requested {amount:g}, the largest has {largest:g}")
     if not words:
         return None
     return (
@@ -281,7 +260,7 @@ def _unlabelled(labels: Mapping[str, str], nodes: Sequence[Node]) -> str:
 
 
 def said_of(crowd: Crowd, min_free_bytes: int | None) -> str:
-    """Say which GPUs are left out, and why; nothing if there are none."""
+    """Say which GPUs are left out, and why; "" for none."""
     if not crowd:
         return ""
     cards = ", ".join(
@@ -296,9 +275,7 @@ def said_of(crowd: Crowd, min_free_bytes: int | None) -> str:
 
 
 def all_crowded(requested: int, available: int, crowd: str) -> ResourceError:
-    """Return the error for chosen GPUs of which too few have enough memory; `crowd`: what is said
-    of the others.
-    """
+    """Return the error for chosen GPUs of which too few have enough memory."""
     return ResourceError(
         f"GPU: requested {requested}, available {available}. {crowd} "
         "Choose other GPUs, ask for less memory, or end who uses it (nvidia-smi names them).",
@@ -333,9 +310,7 @@ def too_narrow(share: int, machine: str, index: int, total_bytes: int) -> Resour
 def in_use(
     missing: Sequence[str], free: Sequence[str], requested: int, available: int, crowd: str
 ) -> ResourceError:
-    """Return the error for chosen GPUs that somebody holds; `crowd`: what is said of those that are
-    full.
-    """
+    """Return the error for chosen GPUs that somebody holds."""
     names = holders()
     return ResourceError(
         f"GPU {', '.join(missing)} is in use: requested {requested}, available {available} "
@@ -349,32 +324,28 @@ def in_use(
 def no_such_gpus(
     missing: Sequence[int], known: Sequence[int], total: int, machine: str | None
 ) -> ResourceError:
-    """Return the error for chosen GPUs that are not there; `machine`: which other than this one
-    they are looked for on.
-    """
+    """Return the error for chosen GPUs that do not exist; `machine`: None for this one."""
     where = "here: this machine" if machine is None else f"on {machine}, which"
-    numbered = (
-        f", numbered {', '.join(map(str, known))}"
-        if known and list(known) != list(range(total))
-        else ""
-    )
-    elsewhere = _elsewhere() if machine is None and total == 0 else ""
+    numbered = ""
+    if known and list(known) != list(range(total)):
+        numbered = f", numbered {', '.join(map(str, known))}"
+    advice = "GPUs are numbered from 0, as nvidia-smi shows them."
+    if machine is None and total == 0:
+        names = [name_of(node) for node in living_nodes() if gpus_of(node)]
+        if names:
+            name = min(names)
+            advice = f"Others have some: say which, as in gpus={{{name!r}: [0]}}."
     return ResourceError(
         f"GPU {', '.join(map(str, missing))} does not exist {where} has {total}{numbered}. "
-        f"{elsewhere or 'GPUs are numbered from 0, as nvidia-smi shows them.'}",
+        f"{advice}",
         requested=len(missing),
         available=total,
         holders=(),
     )
 
 
-def _elsewhere() -> str:
-    names = sorted(name_of(node) for node in living_nodes() if node["Resources"].get("GPU", 0) >= 1)
-    return f"Others have some: say which, as in gpus={{{names[0]!r}: [0]}}." if names else ""
-
-
 def nameless(missing: Sequence[str]) -> ResourceError:
-    """Return the error for chosen GPUs where nobody knows which index belongs to which GPU."""
+    """Return the error for chosen GPUs where nobody knows which index is which GPU."""
     return ResourceError(
         f"GPU {', '.join(missing)} could not be told from others: Ray was started with"
         " CUDA_VISIBLE_DEVICES as UUIDs, and the driver (NVML), which knows their indices, does"
@@ -388,14 +359,11 @@ def nameless(missing: Sequence[str]) -> ResourceError:
 def no_more_chosen(
     gpus: Sequence[int] | Mapping[str, Sequence[int]], requested: int, available: int
 ) -> ResourceError:
-    """Return the error for more workers than the GPUs that were chosen have room for."""
-    chosen = (
-        "; ".join(
-            f"{', '.join(map(str, indices))} of {machine}" for machine, indices in gpus.items()
-        )
-        if isinstance(gpus, Mapping)
-        else ", ".join(map(str, gpus))
-    )
+    """Return the error for more workers than the chosen GPUs have room for."""
+    if isinstance(gpus, Mapping):
+        chosen = "; ".join(f"{', '.join(map(str, on))} of {name}" for name, on in gpus.items())
+    else:
+        chosen = ", ".join(map(str, gpus))
     return ResourceError(
         f"GPU: requested {requested} workers, available {available}: the pool may use GPU {chosen}"
         " only. Name more GPUs in gpus=[...], or ask for fewer workers.",
@@ -406,15 +374,13 @@ def no_more_chosen(
 
 
 def no_such_machine(machine: str, indices: Sequence[int], nodes: Sequence[Node]) -> ResourceError:
-    """Return the error for the name of a machine that no node has, or more than one."""
-    there = ", ".join(f"{name_of(node)} ({node['NodeManagerAddress']})" for node in nodes)
-    same = [node for node in nodes if machine in names_of(node)]
-    fact = f"{len(same)} nodes of the cluster are" if same else "No node of the cluster is"
-    step = (
-        f"Use their ids: {', '.join(str(node['NodeID']) for node in same)}."
-        if same
-        else f"There are: {there}."
-    )
+    """Return the error for a machine's name that no node has, or more than one."""
+    same = [str(node["NodeID"]) for node in nodes if machine in names_of(node)]
+    if same:
+        fact, step = f"{len(same)} nodes of the cluster are", f"Use their ids: {', '.join(same)}."
+    else:
+        there = ", ".join(f"{name_of(node)} ({node['NodeManagerAddress']})" for node in nodes)
+        fact, step = "No node of the cluster is", f"There are: {there}."
     return ResourceError(
         f"{fact} called {machine!r}, of which gpus= names GPU {', '.join(map(str, indices))}."
         f" {step}",

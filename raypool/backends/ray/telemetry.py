@@ -1,7 +1,4 @@
-"""Use of the GPUs of a node: the agent reads them once a second while the pool's workers have them.
-
-A GPU's driver that is in trouble may take long to answer: so a thread of its own asks it.
-"""
+"""Use of a node's GPUs, which its agent reads once a second while workers have them."""
 
 from __future__ import annotations
 
@@ -19,22 +16,20 @@ from raypool.gpus.devices import GpuDevice, Inventory
 from raypool.gpus.table import gpus_here
 
 LOOK_S = 1.0
-"""How often the GPUs are looked at [s]; the driver says how busy one was in the last 1/6 s to 1
-s.
-"""
+"""How often the GPUs are read [s]; the driver averages over the last 1/6 s to 1 s."""
 
 ANSWER_S = 3.0
 """How long to wait for the memory in use [s]."""
 
 STALE_S = 5.0
-"""Older readings are out of date: the GPUs' driver has not answered since [s]."""
+"""Readings older than this are out of date: the GPUs' driver has stopped answering [s]."""
 
 KEPT = 3600
-"""So many readings of each GPU are kept: an hour."""
+"""How many readings of each GPU are kept: an hour."""
 
 
 class Reading(NamedTuple):
-    """What a GPU was like at some time [s since the epoch]; None stands for what is not known."""
+    """The state of a GPU at some time [s since the epoch]; None: unknown."""
 
     taken_at: float
     utilisation: float | None
@@ -56,14 +51,12 @@ def sum_of(memories: Sequence[GpuMemory]) -> GpuMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """How a GPU was used within some time, by whomever, as it was seen once a second; None stands
-    for what is not known.
+    """How a GPU was used within some time, by anybody; None: unknown.
 
     Attributes:
-        num_readings: How often it was looked at.
-        mean_utilisation, peak_utilisation: The part of the time in which it was computing, from 0
-            to 1.
-        mean_used_bytes, peak_used_bytes: Its memory that was in use [bytes].
+        num_readings: How often it was read.
+        mean_utilisation, peak_utilisation: The part of the time that it computed, from 0 to 1.
+        mean_used_bytes, peak_used_bytes: Its memory in use [bytes].
     """
 
     num_readings: int
@@ -74,16 +67,12 @@ class Usage:
 
 
 class Telemetry:
-    """Looks at the GPUs of a node; for one event loop.
-
-    Args:
-        inventory: Who knows the GPUs of a machine.
-        look_s: How often they are looked at [s].
-    """
+    """Reads the GPUs of a node every `look_s` seconds; for one event loop."""
 
     def __init__(self, inventory: Inventory, look_s: float = LOOK_S) -> None:
         self._inventory = inventory
         self._look_s = look_s
+        # a GPU's driver in trouble may take long to answer, and must not hold up the agent
         self._asking = ThreadPoolExecutor(1, "raypool-telemetry")
         self._users: Counter[int] = Counter()  # by GPU
         self._readings: dict[int, deque[Reading]] = {}
@@ -96,9 +85,7 @@ class Telemetry:
         )
 
     async def memory_used(self, gpus: Sequence[int]) -> int | None:
-        """Return how much memory of these GPUs is in use [bytes]; None if that is not known, or
-        takes too long.
-        """
+        """Return these GPUs' memory in use [bytes]; None if unknown, or not told in time."""
         if not gpus:
             return 0
         asked = asyncio.get_running_loop().run_in_executor(
@@ -106,17 +93,17 @@ class Telemetry:
         )
         try:
             return await asyncio.wait_for(asked, ANSWER_S)
-        except TimeoutError:
+        except TimeoutError:  # its thread still waits for the GPU's driver
             return None
 
     def watch(self, gpus: Iterable[int]) -> None:
-        """Look at these GPUs from now on, until as many `leave` them."""
+        """Read these GPUs from now on, until as many `leave` them."""
         self._users.update(gpu for gpu in gpus if gpu >= 0)
         if self._users and self._looking is None:
             self._looking = asyncio.create_task(self._look())
 
     def leave(self, gpus: Iterable[int]) -> None:
-        """Look no more at GPUs that nobody else watches; what was seen is kept."""
+        """Stop reading GPUs that nobody else watches; their readings are kept."""
         self._users -= Counter(gpu for gpu in gpus if gpu >= 0)
         if not self._users and self._looking is not None:
             self._looking.cancel()
@@ -125,9 +112,8 @@ class Telemetry:
     async def _look(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            for gpu, reading in await loop.run_in_executor(
-                self._asking, self._read, list(self._users)
-            ):
+            gpus = list(self._users)
+            for gpu, reading in await loop.run_in_executor(self._asking, self._read, gpus):
                 self.note(gpu, reading)
             await asyncio.sleep(self._look_s)
 
@@ -140,13 +126,11 @@ class Telemetry:
         ]
 
     def note(self, gpu: int, reading: Reading) -> None:
-        """Take note of what a GPU was like."""
+        """Add a reading of a GPU."""
         self._readings.setdefault(gpu, deque(maxlen=KEPT)).append(reading)
 
     def newest(self) -> dict[int, GpuMemory]:
-        """Return the memory of each GPU as it was seen last, if that was lately; nobody is asked
-        for it.
-        """
+        """Return the memory of each GPU by its last reading, unless that is stale."""
         since = time.time() - STALE_S
         newest = {gpu: readings[-1] for gpu, readings in self._readings.items()}
         return {
@@ -156,9 +140,7 @@ class Telemetry:
         }
 
     def usage(self, gpu: int, since: float, until: float) -> Usage | None:
-        """Return how a GPU was used between two times [s since the epoch], None if it was not
-        looked at between them.
-        """
+        """Return how a GPU was used between two times [s since the epoch]; None: unknown."""
         readings = [
             reading for reading in self._readings.get(gpu, ()) if since <= reading.taken_at <= until
         ]

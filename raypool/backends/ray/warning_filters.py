@@ -1,6 +1,4 @@
-"""The script's filters for warnings, in its workers. They travel with a call whenever they have
-changed.
-"""
+"""The script's filters for warnings, in its workers too; they travel with calls when changed."""
 
 from __future__ import annotations
 
@@ -26,20 +24,18 @@ PYTHONS_OWN: tuple[Filter, ...] = (
 
 with warnings.catch_warnings():  # while this is imported: it must not happen in a thread
     warnings.resetwarnings()
-    warnings._processoptions(sys.warnoptions)  # type: ignore[attr-defined]  # there is no public way to read them
+    # there is no public way to read them
+    warnings._processoptions(sys.warnoptions)  # type: ignore[attr-defined]
     _begun_with = (*warnings.filters, *PYTHONS_OWN)
-    """What nobody has set in the script. `python -W` is about one process, and workers have
-    PYTHONWARNINGS themselves.
-    """
+    # what nobody has set in the script: `python -W` is about one process, and workers have
+    # PYTHONWARNINGS themselves
 
 _seen: list[Filter] = []
 _packed: tuple[bytes, ...] = ()
 
 
 def filters_here() -> tuple[bytes, ...]:
-    """Return the filters that the script and its imports have set, pickled; the same object as
-    before, if none has changed.
-    """
+    """Return the script's filters, pickled; the same object as long as none has changed."""
     global _seen, _packed
     if warnings.filters != _seen:
         _seen = list(warnings.filters)
@@ -53,16 +49,14 @@ def filters_here() -> tuple[bytes, ...]:
 
 
 class WarningFilters:
-    """Keeps the filters of this worker process up to date with the script's."""
+    """Keeps this worker's filters up to date with the script's."""
 
     def __init__(self) -> None:
         self._begun_with = list(warnings.filters)
         self._taken: list[Filter] = []
 
     def follow(self, packed: Sequence[bytes]) -> None:
-        """Take the script's filters. Those that a setup or a task has set in this process come
-        first.
-        """
+        """Take the script's filters; those that a setup or task has set here come first."""
         before, self._taken = self._taken, []
         for each in packed:
             with contextlib.suppress(Exception):  # a category of a module that is not here
@@ -73,4 +67,5 @@ class WarningFilters:
             if each not in (*before, *self._taken, *self._begun_with)
         ]
         warnings.resetwarnings()  # so that what has been warned of is looked at again
-        warnings.filters.extend([*later, *self._taken, *self._begun_with])  # type: ignore[attr-defined]
+        filters: Any = warnings.filters
+        filters.extend([*later, *self._taken, *self._begun_with])

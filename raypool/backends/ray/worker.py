@@ -1,7 +1,7 @@
 """The actor of a worker on Ray (`PoolWorker`), and what its process needs around it.
 
-`WorkerFolders` are the folders of its machine, `WorkerLink` is its connection to the pool, and
-`pin` limits the process to its GPUs.
+`WorkerFolders` are its machine's folders, `WorkerLink` is its connection to the pool, and `pin`
+limits the process to its GPUs.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from raypool.backends.ray.packing import (
     Packed,
     Parcel,
     ParcelKeeper,
+    Sendable,
     dump,
     join,
     load,
@@ -58,7 +59,7 @@ from raypool.gpus.sharing import fraction_for
 from raypool.worker.checkpoint_folders import CheckpointFolders, sees
 from raypool.worker.folders import hold
 from raypool.worker.gpu_memory import GpuMemoryCare, LeftoverMemory
-from raypool.worker.gpu_turns import GpuTurns, Sharing, settle
+from raypool.worker.gpu_turns import GpuLoad, GpuTurns, Sharing, settle
 from raypool.worker.interrupts import ProcessGuard, terminate
 from raypool.worker.runner import (
     HandBack,
@@ -74,26 +75,23 @@ from raypool.worker.running import is_retired, let_notes_travel, mark_worker_pro
 from raypool.worker.setup_globals import call_setup, share_left
 
 COLLECT_BYTES = 16 * 1024 * 1024
-"""A process that has grown by so much collects garbage when it forgets a function, even if a call
+"""A process that has grown by this much collects garbage when it forgets a function, even if a call
 waits.
 """
 
 DRAIN_TIMEOUT_S = 2.0
-"""How long a worker that ends waits for its last messages to be sent [s]."""
+"""How long an ending worker waits for its last messages to be sent [s]."""
 
 NEXT_HOME_S = 10.0
-"""How long a worker waits for the next home agent [s]: it takes a few seconds, unless the machine
-has gone.
-"""
+"""How long a worker waits for the next home agent [s]: seconds, unless the machine has gone."""
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 class News(NamedTuple):
-    """What a worker does not know yet.
+    """What a worker does not know yet; None if it has not changed.
 
-    Functions, those that it may forget, and, if these have changed, the driver's modules, the
-    levels of its loggers and its filters for warnings.
+    New functions and those to forget, the driver's modules, log levels and warning filters.
     """
 
     functions: dict[int, Packed]
@@ -106,14 +104,13 @@ class News(NamedTuple):
 def pack_call(
     attempt_id: int, parts: Sequence[Part], news: News, is_spent: bool, behind: int | None
 ) -> Parcel:
-    """Pack what a worker is to run, and what it has to know before.
+    """Pack a call for `PoolWorker.run`.
 
-    `is_spent`: it has said that it is to be replaced, and is to run this all the same. `behind`:
-        the call that this waits for.
-
-    One pickle of plain tuples: Ray would take each argument, and each tuple with a name, by itself.
+    `is_spent`: the worker has asked to be replaced, and is to run this nevertheless. `behind`: the
+    call that this one waits for.
     """
     functions, stale, project, levels, filters = news
+    # one pickle of plain tuples: Ray would take each argument, and each named tuple, by itself
     told = (
         functions,
         stale,
@@ -129,9 +126,34 @@ def pack_call(
     return dump(call)
 
 
+class CallAnswer(NamedTuple):
+    """The status of a call, as `PoolWorker.run` returns it, without large values.
+
+    Attributes:
+        slices: Their outcomes, from `pack_results`.
+        said: The newest reports and printed text, with their number.
+        fetched_bytes: How much was read from the object store.
+        load: The load of a shared GPU.
+        header: The values, if they are small.
+        leftover: GPU memory left, if too much.
+        other_modules: Modules unlike the driver's: name, file, host.
+        changed_models: Functions that changed a captured model, with its name.
+    """
+
+    slices: list[Sendable]
+    said: tuple[int, bytes]
+    fetched_bytes: int
+    load: GpuLoad | None
+    header: bytes | None
+    leftover: LeftoverMemory | None
+    other_modules: list[tuple[str, str, str]]
+    changed_models: list[tuple[str, str]]
+
+
 class Introduction(NamedTuple):
-    """Who a worker is, and where its process can be reached; `mps_problem`: why it goes without
-    MPS, if that was wanted.
+    """Who a worker is, and how to reach its process.
+
+    `mps_problem`: why it does without MPS, if that was wanted.
     """
 
     info: WorkerInfo
@@ -148,7 +170,7 @@ class PoolWorker:
         worker_id: The number of this process among all that the pool starts.
         inventory: Tells the GPUs of a machine.
         sharing: How it shares its GPU with other workers, if it does.
-        max_leftover_bytes: How much of its GPU's memory its tasks may leave over; see `GpuMemoryCare`.
+        max_leftover_bytes: How much GPU memory its tasks may leave allocated.
     """
 
     def __init__(
@@ -182,7 +204,9 @@ class PoolWorker:
         self._turns: GpuTurns | None = None
         self._agent: Any = None
         self._folders = WorkerFolders()
-        self._outbox = Outbox(self._push)
+        self._outbox = Outbox(
+            lambda number, batch: ray.get(self._agent.push.remote(worker_id, number, batch))
+        )
         self._packed: dict[int, Packed] = {}  # functions that were not called yet
         self._functions: dict[int, Callable[..., Any]] = {}
         self._models: dict[int, CapturedModels] = {}  # of each of these
@@ -199,15 +223,12 @@ class PoolWorker:
     def introduce(
         self, setups: Sequence[Any], agent: Any = None, project: Snapshot | None = None
     ) -> Introduction | str:
-        """Check that this process sees the GPUs that it was given, and no other, and set it up.
+        """Check that this process sees exactly the GPUs that it was given, and set it up.
 
-        Args:
-            setups: What it begins with.
-            agent: Starts MPS on this node; None if it is not wanted.
-            project: The driver's modules.
+        `setups` is a parcel, `project` the driver's modules; `agent` starts MPS, unless it is None.
 
         Returns:
-            Who it is, or what is wrong.
+            Who it is, or the problem.
         """
         prefer_fast_links(os.environ)
         if project is not None:
@@ -219,69 +240,61 @@ class PoolWorker:
             return problem
         mps_problem = _enter_mps(agent) if agent is not None else None
         found = [self._inventory.find(device) for device in given]
-        gpus = tuple(index_of(device, known) for device, known in zip(given, found, strict=True))
-        named = [
-            (device, known.uuid)
-            for device, known in zip(given, found, strict=True)
-            if known is not None
-        ]
-        uuids = tuple(
-            device if device.startswith("MIG-") else uuid
-            for device, uuid in named
-            if uuid is not None
-        )
-        name = found[0].name if found and found[0] is not None else None
+        pairs = list(zip(given, found, strict=True))
         self._info = WorkerInfo(
-            self._info.index, self._info.host, self._info.pid, gpus, uuids, name
+            self._info.index,
+            self._info.host,
+            self._info.pid,
+            tuple(index_of(device, known) for device, known in pairs),
+            tuple(
+                device if device.startswith("MIG-") else known.uuid
+                for device, known in pairs
+                if known is not None and known.uuid is not None
+            ),
+            found[0].name if found and found[0] is not None else None,
         )
         if given:
             total_bytes = found[0].total_bytes if found[0] is not None else None
             self._upkeep = GpuMemoryCare(
                 self._inventory.allocator(), self._info, total_bytes, self._max_leftover_bytes
             )
-        if self._sharing is not None and given:
-            assert self._upkeep is not None
-            self._upkeep.share = fraction_for(self._sharing.num_workers, total_bytes)
-            settle(self._sharing, self._inventory, given[0])
-            if self._sharing.takes_turns:
-                self._turns = GpuTurns(self._inventory, given[0], self._folders.temporary)
+            if self._sharing is not None:
+                self._upkeep.share = fraction_for(self._sharing.num_workers, total_bytes)
+                settle(self._sharing, self._inventory, given[0])
+                if self._sharing.takes_turns:
+                    self._turns = GpuTurns(self._inventory, given[0], self._folders.temporary)
         try:
             calls = [
                 functools.partial(call_setup, unpack(setup)) for setup in load(Parcel(*setups))
             ]
             self._is_set_up = bool(calls)
             set_up(calls, self._info)
-        except (Exception, SystemExit) as error:
-            return Refusal(
-                f"its setup failed, {''.join(traceback.format_exception_only(error)).strip()}"
-            )
+        except (Exception, SystemExit) as error:  # the user's code must not end the actor
+            words = "".join(traceback.format_exception_only(error)).strip()
+            return Refusal(f"its setup failed, {words}")
         if self._upkeep is not None:
             self._upkeep.begin_anew()
         process = WorkerProcess(os.getpid(), self._guard.pipe, self._guard.board)
         return Introduction(self._info, process, context.get_node_id(), mps_problem)
 
     def attach(self, agent: Any, home: Any, is_far: bool, home_name: tuple[str, int]) -> None:
-        """Take note of the agent of this node, and of the one where the pool's exchange is; of
-        others, when they have died.
+        """Take the agent of this node, and the home agent, which has the pool's exchange.
 
-        `is_far`: the driver is on none of their machines. `home_name`: the home agent's
-        name (it has the pool's exchange), and its number among all homes of the pool.
+        Called again with others when they have died. `is_far`: the driver is on neither's machine.
+        `home_name`: the home agent's name, and its number among all homes of the pool.
         """
         self._agent = agent
         self._folders.attach(agent, home, is_far)
         set_link(WorkerLink(self._worker_id, self._outbox, agent, home, home_name))
-
-    def _push(self, number: int, batch: bytes) -> None:
-        ray.get(self._agent.push.remote(self._worker_id, number, batch))
 
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     def run(self, call: bytes, refs: Sequence[Any] = ()) -> tuple[bytes, tuple[Any, ...] | None]:
         """Run a call, packed by `pack_call`.
 
         Returns:
-            A small status (with the values in it, if they are small) and the values, if they are
-            not. They are separate objects, so that the driver reads the status only and a large
-            value stays in the object store until somebody asks.
+            A pickled `CallAnswer`, and the values if they are large: separate objects, so that the
+            driver reads the first only, and a large value stays in the object store until somebody
+            asks.
         """
         fetched_before = Fetched.num_bytes
         attempt_id, fields, told, is_known, behind = load(Parcel(call, [], list(refs)))
@@ -308,36 +321,33 @@ class PoolWorker:
             results = self._run_parts(attempt_id, parts)
         parcel = join([value for result in results for value in result.values])
         self._keeper.release()  # Ray takes what is returned before it calls again
-        sendables = pack_results(results)
+        slices = pack_results(results)
         for result in results:
             # each exception holds what its function had, and the result, which holds it
             result.discard()
         del results
         leftover = self._settle(parts)
         said, fetched = self._outbox.flush(), Fetched.num_bytes - fetched_before
-        weight = None if self._turns is None else self._turns.weigh()
+        load_now = None if self._turns is None else self._turns.weigh()
         header, large = (parcel.header, None) if parcel.is_small else (None, parcel.for_ray())
-        others = (
-            []
-            if self._outdated
-            else [(*other, self._info.host) for other in self._follower.others()]
+        others = self._follower.others() if not self._outdated else ()
+        # in the order of `CallAnswer`; plain, since the pickle of a named tuple takes 2 us more
+        answer = (
+            slices,
+            said,
+            fetched,
+            load_now,
+            header,
+            leftover,
+            [(*other, self._info.host) for other in others],
+            self._changed_models(parts),
         )
-        changed = self._changed_models(parts)
         self._guard.end_call()
-        return (
-            pickle.dumps(
-                (sendables, said, fetched, weight, header, leftover, others, changed), protocol=5
-            ),
-            large,
-        )
+        return pickle.dumps(answer, protocol=5), large
 
     def _renew_modules(self, must_run: bool) -> bool:
-        """Reload modules that the driver has in another version; False if this process is to be
-        replaced instead.
-
-        What a setup has left in modules, or a constant has made of their classes, a reload would
-        lose or mix up.
-        """
+        """Reload outdated modules; False if this process is to be replaced instead."""
+        # a reload would lose what a setup left in modules, and mix up classes of constants
         if (self._is_set_up or is_any_here()) and not must_run:
             return False
         try:
@@ -364,15 +374,11 @@ class PoolWorker:
         return run_parts(attempt_id, parts, here)
 
     def _tell_early(self, call: OpenCall, narrowed: NarrowedCall) -> None:
-        """Tell what is done of a call that lasts. The answer will have all of it once more, in case
-        this gets lost.
-        """
+        # the answer will have all of it once more, in case this gets lost
         self._outbox.send("early", narrowed.attempt_id, pack_narrowed(narrowed))
 
     def _settle(self, parts: Sequence[Part]) -> LeftoverMemory | None:
-        """See to what a call has left on the GPU, now that nothing of it is needed any more; say if
-        that is too much.
-        """
+        """Handle GPU memory that a call has left; return it if it is too much."""
         if is_retired() or self._outdated:
             self._is_spent = True
             return LeftoverMemory("", None, is_spent=True)
@@ -387,9 +393,7 @@ class PoolWorker:
         return leftover
 
     def _changed_models(self, parts: Sequence[Part]) -> list[tuple[str, str]]:
-        """Return the functions that have changed a model that they capture, with its name; each
-        once.
-        """
+        """Return the functions that have changed a model that they capture, with its name, once."""
         changed = []
         for fn_id in {part.fn_id for part in parts}:
             model = self._models[fn_id].changed() if fn_id in self._models else None
@@ -409,30 +413,25 @@ class PoolWorker:
         return fn
 
     def forget(self, fn_ids: Sequence[int], is_idle: bool = True) -> None:
-        """Let go of functions that nobody will call again, and of what they hold.
-
-        Functions and their global variables refer to each other: only the collector frees these. It
-        takes a tenth of a second in a process with torch; so if something waits to run, only where
-        the process has grown.
-        """
+        """Let go of functions that nobody will call again, and of everything that they hold."""
         if not fn_ids:
             return
         for fn_id in fn_ids:
             for known in (self._functions, self._packed, self._models):
                 known.pop(fn_id, None)
         used = self._process.memory_info().rss
+        # Functions and their globals refer to each other: only the collector frees these. It takes
+        # 0.1 s in a process with torch, so before a call only where the process has grown.
         if is_idle or used > self._used_bytes + COLLECT_BYTES:
             gc.collect()
             used = self._used_bytes = self._process.memory_info().rss
         self._used_bytes = min(self._used_bytes, used)
 
     def wind_up(self, teardown: Packed | None) -> str | None:
-        """Clean up constants, and call what workers end with; return what has gone wrong there, if
-        anything.
-        """
+        """Clean up constants and call the teardown; return the traceback of what failed."""
         try:
             set_up([discard_all, *([unpack(teardown)] if teardown is not None else [])], self._info)
-        except Exception as error:
+        except Exception as error:  # the driver warns of it
             return "".join(traceback.format_exception(error))
         finally:
             self._outbox.drain(DRAIN_TIMEOUT_S)
@@ -459,23 +458,18 @@ class WorkerFolders(CheckpointFolders):
         self._temporary: Path | None = None
 
     def attach(self, agent: Any, home: Any, is_far: bool) -> None:
-        """Take note of the agent of this node, and of the one of the driver's; `is_far`: the driver
-        has none on its machine.
-        """
+        """Take the agent of this node and the home agent; `is_far`: not on the driver's machine."""
         self._agent, self._home, self._is_far = agent, home, is_far
 
     def _temporary_of_node(self) -> Path:
-        """Return the pool's folder for temporary files on this machine; it is there as long as this
-        process.
-        """
         if self._temporary is None:
             self._check_may_ask()
             self._temporary = Path(answer_to(self._agent.temporary.remote()))
-            hold(self._temporary)
+            hold(self._temporary)  # else it could go with the agent, before this process ends
         return self._temporary
 
     def check_shared(self, folder: str) -> None:
-        """Raise an error if this machine does not see a folder as the driver's does.
+        """Raise an error unless this machine and the driver's see the same folder.
 
         Raises:
             OSError: The driver's machine cannot make the folder.
@@ -512,7 +506,7 @@ class WorkerFolders(CheckpointFolders):
 
 
 class WorkerLink:
-    """This process's way to its pool; see `raypool.worker.running.PoolLink`."""
+    """This process's connection to its pool; see `raypool.worker.running.PoolLink`."""
 
     def __init__(
         self, worker_id: int, outbox: Outbox, agent: Any, home: Any, home_name: tuple[str, int]
@@ -533,10 +527,10 @@ class WorkerLink:
         return pickle.loads(packed)
 
     def ask(self, method: str, *args: Any) -> Any:
-        """Call a method of the pool's exchange, and wait for its answer; a cancelled task need not.
+        """Call a method of the pool's exchange and wait for its answer; a cancelled task need not.
 
         Raises:
-            WorkerLostError: The process in which the exchange is has died.
+            WorkerLostError: The exchange's process has died.
             PoolClosedError: The pool has ended.
         """
         try:
@@ -546,25 +540,18 @@ class WorkerLink:
             raise
 
     def _find_next_home(self) -> None:
-        """Wait until the pool has another home. It says so by a call, but this worker takes none
-        before it has ended its task.
-        """
+        # The pool announces its next home by a call, which this actor takes only after its task.
         name, number = self._home_name
         deadline = time.monotonic() + NEXT_HOME_S
         while ray.is_initialized() and time.monotonic() < deadline:
             with contextlib.suppress(ValueError):  # there is none yet
-                self._home, self._home_name = (
-                    ray.get_actor(f"{name}-{number + 1}"),
-                    (
-                        name,
-                        number + 1,
-                    ),
-                )
+                self._home = ray.get_actor(f"{name}-{number + 1}")
+                self._home_name = name, number + 1
                 return
             time.sleep(LOOK_AGAIN_S)
 
     def flush(self) -> int:
-        """Send what waits to be sent, now; return the number of the newest batch."""
+        """Send waiting messages now; return the number of the newest batch."""
         number, batch = self._outbox.flush()
         if batch:
             ray.get(self._agent.push.remote(self.worker_id, number, batch))
@@ -572,9 +559,7 @@ class WorkerLink:
 
 
 def _enter_mps(agent: Any) -> str | None:
-    """Let this process use MPS, which the agent starts if it is not up yet; return why it does not,
-    if so.
-    """
+    """Let this process use MPS, started by the agent if need be; return why it does not."""
     if mps.is_chosen(os.environ):
         return None
     try:
@@ -585,9 +570,7 @@ def _enter_mps(agent: Any) -> str | None:
 
 
 def pin(given: Sequence[str], environ: MutableMapping[str, str]) -> str | None:
-    """Make sure, before anything touches CUDA, that these devices are the visible ones; return what
-    is wrong, if anything.
-    """
+    """Make exactly these devices visible before anything touches CUDA; return the problem."""
     # CUDA would count the fastest first, Ray and nvidia-smi do not
     environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     visible = [device for device in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
