@@ -376,7 +376,7 @@ def _check(folder: Path) -> None:
 
 
 def sizes_of(folder: Path) -> dict[str, int]:
-    """Return the size of each entry of a folder that would travel [bytes], ignored files left out."""
+    """Return the size of each entry of a folder [bytes], without files that do not travel."""
     # Ray packs files uncompressed. Its reader of .gitignore and .rayignore is private, checked on
     # 2.60.
     from raypool.ray_private import _dir_travel, ray_constants

@@ -155,13 +155,12 @@ class JobInfo:
 
     @property
     def exit_status(self) -> int:
-        """What a command that stands for the job ends with: what the job has ended with, 1 where
-        there is no such number.
+        """The exit status of a command that stands for the job; 1 for a failure without one.
 
         Example:
             >>> at = {"submitted_at": None, "finished_at": None, "node": None, "metadata": {}}
-            >>> job = JobInfo(id="a", name="a", state="failed", command="sh", message="", exit_code=-9, **at)
-            >>> job.exit_status
+            >>> told = {"id": "a", "name": "a", "state": "failed", "command": "sh", "message": ""}
+            >>> JobInfo(**told, **at, exit_code=-9).exit_status
             137
         """
         if self.exit_code is not None:
@@ -437,9 +436,8 @@ def _own_dashboard() -> str | None:
 
 
 def _root(error: BaseException) -> BaseException:
-    """Return what an error goes back to: requests wraps what the system says in three others, with
-    addresses of objects.
-    """
+    """Return the original error."""
+    # requests wraps that of the system in three others, with addresses of objects.
     while error.__context__ is not None:
         error = error.__context__
     return error

@@ -375,7 +375,7 @@ def why_no_zone(kinds: tuple[str, ...], region: str | None) -> str | None:
     Example:
         >>> why_no_zone(("P4", "K80"), None)
         >>> why_no_zone(("K80", "H100"), None)
-        'the catalogues of 2026-11-22 and 2021-03-18 have no zone with K80 and H100. No region has one.'
+        'the catalogues of 2026-11-22 and 2021-03-18 have no zone with K80 and H100...
     """
     having = sorted({region_of(zone) for zone in zones_with(kinds)})
     if having and region in (None, *having):
@@ -406,7 +406,7 @@ def choose_zone(kinds: tuple[str, ...], region: str | None, zone: str | None) ->
         'us-central1-a'
         >>> choose_zone(("T4",), "us-east1", "us-central1-a")
         Traceback (most recent call last):
-        raypool.errors.CloudError: us-central1-a is no zone of us-east1, which was asked for, too. ...
+        raypool.errors.CloudError: us-central1-a is no zone of us-east1, which was asked for...
     """
     if zone is not None:
         if region is not None and region_of(zone) != region:

@@ -163,23 +163,17 @@ class Ec2:
         )
         headers = {"X-aws-ec2-metadata-token": token or ""}
         if action := self._metadata.ask("latest/meta-data/spot/instance-action", headers):
-            return _spot_notice(json.loads(action))
+            # {"action": "terminate", "time": "2026-11-22T08:22:00Z"}
+            said = json.loads(action)
+            words = f"Amazon EC2 is about to {said['action']} this spot machine"
+            return Notice(words, datetime.fromisoformat(said["time"]).timestamp())
         events = self._metadata.ask("latest/meta-data/events/maintenance/scheduled", headers)
         return _first_event(json.loads(events or "[]"))
 
 
-def _spot_notice(action: Mapping[str, str]) -> Notice:
-    """Return what is said of a spot machine: {"action": "terminate", "time":
-    "2026-11-22T08:22:00Z"}.
-    """
-    gone_at = datetime.fromisoformat(action["time"]).timestamp()
-    return Notice(f"Amazon EC2 is about to {action['action']} this spot machine", gone_at)
-
-
 def _first_event(events: Sequence[Mapping[str, str]]) -> Notice | None:
-    """Return what is near: [{"Code": "system-reboot", "NotBefore": "21 Jan 2026 09:00:43 GMT",
-    "State": "active"}].
-    """
+    """Return the first event of the next hour."""
+    # {"Code": "system-reboot", "NotBefore": "21 Jan 2026 09:00:43 GMT", "State": "active"}
     notices = []
     for event in events:
         begins_at = email.utils.parsedate_to_datetime(event["NotBefore"]).timestamp()
@@ -268,9 +262,8 @@ def find_ray(node_id: str | None = None) -> RayNode:
 
 
 def _raylets() -> list[psutil.Process]:
-    """Return the processes of this user's nodes of Ray; one that has ended, and is not cleared away
-    yet, has no command line.
-    """
+    """Return the raylets of this user."""
+    # A process that has ended, and is not cleared away yet, has no command line.
     own = os.getuid()
     every = psutil.process_iter(["name", "uids", "cmdline"])
     return [
