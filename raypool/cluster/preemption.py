@@ -37,9 +37,7 @@ from raypool.errors import CloudError
 logger = logging.getLogger("raypool.cluster.preemption")
 
 ANSWER_TIMEOUT_S = 2.0
-"""The metadata server is a hop away, and answers in milliseconds; one that does not by then is
-asked again [s].
-"""
+"""The time for an answer [s]: the server is a hop away, and a late one is asked again."""
 
 MOST_BYTES = 64 * 1024
 """No answer of a metadata server is longer."""
@@ -71,15 +69,11 @@ class Notice(NamedTuple):
 
 
 class Metadata:
-    """A cloud's metadata server. It is never asked through a proxy: what answered then would be
-    another machine's.
-
-    Args:
-        url: Where it is.
-    """
+    """A cloud's metadata server at a URL."""
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
+        # Never through a proxy: what answered then would be another machine's.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def ask(self, path: str, headers: Mapping[str, str], method: str = "GET") -> str | None:
@@ -112,8 +106,7 @@ class Cloud(Protocol):
 
 
 class Gce:
-    """Google Compute Engine: spot machines that are wanted, and hosts that are maintained, from
-    which GPUs can't move.
+    """Google Compute Engine: preempted spot machines, and hosts under maintenance.
 
     Args:
         url: Of the metadata server.
@@ -142,8 +135,7 @@ class Gce:
 
 
 class Ec2:
-    """Amazon EC2, by version 2 of its metadata service: spot machines that are wanted, and events
-    of the next hour.
+    """Amazon EC2 (metadata version 2): interrupted spot machines, and events of the next hour.
 
     A recommendation to rebalance is no notice: it says that a machine may go, and most do not.
 
@@ -188,8 +180,7 @@ CLOUDS: dict[str, type[Gce] | type[Ec2]] = {"gcp": Gce, "aws": Ec2}
 
 
 class RayNode:
-    """Ray on this machine, found by its process (the raylet), which says where the head is and how
-    it is spoken to.
+    """Ray on this machine; its process, the raylet, says how to reach the head.
 
     Args:
         raylet: The process.
@@ -285,7 +276,7 @@ def _option(process: psutil.Process, name: str) -> str:
 
 
 def watch(cloud: Cloud, node: RayNode) -> None:
-    """Tell Ray of each notice that brings the end of this machine nearer, until Ray has ended here.
+    """Tell Ray of each notice with an earlier end of this machine, until Ray has ended here.
 
     Whatever goes wrong is said once and tried again: a metadata server that is absent, slow or
     broken, a head that restarts.
