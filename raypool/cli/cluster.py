@@ -150,7 +150,11 @@ def init(
     from raypool.cluster.cluster_file import save, text_of
     from raypool.cluster.drafts import Draft
 
-    given = _given(context)
+    given = [
+        option
+        for option in context.command.params
+        if context.get_parameter_source(option.name or "") == ParameterSource.COMMANDLINE
+    ]
     if strange := [
         option.opts[0]
         for option in given
@@ -175,30 +179,19 @@ def _warn(text: str) -> None:
     echo(f"warning: {text}", err=True)
 
 
-def _given(context: click.Context) -> list[click.Parameter]:
-    """Return the options that were given."""
-    command_line = ParameterSource.COMMANDLINE
-    return [
-        option
-        for option in context.command.params
-        if context.get_parameter_source(option.name or "") == command_line
-    ]
-
-
 def _command(context: click.Context, given: list[click.Parameter]) -> str:
     """Return the command that was given, with the options that say what to write."""
     words = ["raypool", "cluster", "init"]
     for option in given:
-        if option.name not in ("out", "is_forced"):
-            words += _words(option, context.params[option.name or ""])
+        if option.name in ("out", "is_forced"):
+            continue
+        value = context.params[option.name or ""]
+        if isinstance(value, bool):
+            words.append(option.opts[0] if value else option.secondary_opts[0])
+            continue
+        for each in value if isinstance(value, tuple) else (value,):
+            words += (option.opts[0], str(each))
     return shlex.join(words)
-
-
-def _words(option: click.Parameter, value: Any) -> list[str]:
-    if isinstance(value, bool):
-        return [option.opts[0] if value else option.secondary_opts[0]]
-    values = value if isinstance(value, tuple) else (value,)
-    return [word for each in values for word in (option.opts[0], str(each))]
 
 
 @cluster.command()

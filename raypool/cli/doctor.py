@@ -60,7 +60,8 @@ Ray 2.60; ours does without.
 TORCH = """
 import json, torch
 from torch import cuda
-told = dict(version=torch.__version__, cuda=torch.version.cuda, available=cuda.is_available(), archs=cuda.get_arch_list())
+told = dict(version=torch.__version__, cuda=torch.version.cuda)
+told |= dict(available=cuda.is_available(), archs=cuda.get_arch_list())
 print(json.dumps(told))
 """
 
@@ -394,9 +395,8 @@ def _torch_on_gpus(machine: Measured) -> Iterator[Judgment]:
 
 
 def _has_code(archs: Sequence[str], capability: tuple[int, int]) -> bool:
-    """Whether one of the codes in a library runs on a GPU: machine code on the same major version,
-    PTX on all that are newer.
-    """
+    """Whether one of the codes in a library runs on a GPU."""
+    # Machine code runs on the same major version, PTX on all that are newer.
     for arch in archs:
         match = re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", arch)
         if (

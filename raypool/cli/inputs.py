@@ -89,9 +89,8 @@ def _from_csv(text: str, name: str) -> list[Config]:
 
 
 def _check_table(text: str, name: str) -> list[str]:
-    """Make sure that each line has a cell for each column, which pandas does not mind; return the
-    names of the columns.
-    """
+    """Return the names of the columns, after a check that each line has a cell for each."""
+    # pandas does not mind missing or extra cells.
     reader = csv.reader(io.StringIO(text), skipinitialspace=True, strict=True)
     header: list[str] = []
     try:
@@ -245,9 +244,7 @@ def _from_yaml(text: str, name: str) -> list[Config]:
 
 
 def _yaml_loader(file: str) -> Any:
-    """Return a class that takes for numbers what YAML 1.2 takes for them, and refuses a name that
-    is there twice.
-    """
+    """Return a loader with the numbers of YAML 1.2, which refuses duplicate names."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -266,18 +263,17 @@ def _yaml_loader(file: str) -> Any:
         Loader.add_implicit_resolver(
             f"tag:yaml.org,2002:{kind}", re.compile(rf"(?:{pattern})\Z"), None
         )
-    Loader.add_constructor("tag:yaml.org,2002:int", _yaml_int)
-    Loader.add_constructor("tag:yaml.org,2002:float", _yaml_float)
+
+    def integer(loader: Any, node: Any) -> int:
+        text = loader.construct_scalar(node)
+        return int(text, 0 if text.startswith(("0o", "0x")) else 10)
+
+    def number(loader: Any, node: Any) -> float:
+        return float(re.sub(r"(?i)\.(?=inf|nan)", "", loader.construct_scalar(node)))
+
+    Loader.add_constructor("tag:yaml.org,2002:int", integer)
+    Loader.add_constructor("tag:yaml.org,2002:float", number)
     return Loader
-
-
-def _yaml_int(loader: Any, node: Any) -> int:
-    text = loader.construct_scalar(node)
-    return int(text, 0 if text.startswith(("0o", "0x")) else 10)
-
-
-def _yaml_float(loader: Any, node: Any) -> float:
-    return float(re.sub(r"(?i)\.(?=inf|nan)", "", loader.construct_scalar(node)))
 
 
 PARSERS: dict[str, Callable[[str, str], list[Config]]] = {
@@ -383,7 +379,10 @@ def _file(path: Path) -> ModuleType:
             " another name."
         )
     _look_in(path.parent)
-    _let_workers_look_in(path.parent)
+    # Workers of a Ray started here search the current folder anyway, but not this one.
+    others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if path.parent != Path.cwd() and str(path.parent) not in others:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(path.parent), *filter(None, others)])
     try:
         module = importlib.import_module(path.stem)
     except KeyboardInterrupt:
@@ -403,15 +402,6 @@ def _look_in(folder: Path) -> None:
     """Let modules be found in a folder before all others."""
     if sys.path[:1] != [str(folder)]:
         sys.path.insert(0, str(folder))
-
-
-def _let_workers_look_in(folder: Path) -> None:
-    """Let workers of a Ray started here find modules in a folder; they search the current one
-    anyway.
-    """
-    others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if folder != Path.cwd() and str(folder) not in others:
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, others)])
 
 
 def _broken(name: str, error: BaseException) -> InvalidValueError:
@@ -481,7 +471,7 @@ def check_takes_whole(function: Callable[[Any], Any], configs: Iterable[Mapping[
         >>> def train(lr, epochs=3): ...
         >>> check_takes_whole(train, [{"lr": 0.1, "epochs": 5}])
         Traceback (most recent call last):
-        raypool.errors.InvalidTypeError: train(lr, epochs=3) would get the whole configuration, a dict, as lr, ...
+        raypool.errors.InvalidTypeError: train(lr, epochs=3) would get the whole configuration, ...
     """
     try:
         signature = inspect.signature(function)
@@ -498,9 +488,7 @@ def check_takes_whole(function: Callable[[Any], Any], configs: Iterable[Mapping[
 
 
 def _modules_of(package: str) -> list[str]:
-    """Return the names of the modules in a package; of none, those that can be imported from
-    here.
-    """
+    """Return the names of a package's modules; without a package, of all top-level ones."""
     paths = getattr(sys.modules.get(package), "__path__", []) if package else None
     return [
         module.name for module in pkgutil.iter_modules(paths) if not module.name.startswith("_")
@@ -508,9 +496,7 @@ def _modules_of(package: str) -> list[str]:
 
 
 def _near(name: str, others: Iterable[str]) -> str:
-    """Return the hint with names similar to a name; without any, with all names if these are
-    few.
-    """
+    """Return a hint with similar names, else with all of them if these are few."""
     known = sorted(set(others))
     near = difflib.get_close_matches(name, known, n=3)
     if near:

@@ -39,7 +39,8 @@ class Commands(click.Group):
         try:
             return super().invoke(context)
         except click.ClickException as error:
-            error.message = printable(error.message)  # type: ignore[misc] # final: before it is shown, nobody has seen it
+            # final, but nobody has seen it before it is shown
+            error.message = printable(error.message)  # type: ignore[misc]
             raise
         except KeyboardInterrupt:
             echo("Interrupted.", err=True)

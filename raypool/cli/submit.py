@@ -221,15 +221,11 @@ def _submission(context: click.Context, given: dict[str, Any]) -> Submission:
             f"{given['config']}: {len(documents)} documents are in it. A training job is one."
         )
     options = {
-        option: ((job_files.INPUT, *keys), _value(given, option))
+        option: ((job_files.INPUT, *keys), value)
         for option, (keys, _) in SETTINGS.items()
+        if (value := given[option.removeprefix("--").replace("-", "_")]) is not None
     }
-    training = job_files.read(
-        overridden(
-            documents[0],
-            {option: entry for option, entry in options.items() if entry[1] is not None},
-        )
-    )
+    training = job_files.read(overridden(documents[0], options))
     script = given["script"] or training.module
     if script is None:
         raise CloudError(
@@ -245,10 +241,6 @@ def _submission(context: click.Context, given: dict[str, Any]) -> Submission:
         say=lambda text: echo(text, err=True),
         show=lambda text: click.echo(text, nl=False),
     )
-
-
-def _value(given: dict[str, Any], option: str) -> Any:
-    return given[option.removeprefix("--").replace("-", "_")]
 
 
 def _target(

@@ -31,7 +31,8 @@ class RunFolder(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the folder's path."""
-        return super().convert(os.path.expanduser(value), param, ctx)  # noqa: PTH111 - text stays text
+        home = os.path.expanduser(value)  # noqa: PTH111 - text stays text
+        return super().convert(home, param, ctx)
 
 
 @click.command()
@@ -107,7 +108,15 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
                     seed=options["seed"],
                 )
         except KeyboardInterrupt as interrupt:
-            _say_interrupted(interrupt, run_dir, len(items))
+            if (partial := getattr(interrupt, "results", None)) is None:
+                echo("Interrupted before anything had begun.", err=True)
+            else:
+                finished = int((partial.to_frame()["status"] == "finished").sum())
+                echo(
+                    f"Interrupted: {finished} of {len(items)} have finished, and are kept in"
+                    f" {run_dir}. The same command goes on from there.",
+                    err=True,
+                )
             raise SystemExit(INTERRUPTED) from None
     frame = results.to_frame()
     _show(frame, is_json)
@@ -119,20 +128,6 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
         err=True,
     )
     raise SystemExit(1 if num_failed else 0)
-
-
-def _say_interrupted(interrupt: KeyboardInterrupt, run_dir: str, count: int) -> None:
-    """Print what is saved, and how to resume."""
-    results = getattr(interrupt, "results", None)
-    if results is None:
-        echo("Interrupted before anything had begun.", err=True)
-        return
-    finished = int((results.to_frame()["status"] == "finished").sum())
-    echo(
-        f"Interrupted: {finished} of {count} have finished, and are kept in {run_dir}. The same"
-        " command goes on from there.",
-        err=True,
-    )
 
 
 def _show(frame: pd.DataFrame, is_json: bool) -> None:

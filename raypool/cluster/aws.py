@@ -30,8 +30,8 @@ MARKETS = ("spot", "capacity-block")
 FIND_IMAGE = (
     "aws ssm get-parameter --region REGION --query Parameter.Value --output text",
     (
-        "--name"
-        " /aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-ubuntu-24.04/latest/ami-id"
+        "--name /aws/service/deeplearning/ami/x86_64"
+        "/base-oss-nvidia-driver-gpu-ubuntu-24.04/latest/ami-id"
     ),
 )
 """The command, in two lines, that prints the image to fill in: Ubuntu with NVIDIA's driver."""
@@ -70,9 +70,9 @@ def write(plan: ClusterPlan) -> dict[str, Any]:
 
     Example:
         >>> head = NodeGroup(name="head", machine="m6i.xlarge")
-        >>> worker = NodeGroup(name="worker", machine="g5.12xlarge", gpu="A10G", gpus=4, most=4, spot=True)
-        >>> plan = ClusterPlan(name="lab", provider="aws", zone="us-west-2a", head=head, workers=(worker,))
-        >>> file = write(plan)
+        >>> worker = NodeGroup(name="worker", machine="g5.12xlarge", gpu="A10G", gpus=4, most=4)
+        >>> here = {"name": "lab", "provider": "aws", "zone": "us-west-2a"}
+        >>> file = write(ClusterPlan(**here, head=head, workers=(worker,)))
         >>> file["provider"]["region"], file["available_node_types"]["worker"]["resources"]
         ('us-west-2', {'CPU': 48, 'GPU': 4, 'accelerator_type:A10G': 1})
     """
@@ -110,9 +110,7 @@ def _instance(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
 
 
 def check(findings: Findings) -> None:
-    """Note what EC2 would refuse of a file whose entries are of the right kinds, and what would
-    cost money or safety unsaid.
-    """
+    """Note what EC2 would refuse, and what would silently cost money or safety."""
     name = findings.at(("cluster_name",))
     if not re.fullmatch(rf"[A-Za-z0-9][-\w.]{{0,99}}|{PLACEHOLDER}.*", name):
         right = "letters, digits and - _ . only, and not more than 100 of them"

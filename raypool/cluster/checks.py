@@ -241,13 +241,13 @@ def _check_commands(findings: Findings) -> None:
 
 
 def _has_token(command: str) -> bool:
-    """Say whether a command has Ray ask for a token: each is run by a shell of its own, what
-    another one sets does not count.
-    """
+    """Whether a command has Ray ask for a token."""
+    # Each command is run by a shell of its own: what another one sets does not count.
     before = command.partition(launcher_file.START)[0]
     modes = re.findall(r"\bRAY_AUTH_MODE=[\"']?(\w*)", before)
     is_exported = re.search(
-        r"\bexport\s[^;&|\n]*RAY_AUTH_MODE|\bRAY_AUTH_MODE=[^\s;&|]+\s+([A-Za-z_]\w*=[^\s;&|]*\s+)*$",
+        r"\bexport\s[^;&|\n]*RAY_AUTH_MODE"
+        r"|\bRAY_AUTH_MODE=[^\s;&|]+\s+([A-Za-z_]\w*=[^\s;&|]*\s+)*$",
         before,
     )
     return (

@@ -131,6 +131,7 @@ def save(text: str, file: Path, is_forced: bool = False) -> None:
     Raises:
         CloudError: It exists already, or cannot be written.
     """
+    # Written under another name first, so that a failed write leaves no half file.
     draft = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         draft.write_text(text, encoding="utf-8")
@@ -186,12 +187,8 @@ def render(documents: Iterable[Mapping[str, Any]], header: Iterable[str]) -> str
     # a value may have line ends in it
     lines = [part for line in header for part in line.splitlines()]
     top = "".join(f"# {line}".rstrip() + "\n" for line in lines)
-    return (
-        top
-        + "\n"
-        + "\n---\n".join(_document(document).rstrip("\n") for document in documents)
-        + "\n"
-    )
+    parts = ("".join(_entry(*item) for item in document.items()) for document in documents)
+    return top + "\n" + "\n---\n".join(part.rstrip("\n") for part in parts) + "\n"
 
 
 def _as_it_is_read(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -202,10 +199,6 @@ def _as_it_is_read(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 
 _Dumper.add_representer(str, _as_it_is_read)
-
-
-def _document(content: Mapping[str, Any]) -> str:
-    return "".join(_entry(key, value) for key, value in content.items())
 
 
 def _entry(key: str, value: Any) -> str:

@@ -151,9 +151,7 @@ def _wants_tls() -> bool:
 
 
 def speaks_tls(host: str, port: int) -> bool:
-    """Whether the listener speaks TLS, whatever its identity, and whatever certificate it
-    requires.
-    """
+    """Whether the listener speaks TLS, whatever its identity and the certificate it requires."""
     context = ssl.create_default_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -240,9 +238,8 @@ def _token_as_here(address: str) -> Iterator[None]:
 
 
 def _check_node(address: str) -> None:
-    """Check that this machine is a node: elsewhere Ray would look for its local process for
-    minutes.
-    """
+    """Check that this machine is a node of the cluster."""
+    # Elsewhere Ray would look for its local process for minutes.
     import psutil
     from ray.exceptions import RaySystemError, RpcError
 
@@ -289,7 +286,7 @@ def token_path() -> Path:
 
 
 def make_token(path: Path | None = None) -> None:
-    """Create a token file, readable by its owner only; Ray would create it readable by all.
+    """Create a token file, readable by its owner only (Ray's would be readable by all).
 
     Args:
         path: The file. None: where Ray on this machine looks for it, if the token is not in the
@@ -379,12 +376,9 @@ def _check(folder: Path) -> None:
 
 
 def sizes_of(folder: Path) -> dict[str, int]:
-    """Return the size of each entry of a folder that would travel [bytes]: Ray packs files
-    uncompressed.
-
-    Files named in .gitignore and .rayignore are left out. Their reader is private to Ray, checked
-    on 2.60.
-    """
+    """Return the size of each entry of a folder [bytes], without files that do not travel."""
+    # Ray packs files uncompressed. Its reader of .gitignore and .rayignore is private, checked on
+    # 2.60.
     from raypool.ray_private import _dir_travel, ray_constants
 
     sizes: Counter[str] = Counter()

@@ -63,9 +63,7 @@ class Document:
         return line + 1
 
     def place_of(self, keys: Keys) -> str:
-        """Return where the entry at `keys` stands, for an error to begin with: "cluster.yaml, line
-        3".
-        """
+        """Return the place of the entry at `keys` for an error: "cluster.yaml, line 3"."""
         return f"{self.name}, line {self.line_of(keys)}"
 
 
@@ -120,9 +118,8 @@ def documents_of(text: str, name: str) -> list[Document]:
 
 
 def _check_keys(node: yaml.Node, name: str, above: set[int]) -> None:
-    """Refuse duplicate and non-text keys, and aliases of an enclosing entry, all of which YAML
-    accepts.
-    """
+    """Refuse duplicate and non-text keys, and aliases of an enclosing entry."""
+    # YAML accepts all of them: of duplicates it takes the last.
 
     def refuse(at: yaml.Node, text: str) -> None:
         raise CloudError(f"{name}, line {at.start_mark.line + 1}: {text}")

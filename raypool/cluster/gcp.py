@@ -23,7 +23,10 @@ from raypool.cluster.plan import ClusterPlan, NodeGroup
 from raypool.errors import CloudError
 
 HEAD_IMAGE = "projects/ubuntu-os-cloud/global/images/family/ubuntu-2404-lts-amd64"
-GPU_IMAGE = "projects/deeplearning-platform-release/global/images/family/common-cu129-ubuntu-2404-nvidia-580"
+GPU_IMAGE = (
+    "projects/deeplearning-platform-release/global/images/family"
+    "/common-cu129-ubuntu-2404-nvidia-580"
+)
 """Ubuntu with NVIDIA's driver installed; it suits all GPUs but K80, which newer drivers do not
 support.
 """
@@ -74,9 +77,9 @@ def write(plan: ClusterPlan) -> dict[str, Any]:
 
     Example:
         >>> head = NodeGroup(name="head", machine="n2-standard-4")
-        >>> worker = NodeGroup(name="worker", machine="n1-standard-8", gpu="T4", gpus=1, most=4, spot=True)
-        >>> plan = ClusterPlan(name="lab", provider="gcp", zone="us-central1-a", head=head, workers=(worker,))
-        >>> file = write(plan)
+        >>> worker = NodeGroup(name="worker", machine="n1-standard-8", gpu="T4", gpus=1, most=4)
+        >>> here = {"name": "lab", "provider": "gcp", "zone": "us-central1-a"}
+        >>> file = write(ClusterPlan(**here, head=head, workers=(worker,)))
         >>> file["available_node_types"]["worker"]["resources"]
         {'CPU': 8, 'GPU': 1, 'accelerator_type:T4': 1}
     """
@@ -102,8 +105,15 @@ def _instance(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
         instance["guestAccelerators"] = [
             {"acceleratorType": gpu.accelerator, "acceleratorCount": group.gpus}
         ]
-    if scheduling := _scheduling(group):
-        instance["scheduling"] = scheduling
+    if group.spot:
+        instance["scheduling"] = {
+            "provisioningModel": "SPOT",
+            "instanceTerminationAction": "DELETE",
+            "onHostMaintenance": "TERMINATE",
+            "automaticRestart": False,
+        }
+    elif group.gpus:  # a machine with GPUs cannot move elsewhere
+        instance["scheduling"] = {"onHostMaintenance": "TERMINATE"}
     if group is not plan.head:  # Ray gives the head an account that may make machines
         instance["serviceAccounts"] = [{"email": "default", "scopes": [STORAGE]}]
     return instance
@@ -120,16 +130,6 @@ def _disk(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
             "sourceImage": GPU_IMAGE if group.gpus else HEAD_IMAGE,
         },
     }
-
-
-def _scheduling(group: NodeGroup) -> dict[str, Any]:
-    """Return what is to happen when the machine below the instance is needed otherwise: those with
-    GPUs cannot move elsewhere.
-    """
-    if group.spot:
-        spot = {"provisioningModel": "SPOT", "instanceTerminationAction": "DELETE"}
-        return {**spot, "onHostMaintenance": "TERMINATE", "automaticRestart": False}
-    return {"onHostMaintenance": "TERMINATE"} if group.gpus else {}
 
 
 def check(findings: Findings) -> None:
@@ -195,7 +195,7 @@ def why_no_project(project: str) -> str | None:
 
     Example:
         >>> why_no_project("my-project"), why_no_project("p")
-        (None, "'p'; an ID has 6 to 30 lower-case letters, digits and dashes (`gcloud projects list`).")
+        (None, "'p'; an ID has 6 to 30 lower-case letters, digits and dashes (`gcloud projects...
     """
     if re.fullmatch("([a-z.]+:)?[a-z][-a-z0-9]{4,28}[a-z0-9]", project):
         return None
@@ -224,9 +224,7 @@ def _check_type(findings: Findings, keys: Keys, zone: str | None) -> None:
 
 @functools.cache
 def _schema() -> Draft7Validator | None:
-    """Return Google's own description of an instance, which comes with the client that Ray's
-    launcher needs; None without.
-    """
+    """Return Google's schema of an instance, from its client library; None without."""
     client = importlib.util.find_spec("googleapiclient")
     if client is None or client.origin is None:
         return None
@@ -241,13 +239,10 @@ def _schema() -> Draft7Validator | None:
 
 
 def _strict(described: dict[str, Any]) -> dict[str, Any]:
-    """Return a part of Google's description as a JSON schema that takes no setting that it does not
-    know.
-    """
+    """Return a part of Google's description as a JSON schema that refuses unknown settings."""
     if "$ref" in described:
         return {"$ref": f"#/schemas/{described['$ref']}"}
-    schema: dict[str, Any] = {}
-    schema |= {
+    schema: dict[str, Any] = {
         name: described[name] for name in ("type", "enum") if described.get(name, "any") != "any"
     }
     if described.get("format") in ("int64", "uint64"):
@@ -298,9 +293,7 @@ def _check_gpus(findings: Findings, keys: Keys, zone: str | None) -> None:
 
 
 def _gpu(findings: Findings, keys: Keys, accelerator: str) -> Gpu | None:
-    """Return the GPU that Compute Engine calls so, None if that is not known; it knows no other
-    spelling.
-    """
+    """Return the GPU of Compute Engine's name, its only spelling there; None if unknown."""
     try:
         gpu = catalogue("gce").gpu(accelerator)
     except CloudError as error:

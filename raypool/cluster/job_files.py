@@ -140,8 +140,8 @@ class Training:
         """The kinds of GPU that are asked for, each once.
 
         Example:
-            >>> workers = NodeGroup(name="worker", machine="n1-standard-8", gpu="T4", gpus=2, least=3, most=3)
-            >>> training = Training(groups=(NodeGroup(name="head", machine="n1-standard-4"), workers))
+            >>> workers = NodeGroup(name="worker", gpu="T4", gpus=2, least=3, most=3)
+            >>> training = Training(groups=(NodeGroup(name="head"), workers))
             >>> training.kinds, training.machines, training.gpus
             (('T4',), 4, 6)
         """
@@ -192,8 +192,10 @@ def is_training(content: Any) -> bool:
     """Say whether what stands in a file is a training job, if perhaps a wrong one.
 
     Example:
-        >>> is_training({"trainingInput": {}}), is_training({"scaleTier": "BASIC_GPU"}), is_training({"provider": {}})
-        (True, True, False)
+        >>> is_training({"trainingInput": {}}), is_training({"scaleTier": "BASIC_GPU"})
+        (True, True)
+        >>> is_training({"provider": {}})
+        False
     """
     return isinstance(content, dict) and (INPUT in content or not KNOWN.isdisjoint(content))
 
@@ -219,7 +221,8 @@ def read(document: Document) -> Training:
 
     Example:
         >>> from raypool.cluster.documents import documents_of
-        >>> text = "trainingInput: {scaleTier: CUSTOM, masterType: complex_model_m_p100, workerCount: 2, workerType: standard}"
+        >>> master = "scaleTier: CUSTOM, masterType: complex_model_m_p100"
+        >>> text = f"trainingInput: {{{master}, workerCount: 2, workerType: standard}}"
         >>> training = read(documents_of(text, "config.yaml")[0])
         >>> [(group.name, group.machine, group.gpus, group.most) for group in training.groups]
         [('head', 'n1-standard-16', 4, 0), ('worker', 'n1-standard-4', 0, 2)]
@@ -237,7 +240,10 @@ def read(document: Document) -> Training:
         module=_text(findings, (INPUT, "pythonModule")),
         args=_args(findings),
     )
-    _check_places(findings, training)
+    if (why := why_no_zone(training.kinds, training.region)) is not None:
+        findings.doubt((INPUT, "region") if training.region is not None else (INPUT,), why)
+    if training.job_dir is not None and (wrong := _why_no_job_dir(training.job_dir)) is not None:
+        findings.add((INPUT, "jobDir"), wrong)
     for name, why in UNUSED.items():
         if name in findings.at((INPUT,)):
             findings.doubt((INPUT, name), f"{name} is not used: {why}.")
@@ -276,14 +282,6 @@ def _check_unable(findings: Findings, keys: Keys, unable: dict[str, str]) -> Non
             findings.add((*keys, name), f"{name} is nothing that raypool can keep. {instead}")
 
 
-def _check_places(findings: Findings, training: Training) -> None:
-    """Note where a job's machines may not be, or its outputs cannot."""
-    if (why := why_no_zone(training.kinds, training.region)) is not None:
-        findings.doubt((INPUT, "region") if training.region is not None else (INPUT,), why)
-    if training.job_dir is not None and (wrong := _why_no_job_dir(training.job_dir)) is not None:
-        findings.add((INPUT, "jobDir"), wrong)
-
-
 def _why_no_job_dir(job_dir: str) -> str | None:
     """Return what is wrong with a job's folder, None if nothing can be seen to be from here.
 
@@ -291,7 +289,7 @@ def _why_no_job_dir(job_dir: str) -> str | None:
         >>> _why_no_job_dir("gs://my-bucket/run-1"), _why_no_job_dir("/mnt/shared/run-1")
         (None, None)
         >>> _why_no_job_dir("gs:/my-bucket/run-1")
-        "'gs:/my-bucket/run-1' is neither gs://BUCKET/..., s3://BUCKET/... nor a path that begins with /."
+        "'gs:/my-bucket/run-1' is neither gs://BUCKET/..., s3://BUCKET/... nor a path that begins...
     """
     scheme, colon, rest = job_dir.partition("://")
     if colon and scheme in BUCKETS:
@@ -341,9 +339,7 @@ def _groups(findings: Findings) -> Iterator[NodeGroup]:
 
 
 def _catalogue(findings: Findings) -> Catalogue:
-    """Return the catalogue by which a file's machines are checked: today's if it knows them all,
-    and the old one does not.
-    """
+    """Return the old catalogue, or today's if only that has all machines of the file."""
     then, today = catalogue("ai-platform-2021"), catalogue("gce")
     machines = [findings.at((INPUT, name)) for name in TYPES]
     gpus = [findings.at((INPUT, name, "acceleratorConfig", "type")) for name in CONFIGS]
@@ -388,9 +384,7 @@ def _group(findings: Findings, role: str, have: Catalogue) -> Iterator[NodeGroup
 
 
 def _size(findings: Findings, role: str) -> int:
-    """Return how many machines a role has; 1, and a note, if what is said is no number of
-    machines.
-    """
+    """Return the number of machines of a role; 1, and a note, if it is invalid."""
     keys = (INPUT, f"{role}Count")
     given = findings.at(keys)
     count = _whole(given)
@@ -400,13 +394,14 @@ def _size(findings: Findings, role: str) -> int:
             for name in (f"{role}Type", f"{role}Config")
             if findings.at((INPUT, name)) is not None
         ]
-        for name in named[:1]:
-            findings.add(
-                (INPUT, name),
-                f"{name} is given, but no {role}Count: there would be none. Say how many there"
-                " are.",
-            )
-        return len(named[:1])
+        if not named:
+            return 0
+        findings.add(
+            (INPUT, named[0]),
+            f"{named[0]} is given, but no {role}Count: there would be none. Say how many there"
+            " are.",
+        )
+        return 1
     if count is None or count < 0:
         findings.add(keys, f"{role}Count is {_shown(given)}; a whole number, 0 or more, would do.")
         return 1
@@ -442,9 +437,7 @@ def _disk_gb(findings: Findings, role: str) -> int | None:
 def _gpus(
     findings: Findings, role: str, machine: Machine, have: Catalogue
 ) -> tuple[str | None, int]:
-    """Return kind and number of the GPUs of each machine of a role, and note if it cannot have
-    them.
-    """
+    """Return kind and number of the GPUs of a role's machines; note impossible ones."""
     keys = (INPUT, f"{role}Config", "acceleratorConfig")
     given = findings.at(keys)
     if machine.compute:
@@ -471,9 +464,7 @@ def _gpus(
 
 
 def _accelerator(findings: Findings, keys: Keys, given: Any) -> tuple[str | None, int]:
-    """Return the GPU that an acceleratorConfig asks for, in its spelling, and how many; (None, 0),
-    and a note, if it is wrong.
-    """
+    """Return type and count of an acceleratorConfig; (None, 0), and a note, if it is wrong."""
     if not isinstance(given, dict):
         findings.add(keys, f"acceleratorConfig is {_shown(given)}; {EXAMPLE} would do.")
         return None, 0
@@ -493,9 +484,8 @@ def _accelerator(findings: Findings, keys: Keys, given: Any) -> tuple[str | None
 
 
 def _check_legacy(findings: Findings, have: Catalogue) -> None:
-    """Note roles whose machines are legacy ones where the master's is not, or the other way round:
-    the API refuses both.
-    """
+    """Note roles that mix legacy machines with others."""
+    # The API refuses a legacy worker beside another sort of master, and the reverse.
     named = {name: findings.at((INPUT, name)) for name in TYPES}
     legacy = {
         name: bool(have.machines[kind].compute)
@@ -556,8 +546,7 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Overridden(Document):
-    """A document of which single entries were said otherwise, by options of the command line: these
-    win.
+    """A document with entries replaced by options of the command line.
 
     Attributes:
         options: The ways to these entries, with the options that gave them.
@@ -566,9 +555,7 @@ class Overridden(Document):
     options: Mapping[Keys, str] = field(default_factory=dict)
 
     def place_of(self, keys: Keys) -> str:
-        """Return where an entry was said: the option, or the line of the file; "the command line"
-        if there is no file.
-        """
+        """Return the place of an entry: its option, its line, or "The command line" (no file)."""
         for length in range(len(keys), 0, -1):
             if keys[:length] in self.options:
                 return self.options[keys[:length]]
@@ -583,11 +570,13 @@ def overridden(document: Document | None, options: Mapping[str, tuple[Keys, Any]
         options: The options that were given, each with the way to its entry and the value.
 
     Example:
-        >>> [document] = documents_of("trainingInput: {scaleTier: CUSTOM, workerCount: 9}", "config.yaml")
-        >>> changed = overridden(document, {"--worker-count": (("trainingInput", "workerCount"), -1)})
+        >>> text = "trainingInput: {scaleTier: CUSTOM, workerCount: 9}"
+        >>> [document] = documents_of(text, "config.yaml")
+        >>> count, tier = ("trainingInput", "workerCount"), ("trainingInput", "scaleTier")
+        >>> changed = overridden(document, {"--worker-count": (count, -1)})
         >>> changed.content["trainingInput"]
         {'scaleTier': 'CUSTOM', 'workerCount': -1}
-        >>> changed.place_of(("trainingInput", "workerCount")), changed.place_of(("trainingInput", "scaleTier"))
+        >>> changed.place_of(count), changed.place_of(tier)
         ('--worker-count', 'config.yaml, line 1')
     """
     if document is None:
@@ -604,12 +593,10 @@ def overridden(document: Document | None, options: Mapping[str, tuple[Keys, Any]
 
 
 def _replaced(content: Any, keys: Keys, value: Any) -> Any:
-    """Return `content` with one entry replaced, and its own mappings as they were; what is no
-    mapping is for `check` to tell.
-    """
+    """Return a copy of `content` with one entry replaced."""
     if not keys:
         return value
     if not isinstance(content, dict) and content is not None:
-        return content
+        return content  # `check` reports it
     inner = {} if content is None else content
     return {**inner, keys[0]: _replaced(inner.get(keys[0]), keys[1:], value)}

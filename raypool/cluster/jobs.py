@@ -49,27 +49,20 @@ TIMEOUTS_S = {"GET": 8.0, "POST": 120.0, "DELETE": 120.0, "PUT": 1800.0}
 which an agent has to be found; PUT may send half a gigabyte through a tunnel."""
 
 OUTPUTS_TIMEOUT_S, PAUSE_S = 600, 30.0
-"""How long outputs may take from another node to the dashboard, and how long they may pause on
-their way here [s].
+"""The limits for outputs [s]: from another node to the dashboard, and of a pause on the way here.
 """
 
 HEAD_TIMEOUT_S = 20.0
-"""How long after its dashboard a head that has just been started may need until all of it is there
-[s].
-"""
+"""The time that a new head may need after its dashboard has started [s]."""
 
 AUTOSCALER_TIMEOUT_S = 6.0
 """An autoscaler says what it does every five seconds [s]."""
 
 OUTPUTS_FOLDER = "raypool-outputs"
-"""What the folder for outputs is called in that of Ray's session on each node, and the link to it
-among Ray's logs.
-"""
+"""The folder for outputs in that of Ray's session, and the link to it among Ray's logs."""
 
 KEY = "raypool_key"
-"""What the key of the outputs' checksum is called in a job's metadata. Who knows it could forge
-outputs.
-"""
+"""The entry of a job's metadata with the key of its outputs' checksum: it allows forging them."""
 
 STATES = {
     "PENDING": "queued",
@@ -89,14 +82,10 @@ PATIENCE_S = 60.0
 """The time for which a known cluster may be unreachable [s]: tunnels break, and laptops sleep."""
 
 STOP_TIMEOUT_S = 30.0
-"""A job has three seconds between the signals that ask it and make it end; more go by until the
-cluster says so [s].
-"""
+"""The time for a job to end [s]: three seconds between the two signals, and some for the news."""
 
 STOPPING = "raypool_stop_"
-"""What the ids of jobs begin with that stop others; each is deleted after it, where Ray lets it
-be.
-"""
+"""The beginning of the ids of jobs that stop others; each is deleted afterwards if possible."""
 
 STOPPER = """
 import asyncio, sys
@@ -113,9 +102,7 @@ async def stop(job_id):
 ray.init(log_to_driver=False, logging_level="ERROR")
 asyncio.run(stop(sys.argv[1]))
 """
-"""Ends a job that waits: Ray's own stop lets it wait on, since the one who would be told is not
-there yet.
-"""
+"""Ends a waiting job: Ray's own stop has no effect, since the job's supervisor is not up yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,13 +142,12 @@ class JobInfo:
 
     @property
     def exit_status(self) -> int:
-        """What a command that stands for the job ends with: what the job has ended with, 1 where
-        there is no such number.
+        """The exit status of a command that stands for the job; 1 for a failure without one.
 
         Example:
             >>> at = {"submitted_at": None, "finished_at": None, "node": None, "metadata": {}}
-            >>> job = JobInfo(id="a", name="a", state="failed", command="sh", message="", exit_code=-9, **at)
-            >>> job.exit_status
+            >>> told = {"id": "a", "name": "a", "state": "failed", "command": "sh", "message": ""}
+            >>> JobInfo(**told, **at, exit_code=-9).exit_status
             137
         """
         if self.exit_code is not None:
@@ -293,9 +279,8 @@ class Dashboard(JobSubmissionClient):  # type: ignore[misc]
         raise FileNotFoundError(name)
 
     def nodes(self) -> list[dict[str, Any]]:
-        """Return the nodes of the cluster that are alive, as Ray's state API describes them; it has
-        one at least, the head.
-        """
+        """Return the living nodes of the cluster, as Ray's state API describes them."""
+        # There is at least the head, which a new dashboard may not list yet.
         deadline = time.monotonic() + HEAD_TIMEOUT_S
         while True:
             answer = self.get("/api/v0/nodes", detail=1, limit=10_000)
@@ -307,9 +292,7 @@ class Dashboard(JobSubmissionClient):  # type: ignore[misc]
             time.sleep(LOOK_S)
 
     def may_grow(self) -> bool:
-        """Return whether the cluster has an autoscaler, so that it could have more nodes than it
-        has.
-        """
+        """Return whether the cluster has an autoscaler, so that more nodes may join."""
         nodes = self.nodes()
         if any("ray.io/node-group" in node["labels"] for node in nodes):
             return True
@@ -328,8 +311,7 @@ class Dashboard(JobSubmissionClient):  # type: ignore[misc]
         return False
 
     def tail(self, job_id: str) -> Iterator[str]:
-        """Yield what a job has printed and prints, and "" whenever it prints nothing for a while,
-        until the stream ends.
+        """Yield a job's output until the stream ends, and "" whenever nothing comes for a while.
 
         The thread must have no running event loop, as that of a notebook has.
         """
@@ -437,9 +419,8 @@ def _own_dashboard() -> str | None:
 
 
 def _root(error: BaseException) -> BaseException:
-    """Return what an error goes back to: requests wraps what the system says in three others, with
-    addresses of objects.
-    """
+    """Return the original error."""
+    # requests wraps that of the system in three others, with addresses of objects.
     while error.__context__ is not None:
         error = error.__context__
     return error

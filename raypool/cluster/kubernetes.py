@@ -75,9 +75,11 @@ def write(plan: ClusterPlan) -> dict[str, Any]:
 
     Example:
         >>> worker = NodeGroup(name="worker", gpu="T4", gpus=4, most=9)
-        >>> cluster = write(ClusterPlan(name="lab", provider="kubernetes", head=NodeGroup(name="head"), workers=(worker,)))
-        >>> cluster["kind"], cluster["spec"]["authOptions"], cluster["spec"]["workerGroupSpecs"][0]["maxReplicas"]
-        ('RayCluster', {'mode': 'token'}, 9)
+        >>> head = NodeGroup(name="head")
+        >>> plan = ClusterPlan(name="lab", provider="kubernetes", head=head, workers=(worker,))
+        >>> spec = write(plan)["spec"]
+        >>> spec["authOptions"], spec["workerGroupSpecs"][0]["maxReplicas"]
+        ({'mode': 'token'}, 9)
     """
     return {
         "apiVersion": API,
@@ -95,7 +97,8 @@ def write_job(plan: ClusterPlan, entrypoint: str) -> dict[str, Any]:
         entrypoint: The command, run by a shell on the head: "python train.py".
 
     Example:
-        >>> plan = ClusterPlan(name="lab", provider="kubernetes", head=NodeGroup(name="head"), workers=())
+        >>> head = NodeGroup(name="head")
+        >>> plan = ClusterPlan(name="lab", provider="kubernetes", head=head, workers=())
         >>> write_job(plan, "python train.py")["spec"]["shutdownAfterJobFinishes"]
         True
     """
@@ -110,8 +113,7 @@ def write_job(plan: ClusterPlan, entrypoint: str) -> dict[str, Any]:
 
 
 def how_to_connect(name: str) -> list[str]:
-    """Return lines that say how the ports and the token of a RayCluster are had here, and the
-    profile that uses them.
+    """Return lines on getting the token and ports of a RayCluster, and its profile.
 
     Example:
         >>> how_to_connect("lab")[-1]
@@ -212,32 +214,30 @@ def _template(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
 
 
 def image(plan: ClusterPlan, group: NodeGroup) -> str:
-    """Return the image of a group's pods: Ray's own, of this version of Ray and of the plan's
-    Python, with CUDA where GPUs are.
+    """Return Ray's image for this Ray, the plan's Python, and CUDA if the group has GPUs.
 
     Example:
-        >>> image(ClusterPlan(name="lab", provider="kubernetes", head=NodeGroup(name="head"), workers=(), python="3.12"),
-        ...       NodeGroup(name="worker", gpus=1)).partition("-")[2]
+        >>> worker = NodeGroup(name="worker", gpus=1)
+        >>> kind = {"name": "lab", "provider": "kubernetes", "python": "3.12"}
+        >>> plan = ClusterPlan(**kind, head=NodeGroup(name="head"), workers=(worker,))
+        >>> image(plan, worker).partition("-")[2]
         'py312-gpu'
     """
-    return f"rayproject/ray:{version('ray')}-py{plan.python.replace('.', '')}{'-gpu' if group.gpus else ''}"
+    python, cuda = plan.python.replace(".", ""), "-gpu" if group.gpus else ""
+    return f"rayproject/ray:{version('ray')}-py{python}{cuda}"
 
 
 def _install(plan: ClusterPlan) -> dict[str, Any]:
-    """Return the command that installs a plan's packages; the operator puts `&& ulimit ...; ray
-    start ...` behind it.
-
-    Without the exit Ray would start also where nothing could be installed, and fail later, without
-    saying why.
-    """
+    """Return the command that installs a plan's packages."""
+    # The operator appends `&& ulimit ...; ray start ...`: without the exit, Ray would start even
+    # if nothing could be installed, and fail later, without saying why.
     packages = " ".join(shlex.quote(package) for package in plan.packages)
     return {"args": [f"pip install --no-cache-dir {packages} || exit 1"]} if packages else {}
 
 
 def _resources(group: NodeGroup) -> dict[str, Any]:
-    """Return what a pod asks for, and gets neither more nor less: memory that is lent beyond it is
-    taken back by force.
-    """
+    """Return the resources of a pod."""
+    # Limits equal requests: memory that is lent beyond them is taken back by force.
     beside = max(group.gpus, 1)
     cpus = group.cpus if group.cpus is not None else CPUS * beside
     memory_gb = group.memory_gb if group.memory_gb is not None else MEMORY_GB * beside
@@ -355,11 +355,9 @@ def _check_job(findings: Findings) -> None:
 
 
 def _check_gpus(findings: Findings, keys: Keys) -> None:
-    """Note a group of pods whose Ray is told of more GPUs than a pod gets: work would wait for them
-    forever.
-
-    Ray is told by `rayStartParams` or `resources`; left out, it is told of the limits.
-    """
+    """Note a group of pods whose Ray is told of more GPUs than a pod gets."""
+    # Work would wait for them forever. If neither `rayStartParams` nor `resources` says a number,
+    # Ray is told of the limits.
     pod: Keys = (*keys, "template", "spec", "containers")
     containers = findings.at(pod)
     if findings.at(keys) is not None and not (isinstance(containers, list) and containers):

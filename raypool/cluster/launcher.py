@@ -176,11 +176,9 @@ def _said(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def _stop_everywhere(path: str | Path, content: dict[str, Any]) -> None:
-    """Stop Ray on all machines, from their head, which may be the only one that can be reached from
-    here.
-
-    The head's comes first, for it would start the others again.
-    """
+    """Stop Ray on all machines, by commands on their head."""
+    # Only the head may be reachable from here. Its own Ray ends first: it would start the others
+    # again.
     head = _head(path, content)
     first, *others = hosts = [content["provider"]["head_ip"], *content["provider"]["worker_ips"]]
     stop = _in_shell("ray stop")
@@ -379,9 +377,8 @@ def _last_words(ssh: subprocess.Popen[str]) -> str:
 
 
 def _wait_open(ssh: subprocess.Popen[str], path: str | Path, head: Login) -> None:
-    """Wait until ssh says that the tunnel is there; that a port answers could be somebody else's
-    doing.
-    """
+    """Wait until ssh says that the tunnel is open."""
+    # An open port is no proof: somebody else may have opened it.
     assert ssh.stdout is not None
     timer = threading.Timer(TUNNEL_S, _end, (ssh,))
     timer.start()

@@ -56,11 +56,8 @@ HEALTH_CHECKS = {
 
 
 def default_packages() -> tuple[str, ...]:
-    """Return what is installed on machines unless a plan says otherwise: raypool and Ray, of the
-    versions of this machine.
-
-    Both ends of a connection must have the same version of Ray.
-    """
+    """Return the default packages of machines: raypool and Ray, in the versions of this machine."""
+    # Both ends of a connection must have the same version of Ray.
     return f"raypool=={version('raypool')}", f"ray[client,default,train]=={version('ray')}"
 
 
@@ -79,8 +76,12 @@ def launcher_file(
     Raises:
         CloudError: A machine cannot have the GPUs that it is to have.
     """
+    known = catalogue(OF_PROVIDERS[plan.provider])
     for group in plan.groups:
-        _check_machine(plan, group)
+        try:
+            known.check(group.machine, group.gpu, group.gpus)
+        except CloudError as error:
+            raise CloudError(f"{group.name}: {error}") from None
     return {
         "cluster_name": plan.name,
         "provider": dict(provider),
@@ -92,57 +93,42 @@ def launcher_file(
         "idle_timeout_minutes": plan.idle_minutes,
         "head_node_type": plan.head.name,
         "available_node_types": {
-            group.name: _node_type(plan, group, node_config(group)) for group in plan.groups
+            group.name: {
+                "resources": _resources(plan, group),
+                "labels": {ROLE: group.name} | ({ACCELERATOR: group.gpu} if group.gpu else {}),
+                "min_workers": group.least,
+                "max_workers": group.most,
+                "node_config": node_config(group),
+            }
+            for group in plan.groups
         },
         **commands(plan),
     }
 
 
-def _check_machine(plan: ClusterPlan, group: NodeGroup) -> None:
-    try:
-        catalogue(OF_PROVIDERS[plan.provider]).check(group.machine, group.gpu, group.gpus)
-    except CloudError as error:
-        raise CloudError(f"{group.name}: {error}") from None
-
-
-def _node_type(plan: ClusterPlan, group: NodeGroup, node_config: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "resources": _resources(plan, group),
-        "labels": {ROLE: group.name} | ({ACCELERATOR: group.gpu} if group.gpu else {}),
-        "min_workers": group.least,
-        "max_workers": group.most,
-        "node_config": node_config,
-    }
-
-
 def _resources(plan: ClusterPlan, group: NodeGroup) -> dict[str, int]:
-    """Return the resources of a machine for Ray; none of a head without GPUs, so tasks stay off
-    it.
-    """
+    """Return the resources of a machine for Ray."""
+    if group is plan.head and not group.gpus:
+        return {"CPU": 0}  # tasks stay off the head
+    cpus = group.cpus
+    if cpus is None:
+        cpus = catalogue(OF_PROVIDERS[plan.provider]).machine(group.machine).vcpus
     if not group.gpus:
-        return {"CPU": 0 if group is plan.head else _cpus(plan, group)}
+        return {"CPU": cpus}
     # the machine says so itself, but only once it is there
     kind = {f"accelerator_type:{group.gpu}": 1} if group.gpu else {}
-    return {"CPU": _cpus(plan, group), "GPU": group.gpus, **kind}
-
-
-def _cpus(plan: ClusterPlan, group: NodeGroup) -> int:
-    if group.cpus is not None:
-        return group.cpus
-    return catalogue(OF_PROVIDERS[plan.provider]).machine(group.machine).vcpus
+    return {"CPU": cpus, "GPU": group.gpus, **kind}
 
 
 def commands(plan: ClusterPlan, flags: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the entries of a launcher's file that say what is copied to, installed and started on
-    machines.
-
-    All of Ray's entries of that kind are there, also the empty ones: for what is missing, Ray takes
-    defaults that open the dashboard to everybody and install an old version of it.
+    """Return the entries of a launcher's file for copying, installing and starting on machines.
 
     Args:
         plan: The cluster.
         flags: More options of `ray start`, for all machines.
     """
+    # Empty entries stay: for a missing one, Ray takes defaults that open the dashboard to everybody
+    # and install an old version.
     return {
         "file_mounts": {TOKEN: TOKEN},
         "initialization_commands": [],
@@ -155,13 +141,9 @@ def commands(plan: ClusterPlan, flags: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def setup_commands(plan: ClusterPlan) -> list[str]:
-    """Return the commands that install a plan's packages; none if it has none: then Ray has to be
-    there, and on the PATH.
-
-    They may run again on a machine that has been set up.
-    """
+    """Return the commands that install a plan's packages; they may run again on a machine."""
     if not plan.packages:
-        return []
+        return []  # Ray has to be there, and on the PATH
     path = f'export PATH="{ENVIRONMENT.replace("~", "$HOME")}/bin:$PATH"'
     return [
         (
@@ -191,8 +173,10 @@ def head_commands(flags: Iterable[str] = ()) -> list[str]:
 
     Example:
         >>> stop, start = head_commands(["--num-gpus=0"])
-        >>> "export RAY_AUTH_MODE=token " in start, "--dashboard-host=127.0.0.1" in start, start.endswith("--num-gpus=0")
-        (True, True, True)
+        >>> "export RAY_AUTH_MODE=token " in start, start.endswith("--num-gpus=0")
+        (True, True)
+        >>> "--dashboard-host=127.0.0.1" in start
+        True
     """
     settings = [f"{name}={value}" for name, value in HEALTH_CHECKS.items()]
     options = [
@@ -204,9 +188,7 @@ def head_commands(flags: Iterable[str] = ()) -> list[str]:
 
 
 def worker_commands(plan: ClusterPlan, flags: Iterable[str] = ()) -> list[str]:
-    """Return the commands that start Ray on a worker, and beside it the watcher for what the cloud
-    says of the machine.
-    """
+    """Return the commands that start Ray on a worker, and the watcher for preemption notices."""
     start = ["ray stop", _start([], [f"--address=$RAY_HEAD_IP:{PORT}", *flags])]
     return [*start, watcher(plan.provider)] if plan.provider in ("gcp", "aws") else start
 
@@ -222,12 +204,8 @@ def _start(settings: Iterable[str], options: Iterable[str]) -> str:
 
 
 def watcher(cloud: str) -> str:
-    """Return the command that starts the watcher, which goes on when the shell has ended, and ends
-    with the node.
-
-    Args:
-        cloud: "gcp" or "aws".
-    """
+    """Return the command that starts the watcher; `cloud` is "gcp" or "aws"."""
+    # setsid and nohup: the shell ends, and the watcher stays until the node ends.
     return (
         f"setsid nohup python -m raypool.cluster.preemption --cloud {cloud} </dev/null"
         " >~/raypool-preemption.log 2>&1 &"
@@ -242,7 +220,7 @@ def check_resources(
     gpus: int,
     is_filled_in: bool = False,
 ) -> None:
-    """Note where a file for Ray's launcher tells Ray of a machine other than what it has.
+    """Note where a launcher's file tells Ray of a machine other than what it has.
 
     Ray believes what is written there: with too many GPUs, work waits forever for the missing ones;
     with too few, the rest idle.

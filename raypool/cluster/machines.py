@@ -62,9 +62,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Limit:
-    """So many GPUs may be attached to a machine with at most so many vCPUs and so much memory
-    [GB].
-    """
+    """GPUs that may be attached to a machine of at most this many vCPUs and this memory [GB]."""
 
     gpus: int
     vcpus: int
@@ -127,10 +125,10 @@ class Catalogue:
             CloudError: There is none.
         """
         if name not in self.machines:
-            raise CloudError(
-                f"There is no machine {name!r} in the catalogue of"
-                f" {self.date}{_meant(name, self.machines)}"
-            )
+            end = nearest(name, self.machines)
+            if not end.startswith(". Did"):  # without the hundreds that there are
+                end = ". `raypool cluster machines` lists those that there are."
+            raise CloudError(f"There is no machine {name!r} in the catalogue of {self.date}{end}")
         return self.machines[name]
 
     def gpu(self, name: str) -> Gpu:
@@ -159,8 +157,7 @@ class Catalogue:
         )
 
     def allowed(self, machine: str, gpu: str) -> tuple[int, ...]:
-        """Return how many GPUs of that kind the machine may have, or has; none: it cannot have
-        them.
+        """Return the numbers of GPUs of that kind that the machine can have.
 
         Raises:
             CloudError: There is no such machine, or no such GPU.
@@ -168,7 +165,7 @@ class Catalogue:
         shape, kind = self.machine(machine), self.gpu(gpu)
         if shape.gpu is not None:
             return (shape.gpus,) if shape.gpu == kind.name else ()
-        if not _attaches(shape):
+        if not shape.name.startswith("n1-"):  # Compute Engine attaches GPUs to its N1 machines only
             return ()
         return tuple(
             each.gpus
@@ -207,7 +204,7 @@ class Catalogue:
         Example:
             >>> catalogue("ai-platform-2021").check("n1-standard-32", "V100", 2)
             Traceback (most recent call last):
-            raypool.errors.CloudError: n1-standard-32 cannot have 2 V100, but 4 or 8. 2 V100 go with up to 24 vCPUs and 156 GB.
+            raypool.errors.CloudError: n1-standard-32 cannot have 2 V100, but 4 or 8. ...
         """
         shape = self.machine(machine)
         if gpu is None or gpus == 0:
@@ -262,9 +259,7 @@ class Catalogue:
         return _common(self.gpu(gpu).zones for gpu in gpus)
 
     def regions(self, *gpus: str) -> tuple[str, ...]:
-        """Return the regions that have GPUs of all these kinds, though perhaps in different
-        zones.
-        """
+        """Return the regions that have GPUs of all these kinds, perhaps in different zones."""
         return _common(self.gpu(gpu).regions for gpu in gpus)
 
     def check_place(self, place: str, *gpus: str) -> None:
@@ -276,20 +271,17 @@ class Catalogue:
         Example:
             >>> catalogue("gce").check_place("us-west1-c", "T4")
             Traceback (most recent call last):
-            raypool.errors.CloudError: As of 2026-11-22, us-west1-c has no T4 GPUs. Near it are us-west1-a, us-west1-b.
+            raypool.errors.CloudError: As of 2026-11-22, us-west1-c has no T4 GPUs. Near it are ...
         """
+        regions = {region for gpu in self.gpus.values() for region in gpu.regions}
         for kind in map(self.gpu, gpus):
-            known = kind.regions if place in self._regions or not kind.zones else kind.zones
+            known = kind.regions if place in regions or not kind.zones else kind.zones
             if known and place not in known:
                 near = [each for each in known if each[:-2] == place[:-2]]
                 where = (
                     f"Near it are {', '.join(near)}" if near else f"They are in {', '.join(known)}"
                 )
                 raise CloudError(f"As of {self.date}, {place} has no {kind.name} GPUs. {where}.")
-
-    @property
-    def _regions(self) -> set[str]:
-        return {region for gpu in self.gpus.values() for region in gpu.regions}
 
 
 def _common(places: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
@@ -303,24 +295,9 @@ def one_of(values: Iterable[object]) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
-def _meant(name: str, known: Iterable[str]) -> str:
-    """Return what was meant, without the hundreds that there are."""
-    end = nearest(name, known)
-    return (
-        end
-        if end.startswith(". Did")
-        else ". `raypool cluster machines` lists those that there are."
-    )
-
-
 def _plain(name: str) -> str:
     """Return a GPU's name without what differs between its spellings."""
     return re.sub(r"^nvidia-|tesla-", "", name.lower().replace("_", "-").replace(" ", "-"))
-
-
-def _attaches(machine: Machine) -> bool:
-    """Say whether GPUs can be attached: Compute Engine attaches them to its N1 machines only."""
-    return machine.name.startswith("n1-")
 
 
 @functools.cache
@@ -340,10 +317,7 @@ def catalogue(name: str) -> Catalogue:
         .joinpath("catalogues", f"{name}.toml")
         .read_text(encoding="utf-8")
     )
-    return _parsed(name, tomllib.loads(text))
-
-
-def _parsed(name: str, data: dict[str, Any]) -> Catalogue:
+    data = tomllib.loads(text)
     machines = {each: Machine(each, **entry) for each, entry in data["machines"].items()}
     gpus = {each: _gpu(each, entry) for each, entry in data["gpus"].items()}
     return Catalogue(name, data["date"], tuple(data["sources"]), machines, gpus)
@@ -369,8 +343,7 @@ def _gpu(name: str, entry: dict[str, Any]) -> Gpu:
 
 
 def zones_with(kinds: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the zones of Google's that are known to have GPUs of all these kinds, by Ray's names;
-    none: of any kind.
+    """Return Google's zones with GPUs of all these kinds (Ray's names); none: of any kind.
 
     Example:
         >>> "us-central1-a" in zones_with(("T4", "V100")), zones_with(("K80", "H100"))
@@ -402,7 +375,7 @@ def why_no_zone(kinds: tuple[str, ...], region: str | None) -> str | None:
     Example:
         >>> why_no_zone(("P4", "K80"), None)
         >>> why_no_zone(("K80", "H100"), None)
-        'the catalogues of 2026-11-22 and 2021-03-18 have no zone with K80 and H100. No region has one.'
+        'the catalogues of 2026-11-22 and 2021-03-18 have no zone with K80 and H100...
     """
     having = sorted({region_of(zone) for zone in zones_with(kinds)})
     if having and region in (None, *having):
@@ -433,7 +406,7 @@ def choose_zone(kinds: tuple[str, ...], region: str | None, zone: str | None) ->
         'us-central1-a'
         >>> choose_zone(("T4",), "us-east1", "us-central1-a")
         Traceback (most recent call last):
-        raypool.errors.CloudError: us-central1-a is no zone of us-east1, which was asked for, too. Leave one of them out.
+        raypool.errors.CloudError: us-central1-a is no zone of us-east1, which was asked for...
     """
     if zone is not None:
         if region is not None and region_of(zone) != region:

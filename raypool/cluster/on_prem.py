@@ -35,7 +35,8 @@ def write(plan: ClusterPlan, flags: Iterable[str] = ()) -> dict[str, Any]:
     Example:
         >>> from raypool.cluster.plan import NodeGroup
         >>> head = NodeGroup(name="head")
-        >>> plan = ClusterPlan(name="lab", provider="on-prem", head=head, workers=(), hosts=("10.0.0.1", "10.0.0.2"))
+        >>> hosts = ("10.0.0.1", "10.0.0.2")
+        >>> plan = ClusterPlan(name="lab", provider="on-prem", head=head, workers=(), hosts=hosts)
         >>> write(plan)["provider"]
         {'type': 'local', 'head_ip': '10.0.0.1', 'worker_ips': ['10.0.0.2']}
     """
@@ -73,7 +74,13 @@ def check(findings: Findings) -> None:
                 f"{name} is for machines that are made; these are there (type: local). Leave it"
                 " out.",
             )
-    _check_name(findings)
+    name = findings.at(("cluster_name",))
+    if not re.fullmatch(r"[A-Za-z0-9][-A-Za-z0-9_.]*", name) and not name.startswith(PLACEHOLDER):
+        findings.add(
+            ("cluster_name",),
+            f"cluster_name is {name!r}; files are named after it: letters, digits, dashes and"
+            " dots.",
+        )
     _check_hosts(findings)
     _check_counts(findings)
     starts = [
@@ -87,16 +94,6 @@ def check(findings: Findings) -> None:
             " start`."
         )
         findings.add(("head_start_ray_commands",), text)
-
-
-def _check_name(findings: Findings) -> None:
-    name = findings.at(("cluster_name",))
-    if not re.fullmatch(r"[A-Za-z0-9][-A-Za-z0-9_.]*", name) and not name.startswith(PLACEHOLDER):
-        findings.add(
-            ("cluster_name",),
-            f"cluster_name is {name!r}; files are named after it: letters, digits, dashes and"
-            " dots.",
-        )
 
 
 def _check_hosts(findings: Findings) -> None:
@@ -161,9 +158,8 @@ def _is_loopback(host: object) -> bool:
 
 
 def _check_counts(findings: Findings) -> None:
-    """Compare the numbers of workers with the machines that are named: Ray takes what fits, and
-    says so in a log at most.
-    """
+    """Compare the numbers of workers with the machines that are named."""
+    # Ray takes what fits, and says so in a log at most.
     there = len(findings.at(("provider", "worker_ips")) or ())
     least, most = (findings.at((name,)) for name in ("min_workers", "max_workers"))
     for name, number in (("min_workers", least), ("max_workers", most)):

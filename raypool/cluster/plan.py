@@ -88,7 +88,8 @@ class ClusterPlan:
 
         Example:
             >>> head = NodeGroup(name="head", machine="n2-standard-4")
-            >>> ClusterPlan(name="lab", provider="gcp", head=head, workers=(), zone="us-central1-a").region
+            >>> here = {"provider": "gcp", "zone": "us-central1-a"}
+            >>> ClusterPlan(name="lab", head=head, workers=(), **here).region
             'us-central1'
         """
         if self.zone is None:

@@ -37,9 +37,7 @@ from raypool.errors import CloudError
 logger = logging.getLogger("raypool.cluster.preemption")
 
 ANSWER_TIMEOUT_S = 2.0
-"""The metadata server is a hop away, and answers in milliseconds; one that does not by then is
-asked again [s].
-"""
+"""The time for an answer [s]: the server is a hop away, and a late one is asked again."""
 
 MOST_BYTES = 64 * 1024
 """No answer of a metadata server is longer."""
@@ -71,15 +69,11 @@ class Notice(NamedTuple):
 
 
 class Metadata:
-    """A cloud's metadata server. It is never asked through a proxy: what answered then would be
-    another machine's.
-
-    Args:
-        url: Where it is.
-    """
+    """A cloud's metadata server at a URL."""
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
+        # Never through a proxy: what answered then would be another machine's.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def ask(self, path: str, headers: Mapping[str, str], method: str = "GET") -> str | None:
@@ -112,8 +106,7 @@ class Cloud(Protocol):
 
 
 class Gce:
-    """Google Compute Engine: spot machines that are wanted, and hosts that are maintained, from
-    which GPUs can't move.
+    """Google Compute Engine: preempted spot machines, and hosts under maintenance.
 
     Args:
         url: Of the metadata server.
@@ -142,8 +135,7 @@ class Gce:
 
 
 class Ec2:
-    """Amazon EC2, by version 2 of its metadata service: spot machines that are wanted, and events
-    of the next hour.
+    """Amazon EC2 (metadata version 2): interrupted spot machines, and events of the next hour.
 
     A recommendation to rebalance is no notice: it says that a machine may go, and most do not.
 
@@ -163,23 +155,17 @@ class Ec2:
         )
         headers = {"X-aws-ec2-metadata-token": token or ""}
         if action := self._metadata.ask("latest/meta-data/spot/instance-action", headers):
-            return _spot_notice(json.loads(action))
+            # {"action": "terminate", "time": "2026-11-22T08:22:00Z"}
+            said = json.loads(action)
+            words = f"Amazon EC2 is about to {said['action']} this spot machine"
+            return Notice(words, datetime.fromisoformat(said["time"]).timestamp())
         events = self._metadata.ask("latest/meta-data/events/maintenance/scheduled", headers)
         return _first_event(json.loads(events or "[]"))
 
 
-def _spot_notice(action: Mapping[str, str]) -> Notice:
-    """Return what is said of a spot machine: {"action": "terminate", "time":
-    "2026-11-22T08:22:00Z"}.
-    """
-    gone_at = datetime.fromisoformat(action["time"]).timestamp()
-    return Notice(f"Amazon EC2 is about to {action['action']} this spot machine", gone_at)
-
-
 def _first_event(events: Sequence[Mapping[str, str]]) -> Notice | None:
-    """Return what is near: [{"Code": "system-reboot", "NotBefore": "21 Jan 2026 09:00:43 GMT",
-    "State": "active"}].
-    """
+    """Return the first event of the next hour."""
+    # {"Code": "system-reboot", "NotBefore": "21 Jan 2026 09:00:43 GMT", "State": "active"}
     notices = []
     for event in events:
         begins_at = email.utils.parsedate_to_datetime(event["NotBefore"]).timestamp()
@@ -194,8 +180,7 @@ CLOUDS: dict[str, type[Gce] | type[Ec2]] = {"gcp": Gce, "aws": Ec2}
 
 
 class RayNode:
-    """Ray on this machine, found by its process (the raylet), which says where the head is and how
-    it is spoken to.
+    """Ray on this machine; its process, the raylet, says how to reach the head.
 
     Args:
         raylet: The process.
@@ -268,9 +253,8 @@ def find_ray(node_id: str | None = None) -> RayNode:
 
 
 def _raylets() -> list[psutil.Process]:
-    """Return the processes of this user's nodes of Ray; one that has ended, and is not cleared away
-    yet, has no command line.
-    """
+    """Return the raylets of this user."""
+    # A process that has ended, and is not cleared away yet, has no command line.
     own = os.getuid()
     every = psutil.process_iter(["name", "uids", "cmdline"])
     return [
@@ -292,7 +276,7 @@ def _option(process: psutil.Process, name: str) -> str:
 
 
 def watch(cloud: Cloud, node: RayNode) -> None:
-    """Tell Ray of each notice that brings the end of this machine nearer, until Ray has ended here.
+    """Tell Ray of each notice with an earlier end of this machine, until Ray has ended here.
 
     Whatever goes wrong is said once and tried again: a metadata server that is absent, slow or
     broken, a head that restarts.

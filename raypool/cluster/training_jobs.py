@@ -104,9 +104,7 @@ def find_script(name: str, package: Path | None = None) -> Script:
 
 
 def _check_module(name: str, folder: Path) -> None:
-    """Make sure that a module is in the folder that goes along, or else is of a package that is
-    installed.
-    """
+    """Make sure that a module is in the folder that goes along, or of an installed package."""
     if not all(part.isidentifier() for part in name.split(".")):
         raise CloudError(
             f"{name!r} is neither a file that ends with .py nor the name of a module, such as"
@@ -137,7 +135,7 @@ def command(python: str, training: Training, script: Script, args: Sequence[str]
         >>> from raypool.cluster.plan import NodeGroup
         >>> training = Training(groups=(NodeGroup(name="head"),), job_dir="gs://bucket/1")
         >>> command("python", training, Script(("train.py",), Path()), ["--steps", "3"])[3:]
-        ['--job-dir', 'gs://bucket/1', '--', 'train.py', '--job-dir', 'gs://bucket/1', '--steps', '3']
+        ['--job-dir', 'gs://bucket/1', '--', 'train.py', '--job-dir', 'gs://bucket/1', '--steps'...
     """
     folder = [] if training.job_dir is None else ["--job-dir", training.job_dir]
     machines = ["--machines", str(training.machines)] if training.machines > 1 else []
@@ -235,17 +233,14 @@ def run_on(profile: Profile, submission: Submission) -> int:
             not answer (any more).
     """
     jobs = submission.jobs(profile)
-    _check_gpus(jobs, submission.training)
-    return submission.follow(jobs, submission.hand_in(jobs))
-
-
-def _check_gpus(jobs: Jobs, training: Training) -> None:
+    wanted = submission.training.gpus
     there = sum(node["resources_total"].get("GPU", 0) for node in jobs.dashboard.nodes())
-    if there < training.gpus and not jobs.dashboard.may_grow():
+    if there < wanted and not jobs.dashboard.may_grow():
         raise CloudError(
-            f"The job asks for {training.gpus} GPUs, and the cluster has {there:g}. Ask for fewer,"
+            f"The job asks for {wanted} GPUs, and the cluster has {there:g}. Ask for fewer,"
             " or leave --profile out: then it gets machines of its own."
         )
+    return submission.follow(jobs, submission.hand_in(jobs))
 
 
 def run_on_own(file: Path, submission: Submission, *, is_kept: bool) -> int:
@@ -288,9 +283,8 @@ def run_on_own(file: Path, submission: Submission, *, is_kept: bool) -> int:
 
 
 def _follow(file: Path, submission: Submission, job_id: str) -> int:
-    """Follow a job to its end, through one tunnel after the other: this machine may sleep, or be
-    without a network.
-    """
+    """Follow a job to its end, through one tunnel after the other."""
+    # This machine may sleep, or be without a network.
     seen = 0
 
     def show(text: str) -> None:
