@@ -39,8 +39,8 @@ _writing = _Writing()
 class CapturedStream:
     """A stream in place of another: it passes everything on, and reports what a task writes.
 
-    It may pass text on to another `CapturedStream`, through a stream that a library (colorama, say) has put
-    between.
+    It may pass text on to another `CapturedStream`, through a stream that a library (colorama, for
+    example) has put between.
     """
 
     def __init__(self, name: str, original: Any) -> None:

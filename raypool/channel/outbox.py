@@ -236,7 +236,8 @@ def packed(entries: list[Entry]) -> bytes:
     item printed in one piece.
 
     Example:
-        >>> batch = packed([("text", 7, 0, 1, "a"), ("metrics", 7, 0, 1, 12.5, {"loss": 2}), ("text", 7, 0, 1, "b")])
+        >>> a, b = ("text", 7, 0, 1, "a"), ("text", 7, 0, 1, "b")
+        >>> batch = packed([a, ("metrics", 7, 0, 1, 12.5, {"loss": 2}), b])
         >>> [entry[0] for entry in pickle.loads(batch)]
         ['metrics', 'text']
         >>> pickle.loads(batch)[1]

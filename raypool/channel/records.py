@@ -55,8 +55,10 @@ class WorkerInfo:
         host and index.
 
         Example:
-            >>> WorkerInfo(0, "lab-3", 7, gpus=(2,)).devices, WorkerInfo(0, "lab-3", 7, gpus=(2,), gpu_uuids=("GPU-1",)).devices
-            ((('lab-3', 2),), ('GPU-1',))
+            >>> WorkerInfo(0, "lab-3", 7, gpus=(2,)).devices
+            (('lab-3', 2),)
+            >>> WorkerInfo(0, "lab-3", 7, gpus=(2,), gpu_uuids=("GPU-1",)).devices
+            ('GPU-1',)
         """
         if len(self.gpu_uuids) == len(self.gpus):
             return self.gpu_uuids
@@ -199,10 +201,12 @@ class SliceResult:
         itself, if that is all.
 
         Example:
-            >>> whole = SliceResult(5, 3, LocalValues(list("abc")), 0, {}, array("d", [1.0, 2.0, 4.0]), started_at=100.0)
-            >>> part = whole.within(6, 9)
-            >>> part.done, part.values.get()[part.offset], part.durations_s.tolist(), part.started_at
-            (2, 'b', [2.0, 4.0], 101.0)
+            >>> values, durations_s = LocalValues(list("abc")), array("d", [1.0, 2.0, 4.0])
+            >>> part = SliceResult(5, 3, values, 0, {}, durations_s, started_at=100.0).within(6, 9)
+            >>> part.done, part.values.get()[part.offset], part.durations_s.tolist()
+            (2, 'b', [2.0, 4.0])
+            >>> part.started_at
+            101.0
         """
         skipped = start - self.start
         if skipped == 0 and self.done <= stop - start:

@@ -174,7 +174,9 @@ class ValueStore:
             >>> from raypool import DataQueue, parpool
             >>> changes = DataQueue()
             >>> with parpool(profile="inline", quiet=True) as pool:
-            ...     listener = pool.store.on_change(lambda store, key: changes.put((key, key in store)))
+            ...     listener = pool.store.on_change(
+            ...         lambda store, key: changes.put((key, key in store))
+            ...     )
             ...     pool.store["model"] = 1
             ...     changes.get()
             ...     listener.remove()

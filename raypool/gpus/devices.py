@@ -137,8 +137,10 @@ def named(name: str, devices: Sequence[GpuDevice]) -> GpuDevice | None:
         MIG-<UUID of the GPU>/<GPU instance>/<compute instance>.
 
     Example:
-        >>> cards = [GpuDevice(index=0, uuid="GPU-ab1", mig=("MIG-7",)), GpuDevice(index=1, uuid="GPU-ab2", mig=())]
-        >>> [card and card.index for card in (named(name, cards) for name in ("1", "GPU-ab2", "GPU-ab", "MIG-7"))]
+        >>> divided = GpuDevice(index=0, uuid="GPU-ab1", mig=("MIG-7",))
+        >>> cards = [divided, GpuDevice(index=1, uuid="GPU-ab2", mig=())]
+        >>> found = [named(name, cards) for name in ("1", "GPU-ab2", "GPU-ab", "MIG-7")]
+        >>> [card and card.index for card in found]
         [1, 1, None, 0]
     """
     if name.isdigit():
@@ -184,8 +186,10 @@ def memory_of(cards: Sequence[GpuDevice]) -> int | None:
     one of them.
 
     Example:
-        >>> memory_of([GpuDevice(index=0, used_bytes=3), GpuDevice(index=1, used_bytes=4)]), memory_of([GpuDevice(index=0)])
-        (7, None)
+        >>> memory_of([GpuDevice(index=0, used_bytes=3), GpuDevice(index=1, used_bytes=4)])
+        7
+        >>> memory_of([GpuDevice(index=0)]) is None
+        True
     """
     used = [card.used_bytes for card in cards]
     return None if None in used else sum(filter(None, used))
@@ -237,7 +241,8 @@ def visible_gpus(
         devices: The GPUs of this machine.
 
     Example:
-        >>> cards = [GpuDevice(index=index, name="NVIDIA L4", uuid=f"GPU-{index}ab", mig=()) for index in range(3)]
+        >>> l4 = {"name": "NVIDIA L4", "mig": ()}
+        >>> cards = [GpuDevice(index=index, uuid=f"GPU-{index}ab", **l4) for index in range(3)]
         >>> [gpu.index for gpu in visible_gpus({"CUDA_VISIBLE_DEVICES": "2,0,-1,1"}, cards)]
         [2, 0]
         >>> [gpu.index for gpu in visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-1"}, cards)]

@@ -70,7 +70,8 @@ def fraction_of(environ: Mapping[str, str]) -> float:
     is said.
 
     Example:
-        >>> fraction_of({"PYTORCH_CUDA_ALLOC_CONF": "backend:native,per_process_memory_fraction:0.5"}), fraction_of({})
+        >>> settings = "backend:native,per_process_memory_fraction:0.5"
+        >>> fraction_of({"PYTORCH_CUDA_ALLOC_CONF": settings}), fraction_of({})
         (0.5, 1.0)
     """
     for setting in next((environ[name] for name in SETTINGS if name in environ), "").split(","):

@@ -78,7 +78,8 @@ def workers_for(load: Load) -> int:
     away.
 
     Example:
-        >>> small, large = Load(2, 16 * 2**30, peak_bytes=2**30), Load(4, 16 * 2**30, peak_bytes=14 * 2**30)
+        >>> small = Load(2, 16 * 2**30, peak_bytes=2**30)
+        >>> large = Load(4, 16 * 2**30, peak_bytes=14 * 2**30)
         >>> workers_for(small), workers_for(large), workers_for(Load(1))
         (4, 1, 1)
     """

@@ -53,7 +53,8 @@ def frame_of(
     not say is missing.
 
     Example:
-        >>> frame_of([row_of(GpuDevice(index=0, utilisation=0.5))])[["index", "utilisation"]].to_dict("list")
+        >>> frame = frame_of([row_of(GpuDevice(index=0, utilisation=0.5))])
+        >>> frame[["index", "utilisation"]].to_dict("list")
         {'index': [0], 'utilisation': [0.5]}
     """
     import pandas as pd

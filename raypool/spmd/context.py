@@ -129,8 +129,8 @@ class SpmdContext:
 
         Example:
             >>> from raypool import SpmdContext
-            >>> SpmdContext().all_reduce({"seen": 3}, op=lambda a, b: {"seen": a["seen"] + b["seen"]})
-            {'seen': 3}
+            >>> SpmdContext().all_reduce({"a"}, op=lambda left, right: left | right)
+            {'a'}
         """
         return collectives.all_reduce(self._group, x, op)
 

@@ -154,7 +154,8 @@ def simulate(
         check: Check all invariants after every event (slow).
 
     Example:
-        >>> simulate(3, [TaskSpec(i, 0) for i in range(10)], FaultPlan(seed=7, p_loss=0.1), check=True).counts.finished
+        >>> specs = [TaskSpec(i, 0) for i in range(10)]
+        >>> simulate(3, specs, FaultPlan(seed=7, p_loss=0.1), check=True).counts.finished
         10
     """
     return _Simulation(num_workers, plan, check).run(specs)

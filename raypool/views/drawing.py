@@ -109,12 +109,15 @@ def plan(attempts: pd.DataFrame) -> Timeline:
     Example:
         >>> import pandas as pd
         >>> attempts = pd.DataFrame({
-        ...     "item": [0, 1, 2], "status": ["finished"] * 3, "started_at": [100.0, 100.0, 101.0], "duration_s": [1.0, 2.0, 0.5],
-        ...     "worker": [0, 1, 0], "gpu": [None] * 3, "host": ["lab-3"] * 3, "run": [1] * 3,
+        ...     "item": [0, 1, 2], "status": ["finished"] * 3, "run": [1] * 3,
+        ...     "started_at": [100.0, 100.0, 101.0], "duration_s": [1.0, 2.0, 0.5],
+        ...     "worker": [0, 1, 0], "gpu": [None] * 3, "host": ["lab-3"] * 3,
         ... })
         >>> shown = plan(attempts)
-        >>> [(lane.label, lane.busy_s, lane.idle_s) for lane in shown.lanes], shown.wall_s, shown.speed_up
-        ([('worker 0', 1.5, 0.5), ('worker 1', 2.0, 0.0)], 2.0, 1.75)
+        >>> [(lane.label, lane.busy_s, lane.idle_s) for lane in shown.lanes]
+        [('worker 0', 1.5, 0.5), ('worker 1', 2.0, 0.0)]
+        >>> shown.wall_s, shown.speed_up
+        (2.0, 1.75)
     """
     is_timed = (
         attempts["started_at"].notna() & attempts["duration_s"].notna() & attempts["worker"].notna()
@@ -219,7 +222,8 @@ def merged(attempts: pd.DataFrame, tick_s: float) -> pd.DataFrame:
     Example:
         >>> import pandas as pd
         >>> bars = merged(pd.DataFrame({
-        ...     "lane": 0, "status": "finished", "start_s": [0.0, 0.1, 0.2, 5.0], "end_s": [0.1, 0.2, 0.3, 9.0],
+        ...     "lane": 0, "status": "finished",
+        ...     "start_s": [0.0, 0.1, 0.2, 5.0], "end_s": [0.1, 0.2, 0.3, 9.0],
         ... }), tick_s=1.0)
         >>> bars[["start_s", "end_s", "count"]].values.tolist()
         [[0.0, 0.3, 3.0], [5.0, 9.0, 1.0]]
@@ -247,8 +251,8 @@ def at_once(attempts: pd.DataFrame, num_points: int) -> tuple[list[float], list[
 
     Example:
         >>> import pandas as pd
-        >>> plan = pd.DataFrame({"lane": [0, 0, 1], "start_s": [0.0, 1.0, 0.0], "end_s": [1.0, 2.0, 2.0]})
-        >>> at_once(plan, num_points=100)
+        >>> times = {"start_s": [0.0, 1.0, 0.0], "end_s": [1.0, 2.0, 2.0]}
+        >>> at_once(pd.DataFrame({"lane": [0, 0, 1], **times}), num_points=100)
         ([0.0, 1.0, 2.0], [2.0, 2.0, 0.0])
     """
     import numpy as np
@@ -335,8 +339,10 @@ def cell(value: Any) -> Cell:
 
     Example:
         >>> import numpy as np
-        >>> [cell(value) for value in (3, 0.5, np.float32(2), np.array(7), True, None, float("nan"), float("inf"), 10**30)]
-        [3, 0.5, 2.0, 7, True, None, None, 'inf', '1000000000000000000000000000000']
+        >>> [cell(value) for value in (3, 0.5, np.float32(2), np.array(7), True, None)]
+        [3, 0.5, 2.0, 7, True, None]
+        >>> [cell(value) for value in (float("nan"), float("inf"), 10**30)]
+        [None, 'inf', '1000000000000000000000000000000']
         >>> cell({"lr": 0.1}), cell([1, 2]), cell(b"raw")
         ('lr=0.1', '[1, 2]', "b'raw'")
     """
@@ -381,7 +387,8 @@ def columns(frame: pd.DataFrame, names: Iterable[str]) -> dict[str, list[Cell]]:
 
     Example:
         >>> import pandas as pd
-        >>> columns(pd.DataFrame({"x": [1, 2], "optimizer": [{"lr": 0.1}, {"lr": 0.2, "name": "adam"}]}), ["x", "optimizer"])
+        >>> optimizers = [{"lr": 0.1}, {"lr": 0.2, "name": "adam"}]
+        >>> columns(pd.DataFrame({"x": [1, 2], "optimizer": optimizers}), ["x", "optimizer"])
         {'x': [1, 2], 'optimizer.lr': [0.1, 0.2], 'optimizer.name': [None, 'adam']}
     """
     return {key: [short(value) for value in values] for key, values in spread(frame, names).items()}
@@ -424,8 +431,10 @@ def is_numeric(values: Iterable[Cell]) -> bool:
     """Whether there are numbers, and nothing else, in a column.
 
     Example:
-        >>> is_numeric([1, None, 0.5]), is_numeric([True]), is_numeric([1, "inf"]), is_numeric([None])
-        (True, False, False, False)
+        >>> is_numeric([1, None, 0.5])
+        True
+        >>> is_numeric([True]), is_numeric([1, "inf"]), is_numeric([None])
+        (False, False, False)
     """
     there = [value for value in values if value is not None]
     return bool(there) and all(
@@ -458,10 +467,13 @@ def curves_of(metrics: pd.DataFrame) -> tuple[dict[str, Any], dict[str, str]]:
 
     Example:
         >>> import pandas as pd
-        >>> metrics = pd.DataFrame({"time": 0.0, "item": [0, 0, 1], "attempt": 1, "epoch": [0, 1, 0], "loss": [3.0, 2.0, 4.0]})
+        >>> steps = {"epoch": [0, 1, 0], "loss": [3.0, 2.0, 4.0]}
+        >>> metrics = pd.DataFrame({"time": 0.0, "item": [0, 0, 1], "attempt": 1, **steps})
         >>> curves, _ = curves_of(metrics)
-        >>> curves["items"], curves["starts"], curves["columns"]["loss"], curves["metrics"], curves["steps"]
-        ([0, 1], [0, 2, 3], [3.0, 2.0, 4.0], ['loss'], ['epoch'])
+        >>> curves["items"], curves["starts"], curves["columns"]["loss"]
+        ([0, 1], [0, 2, 3], [3.0, 2.0, 4.0])
+        >>> curves["metrics"], curves["steps"]
+        (['loss'], ['epoch'])
     """
     names = [str(name) for name in metrics.columns if name not in ("time", "item", "attempt")]
     numeric = [name for name in names if _has_numbers(metrics[name])]

@@ -3,8 +3,8 @@
 ::
 
     train ━━━━━━━━━━━━━━━━━━━━╸━━━━━━━━━━━━━━━━━━━ 7 of 13, 1 failed  12 s, about 10 s left
-      worker 0    4 done  31.2 of 80.0 GiB    2.1 s  item 7  network=cnn, width=8, lr=0.001  epoch=3, loss=0.412
-      worker 1    3 done   1.4 of 80.0 GiB    0.4 s  item 8  network=cnn, width=8, lr=0.01  epoch=1, loss=2.07
+      worker 0    4 done  31.2 of 80.0 GiB    2.1 s  item 7  width=8, lr=0.001  epoch=3, loss=0.412
+      worker 1    3 done   1.4 of 80.0 GiB    0.4 s  item 8  width=8, lr=0.01  epoch=1, loss=2.07
       item 5 failed: ValueError: 36 channels cannot be divided into 8 groups
 
 When the loop has ended, the first line stays.

@@ -1,6 +1,4 @@
-"""State of this process: the `TaskContext` note of each task, the connections to its pool, process-wide
-flags.
-"""
+"""State of this process: the context of each task, its connections to the pool, and flags."""
 
 from __future__ import annotations
 
