@@ -143,6 +143,8 @@ class ProfileFile:
 
     def check(self, content: Mapping[str, Any]) -> None:
         """Make sure that there is nothing but profiles, and that each is a table."""
+        if not isinstance(content, Mapping):
+            self._refuse(InvalidTypeError, self.within, f"{self.within[-1]} is not a table.")
         for key in content:
             if key != "profiles":
                 self._refuse(

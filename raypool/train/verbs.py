@@ -92,8 +92,11 @@ def fit(  # noqa: PLR0913, PLR0917 - the arguments of the verb
         for note in call.notes:
             sys.stdout.write(f"raypool: {note}\n")
     # a training on all of them is not bound to these: their replacements will do
-    is_of_all = not target._is_serial and call.ranks == target._numbers()
-    places = _rank_places(view, len(call.ranks) if is_of_all else call.ranks, kept.min_workers)
+    is_of_all = call.ranks == target._numbers()
+    chosen: Workers = len(call.ranks) if is_of_all else call.ranks
+    if target._is_serial:  # its only rank is in this process; the pool has another worker 0
+        chosen = workers
+    places = _rank_places(view, chosen, kept.min_workers)
     name = view._options.name or "fit"
     run = _started(view, places, lane, call.loop, call.config, kept, name, call.finish)
     run.recipe = Recipe(places.engine, places.size, places.places, call.config)

@@ -348,6 +348,9 @@ def test_built_in_profiles_cannot_be_redefined(write: Write) -> None:
 
 
 def test_the_line_in_pyproject_toml(write: Write) -> None:
+    path = write("[tool]\nraypool = 5\n", name="pyproject.toml")
+    with pytest.raises(InvalidTypeError, match=f"{path}, line 2: raypool is not a table"):
+        parpool(profile="x")
     path = write('[project]\nname = "x"\n\n[tool.raypool]\nprofile = 3\n', name="pyproject.toml")
     with pytest.raises(InvalidValueError, match=f"{path}, line 5: there is no setting 'profile'"):
         parpool(profile="x")

@@ -123,7 +123,12 @@ def _check_connected() -> None:
 
 def is_far() -> bool:
     """Whether this process is outside, and on another machine than its server."""
-    return is_outside() and ask_inside(platform.node) != platform.node()
+    return is_outside() and ask_inside(_host) != _host()
+
+
+def _host() -> str:
+    # found by its name in there, whatever has become of `platform.node` in this process
+    return platform.node()
 
 
 def driver_process() -> tuple[int, float]:
