@@ -26,7 +26,7 @@ from raypool.train.training_options import TrainingOptions
 
 pytestmark = pytest.mark.semantics
 
-WAIT_S = 100.0
+WAIT_S = 300.0
 """The first training in a worker imports torch and Ray Train, which takes long where much else
 runs.
 """
@@ -125,6 +125,16 @@ def test_the_callers_random_numbers_stay_as_they_were(pool: ParallelPool) -> Non
     fit(pool)
     assert torch.equal(torch.get_rng_state(), states[0])
     assert np.random.get_state()[1].tolist() == states[1]
+
+
+@pytest.mark.threads
+def test_workers_0_is_this_process(make_gate: Any) -> None:
+    gate = make_gate()
+    with parpool(1, profile="threads", quiet=True) as pool:
+        pool.parfeval(gate.wait)  # so that a training on the worker would wait
+        run = pool.fit(make_model, (INPUTS, TARGETS), mse_loss, options(), workers=0)
+        assert run.result(WAIT_S).model is not None
+        gate.open()
 
 
 class Two(nn.Module):
