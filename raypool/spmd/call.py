@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 # --- warm groups ----------------------------------------------------------------------------------
 
 
-class Roll(NamedTuple):
+class WarmGroup(NamedTuple):
     """A warm group: its number, and the ids of its workers by rank."""
 
     number: int
@@ -65,24 +65,22 @@ class WarmGroups:
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
-        self._rolls: dict[int, Roll] = {}  # by worker id: the group that it was in last
+        self._last: dict[int, WarmGroup] = {}  # by worker id: the group that it was in last
 
     def number_for(self, worker_ids: Sequence[int]) -> int:
-        """Return the number of the group that has these ranks, or the next number if there is
-        none.
-        """
+        """Return the number of the group with these ranks, or the next number if there is none."""
         wanted = tuple(worker_ids)
-        rolls = {self._rolls.get(worker_id) for worker_id in wanted}
-        roll = rolls.pop()
-        if rolls or roll is None or roll.worker_ids != wanted:
-            roll = Roll(next(self._numbers), wanted)
-            self._rolls.update(dict.fromkeys(wanted, roll))
-        return roll.number
+        before = {self._last.get(worker_id) for worker_id in wanted}
+        group = before.pop()
+        if before or group is None or group.worker_ids != wanted:
+            group = WarmGroup(next(self._numbers), wanted)
+            self._last.update(dict.fromkeys(wanted, group))
+        return group.number
 
     def forget(self, worker_ids: Sequence[int]) -> None:
         """Note that the group of these workers cannot be used again."""
         for worker_id in worker_ids:
-            self._rolls.pop(worker_id, None)
+            self._last.pop(worker_id, None)
 
 
 # --- future and work of a call --------------------------------------------------------------------
@@ -143,7 +141,7 @@ class SpmdWork:
         self._is_wanted = future.start()
         future.attempts, future.started_at = 1, datetime.now(UTC)
         self._assign(
-            roster_of(self._engine.driver).number_for([worker_id for worker_id, _ in members])
+            warm_groups_of(self._engine.driver).number_for([worker_id for worker_id, _ in members])
         )
 
     def _assign(self, number: int) -> None:
@@ -246,7 +244,7 @@ class SpmdWork:
             self._finish()
             return
         worker_ids = [worker_id for worker_id, _ in self._members]
-        roster_of(self._engine.driver).forget(worker_ids)
+        warm_groups_of(self._engine.driver).forget(worker_ids)
         forget_on(
             self._engine,
             self._key,
@@ -345,14 +343,14 @@ def choose_ranks(
     return number, places
 
 
-_rosters: weakref.WeakKeyDictionary[Driver, WarmGroups] = weakref.WeakKeyDictionary()
+_warm_groups: weakref.WeakKeyDictionary[Driver, WarmGroups] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def roster_of(driver: Driver) -> WarmGroups:
+def warm_groups_of(driver: Driver) -> WarmGroups:
     """Return the warm groups of a pool."""
     with _lock:
-        return _rosters.setdefault(driver, WarmGroups())
+        return _warm_groups.setdefault(driver, WarmGroups())
 
 
 def submit_spmd(

@@ -56,31 +56,36 @@ def all_reduce(group: Group, x: Any, op: Op) -> Any:
     """Combine the values of all ranks; the same result on every rank."""
     with group.operation("all_reduce"):
         x = _averageable(x, op)
-        words, packed = meet(group, x, "all_reduce", op=_op_name(op))
-        if words[0].kind == "value":
-            return _fold(all_values(group, words, packed), op, group.world_size)
-        if not _is_native(words[0], op) or _are_complete(words):
-            return _into(x, _fold(_all_gathered(group, words, x), op, group.world_size))
-        return _reduced(group, x, op, lambda lines, part, native: lines.all_reduce(part, native))
+        headers, packed = meet(group, x, "all_reduce", op=_op_name(op))
+        if headers[0].kind == "value":
+            return _fold(all_values(group, headers, packed), op, group.world_size)
+        if not _is_native(headers[0], op) or _are_complete(headers):
+            return _into(x, _fold(_all_gathered(group, headers, x), op, group.world_size))
+        return _reduced(
+            group, x, op, lambda transport, part, native: transport.all_reduce(part, native)
+        )
 
 
 def reduce(group: Group, x: Any, dst: int, op: Op) -> Any:
     """Combine the values of all ranks on dst."""
     with group.operation("reduce"):
         x = _averageable(x, op)
-        words, packed = meet(group, x, "reduce", peer=dst, op=_op_name(op))
-        if words[0].kind != "value" and _is_native(words[0], op) and not _are_complete(words):
+        headers, packed = meet(group, x, "reduce", peer=dst, op=_op_name(op))
+        if headers[0].kind != "value" and _is_native(headers[0], op) and not _are_complete(headers):
             # gloo writes into it
             spare = x if group.rank == dst or not is_tensor(x) else x.detach().clone()
             result = _reduced(
-                group, spare, op, lambda lines, part, native: lines.reduce(part, dst, native)
+                group,
+                spare,
+                op,
+                lambda transport, part, native: transport.reduce(part, dst, native),
             )
             return result if group.rank == dst else None
-        values = _gathered(group, words, x, packed, dst)
+        values = _gathered(group, headers, x, packed, dst)
         if values is None:
             return None
         result = _fold(values, op, group.world_size)
-        return result if words[0].kind == "value" else _into(x, result)
+        return result if headers[0].kind == "value" else _into(x, result)
 
 
 def _reduced(group: Group, x: Any, op: Op, run: Callable[[Transport, Any, str], None]) -> Any:
@@ -89,10 +94,10 @@ def _reduced(group: Group, x: Any, op: Op, run: Callable[[Transport, Any, str], 
 
     own = x if is_tensor(x) else torch.from_numpy(copy_of(x))
     part = whole(own)
-    lines, here = lines_for(group, part, is_on_gpu=own.device.type == "cuda")
+    transport, here = transport_for(group, part, is_on_gpu=own.device.type == "cuda")
     pieces, native = _as_native(here, op)
     if pieces.numel():
-        run(lines, pieces, native)
+        run(transport, pieces, native)
     if here is not part:
         part.copy_(here)
     if op == "mean":
@@ -117,11 +122,11 @@ def _as_native(x: Any, op: Op) -> tuple[Any, str]:
     return x, "sum" if op == "mean" else op
 
 
-def _is_native(word: Header, op: Op) -> bool:
+def _is_native(header: Header, op: Op) -> bool:
     if not isinstance(op, str):
         return False
-    return word.dtype in NATIVE or (
-        word.dtype in ("complex64", "complex128") and op in ("sum", "mean")
+    return header.dtype in NATIVE or (
+        header.dtype in ("complex64", "complex128") and op in ("sum", "mean")
     )
 
 
@@ -151,9 +156,9 @@ def _averageable(x: Any, op: Op) -> Any:
     return x.astype("float64") if is_array(x) and x.dtype.kind in "biu" else x
 
 
-def _are_complete(words: Sequence[Header]) -> bool:
-    """Whether all values have arrived inside their words."""
-    return all(word.payload is not None for word in words)
+def _are_complete(headers: Sequence[Header]) -> bool:
+    """Whether all values have arrived inside their headers."""
+    return all(header.payload is not None for header in headers)
 
 
 def _op_name(op: Op) -> str:
@@ -222,35 +227,35 @@ def broadcast(group: Group, x: Any, src: int) -> Any:
     with group.operation("broadcast"):
         is_source = group.rank == src
         if is_source or is_tensor(x):
-            words, packed = meet(group, x, "broadcast", peer=src)
+            headers, packed = meet(group, x, "broadcast", peer=src)
         else:  # another rank's x matters only if it is a tensor: the values go into it
-            words, packed = group.meet(Header(0, "broadcast", peer=src)), None
-        word = words[src]
-        if word.kind == "value":
-            return one_value(group, word, packed, src)
+            headers, packed = group.meet(Header(0, "broadcast", peer=src)), None
+        header = headers[src]
+        if header.kind == "value":
+            return one_value(group, header, packed, src)
         if is_source:
-            _give(group, word, x, src)
-            return x if word.kind == "tensor" else copy_of(x)
-        if word.payload is not None:
-            return _into(x, rebuild(word))
-        return _take(group, word, x if is_tensor(x) else empty_like(word, group.device), src)
+            _give(group, header, x, src)
+            return x if header.kind == "tensor" else copy_of(x)
+        if header.payload is not None:
+            return _into(x, rebuild(header))
+        return _take(group, header, x if is_tensor(x) else empty_like(header, group.device), src)
 
 
-def _give(group: Group, word: Header, x: Any, src: int) -> None:
-    """Send the memory of a tensor or array to all, unless it traveled in its word."""
-    if word.payload is not None:
+def _give(group: Group, header: Header, x: Any, src: int) -> None:
+    """Send the memory of a tensor or array to all, unless it traveled in its header."""
+    if header.payload is not None:
         return
-    lines, here = lines_for(group, as_tensor(x), is_on_gpu=word.device == "cuda")
+    transport, here = transport_for(group, as_tensor(x), is_on_gpu=header.device == "cuda")
     if here.numel():
-        lines.broadcast(here, src)
+        transport.broadcast(here, src)
 
 
-def _take(group: Group, word: Header, target: Any, src: int) -> Any:
+def _take(group: Group, header: Header, target: Any, src: int) -> Any:
     """Write the value that src broadcasts into the memory of a tensor or array."""
     part = as_tensor(target)
-    lines, here = lines_for(group, part, is_on_gpu=word.device == "cuda")
+    transport, here = transport_for(group, part, is_on_gpu=header.device == "cuda")
     if here.numel():
-        lines.broadcast(here, src)
+        transport.broadcast(here, src)
     write_back(target, part, here)
     return target
 
@@ -258,63 +263,63 @@ def _take(group: Group, word: Header, target: Any, src: int) -> Any:
 def all_gather(group: Group, x: Any) -> list[Any]:
     """Give every rank the values of all, in rank order."""
     with group.operation("all_gather"):
-        words, packed = meet(group, x, "all_gather")
-        if any(word.kind == "value" for word in words):
-            values = all_values(group, words, packed)
+        headers, packed = meet(group, x, "all_gather")
+        if any(header.kind == "value" for header in headers):
+            values = all_values(group, headers, packed)
             return [
-                value if word.kind == "value" else _from(group, words, x, rank)
-                for rank, (value, word) in enumerate(zip(values, words, strict=True))
+                value if header.kind == "value" else _from(group, headers, x, rank)
+                for rank, (value, header) in enumerate(zip(values, headers, strict=True))
             ]
-        return _all_gathered(group, words, x)
+        return _all_gathered(group, headers, x)
 
 
-def _all_gathered(group: Group, words: Sequence[Header], x: Any) -> list[Any]:
+def _all_gathered(group: Group, headers: Sequence[Header], x: Any) -> list[Any]:
     """Return the tensors or arrays of all ranks."""
-    if _are_complete(words):
-        return [rebuild(word) for word in words]
-    if any(word[2:6] != words[0][2:6] for word in words):  # kind, dtype, shape, device
-        return [_from(group, words, x, rank) for rank in range(group.world_size)]
-    values = [empty_like(word, group.device) for word in words]
-    lines, here = lines_for(group, as_tensor(x), is_on_gpu=all_on_gpus(words))
+    if _are_complete(headers):
+        return [rebuild(header) for header in headers]
+    if any(header[2:6] != headers[0][2:6] for header in headers):  # kind, dtype, shape, device
+        return [_from(group, headers, x, rank) for rank in range(group.world_size)]
+    values = [empty_like(header, group.device) for header in headers]
+    transport, here = transport_for(group, as_tensor(x), is_on_gpu=all_on_gpus(headers))
     parts = [as_tensor(value) for value in values]
-    arrived = [lines_for(group, part, is_on_gpu=all_on_gpus(words))[1] for part in parts]
+    arrived = [transport_for(group, part, is_on_gpu=all_on_gpus(headers))[1] for part in parts]
     if here.numel():
-        lines.all_gather(arrived, here)
+        transport.all_gather(arrived, here)
     for value, part, entry in zip(values, parts, arrived, strict=True):
         write_back(value, part, entry)
     return values
 
 
-def _from(group: Group, words: Sequence[Header], x: Any, src: int) -> Any:
+def _from(group: Group, headers: Sequence[Header], x: Any, src: int) -> Any:
     """Return the tensor or array of one rank, on every rank; a new one also there."""
-    if group.rank != src and words[src].payload is not None:
-        return rebuild(words[src])
+    if group.rank != src and headers[src].payload is not None:
+        return rebuild(headers[src])
     if group.rank != src:
-        return _take(group, words[src], empty_like(words[src], group.device), src)
-    _give(group, words[src], x, src)
+        return _take(group, headers[src], empty_like(headers[src], group.device), src)
+    _give(group, headers[src], x, src)
     return duplicate(group, x, None, "all_gather")
 
 
 def gather(group: Group, x: Any, dst: int) -> list[Any] | None:
     """Give dst the values of all, in rank order."""
     with group.operation("gather"):
-        words, packed = meet(group, x, "gather", peer=dst)
-        return _gathered(group, words, x, packed, dst)
+        headers, packed = meet(group, x, "gather", peer=dst)
+        return _gathered(group, headers, x, packed, dst)
 
 
 def _gathered(
-    group: Group, words: Sequence[Header], x: Any, packed: bytes | None, dst: int
+    group: Group, headers: Sequence[Header], x: Any, packed: bytes | None, dst: int
 ) -> list[Any] | None:
     if group.rank == dst:
         return [
             (
                 duplicate(group, x, packed, "gather")
                 if rank == dst
-                else receive_body(group, word, rank)
+                else receive_body(group, header, rank)
             )
-            for rank, word in enumerate(words)
+            for rank, header in enumerate(headers)
         ]
-    rest = body(words[group.rank], x, packed)
+    rest = body(headers[group.rank], x, packed)
     if rest is not None:
         exchange_bodies(group, [(rest, dst)], [])
     return None
@@ -365,7 +370,7 @@ def send_receive(group: Group, x: Any, dst: int | None, src: int | None) -> Any:
     """
     with group.operation("send_receive", src if src is not None else dst):
         if dst == src == group.rank:
-            return duplicate(group, x, word_of(group, x, "send_receive")[1], "send_receive")
+            return duplicate(group, x, header_of(group, x, "send_receive")[1], "send_receive")
         works: list[Any] = []
         from_gpu: list[Post] = []
         if dst is not None:
@@ -374,9 +379,9 @@ def send_receive(group: Group, x: Any, dst: int | None, src: int | None) -> Any:
             if sent.body is not None and goes_by_nccl(group, sent.body):
                 from_gpu = [(sent.body, dst)]
             elif sent.body is not None:
-                works += group.lines.post([(sent.body.cpu(), dst)], [], DATA_TAG)
+                works += group.transport.post([(sent.body.cpu(), dst)], [], DATA_TAG)
         received = _receive_beside(group, src, from_gpu)
-        group.lines.finish(works)
+        group.transport.finish(works)
         return received
 
 
@@ -384,16 +389,21 @@ def _receive_beside(group: Group, src: int | None, from_gpu: list[Post]) -> Any:
     """Receive, and send from the GPU: in one batch where both go from GPU to GPU, so that neither
     waits for the other.
     """
-    word = None if src is None else receive_head(group, src)
+    header = None if src is None else receive_head(group, src)
     if not from_gpu or group.nccl is None:
-        return None if word is None or src is None else receive_body(group, word, src)
-    if word is not None and src is not None and word.kind == "tensor" and word.device == "cuda":
-        target = empty_like(word, group.device)
+        return None if header is None or src is None else receive_body(group, header, src)
+    if (
+        header is not None
+        and src is not None
+        and header.kind == "tensor"
+        and header.device == "cuda"
+    ):
+        target = empty_like(header, group.device)
         part = as_tensor(target)
         group.nccl.exchange(from_gpu, [(part, src)] if part.numel() else [])
         return target
     group.nccl.exchange(from_gpu, [])
-    return None if word is None or src is None else receive_body(group, word, src)
+    return None if header is None or src is None else receive_body(group, header, src)
 
 
 # --- messages: a header, and the memory that follows if it did not fit ----------------------------
@@ -409,60 +419,60 @@ class Message(NamedTuple):
 
 def message(group: Group, x: Any, operation: str) -> Message:
     """Return the message that carries a value."""
-    word, packed = word_of(group, x, operation)
-    slot = word.write(group.packer.secret)
+    header, packed = header_of(group, x, operation)
+    slot = header.write(group.packer.secret)
     return Message(slot, packed, body(Header.read(slot, group.packer.secret), x, packed))
 
 
-def body(word: Header, x: Any, packed: bytes | None) -> Any:
-    """Return the memory that follows a word, as a tensor of bytes; None if nothing follows."""
-    if word.payload is not None:
+def body(header: Header, x: Any, packed: bytes | None) -> Any:
+    """Return the memory that follows a header, as a tensor of bytes; None if nothing follows."""
+    if header.payload is not None:
         return None
     memory = as_tensor(x) if packed is None else as_bytes(packed)
     return memory if memory.numel() else None
 
 
 def post_head(group: Group, slot: bytes, dst: int) -> Any:
-    """Begin to send a word."""
-    return group.lines.post([(as_bytes(slot), dst)], [], HEAD_TAG)[0]
+    """Begin to send a header."""
+    return group.transport.post([(as_bytes(slot), dst)], [], HEAD_TAG)[0]
 
 
 def receive_head(group: Group, src: int) -> Header:
-    """Return the next word from a rank."""
+    """Return the next header from a rank."""
     import torch
 
     slot = torch.empty(SLOT_BYTES, dtype=torch.uint8)
-    group.lines.finish(group.lines.post([], [(slot, src)], HEAD_TAG))
+    group.transport.finish(group.transport.post([], [(slot, src)], HEAD_TAG))
     return Header.read(slot.numpy().tobytes(), group.packer.secret)
 
 
-def receive_body(group: Group, word: Header, src: int) -> Any:
-    """Return the value that a word announces, from the word or from the message after it."""
-    if word.payload is not None:
-        return in_word(group, word, src)
-    if word.kind == "value":
-        packed = _empty_bytes(word.size)
-        group.lines.exchange([], [(packed, src)])
-        return group.packer.unpack(packed.numpy(), src, word.operation)
-    target = empty_like(word, group.device)
+def receive_body(group: Group, header: Header, src: int) -> Any:
+    """Return the value that a header announces, from the header or from the message after it."""
+    if header.payload is not None:
+        return in_header(group, header, src)
+    if header.kind == "value":
+        packed = _empty_bytes(header.size)
+        group.transport.exchange([], [(packed, src)])
+        return group.packer.unpack(packed.numpy(), src, header.operation)
+    target = empty_like(header, group.device)
     part = as_tensor(target)
     if not part.numel():
         return target
-    if word.device == "cuda" and group.nccl is not None:
+    if header.device == "cuda" and group.nccl is not None:
         group.nccl.exchange([], [(part, src)])
         return target
     here = part.cpu()
-    group.lines.exchange([], [(here, src)])
+    group.transport.exchange([], [(here, src)])
     write_back(target, part, here)
     return target
 
 
-def in_word(group: Group, word: Header, src: int) -> Any:
-    """Return the value that came with its word."""
+def in_header(group: Group, header: Header, src: int) -> Any:
+    """Return the value that came with its header."""
     return (
-        group.packer.unpack(word.payload, src, word.operation)
-        if word.kind == "value"
-        else rebuild(word)
+        group.packer.unpack(header.payload, src, header.operation)
+        if header.kind == "value"
+        else rebuild(header)
     )
 
 
@@ -470,10 +480,10 @@ def exchange_bodies(group: Group, bodies: Sequence[Post], works: Sequence[Any]) 
     """Send memory; wait until this, and everything else that was posted, has been sent."""
     from_gpu = [post for post in bodies if goes_by_nccl(group, post[0])]
     others = [(body.cpu(), dst) for body, dst in bodies if not goes_by_nccl(group, body)]
-    pending = [*works, *group.lines.post(others, [], DATA_TAG)]
+    pending = [*works, *group.transport.post(others, [], DATA_TAG)]
     if from_gpu and group.nccl is not None:
         group.nccl.exchange(from_gpu, [])
-    group.lines.finish(pending)
+    group.transport.finish(pending)
 
 
 def goes_by_nccl(group: Group, memory: Any) -> bool:
@@ -484,40 +494,42 @@ def goes_by_nccl(group: Group, memory: Any) -> bool:
 # --- shared parts ---------------------------------------------------------------------------------
 
 
-def word_of(
+def header_of(
     group: Group, x: Any, operation: str, peer: int = -1, op: str = ""
 ) -> tuple[Header, bytes | None]:
-    """Return the word for a value, and the pickled value if it has to be pickled."""
-    word = describe(x, operation)._replace(peer=peer, op=op)
-    if word.kind != "value":
-        return word, None
+    """Return the header for a value, and the pickled value if it has to be pickled."""
+    header = describe(x, operation)._replace(peer=peer, op=op)
+    if header.kind != "value":
+        return header, None
     packed = group.packer.pack(x, operation)
-    return word._replace(size=len(packed), payload=packed), packed
+    return header._replace(size=len(packed), payload=packed), packed
 
 
 def meet(
     group: Group, x: Any, operation: str, peer: int = -1, op: str = ""
 ) -> tuple[list[Header], bytes | None]:
-    """Meet the other ranks over a value; return the words of all, and the pickled value."""
-    word, packed = word_of(group, x, operation, peer, op)
-    return group.meet(word), packed
+    """Meet the other ranks over a value; return the headers of all, and the pickled value."""
+    header, packed = header_of(group, x, operation, peer, op)
+    return group.meet(header), packed
 
 
-def all_values(group: Group, words: Sequence[Header], packed: bytes | None) -> list[Any]:
+def all_values(group: Group, headers: Sequence[Header], packed: bytes | None) -> list[Any]:
     """Return the pickled values of all ranks that have one."""
     return [
-        one_value(group, word, packed, rank) if word.kind == "value" else None
-        for rank, word in enumerate(words)
+        one_value(group, header, packed, rank) if header.kind == "value" else None
+        for rank, header in enumerate(headers)
     ]
 
 
-def one_value(group: Group, word: Header, packed: bytes | None, src: int) -> Any:
+def one_value(group: Group, header: Header, packed: bytes | None, src: int) -> Any:
     """Return the pickled value of one rank, on every rank."""
-    if word.payload is not None:
-        return group.packer.unpack(word.payload, src, word.operation)
-    body = as_bytes(packed) if group.rank == src and packed is not None else _empty_bytes(word.size)
-    group.lines.broadcast(body, src)
-    return group.packer.unpack(body.numpy(), src, word.operation)
+    if header.payload is not None:
+        return group.packer.unpack(header.payload, src, header.operation)
+    body = (
+        as_bytes(packed) if group.rank == src and packed is not None else _empty_bytes(header.size)
+    )
+    group.transport.broadcast(body, src)
+    return group.packer.unpack(body.numpy(), src, header.operation)
 
 
 def duplicate(group: Group, x: Any, packed: bytes | None, operation: str) -> Any:
@@ -533,19 +545,19 @@ def _empty_bytes(size: int) -> Any:
     return torch.empty(size, dtype=torch.uint8)
 
 
-def all_on_gpus(words: Sequence[Header]) -> bool:
+def all_on_gpus(headers: Sequence[Header]) -> bool:
     """Whether all bring tensors on GPUs."""
-    return all(word.device == "cuda" for word in words)
+    return all(header.device == "cuda" for header in headers)
 
 
-def lines_for(group: Group, part: Any, is_on_gpu: bool) -> tuple[Transport, Any]:
+def transport_for(group: Group, part: Any, is_on_gpu: bool) -> tuple[Transport, Any]:
     """Return the transport for a tensor, and the tensor on a device that it can reach.
 
     Without NCCL (ranks that share a GPU, or a process) tensors on a GPU go through the CPU.
     """
     if is_on_gpu and group.nccl is not None:
         return group.nccl, part
-    return group.lines, part if isinstance(group.lines, NoTransport) else part.cpu()
+    return group.transport, part if isinstance(group.transport, NoTransport) else part.cpu()
 
 
 def write_back(target: Any, part: Any, here: Any) -> None:

@@ -165,7 +165,7 @@ def _operation(error: RankInterrupted) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Return ranks in words.
+    """Return ranks as text.
 
     Example:
         >>> _ranks([2]), _ranks([0, 1, 3])

@@ -72,10 +72,10 @@ class Group:
     """One rank's side of a group of ranks."""
 
     def __init__(
-        self, assignment: Assignment, lines: NoTransport | GlooTransport, packer: Packer
+        self, assignment: Assignment, transport: NoTransport | GlooTransport, packer: Packer
     ) -> None:
         self.assignment = assignment
-        self.lines = lines
+        self.transport = transport
         self.packer = packer
         self.address = LOOPBACK
         self.store: Any = None
@@ -94,8 +94,8 @@ class Group:
         self._looks = self._seen_ended = 0
         self._began = self._since = 0.0  # of this call, and of the current wait (Unix time [s])
         self.mismatch: CollectiveError | None = None
-        if isinstance(lines, GlooTransport):
-            lines.waiting = _weakly(self)
+        if isinstance(transport, GlooTransport):
+            transport.waiting = _weakly(self)
 
     @property
     def rank(self) -> int:
@@ -121,24 +121,24 @@ class Group:
         self._is_ending = self._has_ended_well = False
         self.at_hand = self.mismatch = None
         self._began = time.time()
-        if not isinstance(self.lines, GlooTransport):
+        if not isinstance(self.transport, GlooTransport):
             if not self._has_world():
                 self.make_world()
             return
         with self._in("the beginning of the call"):
             has_process = self.assignment.has_process
-            words = self._meet(
+            headers = self._meet(
                 Header(
                     0, BEGIN, shape=(int(self._has_world()), count_names() if has_process else 0)
                 )
             )
-            if any(word.operation != BEGIN for word in words):
+            if any(header.operation != BEGIN for header in headers):
                 raise CollectiveError(
                     "A rank has used the context of an earlier call, which has ended.", missing=()
                 )
             if has_process:
-                let_names_begin_at(max(word.shape[1] for word in words))
-            if not all(word.shape[0] for word in words):
+                let_names_begin_at(max(header.shape[1] for header in headers))
+            if not all(header.shape[0] for header in headers):
                 self.make_world()
 
     def end(self) -> None:
@@ -156,22 +156,22 @@ class Group:
             self.meet(Header(0, END))
         self._is_ending, self._has_ended_well = False, True
 
-    def meet(self, word: Header) -> list[Header]:
-        """Send the word of this rank, and return the words of all.
+    def meet(self, header: Header) -> list[Header]:
+        """Send the header of this rank, and return the headers of all.
 
         Raises:
-            CollectiveError: The words do not agree; the same error on every rank.
+            CollectiveError: The headers do not agree; the same error on every rank.
         """
         self._meetings += 1
-        words = self._meet(word._replace(number=self._meetings))
-        disagreement = find_disagreement(words)
+        headers = self._meet(header._replace(number=self._meetings))
+        disagreement = find_disagreement(headers)
         if disagreement is not None:
             raise CollectiveError(disagreement.text, missing=disagreement.missing)
-        return words
+        return headers
 
-    def _meet(self, word: Header) -> list[Header]:
+    def _meet(self, header: Header) -> list[Header]:
         secret = self.packer.secret
-        return [Header.read(entry, secret) for entry in self.lines.meet(word.write(secret))]
+        return [Header.read(entry, secret) for entry in self.transport.meet(header.write(secret))]
 
     @contextmanager
     def operation(self, name: str, peer: int | None = None) -> Iterator[None]:
@@ -261,7 +261,7 @@ class Group:
         """Have a thread watch, until the end of the call, for ranks that wait for each other in
         different places.
         """
-        if self.world is None or not isinstance(self.lines, GlooTransport) or not progress():
+        if self.world is None or not isinstance(self.transport, GlooTransport) or not progress():
             yield
             return
         limit_s = self.assignment.mismatch_timeout_s
@@ -354,14 +354,14 @@ class Group:
         yet.
         """
         if self._has_ended_well:
-            _retire(self.lines, self.store)
+            _retire(self.transport, self.store)
         else:
-            self.lines.sever()
+            self.transport.sever()
         if self.world is not None:
             with suppress(RuntimeError, ValueError):  # the user may have destroyed it already
                 close_world(self.world)
         self.world = self.nccl = self.store = None
-        self.lines = _Closed()
+        self.transport = _Closed()
 
 
 def _weakly(group: Group) -> Callable[[float], None]:
@@ -384,11 +384,11 @@ those).
 _retiring = threading.Lock()
 
 
-def _retire(lines: NoTransport | GlooTransport, store: Any) -> None:
+def _retire(transport: NoTransport | GlooTransport, store: Any) -> None:
     """Keep a few connections open for a moment: each group takes descriptors and threads."""
     with _retiring:
         is_first = not _retired
-        _retired.append((time.monotonic(), lines, store))
+        _retired.append((time.monotonic(), transport, store))
         if len(_retired) > MAX_RETIRED:
             _retired.popleft()
     if is_first:
@@ -482,7 +482,9 @@ def connect(assignment: Assignment, way: ExchangeClient | None) -> Group:
             return GlooTransport(store, assignment.rank, assignment.world_size, found.address)
 
         packer = Packer(found.invitation.secret, way if assignment.has_process else None)
-        group = Group(assignment, in_thread(make, discard=lambda lines: lines.sever()), packer)
+        group = Group(
+            assignment, in_thread(make, discard=lambda transport: transport.sever()), packer
+        )
         group.store, group.address, group.master = (
             found.store,
             found.address,

@@ -196,9 +196,9 @@ _open: weakref.WeakSet[GlooTransport] = weakref.WeakSet()
 
 def _close_all() -> None:
     """Close every group left open: gloo's own threads must end before the process does."""
-    for lines in list(_open):
-        lines.sever()
-        lines.drop()
+    for transport in list(_open):
+        transport.sever()
+        transport.drop()
 
 
 atexit.register(_close_all)

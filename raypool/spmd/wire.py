@@ -1,7 +1,7 @@
-"""The words that ranks exchange when they meet, and the forms in which values travel.
+"""The headers that ranks exchange when they meet, and the forms in which values travel.
 
 Every collective begins with a meeting: each rank writes one `Header` into a slot of fixed size, and
-reads the words of all. So all ranks come to the same judgment: either all go on, or all raise the
+reads the headers of all. So all ranks come to the same judgment: either all go on, or all raise the
 same error, and the group remains usable.
 """
 
@@ -72,7 +72,7 @@ def _signature(data: Any, secret: bytes) -> bytes:
 
 
 class Header(NamedTuple):
-    """The word of one rank in a meeting: which meeting of the call, which operation, and with what.
+    """What one rank announces in a meeting: the number of the meeting, the operation, and a value.
 
     `kind`: "tensor", "array", "value" (anything that is pickled) or "" (nothing). `peer`: dst or
     src, -1 without. `op`: of a reduction. `size`: of a pickled value [bytes]. `payload`: that value
@@ -93,15 +93,15 @@ class Header(NamedTuple):
     def write(self, secret: bytes) -> bytes:
         """Return the slot; without the payload, if that does not fit."""
         room = SLOT_BYTES - SIGNATURE_BYTES
-        word = self if self.size <= room else self._replace(payload=None)
-        slot = pickle.dumps(tuple(word), protocol=5)
+        header = self if self.size <= room else self._replace(payload=None)
+        slot = pickle.dumps(tuple(header), protocol=5)
         if len(slot) > room:
-            slot = pickle.dumps(tuple(word._replace(payload=None)), protocol=5)
+            slot = pickle.dumps(tuple(header._replace(payload=None)), protocol=5)
         return signed(slot.ljust(room, b"\0"), secret)
 
     @staticmethod
     def read(slot: bytes, secret: bytes) -> Header:
-        """Return the word in a slot.
+        """Return the header in a slot.
 
         Raises:
             CollectiveError: No rank of the group has written it.
@@ -110,56 +110,58 @@ class Header(NamedTuple):
 
 
 class Disagreement(NamedTuple):
-    """The fault of a meeting, in words, and the ranks that did not join the others."""
+    """What is wrong with a meeting, as a text, and the ranks that did not join the others."""
 
     text: str
     missing: tuple[int, ...] = ()
 
 
-def find_disagreement(words: Sequence[Header]) -> Disagreement | None:
-    """Judge the words of all ranks; the judgment is the same on every rank."""
-    first = words[0]
-    if any(word.operation != first.operation or word.number != first.number for word in words):
-        return _of_operations(words)
+def find_disagreement(headers: Sequence[Header]) -> Disagreement | None:
+    """Judge the headers of all ranks; the judgment is the same on every rank."""
+    first = headers[0]
+    if any(
+        header.operation != first.operation or header.number != first.number for header in headers
+    ):
+        return _of_operations(headers)
     if first.operation == "broadcast":
-        return _of_peers(words) or _of_targets(words)
+        return _of_peers(headers) or _of_targets(headers)
     if first.operation == "scatter":
-        return _of_peers(words) or _of_parts(words)
-    return _of_peers(words) or _of_reduction(words)
+        return _of_peers(headers) or _of_parts(headers)
+    return _of_peers(headers) or _of_reduction(headers)
 
 
-def _of_peers(words: Sequence[Header]) -> Disagreement | None:
-    first = words[0]
-    if any(word.peer != first.peer for word in words):
+def _of_peers(headers: Sequence[Header]) -> Disagreement | None:
+    first = headers[0]
+    if any(header.peer != first.peer for header in headers):
         return Disagreement(
-            _parties([_to_whom(word) for word in words], first)
+            _parties([_to_whom(header) for header in headers], first)
             + " All ranks have to give the same dst or src."
         )
     return None
 
 
-def _of_reduction(words: Sequence[Header]) -> Disagreement | None:
-    first = words[0]
-    if any(word.op != first.op for word in words):
+def _of_reduction(headers: Sequence[Header]) -> Disagreement | None:
+    first = headers[0]
+    if any(header.op != first.op for header in headers):
         return Disagreement(
-            _parties([f"{word.operation} with {_op(word)}" for word in words], first)
+            _parties([f"{header.operation} with {_op(header)}" for header in headers], first)
             + " All have to use one op."
         )
-    if first.operation in AGREE and any(_form(word) != _form(first) for word in words):
+    if first.operation in AGREE and any(_form(header) != _form(first) for header in headers):
         return Disagreement(
-            _parties([_with_what(word) for word in words], first)
+            _parties([_with_what(header) for header in headers], first)
             + " All ranks have to bring values of one kind, shape and dtype; all_gather takes"
             " different ones."
         )
     return None
 
 
-def _of_operations(words: Sequence[Header]) -> Disagreement:
-    ended = tuple(rank for rank, word in enumerate(words) if word.operation == END)
-    waiting = next((word for word in words if word.operation != END), words[0])
-    others = {word.operation for word in words if word.operation != END}
+def _of_operations(headers: Sequence[Header]) -> Disagreement:
+    ended = tuple(rank for rank, header in enumerate(headers) if header.operation == END)
+    waiting = next((header for header in headers if header.operation != END), headers[0])
+    others = {header.operation for header in headers if header.operation != END}
     if ended and len(others) == 1:
-        waits = [rank for rank, word in enumerate(words) if word.operation != END]
+        waits = [rank for rank, header in enumerate(headers) if header.operation != END]
         return Disagreement(
             f"{list_ranks(ended).capitalize()} {_has(ended)} ended, {list_ranks(waits)}"
             f" {_wait(waits)} for {_it(ended)} in {waiting.operation} (the"
@@ -168,13 +170,16 @@ def _of_operations(words: Sequence[Header]) -> Disagreement:
             " loops of different length.",
             ended,
         )
-    differ = len({word.number for word in words}) > 1 and not ended
+    differ = len({header.number for header in headers}) > 1 and not ended
     did = [
-        f"{word.operation} (its {ordinal(word.number)} collective)" if differ else word.operation
-        for word in words
+        f"{header.operation} (its {ordinal(header.number)} collective)"
+        if differ
+        else header.operation
+        for header in headers
     ]
     did = [
-        HAS_ENDED if word.operation == END else text for word, text in zip(words, did, strict=True)
+        HAS_ENDED if header.operation == END else text
+        for header, text in zip(headers, did, strict=True)
     ]
     return Disagreement(
         _parties(did, waiting)
@@ -184,69 +189,69 @@ def _of_operations(words: Sequence[Header]) -> Disagreement:
     )
 
 
-def _of_targets(words: Sequence[Header]) -> Disagreement | None:
+def _of_targets(headers: Sequence[Header]) -> Disagreement | None:
     """Check targets: a tensor that a rank brings to a broadcast has to match the source's."""
-    source = words[words[0].peer]
+    source = headers[headers[0].peer]
     odd = [
         rank
-        for rank, word in enumerate(words)
-        if word.kind == "tensor" and _form(word) != _form(source)
+        for rank, header in enumerate(headers)
+        if header.kind == "tensor" and _form(header) != _form(source)
     ]
     if not odd:
         return None
     return Disagreement(
         f"Rank {source.peer} broadcasts {_what(source)}, {list_ranks(odd)} {_wait(odd, 'want')} it"
-        f" in {_what(words[odd[0]])} (the {ordinal(source.number)} collective of this call). Pass a"
-        f" tensor like that of rank {source.peer}, or None for a new one."
+        f" in {_what(headers[odd[0]])} (the {ordinal(source.number)} collective of this call). Pass"
+        f" a tensor like that of rank {source.peer}, or None for a new one."
     )
 
 
-def _of_parts(words: Sequence[Header]) -> Disagreement | None:
-    source = words[words[0].peer]
-    if source.shape == (len(words),):
+def _of_parts(headers: Sequence[Header]) -> Disagreement | None:
+    source = headers[headers[0].peer]
+    if source.shape == (len(headers),):
         return None
     has = f"{source.shape[0]} parts" if source.shape else "no list of parts"
     return Disagreement(
-        f"Rank {source.peer} scatters {has} to {len(words)} ranks (the {ordinal(source.number)}"
+        f"Rank {source.peer} scatters {has} to {len(headers)} ranks (the {ordinal(source.number)}"
         " collective of this call). Pass a list or tuple with one part for each rank, in rank"
         " order."
     )
 
 
-def _form(word: Header) -> tuple[object, ...]:
-    return word.kind, word.dtype, word.shape, word.device
+def _form(header: Header) -> tuple[object, ...]:
+    return header.kind, header.dtype, header.shape, header.device
 
 
-def _to_whom(word: Header) -> str:
+def _to_whom(header: Header) -> str:
     return (
-        f"{word.operation} {'to' if word.operation in ('reduce', 'gather') else 'from'} rank"
-        f" {word.peer}"
+        f"{header.operation} {'to' if header.operation in ('reduce', 'gather') else 'from'} rank"
+        f" {header.peer}"
     )
 
 
-def _op(word: Header) -> str:
-    return "a function" if word.op == "function" else f"op={word.op!r}"
+def _op(header: Header) -> str:
+    return "a function" if header.op == "function" else f"op={header.op!r}"
 
 
-def _with_what(word: Header) -> str:
-    return f"{word.operation} of {_what(word)}"
+def _with_what(header: Header) -> str:
+    return f"{header.operation} of {_what(header)}"
 
 
-def _what(word: Header) -> str:
-    if word.kind in ("tensor", "array"):
-        place = " on a GPU" if word.device == "cuda" else ""
-        an = "an" if word.dtype[:1] in "aeiou" else "a"
-        return f"{an} {word.dtype} {word.kind} {word.shape}{place}"
-    return "a Python value" if word.kind else "nothing"
+def _what(header: Header) -> str:
+    if header.kind in ("tensor", "array"):
+        place = " on a GPU" if header.device == "cuda" else ""
+        an = "an" if header.dtype[:1] in "aeiou" else "a"
+        return f"{an} {header.dtype} {header.kind} {header.shape}{place}"
+    return "a Python value" if header.kind else "nothing"
 
 
-def _parties(did: Sequence[str], word: Header) -> str:
+def _parties(did: Sequence[str], header: Header) -> str:
     """List the ranks by operation, those in the same one together."""
     ranks_by_deed: dict[str, list[int]] = {}
     for rank, deed in enumerate(did):
         ranks_by_deed.setdefault(deed, []).append(rank)
     text = ", ".join(_party(ranks, deed) for deed, ranks in ranks_by_deed.items())
-    return f"{text[0].upper()}{text[1:]} (the {ordinal(word.number)} collective of this call)."
+    return f"{text[0].upper()}{text[1:]} (the {ordinal(header.number)} collective of this call)."
 
 
 def _party(ranks: Sequence[int], deed: str) -> str:
@@ -256,7 +261,7 @@ def _party(ranks: Sequence[int], deed: str) -> str:
 
 
 def list_ranks(ranks: Iterable[int]) -> str:
-    """Return ranks in words, the first few by number."""
+    """Return ranks as text, the first few by number."""
     named = [str(rank) for rank in ranks]
     if len(named) == 1:
         return f"rank {named[0]}"
@@ -314,9 +319,7 @@ PLAIN = frozenset({int, float, bool, str, type(None), complex})
 """Types of values that the plain pickle module suffices for."""
 
 MAX_INLINE_BYTES = 512
-"""The memory of a tensor or array that is no larger travels in its word: a loss, say, or a few
-metrics.
-"""
+"""A tensor or array of at most this size travels in its header: a loss, say, or a few metrics."""
 
 
 class Packer:
@@ -383,10 +386,10 @@ def _dump(value: Any) -> bytes:
 
 
 def describe(value: Any, operation: str) -> Header:
-    """Return a word with the kind, dtype, shape and device of a value, and its memory if small."""
+    """Return the header that describes a value, with its memory if that is small."""
     if is_tensor(value):
         _check_tensor(value, operation)
-        word = Header(
+        header = Header(
             0,
             operation,
             "tensor",
@@ -394,28 +397,30 @@ def describe(value: Any, operation: str) -> Header:
             tuple(value.shape),
             value.device.type,
         )
-        if word.device == "cpu" and value.nbytes <= MAX_INLINE_BYTES:
-            word = word._replace(payload=as_tensor(value).numpy().tobytes())
-        return word
+        if header.device == "cpu" and value.nbytes <= MAX_INLINE_BYTES:
+            header = header._replace(payload=as_tensor(value).numpy().tobytes())
+        return header
     if is_array(value):
         payload = value.tobytes() if value.nbytes <= MAX_INLINE_BYTES else None
         return Header(0, operation, "array", dtype_name(value.dtype), value.shape, payload=payload)
     return Header(0, operation, "value")
 
 
-def rebuild(word: Header) -> Any:
-    """Return the tensor or array whose memory came with its word."""
-    assert word.payload is not None
-    if word.kind == "array":
+def rebuild(header: Header) -> Any:
+    """Return the tensor or array whose memory came with its header."""
+    assert header.payload is not None
+    if header.kind == "array":
         import numpy as np
 
-        return np.frombuffer(bytearray(word.payload), np.dtype(word.dtype)).reshape(word.shape)
+        return np.frombuffer(bytearray(header.payload), np.dtype(header.dtype)).reshape(
+            header.shape
+        )
     import torch
 
-    if not word.payload:
-        return empty_like(word, None)
-    return torch.frombuffer(bytearray(word.payload), dtype=getattr(torch, word.dtype)).reshape(
-        word.shape
+    if not header.payload:
+        return empty_like(header, None)
+    return torch.frombuffer(bytearray(header.payload), dtype=getattr(torch, header.dtype)).reshape(
+        header.shape
     )
 
 
@@ -488,16 +493,16 @@ def whole(x: Any) -> Any:
     return x.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def empty_like(word: Header, device: Any) -> Any:
-    """Return an uninitialized tensor or array for a word; on `device` if the word is of a GPU."""
-    if word.kind == "array":
+def empty_like(header: Header, device: Any) -> Any:
+    """Return an uninitialized tensor or array for a header; on `device` if it was on a GPU."""
+    if header.kind == "array":
         import numpy as np
 
-        return np.empty(word.shape, np.dtype(word.dtype))
+        return np.empty(header.shape, np.dtype(header.dtype))
     import torch
 
-    place = device if word.device == "cuda" else torch.device("cpu")
-    return torch.empty(word.shape, dtype=getattr(torch, word.dtype), device=place)
+    place = device if header.device == "cuda" else torch.device("cpu")
+    return torch.empty(header.shape, dtype=getattr(torch, header.dtype), device=place)
 
 
 def as_bytes(packed: bytes) -> Any:

@@ -286,8 +286,8 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
         """Exchange a value with all ranks; return the values of all."""
         group = self._spmd._group
         with group.operation(operation):
-            words, packed = meet(group, value, operation)
-            return all_values(group, words, packed)
+            headers, packed = meet(group, value, operation)
+            return all_values(group, headers, packed)
 
     # --- report -----------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # out.
 
 
-COLOURS = {
+COLORS = {
     "finished": "#2a9d8f",
     "failed": "#d1495b",
     "lost": "#8d5a97",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from raypool.errors import InvalidValueError, RemoteTraceback
 from raypool.journal.files import write_file
 from raypool.views.drawing import (
-    COLOURS,
+    COLORS,
     Timeline,
     at_once,
     columns,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 PAGE = Path(__file__).with_name("page")
 
-MARKS = {**COLOURS, "missing": "#b0b0b0"}
+MARKS = {**COLORS, "missing": "#b0b0b0"}
 """The colors of items by status."""
 
 MAX_FAILURES = 50
@@ -261,7 +261,7 @@ def timeline(shown: Timeline) -> tuple[dict[str, Any], int]:
     bars = merged(shown.attempts, tick_s)
     labels = [html.escape(lane.label) for lane in shown.lanes]
     figure = go.Figure()
-    for status, colour in COLOURS.items():
+    for status, color in COLORS.items():
         rows = bars[bars["status"] == status]
         if rows.empty:
             continue
@@ -272,7 +272,7 @@ def timeline(shown: Timeline) -> tuple[dict[str, Any], int]:
             base=(rows["start_s"] / unit_s).to_numpy(),
             x=((rows["end_s"] - rows["start_s"]) / unit_s).to_numpy(),
             marker={
-                "color": colour,
+                "color": color,
                 "line": {"width": 0.5 if not tick_s else 0, "color": "rgba(255,255,255,0.6)"},
             },
             hovertext=[_hover(row) for row in rows.itertuples()],
@@ -326,7 +326,7 @@ def concurrency(attempts: pd.DataFrame, wall_s: float, num_workers: int) -> dict
         x=[at_s / unit_s for at_s in times],
         y=counts,
         mode="lines",
-        line={"shape": "hv", "width": 1.5, "color": COLOURS["finished"]},
+        line={"shape": "hv", "width": 1.5, "color": COLORS["finished"]},
         fill="tozeroy",
         name="running",
         hovertemplate="%{y:.3~g} at once<extra></extra>",

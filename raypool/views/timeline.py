@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from raypool.errors import InvalidValueError
 from raypool.journal.files import write_file
-from raypool.views.drawing import COLOURS, Timeline, cell, plan, took, unit_of
+from raypool.views.drawing import COLORS, Timeline, cell, plan, took, unit_of
 from raypool.views.kernel import notebook_shell
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def _draw_bars(axes: Axes, shown: Timeline, unit_s: float) -> None:
             spans = list(zip(starts[own], (ends - starts)[own], strict=True))
             heights = (lane - BAR_HEIGHT / 2, BAR_HEIGHT)
             axes.broken_barh(
-                spans, heights, facecolor=COLOURS[str(status)], edgecolor="white", linewidth=0.4
+                spans, heights, facecolor=COLORS[str(status)], edgecolor="white", linewidth=0.4
             )
         wide = rows[(rows["end_s"] - rows["start_s"]) > MIN_LABEL * shown.wall_s]
         for item, lane, start_s, end_s in zip(
@@ -131,12 +131,12 @@ def _draw_bars(axes: Axes, shown: Timeline, unit_s: float) -> None:
 
 def _draw_legend(figure: Figure, shown: Timeline) -> None:
     counts = shown.attempts["status"].value_counts()
-    there = [status for status in COLOURS if status in counts]
+    there = [status for status in COLORS if status in counts]
     if there:
         from matplotlib.patches import Patch
 
         patches = [
-            Patch(color=COLOURS[status], label=f"{status} ({counts[status]:,})") for status in there
+            Patch(color=COLORS[status], label=f"{status} ({counts[status]:,})") for status in there
         ]
         patches.append(Patch(color="0.93", label="idle"))
         figure.legend(handles=patches, loc="outside lower left", ncols=len(patches), frameon=False)

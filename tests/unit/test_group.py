@@ -181,7 +181,7 @@ def test_a_group_that_the_user_destroys_on_one_rank_is_made_anew_on_all(ranks) -
         def spoil(ctx):
             if ctx.rank == 0:
                 dist.destroy_process_group()
-            return ctx.all_reduce(1)  # the context's own lines are none of torch's business
+            return ctx.all_reduce(1)  # the context's own transport are none of torch's business
 
         def use(ctx):
             x = torch.ones(1)

@@ -132,12 +132,12 @@ CALLS = [
 
 def test_a_group_serves_again_while_its_workers_were_in_no_other():
     for calls, numbers in CALLS:
-        roster = WarmGroups()
-        assert [roster.number_for(call) for call in calls] == numbers
+        groups = WarmGroups()
+        assert [groups.number_for(call) for call in calls] == numbers
 
 
 def test_a_group_that_was_forgotten_does_not_serve_again():
-    roster = WarmGroups()
-    first = roster.number_for((1, 2))
-    roster.forget((2,))
-    assert roster.number_for((1, 2)) != first
+    groups = WarmGroups()
+    first = groups.number_for((1, 2))
+    groups.forget((2,))
+    assert groups.number_for((1, 2)) != first
