@@ -288,8 +288,8 @@ def _why_no_job_dir(job_dir: str) -> str | None:
     Example:
         >>> _why_no_job_dir("gs://my-bucket/run-1"), _why_no_job_dir("/mnt/shared/run-1")
         (None, None)
-        >>> _why_no_job_dir("gs:/my-bucket/run-1")
-        "'gs:/my-bucket/run-1' is neither gs://BUCKET/..., s3://BUCKET/... nor a path that begins...
+        >>> _why_no_job_dir("gs:/my-bucket/run-1").partition(", ")[2]
+        's3://BUCKET/... nor a path that begins with /.'
     """
     scheme, colon, rest = job_dir.partition("://")
     if colon and scheme in BUCKETS:

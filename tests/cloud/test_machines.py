@@ -17,7 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypool.cli.main import main
-from raypool.cluster.machines import NAMES, Catalogue, Machine, catalogue
+from raypool.cluster.machines import (
+    NAMES,
+    Catalogue,
+    Machine,
+    catalogue,
+    choose_zone,
+    why_no_zone,
+)
 from raypool.errors import CloudError
 
 AI_PLATFORM, GCE, AWS = (catalogue(name) for name in ("ai-platform-2021", "gce", "aws"))
@@ -428,3 +435,11 @@ def test_cli_refuses_a_gpu_that_is_not_there() -> None:
     assert (
         "There is no GPU 'T5' in the catalogue of 2026-11-22. There are: T4, P4, " in result.output
     )
+
+
+def test_errors_about_places_name_what_there_is_instead() -> None:
+    with pytest.raises(CloudError, match=r"no T4 GPUs\. Near it are us-west1-a, us-west1-b\.$"):
+        GCE.check_place("us-west1-c", "T4")
+    with pytest.raises(CloudError, match=r"which was asked for, too\. Leave one of them out\.$"):
+        choose_zone(("T4",), "us-east1", "us-central1-a")
+    assert str(why_no_zone(("K80", "H100"), None)).endswith("K80 and H100. No region has one.")
