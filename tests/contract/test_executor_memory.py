@@ -182,6 +182,10 @@ def test_what_a_function_has_left_in_its_variables_is_freed_with_its_loop(
             cache.update(table=np.ones(32_000_000, np.uint8), train=train)
             weakref.finalize(cache["table"], marks.add, "freed").atexit = False
             marks.add("made")
+        if item == 5:  # fails when no other is in the middle of making a table
+            eventually(lambda: marks.count("passed") == 5, 300)
+        else:
+            marks.add("passed")
         return 1 // (5 - item)
 
     if way == "call":
