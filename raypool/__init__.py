@@ -45,7 +45,19 @@ if typing.TYPE_CHECKING:
     from raypool.gpus.table import gpu_device_count, gpu_device_table
     from raypool.interop.joblib import register_joblib
     from raypool.journal.reading import load_results
-    from raypool.pool import ParallelPool, PoolPart, PoolView, Statistics, fit, gcp, parpool
+    from raypool.pool import (
+        ParallelPool,
+        PoolPart,
+        PoolView,
+        Statistics,
+        classify,
+        fit,
+        gcp,
+        parfeval,
+        parfor,
+        parpool,
+        predict,
+    )
     from raypool.profiles import Profile, Tls, WorkerResources
     from raypool.results import Results
     from raypool.spmd.composite import Composite
@@ -115,6 +127,7 @@ __all__ = [
     "after_each",
     "as_device",
     "batch",
+    "classify",
     "copy_to",
     "cpu",
     "current_task",
@@ -128,7 +141,10 @@ __all__ = [
     "gpu_device_table",
     "load_checkpoint",
     "load_results",
+    "parfeval",
+    "parfor",
     "parpool",
+    "predict",
     "register_joblib",
     "report",
     "save_checkpoint",
@@ -188,6 +204,7 @@ _HOMES = {
     "after_each": "raypool.futures",
     "as_device": "raypool.gpus.handover",
     "batch": "raypool.batches",
+    "classify": "raypool.pool",
     "copy_to": "raypool.gpus.handover",
     "cpu": "raypool.gpus.handover",
     "current_task": "raypool.task",
@@ -201,7 +218,10 @@ _HOMES = {
     "gpu_device_table": "raypool.gpus.table",
     "load_checkpoint": "raypool.task",
     "load_results": "raypool.journal.reading",
+    "parfeval": "raypool.pool",
+    "parfor": "raypool.pool",
     "parpool": "raypool.pool",
+    "predict": "raypool.pool",
     "register_joblib": "raypool.interop.joblib",
     "report": "raypool.task",
     "save_checkpoint": "raypool.task",

@@ -74,7 +74,7 @@ def batch(
     fn: Callable[..., Any],
     *args: Any,
     pool: Workers | None = None,
-    profile: str | Profile = "local",
+    profile: str | Profile | None = None,
     name: str | None = None,
     outputs: str | None = None,
 ) -> Job:
@@ -168,7 +168,7 @@ def batch(
     return Job(jobs, jobs.look(job_id))
 
 
-def find_job(job_id: str, *, profile: str | Profile = "local") -> Job:
+def find_job(job_id: str, *, profile: str | Profile | None = None) -> Job:
     """Return a job that some process has submitted.
 
     Args:
@@ -187,7 +187,7 @@ def find_job(job_id: str, *, profile: str | Profile = "local") -> Job:
     return Job(jobs, jobs.look(job_id))
 
 
-def _checked_profile(profile: str | Profile) -> Profile:
+def _checked_profile(profile: str | Profile | None) -> Profile:
     settings = resolve_profile(profile, {})
     if settings.backend != "ray":
         raise InvalidValueError(

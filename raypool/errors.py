@@ -36,13 +36,16 @@ keyword-only and survive pickling.
 from __future__ import annotations
 
 import copyreg
+import dataclasses
 import errno
+import functools
 import operator
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import BrokenExecutor, CancelledError
 from enum import Enum
 from importlib.util import find_spec
 from pickle import PicklingError
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = [
     "CloudError",
@@ -435,6 +438,64 @@ def whole_number(value: Any) -> int | None:
         return operator.index(value)
     except TypeError:
         return None
+
+
+MAX_NAMES = 40
+"""With more names than this, an error lists none of them."""
+
+
+def did_you_mean(given: str, known: Iterable[str], others: Mapping[str, str] = {}) -> str:
+    """Return the sentence of an error about an unknown name: names that resemble it, or all names.
+
+    Args:
+        given: What the user typed.
+        known: The names that there are.
+        others: What names from elsewhere, in lower case, are called here.
+
+    Example:
+        >>> did_you_mean("timeout", ["retries", "timeout_s"])
+        ' Did you mean timeout_s?'
+        >>> did_you_mean("x", ["retries", "timeout_s"])
+        ' There are: retries, timeout_s.'
+    """
+    import difflib  # imported late: most programs never need it
+
+    names = {name.lower(): name for name in known}
+    near = [names[name] for name in difflib.get_close_matches(given.lower(), names, 2)]
+    if given.lower() in others:
+        near = [others[given.lower()]]
+    if near:
+        return f" Did you mean {' or '.join(near)}?"
+    return f" There are: {', '.join(names.values())}." if 0 < len(names) <= MAX_NAMES else ""
+
+
+C = TypeVar("C", bound=type)
+
+
+def suggests_fields(**others: str) -> Callable[[C], C]:
+    """Let a dataclass say which field was meant by a name that it does not have.
+
+    Args:
+        **others: What names from elsewhere are called here.
+    """
+
+    def decorate(cls: C) -> C:
+        init = cls.__init__  # type: ignore[misc]  # mypy takes `cls` for an instance
+
+        @functools.wraps(init)
+        def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+            known = [field.name for field in dataclasses.fields(cls)]
+            for name in kwargs:
+                if name not in known:
+                    raise InvalidTypeError(
+                        f"{cls.__name__} has no field {name}.{did_you_mean(name, known, others)}"
+                    )
+            init(self, *args, **kwargs)
+
+        cls.__init__ = checked  # type: ignore[misc]
+        return cls
+
+    return decorate
 
 
 def checked_count(name: str, value: Any, least: int) -> int:

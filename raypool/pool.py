@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import inspect
 import sys
 import threading
 import time
 import uuid
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    Unpack,
+    cast,
+    overload,
+)
 
 from raypool.channel.constants import Constant, call_once, content_of, new_constant
 from raypool.channel.records import WorkerInfo, function_name
@@ -35,6 +45,7 @@ from raypool.errors import (
     PoolClosedError,
     ResourceError,
     checked_count,
+    did_you_mean,
     optional_count,
 )
 from raypool.futures import (
@@ -46,7 +57,16 @@ from raypool.futures import (
     unless_interrupted,
 )
 from raypool.options import Options, Where, check_callable, worker_numbers
-from raypool.parfor import is_inline, parfor
+from raypool.parallel_for import (
+    Array,
+    Frame,
+    Item,
+    Items,
+    LoopArguments,
+    MaybeAsync,
+    is_inline,
+    run_loop,
+)
 from raypool.profile_files import resolve_profile
 from raypool.profiles import Profile
 from raypool.task import current_task
@@ -57,11 +77,14 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
+    from raypool.results import Results
     from raypool.spmd.composite import Composite
     from raypool.train.runs import RunOptions, TrainingRun
     from raypool.train.training_options import TrainingOptions
 
 T = TypeVar("T")
+P = ParamSpec("P")
+Folded = TypeVar("Folded")
 
 Workers = int | Iterable[int | WorkerInfo] | None
 """How many workers, or which; None for all."""
@@ -120,11 +143,9 @@ class PoolView(concurrent.futures.Executor):
             'sum'
         """
         known = Options.__slots__
-        unknown = [name for name in changes if name not in known]
-        if unknown:
-            raise InvalidTypeError(
-                f"There is no option {', '.join(unknown)}. There are: {', '.join(known)}."
-            )
+        for name in changes:
+            if name not in known:
+                raise InvalidTypeError(f"There is no option {name}.{did_you_mean(name, known)}")
         return PoolView(self._engine, replace(self._options, **changes), pool=self)
 
     def __reduce__(self) -> Any:
@@ -223,10 +244,76 @@ class PoolView(concurrent.futures.Executor):
 
     # --- loops ------------------------------------------------------------------------------------
 
+    # For type checkers. A coroutine function counts as what it returns in the end. mypy cannot
+    # infer that from `MaybeAsync`; it takes the overload with `Coroutine`.
+    @overload
+    def parfor(
+        self,
+        fn: Callable[[int], MaybeAsync[T]],
+        items: int,
+        *,
+        reduce: None = None,
+        **how: Unpack[LoopArguments],
+    ) -> Results[T]: ...
+    @overload
+    def parfor(
+        self,
+        fn: Callable[[dict[str, Any]], MaybeAsync[T]],
+        items: Frame,
+        *,
+        reduce: None = None,
+        **how: Unpack[LoopArguments],
+    ) -> Results[T]: ...
+    @overload
+    def parfor(
+        self,
+        fn: Callable[[Any], MaybeAsync[T]],
+        items: Array,
+        *,
+        reduce: None = None,
+        **how: Unpack[LoopArguments],
+    ) -> Results[T]: ...
+    @overload
+    def parfor(
+        self,
+        fn: Callable[[Item], MaybeAsync[T]],
+        items: Iterable[Item],
+        *,
+        reduce: None = None,
+        **how: Unpack[LoopArguments],
+    ) -> Results[T]: ...
+    @overload
+    def parfor(
+        self,
+        fn: Callable[[Item], Coroutine[Any, Any, T]],
+        items: Items[Item],
+        *,
+        reduce: None = None,
+        **how: Unpack[LoopArguments],
+    ) -> Results[T]: ...
+    @overload
+    def parfor(
+        self,
+        fn: Callable[[Item], T],
+        items: Items[Item],
+        *,
+        reduce: Callable[[T, T], T],
+        **how: Unpack[LoopArguments],
+    ) -> T: ...
+    @overload
+    def parfor(
+        self,
+        fn: Callable[[Item], T],
+        items: Items[Item],
+        *,
+        reduce: Callable[[Folded, T], Folded],
+        init: Folded,
+        **how: Unpack[LoopArguments],
+    ) -> Folded: ...
     def parfor(  # noqa: PLR0913 - each argument is asked for by users, all are named
         self,
         fn: Callable[[Any], Any],
-        items: Iterable[Any] | int,
+        items: Items[Any],
         *,
         on_error: Literal["stop", "raise", "collect"] | None = None,
         reduce: Callable[[Any, Any], Any] | None = None,
@@ -321,7 +408,7 @@ class PoolView(concurrent.futures.Executor):
             ...     list(pool.parfor(abs, [-3, -2, -1], run_dir=folder.name))  # only -3 runs
             [3, 2, 1]
         """
-        return parfor(
+        return run_loop(
             self,
             fn,
             items,
@@ -341,7 +428,15 @@ class PoolView(concurrent.futures.Executor):
 
     # --- single calls -----------------------------------------------------------------------------
 
-    def parfeval(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+    @overload
+    def parfeval(
+        self, fn: Callable[P, MaybeAsync[T]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Future[T]: ...
+    @overload
+    def parfeval(
+        self, fn: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Future[T]: ...
+    def parfeval(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call `fn(*args, **kwargs)` on the next free worker; return a future at once.
 
         Arguments are sent as they are now: later changes have no effect. Inside a task the call
@@ -366,7 +461,15 @@ class PoolView(concurrent.futures.Executor):
         target = self._target()
         return submit_call(target._engine, fn, args, kwargs, target._options, target._where())
 
-    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+    @overload
+    def submit(
+        self, fn: Callable[P, MaybeAsync[T]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Future[T]: ...
+    @overload
+    def submit(
+        self, fn: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Future[T]: ...
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Do as `parfeval` does, under the name of `concurrent.futures`."""
         return self.parfeval(fn, *args, **kwargs)
 
@@ -490,11 +593,11 @@ class PoolView(concurrent.futures.Executor):
 
     def spmd(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[..., T],  # not Concatenate: mypy would refuse every lambda
         /,
         *args: Any,
         workers: int | Iterable[int | WorkerInfo] | None = None,
-    ) -> Composite:
+    ) -> Composite[T]:
         """Call `fn(context, *args)` on all workers at the same time, each of which is a rank.
 
         The ranks are in one process group, through which `context` (an `SpmdContext`) lets them
@@ -550,11 +653,11 @@ class PoolView(concurrent.futures.Executor):
 
     def spmd_async(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[..., T],
         /,
         *args: Any,
         workers: int | Iterable[int | WorkerInfo] | None = None,
-    ) -> Future[Composite]:
+    ) -> Future[Composite[T]]:
         """Do as `spmd` does, but return at once: a future of the `Composite`.
 
         Its `metrics` have a column `rank`; to cancel it ends all ranks.
@@ -1281,7 +1384,7 @@ class ParallelPool(StaffedView):
 def parpool(
     num_workers: int | tuple[int, int] | None = None,
     *,
-    profile: str | Profile = "local",
+    profile: str | Profile | None = None,
     initializer: Callable[..., object] | None = None,
     initargs: Iterable[Any] = (),
     **changes: Any,
@@ -1299,7 +1402,8 @@ def parpool(
         profile: "local" (Ray: the one that runs in this process, else a new one on this machine),
             "threads" or "inline" (in this process, without Ray); the name of one in a file
             raypool.toml (`[profiles.NAME]`) or pyproject.toml (`[tool.raypool.profiles.NAME]`) of
-            this folder or the nearest one above; or a `Profile`.
+            this folder or the nearest one above; or a `Profile`. None: the profile that this file
+            names (`default = "NAME"`), else "local".
         initializer: The standard library's form of `setup=functools.partial(initializer,
             *initargs)`: it runs once in each worker before anything else.
         initargs: Its arguments.
@@ -1340,7 +1444,7 @@ def parpool(
 def open_pool(
     num_workers: int | tuple[int, int] | None = None,
     *,
-    profile: str | Profile = "local",
+    profile: str | Profile | None = None,
     initializer: Callable[..., object] | None = None,
     initargs: Iterable[Any] = (),
     **changes: Any,
@@ -1417,13 +1521,51 @@ def gcp(create: bool = True) -> ParallelPool | None:
     return _made_here
 
 
-def fit(
-    model: Any,
-    data: Any,
-    loss: Callable[..., Any],
-    options: TrainingOptions | None = None,
-    **arguments: Any,
-) -> TrainingRun:
+Verb = TypeVar("Verb", bound=Callable[..., Any])
+
+
+def _of_current_pool(verb: Callable[[PoolView], Verb]) -> Callable[[Callable[..., Any]], Verb]:
+    """Make of a function, of which only the docstring counts, a verb of the current pool."""
+
+    def decorate(described: Callable[..., Any]) -> Verb:
+        @functools.wraps(described)
+        def on_current_pool(*args: Any, **kwargs: Any) -> Any:
+            return verb(cast("PoolView", gcp()))(*args, **kwargs)
+
+        method = inspect.signature(getattr(PoolView, described.__name__))
+        _, *parameters = method.parameters.values()  # without `self`
+        on_current_pool.__signature__ = method.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return cast("Verb", on_current_pool)
+
+    return decorate
+
+
+@_of_current_pool(lambda pool: pool.parfor)
+def parfor(*args: Any, **kwargs: Any) -> Any:
+    """Do as `PoolView.parfor` does on the current pool, which is opened if there is none.
+
+    Example:
+        >>> import raypool
+        >>> with parpool(2, profile="threads", quiet=True):
+        ...     list(raypool.parfor(abs, [-1, -2]))
+        [1, 2]
+    """
+
+
+@_of_current_pool(lambda pool: pool.parfeval)
+def parfeval(*args: Any, **kwargs: Any) -> Any:
+    """Do as `PoolView.parfeval` does on the current pool, which is opened if there is none.
+
+    Example:
+        >>> import raypool
+        >>> with parpool(2, profile="threads", quiet=True):
+        ...     raypool.parfeval(pow, 2, 10).result()
+        1024
+    """
+
+
+@_of_current_pool(lambda pool: pool.fit)
+def fit(*args: Any, **kwargs: Any) -> Any:
     """Do as `PoolView.fit` does on the current pool, which is opened if there is none.
 
     Example:
@@ -1434,9 +1576,32 @@ def fit(
         ...     fit(model, (torch.rand(256, 2), torch.rand(256, 1)), loss).result().model
         Linear(in_features=2, out_features=1, bias=True)
     """
-    pool = gcp()
-    assert pool is not None  # only `gcp(create=False)` returns None
-    return pool.fit(model, data, loss, options, **arguments)
+
+
+@_of_current_pool(lambda pool: pool.predict)
+def predict(*args: Any, **kwargs: Any) -> Any:
+    """Do as `PoolView.predict` does on the current pool, which is opened if there is none.
+
+    Example:
+        >>> import torch
+        >>> from raypool import predict
+        >>> with parpool(2, profile="threads", quiet=True):
+        ...     predict(torch.nn.Identity(), torch.arange(3.0))
+        tensor([0., 1., 2.])
+    """
+
+
+@_of_current_pool(lambda pool: pool.classify)
+def classify(*args: Any, **kwargs: Any) -> Any:
+    """Do as `PoolView.classify` does on the current pool, which is opened if there is none.
+
+    Example:
+        >>> import torch
+        >>> from raypool import classify
+        >>> with parpool(2, profile="threads", quiet=True):
+        ...     classify(torch.nn.Identity(), torch.eye(3))
+        array([0, 1, 2])
+    """
 
 
 _made_here: ParallelPool | None = None
@@ -1472,6 +1637,11 @@ def checked_range(num_workers: Any, name: str = "num_workers") -> tuple[int | No
     """
     if num_workers is None:
         return None, None
+    if isinstance(num_workers, str):
+        raise InvalidTypeError(
+            f"{name}={num_workers!r} is not a number of workers. Did you mean"
+            f" profile={num_workers.lower()!r}?"
+        )
     if isinstance(num_workers, (tuple, list)):
         if len(num_workers) != 2:
             raise InvalidValueError(f"{name}={num_workers!r} is not a pair (least, most).")

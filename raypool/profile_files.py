@@ -2,7 +2,9 @@
 
 ::
 
-    # raypool.toml; in pyproject.toml the table is called [tool.raypool.profiles.lab]
+    # raypool.toml; in pyproject.toml its tables are [tool.raypool] and [tool.raypool.profiles.lab]
+    default = "lab"
+
     [profiles.lab]
     address = "10.0.0.7:6379"
     resources = {gpus = 0.5}
@@ -27,7 +29,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from raypool.errors import InvalidTypeError, InvalidValueError, RaypoolError
+from raypool.errors import InvalidTypeError, InvalidValueError, RaypoolError, did_you_mean
 from raypool.profiles import Profile, Tls, WorkerResources
 
 BUILT_IN = {
@@ -35,6 +37,17 @@ BUILT_IN = {
     "threads": Profile(backend="threads"),
     "inline": Profile(backend="inline"),
 }
+
+FROM_ELSEWHERE = {
+    "n_jobs": "num_workers",
+    "processes": "num_workers",
+    "num_gpus": "resources",
+    "gpus_per_worker": "resources",
+    "num_cpus": "resources",
+    "cpus_per_worker": "resources",
+    "timeout": "start_timeout_s",
+}
+"""What names of joblib, multiprocessing and Ray are called here."""
 
 T = TypeVar("T")
 
@@ -45,8 +58,11 @@ FILES: dict[str, Keys] = {"raypool.toml": (), "pyproject.toml": ("tool", "raypoo
 """The files that may have profiles, the one that counts first, and the table around them."""
 
 
-def resolve_profile(profile: str | Profile, changes: Mapping[str, Any]) -> Profile:
-    """Return the profile of this name with single fields replaced.
+SETTINGS = ("default", "profiles")
+
+
+def resolve_profile(profile: str | Profile | None, changes: Mapping[str, Any]) -> Profile:
+    """Return the profile of this name with single fields replaced; None: the default profile.
 
     Raises:
         InvalidValueError: There is no such profile, or its file is wrong.
@@ -56,17 +72,42 @@ def resolve_profile(profile: str | Profile, changes: Mapping[str, Any]) -> Profi
         >>> resolve_profile("threads", {"retries": 0}).retries
         0
     """
-    if isinstance(profile, str):
+    if profile is None:
+        profile = default_profile()
+    elif isinstance(profile, str):
         profile = named_profile(profile)
     if not isinstance(profile, Profile):
         raise InvalidTypeError(f"profile={profile!r} is neither a name nor a Profile.")
     known = [entry.name for entry in fields(Profile)]
-    unknown = [name for name in changes if name not in known]
-    if unknown:
-        raise InvalidTypeError(
-            f"A profile has no field {', '.join(unknown)}. It has: {', '.join(known)}."
-        )
+    for name in changes:
+        if name not in known:
+            hint = did_you_mean(name, ["num_workers", *known], FROM_ELSEWHERE)
+            raise InvalidTypeError(f"There is no argument or field of a profile {name}.{hint}")
     return replace(profile, **changes)
+
+
+def default_profile() -> Profile:
+    """Return the profile that the nearest file calls its default, or "local".
+
+    Raises:
+        InvalidValueError: A file on the way cannot be read: what it calls the default is unknown;
+            or there is no such profile.
+        InvalidTypeError: The default is no name, or a field of its profile is of a wrong kind.
+    """
+    file = nearest_file()
+    if file is None or file.default is None:
+        return BUILT_IN["local"]
+    keys = (*file.within, "default")
+    if not isinstance(file.default, str):
+        file.refuse(
+            InvalidTypeError, keys, f"default={file.default!r} is not the name of a profile."
+        )
+    try:
+        return named_profile(file.default)
+    except InvalidValueError as error:
+        if file.default in file.profiles:
+            raise  # of one of its fields
+        file.refuse(InvalidValueError, keys, str(error))
 
 
 def named_profile(name: str) -> Profile:
@@ -86,11 +127,12 @@ def named_profile(name: str) -> Profile:
         return file.profile(name)
     if name in BUILT_IN:
         return BUILT_IN[name]
-    names = [other for other in file.profiles if other not in BUILT_IN] if file is not None else []
-    others = f"; in {file.path}: {', '.join(names)}" if file is not None and names else ""
+    names = [*BUILT_IN, *([] if file is None else file.profiles)]
+    hint = did_you_mean(name, names, {"processes": "local", "ray": "local"})
     raise InvalidValueError(
-        f"There is no profile {name!r}. There are: {', '.join(BUILT_IN)}{others}. A table"
-        " [profiles.NAME] in a file raypool.toml, in this folder or further up, makes another."
+        f"There is no profile {name!r}.{hint} A table [profiles.NAME] in"
+        f" {'a file raypool.toml, in this folder or further up,' if file is None else file.path}"
+        " makes another."
     )
 
 
@@ -109,7 +151,8 @@ def nearest_file() -> ProfileFile | None:
         for name, within in FILES.items():
             if (folder / name).is_file():
                 file = _read(folder / name, within)
-                if file.profiles:  # a pyproject.toml may have none; one further up may
+                # a pyproject.toml may have none; one further up may
+                if file.profiles or file.default is not None:
                     return file
     return None
 
@@ -126,8 +169,8 @@ def _read(path: Path, within: Keys) -> ProfileFile:
         raise InvalidValueError(f"{path} is not valid TOML: {error}.") from None
     for key in within:  # a pyproject.toml may have anything there, for other tools
         content = content.get(key, {}) if isinstance(content, dict) else {}
-    profiles = content.get("profiles", {}) if isinstance(content, dict) else {}
-    file = ProfileFile(path, text, within, profiles)
+    given = content if isinstance(content, dict) else {}
+    file = ProfileFile(path, text, within, given.get("profiles", {}), given.get("default"))
     file.check(content)
     return file
 
@@ -140,26 +183,27 @@ class ProfileFile:
     text: str
     within: Keys
     profiles: Mapping[str, Any]
+    default: Any
 
     def check(self, content: Mapping[str, Any]) -> None:
-        """Make sure that there is nothing but profiles, and that each is a table."""
+        """Make sure that there is no unknown setting, and that each profile is a table."""
         if not isinstance(content, Mapping):
-            self._refuse(InvalidTypeError, self.within, f"{self.within[-1]} is not a table.")
+            self.refuse(InvalidTypeError, self.within, f"{self.within[-1]} is not a table.")
         for key in content:
-            if key != "profiles":
-                self._refuse(
+            if key not in SETTINGS:
+                self.refuse(
                     InvalidValueError,
                     (*self.within, key),
-                    f"there is no setting {key!r}. There are: profiles.",
+                    f"there is no setting {key!r}.{did_you_mean(key, SETTINGS)}",
                 )
         if not isinstance(self.profiles, dict):
-            self._refuse(
+            self.refuse(
                 InvalidTypeError, (*self.within, "profiles"), "profiles is not a table of profiles."
             )
         for name, table in self.profiles.items():
             keys = (*self.within, "profiles", name)
             if not isinstance(table, dict):
-                self._refuse(InvalidTypeError, keys, f"profile {name!r} is not a table.")
+                self.refuse(InvalidTypeError, keys, f"profile {name!r} is not a table.")
 
     def profile(self, name: str) -> Profile:
         """Return a profile of this file.
@@ -172,7 +216,7 @@ class ProfileFile:
         keys = (*self.within, "profiles", name)
         # here, not in `check`: the other profiles of the file can be used
         if name in BUILT_IN:
-            self._refuse(
+            self.refuse(
                 InvalidValueError,
                 keys,
                 f"the profile {name!r} is built in. Give yours another name.",
@@ -186,10 +230,11 @@ class ProfileFile:
         for key, entry in table.items():
             at = (*keys, key)
             if key not in known:
-                self._refuse(
+                hint = did_you_mean(key, known, FROM_ELSEWHERE if cls is Profile else {})
+                self.refuse(
                     InvalidValueError,
                     at,
-                    f"{what} has no field {key!r}. It has: {', '.join(known)}.",
+                    f"{what} has no field {key!r}.{hint}",
                 )
             values[key] = self._value(key, entry, at)
             self._try(cls, {key: values[key]}, at)  # by itself: an error has its line then
@@ -199,7 +244,7 @@ class ProfileFile:
         try:
             return cls(**values)
         except (InvalidValueError, InvalidTypeError) as error:
-            self._refuse(type(error), keys, str(error))
+            self.refuse(type(error), keys, str(error))
 
     def _value(self, key: str, entry: Any, keys: Keys) -> Any:
         """Return the value of an entry."""
@@ -214,7 +259,7 @@ class ProfileFile:
                     self._made(WorkerResources, each, (*keys, number), "resources")
                     for number, each in enumerate(entry)
                 ]
-            self._refuse(
+            self.refuse(
                 InvalidTypeError, keys, f"resources={entry!r} is not a table, nor a list of tables."
             )
         if key == "tls":
@@ -226,21 +271,21 @@ class ProfileFile:
     def _tls(self, entry: Any, keys: Keys) -> Tls:
         names = [field.name for field in fields(Tls)]
         if not isinstance(entry, dict):
-            self._refuse(
+            self.refuse(
                 InvalidTypeError, keys, f"tls={entry!r} is not a table with {', '.join(names)}."
             )
         for name, path in entry.items():
             if name not in names:
-                self._refuse(
+                self.refuse(
                     InvalidValueError,
                     (*keys, name),
-                    f"tls has no field {name!r}. It has: {', '.join(names)}.",
+                    f"tls has no field {name!r}.{did_you_mean(name, names)}",
                 )
             # the others stand in, so that the error is about this one
             self._try(Tls, {**dict.fromkeys(names, ""), name: path}, (*keys, name))
         missing = [name for name in names if name not in entry]
         if missing:
-            self._refuse(InvalidValueError, keys, f"tls lacks {' and '.join(missing)}.")
+            self.refuse(InvalidValueError, keys, f"tls lacks {' and '.join(missing)}.")
         return Tls(**{name: self._path(path) for name, path in entry.items()})
 
     def _path(self, entry: str) -> str:
@@ -248,7 +293,7 @@ class ProfileFile:
 
     def _function(self, key: str, entry: Any, keys: Keys) -> Any:
         if not isinstance(entry, str) or ":" not in entry:
-            self._refuse(
+            self.refuse(
                 InvalidTypeError,
                 keys,
                 f'{key}={entry!r} names no function. Write "module:function".',
@@ -256,7 +301,7 @@ class ProfileFile:
         try:
             return pkgutil.resolve_name(entry)
         except Exception as error:  # it imports a module of the user's
-            self._refuse(
+            self.refuse(
                 InvalidValueError,
                 keys,
                 f"{key}={entry!r} could not be imported: {type(error).__name__}: {error}. It has to"
@@ -264,9 +309,10 @@ class ProfileFile:
                 error,
             )
 
-    def _refuse(
+    def refuse(
         self, kind: type[RaypoolError], keys: Keys, text: str, cause: Exception | None = None
     ) -> NoReturn:
+        """Raise an error that names the line of an entry."""
         raise kind(f"{self.path}, line {line_of(self.text, keys)}: {text}") from cause
 
 

@@ -12,7 +12,13 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any, Literal
 
-from raypool.errors import InvalidTypeError, InvalidValueError, checked_count, whole_number
+from raypool.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    checked_count,
+    suggests_fields,
+    whole_number,
+)
 from raypool.gpus.devices import FAST_LINKS, Inventory
 from raypool.gpus.nvml import NvmlInventory
 
@@ -46,6 +52,7 @@ LABEL_VALUE = re.compile(r"(?P<no>!?)(in\((?P<several>[^()]+)\)|(?P<one>[^()!]*)
 """What may be asked of a value: that it is this one, one of some, or none of them."""
 
 
+@suggests_fields()
 @dataclass(frozen=True, kw_only=True)
 class Tls:
     """The certificates of a cluster with encrypted connections: each side checks the other's.
@@ -76,6 +83,7 @@ class Tls:
                 raise InvalidTypeError(f"{name}={getattr(self, name)!r} is not the path of a file.")
 
 
+@suggests_fields(num_gpus="gpus", num_cpus="cpus")
 @dataclass(frozen=True, kw_only=True)
 class WorkerResources:
     """What one worker gets of a machine.
@@ -183,6 +191,7 @@ def _check_texts(name: str, mapping: Any, kind: str) -> None:
             )
 
 
+@suggests_fields()
 @dataclass(frozen=True, kw_only=True)
 class Profile:
     """Where a pool runs and what its workers get; `parpool` takes one, or its name.

@@ -11,10 +11,18 @@ import re
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 
 from raypool.channel.feed import Feed, column_name, fields_of, table
-from raypool.errors import CANCELLED, InvalidValueError, WorkerLostError, check_installed, reason_of
+from raypool.errors import (
+    CANCELLED,
+    InvalidTypeError,
+    InvalidValueError,
+    WorkerLostError,
+    check_installed,
+    did_you_mean,
+    reason_of,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -78,10 +86,14 @@ class Miss(NamedTuple):
     why: str | None = None
 
 
-class Results(Sequence[Any]):
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Results(Sequence[T_co]):
     """The return values of a loop in the order of its items, and a table of them.
 
-    As a sequence it holds the values; None if an item failed (see `errors`) or never ran.
+    As a sequence it holds the values; None if an item failed (see `errors`) or never ran. Type
+    checkers know it as `Results[T]`, where T is what the function of the loop returns.
 
     Example:
         >>> from raypool import parpool
@@ -99,7 +111,7 @@ class Results(Sequence[Any]):
     def __init__(  # noqa: PLR0913, PLR0917 - most is asked for only when somebody looks
         self,
         items: Sequence[Any],
-        values: list[Any],
+        values: list[T_co],
         make_rows: Callable[[], list[Row]],
         errors: dict[int, BaseException],
         get_feed: Callable[[], Feed] = Feed,
@@ -122,10 +134,15 @@ class Results(Sequence[Any]):
         return len(self._values)
 
     @overload
-    def __getitem__(self, index: int) -> Any: ...
+    def __getitem__(self, index: int) -> T_co: ...
     @overload
-    def __getitem__(self, index: slice) -> list[Any]: ...
-    def __getitem__(self, index: int | slice) -> Any:
+    def __getitem__(self, index: slice) -> list[T_co]: ...
+    def __getitem__(self, index: int | slice) -> T_co | list[T_co]:
+        if isinstance(index, str):
+            raise InvalidTypeError(
+                f"Results are numbered by item: results[0]. The column {index!r} is"
+                f" results.to_frame()[{index!r}]."
+            )
         return self._values[index]
 
     def __eq__(self, other: object) -> bool:
@@ -404,7 +421,7 @@ class Results(Sequence[Any]):
         columns = spread(frame, map(str, frame))  # a column of dicts by key, as in the report
         if column not in columns:
             raise InvalidValueError(
-                f"There is no column {column!r}. There are: {', '.join(columns)}."
+                f"There is no column {column!r}.{did_you_mean(column, columns)}"
             )
         is_best = {"min": min, "max": max}[mode or _direction(column)]
         values = {
@@ -464,7 +481,7 @@ def _restored(  # noqa: PLR0913, PLR0917 - as in pickles of older versions
     feed: Feed,
     misses: Sequence[Miss] = (),  # unknown to older versions
     diaries: Sequence[str] | None = None,  # likewise
-) -> Results:
+) -> Results[Any]:
     texts = [""] * len(values) if diaries is None else diaries
     return Results(
         items, values, lambda: rows, errors, lambda: feed, lambda: list(misses), texts.__getitem__

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import difflib
 import functools
 import importlib
 import inspect
@@ -20,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from raypool.errors import InvalidTypeError, InvalidValueError
+from raypool.errors import InvalidTypeError, InvalidValueError, did_you_mean
 
 Config = dict[str, Any]
 
@@ -339,7 +338,7 @@ def _module(name: str) -> ModuleType:
         parent, _, last = error.name.rpartition(".")
         raise InvalidValueError(
             f"There is no module {error.name!r}, here in {Path.cwd()} or"
-            f" installed.{_near(last, _modules_of(parent))}"
+            f" installed.{did_you_mean(last, _modules_of(parent))}"
         ) from None
     except KeyboardInterrupt:
         raise
@@ -370,7 +369,8 @@ def _file(path: Path) -> ModuleType:
     if not path.is_file():
         there = path.parent.glob("*.py") if path.parent.is_dir() else ()
         raise InvalidValueError(
-            f"There is no file {str(path)!r}.{_near(path.name, [other.name for other in there])}"
+            f"There is no file {str(path)!r}."
+            f"{did_you_mean(path.name, sorted(other.name for other in there))}"
         )
     path = path.resolve()
     if "." in path.stem:
@@ -436,7 +436,9 @@ def _member(module: ModuleType, name: str, place: str) -> Any:
             functions = [
                 key for key, entry in there.items() if callable(entry) and not key.startswith("_")
             ]
-            raise InvalidValueError(f"{place} has no function {name!r}.{_near(part, functions)}")
+            raise InvalidValueError(
+                f"{place} has no function {name!r}.{did_you_mean(part, sorted(functions))}"
+            )
         value = getattr(value, part)
     if not callable(value):
         raise InvalidTypeError(
@@ -493,12 +495,3 @@ def _modules_of(package: str) -> list[str]:
     return [
         module.name for module in pkgutil.iter_modules(paths) if not module.name.startswith("_")
     ]
-
-
-def _near(name: str, others: Iterable[str]) -> str:
-    """Return a hint with similar names, else with all of them if these are few."""
-    known = sorted(set(others))
-    near = difflib.get_close_matches(name, known, n=3)
-    if near:
-        return f" Did you mean {' or '.join(near)}?"
-    return f" There are: {', '.join(known)}." if 0 < len(known) <= 10 else ""

@@ -22,9 +22,7 @@ def which_cluster(command: Command) -> Command:
     options = (
         click.option(
             "--profile",
-            default="local",
-            show_default=True,
-            help="Which cluster: a profile of raypool.toml.",
+            help="Which cluster: a profile of raypool.toml.  [default: the one that it names]",
         ),
         click.option(
             "--address", metavar="URL", help="Its dashboard, instead of the profile's jobs_address."
@@ -83,7 +81,7 @@ def job() -> None:
     help="Show what it prints until it ends, or return at once.",
 )
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def submit(command: tuple[str, ...], profile: str, **options: Any) -> None:
+def submit(command: tuple[str, ...], profile: str | None, **options: Any) -> None:
     """Hand in COMMAND as a job: `raypool job submit --working-dir . -- python train.py --lr 0.1`.
 
     What follows -- arrives as it is. Prints the job's id; then, unless told --no-wait, what the job
@@ -109,7 +107,11 @@ def submit(command: tuple[str, ...], profile: str, **options: Any) -> None:
 @click.option("--json", "is_json", is_flag=True, help="As JSON.")
 @click.argument("job_id", required=False)
 def status(
-    job_id: str | None, profile: str, address: str | None, token_file: str | None, is_json: bool
+    job_id: str | None,
+    profile: str | None,
+    address: str | None,
+    token_file: str | None,
+    is_json: bool,
 ) -> None:
     """Say how the job JOB_ID is doing; without one, how all are that the cluster knows."""
     with errors_said():
@@ -131,7 +133,7 @@ def status(
 @click.option("--follow", is_flag=True, help="Until it has ended; ends with its exit code.")
 @click.argument("job_id")
 def logs(
-    job_id: str, profile: str, address: str | None, token_file: str | None, follow: bool
+    job_id: str, profile: str | None, address: str | None, token_file: str | None, follow: bool
 ) -> None:
     """Print what the job JOB_ID has printed."""
     with errors_said():
@@ -145,7 +147,7 @@ def logs(
 @job.command()
 @which_cluster
 @click.argument("job_id")
-def stop(job_id: str, profile: str, address: str | None, token_file: str | None) -> None:
+def stop(job_id: str, profile: str | None, address: str | None, token_file: str | None) -> None:
     """End the job JOB_ID, whether it waits or runs; return when it has ended."""
     with errors_said():
         jobs = _jobs(profile, jobs_address=address, token_file=token_file)
@@ -154,7 +156,7 @@ def stop(job_id: str, profile: str, address: str | None, token_file: str | None)
     echo(f"{info.id}: {info.state}")
 
 
-def _jobs(profile: str, **changes: Any) -> Jobs:
+def _jobs(profile: str | None, **changes: Any) -> Jobs:
     from raypool.cluster.jobs import Jobs
     from raypool.profile_files import resolve_profile
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import itertools
 import os
 import shlex
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from raypool.cli.output import INTERRUPTED, echo, errors_said
+from raypool.errors import did_you_mean
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -51,9 +51,8 @@ class RunFolder(click.Path):
 )
 @click.option(
     "--profile",
-    default="local",
-    show_default=True,
-    help="Where to run: local, threads, inline or one of raypool.toml.",
+    help="Where to run: local, threads, inline or one of raypool.toml."
+    "  [default: that of raypool.toml, else local]",
 )
 @click.option(
     "--rerun",
@@ -99,7 +98,7 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
             from raypool.pool import parpool
 
             with parpool(options["workers"], profile=options["profile"]) as pool:
-                results: Results = pool.parfor(
+                results: Results[Any] = pool.parfor(
                     function,
                     items,
                     on_error="collect",
@@ -163,9 +162,7 @@ def _hint(error: BaseException, config: Config) -> str:
     wanted = error.args[0] if isinstance(error, KeyError) and error.args else None
     if not isinstance(wanted, str) or wanted in config:
         return ""
-    near = difflib.get_close_matches(wanted, map(str, config), n=1)
-    mistaken = f" Did you mean {near[0]!r}?" if near else ""
-    return f". The configuration has: {', '.join(map(str, config))}.{mistaken}"
+    return f". The configuration has no {wanted!r}.{did_you_mean(wanted, map(str, config))}"
 
 
 @click.command()

@@ -41,7 +41,7 @@ from raypool.channel.records import function_name
 from raypool.engine.engine import Engine
 from raypool.errors import InvalidTypeError, InvalidValueError, ResourceError, SerializationError
 from raypool.futures import Future, cancel_each
-from raypool.parfor import PLAIN
+from raypool.parallel_for import PLAIN
 from raypool.pool import ParallelPool, PoolView, gcp, open_pool
 from raypool.profile_files import resolve_profile
 from raypool.profiles import Profile
@@ -731,7 +731,7 @@ class PoolSource:
         fields = {
             name: value for name, value in self._opening.items() if name not in BESIDE_THE_PROFILE
         }
-        return resolve_profile(fields.pop("profile", "local"), fields)
+        return resolve_profile(fields.pop("profile", None), fields)
 
     def close(self) -> None:
         """End the pool that was opened here, if one was; nobody waits for it, since this may be

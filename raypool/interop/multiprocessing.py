@@ -40,7 +40,7 @@ from raypool.interop.async_results import (
     only,
 )
 from raypool.options import check_callable
-from raypool.parfor import is_inline
+from raypool.parallel_for import is_inline
 from raypool.pool import ParallelPool, PoolView, open_pool
 from raypool.profile_files import resolve_profile
 from raypool.profiles import Profile, WorkerResources
@@ -119,7 +119,7 @@ class Pool:
         context: BaseContext | None = None,
         *,
         pool: PoolView | None = None,
-        profile: str | Profile = "local",
+        profile: str | Profile | None = None,
         **changes: Any,
     ) -> None:
         self._state = multiprocessing.pool.INIT
@@ -136,7 +136,7 @@ class Pool:
                 f"pool={pool!r} is not a pool of raypool's. Give what parpool() returns, or leave"
                 " it out."
             )
-        if pool is not None and (processes is not None or profile != "local" or changes):
+        if pool is not None and (processes is not None or profile is not None or changes):
             raise InvalidValueError(
                 "pool= has its workers: processes=, profile= and what else is said of workers go"
                 " with a new one."
@@ -481,7 +481,9 @@ def _nothing() -> None:
     """Leave a pool as it is."""
 
 
-def _opened(processes: int | None, profile: str | Profile, changes: dict[str, Any]) -> ParallelPool:
+def _opened(
+    processes: int | None, profile: str | Profile | None, changes: dict[str, Any]
+) -> ParallelPool:
     """Open a pool: a quiet one, in which cores are shared if its size is said.
 
     A standard pool's processes take no core from others, and there may be more of them than cores.

@@ -60,7 +60,7 @@ class ItemRecord(NamedTuple):
     stored: Stored | None
 
 
-def load_results(run_dir: str | os.PathLike[str]) -> Results:
+def load_results(run_dir: str | os.PathLike[str]) -> Results[Any]:
     """Return the outcomes of the items of a durable run, which may still be running.
 
     Each item appears once: those of the newest call first, in its order, then those of older calls
@@ -98,7 +98,7 @@ def load_results(run_dir: str | os.PathLike[str]) -> Results:
             gc.enable()
 
 
-def _load(folder: Path) -> Results:
+def _load(folder: Path) -> Results[Any]:
     contents = read_contents(folder)
     entries = entries_of(contents)
     items = _opened(folder, [(entry.key, entry.item) for entry in entries])

@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 from raypool.core.model import WorkerState
 from raypool.engine.engine import Engine, submit_call
@@ -38,6 +38,8 @@ PLAIN_BYTES = 1024
 
 MAX_TEXT = 100
 """The greatest length of a description [characters]: it is one line of several."""
+
+T = TypeVar("T")
 
 _parts: dict[str, dict[int, Any]] = {}
 
@@ -206,7 +208,7 @@ class PartInfo(NamedTuple):
     description: Description | None
 
 
-class Composite:
+class Composite(Generic[T]):
     """The return value of each rank of an spmd call, still on its worker. Made by `pool.spmd`.
 
     `c[rank]` brings the value of a rank here, as it is now, and `c[1:]` a list of several; both
@@ -299,7 +301,11 @@ class Composite:
 
     # --- reading ----------------------------------------------------------------------------------
 
-    def __getitem__(self, rank: int | slice) -> Any:
+    @overload
+    def __getitem__(self, rank: int) -> T: ...
+    @overload
+    def __getitem__(self, rank: slice) -> list[T]: ...
+    def __getitem__(self, rank: int | slice) -> T | list[T]:
         """Bring the value of a rank here, or with a slice a list of several.
 
         Raises:
@@ -315,10 +321,10 @@ class Composite:
             return list(self._read(range(len(self))[rank]))
         return next(self._read([self._index(rank)]))
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[T]:
         return self._read(range(len(self)))
 
-    def _read(self, ranks: Sequence[int]) -> Iterator[Any]:
+    def _read(self, ranks: Sequence[int]) -> Iterator[T]:
         """Ask the workers of all these ranks at once, then yield what they answer."""
         self._check_usable()
         entries = [self._present(rank) for rank in ranks]

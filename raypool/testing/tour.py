@@ -23,7 +23,7 @@ from raypool.core.scheduler import Scheduler
 from raypool.engine.driver import Driver
 from raypool.engine.engine import Engine
 from raypool.engine.loop import LoopWork
-from raypool.parfor import LoopRun
+from raypool.parallel_for import LoopRun
 from raypool.testing import SimBackend, sim_pool
 from raypool.worker.runner import run_parts
 

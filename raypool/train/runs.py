@@ -13,7 +13,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from raypool.errors import InvalidTypeError, InvalidValueError, JournalError, optional_count
+from raypool.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    JournalError,
+    optional_count,
+    suggests_fields,
+)
 from raypool.futures import Future, joined_feed
 from raypool.journal.lock import RunLock
 
@@ -26,6 +32,7 @@ if TYPE_CHECKING:
 MODES = ("min", "max")
 
 
+@suggests_fields()
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """The checkpoints of a training, and its starting point; for `pool.train` and `pool.fit`.

@@ -7,7 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raypool.errors import InvalidTypeError, InvalidValueError, checked_count, optional_count
+from raypool.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    checked_count,
+    optional_count,
+    suggests_fields,
+)
 
 OPTIMIZERS = ("sgdm", "adam", "adamw")
 SCHEDULES = ("none", "piecewise", "cosine", "linear")
@@ -26,6 +32,17 @@ PLAIN: dict[str, dict[bool | None, str | None]] = {
 """Python's words (True, None, ...) for MATLAB's choices."""
 
 
+# torch's, Keras' and MATLAB's names
+@suggests_fields(
+    lr="learning_rate",
+    initiallearnrate="learning_rate",
+    batch_size="mini_batch_size",
+    epochs="max_epochs",
+    gradient_clip_val="clip_gradient_norm",
+    device="execution",
+    executionenvironment="execution",
+    num_workers="loader_processes",
+)
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
     """How `pool.fit` trains.

@@ -181,9 +181,7 @@ def test_the_number_of_an_item_is_in_json_whatever_columns_are_called(
 def test_a_name_that_the_configuration_lacks_is_said_with_those_that_it_has(folder: Path) -> None:
     done = sweep("mistaken", "good.csv")
     assert done.exit_code == 1
-    assert (
-        "KeyError: 'widht'. The configuration has: width, lr. Did you mean 'width'?" in done.stderr
-    )
+    assert "KeyError: 'widht'. The configuration has no 'widht'. Did you mean width?" in done.stderr
 
 
 def test_many_failures_are_counted(folder: Path) -> None:

@@ -20,7 +20,7 @@ FLOORS = [
     "__main__ cli",
     "interop testing batches",
     "pool",
-    "parfor train spmd",
+    "parallel_for train spmd",
     "engine",
     "backends",
     "results views journal",

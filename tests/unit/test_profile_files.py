@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Callable
@@ -208,7 +209,8 @@ def test_a_missing_profile_names_those_that_exist(write: Write) -> None:
         parpool(profile="cluster")
     path = write("[profiles.lab]\n[profiles.farm]")
     with pytest.raises(
-        InvalidValueError, match=r"There are: local, threads, inline; in .*: lab, farm"
+        InvalidValueError,
+        match=r"There are: local, threads, inline, lab, farm. A table .* in .*raypool.toml makes",
     ) as caught:
         parpool(profile="cluster")
     assert str(path) in str(caught.value)
@@ -222,13 +224,13 @@ WRONG = [
         "[profiles.x]\n\n# so many\nnum_gpus = 2",
         4,
         InvalidValueError,
-        "no field 'num_gpus'. It has: backend, address, token",
+        "no field 'num_gpus'. Did you mean resources?",
     ),
     (
         "[profiles.x]\nresources.gpus = 1\nresources.ram = 2",
         3,
         InvalidValueError,
-        "no field 'ram'. It has: gpus, cpus, mem",
+        "no field 'ram'. There are: gpus, cpus, mem",
     ),
     (
         "[profiles.x.resources]\ngpus = -1",
@@ -310,7 +312,7 @@ WRONG = [
         "\n[profile.x]\ngpus = [0]",
         2,
         InvalidValueError,
-        "there is no setting 'profile'. There are: profiles",
+        "there is no setting 'profile'. Did you mean profiles?",
     ),
     (
         "[profiles.x]\ntls = {key = 'k', certificate = 'c'}",
@@ -341,10 +343,32 @@ def test_built_in_profiles_cannot_be_redefined(write: Write) -> None:
         InvalidValueError, match=f"{path}, line 3: the profile 'threads' is built in"
     ):
         parpool(2, profile="threads")
-    with pytest.raises(InvalidValueError, match=rf"in {path}: x\."):
+    with pytest.raises(InvalidValueError, match=rf"inline, x\. .*{path}"):
         parpool(2, profile="y")
     assert named_profile("x").retries == 1
     assert named_profile("inline").retries == 2
+
+
+def test_the_default_profile(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the nearest file, for `parpool()` and whatever else names no profile."""
+    path = write('default = "lab"\n[profiles.lab]\nbackend = "threads"\nretries = 7')
+    parpool(2).shutdown()
+    assert "2 workers (threads of this process)" in capsys.readouterr().out
+    assert resolve_profile(None, {}).retries == 7
+    assert resolve_profile("threads", {}).retries == 2
+    write('default = "inline"')  # a file need not have profiles of its own
+    assert resolve_profile(None, {}).backend == "inline"
+    write("[profiles.lab]\nretries = 7")
+    assert resolve_profile(None, {}) == Profile()
+    for text, error, words in [
+        ('# ours\ndefault = "labs"\n[profiles.lab]', InvalidValueError, "Did you mean lab?"),
+        ("# ours\ndefault = 3", InvalidTypeError, "default=3 is not the name of a profile"),
+        ('\ndefault = "lab"\n[profiles.lab]\nretrys = 1', InvalidValueError, "mean retries"),
+        ("\nlab] = 3", InvalidValueError, "not valid TOML"),
+    ]:
+        write(text)
+        with pytest.raises(error, match=f"{path}.*{re.escape(words)}"):
+            parpool(2, quiet=True)
 
 
 def test_the_line_in_pyproject_toml(write: Write) -> None:

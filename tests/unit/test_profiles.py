@@ -29,7 +29,7 @@ REFUSED = [
     ({"backend": "mpi"}, InvalidValueError, "none of ray, threads, inline"),
     ({"resources": 2}, InvalidTypeError, "not a WorkerResources"),
     ({"env": {"CUDA_VISIBLE_DEVICES": "1"}}, InvalidValueError, "Choose GPUs with gpus="),
-    ({"num_gpus": 2, "color": "red"}, InvalidTypeError, "no field num_gpus, color"),
+    ({"color": "red"}, InvalidTypeError, "no argument or field of a profile color"),
     ({"resources": []}, InvalidValueError, "names no worker"),
     ({"resources": [WorkerResources(), 3]}, InvalidTypeError, "has 3 in it"),
     ({"resources": "gpu"}, InvalidTypeError, "nor a list of them"),

@@ -513,7 +513,7 @@ def test_what_runs_serially_has_lines_so_that_a_debugger_can_ask(
 def test_what_runs_serially_is_shown_while_it_runs(
     bars: list[Bar], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raypool.parfor.TICK_S", 0.0)
+    monkeypatch.setattr("raypool.parallel_for.TICK_S", 0.0)
     monkeypatch.setattr(FactoryBar, "interval_s", 0.0)
     monkeypatch.setattr(progress, "SPARING", 0)
     seen = []

@@ -78,7 +78,7 @@ QUESTIONS = [
         "core/scheduler.py",
         "Idleness",
     ),
-    ("Ctrl-C should let running items finish.", "Ctrl-C", "parfor.py", "LoopRun.run"),
+    ("Ctrl-C should let running items finish.", "Ctrl-C", "parallel_for.py", "LoopRun.run"),
 ]
 """A change, a word that somebody looks for who has only the map, and where the map has to lead."""
 

@@ -1,4 +1,4 @@
-"""`parfor`: the verb, and one loop in progress (`LoopRun`)."""
+"""The body of `PoolView.parfor` (`run_loop`), and one loop in progress (`LoopRun`)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,16 @@ import math
 import numbers
 import os
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from collections.abc import (
+    Callable,
+    Container,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, TypeVar, Union
 
 from raypool.channel.records import Function, Missing
 from raypool.core.messages import CancelRequested, ItemsAdded
@@ -31,10 +39,56 @@ if TYPE_CHECKING:
 RERUNS = ("failed", "missing", "all")
 
 
-def parfor(  # noqa: PLR0913 - the arguments of the verb
+# --- types of the arguments, for type checkers ----------------------------------------------------
+
+
+T = TypeVar("T")
+Item = TypeVar("Item")
+
+MaybeAsync = Union[Coroutine[Any, Any, T], T]  # noqa: UP007 - mypy takes no `| T` here
+"""What a function returns whose value is a T: workers run the coroutine of an `async def`."""
+
+
+class Frame(Protocol):
+    """A DataFrame of pandas or polars: each row is an item, as a dict."""
+
+    @property
+    def columns(self) -> Any:
+        """The names of its columns."""
+
+
+class Array(Protocol):
+    """An array of NumPy or torch, or a Series; its rows are of a type that no checker knows."""
+
+    def tolist(self) -> Any:
+        """Return nested lists."""
+
+
+Items = Iterable[Item] | int | Frame | Array
+
+
+class LoopArguments(TypedDict, total=False):
+    """The arguments of `parfor` that have no bearing on the type of its result."""
+
+    on_error: Literal["stop", "raise", "collect"] | None
+    cost: Sequence[float] | Callable[[Any], float] | None
+    max_workers: int | None
+    chunk_size: int | None
+    seed: int | None
+    progress: bool | Callable[..., Any] | None
+    echo: bool | None
+    name: str | None
+    run_dir: str | os.PathLike[str] | None
+    rerun: Literal["failed", "missing", "all"]
+
+
+# --- the verb -------------------------------------------------------------------------------------
+
+
+def run_loop(  # noqa: PLR0913 - the arguments of the verb
     view: PoolView,
     fn: Callable[[Any], Any],
-    items: Iterable[Any] | int,
+    items: Items[Any],
     *,
     on_error: Literal["stop", "raise", "collect"] | None,
     reduce: Callable[[Any, Any], Any] | None,
@@ -284,7 +338,7 @@ class LoopRun:
         self._show_at = 0.0
         self._total: int | None = None  # not known before a generator has ended
 
-    def run(self, items: Sequence[Any] | Iterator[Any], spec: TaskSpec) -> Results:
+    def run(self, items: Sequence[Any] | Iterator[Any], spec: TaskSpec) -> Results[Any]:
         """Run all items and return their results; a first failure is not raised here.
 
         Interrupted (Ctrl-C, here or in an item that runs inline, or an error in the generator), it
@@ -390,7 +444,7 @@ class LoopRun:
             f" .results (at a prompt: sys.last_value.results){kept}."
         )
 
-    def results(self) -> Results:
+    def results(self) -> Results[Any]:
         """Join the results that have come back so far."""
         work = self._work
         # copies: after a Ctrl-C the driver may still add to them
@@ -444,7 +498,7 @@ def _rows(
     return rows
 
 
-def attach(error: BaseException, results: Results) -> None:
+def attach(error: BaseException, results: Results[Any]) -> None:
     """Give an exception the results that came before it, if it can carry them."""
     with contextlib.suppress(AttributeError):  # frozen, or `results` is a property
         error.results = results  # type: ignore[attr-defined]
@@ -504,7 +558,7 @@ def check_progress(progress: Any) -> None:
         )
 
 
-def raise_if_failed(work: LoopWork, results: Results, on_error: str) -> None:
+def raise_if_failed(work: LoopWork, results: Results[Any], on_error: str) -> None:
     """Raise what ended the loop early, or its first failure if that is wanted."""
     is_complete = work.state is TaskState.FINISHED
     if is_complete and (on_error == "collect" or not results.errors):
@@ -527,7 +581,7 @@ def raise_if_failed(work: LoopWork, results: Results, on_error: str) -> None:
     raise error
 
 
-def folded(results: Results, reduce: Callable[[Any, Any], Any], init: Any) -> Any:
+def folded(results: Results[Any], reduce: Callable[[Any, Any], Any], init: Any) -> Any:
     """Fold the values of the items that have one, in their order."""
     errors = results.errors
     values = [value for index, value in enumerate(results) if index not in errors]
