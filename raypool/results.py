@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -412,37 +413,65 @@ class Results(Sequence[T_co]):
             InvalidValueError: There is no such column, no finished item has a finite number in it,
                 or its name does not tell the mode.
         """
-        from raypool.views.drawing import spread
-        from raypool.views.words import number_in
-
         if mode not in (None, "min", "max"):
             raise InvalidValueError(f"mode={mode!r} is neither 'min' nor 'max'.")
         frame = self.to_frame()
-        columns = spread(frame, map(str, frame))  # a column of dicts by key, as in the report
-        if column not in columns:
-            raise InvalidValueError(
-                f"There is no column {column!r}.{did_you_mean(column, columns)}"
-            )
-        is_best = {"min": min, "max": max}[mode or _direction(column)]
-        values = {
-            index: number_in(value)
-            for index, value in enumerate(columns[column])
-            if self._rows[index].status == "finished" and _is_finite(number_in(value))
+        values = numbers_in(frame, column)
+        is_best = {"min": min, "max": max}[mode or direction(column)]
+        finished = {
+            index: value
+            for index, value in values.items()
+            if self._rows[index].status == "finished"
         }
-        if not values:
+        if not finished:
             raise InvalidValueError(f"No item has finished with a finite number in {column!r}.")
         # of equal ones min and max take the first
-        return frame.iloc[is_best(values, key=values.__getitem__)]
+        return frame.iloc[is_best(finished, key=finished.__getitem__)]
 
 
-def _direction(column: str) -> Literal["min", "max"]:
+def numbers_in(frame: pd.DataFrame, column: str) -> dict[int, Any]:
+    """Return the finite numbers in a column of a table of results, by the position of their row.
+
+    Args:
+        frame: The table.
+        column: A column, or a key of a column of dicts, as in the report: "acc.val".
+
+    Raises:
+        InvalidValueError: There is no such column.
+    """
+    from raypool.views.drawing import spread
+    from raypool.views.words import number_in
+
+    columns = spread(frame, map(str, frame))
+    if column not in columns:
+        raise InvalidValueError(f"There is no column {column!r}.{did_you_mean(column, columns)}")
+    found = enumerate(map(number_in, columns[column]))
+    return {index: value for index, value in found if _is_finite(value)}
+
+
+def leading_metric(results: Results[Any]) -> str | None:
+    """Return the first column of values with numbers in it whose name tells what is good."""
+    frame = results.to_frame()
+    known = {*results._configs(), *RUN_COLUMNS}
+    values = frame[[name for name in frame if name not in known]]
+    from raypool.views.drawing import spread
+
+    for column in spread(values, map(str, values)):
+        with contextlib.suppress(InvalidValueError):  # the name does not tell
+            direction(column)
+            if numbers_in(values, column):
+                return column
+    return None
+
+
+def direction(column: str) -> Literal["min", "max"]:
     """Return by its name whether small or large numbers of a metric are good.
 
     Raises:
         InvalidValueError: The name does not say.
 
     Example:
-        >>> _direction("val_loss"), _direction("result_score"), _direction("testAccuracy")
+        >>> direction("val_loss"), direction("result_score"), direction("testAccuracy")
         ('min', 'max', 'max')
     """
     words = {word.lower() for word in re.findall("[A-Z]?[a-z]+|[A-Z]+", column)}

@@ -16,7 +16,7 @@ from raypool.cli.cluster import cluster
 from raypool.cli.job import job
 from raypool.cli.output import INTERRUPTED, echo, errors_said, readers_may_go
 from raypool.cli.submit import submit
-from raypool.cli.sweep import RunFolder, report, sweep
+from raypool.cli.sweep import RunFolder, ls, report, show, sweep
 from raypool.views.words import printable
 
 if TYPE_CHECKING:
@@ -57,6 +57,8 @@ main.add_command(cluster)
 main.add_command(job)
 main.add_command(submit)
 main.add_command(sweep)
+main.add_command(ls)
+main.add_command(show)
 main.add_command(report)
 
 

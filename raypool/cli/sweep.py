@@ -1,4 +1,4 @@
-"""The command line for sweeps: `raypool sweep`, and `raypool report` for a saved one."""
+"""The command line for sweeps: `raypool sweep`; `ls`, `show` and `report` for saved runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from raypool.cli.output import INTERRUPTED, echo, errors_said
-from raypool.errors import did_you_mean
+from raypool.errors import InvalidValueError, did_you_mean
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from raypool.cli.inputs import Config
     from raypool.results import Results
 
+
+FEW_ROWS = 10
+"""The greatest number of rows that a sweep ends with."""
+
+MOST_ROWS = 50
+"""The greatest number of rows of `raypool show` on a terminal, unless it is told."""
 
 MOST_FAILURES = 20
 """The greatest number of failed items that are named; others are counted."""
@@ -118,7 +124,12 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
                 )
             raise SystemExit(INTERRUPTED) from None
     frame = results.to_frame()
-    _show(frame, is_json)
+    if is_json:
+        from raypool.views import tables
+
+        echo(tables.sweep_as_json(frame))
+    else:
+        _show_best(results, run_dir)
     _say_failures(results.errors, items, run_dir)
     num_failed = len(results.errors)
     echo(
@@ -129,20 +140,46 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
     raise SystemExit(1 if num_failed else 0)
 
 
-def _show(frame: pd.DataFrame, is_json: bool) -> None:
-    """Print the table."""
+def _show_best(results: Results[Any], run_dir: str) -> None:
+    """Print the table of a short sweep, or the best items of a longer one."""
+    from raypool.results import direction, leading_metric
     from raypool.views import tables
 
-    if is_json:
-        echo(tables.sweep_as_json(frame))
+    frame = results.to_frame()
+    columns = tables.columns_of(frame)
+    if len(frame) <= FEW_ROWS:
+        tables.show(tables.sweep_as_table(frame[columns]))
         return
-    tables.show(tables.sweep_as_table(frame))
-    rest = len(frame) - tables.MOST_ROWS
-    if rest > 0:
-        echo(
-            f"and {rest:,} more: --json prints all, raypool.load_results(...).to_frame() has them.",
-            err=True,
-        )
+    metric = leading_metric(results)
+    if metric is None:
+        which = f"The first {FEW_ROWS}"
+    else:
+        which = f"The {FEW_ROWS} best by {metric}"
+        frame = ranked(frame, f"-{metric}" if direction(metric) == "max" else metric)
+    tables.show(tables.sweep_as_table(frame[columns].head(FEW_ROWS)))
+    echo(
+        f"{which}, of {len(frame):,} items. {shlex.join(['raypool', 'show', run_dir])} shows the"
+        " others.",
+        err=True,
+    )
+
+
+def ranked(frame: pd.DataFrame, key: str) -> pd.DataFrame:
+    """Return the rows by the numbers in a column, the smallest first; after a "-", the largest.
+
+    Rows without a finite number go last.
+
+    Raises:
+        InvalidValueError: There is no such column, or no number in it.
+    """
+    from raypool.results import numbers_in
+
+    column = key.removeprefix("-")
+    values = numbers_in(frame, column)
+    if not values:
+        raise InvalidValueError(f"There is no finite number in the column {column!r} to sort by.")
+    order = sorted(values, key=values.__getitem__, reverse=key.startswith("-"))
+    return frame.iloc[[*order, *(row for row in range(len(frame)) if row not in values)]]
 
 
 def _say_failures(errors: dict[int, BaseException], items: list[Config], run_dir: str) -> None:
@@ -163,6 +200,96 @@ def _hint(error: BaseException, config: Config) -> str:
     if not isinstance(wanted, str) or wanted in config:
         return ""
     return f". The configuration has no {wanted!r}.{did_you_mean(wanted, map(str, config))}"
+
+
+@click.command()
+@click.argument(
+    "folder",
+    type=RunFolder(exists=True, file_okay=False, path_type=Path),
+    default=Path(),
+)
+@click.option("--json", "is_json", is_flag=True, help="As JSON: a list with an object for each.")
+def ls(folder: Path, is_json: bool) -> None:
+    """List the saved runs below a folder, the newest first.
+
+    FOLDER is this folder unless another one is named. A saved run is what `raypool sweep` and
+    parfor(run_dir=...) leave.
+    """
+    from raypool.errors import JournalError
+    from raypool.journal.reading import runs_below, summary_of
+    from raypool.views import tables
+
+    summaries = []
+    for run in runs_below(folder.absolute()):
+        try:
+            summaries.append(summary_of(run))
+        except JournalError as error:
+            echo(f"{run} is left out: {error}", err=True)
+    summaries.sort(key=lambda summary: summary.started_at, reverse=True)
+    if is_json:
+        echo(tables.runs_as_json(summaries))
+    elif summaries:
+        tables.show(tables.runs_as_table(summaries, folder))
+    else:
+        echo(f"There is no saved run below {folder}.", err=True)
+
+
+@click.command()
+@click.argument("run_dir", type=RunFolder(exists=True, file_okay=False, path_type=Path))
+@click.option(
+    "--sort",
+    metavar="COLUMN",
+    help="The smallest number in this column first; -COLUMN: the largest first.",
+)
+@click.option("--top", type=click.IntRange(min=1), help="Only the first so many rows.")
+@click.option("--failed", "is_failed", is_flag=True, help="Only failed items, with their errors.")
+@click.option("--columns", metavar="A,B", help="Only these columns.")
+@click.option("--csv", type=click.Path(dir_okay=False), metavar="FILE", help="Write a CSV file.")
+@click.option("--parquet", type=click.Path(dir_okay=False), metavar="FILE", help="Or Parquet.")
+@click.option("--json", "is_json", is_flag=True, help="As JSON: a list, an object for each item.")
+def show(run_dir: Path, sort: str | None, top: int | None, **options: Any) -> None:
+    """Show the table of a saved run, which may still be running.
+
+    RUN_DIR is the folder that was given to `raypool sweep` or parfor. On a terminal the table has
+    50 rows unless --top says otherwise; files and JSON have all rows.
+    """
+    from raypool.journal.reading import load_results
+    from raypool.views import tables
+
+    with errors_said():
+        frame = load_results(run_dir).to_frame()
+        if options["is_failed"]:
+            frame = frame[frame["status"] == "failed"]
+        if sort is not None:
+            frame = ranked(frame, sort)
+        usual = tables.columns_of(frame) + ["error"] * options["is_failed"]
+        chosen = _named(frame, options["columns"])
+    if top is not None:
+        frame = frame.head(top)
+    everything = frame[chosen or [*frame]]
+    files = {name: options[name] for name in ("csv", "parquet") if options[name] is not None}
+    for kind, path in files.items():
+        try:
+            getattr(tables.as_file_columns(everything), f"to_{kind}")(path)
+        except (OSError, ImportError) as error:
+            raise click.ClickException(f"{path} could not be written: {error}.") from error
+    if options["is_json"]:
+        echo(tables.sweep_as_json(everything))
+    elif not files:
+        shown = frame.head(top or MOST_ROWS)
+        tables.show(tables.sweep_as_table(shown[chosen or usual]))
+        if rest := len(frame) - len(shown):
+            echo(f"and {rest:,} more: --top {len(frame)} shows all.", err=True)
+
+
+def _named(frame: pd.DataFrame, columns: str | None) -> list[str]:
+    """Return the columns in a list with commas."""
+    names = [name.strip() for name in (columns or "").split(",") if name.strip()]
+    for name in names:
+        if name not in frame:
+            known = map(str, frame)
+            raise InvalidValueError(f"There is no column {name!r}.{did_you_mean(name, known)}")
+    return names
 
 
 @click.command()

@@ -19,6 +19,8 @@ from errno import EACCES, EAGAIN
 from pathlib import Path
 from typing import TypeAlias
 
+import psutil
+
 from raypool.errors import JournalError
 
 logger = logging.getLogger("raypool")
@@ -122,6 +124,16 @@ def is_in_use(folder: Path, name: str = "journal.lock") -> bool:
     try:
         return (folder / name).stat().st_size > 0
     except OSError:
+        return False
+
+
+def is_running(folder: Path, name: str = "journal.lock") -> bool:
+    """Whether the process that a folder's lock names still uses it, as far as can be seen here."""
+    try:
+        note = json.loads((folder / name).read_bytes())
+        # of another machine's process nothing is known
+        return note["host"] != socket.gethostname() or psutil.pid_exists(int(note["pid"]))
+    except (OSError, ValueError, KeyError, TypeError):
         return False
 
 

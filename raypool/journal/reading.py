@@ -12,6 +12,7 @@ import shutil
 import sqlite3
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from raypool.channel.feed import Feed, text_of_file
 from raypool.channel.feed import Row as Report
 from raypool.errors import JournalError
 from raypool.journal.files import Damaged, is_trusted
-from raypool.journal.lock import bare, is_in_use, noted_outcomes
+from raypool.journal.lock import bare, is_in_use, is_running, noted_outcomes
 from raypool.journal.opening import (
     SALVAGED,
     UNREADABLE,
@@ -203,6 +204,59 @@ def positions_of(contents: Contents, run: int) -> dict[int, int]:
         for position, number in enumerate(numbers_of(text), first)
     }
     return dict(sorted(positions.items()))
+
+
+# --- runs in a folder -----------------------------------------------------------------------------
+
+
+class RunSummary(NamedTuple):
+    """What `raypool ls` shows of a run.
+
+    `started_at` is when its newest call began (Unix time [s]), `num_bytes` what all its files take.
+    """
+
+    folder: Path
+    function: str
+    items: int
+    finished: int
+    failed: int
+    is_running: bool
+    started_at: float
+    num_bytes: int
+
+
+def runs_below(folder: Path) -> Iterator[Path]:
+    """Find the folders of runs: this one, or those below it that are in no other run."""
+    for place, folders, files in os.walk(folder):
+        if DATABASE in files or SALVAGED in files:
+            folders.clear()  # the folders of its items
+            yield Path(place)
+        folders.sort()
+
+
+def summary_of(folder: Path) -> RunSummary:
+    """Summarize the run in a folder.
+
+    Raises:
+        JournalError: It cannot be read.
+    """
+    contents = read_contents(folder)
+    entries = entries_of(contents)
+    statuses = Counter(entry.stored.status for entry in entries if entry.stored is not None)
+    newest: Any = max(contents["runs"], default=(0, "", None, None, 0, 0.0))
+    size = sum(
+        path.lstat().st_size for path in folder.rglob("*") if path.is_file() or path.is_symlink()
+    )
+    return RunSummary(
+        folder,
+        str(newest[1]),
+        len(entries),
+        statuses["finished"],
+        statuses["failed"],
+        is_running(folder),
+        float(newest[5]),
+        size,
+    )
 
 
 # --- reading --------------------------------------------------------------------------------------

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from math import isnan
 from numbers import Number
 from typing import TYPE_CHECKING, Any
 
+from rich import filesize
 from rich.table import Table
 from rich.text import Text
 
@@ -19,7 +22,11 @@ from raypool.views.drawing import number_column
 from raypool.views.words import describe_item, one_line
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import pandas as pd
+
+    from raypool.journal.reading import RunSummary
 
 # --- sweeps ---------------------------------------------------------------------------------------
 #
@@ -27,9 +34,6 @@ if TYPE_CHECKING:
 #        0  mlp         32  0.001    0.9361  finished       1.204       0    0
 #        1  cnn         36  0.001         -  failed       0.01181       1    1
 
-
-MOST_ROWS = 50
-"""The greatest number of rows on a terminal; longer tables are shown in part."""
 
 MOST_LETTERS = 40
 """The greatest length of a cell [characters]; longer ones are cut."""
@@ -49,9 +53,27 @@ def sweep_as_json(frame: pd.DataFrame) -> str:
     rows = zip(*(frame[name].tolist() for name in frame), strict=True)
     objects = (
         _plain({number: index, **dict(zip(names, row, strict=True))})
-        for index, row in enumerate(rows)
+        for index, row in zip(frame.index.tolist(), rows, strict=True)
     )
     return "[" + ",\n ".join(map(json.dumps, objects)) + "]"
+
+
+def as_file_columns(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return a table of results for a CSV or Parquet file: objects become JSON texts."""
+    columns = {}
+    for name in frame:
+        is_plain = frame[name].dtype != object
+        columns[str(name)] = frame[name] if is_plain else frame[name].map(_file_cell)
+    import pandas as pd
+
+    return pd.DataFrame(columns, index=frame.index)
+
+
+def _file_cell(value: Any) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    plain = _plain(value)
+    return plain if plain is None or isinstance(plain, str) else json.dumps(plain)
 
 
 def _plain(value: Any) -> Any:
@@ -68,14 +90,19 @@ def _plain(value: Any) -> Any:
     return None if is_missing(value) else describe_item(value)
 
 
-def sweep_as_table(frame: pd.DataFrame) -> Table:
-    """Return the table for a terminal, of no more than `MOST_ROWS` rows, without empty columns."""
-    shown = frame.drop(columns=list(LEFT_OUT)).head(MOST_ROWS)
+def columns_of(frame: pd.DataFrame) -> list[str]:
+    """Return the columns of a table of results that a terminal shows unless others are named."""
+    left_out = {*LEFT_OUT}
     if frame["gpu"].isna().all():
-        shown = shown.drop(columns="gpu")
+        left_out.add("gpu")
     if (frame["attempts"] == 1).all():
-        shown = shown.drop(columns="attempts")
-    columns = {str(name): shown[name].tolist() for name in shown}
+        left_out.add("attempts")
+    return [str(name) for name in frame if name not in left_out]
+
+
+def sweep_as_table(frame: pd.DataFrame) -> Table:
+    """Return the table for a terminal."""
+    columns = {str(name): frame[name].tolist() for name in frame}
     table = Table(box=None, pad_edge=False)
     table.add_column("item", justify="right", no_wrap=True)
     for name, values in columns.items():
@@ -84,7 +111,7 @@ def sweep_as_table(frame: pd.DataFrame) -> Table:
             justify="right" if all(map(_is_number, values)) else "left",
             no_wrap=True,
         )
-    for index, row in enumerate(zip(*columns.values(), strict=True)):
+    for index, row in zip(frame.index, zip(*columns.values(), strict=True), strict=True):
         table.add_row(str(index), *map(_cell, row))
     return table
 
@@ -105,6 +132,52 @@ def _cell(value: Any) -> Text:
     )
     text.truncate(MOST_LETTERS, overflow="ellipsis")
     return text
+
+
+# --- saved runs -----------------------------------------------------------------------------------
+#
+#     run       function     items  finished  failed  state     started           size
+#     digits/a  train.main      24        23       1  finished  2026-11-26 09:12  1.2 MiB
+
+
+def runs_as_table(summaries: Sequence[RunSummary], folder: Path) -> Table:
+    """Return a table of saved runs, each by its path from a folder."""
+    table = Table(box=None, pad_edge=False)
+    for heading in ("run", "function", "items", "finished", "failed", "state", "started", "size"):
+        is_right = heading in ("items", "finished", "failed", "size")
+        table.add_column(heading, justify="right" if is_right else "left", no_wrap=True)
+    for run in summaries:
+        started = datetime.fromtimestamp(run.started_at).astimezone()
+        table.add_row(
+            Text(one_line(os.path.relpath(run.folder, folder))),
+            Text(one_line(run.function)),
+            f"{run.items:,}",
+            f"{run.finished:,}",
+            Text(f"{run.failed:,}", style="red" if run.failed else ""),
+            _state(run),
+            f"{started:%Y-%m-%d %H:%M}",
+            filesize.decimal(run.num_bytes),
+        )
+    return table
+
+
+def _state(run: RunSummary) -> str:
+    if run.is_running:
+        return "running"
+    return "finished" if run.finished == run.items else "incomplete"
+
+
+def runs_as_json(summaries: Sequence[RunSummary]) -> str:
+    """Return the same as JSON, each on a line; `started_at` is UTC."""
+    objects = [
+        {
+            **run._asdict(),
+            "folder": str(run.folder),
+            "started_at": datetime.fromtimestamp(run.started_at, UTC).isoformat(),
+        }
+        for run in summaries
+    ]
+    return "[" + ",\n ".join(map(json.dumps, objects)) + "]"
 
 
 # --- machines for rent ----------------------------------------------------------------------------

@@ -189,8 +189,16 @@ def test_many_failures_are_counted(folder: Path) -> None:
     done = sweep("train", "many.csv")
     assert done.stderr.count("Failed: ") == 20
     assert "and 40 more failures: --json prints all." in done.stderr
-    assert len(done.stdout.splitlines()) == 51
-    assert "and 10 more: --json prints all" in done.stderr
+    assert len(done.stdout.splitlines()) == 11
+    assert "The first 10, of 60 items. raypool show run shows the others." in done.stderr
+
+
+def test_a_long_sweep_ends_with_its_best_items(folder: Path) -> None:
+    (folder / "many.csv").write_text("width\n" + "\n".join(map(str, range(40, 80))) + "\n")
+    done = sweep("train", "many.csv")
+    _, *rows = done.stdout.splitlines()
+    assert [row.split()[1] for row in rows] == [str(width) for width in range(79, 69, -1)]
+    assert "The 10 best by accuracy, of 40 items. raypool show run shows the" in done.stderr
 
 
 def test_the_same_command_goes_on(folder: Path) -> None:

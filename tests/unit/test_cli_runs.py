@@ -1,0 +1,136 @@
+"""`raypool ls` and `raypool show`: saved runs, found again and read on a terminal."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from click.testing import CliRunner, Result
+
+from raypool import parpool
+from raypool.cli.main import main
+
+
+def train(config: dict[str, Any]) -> dict[str, Any]:
+    if config["lr"] == 3:
+        raise ValueError("diverged")
+    return {"loss": abs(config["lr"] - 5), "acc": {"val": config["lr"] / 10}, "note": "ok"}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a folder with two runs, one of them of 60 items."""
+    folder = tmp_path_factory.mktemp("runs")
+    with parpool(profile="inline", quiet=True) as pool:
+        for name, count in (("older", 2), ("deep/newer", 60)):
+            items = [{"lr": lr} for lr in range(count)]
+            pool.parfor(train, items, run_dir=folder / name, on_error="collect")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def run(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(saved)
+
+
+def raypool(*words: str) -> Result:
+    return CliRunner().invoke(main, words)
+
+
+def rows(*words: str) -> list[list[str]]:
+    done = raypool(*words)
+    assert done.exit_code == 0, done.output
+    return [line.split() for line in done.stdout.splitlines()]
+
+
+def test_runs_are_listed_the_newest_first(saved: Path) -> None:
+    heading, *runs = rows("ls")
+    assert heading[:6] == ["run", "function", "items", "finished", "failed", "state"]
+    assert [row[0] for row in runs] == ["deep/newer", "older"]
+    assert runs[0][1].endswith("train")
+    assert runs[0][2:6] == ["60", "59", "1", "incomplete"]
+    assert runs[1][2:6] == ["2", "2", "0", "finished"]
+    objects = json.loads(raypool("ls", "older", "--json").stdout)
+    assert [(run["folder"], run["finished"]) for run in objects] == [(str(saved / "older"), 2)]
+
+
+def test_a_run_in_progress_is_listed_as_running(tmp_path: Path) -> None:
+    def look(_: int) -> Any:
+        return json.loads(raypool("ls", str(tmp_path), "--json").stdout)
+
+    with parpool(profile="inline", quiet=True) as pool:
+        [[run]] = pool.parfor(look, 1, run_dir=tmp_path / "run")
+    assert run["is_running"]
+    assert not json.loads(raypool("ls", str(tmp_path), "--json").stdout)[0]["is_running"]
+
+
+def test_what_is_no_run_is_said(saved: Path, tmp_path: Path) -> None:
+    assert "no saved run below" in raypool("ls", str(tmp_path)).stderr
+    shutil.copytree(saved / "older", tmp_path / "good")
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "journal.sqlite").touch()
+    done = raypool("ls", str(tmp_path))
+    assert "good" in done.stdout
+    assert f"{tmp_path / 'bad'} is left out: " in done.stderr
+    for place in (tmp_path, tmp_path / "bad"):
+        done = raypool("show", str(place))
+        assert done.exit_code == 2
+        assert f"There is no run in {place}: it has no journal" in done.stderr
+
+
+def test_the_table_of_a_run() -> None:
+    done = raypool("show", "deep/newer")
+    assert len(done.stdout.splitlines()) == 51
+    assert "and 10 more: --top 60 shows all." in done.stderr
+    assert len(rows("show", "deep/newer", "--top", "60")) == 61
+    best = rows("show", "deep/newer", "--sort", "loss", "--top", "3", "--columns", "lr,loss")
+    assert best == [["item", "lr", "loss"], ["5", "5", "0"], ["4", "4", "1"], ["6", "6", "1"]]
+    assert rows("show", "deep/newer", "--sort", "-acc.val", "--top", "1")[1][0] == "59"
+    # what has no number goes last, whichever way
+    for key in ("loss", "-loss"):
+        assert rows("show", "deep/newer", "--sort", key, "--top", "60")[60][0] == "3"
+    [_, failed] = rows("show", "deep/newer", "--failed")
+    assert (failed[0], failed[-2:]) == ("3", ["ValueError:", "diverged"])
+
+
+def test_the_table_in_files(tmp_path: Path) -> None:
+    paths = [str(tmp_path / "table.csv"), str(tmp_path / "table.parquet")]
+    done = raypool("show", "deep/newer", "--csv", paths[0], "--parquet", paths[1])
+    assert (done.exit_code, done.stdout) == (0, "")
+    with open(paths[0], newline="") as file:
+        read = list(csv.DictReader(file))
+    assert len(read) == 60
+    assert (read[7]["loss"], json.loads(read[7]["acc"])) == ("2.0", {"val": 0.7})
+    assert read[3]["error"] == "ValueError: diverged"
+    frame = pd.read_parquet(paths[1])
+    assert frame["loss"].tolist()[:3] == [5, 4, 3]
+    assert json.loads(frame["acc"][7]) == {"val": 0.7}
+    [first] = json.loads(
+        raypool("show", "deep/newer", "--json", "--sort", "loss", "--top", "1").stdout
+    )
+    assert (first["index"], first["acc"]) == (5, {"val": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--sort", "los"], "There is no column 'los'. Did you mean loss?"),
+        (["--sort", "note"], "There is no finite number in the column 'note' to sort by."),
+        (["--columns", "lr,accc"], "There is no column 'accc'. Did you mean acc?"),
+    ],
+)
+def test_a_wrong_column_is_wrong_use(words: list[str], said: str) -> None:
+    done = raypool("show", "deep/newer", *words)
+    assert done.exit_code == 2
+    assert said in done.stderr
+
+
+def test_a_file_that_cannot_be_written_is_said() -> None:
+    done = raypool("show", "older", "--csv", "/proc/nowhere/table.csv")
+    assert done.exit_code == 1
+    assert "/proc/nowhere/table.csv could not be written" in done.stderr
