@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, ParamSpec, Protocol, TypeVar
 
-from raypool.channel.feed import Feed
+from raypool.channel.feed import Feed, as_html
 from raypool.channel.queues import check_timeout
 from raypool.channel.records import Missing, Values
 from raypool.errors import (
@@ -504,10 +504,31 @@ class Future(concurrent.futures.Future[T], Generic[T]):
         where = "" if self.worker is None else f" on worker {self.worker}"
         return f"<Future {self.name!r}: {self.state}{where}>"
 
+    def _repr_html_(self) -> str:
+        return as_html(repr(self), futures_frame([self]))
+
     def __reduce__(self) -> Any:
         raise InvalidTypeError(
             "A future belongs to the process that made it. Send its result instead."
         )
+
+
+def futures_frame(futures: Sequence[Future[Any]]) -> pd.DataFrame:
+    """Return a table of futures as they are now, for a notebook."""
+    import pandas as pd
+
+    return pd.DataFrame(
+        {
+            "name": [future.name for future in futures],
+            "state": [future.state for future in futures],
+            "worker": ["-" if future.worker is None else future.worker for future in futures],
+            "attempts": [future.attempts for future in futures],
+            "duration_s": pd.array(
+                [future.running_duration_s for future in futures], dtype="float64"
+            ),
+            "error": ["-" if not future.error else repr(future.error) for future in futures],
+        }
+    )
 
 
 def _call_back(fn: Callable[[Any], object], future: Any) -> None:

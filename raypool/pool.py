@@ -26,6 +26,7 @@ from typing import (
 )
 
 from raypool.channel.constants import Constant, call_once, content_of, new_constant
+from raypool.channel.feed import as_html
 from raypool.channel.records import WorkerInfo, function_name
 from raypool.channel.store import FindWay, ValueStore
 from raypool.channel.traffic import TransferBytes
@@ -53,6 +54,7 @@ from raypool.futures import (
     MapResults,
     cancel_each,
     checked_buffersize,
+    futures_frame,
     gather,
     unless_interrupted,
 )
@@ -989,6 +991,12 @@ class TaskQueue:
         """The calls that run."""
         return self._in_state("running")
 
+    def __repr__(self) -> str:
+        return f"<TaskQueue: {len(self.running)} running, {len(self.queued)} queued>"
+
+    def _repr_html_(self) -> str:
+        return as_html(repr(self), futures_frame([*self.running, *self.queued]))
+
     def _in_state(self, state: str) -> list[Future[Any]]:
         shown: dict[Future[Any], None] = {}
         for _, work in self._works():
@@ -1151,6 +1159,22 @@ class StaffedView(PoolView):
             f"<{type(self).__name__}:"
             f" {'closed' if self.is_closed else f'{count}, {self.idle_workers} idle'}>"
         )
+
+    def _repr_html_(self) -> str:
+        import pandas as pd
+
+        workers = [] if self.is_closed else self._workers()
+        work = running(self._engine.driver)
+        table = pd.DataFrame(
+            {
+                "host": [worker.host for worker in workers],
+                "gpu": [", ".join(map(str, worker.gpus)) or "-" for worker in workers],
+                "state": [worker.state for worker in workers],
+                "running": [work.get(worker.index) or "-" for worker in workers],
+            },
+            index=pd.Index([worker.index for worker in workers], name="worker"),
+        )
+        return as_html(repr(self), table)
 
     # --- partition --------------------------------------------------------------------------------
 

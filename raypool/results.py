@@ -14,7 +14,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 
-from raypool.channel.feed import Feed, column_name, fields_of, table
+from raypool.channel.feed import Feed, as_html, column_name, fields_of, table
 from raypool.errors import (
     CANCELLED,
     InvalidTypeError,
@@ -169,6 +169,21 @@ class Results(Sequence[T_co]):
         counts = {status: sum(row.status == status for row in self._rows) for status in STATUSES}
         said = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
         return f"<Results of {len(self)} items: {said or 'none'}>"
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the best items, or the first ones, and some failures."""
+        from raypool.views.tables import columns_of
+
+        frame, metric = best_first(self)
+        is_failed = frame["status"] == "failed"
+        is_shown = (~is_failed & (~is_failed).cumsum().le(10)) | (
+            is_failed & is_failed.cumsum().le(5)
+        )
+        columns = [*columns_of(frame), *["error"] * bool(is_failed.any())]
+        by = "" if metric is None else f"; the best by {metric}"
+        left = len(frame) - int(is_shown.sum())
+        rest = f"; .to_frame() has {left:,} more" if left else ""
+        return as_html(f"{self!r}{by}{rest}", frame[is_shown][columns])
 
     @property
     def errors(self) -> dict[int, BaseException]:
@@ -447,6 +462,30 @@ def numbers_in(frame: pd.DataFrame, column: str) -> dict[int, Any]:
         raise InvalidValueError(f"There is no column {column!r}.{did_you_mean(column, columns)}")
     found = enumerate(map(number_in, columns[column]))
     return {index: value for index, value in found if _is_finite(value)}
+
+
+def ranked(frame: pd.DataFrame, key: str) -> pd.DataFrame:
+    """Return the rows by the numbers in a column, the smallest first; after a "-", the largest.
+
+    Rows without a finite number go last.
+
+    Raises:
+        InvalidValueError: There is no such column, or no number in it.
+    """
+    column = key.removeprefix("-")
+    values = numbers_in(frame, column)
+    if not values:
+        raise InvalidValueError(f"There is no finite number in the column {column!r} to sort by.")
+    order = sorted(values, key=values.__getitem__, reverse=key.startswith("-"))
+    return frame.iloc[[*order, *(row for row in range(len(frame)) if row not in values)]]
+
+
+def best_first(results: Results[Any]) -> tuple[pd.DataFrame, str | None]:
+    """Return the table with the best rows first, and by which column; None: in item order."""
+    frame, metric = results.to_frame(), leading_metric(results)
+    if metric is None:
+        return frame, None
+    return ranked(frame, f"-{metric}" if direction(metric) == "max" else metric), metric
 
 
 def leading_metric(results: Results[Any]) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import html
 import io
 import math
 import os
@@ -471,6 +472,21 @@ def table(columns: Mapping[str, Any], index: pd.Index[Any]) -> pd.DataFrame:
         return pd.DataFrame(
             {name: _as_objects(column) for name, column in columns.items()}, index=index
         )
+
+
+def as_html(title: str, frame: pd.DataFrame) -> str:
+    """Return a table for a notebook, with a title; what has failed or is lost is red.
+
+    Example:
+        >>> import pandas as pd
+        >>> as_html("<Results>", pd.DataFrame({"status": ["failed"]})).splitlines()[0]
+        '<p>&lt;Results&gt;</p>'
+    """
+    is_named = frame.index.name is not None
+    rows = frame.to_html(border=0, na_rep="-", float_format="{:.4g}".format, index=is_named)
+    for state in ("failed", "lost"):  # cells are escaped, so nothing else looks like this
+        rows = rows.replace(f"<td>{state}</td>", f'<td style="color: #c62828">{state}</td>')
+    return f"<p>{html.escape(title)}</p>\n{rows}"
 
 
 def _as_objects(column: Any) -> Any:

@@ -142,7 +142,7 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
 
 def _show_best(results: Results[Any], run_dir: str) -> None:
     """Print the table of a short sweep, or the best items of a longer one."""
-    from raypool.results import direction, leading_metric
+    from raypool.results import best_first
     from raypool.views import tables
 
     frame = results.to_frame()
@@ -150,36 +150,14 @@ def _show_best(results: Results[Any], run_dir: str) -> None:
     if len(frame) <= FEW_ROWS:
         tables.show(tables.sweep_as_table(frame[columns]))
         return
-    metric = leading_metric(results)
-    if metric is None:
-        which = f"The first {FEW_ROWS}"
-    else:
-        which = f"The {FEW_ROWS} best by {metric}"
-        frame = ranked(frame, f"-{metric}" if direction(metric) == "max" else metric)
+    frame, metric = best_first(results)
+    which = f"The first {FEW_ROWS}" if metric is None else f"The {FEW_ROWS} best by {metric}"
     tables.show(tables.sweep_as_table(frame[columns].head(FEW_ROWS)))
     echo(
         f"{which}, of {len(frame):,} items. {shlex.join(['raypool', 'show', run_dir])} shows the"
         " others.",
         err=True,
     )
-
-
-def ranked(frame: pd.DataFrame, key: str) -> pd.DataFrame:
-    """Return the rows by the numbers in a column, the smallest first; after a "-", the largest.
-
-    Rows without a finite number go last.
-
-    Raises:
-        InvalidValueError: There is no such column, or no number in it.
-    """
-    from raypool.results import numbers_in
-
-    column = key.removeprefix("-")
-    values = numbers_in(frame, column)
-    if not values:
-        raise InvalidValueError(f"There is no finite number in the column {column!r} to sort by.")
-    order = sorted(values, key=values.__getitem__, reverse=key.startswith("-"))
-    return frame.iloc[[*order, *(row for row in range(len(frame)) if row not in values)]]
 
 
 def _say_failures(errors: dict[int, BaseException], items: list[Config], run_dir: str) -> None:
@@ -254,6 +232,7 @@ def show(run_dir: Path, sort: str | None, top: int | None, **options: Any) -> No
     50 rows unless --top says otherwise; files and JSON have all rows.
     """
     from raypool.journal.reading import load_results
+    from raypool.results import ranked
     from raypool.views import tables
 
     with errors_said():

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
+from raypool.channel.feed import as_html
 from raypool.core.model import WorkerState
 from raypool.engine.engine import Engine, submit_call
 from raypool.errors import (
@@ -283,6 +284,16 @@ class Composite(Generic[T]):
         ]
         rest = [f"  ... and {len(self) - MAX_LINES} more"] if len(self) > MAX_LINES else []
         return "\n".join([title, *lines, *rest])
+
+    def _repr_html_(self) -> str:
+        import pandas as pd
+
+        parts = {
+            "worker": self.workers,
+            "value": [self._state_of(entry) for entry in self._entries],
+        }
+        index = pd.RangeIndex(len(self), name="rank")
+        return as_html(f"<Composite of {_count(len(self))}>", pd.DataFrame(parts, index))
 
     def _state_of(self, entry: PartInfo) -> str:
         if entry.description is None:

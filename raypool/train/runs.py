@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from raypool.channel.feed import as_html
 from raypool.errors import (
     InvalidTypeError,
     InvalidValueError,
@@ -221,6 +222,9 @@ class TrainingRun(Future[TrainingResult]):
 
     def __repr__(self) -> str:
         return f"<TrainingRun {self.name!r}: {self.state}>"
+
+    def _repr_html_(self) -> str:
+        return as_html(repr(self), self.metrics.tail(5))  # its last reports
 
     def adopt(self, attempt: Future[Any]) -> None:
         """Pass requests, past and future, on to this attempt. For the pool."""
