@@ -39,7 +39,10 @@ import copyreg
 import dataclasses
 import errno
 import functools
+import itertools
+import linecache
 import operator
+import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import BrokenExecutor, CancelledError
 from enum import Enum
@@ -236,7 +239,20 @@ class RemoteTraceback(Exception):
         self.text = text
 
     def __str__(self) -> str:
-        return f'\n"""\n{self.text}"""'
+        return f'\n"""\n{_with_sources(self.text)}"""'
+
+
+def _with_sources(text: str) -> str:
+    """Add the source lines that only this process has: those of a notebook's cells."""
+    lines = text.splitlines(keepends=True)
+    shown = []
+    for line, following in itertools.zip_longest(lines, lines[1:], fillvalue=""):
+        shown.append(line)
+        place = re.match(r'  File "(.+)", line (\d+), in ', line)
+        if place is not None and not following.startswith("    "):
+            source = linecache.getline(place[1], int(place[2])).strip()
+            shown.append(f"    {source}\n" if source else "")
+    return "".join(shown)
 
 
 # --- pickling of exceptions -----------------------------------------------------------------------

@@ -330,6 +330,7 @@ class Future(concurrent.futures.Future[T], Generic[T]):
             InvalidValueError: It has not ended, and this is a callback of its own pool.
             Exception: The task's own exception.
         """
+        __tracebackhide__ = True  # notebooks and pytest: only the user's own line
         error = None
         try:
             # Not the base's `result`, which before Python 3.14 takes an error that is false for

@@ -104,6 +104,7 @@ def run_loop(  # noqa: PLR0913 - the arguments of the verb
     rerun: Literal["failed", "missing", "all"],
 ) -> Any:
     """Run a loop on the workers of a view; see `PoolView.parfor`."""
+    __tracebackhide__ = True
     check_callable(fn)
     if on_error is None:
         on_error = "stop" if run_dir is None else "raise"
@@ -560,6 +561,7 @@ def check_progress(progress: Any) -> None:
 
 def raise_if_failed(work: LoopWork, results: Results[Any], on_error: str) -> None:
     """Raise what ended the loop early, or its first failure if that is wanted."""
+    __tracebackhide__ = True
     is_complete = work.state is TaskState.FINISHED
     if is_complete and (on_error == "collect" or not results.errors):
         return

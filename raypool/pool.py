@@ -410,6 +410,7 @@ class PoolView(concurrent.futures.Executor):
             ...     list(pool.parfor(abs, [-3, -2, -1], run_dir=folder.name))  # only -3 runs
             [3, 2, 1]
         """
+        __tracebackhide__ = True  # notebooks and pytest: only the user's own line
         return run_loop(
             self,
             fn,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import linecache
 import pickle
 import re
 from concurrent.futures import BrokenExecutor
 
+import pytest
+
 from raypool import errors
-from raypool.errors import LossReason, RaypoolError
+from raypool.errors import LossReason, RaypoolError, RemoteTraceback
 
 TREE = [getattr(errors, name) for name in errors.__all__]
 RAYPOOL_ERRORS = [cls for cls in TREE if isinstance(cls, type) and issubclass(cls, RaypoolError)]
@@ -40,3 +43,22 @@ def test_errors_are_what_python_would_raise_too() -> None:
     assert not issubclass(errors.TaskTimeoutError, TimeoutError), (
         "a wait that ran out is something else"
     )
+
+
+def test_a_traceback_shows_the_lines_of_cells_that_only_this_process_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cell = "/tmp/ipykernel_1/2.py"
+    source = ["def train(x):\n", "    return 1 / x  # in the cell\n"]
+    monkeypatch.setitem(linecache.cache, cell, (len("".join(source)), None, source, cell))
+    text = (
+        "Traceback (most recent call last):\n"
+        '  File "/opt/runner.py", line 3, in run\n'
+        "    value = fn(item)\n"
+        f'  File "{cell}", line 2, in train\n'
+        '  File "/nowhere/else.py", line 9, in inner\n'
+        "ZeroDivisionError: division by zero\n"
+    )
+    shown = str(RemoteTraceback(text))
+    assert f'"{cell}", line 2, in train\n    return 1 / x  # in the cell\n' in shown
+    assert shown.replace("    return 1 / x  # in the cell\n", "") == f'\n"""\n{text}"""'
