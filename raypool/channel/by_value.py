@@ -17,7 +17,7 @@ from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from raypool.worker.running import in_worker_process
+from raypool.worker.running import this_process
 from raypool.worker.setup_globals import function_in
 
 NAMED: dict[type, Callable[[Any], tuple[Any, ...]]] = {
@@ -60,7 +60,7 @@ def _proxy(make: Callable[..., Any], *arguments: Any) -> Any:
     """Return a proxy of a manager, with its key: other proxies that are got from it have none, and
     use that of the process.
     """
-    if in_worker_process():
+    if this_process.is_worker:
         multiprocessing.current_process().authkey = arguments[-1]["authkey"]
     try:
         return make(*arguments)

@@ -37,7 +37,7 @@ from raypool.errors import (
     WorkerLostError,
     whole_number,
 )
-from raypool.worker.running import ExchangeClient, PoolLink, in_task, link
+from raypool.worker.running import ExchangeClient, PoolLink, in_task, this_process
 
 T = TypeVar("T")
 
@@ -729,7 +729,7 @@ class QueueProxy:
 
     def put(self, value: Any) -> None:
         """Send a value."""
-        way = link()
+        way = this_process.link
         if way is None or self.is_of_task:
             raise InvalidValueError(
                 "This process is neither the one that has made the queue nor a worker of a pool of"

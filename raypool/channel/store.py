@@ -15,7 +15,7 @@ from typing import Any
 
 from raypool.channel.queues import Listener, check_timeout, sources
 from raypool.errors import InvalidTypeError, InvalidValueError, PoolClosedError, WorkerLostError
-from raypool.worker.running import ExchangeClient, link, note_here
+from raypool.worker.running import ExchangeClient, note_here, this_process
 
 logger = logging.getLogger("raypool")
 
@@ -260,7 +260,7 @@ def way_finder_here() -> FindWay:
 
 
 def _link_or_own() -> ExchangeClient:
-    return link() or _own_exchange()
+    return this_process.link or _own_exchange()
 
 
 @functools.cache

@@ -27,7 +27,7 @@ from typing import Any, NoReturn, Protocol
 
 from raypool.core.messages import Signal
 from raypool.errors import TaskCancelled
-from raypool.worker.running import TaskContext, note_in_process
+from raypool.worker.running import TaskContext, this_process
 
 STOP_SIGNAL = signal.SIGRTMIN + 5
 """Nobody else's: SIGUSR1 and SIGUSR2 are used by schedulers of clusters and by the training
@@ -138,18 +138,18 @@ class Interrupts:
             note.should_stop = True
         self._is_armed = True
 
-    def shield(self) -> bool:
+    def pause(self) -> bool:
         """Stop interrupting the running slice: the rest of it is not the user's code, and has to
         finish.
 
         Returns:
-            Whether it could be interrupted until now, so that `expose` has to follow: a slice is
+            Whether it could be interrupted until now, so that `resume` has to follow: a slice is
             interrupted only once.
         """
         was_armed, self._is_armed = self._is_armed, False
         return was_armed
 
-    def expose(self) -> None:
+    def resume(self) -> None:
         """Allow interrupting the running slice again.
 
         Raises:
@@ -245,13 +245,13 @@ class ProcessGuard(Interrupts):
 
     def begin(self, note: TaskContext, limit: Deadline) -> None:
         """Note that the user's code begins."""
-        note_in_process(note)
+        this_process.running = note
         super().begin(note, limit)
 
     def end(self) -> None:
         """Note that the user's code has ended."""
         super().end()
-        note_in_process(None)
+        this_process.running = None
         AT_HAND.pack_into(self._board, 0, self._attempt_id, WHOLE)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -297,15 +297,15 @@ class ThreadGuard(Interrupts):
             self._thread_id = threading.get_ident()
             super().begin(note, limit)
 
-    def shield(self) -> bool:
+    def pause(self) -> bool:
         """Interrupt what is at hand no more."""
         was_armed = self._is_armed
-        return self._without_interruption(super().shield) or was_armed
+        return self._without_interruption(super().pause) or was_armed
 
-    def expose(self) -> None:
+    def resume(self) -> None:
         """Interrupt what is at hand again."""
         with self._lock:
-            super().expose()
+            super().resume()
 
     def end(self) -> None:
         """Note that the user's code has ended."""

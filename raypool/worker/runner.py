@@ -32,7 +32,14 @@ from raypool.worker.checkpoint_folders import CheckpointFolders
 from raypool.worker.gpu_memory import GpuMemoryCare, note_shortage
 from raypool.worker.gpu_turns import GpuTurns
 from raypool.worker.interrupts import NOW, Interrupts, Terminated
-from raypool.worker.running import Say, TaskContext, is_retired, item_seed, running, unbroken
+from raypool.worker.running import (
+    Say,
+    TaskContext,
+    item_seed,
+    running,
+    this_process,
+    uninterruptible,
+)
 
 if TYPE_CHECKING:
     from raypool.backends.ray.packing import ParcelKeeper  # which imports Ray
@@ -202,7 +209,7 @@ def _run_all(call: OpenCall, parts: Sequence[Part], here: Surroundings) -> list[
         result = RawResult(part.start)
         if not part.is_fixed:
             result.deadline = deadline
-        has_time = (perf_counter() < deadline and not is_retired()) or number == 0
+        has_time = (perf_counter() < deadline and not this_process.is_retired) or number == 0
         if not call.begin(result) or not has_time:
             continue
         if here.upkeep is None:
@@ -252,7 +259,7 @@ def _run_part(attempt_id: int, part: Part, here: Surroundings, result: RawResult
         part.should_stop,
     )
     note.say, note.find_way, note.outer = here.say, here.find_way, running.get()
-    note.shelter, note.folders, note.call_id = here.guard, here.folders, attempt_id
+    note.interrupts, note.folders, note.call_id = here.guard, here.folders, attempt_id
     own = generators_of(fn) if part.seed is not None else []
     if part.is_call:
         fn = _as_calls(fn)
@@ -300,14 +307,14 @@ def _with_folders(
             value = finished(fn(item))
         except BaseException as error:
             try:
-                with unbroken(note):
+                with uninterruptible(note):
                     folders.end(note, note.index)
             except Exception as why:
                 error.add_note(
                     f"raypool: its checkpoints could not be uploaded: {type(why).__name__}: {why}"
                 )
             raise
-        with unbroken(note):
+        with uninterruptible(note):
             folders.end(note, note.index)
         return value
 
@@ -734,8 +741,8 @@ def _run(coroutine: CoroutineType[Any, Any, Any]) -> Any:
     except BaseException as error:
         if (
             note is None
-            or note.shelter is None
-            or not note.shelter.is_cancelled
+            or note.interrupts is None
+            or not note.interrupts.is_cancelled
             or isinstance(error, TaskCancelled)
         ):
             raise

@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from raypool.worker.running import in_worker_process
+from raypool.worker.running import this_process
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ _left: dict[str, dict[str, Left]] = {}  # by the name of the module
 
 def call_setup(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """Call a function, and note what it leaves in global variables, if this process is a worker."""
-    function = function_in(fn) if in_worker_process() else None
+    function = function_in(fn) if this_process.is_worker else None
     if function is None:
         return fn(*args, **kwargs)
     before = {
