@@ -83,7 +83,8 @@ class Hub:
             early[number] = batch
             if len(early) > MAX_EARLY:
                 self._skip(worker_id)
-            self._take_in_order(worker_id)
+            else:
+                self._take_in_order(worker_id)
 
     def waiter(self, worker_id: int, number: int) -> Callable[[], None] | None:
         """Return a function that waits for a worker's batches up to this one; None if all came."""
@@ -103,7 +104,6 @@ class Hub:
         with self._changed:
             self._gone.add(worker_id)
             self._skip(worker_id)
-            self._take_in_order(worker_id)
 
     def close(self) -> None:
         """Note that nothing more comes."""
@@ -111,7 +111,6 @@ class Hub:
             self._is_closed = True
             for worker_id in self._early:
                 self._skip(worker_id)
-                self._take_in_order(worker_id)
             self._changed.notify_all()
         self.records.wait()
 
@@ -126,16 +125,16 @@ class Hub:
                 # else they would arrive out of order
                 while any(early <= number for early in self._early.get(worker_id, ())):
                     self._skip(worker_id)
-                    self._take_in_order(worker_id)
                 self._arrived[worker_id] = max(self._arrived.get(worker_id, 0), number)
             if self._awaited.get(worker_id, 0) <= number:
                 self._awaited.pop(worker_id, None)
 
     def _skip(self, worker_id: int) -> None:
-        """Count batches as lost that are missing before the first one here."""
+        """Take the batches that are here, although some before them are lost."""
         early = self._early.get(worker_id)
         if early:
             self._arrived[worker_id] = min(early) - 1
+        self._take_in_order(worker_id)
 
     def _take_in_order(self, worker_id: int) -> None:
         early = self._early.get(worker_id, {})

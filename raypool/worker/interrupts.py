@@ -137,12 +137,11 @@ class Interrupts:
             TaskCancelled: It was cancelled meanwhile.
         """
         wish = self._wishes.get(self._at_hand)
-        if wish is not None and self._note is not None and self._limit is not None:
-            if wish is Signal.CANCEL:
-                _cancel(self._note, self._limit)
+        if wish is not None and self._note is not None:
+            # first: the task's own function for a departure may be interrupted
+            self._is_armed = wish is not Signal.CANCEL
+            if self._carry_out(wish):
                 raise TaskCancelled
-            self._is_armed = True
-            _heed(wish, self._note, self._limit)
         self._is_armed = True
 
     @property
@@ -161,31 +160,27 @@ class Interrupts:
         key = (attempt_id, task_id)
         if attempt_id >= self._attempt_id and self._wishes.get(key) is not Signal.CANCEL:
             self._wishes[key] = wish
-        if key != self._at_hand or not self._is_armed:
+        if key != self._at_hand or not self._is_armed or not self._carry_out(wish):
             return False
-        assert self._note is not None
-        assert self._limit is not None
-        if wish is not Signal.CANCEL:
-            _heed(wish, self._note, self._limit)
-            return False
-        _cancel(self._note, self._limit)
         self._is_armed = False
         return True
 
-
-def _cancel(note: TaskContext, limit: Deadline) -> None:
-    # also where the user's code catches what is raised: no further item begins
-    note.should_stop = limit.is_cancelled = True
-    limit.deadline = NOW
-
-
-def _heed(wish: Signal, note: TaskContext, limit: Deadline) -> None:
-    """Tell the running slice of a request that does not interrupt it."""
-    if wish is Signal.STOP:
-        note.should_stop = True
-    else:
-        limit.deadline = NOW  # the next items run elsewhere
-        note.leave()
+    def _carry_out(self, wish: Signal) -> bool:
+        """Tell the running slice of a request; return whether to interrupt it."""
+        note, limit = self._note, self._limit
+        assert note is not None
+        assert limit is not None
+        if wish is Signal.CANCEL:
+            # no further item begins, also if the user's code catches the exception
+            note.should_stop = limit.is_cancelled = True
+            limit.deadline = NOW
+            return True
+        if wish is Signal.STOP:
+            note.should_stop = True
+        else:
+            limit.deadline = NOW  # the next items run elsewhere
+            note.leave()
+        return False
 
 
 class ProcessGuard(Interrupts):
@@ -273,12 +268,12 @@ class ThreadGuard(Interrupts):
             super().begin(note, limit)
 
     def pause(self) -> bool:
-        """Interrupt what is at hand no more."""
+        """Stop interrupting the running slice."""
         was_armed = self._is_armed
         return self._without_interruption(super().pause) or was_armed
 
     def resume(self) -> None:
-        """Interrupt what is at hand again."""
+        """Allow interrupting the running slice again."""
         with self._lock:
             super().resume()
 
