@@ -473,7 +473,13 @@ class QueueOwner:
         try:
             with self._lock:
                 self._enqueue(putter)
-            self._wait_for(putter)
+            num_taken, until = self._num_taken, time.monotonic() + PATIENCE_S
+            while putter.outcome is None:
+                putter.bell.acquire(timeout=LOOK_AGAIN_S)
+                if time.monotonic() > until:
+                    until = math.inf
+                    if self._num_taken == num_taken:
+                        logger.warning(NOBODY_READS, self._capacity, PATIENCE_S)
         except BaseException:  # Ctrl-C, or the task was cancelled
             with self._lock, contextlib.suppress(ValueError):
                 self._putters.remove(putter)
@@ -490,15 +496,6 @@ class QueueOwner:
             putter.settle(TAKEN)
         else:
             self._putters.append(putter)
-
-    def _wait_for(self, putter: _Putter) -> None:
-        num_taken, until = self._num_taken, time.monotonic() + PATIENCE_S
-        while putter.outcome is None:
-            putter.bell.acquire(timeout=LOOK_AGAIN_S)
-            if time.monotonic() > until:
-                until = math.inf
-                if self._num_taken == num_taken:
-                    logger.warning(NOBODY_READS, self._capacity, PATIENCE_S)
 
     def accept(self, entry: Any) -> None:
         """Take a value from another process."""
