@@ -109,7 +109,7 @@ def _is_closed(stream: Any, error: OSError | ValueError) -> bool:
 
 
 _num_listeners = 0
-_switching = threading.Lock()
+_switching = threading.Lock()  # several threads may install and remove
 _recent: deque[CapturedStream] = deque(maxlen=8)
 """Up to Python 3.13, `print` holds no reference to its stream: the last ones live on, for a thread
 that prints while another takes its stream away, which would crash the process."""

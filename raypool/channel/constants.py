@@ -93,7 +93,7 @@ def new_constant(open_content: Callable[[], Content]) -> Constant[Any]:
 
 _kept: dict[str, tuple[Any, Callable[[Any], object] | None]] = {}
 _locks: dict[str, threading.RLock] = {}
-_lock = threading.Lock()
+_lock = threading.Lock()  # for these two; never held while the user's code runs
 
 
 def content_of(source: Any, cleanup: Callable[[Any], object] | None) -> Content:
@@ -123,7 +123,7 @@ def discard(keys: Sequence[str]) -> None:
         try:  # without the lock: it runs the user's code
             if held is not None and held[1] is not None:
                 held[1](held[0])
-        except Exception as error:
+        except Exception as error:  # the other constants are cleaned up all the same
             errors.append(error)
     if errors:
         raise errors[0]

@@ -86,10 +86,8 @@ class Exchange:
     async def queue_ends(self, worker_id: int, known: list[str], number: int) -> list[str]:
         """Wait for ends of queues that a worker puts into; return these queues.
 
-        Args:
-            worker_id: The worker.
-            known: Ended queues that it knows of now, so that it puts nothing more into them.
-            number: The newest batch of what it had put before.
+        It puts nothing more into the ended queues `known`; the newest batch of what it had put
+        before is `number`.
         """
         for queue in known:
             if worker_id in self._unaware.get(queue, ()):
@@ -268,7 +266,7 @@ class LocalExchange:
     """
 
     def __init__(self, pass_on: PassOn = lambda queue, ticket, value: None) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # the thread starts once, and never after `close`
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended: asyncio.Event | None = None
         self._closed: str | None = None  # why, if it is

@@ -64,7 +64,7 @@ class Outbox:
         # by queue: of those that keep only the newest few
         self._latest: dict[str, deque[bytes]] = {}
         self._number = 0
-        self._taking = threading.Lock()
+        self._taking = threading.Lock()  # the thread and `flush` take batches, by number
         self._gets_through = True
         self._is_sending = False  # the thread
         self._is_here = True  # not in a forked child, which has no such thread

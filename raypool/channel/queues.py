@@ -402,7 +402,7 @@ def opened(entry: Any) -> Any:
         return entry
     try:
         return pickle.loads(entry.pickled)
-    except Exception as error:
+    except Exception as error:  # whatever the user's classes raise
         raise SerializationError(
             "A value has come through a queue but cannot be unpickled here"
             f" ({type(error).__name__}: {error}). Its class must be importable in this process"

@@ -105,7 +105,7 @@ class Project:
 
     def __init__(self) -> None:
         self._modules = Modules()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # any thread may submit work
         self._newest = Snapshot(0, platform.node(), (), (), {})
 
     def look(self) -> Snapshot:
@@ -254,7 +254,7 @@ def _is_as_loaded(module: types.ModuleType, about: os.stat_result, source: bytes
             marshal.loads(compiled[PYC_HEADER_BYTES:])
             == compile(source, str(module.__file__), "exec", dont_inherit=True)
         )
-    except Exception:
+    except Exception:  # the source has an error by now, say
         return False
 
 

@@ -40,8 +40,7 @@ Key = tuple[int, int, int]
 class CheckpointFolders:
     """Gives the items that a pool runs in this process their folders.
 
-    Args:
-        temporary: Returns a folder on this machine that lasts as long as the pool.
+    `temporary` finds a folder on this machine that lasts as long as the pool.
     """
 
     def __init__(self, temporary: Callable[[], Path]) -> None:

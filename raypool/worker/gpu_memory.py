@@ -41,12 +41,8 @@ class LeftoverMemory(NamedTuple):
 class GpuMemoryCare:
     """Looks after a process's memory on its (first) GPU, once the process has used that.
 
-    Args:
-        allocator: Manages this memory.
-        worker: Whose process it is.
-        total_bytes: The GPU's memory, None if that is not known.
-        max_leftover_bytes: How much may be left over; None: a tenth of what the process may have,
-            anything if that is not known.
+    The GPU has `total_bytes` (None: not known). `max_leftover_bytes` may be left over; None: a
+    tenth of what the process may have, anything if that is not known.
     """
 
     def __init__(

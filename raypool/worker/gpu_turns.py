@@ -58,13 +58,9 @@ def settle(sharing: Sharing, inventory: Inventory, device: str) -> None:
 
 
 class GpuTurns:
-    """The turns of one worker on its GPU.
+    """The turns of one worker on its GPU: `device`, by index or UUID.
 
-    Args:
-        inventory: Tells the GPUs of a machine.
-        device: The worker's GPU, by index or UUID.
-        find_folder: Finds the pool's folder for temporary files on this machine.
-        patience_s: See `PATIENCE_S`.
+    `find_folder` finds the pool's folder for temporary files on this machine.
     """
 
     def __init__(
@@ -140,6 +136,7 @@ class GpuTurns:
     def _pass_door(self) -> None:
         """Let items that wait to run alone go first."""
         until = time.monotonic() + self._patience_s
+        # in small steps, since `flock` has no time limit
         while time.monotonic() < until:
             try:
                 fcntl.flock(self._door, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -324,6 +324,7 @@ class ThreadGuard(Interrupts):
                 return
             give_up = time.monotonic() + THREAD_START_S
             while (made := _raise_in(self._thread_id, TaskCancelled)) is not None:
+                # the new thread would get the exception, and die of it
                 if not made._started.wait(give_up - time.monotonic()):
                     return
             self._is_coming = True

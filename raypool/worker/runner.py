@@ -56,13 +56,12 @@ logger = logging.getLogger("raypool")
 class Surroundings(NamedTuple):
     """What the runner needs from a worker.
 
-    `functions` finds a function by its id, `unpack` opens the items of a part. `guard` stops a
-    slice that is cancelled. `say` takes what a task reports and prints. `keeper` has the values
-    until they travel (None: they stay here). `find_way` finds the pool's exchange if that is in
-    this process. `folders` gives items their folders for checkpoints. `upkeep` watches the memory
-    of the worker's GPU, `turns` lets items wait for their turn on it, where workers take turns.
-    `early` reports calls that last. `is_users_thread`: a `KeyboardInterrupt` in here is Ctrl-C; in
-    a worker's thread or process it is an error like any other.
+    `functions` finds a function by its id, `unpack` opens the items of a part. `guard` interrupts
+    cancelled slices. `say` takes reports and output. `keeper` has the values until they travel
+    (None: they stay here). `find_way` finds the pool's exchange if that is in this process.
+    `folders` are those for checkpoints. `upkeep` watches the memory of the worker's GPU, `turns`
+    lets items wait for their turn on it. `early` reports calls that last. `is_users_thread`: a
+    `KeyboardInterrupt` is Ctrl-C; in a worker it is an error like any other.
     """
 
     worker: WorkerInfo
@@ -336,8 +335,8 @@ def _generators_kept(own: Sequence[Generator]) -> Iterator[None]:
 class RawResult:
     """What came of one slice, before it travels; no item begins after its `deadline`.
 
-    `is_cancelled`: nobody wants it any more. `is_interrupted`: Ctrl-C has ended an item, and means
-    all that would follow.
+    `is_cancelled`: nobody wants it any more. `is_interrupted`: Ctrl-C has ended an item, and so all
+    that would follow.
     """
 
     __slots__ = (
@@ -427,9 +426,7 @@ LOOK_S = 0.125
 class HandBack:
     """Reports the calls of one worker that last, and knows which calls behind them were withdrawn.
 
-    Args:
-        watch: Looks at the calls.
-        tell: Takes what is done of one, while that runs on; in the watch's thread.
+    The thread of `watch` looks at the calls, and passes the reports to `tell`.
     """
 
     def __init__(self, watch: Watch, tell: Callable[[OpenCall, NarrowedCall], object]) -> None:
@@ -521,13 +518,7 @@ class NarrowedCall(NamedTuple):
 
 
 class OpenCall:
-    """A running call: a worker's thread begins its parts; another thread may narrow it.
-
-    Args:
-        attempt_id: Its number.
-        parts: What it holds.
-        upkeep: Measures the GPU's memory, if there is one.
-    """
+    """A running call: a worker's thread begins its parts; another thread may narrow it."""
 
     __slots__ = (
         "_is_cut",
@@ -604,7 +595,7 @@ class OpenCall:
 
 # --- torch's modes of a thread --------------------------------------------------------------------
 #
-# Torch leaves such a block by Python code of its own, which an interruption may hit too: no later
+# Torch leaves `no_grad` or `autocast` by Python code, which an interruption may hit too: no later
 # task of the worker would train.
 
 
