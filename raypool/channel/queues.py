@@ -510,7 +510,7 @@ class QueueOwner:
         with self._lock:
             self._enqueue(putter)
             outcome = putter.outcome
-        # without the lock, as everywhere below: it is another's code
+        # outside the lock, as in `_tell`: it is a callback
         if outcome is not None:
             answer(outcome)
 
