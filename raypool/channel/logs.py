@@ -209,11 +209,16 @@ class Records:
                 continue
             if isinstance(entry, threading.Event):
                 entry.set()
-                continue
-            try:
-                record = unpacked(entry)
-                logger = logging.getLogger(record.name)
-                if logger.isEnabledFor(record.levelno):  # the level may have changed meanwhile
-                    logger.handle(record)
-            except Exception:  # a filter of the user's, say
-                traceback.print_exc()
+            else:
+                _hand_out(entry)
+
+
+def _hand_out(payload: bytes) -> None:
+    # not in the loop above: its variables would keep the last record
+    try:
+        record = unpacked(payload)
+        logger = logging.getLogger(record.name)
+        if logger.isEnabledFor(record.levelno):  # the level may have changed meanwhile
+            logger.handle(record)
+    except Exception:  # a filter of the user's, say
+        traceback.print_exc()

@@ -491,14 +491,18 @@ class Watch:
                 self._bell.get()
             self._is_resting = False
             self._closed.wait(LOOK_S)
-            before = monotonic() - LASTS_S
-            for call, early in list(self._calls.values()):
-                if call.began_at <= before:
-                    self.drop(call)
-                    try:
-                        early.narrow(call)
-                    except Exception:  # the answer to the call has all of it once more
-                        logger.exception("raypool's mistake; the call goes on.")
+            self._look()
+
+    def _look(self) -> None:
+        # not in the loop above: its variables would keep the last call, with all that it has
+        before = monotonic() - LASTS_S
+        for call, early in list(self._calls.values()):
+            if call.began_at <= before:
+                self.drop(call)
+                try:
+                    early.narrow(call)
+                except Exception:  # the answer to the call has all of it once more
+                    logger.exception("raypool's mistake; the call goes on.")
 
 
 class NarrowedCall(NamedTuple):
