@@ -17,7 +17,14 @@ from typing import IO, TYPE_CHECKING, Any
 
 from raypool.errors import InvalidTypeError, InvalidValueError, whole_number
 from raypool.worker.folders import sync_folder
-from raypool.worker.running import TaskContext, in_task, item_seed, note_here, notes_here, unbroken
+from raypool.worker.running import (
+    TaskContext,
+    in_task,
+    item_seed,
+    note_here,
+    notes_here,
+    uninterruptible,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -306,7 +313,7 @@ def save_checkpoint(state: Any, path: PathLike | None = None) -> Path:
     """
     file = current_task().checkpoint_dir / FILE if path is None else Path(path)
     note = note_here()
-    with unbroken(note):
+    with uninterruptible(note):
         _write(state, file)
         if path is None and note is not None and note.folders is not None:
             note.folders.upload(note, note.index)

@@ -1,6 +1,4 @@
-"""Pickling by value what a script defines: what cloudpickle leaves out, and help for
-multiprocessing.
-"""
+"""Pickling by value what a script defines: additions to cloudpickle, and for multiprocessing."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from raypool.worker.running import in_worker_process
+from raypool.worker.running import this_process
 from raypool.worker.setup_globals import function_in
 
 NAMED: dict[type, Callable[[Any], tuple[Any, ...]]] = {
@@ -34,33 +32,32 @@ NAMED: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     typing.ParamSpec: lambda value: (typing.ParamSpec, (value.__name__,)),
     typing.TypeVarTuple: lambda value: (typing.TypeVarTuple, (value.__name__,)),
 }
-"""What travels by its name only, and how it is made where nothing has that name."""
+"""Types that cloudpickle pickles by name, and how to make a value where nothing has its name."""
 
 
 def reduced(value: Any) -> Any:
-    """Return how to make a value elsewhere, as a pickler's `reducer_override` does;
-    `NotImplemented` if it needs no help.
-    """
+    """Return what a pickler's `reducer_override` does for a value, or `NotImplemented`."""
     kind = type(value)
     if kind in NAMED and not _is_importable(value):
         return NAMED[kind](value)
     if kind is weakref.WeakKeyDictionary:  # `functools.singledispatch` has one
         return weakref.WeakKeyDictionary, (dict(value),)
     if sys.version_info < (3, 12) and isinstance(value, functools.cached_property):  # it has a lock
-        return copyreg.__newobj__, (kind,), vars(value) | {"lock": None}, None, None, _set_with_lock  # type: ignore[attr-defined]
+        make, state = copyreg.__newobj__, vars(value) | {"lock": None}  # type: ignore[attr-defined]
+        return make, (kind,), state, None, None, _set_with_lock
     if "multiprocessing.managers" in sys.modules and isinstance(
         value, multiprocessing.managers.BaseProxy
     ):
         make, arguments = value.__reduce__()
-        return _proxy, (make, *arguments[:-1], arguments[-1] | {"authkey": bytes(value._authkey)})  # type: ignore[attr-defined]
+        # other proxies that are got from it have no key, and use that of the process
+        key = {"authkey": bytes(value._authkey)}  # type: ignore[attr-defined]
+        return _proxy, (make, *arguments[:-1], arguments[-1] | key)
     return NotImplemented
 
 
 def _proxy(make: Callable[..., Any], *arguments: Any) -> Any:
-    """Return a proxy of a manager, with its key: other proxies that are got from it have none, and
-    use that of the process.
-    """
-    if in_worker_process():
+    """Return a proxy of a manager, with its key."""
+    if this_process.is_worker:
         multiprocessing.current_process().authkey = arguments[-1]["authkey"]
     try:
         return make(*arguments)
@@ -74,30 +71,20 @@ def _proxy(make: Callable[..., Any], *arguments: Any) -> Any:
 
 
 _globals: dict[str, dict[str, Any]] = {}
-"""By module, the global variables that functions of a script share in this process where
-multiprocessing has brought them.
-"""
+"""By module, the global variables of functions that multiprocessing has brought here."""
 
 _last_run: dict[str, weakref.ref[types.FunctionType]] = {}
-"""By module, the function that ran last in this worker. It is not kept: its global variables may be
-large.
-"""
+"""By module, the function that ran last here. Weak: its global variables may be large."""
 
 
 def teach_multiprocessing() -> None:
-    """Let what a script defines travel to processes that this one starts by `multiprocessing`, and
-    back.
-
-    In a worker the script is not `__main__`, so its functions and classes are found under no name
-    there.
-    """
+    """Let a script's functions travel to and from children that `multiprocessing` starts here."""
+    # in a worker the script is not `__main__`, so nothing in it is found by name
     ForkingPickler.reducer_override = _reduced_for_child  # type: ignore[method-assign]
 
 
 def note_globals(fn: Callable[..., Any]) -> None:
-    """Let functions that come to forked children of this process join the global variables of the
-    one that is about to run.
-    """
+    """Let functions that come to forked children share the global variables of this one."""
     function = function_in(fn)
     if function is not None:
         _last_run[function.__module__] = weakref.ref(function)
@@ -108,7 +95,7 @@ def _reduced_for_child(pickler: Any, value: Any) -> Any:
 
     by_value = reduced(value)
     if by_value is NotImplemented and isinstance(value, (type, types.FunctionType)):
-        # One for all that this pickler has: it knows which functions share their global variables.
+        # one for the whole pickle: it knows which functions share their global variables
         own = vars(pickler).setdefault("by_value", cloudpickle.CloudPickler(io.BytesIO()))
         by_value = own.reducer_override(value)
         if by_value is not NotImplemented and len(by_value) == 6:  # not one of Python's own
@@ -144,10 +131,9 @@ def _function_in_child(
 def _set_in_child(
     set_state: Callable[..., None], function: Any, state: tuple[dict[str, Any], dict[str, Any]]
 ) -> None:
-    """Let a function have what it brings, except for global variables that are there: what an
-    initializer has set stays.
-    """
+    """Give a function what it brings."""
     there = function.__globals__
+    # without global variables that are there: what an initializer has set stays
     state[1]["__globals__"] = {
         name: value for name, value in state[1]["__globals__"].items() if name not in there
     }
@@ -155,7 +141,7 @@ def _set_in_child(
 
 
 def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
-    """Return a function with a cache of its own."""
+    """Return a function with a new cache."""
     return functools.lru_cache(**parameters)(function)
 
 
@@ -164,21 +150,16 @@ def _set_with_lock(value: Any, state: dict[str, Any]) -> None:
 
 
 def _is_importable(value: Any) -> bool:
-    """Whether other processes find a value in its module, as cloudpickle judges of functions."""
+    """Whether other processes find a value by name, as cloudpickle judges of functions."""
     name = value.__module__
-    if name == "__main__" or any(
-        f"{name}.".startswith(f"{by_value}.") for by_value in _registered()
-    ):
+    if name == "__main__":
         return False
+    # modules whose contents the user wants to travel by value
+    for cloudpickle in filter(None, map(sys.modules.get, ("cloudpickle", "ray.cloudpickle"))):
+        registered = cloudpickle.list_registry_pickle_by_value()
+        if any(f"{name}.".startswith(f"{by_value}.") for by_value in registered):
+            return False
     found: Any = sys.modules.get(name)
     for part in getattr(value, "__qualname__", value.__name__).split("."):
         found = getattr(found, part, None)
     return found is value
-
-
-def _registered() -> set[str]:
-    """Return the modules whose contents the user wants to travel by value."""
-    cloudpickles = filter(None, map(sys.modules.get, ("cloudpickle", "ray.cloudpickle")))
-    return set().union(
-        *(cloudpickle.list_registry_pickle_by_value() for cloudpickle in cloudpickles)
-    )

@@ -1,8 +1,7 @@
-"""Captures the output of tasks: it goes on to the original stream, and to the feed of the task.
+"""Captures the output of tasks: it goes to the original stream, and to the feed of the task.
 
 A worker process has these streams for as long as it lives. In a process that also runs other code
-("threads", "inline") they are installed while a task runs; output outside of tasks just passes
-through.
+("threads", "inline") they are installed while a task runs; other output just passes through.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ STREAMS = ("stdout", "stderr")
 
 MAX_LINES = 10
 MAX_LINE = 500
-"""An error carries so many lines of so many characters of what its task printed last."""
+"""An error carries the last lines that its task printed, so many of so many characters."""
 
 KEPT_WRITES = 50 * MAX_LINES
 KEPT_TEXT = MAX_LINES * MAX_LINE
 
 
 class _Writing(threading.local):
-    """The task whose text an `CapturedStream` is passing on in this thread."""
+    """The task whose text this thread is writing; else two such streams would report it twice."""
 
     note: TaskContext | None = None
 
@@ -39,8 +38,8 @@ _writing = _Writing()
 class CapturedStream:
     """A stream in place of another: it passes everything on, and reports what a task writes.
 
-    It may pass text on to another `CapturedStream`, through a stream that a library (colorama, for
-    example) has put between.
+    It may pass text on to another `CapturedStream`, if a library (colorama, say) has put its own
+    stream between.
     """
 
     def __init__(self, name: str, original: Any) -> None:
@@ -60,7 +59,7 @@ class CapturedStream:
             is_shown = bool(note.say(note, "text", text)) or is_shown
         if is_shown:
             return len(text)
-        # should it stay, as somebody stops the task in this instant, then for that one alone
+        # if the task is interrupted before the `try`, this stays: for this task alone
         _writing.note = here
         try:
             return self.original.write(text)  # type: ignore[no-any-return]
@@ -100,9 +99,7 @@ def _stream(name: str) -> Any:
 
 
 def _is_closed(stream: Any, error: OSError | ValueError) -> bool:
-    """Whether a stream has failed since an earlier task has closed it, or its descriptor: the next
-    one cannot help that.
-    """
+    """Whether an earlier task has closed a stream, or its descriptor: no fault of the next one."""
     try:
         return bool(getattr(stream, "closed", False)) or (
             isinstance(error, OSError) and error.errno == errno.EBADF
@@ -112,15 +109,14 @@ def _is_closed(stream: Any, error: OSError | ValueError) -> bool:
 
 
 _num_listeners = 0
-_switching = threading.Lock()
+_switching = threading.Lock()  # several threads may install and remove
 _recent: deque[CapturedStream] = deque(maxlen=8)
-"""Up to Python 3.13, `print` writes its text and the end of the line to a stream that it holds no
-reference to: the last ones live on, for a thread that is at it while another takes its stream away,
-which would crash the process."""
+"""Up to Python 3.13, `print` holds no reference to its stream: the last ones live on, for a thread
+that prints while another takes its stream away, which would crash the process."""
 
 
 def install() -> None:
-    """Listen from now on, for as long as the process lives or until `remove`."""
+    """Listen from now on, until `remove`."""
     global _num_listeners
     with _switching:
         _num_listeners += 1
@@ -128,9 +124,7 @@ def install() -> None:
 
 
 def remove() -> None:
-    """Undo one `install`; after the last, the streams are as they were, unless somebody else has
-    changed them.
-    """
+    """Undo one `install`; the last restores the streams, unless others have changed them."""
     global _num_listeners
     with _switching:
         _num_listeners -= 1
@@ -144,53 +138,45 @@ def remove() -> None:
 
 
 def put_on_top() -> None:
-    """Listen again, if anybody does, after something else has taken the place of the streams."""
+    """Listen again, if anybody does, after something else has replaced the streams."""
     with _switching:
         if _num_listeners > 0:
             _put_on()
 
 
 def beneath(stream: Any) -> Any:
-    """Return the stream that what is written to this one passes on to."""
+    """Return the stream to which this one passes its text on."""
     return stream.original if isinstance(stream, CapturedStream) else stream
 
 
 def streams() -> tuple[Any, ...]:
-    """Return standard output and error as they are, None for one that is not there."""
+    """Return standard output and error, None for a missing one."""
     return tuple(getattr(sys, name, None) for name in STREAMS)
 
 
 def mend(before: tuple[Any, ...]) -> None:
-    """Put the streams back that were there before a task, where it has left none, or one that
-    cannot be written.
-    """
+    """Restore the streams of before a task if it has left none, or ones that cannot be written."""
     for name, good, stream in zip(STREAMS, before, streams(), strict=True):
-        if stream is not good and good is not None and not _is_usable(stream):
-            setattr(sys, name, good)
-
-
-def _is_usable(stream: Any) -> bool:
-    try:
-        stream.write("")
-    except Exception:  # it is the user's, or none
-        return False
-    return True
+        if stream is not good and good is not None:
+            try:
+                stream.write("")
+            except Exception:  # it is the user's, or none
+                setattr(sys, name, good)
 
 
 def _put_on() -> None:
     for name in STREAMS:
         stream = getattr(sys, name, None)
         if stream is not None and not isinstance(stream, CapturedStream):
-            echo = next(
-                (echo for echo in _recent if echo.original is stream and echo._name == name), None
-            ) or CapturedStream(name, stream)
-            _keep(echo)
-            setattr(sys, name, echo)
+            known = (old for old in _recent if old.original is stream and old._name == name)
+            captured = next(known, None) or CapturedStream(name, stream)
+            _keep(captured)
+            setattr(sys, name, captured)
 
 
-def _keep(echo: CapturedStream) -> None:
-    if echo not in _recent:
-        _recent.append(echo)
+def _keep(stream: CapturedStream) -> None:
+    if stream not in _recent:
+        _recent.append(stream)
 
 
 @contextlib.contextmanager
@@ -204,11 +190,10 @@ def listening() -> Iterator[None]:
 
 
 def note_last_lines(error: BaseException, note: TaskContext) -> None:
-    """Note in an exception what its item printed last, if anything."""
-    if not note.printed:
-        return
-    text = "".join(text for index, text in note.printed if index == note.index)
-    add_last_lines(error, text)
+    """Note in an exception the last lines that its item printed, if any."""
+    if note.printed:
+        text = "".join(text for index, text in note.printed if index == note.index)
+        add_last_lines(error, text)
 
 
 def add_last_lines(error: BaseException, text: str) -> None:

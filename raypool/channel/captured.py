@@ -1,5 +1,4 @@
-"""Finds the random generators and models that a function captures (closure, global variables,
-arguments).
+"""Finds random generators and models that a function captures.
 
 A function takes a copy of each to its worker. Copies of a generator would give all workers the same
 numbers, so each item seeds its own. A model that a function changes stays unchanged in the script,
@@ -24,10 +23,10 @@ if TYPE_CHECKING:
 
 
 MOST_VALUES = 5_000
-"""How many values are searched at most for a function."""
+"""At most so many values are searched for a function."""
 
 MOST_ENTRIES = 1_000
-"""A list or dict with more entries is data, and not looked into."""
+"""A list or dict with more entries is data, and not searched."""
 
 INSIDE: Sequence[tuple[type, Sequence[str]]] = (
     (staticmethod, ["__func__"]),
@@ -47,28 +46,34 @@ class Generator(NamedTuple):
     value: Any
 
     def reseed(self, seeds: np.random.SeedSequence) -> None:
-        """Let it draw the numbers that belong to these seeds."""
+        """Seed it with these seeds."""
         if isinstance(self.value, random.Random):
             self.value.seed(seeds.generate_state(4).tobytes())
         elif _is_torchs(self.value):
             self.value.manual_seed(int(seeds.generate_state(2).view("u8")[0] >> 1))
         else:
-            _set_numpys(self.value, seeds)
+            import numpy as np
+
+            if isinstance(self.value, np.random.RandomState):
+                kind = getattr(np.random, self.value.get_state(legacy=False)["bit_generator"])
+                state = np.random.RandomState(kind(seeds)).get_state(legacy=False)
+                self.value.set_state(state)
+            else:
+                # not only its state: `spawn` uses the seeds
+                self.value.__setstate__(type(self.value)(seeds).__getstate__())
 
     def get_state(self) -> Any:
-        """Return all that its next numbers depend on."""
+        """Return its state."""
         if isinstance(self.value, random.Random):
             return self.value.getstate()
         if _is_torchs(self.value):
             return self.value.get_state()
-        return (
-            self.value.get_state(legacy=False)
-            if hasattr(self.value, "get_state")
-            else self.value.__getstate__()
-        )
+        if hasattr(self.value, "get_state"):  # NumPy's RandomState
+            return self.value.get_state(legacy=False)
+        return self.value.__getstate__()
 
     def set_state(self, state: Any) -> None:
-        """Let it draw those numbers again."""
+        """Restore its state."""
         if isinstance(self.value, random.Random):
             self.value.setstate(state)
         elif _is_torchs(self.value) or hasattr(self.value, "set_state"):
@@ -77,32 +82,25 @@ class Generator(NamedTuple):
             self.value.__setstate__(state)
 
 
-def _set_numpys(value: Any, seeds: np.random.SeedSequence) -> None:
-    import numpy as np
-
-    if isinstance(value, np.random.RandomState):
-        bits = getattr(np.random, value.get_state(legacy=False)["bit_generator"])
-        value.set_state(np.random.RandomState(bits(seeds)).get_state(legacy=False))
-    else:
-        # not only its state: `spawn` goes by the seeds
-        value.__setstate__(type(value)(seeds).__getstate__())
-
-
 def _is_torchs(value: Any) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Generator)
 
 
 def generators_of(fn: Any) -> list[Generator]:
-    """Return the generators that a function uses, always in the same order: NumPy's, torch's and
-    `random.Random`.
+    """Return the NumPy, torch and `random.Random` generators of a function, in a fixed order.
 
-    They are found in its global variables, closure, default arguments and partial arguments, in the
-    object of a method, and in what is found there: other functions and classes of the user's,
-    lists, tuples and dicts. Global generators (`np.random.normal`) do not count, nor do those that
-    a function makes or imports while it runs.
+    They are searched in its global variables, closure, default arguments and partial arguments, in
+    the object of a method, and from there in other functions and classes of the user's, lists,
+    tuples and dicts. Global generators (`np.random.normal`) do not count, nor do those that a
+    function makes or imports while it runs.
     """
-    known = _global_ones()
+    # those behind the functions of modules, which `seed_everything` seeds
+    known: list[Any] = [random._inst]
+    if (numpys := sys.modules.get("numpy.random")) is not None:
+        known += [numpys.mtrand._rand, numpys.mtrand._rand._bit_generator]
+    if (torch := sys.modules.get("torch")) is not None:
+        known.append(torch.default_generator)
     found = []
     for name, generator in _search(fn, _generator_in):
         if all(generator is not other for other in known):
@@ -112,18 +110,17 @@ def generators_of(fn: Any) -> list[Generator]:
 
 
 class CapturedModels:
-    """The torch modules that a function captures, found in the same places, and what its parameters
-    were when it was found.
-    """
+    """The torch modules that a function captures, and the versions of their parameters."""
 
     def __init__(self, fn: Any) -> None:
-        models = _search(fn, _model_in) if "torch" in sys.modules else ()
+        def model_in(value: Any) -> Any:
+            return value if isinstance(value, sys.modules["torch"].nn.Module) else None
+
+        models = _search(fn, model_in) if "torch" in sys.modules else ()
         self._models = [(name, model, _version(model)) for name, model in models]
 
     def changed(self) -> str | None:
-        """Return the name of one whose parameters were changed, once: its variable, if it has one,
-        else its class.
-        """
+        """Return, once, the variable (or class) of a model whose parameters were changed."""
         for name, model, version in self._models:
             if _version(model) != version:
                 self._models = []
@@ -132,10 +129,9 @@ class CapturedModels:
 
 
 def _version(model: Any) -> int:
-    """Return a number that grows as the parameters change. What a fused optimizer does is not
-    counted, but leaves gradients.
-    """
+    """Return a number that grows as the parameters change."""
     try:
+        # a fused optimizer does not count versions, but leaves gradients
         return sum(
             parameter._version + (parameter.grad is not None) for parameter in model.parameters()
         )
@@ -143,15 +139,9 @@ def _version(model: Any) -> int:
         return 0
 
 
-def _model_in(value: Any) -> Any:
-    return value if isinstance(value, sys.modules["torch"].nn.Module) else None
-
-
 def _search(fn: Any, pick: Callable[[Any], Any]) -> Iterator[tuple[str, Any]]:
-    """Yield what `pick` makes of the values that a function captures, unless that is None, with the
-    names of their variables.
-    """
-    # by identity; what is in here stays, so that nothing else has its identity
+    """Yield what `pick` returns for values that a function captures, with their variables."""
+    # by id; a value in here stays alive, so that no other gets its id
     seen: dict[int, Any] = {}
     left = deque([("", fn)])
     while left and len(seen) < MOST_VALUES:
@@ -170,10 +160,9 @@ def _search(fn: Any, pick: Callable[[Any], Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _generator_in(value: Any) -> Any:
-    """Return the generator that a value is, if it is one; of NumPy's `Generator` what the numbers
-    come from.
-    """
+    """Return the generator that a value is, if it is one; of NumPy's, the bit generator."""
     if isinstance(value, random.Random):
+        # the system's has no seed
         return None if isinstance(value, random.SystemRandom) else value
     numpys = sys.modules.get("numpy.random")
     if numpys is not None:
@@ -184,18 +173,8 @@ def _generator_in(value: Any) -> Any:
     return value if _is_torchs(value) else None
 
 
-def _global_ones() -> list[Any]:
-    """Return the generators behind the functions of modules, which are seeded by these."""
-    found: list[Any] = [random._inst]
-    if (numpys := sys.modules.get("numpy.random")) is not None:
-        found += [numpys.mtrand._rand, numpys.mtrand._rand._bit_generator]
-    if (torch := sys.modules.get("torch")) is not None:
-        found.append(torch.default_generator)
-    return found
-
-
 def _parts(value: Any, pick: Callable[[Any], Any]) -> Iterator[tuple[str, Any]]:
-    """Yield what a value consists of, with the names of variables."""
+    """Yield the parts of a value, with the names of variables."""
     for kind, attributes in INSIDE:
         if isinstance(value, kind):
             yield from (("", getattr(value, attribute)) for attribute in attributes)
@@ -233,20 +212,15 @@ def _parts_of_function(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
             continue
     if not is_users(fn.__module__):
         return
-    for names in _variables(fn.__code__):
-        value: Any = fn.__globals__.get(names[0])
-        for name in names[1:]:
+    for first, *others in _variables(fn.__code__):
+        value: Any = fn.__globals__.get(first)
+        is_in_module = bool(others) and isinstance(value, types.ModuleType)
+        for name in others:
             value = vars(value).get(name) if isinstance(value, types.ModuleType) else value
-        yield (
-            (names[-1] if isinstance(fn.__globals__.get(names[0]), types.ModuleType) else names[0]),
-            value,
-        )
+        yield others[-1] if is_in_module else first, value
 
 
 def _parts_of_object(value: Any, pick: Callable[[Any], Any]) -> Iterator[tuple[str, Any]]:
-    """Yield what an object holds: one of a class of the user's all, any other what is looked for in
-    its own attributes.
-    """
     kind, own = type(value), getattr(value, "__dict__", {})
     if is_users(kind.__module__):
         slots = [
@@ -258,7 +232,7 @@ def _parts_of_object(value: Any, pick: Callable[[Any], Any]) -> Iterator[tuple[s
         yield from own.items()
         yield from ((name, getattr(value, name, None)) for name in slots)
         yield "", kind
-    else:
+    else:  # of a library's object only what is searched for, in its own attributes
         yield from (
             (name, part)
             for name, part in own.items()
@@ -268,9 +242,7 @@ def _parts_of_object(value: Any, pick: Callable[[Any], Any]) -> Iterator[tuple[s
 
 @functools.lru_cache(1024)
 def _variables(code: types.CodeType) -> Sequence[tuple[str, ...]]:
-    """Return the global variables that code and the functions in it read, each with the attributes
-    that are read of it there.
-    """
+    """Return the global variables that code reads, each with the attributes read of it."""
     found: dict[tuple[str, ...], None] = {}
     chain: tuple[str, ...] = ()
     for step in dis.get_instructions(code):
@@ -283,14 +255,14 @@ def _variables(code: types.CodeType) -> Sequence[tuple[str, ...]]:
             chain = ()
         if chain:
             found[chain] = None
-    for constant in code.co_consts:
+    for constant in code.co_consts:  # functions in it
         if isinstance(constant, types.CodeType):
             found.update(dict.fromkeys(_variables(constant)))
     return tuple(found)
 
 
 def changed_model(name: str, model: str) -> str:
-    """Return what to say of a function that has changed a model that it captures."""
+    """Return the warning about a function that has changed a model that it captures."""
     return (
         f"{name} has changed {model}, a model that it captures. Each worker has its own copy: the"
         " model in this process is unchanged, and an item sees the changes of earlier items on its"

@@ -1,6 +1,4 @@
-"""Constants of a pool (`pool.constant`): one value on each worker, received or built at its first
-use.
-"""
+"""Constants of a pool (`pool.constant`): one value per worker, received or built at first use."""
 
 from __future__ import annotations
 
@@ -25,11 +23,11 @@ BUILDERS = (
     functools.partial,
     type,
 )
-"""What counts as a builder. A model is callable too, but it is a value."""
+"""Types that count as builders. A model is callable too, but it is a value."""
 
 
 class Content(NamedTuple):
-    """What a constant is made from."""
+    """The source of a constant: a value, or a function that builds it; and its clean-up."""
 
     source: Any
     is_builder: bool
@@ -37,12 +35,11 @@ class Content(NamedTuple):
 
 
 class Constant(Generic[T]):
-    """A value that each worker receives, or builds, once: at the first use of `value` there. Made
-    by `pool.constant`.
+    """A value that each worker receives or builds once, when it first uses `value`.
 
-    It travels in closures and arguments at the cost of a name. A worker that replaces a lost one
-    receives or builds it anew. What an item changes in it stays on its worker, where later items
-    see it: train a copy of a model.
+    `pool.constant` makes it. It travels in closures and arguments at the cost of a name. A worker
+    that replaces a lost one receives or builds it anew. Changes that an item makes to it stay on
+    its worker, where later items see them: train a copy of a model.
 
     Example:
         >>> from raypool import parpool
@@ -70,9 +67,10 @@ class Constant(Generic[T]):
         """
         with _lock:
             own_lock = _locks.setdefault(self.key, threading.RLock())
-        with own_lock:  # a builder may use other constants, and others their own meanwhile
+        # a lock for each: a builder may use other constants, and other threads theirs meanwhile
+        with own_lock:
             if self.key not in _kept:
-                with kept.on_purpose():
+                with kept.on_purpose():  # else its GPU memory would count as left over
                     content = self._open_content()
                     _kept[self.key] = (
                         content.source() if content.is_builder else content.source,
@@ -87,7 +85,7 @@ class Constant(Generic[T]):
 
 def new_constant(open_content: Callable[[], Content]) -> Constant[Any]:
     """Return a constant with this content."""
-    constant: Constant[Any] = Constant.__new__(Constant)
+    constant: Constant[Any] = Constant.__new__(Constant)  # its __init__ refuses users
     constant.key = uuid.uuid4().hex
     constant._open_content = open_content
     return constant
@@ -95,11 +93,11 @@ def new_constant(open_content: Callable[[], Content]) -> Constant[Any]:
 
 _kept: dict[str, tuple[Any, Callable[[Any], object] | None]] = {}
 _locks: dict[str, threading.RLock] = {}
-_lock = threading.Lock()
+_lock = threading.Lock()  # for these two; never held while the user's code runs
 
 
 def content_of(source: Any, cleanup: Callable[[Any], object] | None) -> Content:
-    """Return what a constant is made from.
+    """Return the content of a constant.
 
     Raises:
         InvalidTypeError: `cleanup` cannot be called.
@@ -115,18 +113,17 @@ def discard(keys: Sequence[str]) -> None:
     """Remove constants from this process, and clean up those that were used here.
 
     Raises:
-        Exception: What the first cleanup has raised that failed; the others were called all the
-            same.
+        Exception: That of the first cleanup that failed; the others are called all the same.
     """
     errors = []
     for key in keys:
         with _lock:
             held = _kept.pop(key, None)
             _locks.pop(key, None)
-        try:
+        try:  # without the lock: it runs the user's code
             if held is not None and held[1] is not None:
                 held[1](held[0])
-        except Exception as error:
+        except Exception as error:  # the other constants are cleaned up all the same
             errors.append(error)
     if errors:
         raise errors[0]
@@ -138,7 +135,7 @@ def is_any_here() -> bool:
 
 
 def discard_all() -> None:
-    """Let go of all constants in this process."""
+    """Remove all constants from this process."""
     discard(list(_kept))
 
 
@@ -146,9 +143,7 @@ _called = threading.local()  # a worker is a thread: of its own process, or of t
 
 
 def call_once(key: str, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Call a function unless this worker has called it under this key before; return what it has
-    returned then.
-    """
+    """Call a function once per key in this worker; later return the same value."""
     results: dict[tuple[str, int], T] = _called.__dict__.setdefault("results", {})
     note = note_here()
     place = (key, 0 if note is None else note.worker)  # "inline", several workers share a thread

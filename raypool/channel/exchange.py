@@ -1,5 +1,4 @@
-"""The exchange of a pool: what its processes ask while tasks run (queues, the store, meetings of
-ranks).
+"""The exchange of a pool: its processes ask it about queues, the store, and meetings of ranks.
 
 `Exchange` runs in an event loop: of a node agent on Ray, or of a thread of this process
 (`LocalExchange`). Its methods return expected failures (no such key, a closed queue) and raise
@@ -22,9 +21,7 @@ from typing import Any
 from raypool.errors import PoolClosedError
 
 END_TIMEOUT_S = 2.0
-"""How long the end of a queue waits for processes to say that they know of it: one that was killed
-never does [s].
-"""
+"""How long the end of a queue waits for its workers, of which one may have been killed [s]."""
 
 MAX_CHANGES = 100_000
 """When so many changes of the store wait for a listener, it has gone with its process."""
@@ -32,9 +29,7 @@ MAX_CHANGES = 100_000
 POOL_ENDED = "What the tasks of a pool share has gone: the pool was shut down. Read it before."
 
 LOOK_AGAIN_S = 0.05
-"""Waits are cut into pieces of this length [s]: a thread notices a cancellation only while it runs
-Python code.
-"""
+"""The length of a wait's pieces [s]: a thread is cancelled only while it runs Python code."""
 
 PassOn = Callable[[str, int, bytes], object]
 
@@ -44,21 +39,28 @@ class Exchange:
 
     Args:
         pass_on: Hands a value that is offered to a queue to the process that has opened the pool:
-            queue, ticket, value. What becomes of it is said by `answer(ticket, outcome)`.
+            queue, ticket, value. That process calls `answer(ticket, outcome)`.
     """
 
     def __init__(self, pass_on: PassOn) -> None:
         self._pass_on = pass_on
         self._tickets = itertools.count()
         self._offers: dict[int, asyncio.Future[str]] = {}
-        self._ends = QueueEnds()
+        self._workers: dict[str, set[int]] = {}  # by queue: those that put into it
+        self._ended: set[str] = set()  # queues
+        self._news: dict[int, list[str]] = {}  # by worker: queues of whose end it is to hear
+        self._rung: dict[int, asyncio.Event] = {}  # by worker
+        # of queues that are being closed: the workers that do not know yet
+        self._unaware: dict[str, set[int]] = {}
+        self._numbers: dict[str, dict[int, int]] = {}
+        self._all_know: dict[str, asyncio.Event] = {}
         self._shelf = Shelf()
         self._new_groups: dict[int, NewGroup] = {}
 
-    # --- queues -----------------------------------------------------------------------------------
+    # --- queues with a limit ----------------------------------------------------------------------
 
     async def offer(self, queue: str, value: bytes) -> str:
-        """Offer a value to a queue with a limit; return what became of it, when there was room."""
+        """Offer a value to a queue with a limit; return the outcome, when there was room."""
         ticket = next(self._tickets)
         waiting: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._offers[ticket] = waiting
@@ -67,41 +69,71 @@ class Exchange:
         return await waiting
 
     async def answer(self, ticket: int, outcome: str) -> None:
-        """Say what became of an offer."""
+        """Tell the outcome of an offer."""
         waiting = self._offers.pop(ticket, None)
-        if waiting is not None and not waiting.done():  # done: whoever has offered it was cancelled
+        if waiting is not None and not waiting.done():  # done: the sender was cancelled
             waiting.set_result(outcome)
+
+    # --- ends of other queues: with a limit, workers ask each time --------------------------------
 
     async def join_queue(self, queue: str, worker_id: int) -> bool:
         """Note that a worker puts into a queue; return whether that was closed already."""
-        return self._ends.join(queue, worker_id)
+        if queue in self._ended:
+            return True
+        self._workers.setdefault(queue, set()).add(worker_id)
+        return False
 
     async def queue_ends(self, worker_id: int, known: list[str], number: int) -> list[str]:
-        """Wait for ends of queues that a worker puts into; return which.
+        """Wait for ends of queues that a worker puts into; return these queues.
 
-        Args:
-            worker_id: Of the worker.
-            known: Those that it knows of now, so that it puts nothing more into them.
-            number: The newest batch of what it had put before.
+        It puts nothing more into the ended queues `known`; the newest batch of what it had put
+        before is `number`.
         """
-        return await self._ends.wait(worker_id, known, number)
+        for queue in known:
+            if worker_id in self._unaware.get(queue, ()):
+                self._numbers[queue][worker_id] = number
+                self._now_knows(queue, worker_id)
+        rung = self._rung.setdefault(worker_id, asyncio.Event())
+        await rung.wait()
+        rung.clear()
+        return self._news.pop(worker_id, [])
 
     async def end_queue(self, queue: str) -> dict[int, int]:
-        """End a queue; return, when all workers know it, the newest batch of what each had put
-        before.
-        """
-        return await self._ends.end(queue)
+        """End a queue; return each worker's last batch of values for it, when all know the end."""
+        self._ended.add(queue)
+        workers = self._workers.pop(queue, set())
+        if not workers:
+            return {}
+        self._unaware[queue] = set(workers)
+        numbers = self._numbers[queue] = {}
+        all_know = self._all_know[queue] = asyncio.Event()
+        for worker_id in sorted(workers):
+            self._news.setdefault(worker_id, []).append(queue)
+            self._rung.setdefault(worker_id, asyncio.Event()).set()
+        with contextlib.suppress(TimeoutError):  # a worker that was killed never answers
+            await asyncio.wait_for(all_know.wait(), END_TIMEOUT_S)
+        del self._unaware[queue], self._numbers[queue], self._all_know[queue]
+        return numbers
 
     async def forget(self, worker_id: int) -> None:
         """Note that a worker has gone: nobody need wait for it."""
-        self._ends.forget(worker_id)
+        for workers in self._workers.values():
+            workers.discard(worker_id)
+        for queue in list(self._unaware):
+            self._now_knows(queue, worker_id)
+        self._news.pop(worker_id, None)
+        self._rung.pop(worker_id, None)
+
+    def _now_knows(self, queue: str, worker_id: int) -> None:
+        unaware = self._unaware[queue]
+        unaware.discard(worker_id)
+        if not unaware:
+            self._all_know[queue].set()
 
     # --- the store --------------------------------------------------------------------------------
 
     async def store(self, key: str | None, verb: str, *args: Any) -> Any:
-        """Ask the store, if its key is this one (None: whatever it is); return a list of the
-        answer, None if it is another.
-        """
+        """Ask the store with this key (None: any); return a list of its answer, None if absent."""
         if key not in (None, self._shelf.key):
             return None
         return [await getattr(self._shelf, verb)(*args)]
@@ -109,9 +141,7 @@ class Exchange:
     # --- ranks ------------------------------------------------------------------------------------
 
     async def meet(self, number: int, rank: int, world_size: int, said: Any) -> list[Any]:
-        """Wait until all ranks of a new group have called this; return what each has said, by
-        rank.
-        """
+        """Wait until all ranks of a new group have called this; return their messages, by rank."""
         group = self._new_groups.setdefault(number, NewGroup())
         group.said[rank] = said
         try:
@@ -131,72 +161,6 @@ class NewGroup:
         self.is_complete = asyncio.Event()
 
 
-class QueueEnds:
-    """Tells workers which queues were closed. Queues with a limit do not need it: their workers ask
-    each time.
-    """
-
-    def __init__(self) -> None:
-        self._workers: dict[str, set[int]] = {}  # by queue
-        self._ended: set[str] = set()
-        self._news: dict[int, list[str]] = {}  # by worker
-        self._rung: dict[int, asyncio.Event] = {}
-        # of queues that are being closed: who does not know yet
-        self._unaware: dict[str, set[int]] = {}
-        self._numbers: dict[str, dict[int, int]] = {}
-        self._all_know: dict[str, asyncio.Event] = {}
-
-    def join(self, queue: str, worker_id: int) -> bool:
-        """Note that a worker puts into a queue."""
-        if queue in self._ended:
-            return True
-        self._workers.setdefault(queue, set()).add(worker_id)
-        return False
-
-    async def wait(self, worker_id: int, known: list[str], number: int) -> list[str]:
-        """Wait for ends."""
-        for queue in known:
-            if worker_id in self._unaware.get(queue, ()):
-                self._numbers[queue][worker_id] = number
-                self._now_knows(queue, worker_id)
-        rung = self._rung.setdefault(worker_id, asyncio.Event())
-        await rung.wait()
-        rung.clear()
-        return self._news.pop(worker_id, [])
-
-    async def end(self, queue: str) -> dict[int, int]:
-        """End a queue."""
-        self._ended.add(queue)
-        workers = self._workers.pop(queue, set())
-        if not workers:
-            return {}
-        self._unaware[queue] = set(workers)
-        numbers = self._numbers[queue] = {}
-        all_know = self._all_know[queue] = asyncio.Event()
-        for worker_id in sorted(workers):
-            self._news.setdefault(worker_id, []).append(queue)
-            self._rung.setdefault(worker_id, asyncio.Event()).set()
-        with contextlib.suppress(TimeoutError):  # a worker that was killed never answers
-            await asyncio.wait_for(all_know.wait(), END_TIMEOUT_S)
-        del self._unaware[queue], self._numbers[queue], self._all_know[queue]
-        return numbers
-
-    def forget(self, worker_id: int) -> None:
-        """Wait for a worker no more."""
-        for workers in self._workers.values():
-            workers.discard(worker_id)
-        for queue in list(self._unaware):
-            self._now_knows(queue, worker_id)
-        self._news.pop(worker_id, None)
-        self._rung.pop(worker_id, None)
-
-    def _now_knows(self, queue: str, worker_id: int) -> None:
-        unaware = self._unaware[queue]
-        unaware.discard(worker_id)
-        if not unaware:
-            self._all_know[queue].set()
-
-
 class StoreWatcher:
     """A listener for changes of the store."""
 
@@ -206,7 +170,7 @@ class StoreWatcher:
 
 
 class Shelf:
-    """The values of a store, packed, in the order in which their keys were put first."""
+    """The packed values of a store, in the order of their keys' first `put`."""
 
     def __init__(self) -> None:
         self.key = uuid.uuid4().hex
@@ -216,11 +180,11 @@ class Shelf:
         self._watcher_ids = itertools.count()
 
     async def identify(self) -> str:
-        """Return what this store is known by."""
+        """Return the key of this store."""
         return self.key
 
     async def put(self, key: Any, packed: Any) -> None:
-        """Put a value in, instead of any that was there."""
+        """Put a value in, in place of an older one."""
         self._values[key] = packed
         for waiting in self._awaited.pop(key, ()):
             if not waiting.done():
@@ -261,25 +225,24 @@ class Shelf:
         finally:
             if waiting in awaited:
                 awaited.remove(waiting)
+            # the key may have been put, and be awaited anew: then the list is another's
             if not awaited and self._awaited.get(key) is awaited:
                 del self._awaited[key]
 
     async def watch(self) -> int:
-        """Note every change for somebody from now on; return a number to ask for them by."""
+        """Record changes for a listener from now on; return its number."""
         number = next(self._watcher_ids)
         self._watchers[number] = StoreWatcher()
         return number
 
     async def unwatch(self, number: int) -> None:
-        """Note no more for somebody."""
+        """Record no more changes for a listener."""
         watcher = self._watchers.pop(number, None)
         if watcher is not None:
             watcher.rung.set()
 
     async def changes(self, number: int) -> list[Any] | None:
-        """Return the keys that were put or removed since this was asked last, waiting for one; None
-        after `unwatch`.
-        """
+        """Wait for keys that were put or removed since the last call; None after `unwatch`."""
         watcher = self._watchers.get(number)
         if watcher is None:
             return None
@@ -296,17 +259,14 @@ class Shelf:
                 del self._watchers[number]
 
 
-def _to_nobody(queue: str, ticket: int, value: bytes) -> None:
-    """Do nothing: in one process, queues need no exchange."""
-
-
 class LocalExchange:
-    """An exchange in a thread of this process, for pools whose tasks run here. Values do not
-    travel: they are what they are.
+    """An exchange in a thread of this process, for pools whose tasks run here.
+
+    Values stay as they are; queues do not need it.
     """
 
-    def __init__(self, pass_on: PassOn = _to_nobody) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, pass_on: PassOn = lambda queue, ticket, value: None) -> None:
+        self._lock = threading.Lock()  # the thread starts once, and never after `close`
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended: asyncio.Event | None = None
         self._closed: str | None = None  # why, if it is
@@ -327,7 +287,17 @@ class LocalExchange:
         Raises:
             PoolClosedError: The pool was shut down.
         """
-        future = self._call(method, args)
+        with self._lock:
+            if self._closed is not None:
+                raise PoolClosedError(self._closed)
+            if self._loop is None:
+                self._start()
+            assert self._loop is not None
+            # The coroutine is made no earlier: a task that is cancelled while it waits for the lock
+            # would leave it without anybody.
+            future: concurrent.futures.Future[Any] = asyncio.run_coroutine_threadsafe(
+                getattr(self._exchange, method)(*args), self._loop
+            )
         try:
             while not concurrent.futures.wait([future], LOOK_AGAIN_S).done:
                 pass
@@ -336,19 +306,6 @@ class LocalExchange:
             raise PoolClosedError(self._closed or POOL_ENDED) from None
         finally:
             future.cancel()
-
-    def _call(self, method: str, args: tuple[Any, ...]) -> concurrent.futures.Future[Any]:
-        with self._lock:
-            if self._closed is not None:
-                raise PoolClosedError(self._closed)
-            if self._loop is None:
-                self._start()
-            assert self._loop is not None
-            # The coroutine is made no earlier: a task that is cancelled while it waits above would
-            # leave it without anybody.
-            return asyncio.run_coroutine_threadsafe(
-                getattr(self._exchange, method)(*args), self._loop
-            )
 
     def _start(self) -> None:
         started = threading.Event()
@@ -372,8 +329,8 @@ class LocalExchange:
                 self._loop = None
 
     def leave(self) -> None:
-        """Answer nobody: this is a forked child, and the thread has not come along."""
-        self._lock = threading.Lock()
+        """Answer nobody: this is a forked child, which has no such thread."""
+        self._lock = threading.Lock()  # the parent may have held the old one
         self._closed = (
             "A forked child process (of a DataLoader, say) cannot use the store of a pool. Use it"
             " in the task itself."

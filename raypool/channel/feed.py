@@ -1,7 +1,7 @@
-"""Feeds: what a task, or the items of a loop, reported and printed while they ran.
+"""Feeds: what a task, or the items of a loop, reported and printed.
 
 A feed keeps little in memory, however much arrives: older data is in a file without a name, which
-vanishes with the process. Also here: tables of what users give (`table`, `fields_of`).
+vanishes with the process. Also here: tables of users' values (`table`, `fields_of`).
 """
 
 from __future__ import annotations
@@ -28,46 +28,38 @@ if TYPE_CHECKING:
 
 
 RECENT_BYTES = 16 * 1024
-"""How much of each record stays in memory."""
+"""How much of each record stays in memory [bytes]."""
 
 SEGMENT_BYTES = 256 * 1024 * 1024
-"""A file of the spool is this long at most; it is gone with the last feed that has something in
-it.
-"""
+"""The size of a file of the spool; it goes with the last feed that has something in it."""
 
 ROWS_AT_ONCE = 256
-"""So many rows are pickled together: by itself, each would bring its names along."""
+"""So many rows are pickled together: each by itself would bring its names along."""
 
 TEXT_BYTES = 1024 * 1024
-"""How much output is kept, the newest."""
+"""How much output is kept, the newest [bytes]."""
 
 LOOP_TEXT_BYTES = 64 * TEXT_BYTES
-"""So much of what all items of a loop have printed is kept: beyond that, those that printed longest
-ago lose theirs.
-"""
+"""How much output of a loop is kept [bytes]: items that printed longest ago lose theirs."""
 
 PIECE_BYTES = 4096
-"""What an item prints is put together in pieces of about this size: a line that is an object takes
-twice its size.
-"""
+"""The size of the pieces of an item's text [bytes]: a line as an object takes twice its size."""
 
 AGAIN = b"\n[raypool: it runs again]\n"
 """The line between the output of one attempt and the next."""
 
 LAST_ITEMS = 1024
-"""The last values of so many items are known, those that have reported last."""
+"""How many items' last values are known, of those that have reported last."""
 
 Row: TypeAlias = "tuple[float, int, int, dict[str, Any]]"
-"""What was reported at once: Unix time [s], item, attempt, values by name."""
+"""A report: Unix time [s], item, attempt, values by name."""
 
 Last: TypeAlias = "dict[int, tuple[int, dict[str, Any]]]"
-"""The newest value of each metric: item -> attempt and values by name."""
+"""The newest value of each metric: item -> attempt, values by name."""
 
 
 class TemporaryFile:
-    """A file without a name, written at its end. It is closed, and so gone, when nobody holds a
-    piece of it any more.
-    """
+    """A file without a name, written at its end; it goes with the last piece that is held."""
 
     def __init__(self) -> None:
         self.file = tempfile.TemporaryFile(prefix="raypool-", buffering=0)  # noqa: SIM115
@@ -75,11 +67,11 @@ class TemporaryFile:
         self.size = 0
 
     def add(self, data: bytes) -> FileBytes:
-        """Append some data."""
+        """Append data."""
         start = self.size
         self.size += len(data)  # first: a half-written piece is never overwritten
         written = 0
-        while written < len(data):
+        while written < len(data):  # one call may write less
             written += os.pwrite(self.file.fileno(), data[written:], start + written)
         return FileBytes(self, start, len(data))
 
@@ -100,35 +92,29 @@ class FileBytes:
     def read(self) -> bytes:
         """Return them."""
         data = b""
-        while len(data) < self._size:
-            more = os.pread(
-                self._segment.file.fileno(), self._size - len(data), self._start + len(data)
-            )
+        while missing := self._size - len(data):
+            more = os.pread(self._segment.file.fileno(), missing, self._start + len(data))
             if not more:
-                raise OSError(
-                    f"A temporary file of raypool's is {self._size - len(data)} bytes too short."
-                )
+                raise OSError(f"A temporary file of raypool's is {missing} bytes too short.")
             data += more
         return data
 
 
 class Spool:
-    """The file for data of feeds that need not be in memory: one open file for all feeds."""
+    """The file for older data of all feeds."""
 
     def __init__(self) -> None:
-        self._segment: TemporaryFile | None = None
+        self._segment: TemporaryFile | None = None  # one open file for all
         self._lock = threading.RLock()
 
     def add(self, data: bytes) -> FileBytes | bytes:
-        """Put something away; where the disk is full, or the process ends and has closed its files,
-        it stays in memory.
-        """
+        """Put data into the file; return where it is, or itself if that is not possible."""
         with self._lock:
             try:
                 if self._segment is None or self._segment.size >= SEGMENT_BYTES:
                     self._segment = TemporaryFile()
                 return self._segment.add(data)
-            except (OSError, ValueError):
+            except (OSError, ValueError):  # the disk is full; the process ends, the file is closed
                 return data
 
 
@@ -136,7 +122,7 @@ _spool = Spool()
 
 
 def _new_spool() -> None:
-    """In a forked child: the parent goes on writing into its file, at the same places."""
+    # a forked child and its parent would write into the same file, at the same places
     global _spool
     _spool = Spool()
 
@@ -145,12 +131,7 @@ os.register_at_fork(after_in_child=_new_spool)
 
 
 class Record:
-    """Bytes that are added at the end, and forgotten at the beginning.
-
-    A thread that adds some may be interrupted at any call (its task is cancelled): so where
-    something moves from one attribute to another, the two assignments follow each other without a
-    call between them.
-    """
+    """Bytes that are added at the end, and forgotten at the beginning."""
 
     __slots__ = ("_pieces", "_recent_size", "recent", "size")
 
@@ -161,15 +142,17 @@ class Record:
         self._recent_size = 0
 
     def add(self, data: bytes) -> None:
-        """Add something."""
+        """Add bytes."""
         self.recent += (data,)
         self.note_added(len(data))
 
     def note_added(self, size: int) -> None:
-        """Put away what is there, if it has become much."""
+        """Put recent bytes into the spool, if they have become many."""
         self.size += size
         self._recent_size += size
         if self._recent_size >= RECENT_BYTES:
+            # A thread that adds some may be interrupted at any call (its task is cancelled): so the
+            # assignments that move bytes follow each other without a call between them.
             piece = _spool.add(b"".join(self.recent))
             none: list[bytes] = []
             self._pieces += (piece,)
@@ -177,9 +160,7 @@ class Record:
             self._recent_size = 0
 
     def forget(self, keep_bytes: int) -> int:
-        """Let go of old pieces, as long as at least so much is left; return how many bytes are
-        gone.
-        """
+        """Drop old pieces, but keep at least so much; return how many bytes are gone."""
         gone = 0
         while self._pieces and self.size - len(self._pieces[0]) >= keep_bytes:
             gone += len(self._pieces[0])
@@ -187,24 +168,17 @@ class Record:
         return gone
 
     def parts(self) -> list[FileBytes | bytes]:
-        """Return all that is kept, in order; to be read by `read`, without holding up whoever adds
-        more.
-        """
+        """Return all that is kept, in order, for `read`, which needs no lock."""
         return [*self._pieces, b"".join(self.recent)]
 
 
 def read(parts: Iterable[FileBytes | bytes]) -> Iterator[bytes]:
-    """Return the bytes of parts of a record, one after the other."""
+    """Return the bytes of a record's parts."""
     return (part if isinstance(part, bytes) else part.read() for part in parts)
 
 
 class Feed:
-    """What a task, or all items of a loop, reported and printed so far. Any thread may add and
-    read.
-
-    What is printed inside it, by a finalizer that happens to run then, is added too: its lock may
-    be taken twice.
-    """
+    """What a task, or all items of a loop, reported and printed so far; for any thread."""
 
     __slots__ = (
         "__weakref__",
@@ -218,6 +192,7 @@ class Feed:
     )
 
     def __init__(self) -> None:
+        # reentrant: a finalizer that happens to run while it is locked may print
         self._lock = threading.RLock()
         self._rows = Record()
         self._new_rows: list[Row] = []
@@ -227,7 +202,7 @@ class Feed:
         self._last: Last = {}
 
     def add_row(self, row: Row) -> None:
-        """Take what was reported in this process."""
+        """Take a report of this process."""
         _, item, attempt, metrics = row
         with self._lock:
             self._new_rows.append(row)
@@ -236,13 +211,14 @@ class Feed:
                 self._pack_new_rows()
 
     def add_rows(self, rows: bytes, last: Last) -> None:
-        """Take what was reported elsewhere: a pickled list of rows, and the last values in them."""
+        """Take reports of another process: a pickled list of rows, and the last values in them."""
         with self._lock:
             self._rows.add(rows)
             self._note_last(last)
 
     def _pack_new_rows(self) -> None:
         if self._new_rows:
+            # moved without a call between the assignments: see `Record.note_added`
             data = pickle.dumps(self._new_rows, protocol=5)
             none: list[Row] = []
             self._rows.recent += (data,)
@@ -253,8 +229,7 @@ class Feed:
         for item, (attempt, values) in last.items():
             known_attempt, known = self._last.pop(item, (attempt, None))
             values = {name: value for name, value in values.items() if value is not None}
-            # Whoever reads it has the old one: what is shown never changes under the reader's
-            # hands.
+            # a new dict, not an update: a reader may hold the old one
             self._last[item] = (
                 attempt,
                 {**known, **values} if known is not None and known_attempt == attempt else values,
@@ -263,12 +238,9 @@ class Feed:
             del self._last[next(iter(self._last))]
 
     def add_text(self, text: str, num_missing: int = 0, item: int = 0, call_id: int = 0) -> None:
-        """Take what was printed; `num_missing` characters before it were not sent.
-
-        A line says where an item began again: without it, what it has printed twice would look like
-        a mistake.
-        """
+        """Take printed text; `num_missing` characters before it were not sent."""
         with self._lock:
+            # without a line between two attempts, text that both print would look like a mistake
             if self._calls.setdefault(item, call_id) < call_id:
                 self._calls[item] = call_id
                 self._text.add(AGAIN)
@@ -290,23 +262,21 @@ class Feed:
             self._missing += self._text.forget(TEXT_BYTES)
 
     def last(self, item: int, attempt: int) -> dict[str, Any]:
-        """Return the newest value of each metric of an item in this attempt, empty if it has
-        reported nothing (lately).
-        """
+        """Return the newest value of each metric of an item in this attempt, if there are any."""
         with self._lock:
             known_attempt, values = self._last.get(item, (attempt, {}))
         return values if known_attempt == attempt else {}
 
     def metrics(self, column: str | None) -> pd.DataFrame:
-        """Return the table of what was reported.
+        """Return the table of reports.
 
         Args:
-            column: What to call the numbers of the items of a loop, or of ranks, which the rows are
-                in the order of; None: it is of a single call.
+            column: The name of the column with the numbers of items or ranks, by which the rows are
+                sorted; None for a single call.
 
         Returns:
             A row for each report, in order: `time` (UTC), the number, `attempt`, then the metrics
-            in the order in which they first appear. A metric that is called like one of the first
+            in the order in which they first appear. A metric with the name of one of the first
             columns is in "reported_NAME".
         """
         import numpy as np
@@ -315,7 +285,11 @@ class Feed:
         with self._lock:
             self._pack_new_rows()
             parts = self._rows.parts()
-        rows = [row for data in read(parts) for row in _unpickled(data)]
+        rows: list[Row] = []
+        for data in read(parts):
+            file = io.BytesIO(data)
+            while file.tell() < len(data):  # pickles, one behind the other
+                rows += pickle.load(file)
         if column is not None:
             rows.sort(key=lambda row: row[1:3])
         times, items, attempts, metrics = zip(*rows, strict=True) if rows else ((), (), (), ())
@@ -333,9 +307,7 @@ class Feed:
         return head.join(values.rename(columns={name: f"reported_{name}" for name in head}))
 
     def text(self) -> str:
-        """Return what was printed, of which the newest MiB is kept; the first line says how much is
-        missing, if anything is.
-        """
+        """Return the newest MiB of printed text; if more was printed, a first line says so."""
         with self._lock:
             missing, parts = self._missing, self._text.parts()
         return _as_text(b"".join(read(parts)), missing)
@@ -380,9 +352,9 @@ class Printed:
 
 
 class LoopFeed(Feed):
-    """The feed of a loop. Output is kept for each item, of its last run.
+    """The feed of a loop; it keeps the output of each item's last run.
 
-    `on_text` is called with the number of an item and what it has just printed.
+    `on_text` is called with the number of an item and the text that it has just printed.
     """
 
     __slots__ = ("_forgotten", "_num_bytes", "_printed", "on_text")
@@ -396,7 +368,7 @@ class LoopFeed(Feed):
         self._num_bytes = 0
 
     def add_text(self, text: str, num_missing: int = 0, item: int = 0, call_id: int = 0) -> None:
-        """Take what an item printed in a call."""
+        """Take text that an item printed in a call."""
         data = text.encode("utf-8", "backslashreplace")
         with self._lock:
             known = self._printed.get(item) or self._forgotten.pop(item, None)
@@ -417,7 +389,7 @@ class LoopFeed(Feed):
             self.on_text(item, text)
 
     def diary(self, item: int) -> str:
-        """Return what an item printed when it ran last, as far as it is kept."""
+        """Return the output of an item's last run, as far as it is kept."""
         with self._lock:
             printed = self._printed.get(item) or self._forgotten.get(item)
             if printed is None:
@@ -427,7 +399,7 @@ class LoopFeed(Feed):
 
 
 def text_of_file(path: Path) -> str:
-    """Return the newest text of an item's output in a file, "" if there is none."""
+    """Return the newest text of an item's output in a file, "" without one."""
     try:
         with path.open("rb") as file:
             missing = max(file.seek(0, os.SEEK_END) - TEXT_BYTES, 0)
@@ -445,18 +417,11 @@ def _restored(rows: bytes, text: bytes, missing: int) -> Feed:
     return feed
 
 
-def _unpickled(data: bytes) -> Iterator[Row]:
-    """Return the rows of pickles that stand one behind the other."""
-    file = io.BytesIO(data)
-    while file.tell() < len(data):
-        yield from pickle.load(file)
-
-
 # --- tables of users' values ----------------------------------------------------------------------
 
 
 def table(columns: Mapping[str, Any], index: pd.Index[Any]) -> pd.DataFrame:
-    r"""Return a table of columns; texts with halves of characters in them stay what they are.
+    r"""Return a table of columns, in which texts may have halves of characters.
 
     Example:
         >>> import pandas as pd
@@ -469,9 +434,12 @@ def table(columns: Mapping[str, Any], index: pd.Index[Any]) -> pd.DataFrame:
         return pd.DataFrame(columns, index=index)
     except UnicodeEncodeError:
         # pandas keeps texts as UTF-8 where Arrow is installed, which has no such halves
-        return pd.DataFrame(
-            {name: _as_objects(column) for name, column in columns.items()}, index=index
-        )
+        texts = {
+            name: pd.Series(column, dtype=object)
+            for name, column in columns.items()
+            if isinstance(column, list) and any(isinstance(entry, str) for entry in column)
+        }
+        return pd.DataFrame({**columns, **texts}, index=index)
 
 
 def as_html(title: str, frame: pd.DataFrame) -> str:
@@ -489,23 +457,10 @@ def as_html(title: str, frame: pd.DataFrame) -> str:
     return f"<p>{html.escape(title)}</p>\n{rows}"
 
 
-def _as_objects(column: Any) -> Any:
-    import pandas as pd
-
-    is_list = isinstance(column, list)
-    return (
-        pd.Series(column, dtype=object)
-        if is_list and any(isinstance(entry, str) for entry in column)
-        else column
-    )
-
-
 def fields_of(value: Any) -> Mapping[Any, Any] | None:
-    """Return what a configuration holds, by name: of a mapping, dataclass, named tuple, namespace,
-    attrs class or pydantic model.
+    """Return a configuration's fields, by name; None if it is of no known kind.
 
-    Returns:
-        None for anything else.
+    Known are mappings, dataclasses, named tuples, namespaces, attrs classes and pydantic models.
 
     Example:
         >>> fields_of(SimpleNamespace(lr=0.1, width=8)), fields_of([0.1, 8])
@@ -519,9 +474,9 @@ def fields_of(value: Any) -> Mapping[Any, Any] | None:
     if pydantic is not None and isinstance(value, pydantic.BaseModel):
         return dict(pydantic.BaseModel.__iter__(value))  # its own __iter__ may give something else
     kind: Any = type(value)
-    names: Iterable[str] | None = (
-        getattr(kind, "_fields", None) if issubclass(kind, tuple) else None
-    )
+    names: Iterable[str] | None = None
+    if issubclass(kind, tuple):
+        names = getattr(kind, "_fields", None)
     if dataclasses.is_dataclass(kind):
         names = (field.name for field in dataclasses.fields(kind))
     elif hasattr(kind, "__attrs_attrs__"):
@@ -530,11 +485,10 @@ def fields_of(value: Any) -> Mapping[Any, Any] | None:
 
 
 def column_name(key: Any) -> str:
-    r"""Return how a column for a key is called: halves of characters are written out, since a
-    table's names are UTF-8.
+    r"""Return the column name for a key, in which halves of characters are written out.
 
     Example:
         >>> column_name("lr"), column_name(3), column_name("half: \ud83d")
         ('lr', '3', 'half: \\ud83d')
     """
-    return str(key).encode("utf-8", "backslashreplace").decode()
+    return str(key).encode("utf-8", "backslashreplace").decode()  # a table's names are UTF-8

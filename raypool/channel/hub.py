@@ -1,7 +1,7 @@
 """The hub: delivers reports, output and log records of tasks to their feeds, queues and loggers.
 
-It is in the process that has opened the pool. Batches of one worker arrive in two ways, by
-themselves or with the answers to calls, so the hub first puts them in order by their numbers.
+It is in the process that opened the pool. A worker's batches arrive by themselves or with the
+answers to calls, so the hub first puts them in order by their numbers.
 """
 
 from __future__ import annotations
@@ -23,23 +23,20 @@ from raypool.worker.running import TaskContext
 logger = logging.getLogger("raypool")
 
 CATCH_UP_S = 5.0
-"""How long a reader waits for messages that were sent before a task ended, and have not arrived
-[s].
-"""
+"""How long a reader waits for messages that were sent before a task ended [s]."""
 
 MAX_EARLY = 100
-"""When so many batches wait for an earlier one, that counts as lost."""
+"""When so many batches wait for an earlier one, that one counts as lost."""
 
 
 class Holder(Protocol):
-    """A future or a loop: it has a feed, once something has arrived for it."""
+    """A future or a loop: it has a feed as soon as something has arrived for it."""
 
     feed: Feed | None
 
 
 class Hub:
-    """Delivers what tasks send. Holders are referred to weakly: what arrives for one that is gone
-    is dropped.
+    """Delivers messages of tasks; those for a holder that is gone are dropped.
 
     `on_early` takes reports about calls that last: worker, message.
     """
@@ -49,26 +46,24 @@ class Hub:
     def __init__(self) -> None:
         # by task
         self._holders: weakref.WeakValueDictionary[int, Holder] = weakref.WeakValueDictionary()
-        # by itself it can be taken without leaving it locked when a task is cancelled just then
+        # not the condition: a task that is cancelled while it takes that could leave it locked
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         # by worker: the newest batch before which none is missing
         self._arrived: dict[int, int] = {}
-        # by worker and number: what waits for a batch before it
+        # by worker and number: batches that wait for one before them
         self._early: dict[int, dict[int, bytes]] = {}
         self._awaited: dict[int, int] = {}  # by worker: the newest batch that somebody may wait for
-        self._gone: set[int] = set()  # workers of which nothing is worth waiting for
+        self._gone: set[int] = set()  # workers for which nobody waits
         self._is_closed = False
         self.records = Records()
 
     def watch(self, task_id: int, holder: Holder) -> None:
-        """Note who wants to have what a task says."""
+        """Note the holder of a task, which gets its messages."""
         self._holders[task_id] = holder
 
     def say(self, note: TaskContext, kind: str, payload: Any) -> bool:
-        """Take what a task in this process says: its reports ("metrics") or what it prints
-        ("text"). See `TaskContext`.
-        """
+        """Take "metrics" or "text" of a task in this process; see `TaskContext`."""
         feed = self._feed_of(note.task_id)
         if feed is None:
             return False
@@ -80,7 +75,7 @@ class Hub:
         return isinstance(feed, LoopFeed) and feed.on_text is not None
 
     def deliver(self, worker_id: int, number: int, batch: bytes) -> None:
-        """Take a batch of an `Outbox` elsewhere; b"" is none."""
+        """Take a batch of another process's `Outbox`; b"" is none."""
         with self._changed:
             if not batch or number <= self._arrived.get(worker_id, 0):
                 return
@@ -88,12 +83,11 @@ class Hub:
             early[number] = batch
             if len(early) > MAX_EARLY:
                 self._skip(worker_id)
-            self._take_in_order(worker_id)
+            else:
+                self._take_in_order(worker_id)
 
     def waiter(self, worker_id: int, number: int) -> Callable[[], None] | None:
-        """Return a function that waits until this batch of a worker has come, and all before it;
-        None if they have.
-        """
+        """Return a function that waits for a worker's batches up to this one; None if all came."""
         with self._changed:
             if self._has_come(worker_id, number):
                 return None
@@ -110,15 +104,13 @@ class Hub:
         with self._changed:
             self._gone.add(worker_id)
             self._skip(worker_id)
-            self._take_in_order(worker_id)
 
     def close(self) -> None:
-        """Note that nothing more will come."""
+        """Note that nothing more comes."""
         with self._changed:
             self._is_closed = True
             for worker_id in self._early:
                 self._skip(worker_id)
-                self._take_in_order(worker_id)
             self._changed.notify_all()
         self.records.wait()
 
@@ -133,16 +125,16 @@ class Hub:
                 # else they would arrive out of order
                 while any(early <= number for early in self._early.get(worker_id, ())):
                     self._skip(worker_id)
-                    self._take_in_order(worker_id)
                 self._arrived[worker_id] = max(self._arrived.get(worker_id, 0), number)
             if self._awaited.get(worker_id, 0) <= number:
                 self._awaited.pop(worker_id, None)
 
     def _skip(self, worker_id: int) -> None:
-        """Wait no longer for what is missing before the first batch that is there."""
+        """Take the batches that are here, although some before them are lost."""
         early = self._early.get(worker_id)
         if early:
             self._arrived[worker_id] = min(early) - 1
+        self._take_in_order(worker_id)
 
     def _take_in_order(self, worker_id: int) -> None:
         early = self._early.get(worker_id, {})
@@ -152,30 +144,25 @@ class Hub:
                 number += 1
                 for entry in pickle.loads(batch):
                     self._take(worker_id, *entry)
-        finally:
+        finally:  # also after an error in a batch, which counts as arrived then
             self._arrived[worker_id] = number
             self._changed.notify_all()
 
     def _take(self, worker_id: int, kind: str, key: Any, *rest: Any) -> None:
         if kind == "queue":
             queues.deliver(key, *rest)
-            return
-        if kind == "log":
+        elif kind == "log":
             self.records.put(rest[-1])
-            return
-        if kind == "warning":
+        elif kind == "warning":
             logger.warning("%s", *rest)
-            return
-        if kind == "early":
+        elif kind == "early":
             if self.on_early is not None:
                 self.on_early(worker_id, *rest)
-            return
-        feed = self._feed_of(key)
-        if kind == "metrics" and feed is not None:
-            feed.add_rows(*rest)
-        elif kind == "text" and feed is not None:
-            feed.add_text(*rest)
-        elif kind not in ("metrics", "text"):
+        elif kind in ("metrics", "text"):
+            feed = self._feed_of(key)
+            if feed is not None:
+                (feed.add_rows if kind == "metrics" else feed.add_text)(*rest)
+        else:
             raise InternalError(
                 f"A worker says something of a kind that nobody knows: {kind!r}.", story=()
             )
@@ -186,6 +173,6 @@ class Hub:
             return None
         feed = holder.feed
         if feed is None:
-            with self._lock:
+            with self._lock:  # another thread may have made it meanwhile
                 feed = holder.feed = holder.feed or Feed()
         return feed

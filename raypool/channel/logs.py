@@ -1,5 +1,4 @@
-"""Log records of tasks in other processes: they go to the loggers of the same name in the driver's
-process.
+"""Log records of tasks: they go to the loggers of the same name in the driver's process.
 
 The levels of the driver's loggers travel with a call whenever they have changed, so a worker makes
 and sends only the records that the driver's loggers take.
@@ -22,19 +21,17 @@ from raypool.worker.running import note_here, notes_here
 PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 
 PICKLED_BYTES = 64 * 1024
-"""A field that somebody has added to a record travels as text if it is larger."""
+"""A larger field that somebody has added to a record travels as text."""
 
 SILENCE_S = 0.5
-"""The thread that delivers records ends after so long without one [s]."""
+"""After so long without a record the thread that delivers them ends [s]."""
 
 WAIT_S = 5.0
-"""How long to wait at most for the driver's handlers to take all records [s]."""
+"""How long to wait for the driver's handlers to take all records [s]."""
 
 
 class Levels(NamedTuple):
-    """The levels of this process's loggers that were set ("" is the root), and the level that is
-    disabled for all of them.
-    """
+    """The levels that loggers have set ("" is the root), and the level disabled for all."""
 
     by_name: dict[str, int]
     disabled: int = 0
@@ -53,10 +50,10 @@ _levels = Levels({})
 
 
 def levels_here() -> Levels:
-    """Return the levels of this process: the same object as before, if none has changed."""
+    """Return the levels of this process: the same object if none has changed."""
     global _levels
-    # `logging` empties this private dictionary of each logger when any level changes: else every
-    # call would look at all loggers.
+    # `logging` empties this private dictionary of each logger when any level changes: so not every
+    # call looks at all loggers
     if 0 not in _probe._cache:  # type: ignore[attr-defined]
         _probe._cache[0] = True  # type: ignore[attr-defined]
         loggers = list(logging.root.manager.loggerDict.items())
@@ -72,17 +69,14 @@ def levels_here() -> Levels:
 
 
 class Forwarder:
-    """Sends what tasks log in this worker process. The worker's own handlers, if there are any,
-    have it too.
-
-    It stands where a logger calls its handlers: a handler on the root would not hear loggers that
-    do not propagate, and would make a task's `logging.basicConfig` do nothing.
-    """
+    """Sends the log records of tasks in this worker process; its own handlers get them too."""
 
     def __init__(self) -> None:
         self._levels: Levels | None = None  # not before the first call
         # by logger: the level that it had, and the one that it got here
         self._changed: dict[str, tuple[int, int]] = {}
+        # In place of this method: a handler on the root would not hear loggers that do not
+        # propagate, and would make a task's `logging.basicConfig` do nothing.
         self._call_handlers = call_handlers = logging.Logger.callHandlers
         self._basic_config = basic_config = logging.basicConfig
 
@@ -108,9 +102,7 @@ class Forwarder:
         logging.basicConfig = self._basic_config
 
     def heed(self, levels: Levels) -> None:
-        """Let loggers make what the driver's take: a level that was set in this process is lowered
-        for that, and never raised.
-        """
+        """Let loggers make the records that the driver's take: lower their levels if necessary."""
         for name, (own, changed) in self._changed.items():
             logger = logging.getLogger(name)
             if logger.level == changed:
@@ -147,35 +139,27 @@ class Forwarder:
 
 
 def packed(record: logging.LogRecord, worker: int, item: int) -> bytes:
-    """Pickle a record with its text; a field that is no plain data goes beside that, pickled, as
-    text, or both.
-    """
+    """Pickle a record with its text; other fields than plain data as pickles, texts, or both."""
     fields = {**record.__dict__, "msg": record.getMessage(), "args": None, "exc_info": None}
     if record.exc_info and not record.exc_text:
         fields["exc_text"] = logging.Formatter().formatException(record.exc_info)
     fields.setdefault("worker", worker)
     fields.setdefault("item", item)
-    others = {
-        name: _described(fields.pop(name))
-        for name in list(fields)
-        if type(fields[name]) not in PLAIN
-    }
+    others: dict[str, tuple[bytes | None, str]] = {}
+    for name in [name for name, value in fields.items() if type(value) not in PLAIN]:
+        value, pickled = fields.pop(name), None
+        with contextlib.suppress(Exception):  # a value that cannot be pickled travels as text
+            pickled = pickle.dumps(value, protocol=5)
+        try:
+            text = repr(value)
+        except Exception:  # the user's own __repr__
+            text = f"<{type(value).__name__}>"
+        others[name] = None if pickled is None or len(pickled) > PICKLED_BYTES else pickled, text
     return pickle.dumps((fields, others), protocol=5)
 
 
-def _described(value: Any) -> tuple[bytes | None, str]:
-    pickled = None
-    with contextlib.suppress(Exception):  # a value that cannot be pickled travels as text
-        pickled = pickle.dumps(value, protocol=5)
-    try:
-        text = repr(value)
-    except Exception:  # the user's own __repr__
-        text = f"<{type(value).__name__}>"
-    return None if pickled is None or len(pickled) > PICKLED_BYTES else pickled, text
-
-
 def unpacked(payload: bytes) -> logging.LogRecord:
-    """Return the record; a field that cannot be unpickled here is text."""
+    """Return the record; fields that cannot be unpickled here are texts."""
     fields, others = pickle.loads(payload)
     for name, (pickled, text) in others.items():
         fields[name] = text
@@ -186,13 +170,10 @@ def unpacked(payload: bytes) -> logging.LogRecord:
 
 
 class Records:
-    """Hands records that have come from workers to the loggers here, in a thread of its own: a
-    handler may take long.
-
-    The thread begins with a record, and ends after a silence.
-    """
+    """Hands records of workers to the loggers here, in a thread, which ends after a silence."""
 
     def __init__(self) -> None:
+        # a thread of their own, since a handler may take long
         self._arrived: queue.SimpleQueue[bytes | threading.Event] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None  # while it works
@@ -206,9 +187,10 @@ class Records:
                 self._thread.start()
 
     def wait(self) -> None:
-        """Wait until the handlers have had what has arrived, for a while."""
+        """Wait a while, until the handlers have had all records that have arrived."""
         handed_out = threading.Event()
         with self._lock:
+            # a handler may wait itself, in that thread
             if self._thread is None or self._thread is threading.current_thread():
                 return
             self._arrived.put(handed_out)
@@ -219,6 +201,7 @@ class Records:
             try:
                 entry = self._arrived.get(timeout=SILENCE_S)
             except queue.Empty:
+                # with the lock, under which `put` looks for the thread: no record is left without
                 with self._lock:
                     if self._arrived.empty():
                         self._thread = None
@@ -231,6 +214,7 @@ class Records:
 
 
 def _hand_out(payload: bytes) -> None:
+    # not in the loop above: its variables would keep the last record
     try:
         record = unpacked(payload)
         logger = logging.getLogger(record.name)

@@ -22,18 +22,18 @@ from raypool.errors import InvalidValueError
 from raypool.worker.running import TaskContext
 
 INTERVAL_S = 0.02
-"""At least so long between two batches [s]: what is said meanwhile shares one."""
+"""The shortest pause between two batches [s]: entries of that time share one."""
 
 MAX_ENTRIES = 100_000
 MAX_BYTES = 64 * 1024 * 1024
-"""When more than this waits to be sent, threads that add entries wait too."""
+"""When more than this waits to be sent, threads that add entries wait."""
 
 RETRY_S = 1.0
-"""How soon a batch that could not be sent is tried again [s]."""
+"""The pause before a batch that could not be sent is tried again [s]."""
 
 LINE_S = 0.001
-"""`print` writes a line, then its end: so long that is waited for [s], or lines of others would
-come between.
+"""How long to wait for the end of a line, which `print` writes separately [s]: else lines of others
+would come between.
 """
 
 LOOK_AGAIN_S = 0.002
@@ -47,9 +47,9 @@ class Outbox:
     """Sends entries from any thread of this process.
 
     Args:
-        send: Takes a batch (numbers count from 1) to those who listen, and returns when it may have
-            another: until then what is said waits, and whoever says it too, once `MAX_ENTRIES` or
-            `MAX_BYTES` wait. What it raises is tried again.
+        send: Sends a batch with its number, from 1, and returns when it may have another: until
+            then entries wait, and once `MAX_ENTRIES` or `MAX_BYTES` wait, threads that add some.
+            After an exception it is called again.
     """
 
     def __init__(self, send: Callable[[int, bytes], object]) -> None:
@@ -64,7 +64,7 @@ class Outbox:
         # by queue: of those that keep only the newest few
         self._latest: dict[str, deque[bytes]] = {}
         self._number = 0
-        self._taking = threading.Lock()
+        self._taking = threading.Lock()  # the thread and `flush` take batches, by number
         self._gets_through = True
         self._is_sending = False  # the thread
         self._is_here = True  # not in a forked child, which has no such thread
@@ -73,14 +73,14 @@ class Outbox:
         threading.Thread(target=self._work, name="raypool-outbox", daemon=True).start()
 
     def say(self, note: TaskContext, kind: str, payload: Any) -> None:
-        """Say something about a task: what it reports ("metrics") or prints ("text")."""
+        """Add "metrics" or "text" of a task."""
         if kind == "metrics":
             self._put((kind, note.task_id, note.index, note.attempt, *payload), 0)
         else:
             self._put((kind, note.task_id, note.index, note.call_id, payload), len(payload))
 
     def send(self, kind: str, key: Any, payload: Any) -> None:
-        """Say something else, which arrives as it is, in order.
+        """Add something else, which arrives as it is, in order.
 
         Raises:
             InvalidValueError: This is a forked child of the process that the outbox belongs to.
@@ -89,8 +89,7 @@ class Outbox:
         self._put((kind, key, payload), len(payload))
 
     def send_latest(self, key: str, maxsize: int, payload: bytes) -> None:
-        """Send to a queue of which only the newest few values matter: others that wait are dropped,
-        so this never waits.
+        """Add a value of a queue that keeps the newest: older ones are dropped; it never waits.
 
         Raises:
             InvalidValueError: This is a forked child of the process that the outbox belongs to.
@@ -112,8 +111,12 @@ class Outbox:
             )
 
     def _put(self, entry: Entry, size: int) -> None:
-        if not self._is_here or (self._is_full() and not self._wait_for_room()):
+        if not self._is_here:
             return
+        while self._num_bytes >= MAX_BYTES or self._entries.qsize() >= MAX_ENTRIES:
+            if not self._gets_through or self._closed.is_set():
+                return  # nothing gets through, and the training must not stall: it is dropped
+            time.sleep(LOOK_AGAIN_S)
         if size:
             with self._counting:
                 self._num_bytes += size
@@ -121,38 +124,19 @@ class Outbox:
         self._ring(entry[0])
 
     def _ring(self, kind: str) -> None:
-        """Let the thread know that there is something, if it waits for that."""
+        """Wake the thread if it rests."""
         if self._is_resting:
             self._is_resting = False
             self._bell.put(kind)
 
-    def _is_full(self) -> bool:
-        return self._num_bytes >= MAX_BYTES or self._entries.qsize() >= MAX_ENTRIES
-
-    def _wait_for_room(self) -> bool:
-        """Wait for room; return False (and drop entries) if nothing gets through: the training must
-        not stall.
-        """
-        while self._is_full():
-            if not self._gets_through or self._closed.is_set():
-                return False
-            time.sleep(LOOK_AGAIN_S)
-        return True
-
     def flush(self) -> tuple[int, bytes]:
-        """Take what waits: return the newest batch's number, and that batch, or b"" if the thread
-        has sent it.
-
-        It is to travel with the answer to a call: so a short task that reports costs no message of
-        its own.
-        """
+        """Return the newest batch's number, and that batch, or b"" if the thread has sent it."""
+        # it travels with the answer to a call: so a short task that reports costs no message
         with self._taking:
             return self._take()
 
     def drain(self, timeout_s: float) -> None:
-        """Send what waits, now, and wait until nothing is on its way: this process is about to
-        end.
-        """
+        """Send what waits, and wait until it has arrived: this process is about to end."""
         number, batch = self.flush()
         if batch:
             self._deliver(number, batch)
@@ -187,6 +171,7 @@ class Outbox:
 
     def _work(self) -> None:
         while not self._closed.is_set():
+            # first: an entry that is added right after the look at them rings
             self._is_resting = True
             if self._entries.empty() and self._bell.get() == "text":
                 time.sleep(LINE_S)
@@ -216,7 +201,7 @@ class Outbox:
                 return
 
     def forget(self) -> None:
-        """Take nothing more: this is a forked child."""
+        """Take nothing more: this is a forked child, which has no such thread."""
         self._is_here = False
 
 
@@ -232,8 +217,7 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 def packed(entries: list[Entry]) -> bytes:
-    """Put entries together as a batch: the rows of a task's metrics pickled by themselves, what an
-    item printed in one piece.
+    """Return entries as a batch: each task's metrics pickled apart, each item's text joined.
 
     Example:
         >>> a, b = ("text", 7, 0, 1, "a"), ("text", 7, 0, 1, "b")
@@ -256,6 +240,7 @@ def packed(entries: list[Entry]) -> bytes:
         else:
             batch.append(entry)
     for task_id, its_rows in rows.items():
+        # the hub passes these pickles on as they are
         batch.append(("metrics", task_id, pickle.dumps(its_rows, protocol=5), last_of(its_rows)))
     for (task_id, item, call_id), pieces in texts.items():
         text = "".join(pieces)

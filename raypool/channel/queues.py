@@ -1,13 +1,10 @@
-"""Data queues: values from tasks to the process that made the queue, in each sender's order, none
-lost.
+"""Data queues: values from tasks to the process that made the queue, none lost.
 
 A queue (`QueueOwner`) lives in the process that has made it. Elsewhere it is a key (`QueueProxy`);
-values put there travel here::
+values that a worker puts travel to the owner::
 
-    worker: put ──▶ link.send ──▶ the pool's agent ──▶ hub ──▶ deliver(key, payload)
-        without a limit, or "latest"
-    worker: put ──▶ link.ask("offer") ──▶ Exchange ──▶ offer(key, payload, answer) ──▶ answer   with
-        a limit: it waits for room
+    no limit, or "latest":    link.send -> the pool's agent -> hub -> deliver(key, payload)
+    a limit (waits for room): link.ask("offer") -> Exchange -> offer(key, payload, answer) -> answer
 
 In pools of this process ("threads", "inline") it is the same object everywhere.
 """
@@ -37,30 +34,28 @@ from raypool.errors import (
     WorkerLostError,
     whole_number,
 )
-from raypool.worker.running import ExchangeClient, PoolLink, in_task, link
+from raypool.worker.running import ExchangeClient, PoolLink, in_task, this_process
 
 T = TypeVar("T")
 
 
 class DataQueue(Generic[T]):
-    """A queue from tasks to the process that made it: tasks `put`; it reads with `get`, in a loop,
-    or by `after_each`.
+    """A queue from tasks, which `put`, to the process that made it, which reads.
 
-    It goes to tasks like any value: in an argument, in a closure, in a list. What a task puts
-    arrives while the task runs, in the order in which it was put there; nothing is lost, also not
-    what was put just before a task ended or was cancelled. (A worker that is killed may take with
-    it what it has put in its last tenth of a second.) On Ray, what is sent is what the value is at
+    It reads with `get`, in a loop, or by `after_each`. A queue goes to tasks like any value: in an
+    argument, in a closure, in a list. Values arrive while the task runs, in the order in which it
+    puts them; none is lost, also not just before a task ends or is cancelled. (A worker that is
+    killed may lose the values of its last tenth of a second.) On Ray, a value is sent as it is at
     `put`; in pools of this process it is the value itself.
 
-    A queue that nobody holds any more, and that has no listeners, is forgotten: what is still put
-    is dropped.
+    A queue that nobody holds any more, and that has no listeners, is forgotten; later values are
+    dropped.
 
     Args:
-        maxsize: With "block", at most so many values wait to be read, put by whomever; `put` waits
-            until there is room. With "latest", the newest so many are kept (one, if None). None: no
-            limit.
-        policy: What to do when it is full: "block" the one who puts, or keep the "latest" and drop
-            the oldest.
+        maxsize: With "block", how many values may wait to be read: `put` waits for room. With
+            "latest", how many of the newest are kept (one, if None). None: no limit.
+        policy: What happens when the queue is full: "block" waits in `put`, "latest" drops the
+            oldest value.
 
     Raises:
         InvalidValueError, InvalidTypeError: An argument cannot work.
@@ -112,16 +107,15 @@ class DataQueue(Generic[T]):
     # --- methods for tasks and the owner ----------------------------------------------------------
 
     def put(self, value: T) -> None:
-        """Put a value in. It waits only where the queue has a limit, is full, and is to "block".
+        """Put a value in; wait only if the queue has a limit, is full, and is to "block".
 
         In a pool with profile "inline" the task runs in the thread that has asked for it: read in
         another, or by `after_each`.
 
         Raises:
-            QueueClosedError: The queue was closed; also while it waited for room.
+            QueueClosedError: The queue was closed, perhaps while this waited for room.
             SerializationError: The value cannot be sent; it names the variable.
-            InvalidValueError: This process is neither the one that has made the queue nor a worker
-                of its pools.
+            InvalidValueError: This process neither made the queue nor is a worker of its pools.
             PoolClosedError: The pool has ended meanwhile.
         """
         self._end.put(value)
@@ -143,7 +137,7 @@ class DataQueue(Generic[T]):
     # --- methods for the owner --------------------------------------------------------------------
 
     def get(self, timeout_s: float | None = None) -> T:
-        """Return the value that has waited longest, waiting for one if there is none.
+        """Return the value that has waited longest; wait for one if there is none.
 
         Args:
             timeout_s: How long to wait [s]; 0 only looks, None waits forever.
@@ -151,8 +145,7 @@ class DataQueue(Generic[T]):
         Raises:
             TimeoutError: Nothing came in this time.
             QueueClosedError: The queue was closed, and everything in it was read.
-            SerializationError: The value has come and cannot be unpickled here; the next `get` goes
-                on behind it.
+            SerializationError: The value cannot be unpickled here; the next `get` skips it.
             InvalidValueError: This is a task, or the queue has listeners, which get everything.
 
         Example:
@@ -169,13 +162,14 @@ class DataQueue(Generic[T]):
         try:
             entry = owner.take(timeout_s)
         except TimeoutError:
+            # a task that has ended may have put values that are still on their way
             if not owner.catch_up():
                 raise
             entry = owner.take(0.0, timeout_s)
         return opened(entry)  # type: ignore[no-any-return]
 
     def __iter__(self) -> Iterator[T]:
-        """Yield what comes, until the queue is closed and everything in it was read.
+        """Yield values until the queue is closed and everything in it was read.
 
         Example:
             >>> queue = DataQueue()
@@ -190,16 +184,14 @@ class DataQueue(Generic[T]):
                 yield self.get()
 
     def after_each(self, fn: Callable[[T], object]) -> Listener:
-        """Call `fn(value)` for each value: first for those that wait already, then for each that
-        comes.
+        """Call `fn(value)` for each value: for those that wait already, then as they come.
 
-        It is called in a thread of the queue's, for one value after the other. What it raises is
-        logged and stops nothing. Each of several listeners gets every value that is handed out
-        while it is there. A queue with listeners lives until they are removed, or it is closed.
+        The queue's own thread calls it, for one value after the other. Exceptions are logged and
+        stop nothing. Each of several listeners gets every value that comes while it is registered.
+        A queue with listeners lives until they are removed, or it is closed.
 
         Returns:
-            The listener; call its `remove()` when it is to get no more. What comes when none is
-            left waits in the queue.
+            The listener, with a method `remove()`. Without listeners, values wait in the queue.
 
         Raises:
             InvalidTypeError: `fn` cannot be called.
@@ -224,12 +216,11 @@ class DataQueue(Generic[T]):
         return owner.listen(fn)
 
     def close(self) -> None:
-        """Let nothing more in: from now on `put` raises `QueueClosedError`, in workers too. What is
-        in it can still be read.
+        """Let nothing more in: `put` raises `QueueClosedError`. Values in it can still be read.
 
-        Those who wait for room get that error now. It returns when everything that was put before
-        is here, and the listeners have had it (unless a listener calls it). A closed queue cannot
-        be opened again; twice does nothing.
+        A `put` that waits for room raises that error now, in workers too. `close` returns when
+        everything that was put before has arrived, and the listeners have had it (unless a listener
+        calls it). A closed queue cannot be opened again; a second `close` does nothing.
 
         Raises:
             InvalidValueError: This is a task.
@@ -249,7 +240,7 @@ class DataQueue(Generic[T]):
         return owner
 
     def __reduce__(self) -> Any:
-        """Let it travel as a key."""
+        """Travel as a key."""
         owner = self._end
         is_of_task = owner.is_of_task
         if isinstance(owner, QueueOwner):
@@ -272,30 +263,28 @@ _here: weakref.WeakValueDictionary[str, DataQueue[Any]] = weakref.WeakValueDicti
 
 
 def deliver(key: str, pickled: bytes) -> None:
-    """Take what a worker has put into a queue; if nobody holds that any more, drop it."""
+    """Take a worker's value for a queue; drop it if nobody holds that any more."""
     queue = _here.get(key)
     if queue is not None and isinstance(queue._end, QueueOwner):
         queue._end.accept(Packed(pickled))
 
 
 def offer(key: str, pickled: bytes, answer: Answer) -> None:
-    """Take what a worker wants to put into a queue as soon as there is room; `answer` is told
-    "taken" or "closed" then.
-    """
+    """Take a worker's value as soon as there is room; answer "taken" or "closed" then."""
     queue = _here.get(key)
     if queue is not None and isinstance(queue._end, QueueOwner):
         queue._end.offer(Packed(pickled), answer)
-    else:
+    else:  # nobody holds it any more: the value is dropped
         answer(TAKEN)
 
 
 def add_source(source: Source) -> None:
-    """Note a pool from whose workers values may come."""
+    """Add a pool from whose workers values may come."""
     sources.append(source)
 
 
 def drop_source(source: Source) -> None:
-    """Note that nothing more will come from a pool."""
+    """Remove a pool: no more values come from it."""
     with contextlib.suppress(ValueError):  # it was dropped before
         sources.remove(source)
 
@@ -315,7 +304,7 @@ def _arrived(
 
 
 def _become_proxies() -> None:
-    """In a forked child, queues of the parent's are elsewhere."""
+    # in a forked child, the parent's queues are those of another process
     for queue in list(_here.values()):
         queue._end = QueueProxy(queue._key, queue._maxsize, queue._policy, is_of_task=False)
     _here.clear()
@@ -342,23 +331,18 @@ def check_timeout(timeout_s: Any) -> None:
 
 
 Answer = Callable[[str], object]
-"""Tells whoever has offered a value what has become of it; it returns at once."""
+"""Takes the outcome of an offered value, TAKEN or CLOSED; it returns at once."""
 
 TAKEN, CLOSED = "taken", "closed"
-"""What becomes of a value that was offered."""
 
 LINGER_S = 0.5
-"""How long the thread of the listeners waits for another value before it ends [s]; the next value
-starts another.
-"""
+"""How long the listeners' thread waits for a value before it ends [s]; another replaces it."""
 
 LOOK_AGAIN_S = 0.05
-"""Waits are cut into pieces of this length [s]: a thread notices a cancellation only while it runs
-Python code.
-"""
+"""The length of a wait's pieces [s]: a thread is cancelled only while it runs Python code."""
 
 PATIENCE_S = 10.0
-"""When nothing was read for so long, a warning tells what `put` waits for [s]."""
+"""A `put` warns when it waits for room, and nothing was read for so long [s]."""
 
 NOBODY_READS = (
     "put() has waited for room in a queue of at most %d values for %g s, in which nobody has read"
@@ -373,13 +357,11 @@ class Source(ExchangeClient, Protocol):
     """A pool whose workers put values into queues of this process."""
 
     def catch_up(self, sent: dict[int, int]) -> None:
-        """Wait for what calls that have ended had said before, and for these batches (by worker
-        id).
-        """
+        """Wait for all messages of calls that have ended, and for these batches (by worker id)."""
 
 
 class Listener:
-    """A function that gets what comes, until `remove` is called."""
+    """A function that gets values until `remove` is called."""
 
     def __init__(self, fn: Callable[..., object], on_remove: Callable[[Listener], None]) -> None:
         self._fn = fn
@@ -392,17 +374,17 @@ class Listener:
         self._on_remove(self)
 
     def call(self, *values: Any) -> None:
-        """Hand over what has come; what the function raises is logged."""
+        """Call the function; what it raises is logged."""
         try:
             self._fn(*values)
-        except BaseException:  # also sys.exit(): the thread has values for others
+        except BaseException:  # also sys.exit(): other listeners need the thread
             logger.exception(
                 "The listener %r has failed; it is called again all the same.", self._fn
             )
 
 
 class Packed:
-    """A value that has come from elsewhere."""
+    """A value from another process."""
 
     __slots__ = ("pickled",)
 
@@ -414,13 +396,13 @@ def opened(entry: Any) -> Any:
     """Return the value of an entry.
 
     Raises:
-        SerializationError: It has come from elsewhere and cannot be unpickled here.
+        SerializationError: It comes from another process and cannot be unpickled here.
     """
     if type(entry) is not Packed:
         return entry
     try:
         return pickle.loads(entry.pickled)
-    except Exception as error:
+    except Exception as error:  # whatever the user's classes raise
         raise SerializationError(
             "A value has come through a queue but cannot be unpickled here"
             f" ({type(error).__name__}: {error}). Its class must be importable in this process"
@@ -430,9 +412,7 @@ def opened(entry: Any) -> Any:
 
 
 class _Putter:
-    """A value that waits for room. `bell` wakes the thread that put it, or `answer` tells another
-    process.
-    """
+    """A value that waits for room: of a thread here, or of another process (`answer`)."""
 
     __slots__ = ("answer", "bell", "entry", "outcome")
 
@@ -440,11 +420,11 @@ class _Putter:
         self.entry = entry
         self.answer = answer
         self.outcome: str | None = None
-        self.bell = threading.Lock()
+        self.bell = threading.Lock()  # which the thread here tries to get
         self.bell.acquire()
 
     def settle(self, outcome: str) -> None:
-        """Note what has become of it."""
+        """Note its outcome, TAKEN or CLOSED."""
         self.outcome = outcome
         self.bell.release()
 
@@ -470,8 +450,8 @@ class QueueOwner:
         self._putters: deque[_Putter] = deque()
         self._listeners: list[Listener] = []
         # Reentrant: the queue may be collected, and so call `abandon`, in a thread that holds the
-        # lock. And whoever takes it may be interrupted at any line: that does not leave a plain
-        # lock locked, as it would a condition.
+        # lock. And a thread may be interrupted while it takes the lock: unlike a condition, a plain
+        # lock is not left locked then.
         self._lock = threading.RLock()
         self._filled = threading.Condition(self._lock)  # readers wait for it: something has arrived
         self._emptied = threading.Condition(self._lock)  # `close` waits for it
@@ -493,7 +473,13 @@ class QueueOwner:
         try:
             with self._lock:
                 self._enqueue(putter)
-            self._wait_for(putter)
+            num_taken, until = self._num_taken, time.monotonic() + PATIENCE_S
+            while putter.outcome is None:
+                putter.bell.acquire(timeout=LOOK_AGAIN_S)
+                if time.monotonic() > until:
+                    until = math.inf
+                    if self._num_taken == num_taken:
+                        logger.warning(NOBODY_READS, self._capacity, PATIENCE_S)
         except BaseException:  # Ctrl-C, or the task was cancelled
             with self._lock, contextlib.suppress(ValueError):
                 self._putters.remove(putter)
@@ -502,7 +488,7 @@ class QueueOwner:
             raise closed_error()
 
     def _enqueue(self, putter: _Putter) -> None:
-        """Let a value in behind those that wait already, now or when there is room."""
+        """Let a value in, or have it wait for room behind others."""
         if self.is_closed:
             putter.settle(CLOSED)
         elif self._has_room():
@@ -511,27 +497,20 @@ class QueueOwner:
         else:
             self._putters.append(putter)
 
-    def _wait_for(self, putter: _Putter) -> None:
-        num_taken, until = self._num_taken, time.monotonic() + PATIENCE_S
-        while putter.outcome is None:
-            putter.bell.acquire(timeout=LOOK_AGAIN_S)
-            if time.monotonic() > until:
-                until = math.inf
-                if self._num_taken == num_taken:
-                    logger.warning(NOBODY_READS, self._capacity, PATIENCE_S)
-
     def accept(self, entry: Any) -> None:
-        """Take what has come from elsewhere; while the queue is being closed, it was put before."""
+        """Take a value from another process."""
         with self._lock:
+            # while the queue is being closed, what still arrives was put before
             if not self.is_closed or self._is_closing:
                 self._append(entry)
 
     def offer(self, entry: Any, answer: Answer) -> None:
-        """Take what has come from elsewhere, now or when there is room."""
+        """Take a value from another process, now or when there is room."""
         putter = _Putter(entry, answer)
         with self._lock:
             self._enqueue(putter)
             outcome = putter.outcome
+        # outside the lock, as in `_tell`: it is a callback
         if outcome is not None:
             answer(outcome)
 
@@ -571,7 +550,7 @@ class QueueOwner:
         return entry
 
     def _pop(self) -> tuple[Any, list[_Putter]]:
-        """Return the oldest entry, and those who wait no longer since there is room now."""
+        """Return the oldest entry, and the putters whose values have found room."""
         entry = self.values.popleft()
         self._num_taken += 1
         admitted: list[_Putter] = []
@@ -610,12 +589,12 @@ class QueueOwner:
         self._server.start()
 
     def _hand_out(self) -> None:
-        """Give the listeners what there is, one after the other; end after a silence."""
+        """Give the listeners the values, one by one; end after a silence."""
         while True:
             with self._lock:
                 self._is_handing_out = False
                 if not self.values:
-                    self._emptied.notify_all()  # whoever closes it
+                    self._emptied.notify_all()  # `close` may wait for that
                 self._filled.wait_for(
                     lambda: self.values or not self._listeners or self.is_closed, LINGER_S
                 )
@@ -633,8 +612,7 @@ class QueueOwner:
         try:
             value = opened(entry)
         except BaseException:
-            # also what code of the user's raises when it is unpickled: the thread has values for
-            # others
+            # also what the user's code raises while it is unpickled: later values need the thread
             logger.exception("No listener gets this value.")
             return
         is_had = False
@@ -642,7 +620,7 @@ class QueueOwner:
             if not listener.is_removed:
                 is_had = True
                 listener.call(value)
-        if not is_had:  # they were removed in this instant: it waits for others
+        if not is_had:  # they were removed in this instant: the value waits for others
             with self._lock:
                 if len(self.values) != self.values.maxlen:
                     self.values.appendleft(entry)
@@ -651,17 +629,17 @@ class QueueOwner:
     # --- close ------------------------------------------------------------------------------------
 
     def catch_up(self) -> bool:
-        """Wait for what tasks that have ended had put; return whether there could be any."""
+        """Wait for values of tasks that have ended; return whether there could be any."""
         if not self.has_travelled or not sources:
             return False
         for source in tuple(sources):
-            # nothing more can come from there
+            # then nothing more comes from there
             with contextlib.suppress(PoolClosedError, WorkerLostError):
                 source.catch_up({})
         return True
 
     def close(self) -> None:
-        """Let nothing more in; return when everything is here, and the listeners have had it."""
+        """Let nothing more in; return when all has arrived, and the listeners have had it."""
         with self._lock:
             is_first = not self.is_closed
             self.is_closed = True
@@ -671,13 +649,14 @@ class QueueOwner:
         try:
             if is_first and self.has_travelled:
                 for source in tuple(sources):
-                    # nothing more can come from there
+                    # then nothing more comes from there
                     with contextlib.suppress(PoolClosedError, WorkerLostError):
                         source.catch_up(source.ask("end_queue", self.key))
         finally:
             with self._lock:
                 self._is_closing &= not is_first
                 self._filled.notify_all()
+                # a listener that closes the queue must not wait for itself
                 is_own = threading.current_thread() is self._server
                 while self._listeners and not is_own and (self.values or self._is_handing_out):
                     self._emptied.wait(LOOK_AGAIN_S)
@@ -685,13 +664,12 @@ class QueueOwner:
                     kept.pop(self.key, None)
 
     def abandon(self) -> None:
-        """Release those elsewhere who wait for room: nobody holds the queue any more."""
+        """Release those who wait for room in other processes: the queue is forgotten."""
         with self._lock:
             rejected = self._reject(TAKEN)
         _tell(rejected)
 
     def _reject(self, outcome: str) -> list[_Putter]:
-        """Let nobody wait for room any more."""
         rejected = list(self._putters)
         self._putters.clear()
         for putter in rejected:
@@ -706,7 +684,7 @@ def _tell(putters: list[_Putter]) -> None:
 
 
 def closed_error() -> QueueClosedError:
-    """Return the error for `put` into a closed queue."""
+    """Return the error of `put` into a closed queue."""
     return QueueClosedError(
         "The queue was closed, so nothing more can be put into it. Whoever has made it wants no"
         " more."
@@ -729,7 +707,7 @@ class QueueProxy:
 
     def put(self, value: Any) -> None:
         """Send a value."""
-        way = link()
+        way = this_process.link
         if way is None or self.is_of_task:
             raise InvalidValueError(
                 "This process is neither the one that has made the queue nor a worker of a pool of"
@@ -742,37 +720,28 @@ class QueueProxy:
         if self._maxsize is not None and self._policy == "block":
             self.is_closed = way.ask("offer", self.key, pickled) == CLOSED
         else:
-            self._join(way)
-            self._send(way, pickled)
+            if self._joined is not way:  # once for each exchange, which tells of the queue's end
+                _hear_of_ends(way)
+                self.is_closed = way.ask("join_queue", self.key, way.worker_id)
+                self._joined = way
+            if self.is_closed:
+                raise closed_error()
+            if self._maxsize is None:
+                way.send("queue", self.key, pickled)
+            else:
+                way.send_latest(self.key, self._maxsize, pickled)
         # It may have been closed in this instant. What was sent before this process has said that
         # it knows still counts.
         if self.is_closed:
             raise closed_error()
 
-    def _send(self, way: PoolLink, pickled: bytes) -> None:
-        if self.is_closed:
-            return
-        if self._maxsize is None:
-            way.send("queue", self.key, pickled)
-        else:
-            way.send_latest(self.key, self._maxsize, pickled)
-
-    def _join(self, way: PoolLink) -> None:
-        """Make sure, once for each exchange, that this process hears of the queue's end."""
-        if self._joined is not way:
-            _hear_of_ends(way)
-            self.is_closed = way.ask("join_queue", self.key, way.worker_id)
-            self._joined = way
-
 
 proxies_by_key: weakref.WeakValueDictionary[str, QueueProxy] = weakref.WeakValueDictionary()
-"""Those in this process."""
-
 _heard: PoolLink | None = None
 
 
 def _hear_of_ends(way: PoolLink) -> None:
-    """Let a thread wait for the ends of queues, for as long as the pool lives."""
+    """Start a thread that waits for the ends of queues, for as long as the pool lives."""
     global _heard
     if _heard is not way:
         threading.Thread(target=_hear, args=(way,), name="raypool-queue-ends", daemon=True).start()

@@ -1,6 +1,4 @@
-"""Records that pass between the driver and the backends: workers, functions, slices and their
-results.
-"""
+"""Records that pass between driver and backends: workers, functions, slices and their results."""
 
 from __future__ import annotations
 
@@ -20,14 +18,13 @@ class WorkerInfo:
     """A worker of a pool, as it was at the moment of asking.
 
     Attributes:
-        index: Its number in the pool, from 0; the same for the process that replaces it after a
-            crash.
+        index: Its number in the pool, from 0; a process that replaces it has the same.
         host: The name of its machine.
         pid: Its process.
         gpus: The indices of its GPUs on that machine.
         gpu_uuids: Their UUIDs, as far as NVML knows them.
-        gpu_name: What kind of card its (first) GPU is, such as "NVIDIA H200"; None without one, or
-            where NVML does not know it.
+        gpu_name: The model of its (first) GPU, such as "NVIDIA H200"; None without one, or if NVML
+            does not know it.
         state: "starting", "idle", "busy" or "lost".
     """
 
@@ -46,13 +43,12 @@ class WorkerInfo:
 
     @property
     def gpu_uuid(self) -> str | None:
-        """The UUID of its (first) GPU, None without one or where NVML does not know it."""
+        """The UUID of its (first) GPU; None without one, or if NVML does not know it."""
         return self.gpu_uuids[0] if self.gpu_uuids else None
 
     @property
     def devices(self) -> tuple[str | tuple[str, int], ...]:
-        """What tells each of its GPUs from all others: its UUID, where these are known, else its
-        host and index.
+        """A unique name of each of its GPUs: the UUID if known, else host and index.
 
         Example:
             >>> WorkerInfo(0, "lab-3", 7, gpus=(2,)).devices
@@ -70,19 +66,17 @@ class WorkerInfo:
 
 
 NOBODY = WorkerInfo(-1, "unknown host", 0)
-"""A worker of which nothing is known."""
+"""An unknown worker."""
 
 
 class Refusal(str):
-    """Why a worker can never start: the error that the user's `setup` has raised."""
+    """The reason why a worker can never start: the error of the user's `setup`."""
 
     __slots__ = ()
 
 
 class NodeDevices(NamedTuple):
-    """The GPUs of a machine at the moment of asking (None: it does not answer), and the pool's
-    workers there.
-    """
+    """A machine's GPUs (None: it does not answer), and the pool's workers there."""
 
     host: str
     cards: Sequence[GpuDevice] | None
@@ -90,19 +84,16 @@ class NodeDevices(NamedTuple):
 
 
 class GpuMemory(NamedTuple):
-    """How much memory of some GPUs is in use, by whomever, and how much they have (None: that is
-    not known) [bytes].
-    """
+    """Memory of some GPUs [bytes]: in use by any process, and in total (None: not known)."""
 
     used_bytes: int
     total_bytes: int | None
 
 
 class Function:
-    """A user's function on its way: packed once, shipped to each worker once, known there by
-    `fn_id`.
+    """A user's function: packed once, shipped to each worker once, known there by `fn_id`.
 
-    `project`: the user's modules as they were when it was packed, where it travels.
+    `project`: the user's modules as they were when it was packed, if it leaves this process.
     """
 
     __slots__ = ("__weakref__", "fn_id", "name", "packed", "project")
@@ -115,7 +106,7 @@ class Function:
 
 
 def function_name(fn: Any) -> str:
-    """Return what to call a function in messages."""
+    """Return the name of a function in messages."""
     inner = fn
     for _ in range(sys.getrecursionlimit()):
         if not hasattr(inner, "func"):  # functools.partial has it
@@ -127,17 +118,16 @@ def function_name(fn: Any) -> str:
 class Part(NamedTuple):
     """One slice, ready to travel.
 
-    `items`, packed: a list with one entry for each item; with `is_call` each entry is `(args,
-    kwargs)` for the function, else it is the function's one argument. `start`: the number of the
-    first. `seed`: of the loop. `stops_on_error`: what comes after an item that fails is not wanted.
-    `is_fixed`: the user has said how many items a call takes, so none is handed back.
-    `should_stop`: somebody has asked for an early end before it began. `numbers`: those that the
-    user calls the items by, where they do not simply follow each other from `start` on. `is_rank`:
+    `items`: a packed list with one entry for each item: `(args, kwargs)` with `is_call`, else the
+    function's one argument. `start`: the number of the first. `seed`: of the loop.
+    `stops_on_error`: items after one that fails are not wanted. `is_fixed`: the user has set
+    `chunk_size`, so no item is handed back. `should_stop`: an early end was requested before it
+    began. `numbers`: the user's numbers of the items, unless they count up from `start`. `is_rank`:
     others run beside it, and may wait for it. `checkpoints`: a path or URL, and the name there of
-    each item's folder for checkpoints. `turn`: which part of its GPU's memory the process may have
-    meanwhile, and whether nothing else may run on that GPU; None where workers take no turns.
-    `timeout_s`: how long its one item may take [s], for a backend whose calls hold up the driver,
-    which could not end them in time.
+    each item's folder. `turn`: the part of its GPU's memory that the process may have meanwhile,
+    and whether nothing else may run on that GPU; None if workers take no turns. `timeout_s`: the
+    limit of its one item [s], for a backend whose calls hold up the driver, which could not end
+    them in time.
     """
 
     task_id: int
@@ -160,9 +150,7 @@ class Part(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """An exception in a task: the exception, and its traceback there as text (None if it was raised
-    in this process).
-    """
+    """An exception in a task, and its traceback as text (None: raised in this process)."""
 
     error: BaseException
     remote_traceback: str | None
@@ -170,18 +158,16 @@ class Failure(NamedTuple):
 
 @dataclass(slots=True)
 class SliceResult:
-    """What became of one slice.
+    """The outcome of one slice.
 
-    It began with item number `start`, and `done` of its items have an outcome. Their values are
-    `values.get()[offset : offset + done]`; `failures` maps such numbers to what went wrong instead.
-    `durations_s` has one entry for each; the first began at `started_at` (Unix time [s]).
-    `catch_up` waits until all that was reported meanwhile has arrived; None if it has.
-    `peak_memory_bytes`: the most that the process had of its GPU's memory meanwhile, None if it
-    used none.
-    `crowded_out`: those of the failed items that had no room beside other workers on their GPU, and
-    are to run again, alone.
+    It begins with item number `start`, and `done` of its items have an outcome. Their values are
+    `values.get()[offset : offset + done]`; `failures` maps numbers of failed items to what went
+    wrong. `durations_s` has one entry for each; the first began at `started_at` (Unix time [s]).
+    `catch_up` waits until all reports of that time have arrived; None if they have.
+    `peak_memory_bytes`: the process's peak of GPU memory, None if it used none. `crowded_out`:
+    failed items that had no room beside other workers on their GPU, and are to run again, alone.
     `is_interrupted`: the `KeyboardInterrupt` among the failures is Ctrl-C, pressed in the user's
-        own thread, where it ran.
+    own thread, where it ran.
     """
 
     start: int
@@ -197,8 +183,7 @@ class SliceResult:
     is_interrupted: bool = False
 
     def within(self, start: int, stop: int) -> SliceResult:
-        """Return what became of these items only, of which the last may not have been begun;
-        itself, if that is all.
+        """Return the outcome of these items only (itself, if that is all).
 
         Example:
             >>> values, durations_s = LocalValues(list("abc")), array("d", [1.0, 2.0, 4.0])
@@ -209,6 +194,7 @@ class SliceResult:
             101.0
         """
         skipped = start - self.start
+        # no copy for a whole slice, which is the rule
         if skipped == 0 and self.done <= stop - start:
             return self
         done = min(max(self.done - skipped, 0), stop - start)
@@ -225,19 +211,16 @@ class SliceResult:
         )
 
     def to_retry(self, wants_retry: Callable[[BaseException], bool]) -> tuple[int, ...]:
-        """Return which of the failed items the user wants to run again, as `wants_retry` says of an
-        exception.
-        """
-        failed = [
-            (index, failure)
+        """Return the failed items whose exceptions the user wants to retry."""
+        return tuple(
+            index
             for index, failure in sorted(self.failures.items())
-            if index not in self.crowded_out
-        ]
-        return tuple(index for index, failure in failed if wants_retry(failure.error))
+            if index not in self.crowded_out and wants_retry(failure.error)
+        )
 
 
 class LocalValues:
-    """Values that are here."""
+    """Values in this process."""
 
     __slots__ = ("_values",)
 
@@ -250,7 +233,7 @@ class LocalValues:
 
 
 def nothing_done() -> SliceResult:
-    """Return the result of a slice of which nothing was begun."""
+    """Return the result of a slice that did not begin."""
     return SliceResult(0, 0, LocalValues([]), 0, {}, array("d"), 0.0)
 
 
@@ -270,27 +253,25 @@ def all_failed(start: int, stop: int, error: BaseException) -> SliceResult:
 
 
 class Values(Protocol):
-    """The return values of a call, which may still be elsewhere."""
+    """The return values of a call, which may still be in another process."""
 
     def get(self) -> list[Any]:
-        """Return them, one for each item of the call (None for a failed one, `Missing` for one that
-        can't be opened).
-        """
+        """Return one for each item: None if it failed, `Missing` if it can't be opened."""
 
 
 class Missing(NamedTuple):
-    """Stands for a value that has arrived and cannot be opened."""
+    """In place of a value that has arrived and cannot be opened."""
 
     error: Exception
 
 
 def where(worker: WorkerInfo) -> str:
-    """Return the machine of a worker, and its GPU if it has one."""
+    """Return in words the machine of a worker, and its GPU if it has one."""
     return f"{worker.host}, GPU {worker.gpu}" if worker.gpu is not None else worker.host
 
 
 def named(numbers: Sequence[int]) -> str:
-    """Return what to call these items.
+    """Return the name of some items in messages.
 
     Example:
         >>> named([3]), named(range(3, 6)), named([9, 2]), named([9, 2, 7, 5, 1])
@@ -301,8 +282,6 @@ def named(numbers: Sequence[int]) -> str:
         return f"item {first}"
     if isinstance(numbers, range):
         return f"items {first} to {last}"
-    return (
-        f"items {first} and {last}"
-        if len(numbers) == 2
-        else f"items {first}, {numbers[1]} and {len(numbers) - 2:,} more"
-    )
+    if len(numbers) == 2:
+        return f"items {first} and {last}"
+    return f"items {first}, {numbers[1]} and {len(numbers) - 2:,} more"

@@ -1,6 +1,4 @@
-"""The value store (`pool.store`): values by name that the pool's owner and all its tasks put and
-read.
-"""
+"""The value store (`pool.store`): values by name, for the pool's owner and all its tasks."""
 
 from __future__ import annotations
 
@@ -15,10 +13,9 @@ from typing import Any
 
 from raypool.channel.queues import Listener, check_timeout, sources
 from raypool.errors import InvalidTypeError, InvalidValueError, PoolClosedError, WorkerLostError
-from raypool.worker.running import ExchangeClient, link, note_here
+from raypool.worker.running import ExchangeClient, note_here, this_process
 
 logger = logging.getLogger("raypool")
-
 
 FindWay = Callable[[], ExchangeClient]
 
@@ -27,14 +24,13 @@ class ValueStore:
     """Values by name, of one pool: `pool.store`, and in its tasks `current_task().store`.
 
     Every task, and the process that opened the pool, may put, read and remove at any time; the last
-    `put` wins. On Ray, what is kept is what the value is at `put`, and who reads gets a copy; in
-    pools of this process it is the value itself. The values are in the memory of one process beside
-    the workers, and go with the pool. Outside a pool `current_task().store` is a store of this
-    process, so that a function runs unchanged by itself.
+    `put` wins. On Ray, a value is kept as it is at `put`, and each reader gets a copy; in pools of
+    this process it is the value itself. One process beside the workers has the values in memory;
+    they go with the pool. Outside a pool `current_task().store` is a store of this process, so that
+    a function runs unchanged by itself.
 
-    Keys are texts, whole numbers, or tuples of them. Every method may raise `PoolClosedError`: the
-    pool has ended; or `WorkerLostError`: the process that kept the values was lost, and the values
-    with it.
+    Keys are texts, whole numbers, or tuples of them. Every method may raise `PoolClosedError` (the
+    pool has ended) or `WorkerLostError` (the process with the values was lost).
 
     Source:
         MATLAB R2025b, ValueStore.
@@ -53,23 +49,23 @@ class ValueStore:
 
     def __init__(self, way: ExchangeClient, key: str | None = None) -> None:
         self._way = way
-        # by which the store is known, where it matters; None: whatever store there is
+        # by which one store is told from others; None: the only one
         self._key = key
 
     # --- single values ----------------------------------------------------------------------------
 
     def put(self, key: Any, value: Any) -> None:
-        """Put a value in, instead of any that was there. `store[key] = value` does the same.
+        """Put a value in, in place of an older one, as does `store[key] = value`.
 
         Raises:
             SerializationError: The value cannot be sent; it names the variable.
-            InvalidTypeError: The key is of another kind than keys are.
+            InvalidTypeError: The key is of another type.
         """
         _check_key(key)
         self._ask("put", key, self._way.pack(value, f"the value {key!r} of the store"))
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Return the value under this key; the default, if there is none.
+        """Return the value under this key, or the default if there is none.
 
         Example:
             >>> from raypool import current_task
@@ -91,7 +87,7 @@ class ValueStore:
         self.put(key, value)
 
     def remove(self, key: Any) -> None:
-        """Remove a key and its value. `del store[key]` does the same.
+        """Remove a key and its value, as does `del store[key]`.
 
         Raises:
             KeyError: There is no such key.
@@ -104,7 +100,7 @@ class ValueStore:
         self.remove(key)
 
     def wait(self, key: Any, timeout_s: float | None = None) -> Any:
-        """Return the value under this key, waiting until somebody has put it.
+        """Wait for a value under this key, and return it.
 
         Args:
             key: The key.
@@ -132,7 +128,7 @@ class ValueStore:
     # --- keys -------------------------------------------------------------------------------------
 
     def keys(self) -> list[Any]:
-        """Return the keys that there are, in the order in which they were put first."""
+        """Return all keys, in the order of their first `put`."""
         return list(self._ask("keys"))
 
     def __contains__(self, key: Any) -> bool:
@@ -154,15 +150,13 @@ class ValueStore:
     # --- changes ----------------------------------------------------------------------------------
 
     def on_change(self, fn: Callable[[ValueStore, Any], object]) -> Listener:
-        """Call `fn(store, key)` here after each time that anybody puts or removes a value: `key in
-        store` tells which.
+        """Call `fn(store, key)` here after each `put` and each removal, by any process.
 
-        It is called in a thread of its own, in the order of the changes; a value may have changed
-        again by then. What it raises is logged and stops nothing.
+        `key in store` tells which it was. Another thread calls `fn`, in the order of the changes; a
+        value may have changed again by then. Exceptions are logged and stop nothing.
 
         Returns:
-            The listener; call its `remove()` when it is to hear of no more. The end of the pool
-            ends it too.
+            The listener; its `remove()` ends it, and so does the end of the pool.
 
         Raises:
             InvalidTypeError: `fn` cannot be called.
@@ -194,7 +188,6 @@ class ValueStore:
         return listener
 
     def _pass_on(self, number: int, listener: Listener) -> None:
-        """Tell a listener what has changed, until it is removed or the pool has ended."""
         # the end of the store ends its listeners
         with contextlib.suppress(PoolClosedError, WorkerLostError):
             while (keys := self._ask("changes", number)) is not None:
@@ -224,7 +217,7 @@ class ValueStore:
         return answer[0]
 
     def __reduce__(self) -> Any:
-        """Let it travel to the tasks of its pool, as a key."""
+        """Travel to the tasks of its pool, as a key."""
         if self._key is None:
             self._key = self._ask("identify")
         _known[self._key] = self
@@ -232,7 +225,7 @@ class ValueStore:
 
 
 _known: weakref.WeakValueDictionary[str, ValueStore] = weakref.WeakValueDictionary()
-"""Those that have left this process."""
+"""Stores that have left this process."""
 
 
 def _arrived(key: str) -> ValueStore:
@@ -247,25 +240,23 @@ def _arrived(key: str) -> ValueStore:
 
 
 def store_here() -> ValueStore:
-    """Return the store of the pool whose task this is; outside a pool, one of this process."""
+    """Return the store of this task's pool; outside a pool, one of this process."""
     return ValueStore(way_finder_here()())
 
 
 def way_finder_here() -> FindWay:
-    """Return what finds the exchange of the pool whose task this is; outside a pool, one of this
-    process.
-    """
+    """Return what finds the exchange of this task's pool; outside a pool, one of this process."""
     note = note_here()
     return _link_or_own if note is None or note.find_way is None else note.find_way
 
 
 def _link_or_own() -> ExchangeClient:
-    return link() or _own_exchange()
+    return this_process.link or _own_exchange()
 
 
 @functools.cache
 def _own_exchange() -> ExchangeClient:
-    from raypool.channel.exchange import LocalExchange
+    from raypool.channel.exchange import LocalExchange  # late: it imports asyncio
 
     return LocalExchange()
 

@@ -12,9 +12,7 @@ if TYPE_CHECKING:
 
 
 class Bytes(NamedTuple):
-    """How many bytes have gone to a worker, or to all of them, and how many have come from
-    there.
-    """
+    """How many bytes were sent to a worker, or to all workers, and received from there."""
 
     sent_bytes: int
     received_bytes: int
@@ -24,31 +22,28 @@ NONE = Bytes(0, 0)
 
 
 class Traffic:
-    """Counts what goes to each worker of a pool and what comes from there, since the pool was
-    opened. From any thread.
-    """
+    """Counts, from any thread, the bytes to and from each worker since its pool was opened."""
 
     def __init__(self) -> None:
         self._counts: dict[int, Bytes] = {}  # by place
         self._lock = threading.Lock()
 
     def add(self, place: int, sent_bytes: int, received_bytes: int) -> None:
-        """Note what has gone to the worker in a place, and what has come from it."""
+        """Count bytes to and from the worker in a place."""
         with self._lock:
             sent, received = self._counts.get(place, NONE)
             self._counts[place] = Bytes(sent + sent_bytes, received + received_bytes)
 
     def counts(self) -> dict[int, Bytes]:
-        """Return what has been counted so far, by place."""
+        """Return the bytes counted so far, by place."""
         with self._lock:
             return dict(self._counts)
 
 
 class TransferBytes:
-    """How many bytes have gone to each worker and come from it while a `with` block has run; see
-    `ParallelPool.transfer_bytes`.
+    """How many bytes were sent to and received from each worker during a `with` block.
 
-    It can be read within the block, too: what has gone so far.
+    Within the block it tells the numbers so far. See `ParallelPool.transfer_bytes`.
     """
 
     def __init__(self, traffic: Traffic, workers: Callable[[], Sequence[int]]) -> None:
@@ -74,36 +69,28 @@ class TransferBytes:
         self._after = self._traffic.counts()
 
     def _there(self) -> Sequence[int]:
-        """Return the numbers of the workers that there are, or were at the beginning or the end."""
-        return (
-            self._present if self._after is not None else sorted({*self._present, *self._workers()})
-        )
+        """Return the places that have workers now, or had some at the beginning."""
+        return sorted({*self._present, *self._workers()})
 
     def _moved(self) -> dict[int, Bytes]:
-        after = self._traffic.counts() if self._after is None else self._after
+        if self._after is None:
+            after, places = self._traffic.counts(), self._there()
+        else:
+            after, places = self._after, self._present
         moved = {}
-        for worker in self._there():
-            (sent, received), (sent_before, received_before) = (
-                after.get(worker, NONE),
-                self._before.get(worker, NONE),
-            )
-            moved[worker] = Bytes(sent - sent_before, received - received_before)
+        for place in places:
+            sent, received = after.get(place, NONE)
+            sent_before, received_before = self._before.get(place, NONE)
+            moved[place] = Bytes(sent - sent_before, received - received_before)
         return moved
 
     @property
     def total(self) -> Bytes:
-        """What has gone to all of them and come from there: a pair of numbers, `sent_bytes` and
-        `received_bytes`.
-        """
-        moved = self._moved().values()
-        return Bytes(
-            sum(each.sent_bytes for each in moved), sum(each.received_bytes for each in moved)
-        )
+        """The sums over all workers, a pair of numbers: `sent_bytes` and `received_bytes`."""
+        return Bytes(*map(sum, zip(NONE, *self._moved().values(), strict=True)))
 
     def to_frame(self) -> pd.DataFrame:
-        """Return a table with a row for each worker, by its number, and the columns `sent_bytes`
-        and `received_bytes`.
-        """
+        """Return a table: a row for each worker, columns `sent_bytes` and `received_bytes`."""
         import pandas as pd
 
         moved = self._moved()

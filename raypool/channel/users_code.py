@@ -1,9 +1,8 @@
-"""The user's own modules (not installed packages, not the standard library): their files and
-versions.
+"""The user's own modules (neither installed packages nor the standard library) and their versions.
 
-A worker imports what travels by name from files, once. The driver's process, which may have folders
-of its own on `sys.path`, and which may have reloaded a module since, says with the functions that
-it sends what it has itself (`Snapshot`); the worker follows.
+A worker imports modules from files, once. The driver's process may have other folders on
+`sys.path`, and may have reloaded a module since. So it sends a `Snapshot` with its functions, and
+the worker follows that.
 """
 
 from __future__ import annotations
@@ -29,9 +28,7 @@ INSTALLED = frozenset({"site-packages", "dist-packages"})
 """Folders of installed packages, wherever they are."""
 
 PATCHERS = frozenset({"IPython.extensions.deduperreload.deduperreload", "jurigged"})
-"""Modules that change functions in place, without a reload, when a file has changed: `%autoreload
-2`.
-"""
+"""Modules that change functions in place, without a reload, such as that of `%autoreload 2`."""
 
 CONSTANTS = (int, float, complex, str, bytes)
 
@@ -39,9 +36,8 @@ PYC_HEADER_BYTES = 16
 
 
 def is_users(module: str | None) -> bool:
-    """Return whether a module, by name, is of the user's project; a script, a notebook and what is
-    not imported here are.
-    """
+    """Return whether a module, by name, is the user's own; true of one that is not imported."""
+    # the second is the script in a process that multiprocessing has started
     if module is None or module in ("__main__", "__mp_main__") or module not in sys.modules:
         return True
     file = getattr(sys.modules[module], "__file__", None)
@@ -50,7 +46,7 @@ def is_users(module: str | None) -> bool:
 
 @functools.lru_cache(4096)
 def is_installed(file: str) -> bool:
-    """Return whether a file or folder is of an installed package or the standard library."""
+    """Return whether a file or folder is that of an installed package or the standard library."""
     path = Path(file).resolve()
     return not INSTALLED.isdisjoint(path.parts) or not _libraries().isdisjoint(
         [path, *path.parents]
@@ -60,25 +56,19 @@ def is_installed(file: str) -> bool:
 @functools.cache
 def _libraries() -> frozenset[Path]:
     """Return the folders of the standard library, of installed packages and of raypool itself."""
-    folders: list[str | Path] = [
-        sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")
-    ]
-    zipped = (
-        Path(sysconfig.get_path("stdlib")).parent
-        / f"python{sys.version_info.major}{sys.version_info.minor}.zip"
-    )
-    return frozenset(
-        Path(folder).resolve() for folder in [*folders, zipped, Path(__file__).parents[1]]
-    )
+    kinds = ("stdlib", "platstdlib", "purelib", "platlib")
+    folders = [Path(sysconfig.get_path(kind)) for kind in kinds]
+    zipped = f"python{sys.version_info.major}{sys.version_info.minor}.zip"
+    folders += [folders[0].parent / zipped, Path(__file__).parents[1]]
+    return frozenset(folder.resolve() for folder in folders)
 
 
 def folder_of(module: str) -> Path | None:
-    """Return the folder on the path in which this process finds a module, or its package; None if
-    it does not find it.
-    """
+    """Return the folder on the path in which this process finds a module's package, or None."""
     package = module.partition(".")[0]
     try:
         spec = importlib.util.find_spec(package)
+        # within a package only if that is imported: else `find_spec` would import it
         if spec is None or (package in sys.modules and importlib.util.find_spec(module) is None):
             return None
     except (ImportError, ValueError):
@@ -91,19 +81,16 @@ def folder_of(module: str) -> Path | None:
 
 
 class Version(NamedTuple):
-    """Which source of a module is loaded, and how often it was loaded again: it imports from others
-    what these have then.
-    """
+    """Which source of a module is loaded, and how often it was reloaded."""
 
-    digest: bytes  # empty: nobody knows, since the file was changed after that
-    reloads: int
+    digest: bytes  # empty: not known, since the file was changed after that
+    reloads: int  # which counts too: a reload imports from other modules what these have then
 
 
 class Snapshot(NamedTuple):
-    """Which of the user's modules a process has loaded, by name, and where it would find others.
+    """The user's modules that a process has loaded, by name, and where it would find others.
 
-    `before`, `after`: the user's folders on its `sys.path`, before those of the standard library
-        and after them.
+    `before`, `after`: the user's folders on its `sys.path`, around those of the standard library.
     """
 
     number: int
@@ -114,19 +101,18 @@ class Snapshot(NamedTuple):
 
 
 class Project:
-    """Takes snapshots of this process; a new one only when something has changed. From any
-    thread.
-    """
+    """Takes snapshots of this process, from any thread; a new one only after a change."""
 
     def __init__(self) -> None:
         self._modules = Modules()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # any thread may submit work
         self._newest = Snapshot(0, platform.node(), (), (), {})
 
     def look(self) -> Snapshot:
         """Return the newest snapshot."""
         with self._lock:
-            before, after = _folders()
+            here = os.getcwd() if "" in sys.path else ""  # noqa: PTH109
+            before, after = _sorted_folders(tuple(sys.path), here)
             versions = self._modules.versions()
             newest = self._newest
             if (before, after) != (newest.before, newest.after) or versions is not newest.versions:
@@ -136,13 +122,9 @@ class Project:
             return self._newest
 
 
-def _folders() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the user's folders on the path."""
-    return _sorted_folders(tuple(sys.path), os.getcwd() if "" in sys.path else "")  # noqa: PTH109
-
-
 @functools.lru_cache(8)
 def _sorted_folders(path: tuple[Any, ...], here: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the user's folders on a path, before and after the standard library's."""
     found: tuple[list[str], list[str]] = ([], [])
     is_after = False
     for entry in path:
@@ -153,7 +135,8 @@ def _sorted_folders(path: tuple[Any, ...], here: str) -> tuple[tuple[str, ...], 
         if is_installed(folder):
             is_after = True
         else:
-            found[is_after].append(os.path.abspath(folder))  # noqa: PTH100 - where links lead is not known to whoever wrote it
+            # with links in it, as it was written
+            found[is_after].append(os.path.abspath(folder))  # noqa: PTH100
     return tuple(found[0]), tuple(found[1])
 
 
@@ -161,26 +144,22 @@ def _sorted_folders(path: tuple[Any, ...], here: str) -> tuple[tuple[str, ...], 
 
 
 def _newest_import() -> tuple[int, str]:
-    """Return what is other when a module has been imported: it is the last one then."""
+    """Return what every import changes: the number of modules, and the last one."""
     return len(sys.modules), next(reversed(sys.modules))
 
 
 class Loaded(NamedTuple):
-    """A module as it was loaded. A reload gives it another `spec`; what changes it in place, other
-    functions.
-    """
+    """A module as it was loaded."""
 
     module: types.ModuleType
-    spec: Any
+    spec: Any  # a reload gives it another
     stat: tuple[int, int]  # of its file: time [ns] and size
     contents: list[Any]
     version: Version
 
 
 class Modules:
-    """Knows the versions of the user's modules that this process has loaded. It reads a file once
-    for each version.
-    """
+    """Knows the versions of loaded modules of the user; it reads a file once for each version."""
 
     def __init__(self) -> None:
         self._loaded: dict[str, Loaded] = {}
@@ -188,9 +167,7 @@ class Modules:
         self._newest: Any = None
 
     def versions(self) -> Mapping[str, Version]:
-        """Return them by name, those first that others import; the same object if nothing has
-        changed.
-        """
+        """Return them by name, imported ones first; the same object if nothing has changed."""
         modules = sys.modules
         # not a set's `isdisjoint`, which goes through all modules
         is_patched = any(name in modules for name in PATCHERS)
@@ -202,7 +179,14 @@ class Modules:
             or (is_patched and _is_edited(known))
         ]
         for name, known, module in changed:
-            self._look_again(name, known, module)
+            if module is None:
+                del self._loaded[name]
+                self._versions = {**self._versions}  # a copy: snapshots have the old one
+                del self._versions[name]
+            elif module is known.module and _ids(_contents(module)) == _ids(known.contents):
+                self._loaded[name] = known._replace(spec=module.__spec__)  # its reload has failed
+            else:
+                self._take(name, module, known.version.reloads + 1)
         if (newest := _newest_import()) != self._newest:
             self._newest = newest
             for name, module in list(sys.modules.items()):
@@ -216,23 +200,9 @@ class Modules:
             self._loaded[name] = loaded
             self._versions = {**self._versions, name: loaded.version}
 
-    def _look_again(self, name: str, known: Loaded, module: types.ModuleType | None) -> None:
-        """See what has become of a module; of one whose reload has failed, nothing."""
-        if module is None:
-            del self._loaded[name]
-            self._versions = {
-                key: version for key, version in self._versions.items() if key != name
-            }
-        elif module is not known.module or _differ(_contents(module), known.contents):
-            self._take(name, module, known.version.reloads + 1)
-        else:
-            self._loaded[name] = known._replace(spec=module.__spec__)
-
 
 def _loaded(module: types.ModuleType, reloads: int) -> Loaded | None:
-    """Return what is known of a module that was loaded just now; None if it comes from no file of
-    Python code.
-    """
+    """Return a module that was loaded just now; None if it comes from no file of Python code."""
     spec = getattr(module, "__spec__", None)
     file = getattr(module, "__file__", None)
     if (
@@ -248,13 +218,8 @@ def _loaded(module: types.ModuleType, reloads: int) -> Loaded | None:
     except OSError:
         return None
     digest = _digest(source) if _is_as_loaded(module, about, source) else b""
-    return Loaded(
-        module,
-        spec,
-        (about.st_mtime_ns, about.st_size),
-        _contents(module),
-        Version(digest, reloads),
-    )
+    stat, version = (about.st_mtime_ns, about.st_size), Version(digest, reloads)
+    return Loaded(module, spec, stat, _contents(module), version)
 
 
 def _digest(source: bytes) -> bytes:
@@ -262,11 +227,8 @@ def _digest(source: bytes) -> bytes:
 
 
 def _is_as_loaded(module: types.ModuleType, about: os.stat_result, source: bytes) -> bool:
-    """Return whether a file is as it was when a module was loaded, by what Python has noted in the
-    compiled file then.
-
-    True where it notes nothing.
-    """
+    """Return whether a file is as it was when a module was loaded; True if that is not known."""
+    # Python has noted its time and size in the compiled file then
     cached = getattr(module, "__cached__", None)
     if (
         type(module.__loader__) is not importlib.machinery.SourceFileLoader
@@ -287,19 +249,18 @@ def _is_as_loaded(module: types.ModuleType, about: os.stat_result, source: bytes
         or not os.access(cached, os.W_OK)
     ):
         return True
-    try:  # a checkout may have put the same file there once more
+    try:  # a checkout may have written the same file again
         return bool(
             marshal.loads(compiled[PYC_HEADER_BYTES:])
             == compile(source, str(module.__file__), "exec", dont_inherit=True)
         )
-    except Exception:
+    except Exception:  # the source has an error by now, say
         return False
 
 
 def _contents(module: types.ModuleType) -> list[Any]:
-    """Return what is other after a change: the objects themselves, so that no later one is taken
-    for one of them.
-    """
+    """Return the objects in a module that a change of it replaces."""
+    # not their ids, which later objects may get
     found: list[Any] = []
     for name, value in list(vars(module).items()):
         if name.startswith("__"):  # the import system's own, which a reload that fails changes too
@@ -320,14 +281,12 @@ def _code_in(value: Any) -> Any:
     return value.__code__ if isinstance(value, types.FunctionType) else value
 
 
-def _differ(some: list[Any], others: list[Any]) -> bool:
-    return len(some) != len(others) or any(
-        one is not other for one, other in zip(some, others, strict=True)
-    )
+def _ids(values: list[Any]) -> list[int]:
+    return list(map(id, values))
 
 
 def _is_edited(known: Loaded) -> bool:
-    """Return whether the file of a module was changed since it was loaded."""
+    """Return whether the file of a module has changed since it was loaded."""
     try:
         about = os.stat(str(known.module.__file__))  # noqa: PTH116 - for each call
     except OSError:
@@ -339,7 +298,7 @@ def _is_edited(known: Loaded) -> bool:
 
 
 class Follower:
-    """Lets this process find and run what another one does, as far as their files are the same."""
+    """Lets this process find and run the same modules as another, if it has the same files."""
 
     def __init__(self) -> None:
         self._modules = Modules()
@@ -349,7 +308,7 @@ class Follower:
         self._added: set[str] = set()  # to the path
 
     def follow(self, snapshot: Snapshot) -> None:
-        """Take the path, if this is the same machine."""
+        """Follow a snapshot, and take its path if it is of this machine."""
         if self._snapshot is not None:
             for name, version in self._snapshot.versions.items():
                 if name in sys.modules:
@@ -368,23 +327,24 @@ class Follower:
         importlib.invalidate_caches()
 
     def outdated(self) -> list[types.ModuleType]:
-        """Return the modules that the other process has loaded anew, and whose files are what it
-        has; what others need first.
+        """Return modules that the other process has reloaded from files that are here too.
+
+        Imported ones come first.
         """
         found, different = [], self._different()
         for name, wanted in ({} if self._snapshot is None else self._snapshot.versions).items():
             is_older = self._reloads.get(name, wanted.reloads) < wanted.reloads
-            if (is_older or name in different) and _digest_of_file(
-                sys.modules.get(name)
-            ) == wanted.digest:
-                found.append(sys.modules[name])
-                self._reloads[name] = wanted.reloads
+            module = sys.modules.get(name)
+            if module is None or not (is_older or name in different):
+                continue
+            with contextlib.suppress(OSError):  # its file is gone, say
+                if _digest(Path(str(module.__file__)).read_bytes()) == wanted.digest:
+                    found.append(module)
+                    self._reloads[name] = wanted.reloads
         return found
 
     def others(self) -> list[tuple[str, str]]:
-        """Return the modules of other versions that were loaded since this was asked last, and
-        their files.
-        """
+        """Return the modules of other versions loaded since the last call, and their files."""
         if (newest := _newest_import()) == self._newest:
             return []
         self._newest = newest
@@ -392,10 +352,8 @@ class Follower:
 
     def _different(self) -> list[str]:
         """Return the modules that come from another source than in the other process."""
-        wanted, here = (
-            ({} if self._snapshot is None else self._snapshot.versions),
-            self._modules.versions(),
-        )
+        wanted = {} if self._snapshot is None else self._snapshot.versions
+        here = self._modules.versions()
         return [
             name
             for name, version in wanted.items()
@@ -403,19 +361,11 @@ class Follower:
         ]
 
 
-def _digest_of_file(module: types.ModuleType | None) -> bytes | None:
-    try:
-        return None if module is None else _digest(Path(str(module.__file__)).read_bytes())
-    except OSError:
-        return None
-
-
 def reload_all(modules: Iterable[types.ModuleType]) -> None:
-    """Reload modules; other modules of the user's that have imported something from them get that
-    anew.
+    """Reload modules, and renew what other modules of the user have imported from them.
 
     Raises:
-        Exception: What one of them has raised.
+        Exception: One of them has raised it.
     """
     for module in modules:
         before = {
@@ -427,21 +377,15 @@ def reload_all(modules: Iterable[types.ModuleType]) -> None:
         new = {id(value): vars(module).get(name, value) for name, value in before.items()}
         for name, other in list(sys.modules.items()):
             if other is not module and is_users(name):
-                # what stands in the place of a module may refuse
+                # an object in the place of a module may refuse
                 with contextlib.suppress(Exception):
-                    vars(other).update(
-                        {
-                            key: new[id(value)]
-                            for key, value in list(vars(other).items())
-                            if id(value) in new
-                        }
-                    )
+                    for key, value in list(vars(other).items()):
+                        if id(value) in new:
+                            vars(other)[key] = new[id(value)]
 
 
 def different_module(name: str, file: str, host: str) -> str:
-    """Return what to say of a module of which workers on a machine run another version than this
-    process has loaded.
-    """
+    """Return the warning about a module of which workers on a machine run another version."""
     return (
         f"Workers on {host} run another version of the module {name} than this process: {file}"
         " there is not what was imported here. If it was edited since, call"

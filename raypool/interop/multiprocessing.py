@@ -45,7 +45,7 @@ from raypool.pool import ParallelPool, PoolView, open_pool
 from raypool.profile_files import resolve_profile
 from raypool.profiles import Profile, WorkerResources
 from raypool.worker.runner import finished
-from raypool.worker.running import in_task, retire_process
+from raypool.worker.running import in_task, this_process
 
 __all__ = ["AsyncResult", "IMapIterator", "Pool", "UnpicklableError"]
 
@@ -524,7 +524,7 @@ class TaskLimit:
     def count(self) -> None:
         """Count a task that has ended."""
         if next(_tasks[self.pool]) >= self.max_tasks:
-            retire_process()
+            this_process.retire()
 
 
 # of this process

@@ -83,15 +83,15 @@ def _shield() -> None:
     The ranks that it leaves fail, and then all are told to end; this must not hide the first error.
     """
     note = note_here()
-    if note is not None and note.shelter is not None:
-        note.shelter.shield()
+    if note is not None and note.interrupts is not None:
+        note.interrupts.pause()
 
 
 def _expose() -> None:
     """Let this rank be interrupted again."""
     note = note_here()
-    if note is not None and note.shelter is not None:
-        note.shelter.expose()
+    if note is not None and note.interrupts is not None:
+        note.interrupts.resume()
 
 
 def _part(assignment: Assignment, group: Group | None) -> None:

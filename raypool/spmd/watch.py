@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from raypool.spmd.wire import list_ranks, ordinal
-from raypool.worker.running import link
+from raypool.worker.running import this_process
 
 logger = logging.getLogger("raypool")
 
@@ -248,7 +248,7 @@ def _said(ranks: list[int], deed: str, at: float) -> str:
 
 def _warn(text: str) -> None:
     """Warn in the process that opened the pool, where the user sees it."""
-    way = link()
+    way = this_process.link
     if way is None:
         logger.warning("%s", text)
     else:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from raypool.errors import InvalidTypeError, InvalidValueError, RankInterrupted
 from raypool.worker.folders import sync_folder
-from raypool.worker.running import note_here, unbroken
+from raypool.worker.running import note_here, uninterruptible
 
 PARTIAL = ".partial"
 
@@ -343,7 +343,7 @@ class CheckpointCommit:
             # Rank 0 alone knows if the folder has its name: others might delete a complete
             # checkpoint.
             if partial is not None and self._rank == 0:
-                with unbroken(note_here()):  # a failed rank interrupts the others
+                with uninterruptible(note_here()):  # a failed rank interrupts the others
                     shutil.rmtree(partial.path, ignore_errors=True)
             raise
         if delivery is not None and delivery.is_deleted_after and _is_local(delivery.checkpoint):

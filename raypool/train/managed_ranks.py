@@ -40,9 +40,8 @@ from raypool.train.ray_train import checked
 from raypool.worker.running import (
     TaskContext,
     let_notes_travel,
-    mark_worker_process,
-    note_in_process,
     running,
+    this_process,
 )
 
 TASK = 0
@@ -210,10 +209,10 @@ class ManagedLoop:
 def _become_worker(note: TaskContext) -> None:
     """Let user code find here what it finds in a worker of the pool."""
     logging.getLogger("ray.train").setLevel(logging.WARNING)  # it logs each report, into the diary
-    mark_worker_process()
+    this_process.is_worker = True
     let_notes_travel()
     capture.install()
-    note_in_process(note)
+    this_process.running = note
     running.set(note)
     # simulated GPUs, in a test
     if note.gpu is not None and not torch.version.cuda and not torch.version.hip:

@@ -146,9 +146,9 @@ def _session_here() -> Any:
 def _entered(session: Session) -> Iterator[None]:
     """Connect the functions of ray.train to a training, in this thread and those it starts."""
     global _before
-    shelter = None if session.note is None else session.note.shelter
-    if shelter is not None:
-        shelter.shield()  # an interruption between these steps would leave half of them done
+    interrupts = None if session.note is None else session.note.interrupts
+    if interrupts is not None:
+        interrupts.pause()  # an interruption between these steps would leave half of them done
     token = _here.set(session)
     with _lock:
         if not _sessions:
@@ -159,13 +159,13 @@ def _entered(session: Session) -> Iterator[None]:
     variables = contextlib.ExitStack()
     try:
         variables.enter_context(environment(session.variables()))
-        if shelter is not None:
-            shelter.expose()
+        if interrupts is not None:
+            interrupts.resume()
         yield
     finally:
         try:
-            if shelter is not None:
-                shelter.shield()
+            if interrupts is not None:
+                interrupts.pause()
         finally:  # an interruption comes only once, so the rest is safe
             variables.close()
             session.end()
@@ -175,8 +175,8 @@ def _entered(session: Session) -> Iterator[None]:
                     set_train_fn_utils(_before)
                     _before = None
             _here.reset(token)
-    if shelter is not None:
-        shelter.expose()  # not after an error: an interruption would hide it
+    if interrupts is not None:
+        interrupts.resume()  # not after an error: an interruption would hide it
 
 
 # --- functions of ray.train in a rank -------------------------------------------------------------

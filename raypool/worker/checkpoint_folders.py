@@ -7,6 +7,7 @@ They are in a folder of this machine, which other machines may share, or are loc
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -25,24 +26,21 @@ PIECE_BYTES = 64 * 1024 * 1024
 """How much of a file is copied at once."""
 
 JUST_NOW_NS = 100_000_000
-"""A file that was written so short a time before it was looked at may be written again without
-looking different [ns].
-"""
+"""A file written so shortly before a look at it may change again and look the same [ns]."""
 
 TOKEN = ".token"
-"""A file in a folder by which a machine finds out whether it sees the same folder as another."""
+"""A file by which a machine finds out whether it sees the same folder as another."""
 
 PARTIAL = ".partial"
 
 Key = tuple[int, int, int]
-"""Which folder: of which task, item and attempt."""
+"""The task, item and attempt of a folder."""
 
 
 class CheckpointFolders:
     """Gives the items that a pool runs in this process their folders.
 
-    Args:
-        temporary: Returns a folder on this machine that lasts as long as the pool.
+    `temporary` finds a folder on this machine that lasts as long as the pool.
     """
 
     def __init__(self, temporary: Callable[[], Path]) -> None:
@@ -53,17 +51,14 @@ class CheckpointFolders:
         self._pid = os.getpid()
 
     def check_shared(self, folder: str) -> None:
-        """Raise an error where this process does not see a folder as the pool's driver does; the
-        driver's own process does.
-        """
+        """Raise an error if this process does not see the driver's folder; the driver's does."""
 
     def folder(self, note: TaskContext, index: int) -> Path:
         """Return the folder of an item.
 
         Raises:
             OSError: It cannot be made or fetched.
-            InvalidValueError: This machine does not see the folder in which checkpoints are to be
-                kept.
+            InvalidValueError: This machine does not see the folder for checkpoints.
         """
         if note.checkpoints is None:
             return make_private(self.temporary() / f"{note.task_id}-{index}" / "checkpoint")
@@ -86,19 +81,19 @@ class CheckpointFolders:
             return self._copies[key].folder
 
     def upload(self, note: TaskContext, index: int) -> None:
-        """Upload what is in an item's folder now, if it is a copy; a forked child leaves that to
-        its parent.
+        """Upload what is in an item's folder now, if it is a copy.
 
         Raises:
             OSError: It cannot be uploaded.
         """
         key = (note.task_id, index, note.attempt)
+        # a forked child leaves that to its parent
         if key in self._copies and os.getpid() == self._pid:
             with self._locks[key]:
                 self._copies[key].upload()
 
     def end(self, note: TaskContext, index: int) -> None:
-        """Upload what is in the folder of an item that has ended, and remove the local copy.
+        """Upload the folder of an item that has ended, and remove the local copy.
 
         Raises:
             OSError: It cannot be uploaded.
@@ -112,9 +107,7 @@ class CheckpointFolders:
 
 
 def temporary_here(own: TemporaryFolder) -> Callable[[], Path]:
-    """Return what gives a pool of this process its folder for temporary files: in a task it is in
-    that of the task's pool.
-    """
+    """Return what finds the temporary folder of a pool of this process; in a task, within its."""
     note = note_here() if in_task() else None
     if note is None or note.folders is None:
         return own.path
@@ -126,8 +119,7 @@ def temporary_here(own: TemporaryFolder) -> Callable[[], Path]:
 
 
 def token_of(folder: str) -> str:
-    """Return what only those machines know that see this folder; both are made if they are not
-    there.
+    """Return what only machines know that see this folder, making both if necessary.
 
     Raises:
         OSError: The folder cannot be written.
@@ -144,9 +136,7 @@ def token_of(folder: str) -> str:
 
 
 def sees(folder: str, token: str) -> bool:
-    """Return whether this machine sees the folder of another one by that path, given the token
-    there.
-    """
+    """Return whether this machine sees the folder in which another one has found this token."""
     try:
         return (Path(folder) / TOKEN).read_text() == token
     except OSError:
@@ -157,27 +147,26 @@ def sees(folder: str, token: str) -> bool:
 
 
 class StoredFile(NamedTuple):
-    """A file of a checkpoint: how large it is, and which version it has come with."""
+    """A file of a checkpoint: its size [bytes], and the version that it has come with."""
 
     size: int
     version: str
 
 
 Listing = dict[str, StoredFile]
-"""The files of a checkpoint, by their paths in its folder."""
+"""The files of a checkpoint, by path in its folder."""
 
 
 class UrlStorage:
-    """A place that pyarrow or fsspec knows by its URL: "gs://...", "s3://...", "file://...", with
-    checkpoints by their names.
+    """Checkpoints by name at a URL that pyarrow or fsspec knows, such as "gs://..." or "s3://...".
 
-    The files that have changed are written as a new version beside the one that counts. When all
-    are there, the new version counts, in one step; then what only the old one needed is removed.
-    Whoever is killed before leaves the old one. Each version is a folder there, NAME/VERSION/FILE;
+    Changed files are written as a new version beside the one that counts. When all are there, the
+    new version counts, in one step; then files that only the old one needed are removed. A process
+    that is killed before leaves the old one. Each version is a folder, NAME/VERSION/FILE;
     NAME/checkpoint.json says which files count, and of which version.
 
     Raises:
-        InvalidValueError: There is nothing that knows such a URL, or it cannot be reached.
+        InvalidValueError: Nothing knows such a URL, or it cannot be reached.
     """
 
     def __init__(self, url: str) -> None:
@@ -185,7 +174,7 @@ class UrlStorage:
         self._files, self._root = filesystem(url, "checkpoints")
 
     def listing(self, name: str) -> Listing:
-        """Return the files of the version that counts; none, if there is no checkpoint yet."""
+        """Return the files of the version that counts; none before the first."""
         try:
             with self._files.open_input_stream(self._pointer(name)) as stream:
                 record = json.loads(stream.read())
@@ -200,13 +189,12 @@ class UrlStorage:
                 yield piece
 
     def begin(self, name: str) -> str:
-        """Begin a new version, and remove what others have left unfinished."""
+        """Begin a new version, and remove versions that others have left unfinished."""
         from pyarrow.fs import FileSelector, FileType
 
         counted = {entry.version for entry in self.listing(name).values()}
-        for info in self._files.get_file_info(
-            FileSelector(f"{self._root}/{name}", allow_not_found=True)
-        ):
+        folder = FileSelector(f"{self._root}/{name}", allow_not_found=True)
+        for info in self._files.get_file_info(folder):
             if info.type == FileType.Directory and info.base_name not in counted:
                 self._files.delete_dir(info.path)
         return uuid.uuid4().hex[:8]
@@ -221,10 +209,9 @@ class UrlStorage:
         return size
 
     def publish(self, name: str, version: str, files: Listing) -> None:
-        """Let a version count that is complete: `files` are those that were written into it and
-        those that have not changed.
-        """
+        """Let a complete version count; `files` are its own and those that have not changed."""
         places = [self._place(name, file, entry.version) for file, entry in files.items()]
+        # another attempt may have begun a version since, and so removed this one
         sizes = [info.size for info in self._files.get_file_info(places)] if places else []
         if sizes != [entry.size for entry in files.values()]:
             raise FileNotFoundError(
@@ -238,7 +225,8 @@ class UrlStorage:
         self._files.move(spare, self._pointer(name))
         for file, entry in old.items():
             if files.get(file) != entry:
-                with contextlib.suppress(OSError):  # it is removed when the next version is begun
+                # what fails here is removed when the next version is begun
+                with contextlib.suppress(OSError):
                     self._files.delete_file(self._place(name, file, entry.version))
 
     def _open(self, place: str) -> Any:
@@ -256,11 +244,10 @@ class UrlStorage:
 
 
 def filesystem(url: str, what: str) -> tuple[Any, str]:
-    """Return the file system of a URL, and the URL's path there; `what` is the argument that it was
-    given for.
+    """Return the file system and path of a URL; `what` names the argument that it was given for.
 
     Raises:
-        InvalidValueError: There is nothing that knows such a URL, or it cannot be reached.
+        InvalidValueError: Nothing knows such a URL, or it cannot be reached.
     """
     from pyarrow import fs
 
@@ -285,7 +272,7 @@ def filesystem(url: str, what: str) -> tuple[Any, str]:
 
 
 class Look(NamedTuple):
-    """How a file looked when it was uploaded; another look means that it has changed."""
+    """How a file looked when it was uploaded, to tell whether it has changed since."""
 
     inode: int
     size: int
@@ -293,12 +280,7 @@ class Look(NamedTuple):
 
 
 class LocalCopy:
-    """A copy of an item's checkpoint on this machine, and what of it is in the storage.
-
-    Args:
-        storage: Where the checkpoint is kept.
-        name: Its name there.
-        folder: For the copy; nothing is in it.
+    """A copy, in an empty folder of this machine, of an item's checkpoint in a storage.
 
     Raises:
         OSError: The checkpoint cannot be fetched.
@@ -314,8 +296,7 @@ class LocalCopy:
             target = self.folder / file
             make_private(target.parent)
             with target.open("wb") as stream:
-                for piece in storage.read(name, file, entry.version):
-                    stream.write(piece)
+                stream.writelines(storage.read(name, file, entry.version))
             if target.stat().st_size != entry.size:
                 raise OSError(f"{file} of the checkpoint {name} changed while it was fetched")
             look = _look_at(target)
@@ -323,7 +304,7 @@ class LocalCopy:
                 self._looks[file] = look
 
     def upload(self) -> None:
-        """Upload what has changed; until all of it is there, what was there before counts.
+        """Upload what has changed; until all of it has arrived, the old version counts.
 
         Raises:
             OSError: It cannot be uploaded.
@@ -337,7 +318,9 @@ class LocalCopy:
         version = self._storage.begin(self._name)
         files: Listing = {file: self._kept[file] for file in looks if file not in changed}
         for file in changed:
-            size = self._storage.write(self._name, version, file, _pieces_of(self.folder / file))
+            with (self.folder / file).open("rb") as stream:
+                pieces = iter(functools.partial(stream.read, PIECE_BYTES), b"")
+                size = self._storage.write(self._name, version, file, pieces)
             files[file] = StoredFile(size, version)
         self._storage.publish(self._name, version, files)
         self._kept = files
@@ -345,7 +328,7 @@ class LocalCopy:
 
 
 def files_in(folder: Path) -> Iterator[str]:
-    """Yield the paths, in a folder, of its files, except those that are not finished."""
+    """Yield the paths in a folder of its files, except unfinished ones."""
     for path, _, names in os.walk(folder):
         for name in names:
             file = Path(path) / name
@@ -353,14 +336,8 @@ def files_in(folder: Path) -> Iterator[str]:
                 yield str(file.relative_to(folder))
 
 
-def _pieces_of(file: Path) -> Iterator[bytes]:
-    with file.open("rb") as stream:
-        while piece := stream.read(PIECE_BYTES):
-            yield piece
-
-
 def _look_at(file: Path) -> Look | None:
-    """Return how a file looks; None if that will not tell whether it has changed."""
+    """Return how a file looks; None if a later change could look the same."""
     found = file.stat()
     if abs(time.time_ns() - found.st_mtime_ns) < JUST_NOW_NS:
         return None

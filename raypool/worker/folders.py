@@ -1,4 +1,4 @@
-"""Folders on this machine for checkpoints and temporary files: permanent ones, and those of a pool.
+"""Folders on this machine for checkpoints and temporary files.
 
 A temporary folder exists as long as a process holds a lock on a file in it. A small process waits
 for that lock and then removes the folder, however its holders have ended.
@@ -22,6 +22,7 @@ from pathlib import Path
 
 LOCK = ".lock"
 
+# It forks the part that stays, so that `run_aside` need not wait for that.
 _REMOVER = """
 import fcntl, os, shutil, sys
 if not os.fork():
@@ -38,8 +39,7 @@ def make_private(folder: Path) -> Path:
     """Make a folder and its missing parents for this user only; return it.
 
     Raises:
-        PermissionError: The folder exists and belongs to another user, who could read and change
-            its contents.
+        PermissionError: It belongs to another user, who could read and change its contents.
     """
     make_folders(folder.parent)
     try:
@@ -47,11 +47,8 @@ def make_private(folder: Path) -> Path:
     except FileExistsError:
         status = folder.lstat()
         if stat.S_ISLNK(status.st_mode) or status.st_uid != os.getuid():
-            whose = (
-                "it is a link"
-                if stat.S_ISLNK(status.st_mode)
-                else f"it belongs to user {status.st_uid}"
-            )
+            is_link = stat.S_ISLNK(status.st_mode)
+            whose = "it is a link" if is_link else f"it belongs to user {status.st_uid}"
             raise PermissionError(
                 EPERM, f"{whose}, and others could change its contents", str(folder)
             ) from None
@@ -59,9 +56,7 @@ def make_private(folder: Path) -> Path:
 
 
 def make_folders(folder: Path) -> Path:
-    """Make a folder and its missing parents for this user only; an existing one may belong to
-    anyone.
-    """
+    """Make a folder and its missing parents for this user only; existing ones may be anyone's."""
     if not folder.is_dir():
         make_folders(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -69,7 +64,7 @@ def make_folders(folder: Path) -> Path:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync a folder, so that files made or renamed in it are on the disk."""
+    """Sync a folder, so that files made or renamed in it are there after a crash too."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -78,26 +73,23 @@ def sync_folder(folder: Path) -> None:
 
 
 class TemporaryFolder:
-    """A folder for temporary files, made when somebody asks for it; it goes with this object, at
-    the latest with the process.
-
-    Forked children have it too: its name is known from the beginning.
-    """
+    """A folder for temporary files, made at first use; it goes with this object or the process."""
 
     def __init__(self) -> None:
-        self._path = _new_name()
+        self._path = _new_name()  # now, so that forked children have the same
         self._remove: Callable[[], object] | None = None
 
     def path(self) -> Path:
-        """Return the folder, which is there."""
+        """Return the folder, which exists."""
         if self._remove is None:
             held = hold(self._path)
             self._remove = weakref.finalize(self, _let_go, self._path, held, os.getpid())
+            # after `hold`: else it would find no lock, and remove the folder at once
             run_aside(_REMOVER, self._path)
         return self._path
 
     def remove(self) -> None:
-        """Remove it, if it was made; whoever asks again gets an empty one."""
+        """Remove it, if it was made; the next `path` is a new one."""
         remove, self._remove = self._remove, None
         if remove is not None:
             self._path = _new_name()  # somebody still waits for the end of the old one
@@ -105,11 +97,8 @@ class TemporaryFolder:
 
 
 def run_aside(code: str, folder: Path) -> None:
-    """Run Python code in a small process, with the name of a folder; it forks what is to stay.
-
-    The other process inherits no open files, so a reader of this process's output does not wait for
-    it.
-    """
+    """Run Python code in a small process, with the name of a folder; it forks what is to stay."""
+    # no open files of this process: a reader of its output would wait for the other's end
     none = subprocess.DEVNULL
     command = [sys.executable, "-I", "-S", "-c", code, str(folder)]
     subprocess.run(
@@ -122,11 +111,10 @@ def _new_name() -> Path:
 
 
 def hold(folder: Path) -> int:
-    """Make a temporary folder, if it is not there, and keep it from being removed while this
-    process is alive.
+    """Make a temporary folder, and keep it from being removed while this process is alive.
 
     Returns:
-        A descriptor; when it is closed, the folder need not stay for the sake of this process.
+        A descriptor; once it is closed, this process does not need the folder any more.
     """
     while True:
         make_private(folder)
@@ -137,7 +125,7 @@ def hold(folder: Path) -> int:
         fcntl.flock(held, fcntl.LOCK_SH)
         if os.fstat(held).st_nlink:
             return held
-        os.close(held)
+        os.close(held)  # the file was removed while this waited for its lock
 
 
 def remove_unheld(folder: Path) -> None:
@@ -155,7 +143,7 @@ def remove_unheld(folder: Path) -> None:
 
 
 def _let_go(folder: Path, held: int, pid: int) -> None:
-    """Remove a folder that was held; in a forked child that is for its parent to do."""
+    # a forked child leaves that to its parent
     if os.getpid() == pid:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(held)
@@ -165,5 +153,5 @@ _of_process = TemporaryFolder()
 
 
 def folder_of_process() -> Path:
-    """Return a folder of this process for what runs outside a pool; it goes with the process."""
+    """Return a folder for code outside a pool; it goes with the process."""
     return make_private(_of_process.path() / "checkpoint")

@@ -1,5 +1,4 @@
-"""A worker's GPU memory from task to task: the peak of each task, and memory that a task left
-allocated.
+"""A worker's GPU memory from task to task: the peak of each, and memory that it left allocated.
 
 After each call, cached memory is given back. What is still in use then, beyond what is kept on
 purpose (see `raypool.gpus.memory`), was left over by mistake; if that is too much, the process is
@@ -23,18 +22,15 @@ from raypool.gpus.devices import Allocator
 from raypool.gpus.memory import kept
 
 PART_LEFT = 10
-"""A worker may have so many-th a part of its memory on the GPU left over, if nothing else is
-said.
-"""
+"""By default, a tenth of a worker's memory on the GPU may be left over."""
 
 
 class LeftoverMemory(NamedTuple):
     """The finding that a process has left too much on its GPU.
 
-    `words` say so, once for each `name`: of the function that has left most, by what was there
-    after calls that began with it.
-    None: it has left nothing, and is to be replaced since a task has wished for that. `is_spent`:
-    the process is to be replaced.
+    `name`: the function whose calls have left most. `words`: the warning, given once for each
+    name; None if nothing was left, and a task has asked to replace the process. `is_spent`: the
+    process is to be replaced.
     """
 
     name: str
@@ -43,15 +39,10 @@ class LeftoverMemory(NamedTuple):
 
 
 class GpuMemoryCare:
-    """Looks after a process's memory on its (first) GPU. It does nothing until the process has used
-    the GPU.
+    """Looks after a process's memory on its (first) GPU, once the process has used that.
 
-    Args:
-        allocator: Manages this memory.
-        worker: Whose process it is.
-        total_bytes: The GPU's memory, None if that is not known.
-        max_leftover_bytes: How much may be left over; None: a tenth of what the process may have,
-            anything if that is not known.
+    The GPU has `total_bytes` (None: not known). `max_leftover_bytes` may be left over; None: a
+    tenth of what the process may have, anything if that is not known.
     """
 
     def __init__(
@@ -77,18 +68,14 @@ class GpuMemoryCare:
             self._allocator.reset_peak()
 
     def peak(self) -> int | None:
-        """Return the most that the process had of its GPU's memory since then [bytes], None if it
-        had nothing.
-        """
+        """Return the process's peak of GPU memory since then [bytes], None if it had nothing."""
         try:
             return self._allocator.peak() or None
         except Exception:  # a GPU that fails; `settle` sees to that
             return None
 
     def describe_peak(self) -> str:
-        """Return how much of the GPU's memory the process had since a slice began, and how much it
-        may have.
-        """
+        """Return in words the process's peak of GPU memory, and how much it may have."""
         peak = self.peak()
         text = (
             f"its process had {f'up to {gigabytes(peak)}' if peak else 'nothing'} of the memory of"
@@ -96,17 +83,13 @@ class GpuMemoryCare:
         )
         if self._total_bytes is None:
             return text
-        share = (
-            ""
-            if self.share >= 1
-            else f", of which {gigabytes(int(self._total_bytes * self.share))} are its part"
-        )
-        return f"{text}, which has {gigabytes(self._total_bytes)}{share}"
+        text += f", which has {gigabytes(self._total_bytes)}"
+        if self.share < 1:
+            text += f", of which {gigabytes(int(self._total_bytes * self.share))} are its part"
+        return text
 
     def empty_frames(self, error: BaseException) -> None:
-        """Let go of what the functions had that an exception went through; its traceback stays, to
-        be read.
-        """
+        """Drop the local variables in an exception's traceback, which may hold tensors."""
         seen: set[int] = set()
         while self._allocator.is_in_use and error is not None and id(error) not in seen:
             seen.add(id(error))
@@ -114,30 +97,22 @@ class GpuMemoryCare:
             error = error.__cause__ or error.__context__  # type: ignore[assignment]
 
     def begin_anew(self) -> None:
-        """Count all memory in use now, after the setup, as kept on purpose."""
+        """Count all memory in use after the setup as kept on purpose."""
         self._floor_bytes = self._allocator.allocated()
         kept.take()
-
-    @property
-    def _allowed_bytes(self) -> int | None:
-        if self._max_leftover_bytes is not None or self._total_bytes is None:
-            return self._max_leftover_bytes
-        return int(self._total_bytes * self.share) // PART_LEFT
 
     @property
     def _label(self) -> str:
         return f"Worker {self._worker.index} ({where(self._worker)})"
 
     def settle(self, name: str) -> LeftoverMemory | None:
-        """Give back what a function's call does not need any more; say what it has left over, if
-        that is too much now.
-        """
+        """Give back what a function's call needs no more; return what it has left, if too much."""
         if not self._allocator.is_in_use:
             return None
         try:
             return self._settled(name)
         except Exception as error:
-            # an error on a GPU lasts as long as its process: whatever comes next would fail with it
+            # an error on a GPU lasts as long as its process: all later calls would fail with it
             words = (
                 f"{self._label} is replaced: its GPU fails it since {name} has run"
                 f" ({type(error).__name__}: {error})."
@@ -145,7 +120,10 @@ class GpuMemoryCare:
             return LeftoverMemory(name, words, is_spent=True)
 
     def _settled(self, name: str) -> LeftoverMemory | None:
-        allocator, allowed = self._allocator, self._allowed_bytes
+        allocator, allowed = self._allocator, self._max_leftover_bytes
+        if allowed is None and self._total_bytes is not None:
+            # now: the share may have changed
+            allowed = int(self._total_bytes * self.share) // PART_LEFT
         purposes = kept.take()
         floor = self._floor_bytes + purposes.num_bytes
         if not purposes.is_all and allowed is not None and allocator.allocated() - floor > allowed:
@@ -156,11 +134,8 @@ class GpuMemoryCare:
         leftover = allocated - self._floor_bytes
         self._left_by[name] += leftover - self._leftover_bytes
         self._leftover_bytes = leftover
-        return (
-            None if allowed is None or leftover <= allowed else self._complaint(leftover, allowed)
-        )
-
-    def _complaint(self, leftover: int, allowed: int) -> LeftoverMemory:
+        if allowed is None or leftover <= allowed:
+            return None
         ((name, num_bytes),) = self._left_by.most_common(1)
         fact = (
             f"{gigabytes(leftover)} are left over on its GPU, and {gigabytes(allowed)} are allowed"
@@ -168,7 +143,7 @@ class GpuMemoryCare:
         )
         culprit = f"{name} has left {gigabytes(num_bytes)} of that"
         step = "Build what is meant to stay on the GPU in a pool.constant's function"
-        if kept.treasures:
+        if kept.treasures:  # they cannot be made again
             words = (
                 f"{self._label} stays, for parts of Composites are there, but {fact}; {culprit}."
                 f" {step}."
@@ -179,13 +154,9 @@ class GpuMemoryCare:
 
 
 def note_shortage(error: BaseException, upkeep: GpuMemoryCare | None) -> None:
-    """Note in an exception that says that memory was short how much there was, and how much the
-    process had of it.
-
-    With a GPU, let it hold no memory itself: what is in the frames that it went through would be
-    there while others run.
-    """
+    """Note in an exception about too little memory how much the process had of how much."""
     if upkeep is not None:
+        # else what its frames hold would stay on the GPU while later items run
         upkeep.empty_frames(error)
     if upkeep is not None and is_gpu_out_of_memory(error):
         note = upkeep.describe_peak()
@@ -194,9 +165,8 @@ def note_shortage(error: BaseException, upkeep: GpuMemoryCare | None) -> None:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         note = (
             f"its process had up to {gigabytes(peak)} of memory since it began; the machine has"
-            f" {gigabytes(machine.total)}"
+            f" {gigabytes(machine.total)}, of which {gigabytes(machine.available)} can still be had"
         )
-        note += f", of which {gigabytes(machine.available)} can still be had"
     else:
         return
     with contextlib.suppress(Exception):  # it is the user's class, and may refuse attributes
@@ -204,7 +174,7 @@ def note_shortage(error: BaseException, upkeep: GpuMemoryCare | None) -> None:
 
 
 def gigabytes(num_bytes: int) -> str:
-    """Return how much that is, in words.
+    """Return a number of bytes in words.
 
     Example:
         >>> gigabytes(14_200_000_000), gigabytes(3_000_000)

@@ -1,8 +1,8 @@
 """Sharing of a GPU, the worker's side: its limit of memory and, in an "auto" pool, its turns.
 
-In such a pool an item that did not fit beside others runs again alone. File locks ensure that: each
-item holds its GPU's lock, shared; an item that runs alone holds it exclusively. The kernel releases
-the locks of a worker that dies. The driver's side is `raypool.backends.ray.card_sharing`.
+In such a pool an item that did not fit beside others runs again alone: it holds its GPU's file lock
+exclusively, all others hold it shared. The kernel releases the locks of a worker that dies. The
+driver's side is `raypool.backends.ray.card_sharing`.
 """
 
 from __future__ import annotations
@@ -20,31 +20,26 @@ from raypool.gpus.devices import Inventory
 from raypool.gpus.sharing import fraction_for
 
 PATIENCE_S = 30.0
-"""Items that wait to run alone go first, but no longer than this [s]: what they wait for may wait
-for the newcomer.
-"""
+"""How long items that wait to run alone go first [s]: what they wait for may need a newcomer."""
 
 POLL_S = 0.01
 
 WEIGH_S = 0.5
-"""The shortest time between two looks at the GPU [s]."""
+"""The shortest pause between two looks at the GPU [s]."""
 
 
 class Sharing(NamedTuple):
-    """How a worker shares its GPU: with how many workers, itself included, and whether these take
-    turns (in an "auto" pool).
-    """
+    """How many workers share a GPU, and whether they take turns (in an "auto" pool)."""
 
     num_workers: int
     takes_turns: bool = False
 
 
 class GpuLoad(NamedTuple):
-    """A worker's load on its GPU after a call; None stands for what is not known.
+    """A worker's load on its GPU after a call; None for what is not known.
 
-    `total_bytes`: the GPU's memory. `used_bytes`: what of that is in use, by whomever. `own_bytes`:
-    what this process has of it, `overhead_bytes` of that beside what torch allocates.
-    `utilisation`: how busy the GPU was just now.
+    Of the GPU's memory, `used_bytes` are in use by any process, `own_bytes` by this one, and
+    `overhead_bytes` of these are not torch's. `utilisation`: how busy the GPU was just now.
     """
 
     total_bytes: int | None = None
@@ -55,7 +50,7 @@ class GpuLoad(NamedTuple):
 
 
 def settle(sharing: Sharing, inventory: Inventory, device: str) -> None:
-    """Keep this process to its part of its GPU's memory, before anything uses that."""
+    """Limit this process to its part of the GPU's memory, before anything uses that."""
     card = inventory.find(device)
     fraction = fraction_for(sharing.num_workers, None if card is None else card.total_bytes)
     if fraction < 1:
@@ -63,13 +58,9 @@ def settle(sharing: Sharing, inventory: Inventory, device: str) -> None:
 
 
 class GpuTurns:
-    """The turns of one worker on its GPU.
+    """The turns of one worker on its GPU: `device`, by index or UUID.
 
-    Args:
-        inventory: Tells the GPUs of a machine.
-        device: The worker's GPU, by index or UUID.
-        find_folder: Finds the pool's folder for temporary files on this machine.
-        patience_s: So long, items that wait to run alone go first [s].
+    `find_folder` finds the pool's folder for temporary files on this machine.
     """
 
     def __init__(
@@ -92,17 +83,20 @@ class GpuTurns:
         self._weigh_at = 0.0
 
     def begin(self, part: Part) -> None:
-        """Wait for the turn of a part, which may be interrupted; `end` has to follow in any
-        case.
-        """
+        """Wait for the turn of a part, which may be interrupted; `end` has to follow anyway."""
         if part.turn is None:
             return
         share, is_alone = part.turn
         self._is_only = share == 1.0 and not is_alone
-        self._keep_to(share)
+        if share != self.limit:
+            self._allocator.limit(share)
+            self.limit = share
         if self._lock < 0:
-            self._open()
+            folder, flags = self._find_folder(), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+            self._door = os.open(folder / f"gpu-{self._device}.door", flags, 0o600)
+            self._lock = os.open(folder / f"gpu-{self._device}.lock", flags, 0o600)
         if is_alone:
+            # the door is closed while it waits: else newcomers could keep it waiting forever
             fcntl.flock(self._door, fcntl.LOCK_EX)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             fcntl.flock(self._door, fcntl.LOCK_UN)
@@ -115,7 +109,7 @@ class GpuTurns:
         """Let others have their turns, with all the memory that is not held."""
         if self._lock < 0:
             return
-        # a GPU in trouble; the next that uses it hears of that
+        # a GPU in trouble: its next user gets the error
         with contextlib.suppress(Exception):
             self._allocator.empty_cache()
         fcntl.flock(self._door, fcntl.LOCK_UN)
@@ -130,35 +124,19 @@ class GpuTurns:
         card = self._inventory.find(self._device)
         if card is None:
             return GpuLoad()
-        own = next(
-            (process.used_bytes for process in card.processes or () if process.pid == os.getpid()),
-            None,
-        )
-        if (
-            own is None
-            and self._is_only
-            and card.used_bytes is not None
-            and self._used_before is not None
-        ):
-            # in a container, the driver knows it by another number
-            own = max(card.used_bytes - self._used_before, 0)
+        used, before = card.used_bytes, self._used_before
+        pid, processes = os.getpid(), card.processes or ()
+        own = next((process.used_bytes for process in processes if process.pid == pid), None)
+        if own is None and self._is_only and used is not None and before is not None:
+            # in a container, NVIDIA's driver knows this process by another number
+            own = max(used - before, 0)
         overhead = None if own is None else max(own - self._allocator.allocated(), 0)
-        return GpuLoad(card.total_bytes, card.used_bytes, own, overhead, card.utilisation)
-
-    def _keep_to(self, limit: float) -> None:
-        if limit != self.limit:
-            self._allocator.limit(limit)
-            self.limit = limit
-
-    def _open(self) -> None:
-        name = f"gpu-{self._device}"
-        folder = self._find_folder()
-        self._door = os.open(folder / f"{name}.door", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._lock = os.open(folder / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        return GpuLoad(card.total_bytes, used, own, overhead, card.utilisation)
 
     def _pass_door(self) -> None:
         """Let items that wait to run alone go first."""
         until = time.monotonic() + self._patience_s
+        # in small steps, since `flock` has no time limit
         while time.monotonic() < until:
             try:
                 fcntl.flock(self._door, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,5 +1,4 @@
-"""Interrupts tasks from outside: only the slice that was meant, and only while the user's code
-runs.
+"""Interrupts tasks from outside: only the slice that was meant, only while the user's code runs.
 
 A request (a "wish" below) names an attempt and a task. The running slice is interrupted by raising
 `TaskCancelled` in it. In a worker process a signal does that: its handler runs in the main thread,
@@ -27,73 +26,59 @@ from typing import Any, NoReturn, Protocol
 
 from raypool.core.messages import Signal
 from raypool.errors import TaskCancelled
-from raypool.worker.running import TaskContext, note_in_process
+from raypool.worker.running import TaskContext, this_process
 
 STOP_SIGNAL = signal.SIGRTMIN + 5
-"""Nobody else's: SIGUSR1 and SIGUSR2 are used by schedulers of clusters and by the training
-frameworks that listen to them.
-"""
+"""SIGUSR1 and SIGUSR2 belong to schedulers of clusters and to training frameworks."""
 
 WISH = struct.Struct("=qqq")
-"""Attempt, task, and what it is told, by its number in `SIGNALS`: what comes through the pipe of a
-`ProcessGuard`.
-"""
+"""A request in the pipe of a `ProcessGuard`: attempt, task, and number in `SIGNALS`."""
 
 SIGNALS = (Signal.STOP, Signal.CANCEL, Signal.LEAVE)
 
 AT_HAND = struct.Struct("=qq")
-"""Attempt and task of the slice that is opened or running, or NOTHING: what stands on the board of
-a `ProcessGuard`.
-"""
+"""The board of a `ProcessGuard`: attempt and task of the slice at hand, or NOTHING."""
 
 WHOLE = -1
-"""Stands in the place of the task while a call is taken apart and its answer packed: that may be
-for any of its slices.
-"""
+"""The task while a call is taken apart and its answer packed: it may be any of its slices."""
 
 NOTHING = (-1, WHOLE)
 
 IMPORT_MACHINERY = "<frozen importlib._bootstrap>"
 
 SWALLOWERS = frozenset({weakref.__file__, _weakrefset.__file__})
-"""Code that is called when something is collected: what is raised there goes nowhere."""
+"""Code that runs when something is collected: Python drops exceptions that are raised there."""
 
 THREAD_START = inspect.unwrap(threading.Thread.start).__code__
-"""Whoever runs this must not always be interrupted: see `_raise_in`."""
+"""A thread in here is about to make another: see `_raise_in`."""
 
 THREAD_START_S = 10.0
-"""A thread that a task begins should have begun after so long [s]."""
+"""How long a thread that a task makes has to begin [s]."""
 
 NOW = 0.0
 """A deadline that has passed."""
 
 
 class Terminated(SystemExit):
-    """This worker process was told to end (SIGTERM): no `sys.exit` of the task's, which would be
-    the error of its item alone.
-    """
+    """This worker process was told to end (SIGTERM); `sys.exit` in a task only fails its item."""
 
 
 def terminate(*_: Any) -> NoReturn:
-    """End this process as one that was told to; a handler of SIGTERM. Ray's own raises what
-    `sys.exit(1)` raises.
-    """
-    raise Terminated(1)
+    """End this process: a handler of SIGTERM."""
+    raise Terminated(1)  # Ray's own handler raises what `sys.exit(1)` does, as a task may
 
 
 class Deadline(Protocol):
-    """What a slice is run by: it begins no further item after this time; one that is cancelled
-    counts for nothing.
-    """
+    """The limits of a slice: no item begins after `deadline`; a cancelled slice does not count."""
 
     deadline: float
     is_cancelled: bool
 
 
 class Interrupts:
-    """Knows which slice is running, and which requests to stop are for it.
+    """Knows which slice is running, and which requests are for it.
 
-    The runner calls `begin_call`, `approach`, `begin` and `end`; wishes come from elsewhere.
+    The runner calls `begin_call`, `approach`, `begin` and `end`; requests come from elsewhere.
     """
 
     def __init__(self) -> None:
@@ -105,19 +90,16 @@ class Interrupts:
         self._wishes: dict[tuple[int, int], Signal] = {}
 
     def begin_call(self, attempt_id: int) -> None:
-        """Note which call the slices belong to that follow; wishes about earlier ones mean nothing
-        any more.
-        """
+        """Note which call the next slices belong to, and forget requests about earlier ones."""
         self._attempt_id = attempt_id
         if self._wishes:
             self._wishes = {key: wish for key, wish in self._wishes.items() if key[0] >= attempt_id}
 
     def approach(self, task_id: int) -> None:
-        """Note that a slice is opened. That may run the user's code, and hang, but is not
-        interrupted.
+        """Note that a slice is opened, which is not interrupted although it may run user code.
 
         Raises:
-            TaskCancelled: It was cancelled before it began, so there is nothing to save.
+            TaskCancelled: It was cancelled before it began.
         """
         self._at_hand = (self._attempt_id, task_id)
         if self._wishes.get(self._at_hand) in (Signal.CANCEL, Signal.LEAVE):
@@ -127,7 +109,7 @@ class Interrupts:
         """Note that the user's code begins.
 
         Raises:
-            TaskCancelled: Nobody wants it any more. From here on that can come at any moment, until
+            TaskCancelled: It was cancelled. From here on this may be raised at any moment, until
                 `end` has returned.
         """
         self._note, self._limit = note, limit
@@ -138,30 +120,28 @@ class Interrupts:
             note.should_stop = True
         self._is_armed = True
 
-    def shield(self) -> bool:
-        """Stop interrupting the running slice: the rest of it is not the user's code, and has to
-        finish.
+    def pause(self) -> bool:
+        """Stop interrupting the running slice: what follows is not user code, and has to finish.
 
         Returns:
-            Whether it could be interrupted until now, so that `expose` has to follow: a slice is
+            Whether it could be interrupted until now, so that `resume` has to follow: a slice is
             interrupted only once.
         """
         was_armed, self._is_armed = self._is_armed, False
         return was_armed
 
-    def expose(self) -> None:
+    def resume(self) -> None:
         """Allow interrupting the running slice again.
 
         Raises:
             TaskCancelled: It was cancelled meanwhile.
         """
         wish = self._wishes.get(self._at_hand)
-        if wish is not None and self._note is not None and self._limit is not None:
-            if wish is Signal.CANCEL:
-                _cancel(self._note, self._limit)
+        if wish is not None and self._note is not None:
+            # first: the task's own function for a departure may be interrupted
+            self._is_armed = wish is not Signal.CANCEL
+            if self._carry_out(wish):
                 raise TaskCancelled
-            self._is_armed = True
-            _heed(wish, self._note, self._limit)
         self._is_armed = True
 
     @property
@@ -176,42 +156,35 @@ class Interrupts:
         self._note = self._limit = None  # with what the task has returned
 
     def take(self, wish: Signal, attempt_id: int, task_id: int) -> bool:
-        """Take a request; return whether the running slice has to be interrupted for it, which
-        happens only once.
-        """
+        """Take a request; return whether to interrupt the running slice for it, once."""
         key = (attempt_id, task_id)
         if attempt_id >= self._attempt_id and self._wishes.get(key) is not Signal.CANCEL:
             self._wishes[key] = wish
-        if key != self._at_hand or not self._is_armed:
+        if key != self._at_hand or not self._is_armed or not self._carry_out(wish):
             return False
-        assert self._note is not None
-        assert self._limit is not None
-        if wish is not Signal.CANCEL:
-            _heed(wish, self._note, self._limit)
-            return False
-        _cancel(self._note, self._limit)
         self._is_armed = False
         return True
 
-
-def _cancel(note: TaskContext, limit: Deadline) -> None:
-    """Let what is at hand begin no further item, also if the user's code catches what is raised."""
-    note.should_stop = limit.is_cancelled = True
-    limit.deadline = NOW
-
-
-def _heed(wish: Signal, note: TaskContext, limit: Deadline) -> None:
-    """Let what is at hand know what is wanted of it, which goes on."""
-    if wish is Signal.STOP:
-        note.should_stop = True
-    else:
-        limit.deadline = NOW  # what would follow runs elsewhere
-        note.leave()
+    def _carry_out(self, wish: Signal) -> bool:
+        """Tell the running slice of a request; return whether to interrupt it."""
+        note, limit = self._note, self._limit
+        assert note is not None
+        assert limit is not None
+        if wish is Signal.CANCEL:
+            # no further item begins, also if the user's code catches the exception
+            note.should_stop = limit.is_cancelled = True
+            limit.deadline = NOW
+            return True
+        if wish is Signal.STOP:
+            note.should_stop = True
+        else:
+            limit.deadline = NOW  # the next items run elsewhere
+            note.leave()
+        return False
 
 
 class ProcessGuard(Interrupts):
-    """Guards the main thread of this process; requests arrive from the node agent, as a signal and
-    through a pipe.
+    """Guards this process's main thread; the node agent sends requests: a signal, and a pipe.
 
     A board in shared memory names the running slice: the node agent reads it to decide whether to
     kill this process.
@@ -219,7 +192,7 @@ class ProcessGuard(Interrupts):
 
     def __init__(self) -> None:
         super().__init__()
-        # the node agent opens it for writing through /proc
+        # the node agent opens pipe and board through /proc
         self.pipe, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.board = os.memfd_create("raypool-board")
         os.ftruncate(self.board, AT_HAND.size)
@@ -228,14 +201,12 @@ class ProcessGuard(Interrupts):
         signal.signal(STOP_SIGNAL, self._on_signal)
 
     def begin_call(self, attempt_id: int) -> None:
-        """Note that a call begins; its slices are at hand until `end_call`, also while it is taken
-        apart and answered.
-        """
+        """Note that a call begins: its slices are at hand until `end_call`."""
         super().begin_call(attempt_id)
         AT_HAND.pack_into(self._board, 0, attempt_id, WHOLE)
 
     def end_call(self) -> None:
-        """Note that nothing of the user's is left of a call."""
+        """Note that a call was answered."""
         AT_HAND.pack_into(self._board, 0, *NOTHING)
 
     def approach(self, task_id: int) -> None:
@@ -245,18 +216,18 @@ class ProcessGuard(Interrupts):
 
     def begin(self, note: TaskContext, limit: Deadline) -> None:
         """Note that the user's code begins."""
-        note_in_process(note)
+        this_process.running = note
         super().begin(note, limit)
 
     def end(self) -> None:
         """Note that the user's code has ended."""
         super().end()
-        note_in_process(None)
+        this_process.running = None
         AT_HAND.pack_into(self._board, 0, self._attempt_id, WHOLE)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if _is_delicate(frame):
-            return  # the wish stays in the pipe, and is signalled again
+            return  # the request stays in the pipe, and is signalled again
         try:
             wishes = os.read(self.pipe, 1024 * WISH.size)
         except BlockingIOError:
@@ -267,9 +238,8 @@ class ProcessGuard(Interrupts):
 
 
 def _is_delicate(frame: FrameType | None) -> bool:
-    """Whether nothing should be raised here: a module half-imported would break what comes after;
-    finalizers swallow it.
-    """
+    """Whether nothing should be raised here: in an import or a finalizer."""
+    # a half-imported module would fail later imports; a finalizer swallows what is raised
     while frame is not None:
         code = frame.f_code
         if (
@@ -297,28 +267,26 @@ class ThreadGuard(Interrupts):
             self._thread_id = threading.get_ident()
             super().begin(note, limit)
 
-    def shield(self) -> bool:
-        """Interrupt what is at hand no more."""
+    def pause(self) -> bool:
+        """Stop interrupting the running slice."""
         was_armed = self._is_armed
-        return self._without_interruption(super().shield) or was_armed
+        return self._without_interruption(super().pause) or was_armed
 
-    def expose(self) -> None:
-        """Interrupt what is at hand again."""
+    def resume(self) -> None:
+        """Allow interrupting the running slice again."""
         with self._lock:
-            super().expose()
+            super().resume()
 
     def end(self) -> None:
         """Note that the user's code has ended."""
         self._without_interruption(super().end)
 
     def _without_interruption(self, note_end: Callable[[], object]) -> bool:
-        """Disarm it; return whether what was on its way has arrived here, where it interrupts
-        nothing.
-        """
+        """Disarm it; return whether an exception on its way has arrived here, harmlessly."""
         try:
             self._disarm(note_end)
         except TaskCancelled:
-            # it arrives only now, when it is not for what is at hand any more; it comes once
+            # it was meant for the slice that has just ended; it comes only once
             self._disarm(note_end)
             return True
         return False
@@ -328,15 +296,18 @@ class ThreadGuard(Interrupts):
             note_end()
             is_coming, self._is_coming = self._is_coming, False
         if is_coming:
-            _let_arrive()
+            # A loop is where Python looks for an exception on its way. It could also be taken back,
+            # but then Python 3.11 waits forever, in whichever thread is traced or profiled next.
+            for _ in range(16):
+                pass
 
     def interrupt_here(self, attempt_id: int, task_id: int, frame: FrameType | None) -> None:
-        """Cancel a slice that runs in this thread, from a signal's handler, which may find it where
-        it must not be interrupted.
+        """Cancel a slice that runs in this thread, from the handler of a signal.
 
         Raises:
             TaskCancelled: It is interrupted, for the first time.
         """
+        # the thread itself may hold the lock, so a handler must not wait for it
         if _is_delicate(frame) or not self._lock.acquire(blocking=False):
             return  # it is signalled again
         try:
@@ -347,20 +318,16 @@ class ThreadGuard(Interrupts):
             raise TaskCancelled
 
     def request(self, wish: Signal, attempt_id: int, task_id: int) -> None:
-        """Pass on a wish, from any thread."""
+        """Take a request, from any thread."""
         with self._lock:
-            if self.take(wish, attempt_id, task_id):
-                self._is_coming = self._interrupt()
-
-    def _interrupt(self) -> bool:
-        """Raise TaskCancelled in the thread as soon as it is not making another; return whether
-        that was possible in time.
-        """
-        give_up = time.monotonic() + THREAD_START_S
-        while (made := _raise_in(self._thread_id, TaskCancelled)) is not None:
-            if not made._started.wait(give_up - time.monotonic()):
-                return False
-        return True
+            if not self.take(wish, attempt_id, task_id):
+                return
+            give_up = time.monotonic() + THREAD_START_S
+            while (made := _raise_in(self._thread_id, TaskCancelled)) is not None:
+                # the new thread would get the exception, and die of it
+                if not made._started.wait(give_up - time.monotonic()):
+                    return
+            self._is_coming = True
 
     @property
     def is_free(self) -> bool:
@@ -369,9 +336,7 @@ class ThreadGuard(Interrupts):
 
     @property
     def is_delicate(self) -> bool:
-        """Whether its thread is where nothing should be raised, such as in an import: half of torch
-        would end the process.
-        """
+        """Whether its thread is where nothing should be raised, such as in an import."""
         return not self.is_free and _is_delicate(sys._current_frames().get(self._thread_id))
 
     def is_at_hand(self, attempt_id: int, task_id: int) -> bool:
@@ -384,72 +349,53 @@ _set_async_exc.argtypes = [ctypes.c_ulong, ctypes.py_object]
 
 
 def _raise_in(thread_id: int, kind: type[BaseException]) -> Any:
-    """Raise an exception in a thread when it runs Python code again, unless it is making another;
-    return that, or None.
-
-    Up to Python 3.11 a thread that is being made goes by its maker's id until it runs. It would get
-    the exception in its maker's place and die of it, and its maker would wait for ever for it to
-    begin.
-    """
+    """Raise an exception in a thread, unless it is making another; return that one, or None."""
+    # Up to Python 3.11 a thread that is being made goes by its maker's id until it runs. It would
+    # get the exception in its maker's place and die of it, and its maker would wait forever for it
+    # to begin.
     if sys.version_info < (3, 12):
-        # until it has been raised, nothing here lets another thread run
+        # until it has been raised, nothing here lets another thread run: no loop, and no call of
+        # Python code
         [frames] = itertools.starmap(sys._current_frames, [()])
         # the innermost: `start` calls `Event.wait`, and that `Condition.wait`, and that its helpers
         a: Any = frames[thread_id]
         b = a.f_back
         c = b.f_back
         d = c.f_back
-        code = THREAD_START
-        start = (
-            a
-            if a.f_code is code
-            else (
-                b
-                if b.f_code is code
-                else c
-                if c.f_code is code
-                else d
-                if d.f_code is code
-                else None
-            )
-        )
+        start = None
+        if a.f_code is THREAD_START:
+            start = a
+        elif b.f_code is THREAD_START:
+            start = b
+        elif c.f_code is THREAD_START:
+            start = c
+        elif d.f_code is THREAD_START:
+            start = d
         if start is not None and not start.f_locals["self"]._started._flag:
             return start.f_locals["self"]
     _set_async_exc(thread_id, kind)
     return None
 
 
-def _let_arrive() -> None:
-    """Let what was raised in this thread arrive here, if it has not yet.
-
-    It could also be taken back, but then Python 3.11 waits forever, in whichever thread is traced
-    or profiled next.
-    """
-    for _ in range(16):
-        pass  # a loop is where Python looks for it
-
-
 # --- time limits of the backend "inline" ----------------------------------------------------------
 
 
 AGAIN_S = 0.05
-"""The pause before another try, where an interruption was not possible [s]."""
+"""The pause between two tries to interrupt [s]."""
 
 
 class TimeLimit:
-    """A context that has so much time.
-
-    In the main thread a signal is sent, again and again, which also ends a `time.sleep`.
+    """A context in which code may run for a limited time.
 
     Args:
-        timeout_s: How much [s].
-        grace_s: How long what runs has to end then [s].
-        on_over: Called when the time is up, before anything is interrupted. Like the next two, in a
-            thread of its own.
-        interrupt: Interrupts what runs, if that is possible from another thread and just now;
-            returns whether it was done.
-        on_late: Called once if it still runs after the grace.
-        on_signal: Interrupts what runs in the main thread, in which it is called.
+        timeout_s: The limit [s].
+        grace_s: How long the code has to end then [s].
+        on_over: Called when the time is up, before anything is interrupted. Like the next two, in
+            another thread.
+        interrupt: Interrupts the code from another thread, if that is possible just now; returns
+            whether it was done.
+        on_late: Called once if the code still runs after the grace.
+        on_signal: Called in the main thread, if the code runs there, to interrupt it.
     """
 
     def __init__(
@@ -482,14 +428,14 @@ class TimeLimit:
     def __exit__(self, *_: object) -> None:
         self._has_ended.set()
         self._timer.cancel()
-        self._timer.join()  # what it has sent has come by then
+        self._timer.join()  # its last signal has come by then: the handler below may change
         if self._is_main:
             signal.signal(STOP_SIGNAL, self._previous or signal.SIG_DFL)
 
     def _take_signal(self, number: int, frame: FrameType | None) -> None:
         if self._is_over and not self._has_ended.is_set():
             self._on_signal(frame)
-        if callable(self._previous):  # of the worker process in whose task this runs
+        if callable(self._previous):  # of the worker process around this task
             self._previous(number, frame)
 
     def _end(self) -> None:
@@ -499,7 +445,7 @@ class TimeLimit:
         is_done = False
         while not self._has_ended.is_set():
             is_done = is_done or self._interrupt()
-            if self._is_main:
+            if self._is_main:  # a signal also ends a `time.sleep`
                 signal.pthread_kill(self._thread_id, STOP_SIGNAL)
             if late_at is not None and time.monotonic() >= late_at:
                 late_at = None

@@ -32,10 +32,382 @@ from raypool.worker.checkpoint_folders import CheckpointFolders
 from raypool.worker.gpu_memory import GpuMemoryCare, note_shortage
 from raypool.worker.gpu_turns import GpuTurns
 from raypool.worker.interrupts import NOW, Interrupts, Terminated
-from raypool.worker.running import Say, TaskContext, is_retired, item_seed, running, unbroken
+from raypool.worker.running import (
+    Say,
+    TaskContext,
+    item_seed,
+    running,
+    this_process,
+    uninterruptible,
+)
 
 if TYPE_CHECKING:
     from raypool.backends.ray.packing import ParcelKeeper  # which imports Ray
+
+UNCHANGEABLE = frozenset({int, float, bool, str, bytes, type(None)})
+"""Types whose values cannot change."""
+
+CALL_LIMIT_S = 0.2
+"""After this time a short call hands back what it has not begun [s]: others may be free by now."""
+
+logger = logging.getLogger("raypool")
+
+
+class Surroundings(NamedTuple):
+    """What the runner needs from a worker.
+
+    `functions` finds a function by its id, `unpack` opens the items of a part. `guard` interrupts
+    cancelled slices. `say` takes reports and output. `keeper` has the values until they travel
+    (None: they stay here). `find_way` finds the pool's exchange if that is in this process.
+    `folders` are those for checkpoints. `upkeep` watches the memory of the worker's GPU, `turns`
+    lets items wait for their turn on it. `early` reports calls that last. `is_users_thread`: a
+    `KeyboardInterrupt` is Ctrl-C; in a worker it is an error like any other.
+    """
+
+    worker: WorkerInfo
+    functions: Callable[[int], Callable[..., Any]]
+    unpack: Callable[[Any], list[Any]]
+    guard: Interrupts
+    say: Say
+    keeper: ParcelKeeper | None = None
+    find_way: Callable[[], Any] | None = None
+    folders: CheckpointFolders | None = None
+    upkeep: GpuMemoryCare | None = None
+    turns: GpuTurns | None = None
+    is_users_thread: bool = False
+    early: HandBack | None = None
+
+    def is_interrupt(self, error: BaseException) -> bool:
+        """Whether this is Ctrl-C."""
+        return self.is_users_thread and isinstance(error, KeyboardInterrupt)
+
+
+def run_parts(attempt_id: int, parts: Sequence[Part], here: Surroundings) -> list[RawResult]:
+    """Run the slices of a call one after the other.
+
+    Every exception becomes an error of its item. Nothing counts as done of a cancelled slice.
+    """
+    here.guard.begin_call(attempt_id)
+    call = OpenCall(attempt_id, parts, here.upkeep)
+    early = None if parts[0].is_rank else here.early
+    if early is not None:
+        early.begin(call)
+    try:
+        deadline = perf_counter() + CALL_LIMIT_S
+        for number, part in enumerate(parts):
+            result = RawResult(part.start)
+            if not part.is_fixed:
+                result.deadline = deadline
+            has_time = number == 0 or (perf_counter() < deadline and not this_process.is_retired)
+            if not call.begin(result) or not has_time:
+                continue
+            if here.upkeep is not None:
+                here.upkeep.begin()
+            _run_part(attempt_id, part, here, result)
+            if here.upkeep is not None:
+                result.peak_memory_bytes = here.upkeep.peak()
+            if result.is_interrupted:
+                deadline = -inf
+        return call.results
+    finally:
+        if early is not None:
+            early.end(call)
+
+
+def _run_part(attempt_id: int, part: Part, here: Surroundings, result: RawResult) -> None:
+    if here.keeper is not None and not here.keeper.secure():
+        return
+    try:
+        here.guard.approach(part.task_id)
+    except TaskCancelled:
+        here.guard.end()
+        return
+    try:
+        fn = here.functions(part.fn_id)
+        items = here.unpack(part.items)
+    except BaseException as error:  # a module is missing here, say: all its items fail
+        here.guard.end()
+        note_shortage(error, here.upkeep)
+        result.is_interrupted = here.is_interrupt(error)
+        result.fail(part.num_items, as_error(error))
+        return
+    note = TaskContext(
+        part.start,
+        part.attempt,
+        part.seed,
+        here.worker.index,
+        here.worker.gpu,
+        part.name,
+        part.task_id,
+        part.should_stop,
+    )
+    note.say, note.find_way, note.outer = here.say, here.find_way, running.get()
+    note.interrupts, note.folders, note.call_id = here.guard, here.folders, attempt_id
+    own = generators_of(fn) if part.seed is not None else []
+    if part.is_call:
+        fn = _as_calls(fn)
+    if part.checkpoints is not None and here.folders is not None:
+        place, names = part.checkpoints
+        note.checkpoints = place, dict(zip(_numbers(part), names, strict=True))
+        fn = _with_folders(fn, note, here.folders)
+    token, modes, streams = running.set(note), torch_modes(), capture.streams()
+    try:
+        with _generators_kept(own) if part.seed is not None else contextlib.nullcontext():
+            try:
+                here.guard.begin(note, result)
+                if here.turns is not None:
+                    here.turns.begin(part)
+                _run_items(fn, items, own, part, here, result)
+            finally:
+                # first: whatever else is put in order here must not be interrupted
+                here.guard.end()
+                if here.turns is not None:
+                    here.turns.end()
+    except TaskCancelled:
+        result.discard()
+    finally:
+        running.reset(token)
+        capture.mend(streams)
+        if result.is_cancelled:
+            modes.put_back()
+
+
+def _as_calls(fn: Callable[..., Any]) -> Callable[[Any], Any]:
+    return lambda call: finished(fn(*call[0], **call[1]))
+
+
+def _numbers(part: Part) -> Sequence[int]:
+    return range(part.start, part.start + part.num_items) if part.numbers is None else part.numbers
+
+
+def _with_folders(
+    fn: Callable[[Any], Any], note: TaskContext, folders: CheckpointFolders
+) -> Callable[[Any], Any]:
+    """Save the checkpoints of each item before its outcome is reported."""
+
+    def call(item: Any) -> Any:
+        try:
+            value = finished(fn(item))
+        except BaseException as error:
+            try:
+                with uninterruptible(note):
+                    folders.end(note, note.index)
+            except Exception as why:  # must not hide the item's own error
+                error.add_note(
+                    f"raypool: its checkpoints could not be uploaded: {type(why).__name__}: {why}"
+                )
+            raise
+        with uninterruptible(note):
+            folders.end(note, note.index)
+        return value
+
+    return call
+
+
+def _run_items(
+    fn: Callable[[Any], Any],
+    items: list[Any],
+    own: Sequence[Generator],
+    part: Part,
+    here: Surroundings,
+    result: RawResult,
+) -> None:
+    """Run the items until the deadline has passed, or one has failed in a loop that stops then.
+
+    Raises:
+        TaskCancelled: By the guard, between any two lines.
+    """
+    values, durations_s, seed, keeper = result.values, result.durations_s, part.seed, here.keeper
+    loose = () if keeper is None else keeper.loose
+    note = running.get()
+    assert note is not None
+    out, err = streams = capture.streams()
+    find = vars(sys).get  # a task may have deleted them
+    result.started_at = time()
+    before = perf_counter()
+    # this loop is the cost of an item: it holds nothing that it need not
+    for index, item in zip(_numbers(part), items, strict=True):
+        if loose and keeper is not None and not keeper.secure():
+            break
+        note.index = index
+        if seed is not None:
+            seed_everything(item_seed(seed, index), own)
+        try:
+            value = finished(fn(item))
+            values.append(
+                value if keeper is None or type(value) in UNCHANGEABLE else keeper.keep(value)
+            )
+        except BaseException as error:
+            if isinstance(error, TaskCancelled) and result.is_cancelled:
+                # the guard's own; one that user code has raised is an error like any other
+                raise
+            capture.note_last_lines(error, note)
+            note_shortage(error, here.upkeep)
+            result.errors[part.start + len(values)] = as_error(error)
+            values.append(None)
+            result.is_interrupted = here.is_interrupt(error)
+            if part.stops_on_error or result.is_interrupted:
+                result.deadline = NOW
+        if find("stdout") is not out or find("stderr") is not err:
+            capture.mend(streams)
+        now = perf_counter()
+        durations_s.append(now - before)
+        before = now
+        if now > result.deadline:
+            break
+    result.done = len(values)
+    if note.has_heard and not note.should_stop:
+        # it may have ended early because its machine is about to go: not at the user's wish
+        result.take_back_last()
+
+
+def as_error(error: BaseException) -> BaseException:
+    """Return the error of an item: a `TaskError` for a `SystemExit`, which would end the driver.
+
+    Raises:
+        Terminated: That is what was raised: it ends this process.
+    """
+    if isinstance(error, Terminated):
+        raise error
+    if not isinstance(error, SystemExit):
+        return error
+    failed = TaskError(
+        f"The task called sys.exit({'' if error.code is None else repr(error.code)})."
+    )
+    failed.__cause__ = error
+    for note in getattr(error, "__notes__", ()):
+        failed.add_note(note)
+    return failed
+
+
+def set_up(setups: Iterable[Callable[[], Any]], worker: WorkerInfo) -> None:
+    """Call functions that a worker begins with (or ends with)."""
+    token = running.set(TaskContext(0, 1, None, worker.index, worker.gpu, "setup"))
+    try:
+        for setup in setups:
+            setup()
+    finally:
+        running.reset(token)
+
+
+def seed_everything(seed: int, own: Sequence[Generator]) -> None:
+    """Seed the generators of Python, NumPy and torch, and a function's own, all differently."""
+    random.seed(seed)
+    import numpy as np
+
+    np.random.seed(np.random.SeedSequence(seed).generate_state(4))
+    torch = _torch()
+    if torch is not None:
+        torch.manual_seed(seed % 2**63)
+    for number, generator in enumerate(own):
+        generator.reseed(np.random.SeedSequence(seed, spawn_key=(number,)))
+
+
+@functools.cache
+def _torch() -> Any:
+    """Return torch if it is installed; else None."""
+    try:  # imported now: a function that imports it later would draw unseeded numbers
+        return importlib.import_module("torch")
+    except ImportError:
+        return None
+
+
+@contextlib.contextmanager
+def _generators_kept(own: Sequence[Generator]) -> Iterator[None]:
+    """Restore all generators afterwards: in this process they may be the user's own."""
+    import numpy as np
+
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    torch = _torch()
+    torch_state = torch.get_rng_state() if torch is not None else None
+    own_states = [generator.get_state() for generator in own]
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        if torch is not None:
+            torch.set_rng_state(torch_state)
+        for generator, state in zip(own, own_states, strict=True):
+            generator.set_state(state)
+
+
+class RawResult:
+    """What came of one slice, before it travels; no item begins after its `deadline`.
+
+    `is_cancelled`: nobody wants it any more. `is_interrupted`: Ctrl-C has ended an item, and so all
+    that would follow.
+    """
+
+    __slots__ = (
+        "deadline",
+        "done",
+        "durations_s",
+        "errors",
+        "is_cancelled",
+        "is_interrupted",
+        "peak_memory_bytes",
+        "start",
+        "started_at",
+        "values",
+    )
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+        self.done = 0
+        self.values: list[Any] = []
+        self.errors: dict[int, BaseException] = {}
+        self.durations_s = array("d")
+        self.started_at = 0.0
+        self.deadline = inf
+        self.peak_memory_bytes: int | None = None
+        self.is_cancelled = False
+        self.is_interrupted = False
+
+    def fail(self, num_items: int, error: BaseException) -> None:
+        """Let all items have failed with one error."""
+        self.errors = dict.fromkeys(range(self.start, self.start + num_items), error)
+        self.values = [None] * num_items
+        self.durations_s = array("d", bytes(8 * num_items))
+        self.started_at = time()
+        self.done = num_items
+
+    def take_back_last(self) -> None:
+        """Let the last item count as not begun."""
+        self.done -= 1
+        self.values.pop()
+        self.durations_s.pop()
+        error = self.errors.pop(self.start + self.done, None)
+        if error is not None:
+            traceback.print_exception(error)  # otherwise this error would be lost
+
+    def discard(self) -> None:
+        """Let all items count as not begun."""
+        self.done = 0
+        self.values = []
+        self.errors = {}
+        self.durations_s = array("d")
+
+    def so_far(self, done: int) -> RawResult:
+        """Return a copy of the first items' outcomes, from any thread.
+
+        It has fewer values if the slice is cancelled in this instant.
+        """
+        # the thread that runs the items appends the value of each, then its duration
+        copy = RawResult(self.start)
+        copy.done, copy.values, copy.durations_s = done, self.values[:done], self.durations_s[:done]
+        copy.errors = {
+            index: error for index, error in list(self.errors.items()) if index < self.start + done
+        }
+        copy.started_at, copy.peak_memory_bytes = self.started_at, self.peak_memory_bytes
+        return copy
+
+    def let_go(self, done: int) -> None:
+        """Drop the outcomes of the first items, which were reported."""
+        self.values[:done] = [None] * done
+        for index in range(self.start, self.start + done):
+            self.errors.pop(index, None)
+
 
 # --- calls that last ------------------------------------------------------------------------------
 #
@@ -45,22 +417,16 @@ if TYPE_CHECKING:
 
 
 LASTS_S = 0.5
-"""A call lasts that has taken so long [s]: ten times what a shared one is meant to take, and hardly
-more than anybody notices.
-"""
+"""A call lasts after this time [s]: ten times what a shared one is meant to take."""
 
 LOOK_S = 0.125
-"""How often is looked for these [s]."""
-
-logger = logging.getLogger("raypool")
+"""The pause between two looks for such calls [s]."""
 
 
 class HandBack:
-    """Tells of the calls of one worker that last, and knows what was sent behind them.
+    """Reports the calls of one worker that last, and knows which calls behind them were withdrawn.
 
-    Args:
-        watch: Looks at the calls.
-        tell: Takes what is done of one, while that goes on; in the watch's thread.
+    The thread of `watch` looks at the calls, and passes the reports to `tell`.
     """
 
     def __init__(self, watch: Watch, tell: Callable[[OpenCall, NarrowedCall], object]) -> None:
@@ -78,7 +444,7 @@ class HandBack:
         self._watch.drop(call)
 
     def narrow(self, call: OpenCall) -> None:
-        """Tell of a call that lasts."""
+        """Report a call that lasts."""
 
         def tell(narrowed: NarrowedCall) -> None:
             self._told_of = call.attempt_id
@@ -87,9 +453,7 @@ class HandBack:
         call.narrow(tell)
 
     def is_behind(self, attempt_id: int | None) -> bool:
-        """Whether what was sent to wait for this call was taken back, and so must not run: the call
-        was told of.
-        """
+        """Whether a call that waited behind this one was withdrawn, since this one was reported."""
         return attempt_id is not None and attempt_id == self._told_of
 
 
@@ -121,6 +485,7 @@ class Watch:
 
     def _work(self) -> None:
         while not self._closed.is_set():
+            # before the look at the calls: `add` rings if it comes in between
             self._is_resting = True
             if not self._calls:
                 self._bell.get()
@@ -129,443 +494,35 @@ class Watch:
             self._look()
 
     def _look(self) -> None:
+        # not in the loop above: its variables would keep the last call, with all that it has
         before = monotonic() - LASTS_S
         for call, early in list(self._calls.values()):
             if call.began_at <= before:
                 self.drop(call)
                 try:
                     early.narrow(call)
-                except Exception:  # its answer has all that was to be told
+                except Exception:  # the answer to the call has all of it once more
                     logger.exception("raypool's mistake; the call goes on.")
 
 
-UNCHANGEABLE = frozenset({int, float, bool, str, bytes, type(None)})
-"""Types whose values cannot change."""
-
-CALL_LIMIT_S = 0.2
-"""A call that was meant to be short hands back what it has not begun after this time [s]: others
-may be free by now.
-"""
-
-
-class Surroundings(NamedTuple):
-    """What the runner needs from a worker.
-
-    `functions` finds a function by its id, `unpack` opens the items of a part. `guard` stops a
-    slice that is cancelled. `say` takes what a task reports and prints. `keeper` has the values
-    until they travel (None: they stay here). `find_way` finds the pool's exchange if that is in
-    this process. `folders` gives items their folders for checkpoints. `upkeep` watches over the
-    memory of the worker's GPU, if it has one. `turns` lets items wait for their turn on that GPU,
-    where workers take turns.
-    `is_users_thread`: a `KeyboardInterrupt` in here is Ctrl-C; in a worker's thread or process it
-    is an error like any other. `early` tells what is done of a call that lasts.
-    """
-
-    worker: WorkerInfo
-    functions: Callable[[int], Callable[..., Any]]
-    unpack: Callable[[Any], list[Any]]
-    guard: Interrupts
-    say: Say
-    keeper: ParcelKeeper | None = None
-    find_way: Callable[[], Any] | None = None
-    folders: CheckpointFolders | None = None
-    upkeep: GpuMemoryCare | None = None
-    turns: GpuTurns | None = None
-    is_users_thread: bool = False
-    early: HandBack | None = None
-
-    def is_interrupt(self, error: BaseException) -> bool:
-        """Whether this is Ctrl-C."""
-        return self.is_users_thread and isinstance(error, KeyboardInterrupt)
-
-
-def run_parts(attempt_id: int, parts: Sequence[Part], here: Surroundings) -> list[RawResult]:
-    """Run the slices of a call one after the other.
-
-    Every exception becomes an error of its item. Of a slice that was cancelled nothing counts as
-    done.
-    """
-    here.guard.begin_call(attempt_id)
-    call = OpenCall(attempt_id, parts, here.upkeep)
-    if here.early is None or parts[0].is_rank:
-        return _run_all(call, parts, here)
-    here.early.begin(call)
-    try:
-        return _run_all(call, parts, here)
-    finally:
-        here.early.end(call)
-
-
-def _run_all(call: OpenCall, parts: Sequence[Part], here: Surroundings) -> list[RawResult]:
-    deadline = perf_counter() + CALL_LIMIT_S
-    for number, part in enumerate(parts):
-        result = RawResult(part.start)
-        if not part.is_fixed:
-            result.deadline = deadline
-        has_time = (perf_counter() < deadline and not is_retired()) or number == 0
-        if not call.begin(result) or not has_time:
-            continue
-        if here.upkeep is None:
-            _run_part(call.attempt_id, part, here, result)
-        else:
-            here.upkeep.begin()
-            _run_part(call.attempt_id, part, here, result)
-            result.peak_memory_bytes = here.upkeep.peak()
-        if result.is_interrupted:
-            deadline = -inf
-    return call.results
-
-
-def _run_part(attempt_id: int, part: Part, here: Surroundings, result: RawResult) -> None:
-    if here.keeper is not None and not here.keeper.secure():
-        return
-    try:
-        here.guard.approach(part.task_id)
-    except TaskCancelled:
-        here.guard.end()
-        return
-    try:
-        fn = here.functions(part.fn_id)
-        items = here.unpack(part.items)
-    except BaseException as error:
-        here.guard.end()
-        # The part can't be unpickled here (a module is missing, say): all its items fail.
-        note_shortage(error, here.upkeep)
-        result.is_interrupted = here.is_interrupt(error)
-        result.errors = dict.fromkeys(
-            range(part.start, part.start + part.num_items), as_error(error)
-        )
-        result.values = [None] * part.num_items
-        result.durations_s = array("d", bytes(8 * part.num_items))
-        result.started_at = time()
-        result.done = part.num_items
-        return
-    worker = here.worker
-    note = TaskContext(
-        part.start,
-        part.attempt,
-        part.seed,
-        worker.index,
-        worker.gpu,
-        part.name,
-        part.task_id,
-        part.should_stop,
-    )
-    note.say, note.find_way, note.outer = here.say, here.find_way, running.get()
-    note.shelter, note.folders, note.call_id = here.guard, here.folders, attempt_id
-    own = generators_of(fn) if part.seed is not None else []
-    if part.is_call:
-        fn = _as_calls(fn)
-    if part.checkpoints is not None and here.folders is not None:
-        home, names = part.checkpoints
-        note.checkpoints = home, dict(zip(_numbers(part), names, strict=True))
-        fn = _with_folders(fn, note, here.folders)
-    token, modes = running.set(note), torch_modes()
-    streams = capture.streams()
-    try:
-        with _generators_kept(own) if part.seed is not None else contextlib.nullcontext():
-            try:
-                here.guard.begin(note, result)
-                if here.turns is not None:
-                    here.turns.begin(part)
-                _run_items(fn, items, own, part, here, result)
-            finally:
-                here.guard.end()
-                if here.turns is not None:
-                    here.turns.end()
-    except TaskCancelled:
-        result.discard()
-    finally:
-        running.reset(token)
-        capture.mend(streams)
-        if result.is_cancelled:
-            modes.put_back()
-
-
-def _as_calls(fn: Callable[..., Any]) -> Callable[[Any], Any]:
-    return lambda call: finished(fn(*call[0], **call[1]))
-
-
-def _numbers(part: Part) -> Sequence[int]:
-    return range(part.start, part.start + part.num_items) if part.numbers is None else part.numbers
-
-
-def _with_folders(
-    fn: Callable[[Any], Any], note: TaskContext, folders: CheckpointFolders
-) -> Callable[[Any], Any]:
-    """Save the checkpoints of each item before its outcome is reported."""
-
-    def call(item: Any) -> Any:
-        try:
-            value = finished(fn(item))
-        except BaseException as error:
-            try:
-                with unbroken(note):
-                    folders.end(note, note.index)
-            except Exception as why:
-                error.add_note(
-                    f"raypool: its checkpoints could not be uploaded: {type(why).__name__}: {why}"
-                )
-            raise
-        with unbroken(note):
-            folders.end(note, note.index)
-        return value
-
-    return call
-
-
-def _run_items(
-    fn: Callable[[Any], Any],
-    items: list[Any],
-    own: Sequence[Generator],
-    part: Part,
-    here: Surroundings,
-    result: RawResult,
-) -> None:
-    """Run the items until the deadline has passed, or one has failed in a loop that stops then.
-
-    `own`: the generators that the function uses besides the global ones.
-
-    The loop in here is the cost of an item: it holds nothing that it need not.
-
-    Raises:
-        TaskCancelled: By the guard, between any two lines.
-    """
-    values, durations_s, seed, keeper = result.values, result.durations_s, part.seed, here.keeper
-    loose = () if keeper is None else keeper.loose
-    note = running.get()
-    assert note is not None
-    out, err = streams = capture.streams()
-    find = vars(sys).get  # a task may have deleted them
-    result.started_at = time()
-    before = perf_counter()
-    for index, item in zip(_numbers(part), items, strict=True):
-        if loose and keeper is not None and not keeper.secure():
-            break
-        note.index = index
-        if seed is not None:
-            seed_everything(item_seed(seed, index), own)
-        try:
-            value = finished(fn(item))
-            values.append(
-                value if keeper is None or type(value) in UNCHANGEABLE else keeper.keep(value)
-            )
-        except BaseException as error:
-            if isinstance(error, TaskCancelled) and result.is_cancelled:
-                # the guard's own; one that the user's code has raised by itself is an error like
-                # any other
-                raise
-            _take_error(error, part, here, note, result)
-        if find("stdout") is not out or find("stderr") is not err:
-            capture.mend(streams)
-        now = perf_counter()
-        durations_s.append(now - before)
-        before = now
-        if now > result.deadline:
-            break
-    result.done = len(values)
-    if note.has_heard and not note.should_stop:
-        # it may have ended early because its machine is about to go, which the user has not asked
-        # for
-        result.take_back_last()
-
-
-def as_error(error: BaseException) -> BaseException:
-    """Return the error of an item. A `SystemExit` becomes a `TaskError`: it would end the process
-    that asks for the value.
-
-    Raises:
-        Terminated: That is what was raised: it ends this process.
-    """
-    if isinstance(error, Terminated):
-        raise error
-    if not isinstance(error, SystemExit):
-        return error
-    failed = TaskError(
-        f"The task called sys.exit({'' if error.code is None else repr(error.code)})."
-    )
-    failed.__cause__ = error
-    for note in getattr(error, "__notes__", ()):
-        failed.add_note(note)
-    return failed
-
-
-def _take_error(
-    error: BaseException, part: Part, here: Surroundings, note: TaskContext, result: RawResult
-) -> None:
-    """Take what an item has raised for its outcome."""
-    capture.note_last_lines(error, note)
-    note_shortage(error, here.upkeep)
-    result.errors[part.start + len(result.values)] = as_error(error)
-    result.values.append(None)
-    result.is_interrupted = here.is_interrupt(error)
-    if part.stops_on_error or result.is_interrupted:
-        result.deadline = NOW
-
-
-def set_up(setups: Iterable[Callable[[], Any]], worker: WorkerInfo) -> None:
-    """Call functions that a worker begins with (or ends with)."""
-    token = running.set(TaskContext(0, 1, None, worker.index, worker.gpu, "setup"))
-    try:
-        for setup in setups:
-            setup()
-    finally:
-        running.reset(token)
-
-
-def seed_everything(seed: int, own: Sequence[Generator]) -> None:
-    """Seed Python's, NumPy's and torch's global generators (torch only where it is installed), and
-    those of a function.
-
-    Each of these gets other numbers than the rest.
-    """
-    random.seed(seed)
-    import numpy as np
-
-    np.random.seed(np.random.SeedSequence(seed).generate_state(4))
-    torch = _torch()
-    if torch is not None:
-        torch.manual_seed(seed % 2**63)
-    for number, generator in enumerate(own):
-        generator.reseed(np.random.SeedSequence(seed, spawn_key=(number,)))
-
-
-@functools.cache
-def _torch() -> Any:
-    """Return torch if it is installed, imported or not: a function that imports it later would draw
-    unseeded numbers.
-    """
-    try:
-        return importlib.import_module("torch")
-    except ImportError:
-        return None
-
-
-@contextlib.contextmanager
-def _generators_kept(own: Sequence[Generator]) -> Iterator[None]:
-    """Give the global generators, and those of a function, back as they were: in this process they
-    are the user's own.
-    """
-    import numpy as np
-
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    torch = _torch()
-    torch_state = torch.get_rng_state() if torch is not None else None
-    own_states = [generator.get_state() for generator in own]
-    try:
-        yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        if torch is not None:
-            torch.set_rng_state(torch_state)
-        for generator, state in zip(own, own_states, strict=True):
-            generator.set_state(state)
-
-
-# --- running calls --------------------------------------------------------------------------------
-
-
-class RawResult:
-    """What became of one slice, before it travels: values and failures as they are. It begins no
-    item after its `deadline`.
-
-    `is_cancelled`: nobody wants it any more. `is_interrupted`: an item was ended by Ctrl-C, which
-    means all that would come after it.
-    """
-
-    __slots__ = (
-        "deadline",
-        "done",
-        "durations_s",
-        "errors",
-        "is_cancelled",
-        "is_interrupted",
-        "peak_memory_bytes",
-        "start",
-        "started_at",
-        "values",
-    )
-
-    def __init__(self, start: int) -> None:
-        self.start = start
-        self.done = 0
-        self.values: list[Any] = []
-        self.errors: dict[int, BaseException] = {}
-        self.durations_s = array("d")
-        self.started_at = 0.0
-        self.deadline = inf
-        self.peak_memory_bytes: int | None = None
-        self.is_cancelled = False
-        self.is_interrupted = False
-
-    def take_back_last(self) -> None:
-        """Let it be as if the last item that was begun had not been."""
-        self.done -= 1
-        self.values.pop()
-        self.durations_s.pop()
-        error = self.errors.pop(self.start + self.done, None)
-        if error is not None:
-            traceback.print_exception(error)  # otherwise this error would be lost
-
-    def discard(self) -> None:
-        """Let it be as if nothing had been begun."""
-        self.done = 0
-        self.values = []
-        self.errors = {}
-        self.durations_s = array("d")
-
-    def so_far(self, done: int) -> RawResult:
-        """Return a copy of what has become of the first items, without their values if they are
-        cancelled in this instant.
-
-        From any thread: whoever runs the items appends the value of each, then its duration.
-        """
-        copy = RawResult(self.start)
-        copy.done, copy.values, copy.durations_s = done, self.values[:done], self.durations_s[:done]
-        copy.errors = {
-            index: error for index, error in list(self.errors.items()) if index < self.start + done
-        }
-        copy.started_at, copy.peak_memory_bytes = self.started_at, self.peak_memory_bytes
-        return copy
-
-    def let_go(self, done: int) -> None:
-        """Drop the first items; their outcomes were reported."""
-        self.values[:done] = [None] * done
-        for index in range(self.start, self.start + done):
-            self.errors.pop(index, None)
-
-
 class NarrowedCall(NamedTuple):
-    """What is done of a call that goes on, part by part, and how many of the items after that its
-    worker keeps.
-    """
+    """What is done of a running call, by part, and how many of the later items its worker keeps."""
 
     attempt_id: int
     results: list[RawResult]
     kept: tuple[int, ...]
 
     def without_values(self) -> NarrowedCall:
-        """Return the same, with what is done among what is kept: it comes with the answer to the
-        call.
-        """
-        kept = tuple(
-            count + result.done for count, result in zip(self.kept, self.results, strict=True)
-        )
+        """Return a copy in which the worker keeps what is done: the call's answer brings it."""
         return NarrowedCall(
-            self.attempt_id, [RawResult(result.start) for result in self.results], kept
+            self.attempt_id,
+            [RawResult(result.start) for result in self.results],
+            tuple(kept + result.done for kept, result in zip(self.kept, self.results, strict=True)),
         )
 
 
 class OpenCall:
-    """A call that a worker is at: its thread begins one part after the other, and another may
-    narrow the call meanwhile.
-
-    Args:
-        attempt_id: Its number.
-        parts: What it holds.
-        upkeep: Measures the GPU's memory, if there is one.
-    """
+    """A running call: a worker's thread begins its parts; another thread may narrow it."""
 
     __slots__ = (
         "_is_cut",
@@ -597,16 +554,16 @@ class OpenCall:
             return not self._is_cut
 
     def end(self) -> None:
-        """Note that the call is over: from here on nothing is told of it but its answer."""
+        """Note that the call is over: from here on only its answer is sent."""
         with self._lock:
             self._is_over = True
 
     def narrow(self, tell: Callable[[NarrowedCall], object]) -> None:
-        """Let the call begin no more items (unless the user has set `chunk_size`), and report those
-        that are done.
+        """Begin no more items (unless the user has set `chunk_size`); report those that are done.
 
-        Nothing is told of a call that is about to end.
+        Nothing is reported of a call that is about to end.
         """
+        # locked while it is told: else a report could come behind the call's answer
         with self._lock:
             narrowed = None if self._is_over else self._narrowed()
             if narrowed is not None:
@@ -629,7 +586,7 @@ class OpenCall:
         if done >= part.num_items:
             return None
         told = [*(result.so_far(result.done) for result in self.results[:-1]), last.so_far(done)]
-        if len(told[-1].values) < done:
+        if len(told[-1].values) < done:  # cancelled just now
             return None
         if self._upkeep is not None:
             told[-1].peak_memory_bytes = self._upkeep.peak()
@@ -642,7 +599,7 @@ class OpenCall:
 
 # --- torch's modes of a thread --------------------------------------------------------------------
 #
-# Torch leaves such a block by Python code of its own, which an interruption may hit too: no later
+# Torch leaves `no_grad` or `autocast` by Python code, which an interruption may hit too: no later
 # task of the worker would train.
 
 
@@ -650,9 +607,7 @@ DEVICES = ("cpu", "cuda")
 
 
 class TorchModes(NamedTuple):
-    """Whether gradients are recorded, and what autocast does on each kind of device; at first: what
-    it is in a new thread.
-    """
+    """Whether a thread records gradients, and its autocast by device; defaults of a new thread."""
 
     is_grad_enabled: bool = True
     autocast: tuple[tuple[bool, Any], ...] = ()
@@ -660,7 +615,7 @@ class TorchModes(NamedTuple):
     autocast_depth: int = 0
 
     def put_back(self) -> None:
-        """Let everything in this thread be as it was."""
+        """Let this thread have these modes again."""
         torch = _imported_torch()
         if torch is None:
             return
@@ -672,6 +627,7 @@ class TorchModes(NamedTuple):
             if dtype is not None:
                 torch.set_autocast_dtype(device, dtype)
         torch.set_autocast_cache_enabled(self.is_cache_enabled)
+        # torch tells the depth only when it changes, so one goes in before one goes out
         torch.autocast_increment_nesting()
         while torch.autocast_decrement_nesting() > self.autocast_depth:
             pass
@@ -686,7 +642,7 @@ def _imported_torch() -> Any:
 
 
 def torch_modes() -> TorchModes:
-    """Return how it is now in this thread."""
+    """Return the modes of this thread."""
     torch = _imported_torch()
     if torch is None:
         return TorchModes()
@@ -706,14 +662,11 @@ def torch_modes() -> TorchModes:
 
 
 TICK_S = 0.1
-"""In a thread, an interruption arrives when Python code runs; so often it does while the loop waits
-[s].
-"""
+"""How often a waiting event loop runs Python code in a thread, where interruptions arrive [s]."""
 
 
 def finished(value: Any) -> Any:
-    """Return what a function has returned; run a coroutine to its end in an event loop of its own,
-    and return what that returns.
+    """Return what a function has returned; of a coroutine, the result of running it to its end.
 
     Raises:
         TaskCancelled: The task was cancelled meanwhile, whatever the coroutine has made of that.
@@ -732,12 +685,8 @@ def _run(coroutine: CoroutineType[Any, Any, Any]) -> Any:
         with ThreadPoolExecutor(1) as other:
             return other.submit(copy_context().run, _run_here, coroutine).result()
     except BaseException as error:
-        if (
-            note is None
-            or note.shelter is None
-            or not note.shelter.is_cancelled
-            or isinstance(error, TaskCancelled)
-        ):
+        interrupts = None if note is None else note.interrupts
+        if interrupts is None or not interrupts.is_cancelled or isinstance(error, TaskCancelled):
             raise
         raise TaskCancelled from error  # asyncio has turned it into an error of its own
 
@@ -747,14 +696,18 @@ def _run_here(coroutine: CoroutineType[Any, Any, Any]) -> Any:
 
     tasks: list[asyncio.Task[Any]] = []
 
+    async def tick() -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+
     async def main() -> Any:
         task = asyncio.current_task()
         assert task is not None
         tasks.append(task)
         if threading.current_thread() is threading.main_thread():  # a signal wakes it up
             return await coroutine
-        ticking = asyncio.create_task(_tick())
-        # it was interrupted in place of the other
+        ticking = asyncio.create_task(tick())
+        # it may be interrupted in place of the other
         ticking.add_done_callback(lambda _: task.cancel())
         try:
             return await coroutine
@@ -765,15 +718,8 @@ def _run_here(coroutine: CoroutineType[Any, Any, Any]) -> Any:
         try:
             return runner.run(main())
         except TaskCancelled:
-            # it waits: what it waits for is cancelled first, as after Ctrl-C
+            # the coroutine still waits: what it waits for is cancelled first, as after Ctrl-C
             if tasks and tasks[0].cancel():
                 with contextlib.suppress(asyncio.CancelledError):
                     runner.get_loop().run_until_complete(tasks[0])
             raise
-
-
-async def _tick() -> None:
-    import asyncio
-
-    while True:
-        await asyncio.sleep(TICK_S)

@@ -1,4 +1,4 @@
-"""State of this process: the context of each task, its connections to the pool, and flags."""
+"""What runs here: the context of a task, and that of the whole process."""
 
 from __future__ import annotations
 
@@ -26,14 +26,11 @@ def _say_nothing(note: TaskContext, kind: str, payload: Any) -> bool | None:
 
 @dataclass(slots=True)
 class TaskContext:
-    """The runner's own note of what it is running. One per slice; only `index` changes, so that an
-    item costs nothing.
+    """What is known of the slice that runs here; only `index` changes, so an item costs nothing.
 
-    `say(note, kind, payload)` hands something to whoever listens to this task outside: `kind`
-    "metrics" with (Unix time [s],
-    {name: value}), or "text" with what was printed; it returns whether the text is shown from
-    there, in place of the stream that it was written to. `printed` is the newest of that, with the
-    item's number.
+    `say(note, kind, payload)` hands something to the listener outside: `kind` "metrics" with (Unix
+    time [s], {name: value}), or "text" with what was printed; it returns whether the text is shown
+    from there, and not by the stream that it was written to.
     """
 
     index: int
@@ -44,32 +41,28 @@ class TaskContext:
     name: str | None
     task_id: int = -1
     should_stop: bool = False
-    say: Callable[[TaskContext, str, Any], bool | None] = _say_nothing
-    printed: deque[tuple[int, str]] | None = None
+    say: Say = _say_nothing
+    printed: deque[tuple[int, str]] | None = None  # the newest text, with its item's number
     outer: TaskContext | None = None  # the task in which this one was called for
-    find_way: Callable[[], ExchangeClient] | None = (
-        None  # to the pool's exchange, if that is in this process
-    )
-    shelter: Interrupts | None = None  # for what is not to be interrupted
+    # finds the pool's exchange, if that is in this process
+    find_way: Callable[[], ExchangeClient] | None = None
+    interrupts: Interrupts | None = None  # which `uninterruptible` pauses
     thread_id: int = field(default_factory=threading.get_ident)  # in which it runs
     # what the ranks of a training have agreed on, None in anything else
     agreed_stop: bool | None = None
     folders: CheckpointFolders | None = None  # of the pool, for checkpoints
-    checkpoints: tuple[str, Mapping[int, str]] | None = (
-        None  # where they are kept, if they are, and there each item's by its number
-    )
+    # the folder that keeps checkpoints, if there is one, and in it each item's by its number
+    checkpoints: tuple[str, Mapping[int, str]] | None = None
     is_leaving: bool = False  # its machine is about to go
     has_heard: bool = False  # of that, so that it may end early
-    # what to call then, and for which item
+    # functions to call then, each with its item
     on_leave: Sequence[tuple[int, Callable[[], object]]] = ()
     # of the call to the worker: an item that runs again, charged an attempt or not, is in a later
     # one
     call_id: int = 0
 
     def leave(self) -> None:
-        """Note that its machine is about to go, and call what wants to be called for the item at
-        hand.
-        """
+        """Note that its machine is about to go, and call the item's functions for that."""
         self.is_leaving = True
         wanted, self.on_leave = self.on_leave, ()
         for index, fn in wanted:
@@ -81,49 +74,92 @@ class TaskContext:
                     traceback.print_exc()
 
 
+Say = Callable[[TaskContext, str, Any], "bool | None"]
+"""Hands something of a task to its listener: see `TaskContext`."""
+
+running: ContextVar[TaskContext | None] = ContextVar("raypool_running", default=None)
+"""Set around every slice that runs in this thread."""
+
+
+class ProcessContext:
+    """What holds for this whole process, in all of its threads.
+
+    Attributes:
+        running: What a worker process runs, one thing at a time; for threads of native libraries,
+            which have no context of their own.
+        link: The connection of a worker process to its pool; None in any other process.
+        is_worker: Whether this process is a worker: a pool that is opened in it is a serial one.
+        is_retired: Whether this process is a worker that begins nothing more.
+    """
+
+    __slots__ = ("is_retired", "is_worker", "link", "running")
+
+    def __init__(self) -> None:
+        self.running: TaskContext | None = None
+        self.link: PoolLink | None = None
+        self.is_worker = False
+        self.is_retired = False
+
+    def retire(self) -> None:
+        """Let a worker process be replaced before the next task; elsewhere this does nothing."""
+        self.is_retired = self.is_worker
+
+    def fall_silent(self) -> None:
+        """Turn off reports and output: a forked child has no thread left that would send them."""
+        self.link = None
+        for note in (running.get(), self.running):
+            if note is not None:
+                note.say, note.interrupts = _say_nothing, None
+
+
+this_process = ProcessContext()
+
+# children are those of a DataLoader, say
+os.register_at_fork(after_in_child=this_process.fall_silent)
+
+
+def note_here() -> TaskContext | None:
+    """Return the context of what runs in this thread, or in the worker process around it."""
+    return running.get() or this_process.running
+
+
+def notes_here() -> Iterator[TaskContext]:
+    """Yield the context of what runs here, then those around it: of the task of a loop, say."""
+    note = note_here()
+    while note is not None:
+        yield note
+        note = note.outer
+
+
+def in_task() -> bool:
+    """Whether this code runs inside a task (or in a thread of a worker process)."""
+    return this_process.is_worker or running.get() is not None
+
+
 @contextlib.contextmanager
-def unbroken(note: TaskContext | None) -> Iterator[None]:
+def uninterruptible(note: TaskContext | None) -> Iterator[None]:
     """Call something that must not be interrupted; a cancellation meanwhile arrives at its end.
 
     Raises:
         TaskCancelled: The task was cancelled meanwhile.
     """
-    shelter = None if note is None or threading.get_ident() != note.thread_id else note.shelter
     # in another thread than the task's nothing is interrupted
-    if shelter is None or not shelter.shield():
+    is_its_thread = note is not None and threading.get_ident() == note.thread_id
+    interrupts = note.interrupts if note is not None and is_its_thread else None
+    if interrupts is None or not interrupts.pause():
         yield
         return
     try:
         yield
     finally:
-        shelter.expose()
-
-
-Say = Callable[[TaskContext, str, Any], "bool | None"]
-"""How something gets out of a task: see `TaskContext`."""
-
-
-running: ContextVar[TaskContext | None] = ContextVar("raypool_running", default=None)
-"""Set round every slice that runs in this thread."""
-
-
-_running_in_process: TaskContext | None = None
-
-
-def note_in_process(note: TaskContext | None) -> None:
-    """Note what this whole process is running, for threads of native libraries: a worker process
-    runs one thing at a time.
-    """
-    global _running_in_process
-    _running_in_process = note
+        interrupts.resume()
 
 
 def let_notes_travel() -> None:
-    """Let threads, and calls submitted to thread pools, run in the context of the code that starts
-    them.
+    """Let threads, and calls submitted to thread pools, run in the context of their starter.
 
     So what they report and print is about the task that they work for: also if they outlive it, or
-    were there before it. From Python 3.14 on threads can do so by themselves
+    existed before it. From Python 3.14 on threads can do so by themselves
     (`thread_inherit_context`). For worker processes, which are raypool's own.
     """
     start, submit = threading.Thread.start, concurrent.futures.ThreadPoolExecutor.submit
@@ -137,23 +173,6 @@ def let_notes_travel() -> None:
 
     threading.Thread.start = start_in_context  # type: ignore[method-assign]
     concurrent.futures.ThreadPoolExecutor.submit = submit_in_context  # type: ignore[method-assign]
-
-
-def note_here() -> TaskContext | None:
-    """Return the runner's note of what is running in this thread, or in the worker process that it
-    belongs to.
-    """
-    return running.get() or _running_in_process
-
-
-def notes_here() -> Iterator[TaskContext]:
-    """Yield the note of what is running here, and those of what it runs in, from the inside out: a
-    loop in a task, say.
-    """
-    note = note_here()
-    while note is not None:
-        yield note
-        note = note.outer
 
 
 class _Endings(threading.local):
@@ -182,18 +201,15 @@ def end_thread() -> None:
         _endings.calls.pop()()
 
 
-def _fall_silent() -> None:
-    """Turn off reports and output in a forked child (of a DataLoader, say): no thread is left that
-    would send them.
+def item_seed(seed: int, index: int) -> int:
+    """Return an item's 64-bit seed: of the `index`-th child of `numpy.random.SeedSequence(seed)`.
+
+    Source:
+        NumPy reference, "Parallel random number generation", SeedSequence spawning.
     """
-    global _link
-    _link = None
-    for note in (running.get(), _running_in_process):
-        if note is not None:
-            note.say, note.shelter = _say_nothing, None
+    import numpy as np
 
-
-os.register_at_fork(after_in_child=_fall_silent)
+    return int(np.random.SeedSequence(seed, spawn_key=(index,)).generate_state(1, np.uint64)[0])
 
 
 class ExchangeClient(Protocol):
@@ -214,80 +230,13 @@ class PoolLink(ExchangeClient, Protocol):
 
     @property
     def worker_id(self) -> int:
-        """What the pool calls this process."""
+        """The number of this process in its pool."""
 
     def send(self, kind: str, key: Any, payload: Any) -> None:
-        """Send something, in order, with what else is sent; returns at once, unless far too much is
-        on its way.
-        """
+        """Send something, in order; returns at once, unless far too much is on its way."""
 
     def send_latest(self, key: str, maxsize: int, payload: bytes) -> None:
-        """Send to a queue of which only the newest few values matter: those that wait are dropped
-        for it; never waits.
-        """
+        """Send to a queue that keeps the newest values: older ones that wait are dropped."""
 
     def flush(self) -> int:
         """Send what waits to be sent, now; return the number of the newest batch."""
-
-
-_link: PoolLink | None = None
-
-
-def link() -> PoolLink | None:
-    """Return the way from this worker process to its pool; None in any other process."""
-    return _link
-
-
-def set_link(way: PoolLink) -> None:
-    """Note the way from this worker process to its pool."""
-    global _link
-    _link = way
-
-
-def item_seed(seed: int, index: int) -> int:
-    """Return the 64-bit seed of an item: the first word of the `index`-th child of
-    `numpy.random.SeedSequence(seed)`.
-
-    Source:
-        NumPy reference, "Parallel random number generation", SeedSequence spawning.
-    """
-    import numpy as np
-
-    return int(np.random.SeedSequence(seed, spawn_key=(index,)).generate_state(1, np.uint64)[0])
-
-
-_is_worker_process = False
-
-
-def mark_worker_process() -> None:
-    """Note that this whole process is a worker: whatever asks for a pool in it gets a serial
-    one.
-    """
-    global _is_worker_process
-    _is_worker_process = True
-
-
-def in_worker_process() -> bool:
-    """Whether this whole process is a worker."""
-    return _is_worker_process
-
-
-_is_retired = False
-
-
-def retire_process() -> None:
-    """Let the worker process that this code runs in be replaced before the next task; elsewhere
-    this does nothing.
-    """
-    global _is_retired
-    _is_retired = _is_worker_process
-
-
-def is_retired() -> bool:
-    """Whether this process is a worker that begins nothing more."""
-    return _is_retired
-
-
-def in_task() -> bool:
-    """Whether this code runs inside a task (or in a thread of a worker process)."""
-    return _is_worker_process or running.get() is not None

@@ -1,9 +1,9 @@
 """Global variables that a setup has set, for functions that run after it in a worker process.
 
 A function of a script, a notebook or a test travels by value, and so does every lambda: with copies
-of the global variables that it uses, which no other function shares. With a setup something else is
-meant: after `global model; model = load()` the model is there for the tasks. A function keeps its
-own where that is not what the setup began with: the user has changed it since.
+of the global variables that it uses, which no other function shares. But after a setup with `global
+model; model = load()` tasks should find the model. A function keeps a variable of its own if that
+is not what the setup began with: the user has changed it since.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from raypool.worker.running import in_worker_process
+from raypool.worker.running import this_process
 
 T = TypeVar("T")
 
@@ -24,18 +24,14 @@ CONSTANTS = (int, float, complex, bool, str, bytes, type(None))
 
 
 class Seen(NamedTuple):
-    """A global variable as it was: what it referred to, and what tells whether that was changed in
-    place.
-    """
+    """A global variable as it was; `picture` tells whether its value was changed in place."""
 
     value: Any
     picture: bytes | None
 
 
 class Left(NamedTuple):
-    """What a setup has left in a global variable, and the digest of what it began with; None: there
-    was no such variable.
-    """
+    """A setup's value of a global variable, and the digest of the old one; None if it is new."""
 
     value: Any
     began_with: bytes | None
@@ -45,8 +41,8 @@ _left: dict[str, dict[str, Left]] = {}  # by the name of the module
 
 
 def call_setup(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Call a function, and note what it leaves in global variables, if this process is a worker."""
-    function = function_in(fn) if in_worker_process() else None
+    """Call a function; in a worker process, note what it leaves in global variables."""
+    function = function_in(fn) if this_process.is_worker else None
     if function is None:
         return fn(*args, **kwargs)
     before = {
@@ -54,40 +50,34 @@ def call_setup(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     }
     try:
         return fn(*args, **kwargs)
-    finally:
+    finally:  # also after an error: what it has set is set
+        left = {}
         for name, value in _variables(function):
             began = before.get(name)
             if began is None:
-                _note(function, name, value, None)
+                left[name] = Left(value, None)
             elif value is not began.value or _picture(value, name, function) != began.picture:
-                _note(function, name, value, began.picture or _digest(began.value))
-
-
-def _note(function: types.FunctionType, name: str, value: Any, began_with: bytes | None) -> None:
-    _left.setdefault(function.__module__, {})[name] = Left(value, began_with)
+                left[name] = Left(value, began.picture or _digest(began.value))
+        if left:
+            _left.setdefault(function.__module__, {}).update(left)
 
 
 def share_left(fn: Callable[..., Any]) -> None:
-    """Let a function that came by value see what setups of the same module have left, where it
-    brings what they began with.
-    """
+    """Give a function that came by value what setups of its module have left in variables."""
     function = function_in(fn) if _left else None
     if function is not None and _is_by_value(function):
         own = function.__globals__
         left = _left.get(function.__module__, {}).items()
-        own.update(
-            {
-                name: value
-                for name, (value, began_with) in left
-                if name not in own or _digest(own[name]) == began_with
-            }
-        )
+        # only if it brings what they began with: else the user has set the variable since
+        own |= {
+            name: value
+            for name, (value, began_with) in left
+            if name not in own or _digest(own[name]) == began_with
+        }
 
 
 def function_in(fn: Any) -> types.FunctionType | None:
-    """Return the function in a partial, a bound method, a decorated function or an object that can
-    be called.
-    """
+    """Return the function in a partial, bound method, decorated function or callable object."""
     # as `inspect.unwrap` has it: one may wrap itself, or answer every name
     for _ in range(sys.getrecursionlimit()):
         inner = _inner(fn)
@@ -122,9 +112,8 @@ def _variables(function: types.FunctionType) -> list[tuple[str, Any]]:
 
 
 def _picture(value: Any, name: str, function: types.FunctionType) -> bytes | None:
-    """Return a value's digest, if a function may change it in place: of a whole module only what it
-    names itself.
-    """
+    """Return a value's digest, if a function may change it in place."""
+    # of a whole module only the variables that the function names
     if isinstance(value, CODE + CONSTANTS) or not (
         _is_by_value(function) or name in function.__code__.co_names
     ):
@@ -133,9 +122,7 @@ def _picture(value: Any, name: str, function: types.FunctionType) -> bytes | Non
 
 
 def _digest(value: Any) -> bytes:
-    """Return what is the same for equal values of which each came in a message of its own; empty
-    for what cannot be pickled.
-    """
+    """Return the digest of a value's pickle, the same for equal values; b"" if it has none."""
     import cloudpickle
 
     try:

@@ -20,7 +20,7 @@ import pytest
 
 from raypool.channel import capture
 from raypool.channel.capture import CapturedStream, add_last_lines, listening, note_last_lines
-from raypool.worker.running import TaskContext, note_in_process, running
+from raypool.worker.running import TaskContext, running, this_process
 
 
 class Listener:
@@ -120,7 +120,7 @@ def test_threads_are_told_apart(listener: Listener) -> None:
 def test_in_a_worker_process_all_threads_belong_to_the_task(listener: Listener) -> None:
     inner = Listener()
     inner.note.outer = listener.note
-    note_in_process(listener.note)
+    this_process.running = listener.note
     try:
         with listening():
             thread = threading.Thread(target=print, args=("from a thread",))
@@ -129,7 +129,7 @@ def test_in_a_worker_process_all_threads_belong_to_the_task(listener: Listener) 
             with inner.in_task():
                 print("from a loop in the task")
     finally:
-        note_in_process(None)
+        this_process.running = None
     assert listener.text == "from a thread\nfrom a loop in the task\n"
     assert inner.text == "from a loop in the task\n"
 

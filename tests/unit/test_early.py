@@ -6,6 +6,7 @@ import math
 import sys
 import threading
 import time
+import weakref
 from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -244,6 +245,19 @@ def test_a_mistake_ends_neither_the_call_nor_the_watch(
     told.changed.clear()
     run(HandBack(watch, told), part(0, 2), fn=waits_at(1, told), attempt_id=8)
     assert [narrowed.attempt_id for narrowed in told.all] == [7, 8]
+
+
+class Items(list[int]):
+    """A list that can be referred to weakly."""
+
+
+def test_the_watch_keeps_nothing_of_a_call(early: HandBack, told: Told) -> None:
+    """Its arguments may be large, and in Ray's object store."""
+    items = Items([0])
+    kept = weakref.ref(items)
+    run(early, part(0, 1, items=items), fn=waits_at(0, told))
+    del items
+    assert poll(lambda: kept() is None)
 
 
 def test_what_was_told_can_be_freed() -> None:

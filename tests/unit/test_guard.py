@@ -30,7 +30,7 @@ from raypool.worker.interrupts import (
     ThreadGuard,
 )
 from raypool.worker.runner import RawResult, Surroundings, run_parts
-from raypool.worker.running import TaskContext, note_here, unbroken
+from raypool.worker.running import TaskContext, note_here, uninterruptible
 
 HERE = WorkerInfo(0, "here", 1)
 
@@ -286,7 +286,7 @@ def test_what_is_not_to_be_interrupted_hears_of_it_at_its_end(guard: ProcessGuar
 
     def task() -> None:
         current_task().on_preempt(lambda: told.append("called"))
-        with unbroken(note_here()):
+        with uninterruptible(note_here()):
             wish(guard, 7, 0, Signal.LEAVE)
             told.append("in it")
         told.append("after it")

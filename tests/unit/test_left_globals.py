@@ -38,7 +38,7 @@ def fail():
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Give the functions of a script, in a process that counts as a worker."""
-    monkeypatch.setattr("raypool.worker.running._is_worker_process", True)
+    monkeypatch.setattr("raypool.worker.running.this_process.is_worker", True)
     monkeypatch.setattr(setup_globals, "_left", {})
     names: dict[str, Any] = {"__name__": "__script__"}
     exec(SCRIPT, names)
@@ -230,7 +230,7 @@ def test_what_has_no_global_variables_is_called_as_it_is(script: dict[str, Any])
 
 
 def test_elsewhere_nothing_is_kept(script: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raypool.worker.running._is_worker_process", False)
+    monkeypatch.setattr("raypool.worker.running.this_process.is_worker", False)
     call_setup(script["load"], 7)
     assert script["model"] == 7
     assert setup_globals._left == {}

@@ -25,7 +25,7 @@ from raypool import (
 from raypool.channel import queues
 from raypool.channel.exchange import LocalExchange
 from raypool.channel.queues import add_source, deliver, drop_source, offer
-from raypool.worker import running
+from raypool.worker.running import this_process
 
 TIMEOUT_S = 20.0
 
@@ -540,7 +540,7 @@ def far_pool() -> Iterator[FakePool]:
 @pytest.fixture
 def far_link(far_pool: FakePool, monkeypatch: pytest.MonkeyPatch) -> FakeLink:
     link = FakeLink(7, far_pool.exchange)
-    monkeypatch.setattr(running, "_link", link)
+    monkeypatch.setattr(this_process, "link", link)
     return link
 
 

@@ -71,7 +71,7 @@ from raypool.worker.runner import (
     run_parts,
     set_up,
 )
-from raypool.worker.running import is_retired, let_notes_travel, mark_worker_process, set_link
+from raypool.worker.running import let_notes_travel, this_process
 from raypool.worker.setup_globals import call_setup, share_left
 
 COLLECT_BYTES = 16 * 1024 * 1024
@@ -181,7 +181,7 @@ class PoolWorker:
         sharing: Sharing | None = None,
         max_leftover_bytes: int | None = None,
     ) -> None:
-        mark_worker_process()
+        this_process.is_worker = True
         teach_multiprocessing()
         let_notes_travel()
         with contextlib.suppress(PermissionError):  # it is the head of a group already
@@ -285,7 +285,7 @@ class PoolWorker:
         """
         self._agent = agent
         self._folders.attach(agent, home, is_far)
-        set_link(WorkerLink(self._worker_id, self._outbox, agent, home, home_name))
+        this_process.link = WorkerLink(self._worker_id, self._outbox, agent, home, home_name)
 
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     def run(self, call: bytes, refs: Sequence[Any] = ()) -> tuple[bytes, tuple[Any, ...] | None]:
@@ -379,7 +379,7 @@ class PoolWorker:
 
     def _settle(self, parts: Sequence[Part]) -> LeftoverMemory | None:
         """Handle GPU memory that a call has left; return it if it is too much."""
-        if is_retired() or self._outdated:
+        if this_process.is_retired or self._outdated:
             self._is_spent = True
             return LeftoverMemory("", None, is_spent=True)
         if self._upkeep is None:
