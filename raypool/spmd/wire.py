@@ -47,11 +47,7 @@ def signed(data: bytes, secret: bytes) -> bytes:
 
 
 def checked(message: Any, secret: bytes) -> memoryview:
-    """Return the data of a signed message.
-
-    Raises:
-        CollectiveError: The signature is wrong: no rank of the group has sent the message.
-    """
+    """Return the data of a signed message, or raise a CollectiveError."""
     whole = memoryview(message)
     signature, rest = whole[:SIGNATURE_BYTES], whole[SIGNATURE_BYTES:]
     if not hmac.compare_digest(signature, _signature(rest, secret)):
@@ -97,11 +93,7 @@ class Header(NamedTuple):
 
     @staticmethod
     def read(slot: bytes, secret: bytes) -> Header:
-        """Return the header in a slot.
-
-        Raises:
-            CollectiveError: No rank of the group has written it.
-        """
+        """Return the header in a slot, or raise a CollectiveError."""
         return Header(*pickle.loads(checked(slot, secret)))  # a pickle knows where it ends
 
 
@@ -284,9 +276,9 @@ MAX_INLINE_BYTES = 512
 
 
 class Packer:
-    """Pickles values as the pool does, if there is one: classes of a notebook are in no module.
+    """Pickles and signs values, and opens only signed pickles.
 
-    It signs pickles with the group's secret, and opens only signed ones.
+    With a pool it pickles as the pool does: classes of a notebook are in no module.
     """
 
     def __init__(self, secret: bytes, way: ExchangeClient | None = None) -> None:
@@ -294,11 +286,7 @@ class Packer:
         self._way = way
 
     def pack(self, value: Any, operation: str) -> bytes:
-        """Pickle a value, and sign the pickle.
-
-        Raises:
-            SerializationError: It cannot be pickled.
-        """
+        """Pickle a value, or raise a SerializationError."""
         if type(value) in PLAIN:
             pickled = pickle.dumps(value, protocol=5)
         elif self._way is not None:
@@ -315,12 +303,7 @@ class Packer:
         return signed(pickled, self.secret)
 
     def unpack(self, packed: Any, rank: int, operation: str) -> Any:
-        """Return the value of a rank.
-
-        Raises:
-            CollectiveError: No rank of the group has sent it.
-            SerializationError: It cannot be read here.
-        """
+        """Return the value of a rank, or raise a CollectiveError or SerializationError."""
         pickled = checked(packed, self.secret)
         try:
             return pickle.loads(pickled)
@@ -346,11 +329,7 @@ def _dump(value: Any) -> bytes:
 
 
 def describe(value: Any, operation: str) -> Header:
-    """Return the header that describes a value, with its memory if that is small.
-
-    Raises:
-        InvalidTypeError: It is a tensor that no collective takes.
-    """
+    """Return the header of a value, with its memory if that is small."""
     if is_tensor(value):
         device = value.device.type
         if device not in ("cpu", "cuda"):
