@@ -14,6 +14,7 @@ from jsonschema.protocols import Validator
 
 from raypool.errors import CloudError
 
+# the parser in C, if PyYAML was built with it
 Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 Keys = tuple[str | int, ...]
@@ -52,7 +53,7 @@ class Document:
             elif isinstance(node, yaml.SequenceNode) and isinstance(key, int):
                 entries = [(value, value) for value in node.value[key : key + 1]]
             if not entries:
-                break
+                break  # there is no such entry: the one above it is nearest
             line, node = entries[0][0].start_mark.line, entries[0][1]
         return line + 1
 
@@ -202,7 +203,7 @@ class Findings:
             at = (*keys, *error.absolute_path)
             name = next((key for key in reversed(at) if isinstance(key, str)), "the file")
             allowed: Any = error.validator_value
-            if error.validator == "additionalProperties":
+            if error.validator == "additionalProperties":  # say which names there are
                 self.check_keys(at, cast("dict[str, Any]", error.schema).get("properties", {}))
             elif error.validator == "enum":
                 near = nearest(str(error.instance), map(str, allowed))

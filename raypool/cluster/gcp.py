@@ -224,6 +224,7 @@ def _strict(described: dict[str, Any]) -> dict[str, Any]:
     """Return a part of Google's description as a schema that refuses unknown settings."""
     if "$ref" in described:
         return {"$ref": f"#/schemas/{described['$ref']}"}
+    # "any" is Google's word for a value of any type, and no type of JSON schemas
     schema: dict[str, Any] = {
         name: described[name] for name in ("type", "enum") if described.get(name, "any") != "any"
     }
@@ -253,7 +254,7 @@ def _check_gpus(findings: Findings, keys: Keys, zone: str | None) -> None:
         kind, gpus = gce.gpu(shape.gpu), shape.gpus
     is_made_to_measure = re.fullmatch(r"([a-z]\w*-)?custom-\d+-\d+(-ext)?", machine) is not None
     try:
-        if not is_made_to_measure:
+        if not is_made_to_measure:  # these are in no catalogue
             gce.machine(machine)
         if kind is not None and zone is not None:
             gce.check_place(zone, kind.name)

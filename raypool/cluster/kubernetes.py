@@ -379,6 +379,7 @@ def ask(path: str | Path) -> tuple[str, ...]:
     unasked = f"{path}: Kubernetes did not check this file, so unknown settings are not found"
     if shutil.which("kubectl") is None:
         return (f"{unasked}: kubectl is not installed here.",)
+    # asks the server for its version, too, and so finds out at once whether there is one
     if (answer := _kubectl("version", "--request-timeout=10s")) is None or answer.returncode:
         why = answer.stderr.strip().splitlines()[-1:] if answer else []
         return (f"{unasked}: kubectl reaches no cluster{''.join(f' ({line})' for line in why)}.",)

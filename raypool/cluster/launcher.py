@@ -174,6 +174,7 @@ def _stop_everywhere(path: str | Path, content: dict[str, Any]) -> None:
     first, *others = hosts = [content["provider"]["head_ip"], *content["provider"]["worker_ips"]]
     stop = _in_shell("ray stop")
     key = "-i ~/ray_bootstrap_key.pem " if head.key else ""  # where Ray's launcher has put it
+    # standard output is for the hosts that are done, standard error for what Ray says
     steps = [f"{stop} >&2 && echo {shlex.quote(first)}"]
     for host in others:
         target = shlex.quote(f"{head.user}@{host}")
@@ -315,6 +316,7 @@ def open_tunnel(path: str | Path) -> Iterator[Tunnel]:
     # however this process ends.
     command = head.command(f"{SEES_RAY} && echo {shlex.quote(OPEN)} && exec cat", "-T", *ways)
     pipe = subprocess.PIPE
+    # in its own group, which `_end` ends as a whole
     ssh = subprocess.Popen(
         command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True
     )
@@ -344,6 +346,7 @@ def _last_words(ssh: subprocess.Popen[str]) -> str:
 def _wait_open(ssh: subprocess.Popen[str], path: str | Path, head: Login) -> None:
     """Wait until ssh says that the tunnel is open: another program may have opened the port."""
     assert ssh.stdout is not None
+    # reading has no time limit: the end of ssh ends it
     timer = threading.Timer(TUNNEL_S, _end, (ssh,))
     timer.start()
     try:
@@ -352,7 +355,7 @@ def _wait_open(ssh: subprocess.Popen[str], path: str | Path, head: Login) -> Non
         code = ssh.wait()
     finally:
         timer.cancel()
-    if code == 1:
+    if code == 1:  # of grep in SEES_RAY
         raise _no_ray(path, head)
     words = f"it has not answered by SSH within {TUNNEL_S:g} s" if code < 0 else _last_words(ssh)
     raise CloudError(

@@ -21,6 +21,7 @@ OLD_AUTOSCALER = "RAY_enable_autoscaler_v2=0"
 
 PROVIDER = ("type", "head_ip", "worker_ips", "external_head_ip")
 
+# a name has a letter, so that a mistyped address does not pass as one
 HOST = rf"(?=.*[A-Za-z])[A-Za-z0-9]([-A-Za-z0-9.]*[A-Za-z0-9])?|(?s:{PLACEHOLDER}.*)"
 
 NOT_HERE = ("head_node_type", "available_node_types", "docker")
@@ -120,6 +121,7 @@ def _check_hosts(findings: Findings) -> None:
             wrong = (
                 f"{host} is here for the second time: each machine is named once, also the head."
             )
+        # one machine by itself may be called so
         elif workers and (name == "localhost" or (address and address.is_loopback)):
             wrong = f"{host} is each machine's own name for itself; name it as the others see it."
         if wrong is not None:
