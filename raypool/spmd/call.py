@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import InvalidStateError
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from raypool.channel.records import NOBODY, Function, Part, SliceResult, WorkerInfo
 from raypool.core.model import Slice, TaskSpec, TaskState
@@ -42,13 +42,6 @@ if TYPE_CHECKING:
 # --- warm groups ----------------------------------------------------------------------------------
 
 
-class WarmGroup(NamedTuple):
-    """A warm group: its number, and the ids of its workers by rank."""
-
-    number: int
-    worker_ids: tuple[int, ...]
-
-
 class WarmGroups:
     """The warm groups of a pool: a group is usable until a worker of it joins another.
 
@@ -63,17 +56,18 @@ class WarmGroups:
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
-        self._last: dict[int, WarmGroup] = {}  # by worker id: the group that it was in last
+        # by worker id: the group that it was in last, as its number and worker ids by rank
+        self._last: dict[int, tuple[int, tuple[int, ...]]] = {}
 
     def number_for(self, worker_ids: Sequence[int]) -> int:
         """Return the number of the group with these ranks, or a new number."""
         wanted = tuple(worker_ids)
         before = {self._last.get(worker_id) for worker_id in wanted}
         group = before.pop()
-        if before or group is None or group.worker_ids != wanted:
-            group = WarmGroup(next(self._numbers), wanted)
+        if before or group is None or group[1] != wanted:
+            group = next(self._numbers), wanted
             self._last.update(dict.fromkeys(wanted, group))
-        return group.number
+        return group[0]
 
     def forget(self, worker_ids: Sequence[int]) -> None:
         """Note that the group of these workers is gone."""
