@@ -17,7 +17,7 @@ import time
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -26,11 +26,11 @@ from raypool.errors import CollectiveError, InvalidValueError, RaypoolError
 from raypool.spmd.failures import is_disconnect
 from raypool.spmd.transport import (
     FOR_EVER,
-    SLICE_S,
     GlooTransport,
     NcclTransport,
     NoTransport,
     distributed,
+    in_thread,
     sever,
 )
 from raypool.spmd.watch import ENDED, RankWatch, Whereabouts, begun_collectives, progress
@@ -547,45 +547,6 @@ def _store_in(file: str) -> Any:
     store = distributed().FileStore(file)
     store.set_timeout(STORE_TIMEOUT)
     return store
-
-
-def in_thread(make: Callable[[], Any], discard: Callable[[Any], object] = bool) -> Any:
-    """Call a function that waits in native code, in a thread: so the wait can be interrupted.
-
-    After an interruption, the late result is given to `discard`.
-    """
-    done, lock = threading.Event(), threading.Lock()
-    made: list[Any] = []
-    problems: list[BaseException] = []
-    is_wanted = True
-
-    def run() -> None:
-        try:
-            result = make()
-            with lock:  # exactly one of the two threads discards a late result
-                made.append(result)
-                is_late = not is_wanted
-            if is_late:
-                discard(result)
-        except BaseException as problem:
-            problems.append(problem)
-        finally:
-            done.set()
-
-    threading.Thread(target=run, daemon=True).start()
-    try:
-        while not done.wait(SLICE_S):  # in slices, so that an interruption gets through
-            pass
-    except BaseException:
-        with lock:
-            is_wanted = False
-            is_made = bool(made)
-        if is_made:
-            discard(made[0])
-        raise
-    if problems:
-        raise problems[0]
-    return made.pop()
 
 
 # --- addresses of this rank -----------------------------------------------------------------------

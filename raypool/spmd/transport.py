@@ -133,27 +133,9 @@ class GlooTransport:
 
     def finish(self, works: Sequence[Any]) -> None:
         """Wait for messages."""
-        if not works:
-            return
-        # in a thread, not in slices: waiting for a message past a time limit breaks all connections
-        done = threading.Event()
-        problems: list[Exception] = []
-
-        def wait() -> None:
-            try:
-                for work in works:
-                    work.wait()
-            except Exception as problem:
-                problems.append(problem)
-            finally:
-                done.set()
-
-        threading.Thread(target=wait, daemon=True).start()
-        began = time.monotonic()
-        while not done.wait(SLICE_S):
-            self.waiting(time.monotonic() - began)
-        if problems:
-            raise problems[0]
+        if works:
+            # not as `_wait`: waiting for a message past a time limit breaks all connections
+            in_thread(lambda: [work.wait() for work in works], waiting=self.waiting)
 
     def _wait(self, work: Any) -> None:
         began = time.monotonic()
@@ -192,6 +174,51 @@ def distributed() -> Any:
     import torch.distributed
 
     return torch.distributed
+
+
+def in_thread(
+    make: Callable[[], Any],
+    discard: Callable[[Any], object] = bool,
+    waiting: Callable[[float], object] = bool,
+) -> Any:
+    """Call a function that waits in native code, in a thread: so the wait can be interrupted.
+
+    `waiting` is called once in a slice with the time waited so far [s]; its exceptions end the
+    wait. After an interruption, the late result is given to `discard`.
+    """
+    done, lock = threading.Event(), threading.Lock()
+    made: list[Any] = []
+    problems: list[BaseException] = []
+    is_wanted = True
+
+    def run() -> None:
+        try:
+            result = make()
+            with lock:  # exactly one of the two threads discards a late result
+                made.append(result)
+                is_late = not is_wanted
+            if is_late:
+                discard(result)
+        except BaseException as problem:
+            problems.append(problem)
+        finally:
+            done.set()
+
+    threading.Thread(target=run, daemon=True).start()
+    began = time.monotonic()
+    try:
+        while not done.wait(SLICE_S):  # in slices, so that an interruption gets through
+            waiting(time.monotonic() - began)
+    except BaseException:
+        with lock:
+            is_wanted = False
+            is_made = bool(made)
+        if is_made:
+            discard(made[0])
+        raise
+    if problems:
+        raise problems[0]
+    return made.pop()
 
 
 def sever(gloo: Any) -> None:
