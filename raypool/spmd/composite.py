@@ -68,6 +68,7 @@ def keep(key: str, rank: int, value: Any) -> Description:
     _parts.setdefault(key, {})[rank] = value
     description = describe(value)
     if not description.plain:  # a plain value is in the description already
+        # its GPU memory is kept on purpose, not left over by the call
         kept.treasures[key] = None
         kept.all()
     return description
@@ -363,7 +364,7 @@ class Composite:
         try:
             return future.result()
         except WorkerLostError as error:
-            self._check_open()
+            self._check_open()  # a pool's end ends its workers, too, and is the better reason
             raise self._lost(rank, entry) from error
         except CancelledError:
             self._check_open()

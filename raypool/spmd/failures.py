@@ -100,6 +100,7 @@ def _late(name: str, ends: Sequence[RankFailure], timeout_s: float) -> SpmdError
         if isinstance(end.error, RankInterrupted) and end.error.at_hand
     }
     ends = sorted(ends, key=lambda end: end.rank)
+    # if all waited for each other, all are late
     late = [end for end in ends if end.rank not in waiting] or ends
     parts = [f"rank {end.rank} {_doing(end.error)}" for end in late]
     if late[0].rank not in waiting:

@@ -127,7 +127,7 @@ class Group:
         self._is_ending = self._has_ended_well = False
         self.at_hand = self.mismatch = None
         self._began = time.time()
-        if not isinstance(self.transport, GlooTransport):
+        if not isinstance(self.transport, GlooTransport):  # a single rank has nobody to meet
             if not self._has_world():
                 self.make_world()
             return
@@ -389,7 +389,7 @@ class _Closed(NoTransport):
 
 # --- joining and leaving a group ------------------------------------------------------------------
 
-_here = threading.local()
+_here = threading.local()  # a worker is a thread
 
 
 def leave_other(assignment: Assignment) -> None:

@@ -158,6 +158,7 @@ class GlooTransport:
         self._gloo = None
 
 
+# weakly: it must not keep open what nobody uses any more
 _open: weakref.WeakSet[GlooTransport] = weakref.WeakSet()
 
 

@@ -85,6 +85,7 @@ class Header(NamedTuple):
     def write(self, secret: bytes) -> bytes:
         """Return the slot, without a payload that does not fit."""
         room = SLOT_BYTES - SIGNATURE_BYTES
+        # a large payload is not pickled in vain
         header = self if self.size <= room else self._replace(payload=None)
         slot = pickle.dumps(tuple(header), protocol=5)
         if len(slot) > room:
