@@ -189,14 +189,12 @@ def broadcast(group: Group, x: Any, src: int) -> Any:
         else:  # another rank's x matters only if it is a tensor: the values go into it
             headers, packed = group.meet(Header(0, "broadcast", peer=src)), None
         header = headers[src]
-        if header.kind == "value":
-            return one_value(group, header, packed, src)
+        if header.kind != "tensor" or not is_tensor(x):
+            return _shared(group, header, x, packed, src)
         if is_source:
             _give(group, header, x, src)
-            return x if header.kind == "tensor" else copy_of(x)
-        if header.payload is not None:
-            return _into(x, rebuild(header))
-        return _take(group, header, x if is_tensor(x) else empty_like(header, group.device), src)
+            return x
+        return _take(group, header, x, src) if header.payload is None else _into(x, rebuild(header))
 
 
 def _give(group: Group, header: Header, x: Any, src: int) -> None:
@@ -222,22 +220,16 @@ def all_gather(group: Group, x: Any) -> list[Any]:
     """Give every rank the values of all, in rank order."""
     with group.operation("all_gather"):
         headers, packed = meet(group, x, "all_gather")
-        if any(header.kind == "value" for header in headers):
-            # on all ranks in one order: first the pickled values, then the memory of the others
-            values = all_values(group, headers, packed)
-            return [
-                value if header.kind == "value" else _from(group, headers, x, rank)
-                for rank, (value, header) in enumerate(zip(values, headers, strict=True))
-            ]
-        return _all_gathered(group, headers, x)
+        form = headers[0][2:6]  # kind, dtype, shape, device
+        if form[0] != "value" and all(header[2:6] == form for header in headers):
+            return _all_gathered(group, headers, x)
+        return [_shared(group, header, x, packed, rank) for rank, header in enumerate(headers)]
 
 
 def _all_gathered(group: Group, headers: Sequence[Header], x: Any) -> list[Any]:
-    """Return the tensors or arrays of all ranks."""
+    """Return the tensors or arrays of all ranks, which have one form."""
     if _are_complete(headers):
         return [rebuild(header) for header in headers]
-    if any(header[2:6] != headers[0][2:6] for header in headers):  # kind, dtype, shape, device
-        return [_from(group, headers, x, rank) for rank in range(group.world_size)]
     is_on_gpu = headers[0].device == "cuda"
     values = [empty_like(header, group.device) for header in headers]
     transport, here = transport_for(group, as_tensor(x), is_on_gpu)
@@ -250,12 +242,19 @@ def _all_gathered(group: Group, headers: Sequence[Header], x: Any) -> list[Any]:
     return values
 
 
-def _from(group: Group, headers: Sequence[Header], x: Any, src: int) -> Any:
-    """Return the tensor or array of one rank; a new one on that rank, too."""
-    header = headers[src]
+def _shared(group: Group, header: Header, x: Any, packed: bytes | None, src: int) -> Any:
+    """Return the value of one rank on every rank; a new one on that rank, too."""
+    if header.kind == "value":
+        pickled: Any = header.payload
+        if pickled is None:
+            own = packed if group.rank == src else None
+            body = _empty_bytes(header.size) if own is None else as_bytes(own)
+            group.transport.broadcast(body, src)
+            pickled = body.numpy()
+        return group.packer.unpack(pickled, src, header.operation)
     if group.rank == src:
         _give(group, header, x, src)
-        return duplicate(group, x, None, "all_gather")
+        return duplicate(group, x, None, header.operation)
     if header.payload is not None:
         return rebuild(header)
     return _take(group, header, empty_like(header, group.device), src)
@@ -453,20 +452,9 @@ def meet(
 def all_values(group: Group, headers: Sequence[Header], packed: bytes | None) -> list[Any]:
     """Return the values of all ranks that pickled theirs."""
     return [
-        one_value(group, header, packed, rank) if header.kind == "value" else None
+        _shared(group, header, None, packed, rank) if header.kind == "value" else None
         for rank, header in enumerate(headers)
     ]
-
-
-def one_value(group: Group, header: Header, packed: bytes | None, src: int) -> Any:
-    """Return the value of one rank that pickled it, on every rank."""
-    pickled: Any = header.payload
-    if pickled is None:
-        own = packed if group.rank == src else None
-        body = _empty_bytes(header.size) if own is None else as_bytes(own)
-        group.transport.broadcast(body, src)
-        pickled = body.numpy()
-    return group.packer.unpack(pickled, src, header.operation)
 
 
 def duplicate(group: Group, x: Any, packed: bytes | None, operation: str) -> Any:
