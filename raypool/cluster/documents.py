@@ -35,7 +35,7 @@ class Document:
 
     Attributes:
         name: The file's name in messages.
-        content: The content as plain values.
+        content: As plain values.
         node: The content as PyYAML's nodes, with positions.
     """
 
@@ -74,11 +74,7 @@ def read_documents(path: str | Path) -> list[Document]:
 
 
 def documents_of(text: str, name: str) -> list[Document]:
-    r"""Return the documents of a text.
-
-    Args:
-        text: YAML.
-        name: What to call it in errors.
+    r"""Return the documents of a YAML text, which errors call `name`.
 
     Raises:
         CloudError: It is not YAML; a mapping has a key twice, or one that is no text; or an entry
@@ -192,7 +188,7 @@ class Findings:
                 self.add(keys, f"{text} {OPEN}")
 
     def check_form(self, keys: Keys, form: str, text: str) -> None:
-        """Note `text`, with the entry at `keys` for its {}, unless the entry has this form."""
+        """Note an entry that has not this form and is no placeholder; {} in `text` is the entry."""
         entry = self.at(keys)
         if not re.fullmatch(f"{form}|{PLACEHOLDER}.*", str(entry)):
             self.add(keys, text.format(repr(entry)))

@@ -63,9 +63,8 @@ and 15 GB for each, of which Kubernetes keeps some."""
 def write(plan: ClusterPlan) -> dict[str, Any]:
     """Return the RayCluster of a plan, autoscaled if a group may grow.
 
-    Args:
-        plan: The cluster. A group with a `gpu` asks for it by GKE's label of nodes; others with
-            GPUs run on any nodes that have some.
+    A group with a `gpu` asks for it by GKE's label of nodes; others with GPUs run on any nodes that
+    have some.
 
     Raises:
         CloudError: There is no GPU of a name.
@@ -89,9 +88,7 @@ def write(plan: ClusterPlan) -> dict[str, Any]:
 def write_job(plan: ClusterPlan, entrypoint: str) -> dict[str, Any]:
     """Return the RayJob that makes the cluster of a plan, runs a command there, and takes it down.
 
-    Args:
-        plan: The cluster.
-        entrypoint: A command for a shell on the head: "python train.py".
+    The command, `entrypoint`, is for a shell on the head: "python train.py".
 
     Example:
         >>> head = NodeGroup(name="head")
@@ -374,7 +371,7 @@ def ask(path: str | Path) -> tuple[str, ...]:
         Its warnings, or that it could not be asked.
 
     Raises:
-        CloudError: It refuses the file, for a reason in its words.
+        CloudError: It refuses the file; in its words.
     """
     unasked = f"{path}: Kubernetes did not check this file, so unknown settings are not found"
     if shutil.which("kubectl") is None:

@@ -292,8 +292,8 @@ def tunnel(path: str | Path) -> Iterator[Profile]:
     """Open a tunnel to the head of a cluster, until the context ends.
 
     Returns:
-        How to reach the cluster meanwhile: its Ray Client (`address`) and its jobs
-        (`jobs_address`), on this machine's loopback.
+        How to reach the cluster meanwhile, on this machine's loopback: its Ray Client (`address`)
+        and its jobs (`jobs_address`).
 
     Raises:
         CloudError: There is no such cluster, or no login on its head.

@@ -29,11 +29,9 @@ NOT_HERE = ("head_node_type", "available_node_types", "docker")
 
 
 def write(plan: ClusterPlan, flags: Iterable[str] = ()) -> dict[str, Any]:
-    """Return a file for Ray's launcher.
+    """Return a file for Ray's launcher, with more options of `ray start` in `flags`.
 
-    Args:
-        plan: The cluster; all of its hosts belong to it from beginning to end.
-        flags: More options of `ray start`, for all machines.
+    All hosts belong to the cluster from beginning to end.
 
     Example:
         >>> from raypool.cluster.plan import NodeGroup
