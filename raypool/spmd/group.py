@@ -201,7 +201,7 @@ class Group:
         if self.mismatch is not None:
             raise self.mismatch
         if self._is_ending:
-            # Ranks that wait for a message learn that none will come. A quick end needs none of it.
+            # ranks that wait for a message learn that none will come; a quick end never gets here
             if not self._has_ended(self.rank):
                 self.store.set(self._ended_key(self.rank), b"1")
             return
@@ -251,15 +251,9 @@ class Group:
         if self.world is None or not isinstance(self.transport, GlooTransport) or not progress():
             yield
             return
-        place = self.assignment
+        limit_s = self.assignment.mismatch_timeout_s
         watch = RankWatch(
-            place.rank,
-            place.world_size,
-            self.store,
-            self._num_calls,
-            place.mismatch_timeout_s,
-            progress,
-            self._place,
+            self.rank, self.world_size, self.store, self._num_calls, limit_s, progress, self._place
         )
         is_over = threading.Event()
         threading.Thread(
