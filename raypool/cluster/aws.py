@@ -34,11 +34,11 @@ FIND_IMAGE = (
         "/base-oss-nvidia-driver-gpu-ubuntu-24.04/latest/ami-id"
     ),
 )
-"""The command, in two lines, that prints the image to fill in: Ubuntu with NVIDIA's driver."""
+"""The command, in two lines, that prints the image to fill in."""
 
 
 def header(plan: ClusterPlan) -> list[str]:
-    """Return the comment at the top of the file, which explains the entries to fill in."""
+    """Return the comment at the top of the file, on the entries to fill in."""
     ask, name = FIND_IMAGE
     key = [f"{KEY}: the name that EC2 knows {plan.ssh_key} by."] if plan.ssh_key else []
     return [
@@ -65,8 +65,7 @@ def write(plan: ClusterPlan) -> dict[str, Any]:
     """Return a file for Ray's launcher.
 
     Raises:
-        CloudError: The plan does not say where, or a machine cannot have the GPUs that it is to
-            have.
+        CloudError: The plan does not say where, or a machine cannot have its GPUs.
 
     Example:
         >>> head = NodeGroup(name="head", machine="m6i.xlarge")
@@ -90,7 +89,6 @@ def write(plan: ClusterPlan) -> dict[str, Any]:
 
 
 def _instance(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
-    """Return the settings of an instance for EC2."""
     instance: dict[str, Any] = {
         "InstanceType": group.machine,
         "ImageId": IMAGE,
@@ -98,8 +96,7 @@ def _instance(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
         "BlockDeviceMappings": [
             {"DeviceName": "/dev/sda1", "Ebs": {"VolumeSize": group.disk_gb, "VolumeType": "gp3"}}
         ],
-        # The machine's credentials require a two-step request, which a tricked web client cannot
-        # make.
+        # the machine's credentials take two requests, which a tricked web client cannot make
         "MetadataOptions": {"HttpTokens": "required", "HttpEndpoint": "enabled"},
     }
     if plan.ssh_key:
@@ -111,23 +108,21 @@ def _instance(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
 
 def check(findings: Findings) -> None:
     """Note what EC2 would refuse, and what would silently cost money or safety."""
-    name = findings.at(("cluster_name",))
-    if not re.fullmatch(rf"[A-Za-z0-9][-\w.]{{0,99}}|{PLACEHOLDER}.*", name):
-        right = "letters, digits and - _ . only, and not more than 100 of them"
-        findings.add(
-            ("cluster_name",),
-            f"cluster_name is {name!r}; the names of machines begin with it, so it may have"
-            f" {right}.",
-        )
-    region = findings.at(("provider", "region"))
-    if not re.fullmatch(rf"[a-z]{{2}}(-[a-z]+)+-\d|{PLACEHOLDER}.*", str(region)):
-        findings.add(("provider", "region"), f"region is {region!r}; one is named like us-west-2.")
+    findings.check_form(
+        ("cluster_name",),
+        r"[A-Za-z0-9][-\w.]{0,99}",
+        "cluster_name is {}; the names of machines begin with it, so it may have letters, digits"
+        " and - _ . only, and not more than 100 of them.",
+    )
+    findings.check_form(
+        ("provider", "region"),
+        r"[a-z]{2}(-[a-z]+)+-\d",
+        "region is {}; one is named like us-west-2.",
+    )
+    region = str(findings.at(("provider", "region")))
     for zone in (findings.at(("provider", "availability_zone")) or "").split(","):
-        if (
-            zone
-            and not str(region).startswith(PLACEHOLDER)
-            and not zone.strip().startswith((str(region), PLACEHOLDER))
-        ):
+        is_elsewhere = not zone.strip().startswith((region, PLACEHOLDER))
+        if zone and is_elsewhere and not region.startswith(PLACEHOLDER):
             text = (
                 f"the zone {zone.strip()} is not in the region, which is {region}: its zones are"
                 f" {region}a and so on."
@@ -153,7 +148,7 @@ def check(findings: Findings) -> None:
 
 
 def _check_machine(findings: Findings, keys: Keys) -> None:
-    """Check the machine of a node type, and its description for Ray."""
+    """Check a node type's machine, and its description for Ray."""
     at = (*keys, "node_config", "InstanceType")
     machine = findings.at(at)
     if not isinstance(machine, str):
@@ -164,31 +159,24 @@ def _check_machine(findings: Findings, keys: Keys) -> None:
     elif not machine.startswith(PLACEHOLDER):
         try:
             shape = catalogue("aws").machine(machine)
-        except CloudError as error:
-            findings.doubt(at, str(error))
-            return
-        launcher_file.check_resources(
-            findings, keys, shape, shape.gpu, shape.gpus, is_filled_in=True
-        )
-        try:
-            catalogue("aws").check_place(
-                str(findings.at(("provider", "region"))), *([shape.gpu] if shape.gpu else [])
+            # Ray asks EC2 for numbers that the file leaves out
+            launcher_file.check_resources(
+                findings, keys, shape, shape.gpu, shape.gpus, is_filled_in=True
             )
+            gpus = [shape.gpu] if shape.gpu else []
+            catalogue("aws").check_place(str(findings.at(("provider", "region"))), *gpus)
         except CloudError as error:
             findings.doubt(at, str(error))
 
 
 def _check_entries(findings: Findings, config: Keys) -> None:
-    """Let boto3 check names and types of the entries, as it does when Ray passes them on.
-
-    With one misspelled name in a worker, the head would request it again and again, in vain.
-    """
+    """Let boto3 check names and types of the entries, as it does when Ray passes them on."""
     validator = _validator()
     if validator is None:
         return
-    report = validator(
-        {name: value for name, value in (findings.at(config) or {}).items() if name != SUBNETS}
-    )
+    entries = findings.at(config) or {}
+    # with one misspelled name in a worker, the head would request it again and again, in vain
+    report = validator({name: value for name, value in entries.items() if name != SUBNETS})
     for line in report.splitlines():
         # 'Unknown parameter in Placement: "Zone", must be one of: ...', 'Invalid type for parameter
         # Placement.Zone, value: ...'
@@ -203,26 +191,21 @@ def _check_entries(findings: Findings, config: Keys) -> None:
 
 @functools.cache
 def _validator() -> Callable[[dict[str, Any]], str] | None:
-    """Return a function for boto3's report on an instance's settings; None if it is not
-    installed.
-    """
+    """Return a function for boto3's report on an instance's settings, None without boto3."""
     try:
         from botocore.loaders import Loader
         from botocore.model import ServiceModel
         from botocore.validate import ParamValidator
     except ImportError:
         return None
-    wanted = (
-        ServiceModel(Loader().load_service_model("ec2", "service-2"))
-        .operation_model("RunInstances")
-        .input_shape
-    )
+    service = ServiceModel(Loader().load_service_model("ec2", "service-2"))
+    wanted = service.operation_model("RunInstances").input_shape
     counts = {"MinCount": 1, "MaxCount": 1}  # Ray adds them
     return lambda config: str(ParamValidator().validate(config | counts, wanted).generate_report())
 
 
 def _check_instance(findings: Findings, config: Keys) -> None:
-    """Check settings of a machine that Ray would replace by its defaults, or leave open."""
+    """Check settings that Ray would replace by its defaults, or leave open."""
 
     def there(*keys: str | int) -> Any:
         return findings.at((*config, *keys))
@@ -231,7 +214,7 @@ def _check_instance(findings: Findings, config: Keys) -> None:
     if market is not None and there("InstanceMarketOptions", "MarketType") not in MARKETS:
         findings.add(
             (*config, "InstanceMarketOptions"),
-            f"{market!r} is no market; it must be `MarketType: {MARKETS[0]}`.",
+            f"{market!r} is no market; it must be `MarketType: spot`.",
         )
     if there("MetadataOptions", "HttpEndpoint") == "disabled":
         text = (

@@ -1,11 +1,11 @@
 """Checks of files before money is spent: for Ray's launcher, for Kubernetes, and of training jobs.
 
-A file for the launcher is checked by Ray's own schema first. Then come rules for entries that Ray
-accepts silently although they cannot work, or are open to everybody. At last Ray's own preparation
-of the file is run, without making anything.
+A file for the launcher is checked by Ray's own schema first, then by rules for entries that Ray
+accepts although they cannot work or are open to everybody, at last by Ray's own preparation of the
+file, without making anything.
 
 Source: Ray's `autoscaler/ray-schema.json`, `autoscaler/_private/util.py` and
-    `autoscaler/*/defaults.yaml`.
+`autoscaler/*/defaults.yaml`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,16 @@ from pathlib import Path
 
 from jsonschema import Draft7Validator
 
-from raypool.cluster import aws, gcp, job_files, kubernetes, launcher_file, on_prem
-from raypool.cluster.documents import PLACEHOLDER, Document, Findings, nearest, read_documents
+from raypool.cluster import aws, gcp, job_files, kubernetes, on_prem
+from raypool.cluster.documents import (
+    PLACEHOLDER,
+    Document,
+    Findings,
+    Keys,
+    nearest,
+    read_documents,
+)
+from raypool.cluster.launcher_file import START, TOKEN
 from raypool.errors import CloudError
 
 PROVIDERS: dict[str, Callable[[Findings], None]] = {
@@ -39,11 +47,10 @@ HEAD, WORKER = "head_start_ray_commands", "worker_start_ray_commands"
 def check_file(path: str | Path) -> tuple[str, ...]:
     """Check the documents of a file, as far as this machine can know.
 
-    A manifest for Kubernetes is checked by the cluster that `kubectl` reaches, in a dry run.
+    The cluster that `kubectl` reaches checks a manifest for Kubernetes, in a dry run.
 
     Returns:
-        Warnings: machines that the (dated) catalogue does not have, and checks that could not be
-        made.
+        Warnings: machines that the (dated) catalogue lacks, and checks that could not be made.
 
     Raises:
         CloudError: The file is unreadable, empty or wrong; the message has all mistakes with their
@@ -59,12 +66,12 @@ def check_file(path: str | Path) -> tuple[str, ...]:
     problems = []
     for document in documents:
         content = document.content
-        is_foreign = (
-            isinstance(content, dict)
+        if (
+            is_for_kubernetes
+            and isinstance(content, dict)
             and "apiVersion" in content
             and not kubernetes.is_manifest(content)
-        )
-        if is_for_kubernetes and is_foreign:
+        ):
             continue  # an object of Kubernetes itself beside the cluster: a Secret, a Service
         try:
             warnings += check(document)
@@ -77,11 +84,7 @@ def check_file(path: str | Path) -> tuple[str, ...]:
 
 
 def check(document: Document) -> tuple[str, ...]:
-    """Check a document of any kind, and return warnings.
-
-    Raises:
-        CloudError: The kind is unknown, or something is wrong with it.
-    """
+    """Check a document of any kind, and return warnings, as `check_file` does."""
     content = document.content
     findings = Findings(document)
     if not isinstance(content, dict):
@@ -94,11 +97,11 @@ def check(document: Document) -> tuple[str, ...]:
     elif "provider" in content or "cluster_name" in content:
         _check_launcher(findings)
     else:
-        kinds = (
-            "a cluster for Ray's launcher has a provider, one on Kubernetes an apiVersion, a"
-            " training job a trainingInput"
+        findings.add(
+            (),
+            "what this is cannot be seen: a cluster for Ray's launcher has a provider, one on"
+            " Kubernetes an apiVersion, a training job a trainingInput.",
         )
-        findings.add((), f"what this is cannot be seen: {kinds}.")
     return findings.finish()
 
 
@@ -132,12 +135,8 @@ def _check_launcher(findings: Findings) -> None:
             findings.add(("available_node_types", name, "min_workers"), text)
     _check_login(findings)
     for away, here in (findings.at(("file_mounts",)) or {}).items():
-        # Only the token is made when the cluster is.
-        if (
-            here != launcher_file.TOKEN
-            and not here.startswith(PLACEHOLDER)
-            and not Path(here).expanduser().exists()
-        ):
+        is_made = here == TOKEN  # with the cluster
+        if not (is_made or here.startswith(PLACEHOLDER) or Path(here).expanduser().exists()):
             text = f"{away} is to be copied from {here}, and there is no such file or folder here."
             findings.add(("file_mounts", away), text)
     _check_commands(findings)
@@ -152,20 +151,16 @@ def _schema() -> Draft7Validator:
     ray = importlib.util.find_spec("ray")
     assert ray is not None
     assert ray.origin is not None
-    schema = json.loads(
-        (Path(ray.origin).parent / "autoscaler" / "ray-schema.json").read_text(encoding="utf-8")
-    )
-    # goes with machines on premises
-    schema["properties"]["min_workers"] = {"type": "integer", "minimum": 0}
-    schema["properties"]["file_mounts"] = {
-        "type": "object",
-        "additionalProperties": {"type": "string"},
-    }
+    file = Path(ray.origin).with_name("autoscaler") / "ray-schema.json"
+    schema = json.loads(file.read_text(encoding="utf-8"))
+    known = schema["properties"]
+    known["min_workers"] = {"type": "integer", "minimum": 0}  # goes with machines on premises
+    known["file_mounts"] = {"type": "object", "additionalProperties": {"type": "string"}}
     return Draft7Validator(schema)
 
 
 def _check_login(findings: Findings) -> None:
-    """Check user and key of the login: SSH requires that only the owner can read the key."""
+    """Check user and key of the login."""
     user = findings.at(("auth", "ssh_user")) or ""
     if not re.fullmatch(rf"{PLACEHOLDER}.*|[A-Za-z_][-A-Za-z0-9_.@]*", user):
         findings.add(
@@ -187,45 +182,26 @@ def _check_login(findings: Findings) -> None:
 
 
 def _check_commands(findings: Findings) -> None:
-    """Check the commands for the machines: they must be given, and require the token."""
+    """Check that the commands for the machines are given, and require the token."""
     for name in ("setup_commands", HEAD, WORKER):
         if findings.at((name,)) is None:
-            end = (
-                "which installs an old version and opens the dashboard to everybody. `raypool"
-                " cluster init` writes good ones."
+            text = (
+                f"{name} is missing: Ray would take its own, which installs an old version and"
+                " opens the dashboard to everybody. `raypool cluster init` writes good ones."
             )
-            findings.add((), f"{name} is missing: Ray would take its own, {end}")
+            findings.add((), text)
     ports = {}
     for name in (HEAD, WORKER):
         commands = findings.at((name,)) or ()
-        starts = {
-            number: text for number, text in enumerate(commands) if launcher_file.START in text
-        }
+        starts = {number: text for number, text in enumerate(commands) if START in text}
         if commands and not starts:
-            findings.add((name,), f"{name} does not start Ray: `{launcher_file.START}` is missing.")
-        for number, text in starts.items():
-            if not _has_token(text):
-                right = (
-                    "Put `export RAY_AUTH_MODE=token;` before `ray start`, into the same command"
-                )
-                findings.add(
-                    (name, number),
-                    f"Ray is started without a token: whoever reaches it can run code. {right}.",
-                )
-            elif (
-                launcher_file.TOKEN not in (findings.at(("file_mounts",)) or {})
-                and "RAY_AUTH_TOKEN" not in text
-            ):
-                right = f"Put `{launcher_file.TOKEN}: {launcher_file.TOKEN}` under file_mounts"
-                findings.add(
-                    (name, number),
-                    f"Ray wants a token, and none is copied to the machines. {right}.",
-                )
-            if name == HEAD and "--autoscaling-config" not in text:
-                option = "--autoscaling-config=~/ray_bootstrap_config.yaml"
+            findings.add((name,), f"{name} does not start Ray: `{START}` is missing.")
+        for number, command in starts.items():
+            _check_token(findings, (name, number), command)
+            if name == HEAD and "--autoscaling-config" not in command:
                 text = (
-                    f"Ray is not told of this file, so no worker is ever made. Add `{option}` to"
-                    " `ray start`."
+                    "Ray is not told of this file, so no worker is ever made. Add"
+                    " `--autoscaling-config=~/ray_bootstrap_config.yaml` to `ray start`."
                 )
                 findings.add((name, number), text)
         ports[name] = re.search(
@@ -240,25 +216,33 @@ def _check_commands(findings: Findings) -> None:
         )
 
 
-def _has_token(command: str) -> bool:
-    """Whether a command has Ray ask for a token."""
-    # Each command is run by a shell of its own: what another one sets does not count.
-    before = command.partition(launcher_file.START)[0]
+def _check_token(findings: Findings, keys: Keys, command: str) -> None:
+    """Check that Ray asks for a token where a command starts it, and has one."""
+    # each command has its own shell: what another one sets does not count
+    before = command.partition(START)[0]
     modes = re.findall(r"\bRAY_AUTH_MODE=[\"']?(\w*)", before)
     is_exported = re.search(
         r"\bexport\s[^;&|\n]*RAY_AUTH_MODE"
         r"|\bRAY_AUTH_MODE=[^\s;&|]+\s+([A-Za-z_]\w*=[^\s;&|]*\s+)*$",
         before,
     )
-    return (
-        modes[-1:] == ["token"]
-        and is_exported is not None
-        and not re.search(r"\bunset\b[^;&|]*\bRAY_AUTH", before)
-    )
+    is_unset = re.search(r"\bunset\b[^;&|]*\bRAY_AUTH", before)
+    if modes[-1:] != ["token"] or not is_exported or is_unset:
+        text = (
+            "Ray is started without a token: whoever reaches it can run code. Put `export"
+            " RAY_AUTH_MODE=token;` before `ray start`, into the same command."
+        )
+        findings.add(keys, text)
+    elif TOKEN not in (findings.at(("file_mounts",)) or {}) and "RAY_AUTH_TOKEN" not in command:
+        text = (
+            f"Ray wants a token, and none is copied to the machines. Put `{TOKEN}: {TOKEN}` under"
+            " file_mounts."
+        )
+        findings.add(keys, text)
 
 
 def _ask_ray(findings: Findings) -> None:
-    """Run Ray's own preparation of the file, without its output."""
+    """Run Ray's own preparation of the file, which makes nothing, without its output."""
     from raypool.ray_private import prepare_config, validate_config
 
     logger = logging.getLogger("ray")

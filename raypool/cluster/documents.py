@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from jsonschema.protocols import Validator
 
 from raypool.errors import CloudError
 
+# the parser in C, if PyYAML was built with it
 Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 Keys = tuple[str | int, ...]
@@ -21,7 +23,7 @@ Keys = tuple[str | int, ...]
 PLACEHOLDER = "<"
 """The beginning of a placeholder: "<your project>"."""
 
-DEEPEST = 100
+DEEPEST = 100  # levels of entries in each other
 
 OPEN = "is still to be filled in."
 """The end of messages on placeholders."""
@@ -33,7 +35,7 @@ class Document:
 
     Attributes:
         name: The file's name in messages.
-        content: The content as plain values.
+        content: As plain values.
         node: The content as PyYAML's nodes, with positions.
     """
 
@@ -45,21 +47,14 @@ class Document:
         """Return the line, from 1, of the entry at `keys`, or of the nearest one above it."""
         node, line = self.node, self.node.start_mark.line
         for key in keys:
+            entries = []
             if isinstance(node, yaml.MappingNode):
-                entry = next(
-                    ((name, value) for name, value in node.value if name.value == str(key)), None
-                )
-            elif (
-                isinstance(node, yaml.SequenceNode)
-                and isinstance(key, int)
-                and key < len(node.value)
-            ):
-                entry = node.value[key], node.value[key]
-            else:
-                entry = None
-            if entry is None:
-                break
-            line, node = entry[0].start_mark.line, entry[1]
+                entries = [entry for entry in node.value if entry[0].value == str(key)]
+            elif isinstance(node, yaml.SequenceNode) and isinstance(key, int):
+                entries = [(value, value) for value in node.value[key : key + 1]]
+            if not entries:
+                break  # there is no such entry: the one above it is nearest
+            line, node = entries[0][0].start_mark.line, entries[0][1]
         return line + 1
 
     def place_of(self, keys: Keys) -> str:
@@ -68,11 +63,7 @@ class Document:
 
 
 def read_documents(path: str | Path) -> list[Document]:
-    """Return the documents of a file.
-
-    Raises:
-        CloudError: It cannot be read, or is not YAML.
-    """
+    """Return the documents of a file, as `documents_of` does."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -83,15 +74,11 @@ def read_documents(path: str | Path) -> list[Document]:
 
 
 def documents_of(text: str, name: str) -> list[Document]:
-    r"""Return the documents of a text.
-
-    Args:
-        text: YAML.
-        name: What to call it in errors.
+    r"""Return the documents of a YAML text, which errors call `name`.
 
     Raises:
-        CloudError: It is not YAML; a mapping has a key twice, of which YAML would take the last, or
-            one that is no text; or an entry is part of itself.
+        CloudError: It is not YAML; a mapping has a key twice, or one that is no text; or an entry
+            is part of itself.
 
     Example:
         >>> [document] = documents_of("a:\n  b: 1\n", "some.yaml")
@@ -118,8 +105,7 @@ def documents_of(text: str, name: str) -> list[Document]:
 
 
 def _check_keys(node: yaml.Node, name: str, above: set[int]) -> None:
-    """Refuse duplicate and non-text keys, and aliases of an enclosing entry."""
-    # YAML accepts all of them: of duplicates it takes the last.
+    """Refuse what YAML accepts: duplicate keys, of which it takes the last, and the like."""
 
     def refuse(at: yaml.Node, text: str) -> None:
         raise CloudError(f"{name}, line {at.start_mark.line + 1}: {text}")
@@ -128,22 +114,20 @@ def _check_keys(node: yaml.Node, name: str, above: set[int]) -> None:
         refuse(node, f"entries are nested too deep: more than {DEEPEST} in each other.")
     if id(node) in above:
         refuse(node, "what stands here is a part of itself, by an alias. Write it out.")
-    entries = node.value if isinstance(node, yaml.MappingNode) else ()
-    lines: dict[Any, int] = {}
-    for key, _ in entries:
-        if key.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
-            refuse(key, f"YAML reads the name {key.value!r} as no text. Put it in quotes.")
-        if key.value in lines and key.value != "<<":
-            first = lines[key.value]
-            refuse(
-                key,
-                f"{key.value!r} stands here for the second time (the first is in line {first})."
-                " Keep one of them.",
-            )
-        lines[key.value] = key.start_mark.line + 1
-    children = [value for _, value in entries] or (
-        node.value if isinstance(node, yaml.SequenceNode) else ()
-    )
+    children = node.value if isinstance(node, yaml.SequenceNode) else []
+    if isinstance(node, yaml.MappingNode):
+        children = [value for _, value in node.value]
+        lines: dict[Any, int] = {}
+        for key, _ in node.value:
+            if key.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
+                refuse(key, f"YAML reads the name {key.value!r} as no text. Put it in quotes.")
+            if key.value in lines and key.value != "<<":  # a mapping may be merged from several
+                refuse(
+                    key,
+                    f"{key.value!r} stands here for the second time (the first is in line"
+                    f" {lines[key.value]}). Keep one of them.",
+                )
+            lines[key.value] = key.start_mark.line + 1
     for child in children:
         _check_keys(child, name, above | {id(node)})
 
@@ -157,15 +141,15 @@ class Problem:
 
     @property
     def is_open(self) -> bool:
-        """Whether it is only a placeholder that is not filled in."""
+        """Whether it is only a placeholder."""
         return self.text.endswith(OPEN)
 
 
 class Findings:
     """The mistakes and doubts that a check finds in a document.
 
-    All mistakes are raised together. Doubts are only warnings: a catalogue of machines has a date,
-    and a machine may be newer.
+    All mistakes are raised together. Doubts are warnings: a machine may be newer than the catalogue
+    of machines.
 
     Example:
         >>> [document] = documents_of("workers: -1", "some.yaml")
@@ -191,17 +175,23 @@ class Findings:
         self.doubts.append(Problem(keys, text))
 
     def check_keys(self, keys: Keys, known: Iterable[str]) -> None:
-        """Note each entry of the mapping at `keys` whose name is not known."""
+        """Note unknown names in the mapping at `keys`."""
         names = list(known)
         for key in self.at(keys) or ():
             if key not in names:
                 self.add((*keys, key), f"there is no setting {key!r}{nearest(str(key), names)}")
 
     def check_filled_in(self) -> None:
-        """Note each entry that is still to be filled in."""
+        """Note each placeholder."""
         for keys, text in texts(self.document.content):
             if text.startswith(PLACEHOLDER):
                 self.add(keys, f"{text} {OPEN}")
+
+    def check_form(self, keys: Keys, form: str, text: str) -> None:
+        """Note an entry that has not this form and is no placeholder; {} in `text` is the entry."""
+        entry = self.at(keys)
+        if not re.fullmatch(f"{form}|{PLACEHOLDER}.*", str(entry)):
+            self.add(keys, text.format(repr(entry)))
 
     def check_schema(self, schema: Validator, keys: Keys = ()) -> None:
         """Note violations of a JSON schema in the entry at `keys`."""
@@ -209,14 +199,11 @@ class Findings:
             at = (*keys, *error.absolute_path)
             name = next((key for key in reversed(at) if isinstance(key, str)), "the file")
             allowed: Any = error.validator_value
-            if error.validator == "additionalProperties":
+            if error.validator == "additionalProperties":  # say which names there are
                 self.check_keys(at, cast("dict[str, Any]", error.schema).get("properties", {}))
             elif error.validator == "enum":
-                self.add(
-                    at,
-                    f"{name} is"
-                    f" {error.instance!r}{nearest(str(error.instance), map(str, allowed))}",
-                )
+                near = nearest(str(error.instance), map(str, allowed))
+                self.add(at, f"{name} is {error.instance!r}{near}")
             else:
                 self.add(at, f"{name}: {error.message}.")
 
@@ -234,8 +221,8 @@ class Findings:
         """Return the doubts, in the order of lines.
 
         Raises:
-            CloudError: There are mistakes. The message lists all; `.problems` has each (`keys`,
-                `text`), and `.warnings` the doubts.
+            CloudError: There are mistakes: one per line of the message, and in `.problems` (`keys`,
+                `text`). `.warnings` has the doubts.
         """
         for found in (self.problems, self.doubts):
             found.sort(key=lambda problem: self.document.line_of(problem.keys))

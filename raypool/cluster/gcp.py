@@ -27,13 +27,10 @@ GPU_IMAGE = (
     "projects/deeplearning-platform-release/global/images/family"
     "/common-cu129-ubuntu-2404-nvidia-580"
 )
-"""Ubuntu with NVIDIA's driver installed; it suits all GPUs but K80, which newer drivers do not
-support.
-"""
+"""Ubuntu with NVIDIA's driver; newer drivers do not support the K80."""
 
-# The families of machines that boot from these disks only. Others get pd-balanced: Compute Engine's
-# own default are spinning disks, which take minutes to read what is installed, and which newer
-# machines do not have.
+# Families of machines that boot from these disks only. Others get pd-balanced: Compute Engine's own
+# default is a spinning disk, which takes minutes to read, and which newer machines do not have.
 HYPERDISK_ONLY = ("a3-ultragpu-", "a4-", "a4x-", "g4-", "n4-", "c4-", "c4a-", "c4d-")
 
 STORAGE = "https://www.googleapis.com/auth/devstorage.read_write"
@@ -49,31 +46,26 @@ _ACCELERATOR = {
         "acceleratorCount": {"type": "integer", "minimum": 1},
     },
 }
+_ACCELERATORS = {"type": "array", "minItems": 1, "maxItems": 1, "items": _ACCELERATOR}
 SHAPE = Draft7Validator(
     {
         "type": "object",
         "required": ["machineType"],
         "properties": {
             "machineType": {"type": "string"},
-            "guestAccelerators": {
-                "type": "array",
-                "minItems": 1,
-                "maxItems": 1,
-                "items": _ACCELERATOR,
-            },
+            "guestAccelerators": _ACCELERATORS,
             "scheduling": {"type": "object"},
         },
     }
 )
-"""What the checks of GPUs rely on, and Google's description does not say."""
+"""What the checks of GPUs rely on, and Google's description lacks."""
 
 
 def write(plan: ClusterPlan) -> dict[str, Any]:
     """Return a file for Ray's launcher.
 
     Raises:
-        CloudError: The plan does not say where, or a machine cannot have the GPUs that it is to
-            have.
+        CloudError: The plan does not say where, or a machine cannot have its GPUs.
 
     Example:
         >>> head = NodeGroup(name="head", machine="n2-standard-4")
@@ -98,8 +90,16 @@ def write(plan: ClusterPlan) -> dict[str, Any]:
 
 
 def _instance(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
-    """Return the settings of an instance for Compute Engine."""
-    instance: dict[str, Any] = {"machineType": group.machine, "disks": [_disk(plan, group)]}
+    kind = "hyperdisk-balanced" if group.machine.startswith(HYPERDISK_ONLY) else "pd-balanced"
+    disk = {
+        "diskSizeGb": group.disk_gb,
+        "diskType": f"zones/{plan.zone}/diskTypes/{kind}",
+        "sourceImage": GPU_IMAGE if group.gpus else HEAD_IMAGE,
+    }
+    instance: dict[str, Any] = {
+        "machineType": group.machine,
+        "disks": [{"boot": True, "autoDelete": True, "initializeParams": disk}],
+    }
     gpu = catalogue("gce").gpu(group.gpu) if group.gpu else None
     if gpu and catalogue("gce").machine(group.machine).gpu is None:
         instance["guestAccelerators"] = [
@@ -119,29 +119,14 @@ def _instance(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
     return instance
 
 
-def _disk(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
-    kind = "hyperdisk-balanced" if group.machine.startswith(HYPERDISK_ONLY) else "pd-balanced"
-    return {
-        "boot": True,
-        "autoDelete": True,
-        "initializeParams": {
-            "diskSizeGb": group.disk_gb,
-            "diskType": f"zones/{plan.zone}/diskTypes/{kind}",
-            "sourceImage": GPU_IMAGE if group.gpus else HEAD_IMAGE,
-        },
-    }
-
-
 def check(findings: Findings) -> None:
     """Note entries that Compute Engine would refuse, or accept although they cannot work."""
-    name = findings.at(("cluster_name",))
-    if not re.fullmatch(rf"[a-z][-a-z0-9]{{0,{NAME_LIMIT - 1}}}|{PLACEHOLDER}.*", name):
-        right = f"lower-case letters, digits and dashes, a letter first, {NAME_LIMIT} at most"
-        findings.add(
-            ("cluster_name",),
-            f"cluster_name is {name!r}; the names of machines begin with it, so it may have"
-            f" {right}.",
-        )
+    findings.check_form(
+        ("cluster_name",),
+        rf"[a-z][-a-z0-9]{{0,{NAME_LIMIT - 1}}}",
+        "cluster_name is {}; the names of machines begin with it, so it may have lower-case"
+        f" letters, digits and dashes, a letter first, {NAME_LIMIT} at most.",
+    )
     zone = _check_place(findings)
     if _schema() is None:
         text = (
@@ -161,18 +146,15 @@ def check(findings: Findings) -> None:
 
 
 def _check_place(findings: Findings) -> str | None:
-    """Check project and zone; return the zone, None if it is not filled in."""
+    """Check project and zone; return the zone, None if not filled in."""
     project, region, zone = (
         findings.at(("provider", name)) for name in ("project_id", "region", "availability_zone")
     )
     for name, given in (("project_id", project), ("region", region), ("availability_zone", zone)):
         if not given:
             findings.add(("provider",), f"{name} is missing in provider.")
-    if (
-        isinstance(project, str)
-        and not project.startswith(PLACEHOLDER)
-        and (wrong := why_no_project(project)) is not None
-    ):
+    is_given = isinstance(project, str) and not project.startswith(PLACEHOLDER)
+    if is_given and (wrong := why_no_project(project)):
         findings.add(("provider", "project_id"), f"project_id is {wrong}")
     if not isinstance(zone, str) or zone.startswith(PLACEHOLDER):
         return None
@@ -206,11 +188,11 @@ def why_no_project(project: str) -> str | None:
 
 
 def _check_type(findings: Findings, keys: Keys, zone: str | None) -> None:
-    """Check a node type: first the names and types of its settings."""
+    """Check a node type."""
     config = (*keys, "node_config")
     findings.check_schema(_schema() or SHAPE, config)
     if not SHAPE.is_valid(findings.at(config)):
-        return
+        return  # the next checks rely on it
     for at, text in texts(findings.at(config)):
         place = re.match(r"(?:https?://.*/)?(?:projects/[^/]+/)?zones/([^/]+)/", text)
         if place is not None and zone not in (None, place[1]):
@@ -239,9 +221,10 @@ def _schema() -> Draft7Validator | None:
 
 
 def _strict(described: dict[str, Any]) -> dict[str, Any]:
-    """Return a part of Google's description as a JSON schema that refuses unknown settings."""
+    """Return a part of Google's description as a schema that refuses unknown settings."""
     if "$ref" in described:
         return {"$ref": f"#/schemas/{described['$ref']}"}
+    # "any" is Google's word for a value of any type, and no type of JSON schemas
     schema: dict[str, Any] = {
         name: described[name] for name in ("type", "enum") if described.get(name, "any") != "any"
     }
@@ -258,30 +241,26 @@ def _strict(described: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_gpus(findings: Findings, keys: Keys, zone: str | None) -> None:
-    """Check the machine of a node type, its GPUs, and related settings."""
+    """Check a node type's machine, its GPUs, and related settings."""
     config, gce = (*keys, "node_config"), catalogue("gce")
     machine = findings.at((*config, "machineType")).rpartition("/")[2]
     attached = (findings.at((*config, "guestAccelerators")) or [None])[0]
     shape, kind, gpus = gce.machines.get(machine), None, 0
     if attached is not None:
         at = (*config, "guestAccelerators", 0, "acceleratorType")
-        kind, gpus = (
-            _gpu(findings, at, attached["acceleratorType"].rpartition("/")[2]),
-            attached["acceleratorCount"],
-        )
+        kind = _gpu(findings, at, attached["acceleratorType"].rpartition("/")[2])
+        gpus = attached["acceleratorCount"]
     elif shape is not None and shape.gpu is not None:
         kind, gpus = gce.gpu(shape.gpu), shape.gpus
     is_made_to_measure = re.fullmatch(r"([a-z]\w*-)?custom-\d+-\d+(-ext)?", machine) is not None
     try:
-        if not is_made_to_measure:
+        if not is_made_to_measure:  # these are in no catalogue
             gce.machine(machine)
         if kind is not None and zone is not None:
             gce.check_place(zone, kind.name)
     except CloudError as error:
-        findings.doubt(
-            (*config, "machineType") if shape is None else ("provider", "availability_zone"),
-            str(error),
-        )
+        place: Keys = ("provider", "availability_zone")
+        findings.doubt((*config, "machineType") if shape is None else place, str(error))
     if shape is not None and kind is not None:
         try:
             gce.check(machine, kind.name, gpus)
@@ -293,10 +272,11 @@ def _check_gpus(findings: Findings, keys: Keys, zone: str | None) -> None:
 
 
 def _gpu(findings: Findings, keys: Keys, accelerator: str) -> Gpu | None:
-    """Return the GPU of Compute Engine's name, its only spelling there; None if unknown."""
+    """Return the GPU with Compute Engine's name; None if unknown."""
     try:
         gpu = catalogue("gce").gpu(accelerator)
     except CloudError as error:
+        # one that the catalogue has as gone is a mistake; any other may be newer than the catalogue
         is_gone = any(each.accelerator == accelerator for each in catalogue("gce").gpus.values())
         (findings.add if is_gone else findings.doubt)(keys, str(error))
         return None

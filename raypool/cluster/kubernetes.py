@@ -1,9 +1,8 @@
 """Files for Kubernetes: writes KubeRay's RayCluster and RayJob, and checks them.
 
 The operator takes the role of Ray's launcher: it makes pods, starts Ray in them, and resizes the
-groups. No watcher is needed beside the workers: where a machine is taken back, Kubernetes tells its
-pods to end first, and Ray, whose `ray start --block` is their first process, drains the node when
-it is told so.
+groups. Workers need no watcher: Kubernetes tells the pods of a machine that is taken back to end,
+and `ray start --block`, their first process, then drains the node.
 
 Source: KubeRay 1.7, `apis/ray/v1/raycluster_types.go`, `rayjob_types.go` and
 `controllers/ray/common/pod.go` (what the operator adds to a pod); Ray 2.60, `_private/node.py`
@@ -42,33 +41,30 @@ GPU = "nvidia.com/gpu"  # what NVIDIA's device plugin calls the GPUs of a node
 DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 
 CODE = "<address of a zip of your code: https://...>"
-"""What a job is still to be told: pods cannot see the folder that it is submitted from."""
+"""To be filled in for a job: pods cannot see the folder that it is submitted from."""
 
 # from SIGTERM to SIGKILL; GKE gives pods on spot machines 15 s, whatever they ask for
 GRACE_S, SPOT_GRACE_S = 60, 15
 END_S = 5  # of that, what Ray needs to end after draining
 
-# the operator puts more behind it, and 63 is what Kubernetes allows
+# the operator appends to it, and Kubernetes allows 63 letters
 LONGEST_NAME = {"RayCluster": 53, "RayJob": 47}
 OTHERS = ("RayService", "RayCronJob")
-"""KubeRay's other kinds, which only Kubernetes looks at."""
+"""KubeRay's other kinds, which only Kubernetes checks."""
 
 PATIENCE_S = 60
-"""How long a cluster may take to answer `kubectl` [s]."""
+"""A cluster has to answer `kubectl` within this time [s]."""
 
 CPUS, MEMORY_GB = 3, 12
-"""What a pod asks for, and for each GPU if it has several, unless a plan says otherwise: it fits
-where a machine has 4 vCPUs and 15 GB for each, of which Kubernetes keeps some."""
+"""The request of a pod (for each of its GPUs) without a plan's: it fits where a machine has 4 vCPUs
+and 15 GB for each, of which Kubernetes keeps some."""
 
 
 def write(plan: ClusterPlan) -> dict[str, Any]:
-    """Return the RayCluster of a plan.
+    """Return the RayCluster of a plan, autoscaled if a group may grow.
 
-    Groups that may grow make it an autoscaled one.
-
-    Args:
-        plan: The cluster. The GPUs of a group are asked for by GKE's label of its nodes where `gpu`
-            names a kind, elsewhere from whichever nodes have some.
+    A group with a `gpu` asks for it by GKE's label of nodes; others with GPUs run on any nodes that
+    have some.
 
     Raises:
         CloudError: There is no GPU of a name.
@@ -92,9 +88,7 @@ def write(plan: ClusterPlan) -> dict[str, Any]:
 def write_job(plan: ClusterPlan, entrypoint: str) -> dict[str, Any]:
     """Return the RayJob that makes the cluster of a plan, runs a command there, and takes it down.
 
-    Args:
-        plan: The cluster.
-        entrypoint: The command, run by a shell on the head: "python train.py".
+    The command, `entrypoint`, is for a shell on the head: "python train.py".
 
     Example:
         >>> head = NodeGroup(name="head")
@@ -106,7 +100,7 @@ def write_job(plan: ClusterPlan, entrypoint: str) -> dict[str, Any]:
         "entrypoint": entrypoint,
         "runtimeEnvYAML": f'working_dir: "{CODE}"\n',
         "shutdownAfterJobFinishes": True,
-        "ttlSecondsAfterFinished": 300,  # so long its logs can be looked at where they are
+        "ttlSecondsAfterFinished": 300,  # so long its logs can be read there
         "rayClusterSpec": _cluster(plan),
     }
     return {"apiVersion": API, "kind": "RayJob", "metadata": {"name": plan.name}, "spec": spec}
@@ -141,17 +135,6 @@ def _cluster(plan: ClusterPlan) -> dict[str, Any]:
         "enableInTreeAutoscaling": True,
         "autoscalerOptions": {"version": "v2", "idleTimeoutSeconds": round(plan.idle_minutes * 60)},
     }
-    return {
-        "rayVersion": version("ray"),
-        "authOptions": {"mode": "token"},
-        **(autoscaling if grows else {}),
-        "headGroupSpec": _head(plan),
-        "workerGroupSpecs": [_workers(plan, group) for group in plan.workers],
-    }
-
-
-def _head(plan: ClusterPlan) -> dict[str, Any]:
-    """Return the head's group; without GPUs it offers no resources, so tasks stay off it."""
     template = _template(plan, plan.head)
     [container] = template["spec"]["containers"]
     container["env"] += [
@@ -162,10 +145,18 @@ def _head(plan: ClusterPlan) -> dict[str, Any]:
         {"name": "dashboard", "containerPort": DASHBOARD_PORT},
         {"name": "client", "containerPort": CLIENT_PORT},
     ]
-    return {
+    head = {
+        # a head without GPUs offers no CPUs either, so tasks stay off it
         "rayStartParams": {} if plan.head.gpus else {"num-cpus": "0"},
         "labels": _labels(plan.head),
         "template": template,
+    }
+    return {
+        "rayVersion": version("ray"),
+        "authOptions": {"mode": "token"},
+        **(autoscaling if grows else {}),
+        "headGroupSpec": head,
+        "workerGroupSpecs": [_workers(plan, group) for group in plan.workers],
     }
 
 
@@ -173,7 +164,7 @@ def _workers(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
     template = _template(plan, group)
     # user code needs no access to Kubernetes
     template["spec"]["automountServiceAccountToken"] = False
-    # Ray finds the kind of a GPU where one is. The autoscaler has to know it before there is one.
+    # Ray sees the kind of an existing GPU; the autoscaler has to know it before the first exists
     kind = {"resources": {f"accelerator_type:{group.gpu}": "1"}} if group.gpu else {}
     return {
         "groupName": group.name,
@@ -188,7 +179,7 @@ def _workers(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
 
 
 def _labels(group: NodeGroup) -> dict[str, str]:
-    """Return the labels of the pods, which Ray's nodes have, too."""
+    """Return the labels of pods, which Ray's nodes have, too."""
     kind = {ACCELERATOR: group.gpu} if group.gpu else {}
     return {ROLE: group.name, "ray.io/market-type": "spot" if group.spot else "on-demand", **kind}
 
@@ -196,12 +187,23 @@ def _labels(group: NodeGroup) -> dict[str, str]:
 def _template(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
     grace_s = SPOT_GRACE_S if group.spot else GRACE_S
     selector, tolerations = _machines(group)
+    beside = max(group.gpus, 1)
+    cpus = group.cpus if group.cpus is not None else CPUS * beside
+    memory_gb = group.memory_gb if group.memory_gb is not None else MEMORY_GB * beside
+    amounts = {"cpu": str(cpus), "memory": f"{round(memory_gb * 1000)}M"}
+    if group.gpus:
+        amounts[GPU] = str(group.gpus)
+    # The operator appends `&& ulimit ...; ray start ...`: without the exit, Ray would start even
+    # if nothing could be installed, and fail later, without saying why.
+    packages = " ".join(shlex.quote(package) for package in plan.packages)
+    install = {"args": [f"pip install --no-cache-dir {packages} || exit 1"]} if packages else {}
     container = {
         "name": "ray",
         "image": image(plan, group),
-        **_install(plan),
+        **install,
         "env": [{"name": DRAIN, "value": str(grace_s - END_S)}],
-        "resources": _resources(group),
+        # limits equal requests: memory that is lent beyond them is taken back by force
+        "resources": {"requests": amounts, "limits": dict(amounts)},
     }
     return {
         "spec": {
@@ -227,44 +229,19 @@ def image(plan: ClusterPlan, group: NodeGroup) -> str:
     return f"rayproject/ray:{version('ray')}-py{python}{cuda}"
 
 
-def _install(plan: ClusterPlan) -> dict[str, Any]:
-    """Return the command that installs a plan's packages."""
-    # The operator appends `&& ulimit ...; ray start ...`: without the exit, Ray would start even
-    # if nothing could be installed, and fail later, without saying why.
-    packages = " ".join(shlex.quote(package) for package in plan.packages)
-    return {"args": [f"pip install --no-cache-dir {packages} || exit 1"]} if packages else {}
-
-
-def _resources(group: NodeGroup) -> dict[str, Any]:
-    """Return the resources of a pod."""
-    # Limits equal requests: memory that is lent beyond them is taken back by force.
-    beside = max(group.gpus, 1)
-    cpus = group.cpus if group.cpus is not None else CPUS * beside
-    memory_gb = group.memory_gb if group.memory_gb is not None else MEMORY_GB * beside
-    amounts = {"cpu": str(cpus), "memory": f"{round(memory_gb * 1000)}M"}
-    if group.gpus:
-        amounts[GPU] = str(group.gpus)
-    return {"requests": amounts, "limits": dict(amounts)}
-
-
 def _machines(group: NodeGroup) -> tuple[dict[str, str], list[dict[str, str]]]:
-    """Return which nodes a group's pods want, and which taints of nodes they bear."""
+    """Return the labels of nodes that a group's pods need, and the taints that they tolerate."""
     selector, tolerations = {}, []
     if group.gpus:
         tolerations.append({"key": GPU, "operator": "Exists", "effect": "NoSchedule"})
     if group.gpu is not None:
-        selector["cloud.google.com/gke-accelerator"] = str(
-            catalogue("gce").gpu(group.gpu).accelerator
-        )
+        accelerator = catalogue("gce").gpu(group.gpu).accelerator
+        selector["cloud.google.com/gke-accelerator"] = str(accelerator)
     if group.spot:
-        selector["cloud.google.com/gke-spot"] = "true"
+        spot = "cloud.google.com/gke-spot"
+        selector[spot] = "true"
         tolerations.append(
-            {
-                "key": "cloud.google.com/gke-spot",
-                "operator": "Equal",
-                "value": "true",
-                "effect": "NoSchedule",
-            }
+            {"key": spot, "operator": "Equal", "value": "true", "effect": "NoSchedule"}
         )
     return selector, tolerations
 
@@ -273,7 +250,7 @@ def _machines(group: NodeGroup) -> tuple[dict[str, str], list[dict[str, str]]]:
 
 
 def is_manifest(content: object) -> bool:
-    """Say whether it is for KubeRay's operator."""
+    """Whether it is for KubeRay's operator."""
     return isinstance(content, dict) and str(content.get("apiVersion")).startswith("ray.io/")
 
 
@@ -285,12 +262,13 @@ def check(findings: Findings) -> None:
     if kind not in LONGEST_NAME:
         findings.add(("kind",), f"kind is {kind!r}{nearest(kind, (*LONGEST_NAME, *OTHERS))}")
         return
-    if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?|<.*", name) or len(name) > LONGEST_NAME[kind]:
-        right = (
-            f"small letters, digits and -, a letter first and no - last, {LONGEST_NAME[kind]} at"
-            " most"
+    longest = LONGEST_NAME[kind]
+    if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?|<.*", name) or len(name) > longest:
+        text = (
+            f"name is {name!r}; it must be small letters, digits and -, a letter first and no -"
+            f" last, {longest} at most."
         )
-        findings.add(("metadata", "name"), f"name is {name!r}; it must be {right}.")
+        findings.add(("metadata", "name"), text)
     spec: Keys = ("spec",)
     if kind == "RayJob":
         _check_job(findings)
@@ -336,7 +314,7 @@ def _check_cluster(findings: Findings, spec: Keys) -> None:
 
 
 def _check_job(findings: Findings) -> None:
-    """Look at what a RayJob runs."""
+    """Check what a RayJob runs."""
     entrypoint, mode = (findings.at(("spec", name)) for name in ("entrypoint", "submissionMode"))
     if not entrypoint and mode != "InteractiveMode":
         findings.add(
@@ -356,8 +334,8 @@ def _check_job(findings: Findings) -> None:
 
 def _check_gpus(findings: Findings, keys: Keys) -> None:
     """Note a group of pods whose Ray is told of more GPUs than a pod gets."""
-    # Work would wait for them forever. If neither `rayStartParams` nor `resources` says a number,
-    # Ray is told of the limits.
+    # Work would wait for them forever. Without a number in `rayStartParams` and `resources`, Ray is
+    # told of the limits.
     pod: Keys = (*keys, "template", "spec", "containers")
     containers = findings.at(pod)
     if findings.at(keys) is not None and not (isinstance(containers, list) and containers):
@@ -366,11 +344,8 @@ def _check_gpus(findings: Findings, keys: Keys) -> None:
         )
         return
     limits = findings.at((*pod, 0, "resources", "limits"))
-    has = (
-        {str(name): str(count) for name, count in limits.items()}
-        if isinstance(limits, dict)
-        else {}
-    )
+    named = limits.items() if isinstance(limits, dict) else ()
+    has = {str(name): str(count) for name, count in named}
     if not has.get(GPU, "0").isdecimal():
         text = (
             f"{GPU} is {has[GPU]}; it must be a whole number. Workers share a GPU by"
@@ -396,11 +371,12 @@ def ask(path: str | Path) -> tuple[str, ...]:
         Its warnings, or that it could not be asked.
 
     Raises:
-        CloudError: It refuses the file; says why, in its words.
+        CloudError: It refuses the file; in its words.
     """
     unasked = f"{path}: Kubernetes did not check this file, so unknown settings are not found"
     if shutil.which("kubectl") is None:
         return (f"{unasked}: kubectl is not installed here.",)
+    # asks the server for its version, too, and so finds out at once whether there is one
     if (answer := _kubectl("version", "--request-timeout=10s")) is None or answer.returncode:
         why = answer.stderr.strip().splitlines()[-1:] if answer else []
         return (f"{unasked}: kubectl reaches no cluster{''.join(f' ({line})' for line in why)}.",)
@@ -416,11 +392,11 @@ def ask(path: str | Path) -> tuple[str, ...]:
 
 
 def _kubectl(*words: str) -> subprocess.CompletedProcess[str] | None:
-    """Run kubectl, which may ask for no password; None if it does not end in time."""
+    """Run kubectl; None if it does not end in time."""
     with contextlib.suppress(subprocess.TimeoutExpired, OSError):
         return subprocess.run(
             ["kubectl", *words],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL,  # it could ask for a password
             capture_output=True,
             text=True,
             timeout=PATIENCE_S,

@@ -36,7 +36,7 @@ TUNNEL_S = 30.0
 TOKEN_MODE = "export RAY_AUTH_MODE=token"
 
 SEES_RAY = "cat /proc/[0-9]*/comm 2>/dev/null | grep -qx gcs_server"
-"""Succeeds on a machine where the head of a Ray runs."""
+"""Succeeds on a machine where a Ray's head runs."""
 
 OPEN = "raypool: open"
 
@@ -49,14 +49,13 @@ class _NotThereError(CloudError):
 
 
 def up(path: str | Path) -> None:
-    """Start a cluster, or change one that runs into what its file says; return when its head is
-    there.
+    """Start a cluster, or change a running one as its file says; return once its head is ready.
 
-    The Ray of one that runs is started anew: what runs there ends. The file is checked before, and
-    the token that it copies to the machines is there then, readable by its owner only.
+    The Ray of a running cluster is restarted, which ends what runs there. The file is checked
+    first, and the token that it copies to the machines is made, readable by its owner only.
 
     Raises:
-        CloudError: Something is wrong with the file, or Ray's launcher has failed.
+        CloudError: The file is wrong, or Ray's launcher has failed.
     """
     from ray.autoscaler import sdk
 
@@ -73,8 +72,7 @@ def up(path: str | Path) -> None:
 
 
 def is_running(path: str | Path) -> bool:
-    """Whether a cluster has a head that runs; on premises, whether there is a Ray on that machine,
-    whoever has started it.
+    """Whether a cluster has a running head; on premises, whether any Ray runs on that machine.
 
     Raises:
         CloudError: The provider, or the machine on premises, does not answer.
@@ -83,7 +81,7 @@ def is_running(path: str | Path) -> bool:
 
     content = _content(path)
     if _is_on_premises(content):
-        return _looks(path, _head(path, content))
+        return _has_ray(path, _head(path, content))
     try:
         with _launching(path):
             sdk.get_head_node_ip(str(path))
@@ -93,17 +91,23 @@ def is_running(path: str | Path) -> bool:
 
 
 def status(path: str | Path) -> str:
-    """Return what a cluster says of its machines: which there are, which are coming, what is in
-    use.
+    """Return the `ray status` of a cluster: machines that run or start, and resources in use.
 
     Raises:
-        CloudError: It is not there, or does not answer.
+        CloudError: The cluster does not run, or does not answer.
     """
     from ray.autoscaler import sdk
 
     content = _content(path)
     if _is_on_premises(content):
-        return _status_on_premises(path, _head(path, content))
+        head = _head(path, content)
+        if not _has_ray(path, head):
+            raise _no_ray(path, head)
+        done = head.run(_in_shell(f"{TOKEN_MODE} PYTHONWARNINGS=ignore; ray status"))
+        if done.returncode:
+            words = " ".join(_said(done).split())
+            raise CloudError(f"{path}: the Ray on {head.host} does not answer: {words}.")
+        return done.stdout
     with _launching(path):
         said = sdk.run_on_cluster(str(path), cmd=f"{TOKEN_MODE}; ray status", with_output=True)
     return said.decode() if isinstance(said, bytes) else str(said)
@@ -113,8 +117,8 @@ def down(path: str | Path) -> None:
     """End a cluster, and give its machines back; those on premises stay, without Ray.
 
     Raises:
-        CloudError: Ray's launcher has failed: machines may be left, which cost money. On premises:
-            Ray could not be stopped on some machines.
+        CloudError: Ray's launcher has failed, and machines may be left, which cost money. On
+            premises: Ray could not be stopped on some machines.
     """
     from ray.autoscaler import sdk
 
@@ -127,18 +131,17 @@ def down(path: str | Path) -> None:
 
 
 # --- on premises ----------------------------------------------------------------------------------
-# --------------------------------------------------------------------------------------------------
-# Ray's launcher knows the head of such a cluster by a file in /tmp of the machine that has started
-# it, and by that only: after a restart, or from another machine, it finds nothing to end, and says
-# that all went well. The addresses stand in the file.
+#
+# Ray's launcher knows the head of such a cluster only by a file in /tmp of the machine that has
+# started it: after a restart, or from another machine, it finds nothing to end, and reports
+# success. So these clusters are reached by the addresses in their files.
 
 
 def _is_on_premises(content: dict[str, Any]) -> bool:
     return bool(content["provider"].get("type") == "local")
 
 
-def _looks(path: str | Path, head: Login) -> bool:
-    """Whether there is a Ray on a machine."""
+def _has_ray(path: str | Path, head: Login) -> bool:
     done = head.run(SEES_RAY)
     if done.returncode == UNREACHABLE:
         words = " ".join(done.stderr.split())
@@ -149,17 +152,6 @@ def _looks(path: str | Path, head: Login) -> bool:
     return done.returncode == 0
 
 
-def _status_on_premises(path: str | Path, head: Login) -> str:
-    if not _looks(path, head):
-        raise _no_ray(path, head)
-    done = head.run(_in_shell(f"{TOKEN_MODE} PYTHONWARNINGS=ignore; ray status"))
-    if done.returncode:
-        raise CloudError(
-            f"{path}: the Ray on {head.host} does not answer: {' '.join(_said(done).split())}."
-        )
-    return done.stdout
-
-
 def _no_ray(path: str | Path, head: Login) -> CloudError:
     return CloudError(
         f"{path}: no Ray runs on the head, {head.host}. `raypool cluster up {path}` starts it."
@@ -167,7 +159,7 @@ def _no_ray(path: str | Path, head: Login) -> CloudError:
 
 
 def _in_shell(script: str) -> str:
-    """Return the command that runs a script as somebody would who has logged in."""
+    """Return the command that runs a script as in a login."""
     return f"bash --login -i -c {shlex.quote(script)}"
 
 
@@ -176,13 +168,13 @@ def _said(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def _stop_everywhere(path: str | Path, content: dict[str, Any]) -> None:
-    """Stop Ray on all machines, by commands on their head."""
-    # Only the head may be reachable from here. Its own Ray ends first: it would start the others
-    # again.
+    """Stop Ray on all machines, by commands on their head: only that may be reachable from here."""
+    # Its own Ray ends first: it would start the others again.
     head = _head(path, content)
     first, *others = hosts = [content["provider"]["head_ip"], *content["provider"]["worker_ips"]]
     stop = _in_shell("ray stop")
     key = "-i ~/ray_bootstrap_key.pem " if head.key else ""  # where Ray's launcher has put it
+    # standard output is for the hosts that are done, standard error for what Ray says
     steps = [f"{stop} >&2 && echo {shlex.quote(first)}"]
     for host in others:
         target = shlex.quote(f"{head.user}@{host}")
@@ -204,11 +196,7 @@ def _stop_everywhere(path: str | Path, content: dict[str, Any]) -> None:
 
 
 def _content(path: str | Path) -> dict[str, Any]:
-    """Return what stands in a file for Ray's launcher.
-
-    Raises:
-        CloudError: It is of another kind.
-    """
+    """Return the content of a file for Ray's launcher, or raise a CloudError."""
     documents = read_documents(path)
     content = documents[0].content if documents else None
     if not isinstance(content, dict) or not isinstance(content.get("provider"), dict):
@@ -222,19 +210,13 @@ def _content(path: str | Path) -> dict[str, Any]:
 
 
 def _token(content: dict[str, Any]) -> Path | None:
-    """Return the file here that is copied to the machines as Ray's token; None if the cluster gets
-    it in another way.
-    """
+    """Return the local file that is copied to the machines as Ray's token; None without."""
     here = (content.get("file_mounts") or {}).get(TOKEN)
     return Path(here).expanduser() if isinstance(here, str) else None
 
 
 def _head(path: str | Path, content: dict[str, Any]) -> Login:
-    """Return how to log in on the head of a cluster.
-
-    Raises:
-        CloudError: It is not there.
-    """
+    """Return how to log in on the head of a cluster, or raise a CloudError."""
     from ray.autoscaler import sdk
 
     if _is_on_premises(content):
@@ -257,9 +239,7 @@ def _head(path: str | Path, content: dict[str, Any]) -> Login:
 
 @contextlib.contextmanager
 def _launching(path: str | Path) -> Iterator[None]:
-    """Let Ray's launcher speak to the standard error, and say in one sentence what has become of
-    it.
-    """
+    """Let Ray's launcher print to standard error, and raise its failure as one sentence."""
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
@@ -285,7 +265,7 @@ class Tunnel:
     """An open tunnel to a cluster.
 
     Attributes:
-        profile: How to reach the cluster by it, on this machine's loopback.
+        profile: How to reach the cluster through it, on this machine's loopback.
         ssh: The process that keeps it open.
     """
 
@@ -293,42 +273,30 @@ class Tunnel:
     ssh: subprocess.Popen[str]
 
     def wait(self) -> None:
-        """Wait for its end.
-
-        Raises:
-            CloudError: It has broken.
-        """
+        """Wait until it breaks, then raise a CloudError."""
         raise CloudError(
             f"The tunnel has broken: {_last_words(self.ssh)}. `raypool cluster connect` opens"
             " another."
         )
 
     def as_toml(self, name: str) -> str:
-        """Return what goes into raypool.toml."""
-        profile = self.profile
-        entries = {
-            "address": profile.address,
-            "jobs_address": profile.jobs_address,
-            "token_file": profile.token_file,
-        }
-        return "\n".join(
-            [
-                f"[profiles.{json.dumps(name)}]",
-                *(f"{key} = {json.dumps(value)}" for key, value in entries.items() if value),
-            ]
-        )
+        """Return the lines for raypool.toml."""
+        keys = ("address", "jobs_address", "token_file")
+        entries = [(key, getattr(self.profile, key)) for key in keys]
+        lines = [f"{key} = {json.dumps(value)}" for key, value in entries if value]
+        return "\n".join([f"[profiles.{json.dumps(name)}]", *lines])
 
 
 @contextlib.contextmanager
 def tunnel(path: str | Path) -> Iterator[Profile]:
-    """Open a tunnel to the head of a cluster, for as long as the context is.
+    """Open a tunnel to the head of a cluster, until the context ends.
 
     Returns:
-        How to reach the cluster meanwhile: its Ray Client (`address`) and its jobs
-        (`jobs_address`), on this machine's loopback.
+        How to reach the cluster meanwhile, on this machine's loopback: its Ray Client (`address`)
+        and its jobs (`jobs_address`).
 
     Raises:
-        CloudError: There is no such cluster, or its head does not take us in.
+        CloudError: There is no such cluster, or no login on its head.
     """
     with open_tunnel(path) as opened:
         yield opened.profile
@@ -336,7 +304,7 @@ def tunnel(path: str | Path) -> Iterator[Profile]:
 
 @contextlib.contextmanager
 def open_tunnel(path: str | Path) -> Iterator[Tunnel]:
-    """Do as `tunnel`, for who wants to know when it breaks."""
+    """Do as `tunnel`, but return the tunnel itself, which can be waited for."""
     content = _content(path)
     head, token = _head(path, content), _token(content)
     client, jobs = _free_port(CLIENT_PORT), _free_port(DASHBOARD_PORT)
@@ -344,42 +312,41 @@ def open_tunnel(path: str | Path) -> Iterator[Tunnel]:
         f"-L127.0.0.1:{here}:127.0.0.1:{there}"
         for here, there in ((client, CLIENT_PORT), (jobs, DASHBOARD_PORT))
     ]
-    # The script runs when both ports are ssh's, and ends with the connection: whatever becomes of
-    # this process, nothing is left.
+    # The script runs once both ports are ssh's, and ends with the connection: nothing is left,
+    # however this process ends.
     command = head.command(f"{SEES_RAY} && echo {shlex.quote(OPEN)} && exec cat", "-T", *ways)
     pipe = subprocess.PIPE
+    # in its own group, which `_end` ends as a whole
     ssh = subprocess.Popen(
         command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True
     )
     address, url = f"ray://127.0.0.1:{client}", f"http://127.0.0.1:{jobs}"
+    token_file = str(token) if token else None
     try:
         _wait_open(ssh, path, head)
-        yield Tunnel(
-            Profile(address=address, jobs_address=url, token_file=str(token) if token else None),
-            ssh,
-        )
+        yield Tunnel(Profile(address=address, jobs_address=url, token_file=token_file), ssh)
     finally:
         _end(ssh)
         ssh.communicate()
 
 
 def _end(ssh: subprocess.Popen[str]) -> None:
-    """End ssh, with the command that makes the connection for it, if there is one."""
     if ssh.returncode is None:
         with contextlib.suppress(ProcessLookupError):
+            # its group: with a proxy command, another process makes the connection
             os.killpg(ssh.pid, signal.SIGTERM)
 
 
 def _last_words(ssh: subprocess.Popen[str]) -> str:
-    """Wait for the end of ssh, and return what it has said."""
+    """Wait for the end of ssh, and return its messages."""
     assert ssh.stderr is not None
     return " ".join(ssh.stderr.read().split()) or f"ssh has ended with status {ssh.wait()}"
 
 
 def _wait_open(ssh: subprocess.Popen[str], path: str | Path, head: Login) -> None:
-    """Wait until ssh says that the tunnel is open."""
-    # An open port is no proof: somebody else may have opened it.
+    """Wait until ssh says that the tunnel is open: another program may have opened the port."""
     assert ssh.stdout is not None
+    # reading has no time limit: the end of ssh ends it
     timer = threading.Timer(TUNNEL_S, _end, (ssh,))
     timer.start()
     try:
@@ -388,7 +355,7 @@ def _wait_open(ssh: subprocess.Popen[str], path: str | Path, head: Login) -> Non
         code = ssh.wait()
     finally:
         timer.cancel()
-    if code == 1:
+    if code == 1:  # of grep in SEES_RAY
         raise _no_ray(path, head)
     words = f"it has not answered by SSH within {TUNNEL_S:g} s" if code < 0 else _last_words(ssh)
     raise CloudError(
@@ -398,7 +365,7 @@ def _wait_open(ssh: subprocess.Popen[str], path: str | Path, head: Login) -> Non
 
 
 def _free_port(wanted: int) -> int:
-    """Return this port if it is free, else another."""
+    """Return a free port, this one if possible."""
     for port in (wanted, 0):
         with contextlib.suppress(OSError), socket.socket() as listener:
             listener.bind(("127.0.0.1", port))
@@ -412,10 +379,10 @@ def _free_port(wanted: int) -> int:
 
 
 UNREACHABLE = 255
-"""The exit status of ssh when it has not come to run the command."""
+"""The exit status of ssh if it could not run the command."""
 
-# As Ray's launcher has it: the keys of machines that were made a minute ago are known to nobody,
-# and addresses are used again. The other end may be silent for 15 s, and for 10 s at the beginning.
+# As in Ray's launcher: nobody knows the keys of machines that were made a minute ago, and addresses
+# are used again. The other end may be silent for 15 s, and for 10 s at the beginning.
 _SETTINGS = {
     "BatchMode": "yes",
     "ConnectTimeout": "10",
@@ -437,8 +404,8 @@ class Login:
     Attributes:
         user: The user there.
         host: The machine's address.
-        key: The file with the private key; None for what ssh takes by itself.
-        proxy: The command that makes the connection; None for ssh's own.
+        key: The file with the private key; None for ssh's default.
+        proxy: The command that makes the connection; None for ssh itself.
     """
 
     user: str
@@ -447,7 +414,7 @@ class Login:
     proxy: str | None = None
 
     def command(self, script: str, *options: str) -> list[str]:
-        """Return the command that runs a script of the shell there.
+        """Return the command that runs a shell script there.
 
         Example:
             >>> Login("me", "10.0.0.1").command("uptime", "-T")[-3:]
@@ -458,7 +425,7 @@ class Login:
         return ["ssh", *key, *OPTIONS, *proxy, *options, f"{self.user}@{self.host}", script]
 
     def run(self, script: str) -> subprocess.CompletedProcess[str]:
-        """Run a script of the shell there to its end."""
+        """Run a shell script there to its end."""
         return subprocess.run(
             self.command(script),
             stdin=subprocess.DEVNULL,

@@ -6,6 +6,7 @@ On-Premise Cluster" in its documentation.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import re
 from collections.abc import Iterable
@@ -15,22 +16,22 @@ from raypool.cluster import launcher_file
 from raypool.cluster.documents import PLACEHOLDER, Findings
 from raypool.cluster.plan import ClusterPlan
 
-# Ray's newer autoscaler counts the head among the workers of such a cluster, without knowing of it:
-# the last worker never comes.
+# Ray's newer autoscaler counts the head of such a cluster as a worker: the last worker never comes.
 OLD_AUTOSCALER = "RAY_enable_autoscaler_v2=0"
 
 PROVIDER = ("type", "head_ip", "worker_ips", "external_head_ip")
 
+# a name has a letter, so that a mistyped address does not pass as one
+HOST = rf"(?=.*[A-Za-z])[A-Za-z0-9]([-A-Za-z0-9.]*[A-Za-z0-9])?|(?s:{PLACEHOLDER}.*)"
+
 NOT_HERE = ("head_node_type", "available_node_types", "docker")
-"""Entries that are for machines which are made."""
+"""Entries for machines that are made."""
 
 
 def write(plan: ClusterPlan, flags: Iterable[str] = ()) -> dict[str, Any]:
-    """Return a file for Ray's launcher.
+    """Return a file for Ray's launcher, with more options of `ray start` in `flags`.
 
-    Args:
-        plan: The cluster; all of its hosts belong to it from its beginning to its end.
-        flags: More options of `ray start`, for all machines.
+    All hosts belong to the cluster from beginning to end.
 
     Example:
         >>> from raypool.cluster.plan import NodeGroup
@@ -58,7 +59,7 @@ def write(plan: ClusterPlan, flags: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def check(findings: Findings) -> None:
-    """Note what is wrong with a file whose entries are of the right kinds."""
+    """Note mistakes in a file whose entries have the right types."""
     if findings.at(("provider", "coordinator_address")):
         text = (
             "coordinator_address is for clusters that share machines, unknown here; name head_ip"
@@ -74,30 +75,24 @@ def check(findings: Findings) -> None:
                 f"{name} is for machines that are made; these are there (type: local). Leave it"
                 " out.",
             )
-    name = findings.at(("cluster_name",))
-    if not re.fullmatch(r"[A-Za-z0-9][-A-Za-z0-9_.]*", name) and not name.startswith(PLACEHOLDER):
-        findings.add(
-            ("cluster_name",),
-            f"cluster_name is {name!r}; files are named after it: letters, digits, dashes and"
-            " dots.",
-        )
+    findings.check_form(
+        ("cluster_name",),
+        "[A-Za-z0-9][-A-Za-z0-9_.]*",
+        "cluster_name is {}; files are named after it: letters, digits, dashes and dots.",
+    )
     _check_hosts(findings)
     _check_counts(findings)
-    starts = [
-        text
-        for text in findings.at(("head_start_ray_commands",)) or ()
-        if launcher_file.START in text
-    ]
-    if any(OLD_AUTOSCALER not in text.partition(launcher_file.START)[0] for text in starts):
-        text = (
-            f"Ray would leave out one of the workers. Put `export {OLD_AUTOSCALER};` before `ray"
-            " start`."
-        )
-        findings.add(("head_start_ray_commands",), text)
+    for command in findings.at(("head_start_ray_commands",)) or ():
+        before, start, _ = command.partition(launcher_file.START)
+        if start and OLD_AUTOSCALER not in before:
+            text = (
+                f"Ray would leave out one of the workers. Put `export {OLD_AUTOSCALER};` before"
+                " `ray start`."
+            )
+            findings.add(("head_start_ray_commands",), text)
 
 
 def _check_hosts(findings: Findings) -> None:
-    """Look at the addresses of the machines."""
     head, workers = findings.at(("provider", "head_ip")), findings.at(("provider", "worker_ips"))
     if head is None:
         findings.add(
@@ -111,55 +106,30 @@ def _check_hosts(findings: Findings) -> None:
             " or [].",
         )
     seen: set[object] = set()
-    for keys, host in [
-        (("head_ip",), head),
-        *((("worker_ips", number), host) for number, host in enumerate(workers or ())),
-    ]:
-        wrong = _wrong_with(host) if host is not None else None
+    hosts = [(("head_ip",), head), *((("worker_ips", n), it) for n, it in enumerate(workers or ()))]
+    for keys, host in hosts:
+        name = host if isinstance(host, str) else ""
+        address = None
+        with contextlib.suppress(ValueError):
+            address = ipaddress.ip_address(name)
+        wrong = None
+        if host is not None and address is None and not re.fullmatch(HOST, name):
+            wrong = f"{host!r} is neither an address, such as 10.0.0.7, nor the name of a machine."
+        elif host in seen:
+            wrong = (
+                f"{host} is here for the second time: each machine is named once, also the head."
+            )
+        # one machine by itself may be called so
+        elif workers and (name == "localhost" or (address and address.is_loopback)):
+            wrong = f"{host} is each machine's own name for itself; name it as the others see it."
         if wrong is not None:
             findings.add(("provider", *keys), wrong)
-        elif host in seen:
-            findings.add(
-                ("provider", *keys),
-                f"{host} is here for the second time: each machine is named once, also the head.",
-            )
-        elif workers and _is_loopback(host):
-            findings.add(
-                ("provider", *keys),
-                f"{host} is each machine's own name for itself; name it as the others see it.",
-            )
         else:
             seen.add(host)
 
 
-def _wrong_with(host: object) -> str | None:
-    """Say what is wrong with an address, or the name of a machine; None if nothing is."""
-    if isinstance(host, str) and (host.startswith(PLACEHOLDER) or _is_address(host)):
-        return None
-    if isinstance(host, str) and re.fullmatch(
-        r"(?=.*[A-Za-z])[A-Za-z0-9]([-A-Za-z0-9.]*[A-Za-z0-9])?", host
-    ):
-        return None
-    return f"{host!r} is neither an address, such as 10.0.0.7, nor the name of a machine."
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_loopback(host: object) -> bool:
-    return host == "localhost" or (
-        isinstance(host, str) and _is_address(host) and ipaddress.ip_address(host).is_loopback
-    )
-
-
 def _check_counts(findings: Findings) -> None:
-    """Compare the numbers of workers with the machines that are named."""
-    # Ray takes what fits, and says so in a log at most.
+    # Ray takes what fits, and says so in a log at most
     there = len(findings.at(("provider", "worker_ips")) or ())
     least, most = (findings.at((name,)) for name in ("min_workers", "max_workers"))
     for name, number in (("min_workers", least), ("max_workers", most)):

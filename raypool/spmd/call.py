@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import InvalidStateError
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from raypool.channel.records import NOBODY, Function, Part, SliceResult, WorkerInfo
 from raypool.core.model import Slice, TaskSpec, TaskState
@@ -42,17 +42,8 @@ if TYPE_CHECKING:
 # --- warm groups ----------------------------------------------------------------------------------
 
 
-class WarmGroup(NamedTuple):
-    """A warm group: its number, and the ids of its workers by rank."""
-
-    number: int
-    worker_ids: tuple[int, ...]
-
-
 class WarmGroups:
-    """The warm groups of a pool.
-
-    A worker is in one group at a time. A group is usable until a worker of it joins another.
+    """The warm groups of a pool: a group is usable until a worker of it joins another.
 
     Example:
         >>> groups = WarmGroups()
@@ -65,20 +56,21 @@ class WarmGroups:
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
-        self._last: dict[int, WarmGroup] = {}  # by worker id: the group that it was in last
+        # by worker id: the group that it was in last, as its number and worker ids by rank
+        self._last: dict[int, tuple[int, tuple[int, ...]]] = {}
 
     def number_for(self, worker_ids: Sequence[int]) -> int:
-        """Return the number of the group with these ranks, or the next number if there is none."""
+        """Return the number of the group with these ranks, or a new number."""
         wanted = tuple(worker_ids)
         before = {self._last.get(worker_id) for worker_id in wanted}
         group = before.pop()
-        if before or group is None or group.worker_ids != wanted:
-            group = WarmGroup(next(self._numbers), wanted)
+        if before or group is None or group[1] != wanted:
+            group = next(self._numbers), wanted
             self._last.update(dict.fromkeys(wanted, group))
-        return group.number
+        return group[0]
 
     def forget(self, worker_ids: Sequence[int]) -> None:
-        """Note that the group of these workers cannot be used again."""
+        """Note that the group of these workers is gone."""
         for worker_id in worker_ids:
             self._last.pop(worker_id, None)
 
@@ -94,8 +86,8 @@ class SpmdFuture(Future[Any]):
         """All metrics that the ranks have reported so far; complete once the ranks have ended.
 
         A row for each report, by rank, then in order: `time` (UTC), `rank`, `attempt`, then the
-        metrics in the order in which they first appear. A metric that is called like one of those
-        is in "reported_NAME".
+        metrics in the order of their first reports. A metric named like one of those is in
+        "reported_NAME".
         """
         return self._caught_up().metrics("rank")
 
@@ -126,7 +118,7 @@ class SpmdWork:
         self.future.catch_up = self._catch_up
 
     def _catch_up(self) -> None:
-        for catch_up in list(self._catch_ups):
+        for catch_up in list(self._catch_ups):  # a copy: the driver's thread may add to it
             catch_up()
 
     @property
@@ -135,23 +127,17 @@ class SpmdWork:
         return self.future
 
     def assemble(self, members: Sequence[tuple[int, WorkerInfo]]) -> None:
-        """Give each rank its assignment; reuse the last call's group if its ranks are the same."""
-        future = self.future
+        """Give each rank its assignment; the same ranks as in the last call keep their group."""
+        future, driver, backend = self.future, self._engine.driver, self._engine.profile.backend
         self._members = members
         self._is_wanted = future.start()
         future.attempts, future.started_at = 1, datetime.now(UTC)
-        self._assign(
-            warm_groups_of(self._engine.driver).number_for([worker_id for worker_id, _ in members])
-        )
-
-    def _assign(self, number: int) -> None:
-        """Tell each rank who it is, in the group with this number."""
-        backend = self._engine.profile.backend
+        number = warm_groups_of(driver).number_for([worker_id for worker_id, _ in members])
         # Asked of the whole pool, not of this call: NCCL chooses its network once in a process.
-        is_one_host = len({worker.host for worker in self._engine.driver.infos.values()}) == 1
-        num_there = Counter(worker.host for _, worker in self._members)
+        is_one_host = len({worker.host for worker in driver.infos.values()}) == 1
+        num_there = Counter(worker.host for _, worker in members)
         num_seen: Counter[str] = Counter()
-        for rank, (_, worker) in enumerate(self._members):
+        for rank, (_, worker) in enumerate(members):
             host = worker.host
             self._assignments.append(
                 Assignment(
@@ -193,16 +179,13 @@ class SpmdWork:
         )
 
     def wants_retry(self, error: BaseException) -> bool:
-        """Return False: the other ranks have gone on, so one rank alone cannot run again."""
+        """Return False: a rank cannot run again without the others."""
         return False
 
     def describe(self, piece: Slice) -> str:
         """Name these ranks and their call."""
-        ranks = (
-            f"rank {piece.start}"
-            if piece.stop == piece.start + 1
-            else f"ranks {piece.start} to {piece.stop - 1}"
-        )
+        first, last = piece.start, piece.stop - 1
+        ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
         return f"{ranks} of {self.future.name}"
 
     def settle(self, piece: Slice, result: SliceResult, worker: WorkerInfo) -> None:
@@ -215,15 +198,14 @@ class SpmdWork:
             self._answers[rank] = self.answer_of(result)
         else:
             error = described(failure, self.describe(piece), piece, worker)
-            self._failures.append(
-                RankFailure(rank, error, result.started_at + result.durations_s[0], worker)
-            )
+            ended_at = result.started_at + result.durations_s[0]
+            self._failures.append(RankFailure(rank, error, ended_at, worker))
 
     def miss(self, piece: Slice, worker: WorkerInfo, why: str | BaseException) -> None:
         """Do nothing: a rank never runs again."""
 
     def fail(self, piece: Slice, error: TaskError) -> None:
-        """Note that a rank was lost with its worker, or that the call reached its time limit."""
+        """Note that ranks were lost with their worker, or that the time was up."""
         if isinstance(error, TaskTimeoutError):
             self._is_late = True
             return
@@ -232,41 +214,32 @@ class SpmdWork:
             self._failures.append(RankFailure(rank, error, time.time(), worker))
 
     def end(self, state: TaskState, error: BaseException | None) -> None:
-        """Resolve the future: with the values that the ranks keep, or with the error."""
+        """Resolve the future: with the result of the call, or with the error."""
         self._args, self._open_args = (), tuple
-        future = self.future
+        future, members = self.future, self._members
         future.finished_at = datetime.now(UTC)
-        if (
-            state is TaskState.FINISHED
-            and len(self._answers) == self._size
-            and not future.cancelled()
-        ):
-            self._finish()
+        is_complete = state is TaskState.FINISHED and len(self._answers) == self._size
+        if is_complete and not future.cancelled():
+            outcome = self.outcome(members, [self._answers[rank] for rank in range(self._size)])
+            with contextlib.suppress(InvalidStateError):  # it was cancelled in this instant
+                future.set_result(outcome)
             return
-        worker_ids = [worker_id for worker_id, _ in self._members]
-        warm_groups_of(self._engine.driver).forget(worker_ids)
-        forget_on(
-            self._engine,
-            self._key,
-            [(worker_id, worker.index) for worker_id, worker in self._members],
-        )
+        # some ranks have left the group, and others keep values that nobody will read
+        warm_groups_of(self._engine.driver).forget([worker_id for worker_id, _ in members])
+        seats = [(worker_id, worker.index) for worker_id, worker in members]
+        forget_on(self._engine, self._key, seats)
         if future.cancelled() or (state is TaskState.CANCELLED and future.cancel()):
             future.notify_cancelled()
         elif future.running() or future.start():
-            with contextlib.suppress(InvalidStateError):  # it was cancelled in this instant
+            with contextlib.suppress(InvalidStateError):  # as above
                 future.set_exception(self._error(state, error))
 
-    def _finish(self) -> None:
-        outcome = self.outcome(self._members, [self._answers[rank] for rank in range(self._size)])
-        with contextlib.suppress(InvalidStateError):
-            self.future.set_result(outcome)
-
     def answer_of(self, result: SliceResult) -> Any:
-        """Return the part of a rank's answer that is kept: a small description."""
+        """Return what is kept of a rank's answer: a small description."""
         return result.values.get()[result.offset]
 
     def outcome(self, members: Sequence[tuple[int, WorkerInfo]], answers: Sequence[Any]) -> Any:
-        """Return the result of the call, from its workers, by rank, and their answers."""
+        """Return the result of the call, from its workers and their answers, by rank."""
         entries = [
             PartInfo(worker.index, worker_id, answer)
             for (worker_id, worker), answer in zip(members, answers, strict=True)
@@ -274,30 +247,22 @@ class SpmdWork:
         return Composite(self._engine, self._key, entries)
 
     def _error(self, state: TaskState, error: BaseException | None) -> BaseException:
-        errors = [failure.error for failure in self._failures]
-        if self._engine.profile.backend == "inline" and any(
-            isinstance(each, KeyboardInterrupt) for each in errors
-        ):
-            # Ctrl-C, in the user's own thread
-            return next(each for each in errors if isinstance(each, KeyboardInterrupt))
-        if self._failures:
-            return spmd_error(
-                self.future.name,
-                self._size,
-                self._failures,
-                self._timeout_s if self._is_late else None,
-            )
+        name, size, failures = self.future.name, self._size, self._failures
+        if self._engine.profile.backend == "inline":
+            for failure in failures:
+                if isinstance(failure.error, KeyboardInterrupt):  # Ctrl-C in the user's own thread
+                    return failure.error
+        if failures:
+            return spmd_error(name, size, failures, self._timeout_s if self._is_late else None)
         if error is not None:
             return error
         if state is TaskState.CANCELLED:
-            return TaskError(
-                f"{self.future.name} was given up while it ran: the pool was shut down."
-            )
+            return TaskError(f"{name} was given up while it ran: the pool was shut down.")
         available = self._engine.driver.scheduler.workers.size
         return ResourceError(
-            f"{self.future.name} has lost a worker that it was to run on before it began: requested"
-            f" {self._size}, available {available}. Ask for fewer ranks, or open another pool.",
-            requested=self._size,
+            f"{name} has lost a worker that it was to run on before it began: requested {size},"
+            f" available {available}. Ask for fewer ranks, or open another pool.",
+            requested=size,
             available=available,
             holders=(),
         )
@@ -309,17 +274,12 @@ class SpmdWork:
 def choose_ranks(
     workers: Any, numbers: Sequence[int], places: tuple[int, ...] | None
 ) -> tuple[int, tuple[int, ...] | None]:
-    """Return how many ranks a call has, and the only places that it may use, rank 0 first (None:
-    any).
+    """Return the number of ranks of a call, and their places, rank 0 first (None: any).
 
     Args:
         workers: How many, or which; None for all.
         numbers: The numbers of the pool's workers.
-        places: The only places that the call may use anyway.
-
-    Raises:
-        ResourceError: The pool has fewer workers.
-        InvalidValueError, InvalidTypeError: There is no such worker, or nobody is named.
+        places: The only places that the call may use; None for any.
     """
     if workers is None:
         return len(numbers), places
@@ -349,7 +309,7 @@ _lock = threading.Lock()
 
 def warm_groups_of(driver: Driver) -> WarmGroups:
     """Return the warm groups of a pool."""
-    with _lock:
+    with _lock:  # drivers of several pools share the table, each with its own thread
         return _warm_groups.setdefault(driver, WarmGroups())
 
 
@@ -361,13 +321,7 @@ def submit_spmd(
     size: int,
     places: tuple[int, ...] | None,
 ) -> SpmdFuture:
-    """Submit a call with `size` ranks, on any workers or in these places; return its future.
-
-    Raises:
-        SerializationError: The function or an argument cannot be sent; it names the variable.
-        InvalidValueError: An argument is a `Composite` that is on other workers.
-        CompositeError: An argument is a `Composite` with a missing part.
-    """
+    """Submit a call with `size` ranks, on any workers or in these places; return its future."""
     check_located(args, engine, size, places)
     return submit_gang(engine, RankFunction(fn), args, options, size, places)
 
@@ -385,10 +339,7 @@ def submit_gang(  # noqa: PLR0913, PLR0917 - a call, and how it is treated
     """Submit a gang of ranks; each gets its assignment and a function that opens the arguments.
 
     With `is_loan` no rank is called: the caller has the workers' places until `Driver.end_loan`.
-    `kind` decides what the answers become.
-
-    Raises:
-        SerializationError: The function or an argument cannot be sent; it names the variable.
+    `kind` makes the result from the answers.
     """
     function = engine.function(run_rank)
     work = kind(engine, function, args, options, size)

@@ -1,10 +1,8 @@
 """The collectives and messages of `SpmdContext`: first a meeting of the ranks, then the data.
 
-In the meeting each rank says which operation it is in, and with which value.
-
-Tensors and arrays travel as their memory: tensors on GPUs through NCCL where every rank has a GPU
-of its own, everything else through gloo. What is pickled and small has travelled with the meeting
-already.
+In the meeting each rank says which operation it is in, and with which value. Small values travel
+with the meeting. Larger ones follow, as their memory or pickled: tensors on GPUs through NCCL if
+each rank has its own GPU, all else through gloo.
 """
 
 from __future__ import annotations
@@ -40,13 +38,12 @@ OPS: dict[str, Callable[[Any, Any], Any]] = {
     "max": max,
     "mean": operator.add,
 }
-"""The functions that fold two plain values."""
 
 NATIVE = frozenset(
     {"float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "bool"}
 )
-"""Types that gloo and NCCL reduce, besides complex numbers (pairs of floats). Others are gathered
-and folded."""
+"""Types that gloo and NCCL reduce. Others are gathered and folded, but for complex numbers, which
+are pairs of floats."""
 
 
 # --- reductions -----------------------------------------------------------------------------------
@@ -61,9 +58,7 @@ def all_reduce(group: Group, x: Any, op: Op) -> Any:
             return _fold(all_values(group, headers, packed), op, group.world_size)
         if not _is_native(headers[0], op) or _are_complete(headers):
             return _into(x, _fold(_all_gathered(group, headers, x), op, group.world_size))
-        return _reduced(
-            group, x, op, lambda transport, part, native: transport.all_reduce(part, native)
-        )
+        return _reduced(group, x, op)
 
 
 def reduce(group: Group, x: Any, dst: int, op: Op) -> Any:
@@ -72,14 +67,9 @@ def reduce(group: Group, x: Any, dst: int, op: Op) -> Any:
         x = _averageable(x, op)
         headers, packed = meet(group, x, "reduce", peer=dst, op=_op_name(op))
         if headers[0].kind != "value" and _is_native(headers[0], op) and not _are_complete(headers):
-            # gloo writes into it
+            # gloo overwrites it on the other ranks, too
             spare = x if group.rank == dst or not is_tensor(x) else x.detach().clone()
-            result = _reduced(
-                group,
-                spare,
-                op,
-                lambda transport, part, native: transport.reduce(part, dst, native),
-            )
+            result = _reduced(group, spare, op, dst)
             return result if group.rank == dst else None
         values = _gathered(group, headers, x, packed, dst)
         if values is None:
@@ -88,16 +78,23 @@ def reduce(group: Group, x: Any, dst: int, op: Op) -> Any:
         return result if headers[0].kind == "value" else _into(x, result)
 
 
-def _reduced(group: Group, x: Any, op: Op, run: Callable[[Transport, Any, str], None]) -> Any:
-    """Reduce a tensor in place, or a copy of an array."""
+def _reduced(group: Group, x: Any, op: Op, dst: int | None = None) -> Any:
+    """Reduce a tensor in place, or a copy of an array: on all ranks, or on dst."""
     import torch
 
+    assert isinstance(op, str)
     own = x if is_tensor(x) else torch.from_numpy(copy_of(x))
     part = whole(own)
     transport, here = transport_for(group, part, is_on_gpu=own.device.type == "cuda")
-    pieces, native = _as_native(here, op)
-    if pieces.numel():
-        run(transport, pieces, native)
+    memory, native = here, "sum" if op == "mean" else op
+    if here.dtype == torch.bool:  # as NumPy has it: a sum is "or", a product is "and"
+        memory, native = here.view(torch.uint8), {"sum": "max", "product": "min"}.get(op, op)
+    elif here.is_complex():
+        memory = torch.view_as_real(here)
+    if memory.numel() and dst is None:
+        transport.all_reduce(memory, native)
+    elif memory.numel() and dst is not None:
+        transport.reduce(memory, dst, native)
     if here is not part:
         part.copy_(here)
     if op == "mean":
@@ -108,34 +105,15 @@ def _reduced(group: Group, x: Any, op: Op, run: Callable[[Transport, Any, str], 
     return x if is_tensor(x) else own.numpy()
 
 
-def _as_native(x: Any, op: Op) -> tuple[Any, str]:
-    """Return the memory of a tensor as something that gloo and NCCL reduce, and the operation that
-    does it.
-    """
-    import torch
-
-    assert isinstance(op, str)
-    if x.dtype == torch.bool:  # as NumPy has it: a sum is "or", a product is "and"
-        return x.view(torch.uint8), {"sum": "max", "product": "min"}.get(op, op)
-    if x.is_complex():
-        x = torch.view_as_real(x)
-    return x, "sum" if op == "mean" else op
-
-
 def _is_native(header: Header, op: Op) -> bool:
-    if not isinstance(op, str):
-        return False
-    return header.dtype in NATIVE or (
-        header.dtype in ("complex64", "complex128") and op in ("sum", "mean")
+    return isinstance(op, str) and (
+        header.dtype in NATIVE
+        or (header.dtype in ("complex64", "complex128") and op in ("sum", "mean"))
     )
 
 
 def _averageable(x: Any, op: Op) -> Any:
-    """Check the operation, and return x in a form whose mean can be taken.
-
-    Raises:
-        InvalidValueError, InvalidTypeError: There is no such operation, or not for these values.
-    """
+    """Check the operation; return x, as floats if its mean is taken."""
     if not callable(op) and (not isinstance(op, str) or op not in OPS):
         raise InvalidValueError(
             f"op={op!r} is none of {', '.join(map(repr, OPS))}, nor a function of two values."
@@ -157,7 +135,7 @@ def _averageable(x: Any, op: Op) -> Any:
 
 
 def _are_complete(headers: Sequence[Header]) -> bool:
-    """Whether all values have arrived inside their headers."""
+    """Whether all values arrived in their headers."""
     return all(header.payload is not None for header in headers)
 
 
@@ -169,48 +147,28 @@ def _fold(values: Sequence[Any], op: Op, world_size: int) -> Any:
     """Combine the values, in rank order."""
     if not isinstance(op, str):
         return functools.reduce(op, values)
-    result = functools.reduce(_element_wise(values[0], op) or OPS[op], values)
+    combine: Callable[[Any, Any], Any] = OPS[op]
+    if op in ("min", "max"):  # Python's own compare tensors and arrays as a whole
+        if is_tensor(values[0]):
+            import torch
+
+            combine = torch.minimum if op == "min" else torch.maximum
+        elif is_array(values[0]):
+            import numpy as np
+
+            combine = np.minimum if op == "min" else np.maximum
+    result = functools.reduce(combine, values)
     return result / world_size if op == "mean" else result
 
 
-def _element_wise(value: Any, op: str) -> Callable[[Any, Any], Any] | None:
-    """Return the function that combines two tensors or arrays, None for other values."""
-    by_name: dict[str, Callable[[Any, Any], Any]]
-    if is_tensor(value):
+def _into(x: Any, result: Any) -> Any:
+    """Write a result into the tensor that was passed, if it fits."""
+    if is_tensor(x) and is_tensor(result) and (x.shape, x.dtype) == (result.shape, result.dtype):
         import torch
 
-        by_name = {
-            "sum": torch.add,
-            "product": torch.mul,
-            "min": torch.minimum,
-            "max": torch.maximum,
-            "mean": torch.add,
-        }
-        return by_name[op]
-    if is_array(value):
-        import numpy as np
-
-        by_name = {
-            "sum": np.add,
-            "product": np.multiply,
-            "min": np.minimum,
-            "max": np.maximum,
-            "mean": np.add,
-        }
-        return by_name[op]
-    return None
-
-
-def _into(x: Any, result: Any) -> Any:
-    """Put a folded result into the tensor that was passed, if it fits."""
-    if not (
-        is_tensor(x) and is_tensor(result) and x.shape == result.shape and x.dtype == result.dtype
-    ):
-        return result
-    import torch
-
-    with torch.no_grad():
-        return x.copy_(result)
+        with torch.no_grad():
+            return x.copy_(result)
+    return result
 
 
 # --- one to all, all to one, all to all -----------------------------------------------------------
@@ -231,18 +189,16 @@ def broadcast(group: Group, x: Any, src: int) -> Any:
         else:  # another rank's x matters only if it is a tensor: the values go into it
             headers, packed = group.meet(Header(0, "broadcast", peer=src)), None
         header = headers[src]
-        if header.kind == "value":
-            return one_value(group, header, packed, src)
+        if header.kind != "tensor" or not is_tensor(x):
+            return _shared(group, header, x, packed, src)
         if is_source:
             _give(group, header, x, src)
-            return x if header.kind == "tensor" else copy_of(x)
-        if header.payload is not None:
-            return _into(x, rebuild(header))
-        return _take(group, header, x if is_tensor(x) else empty_like(header, group.device), src)
+            return x
+        return _take(group, header, x, src) if header.payload is None else _into(x, rebuild(header))
 
 
 def _give(group: Group, header: Header, x: Any, src: int) -> None:
-    """Send the memory of a tensor or array to all, unless it traveled in its header."""
+    """Broadcast a tensor or array, unless it traveled in its header."""
     if header.payload is not None:
         return
     transport, here = transport_for(group, as_tensor(x), is_on_gpu=header.device == "cuda")
@@ -251,7 +207,7 @@ def _give(group: Group, header: Header, x: Any, src: int) -> None:
 
 
 def _take(group: Group, header: Header, target: Any, src: int) -> Any:
-    """Write the value that src broadcasts into the memory of a tensor or array."""
+    """Receive a broadcast into the memory of a tensor or array."""
     part = as_tensor(target)
     transport, here = transport_for(group, part, is_on_gpu=header.device == "cuda")
     if here.numel():
@@ -264,25 +220,21 @@ def all_gather(group: Group, x: Any) -> list[Any]:
     """Give every rank the values of all, in rank order."""
     with group.operation("all_gather"):
         headers, packed = meet(group, x, "all_gather")
-        if any(header.kind == "value" for header in headers):
-            values = all_values(group, headers, packed)
-            return [
-                value if header.kind == "value" else _from(group, headers, x, rank)
-                for rank, (value, header) in enumerate(zip(values, headers, strict=True))
-            ]
-        return _all_gathered(group, headers, x)
+        form = headers[0][2:6]  # kind, dtype, shape, device
+        if form[0] != "value" and all(header[2:6] == form for header in headers):
+            return _all_gathered(group, headers, x)
+        return [_shared(group, header, x, packed, rank) for rank, header in enumerate(headers)]
 
 
 def _all_gathered(group: Group, headers: Sequence[Header], x: Any) -> list[Any]:
-    """Return the tensors or arrays of all ranks."""
+    """Return the tensors or arrays of all ranks, which have one form."""
     if _are_complete(headers):
         return [rebuild(header) for header in headers]
-    if any(header[2:6] != headers[0][2:6] for header in headers):  # kind, dtype, shape, device
-        return [_from(group, headers, x, rank) for rank in range(group.world_size)]
+    is_on_gpu = headers[0].device == "cuda"
     values = [empty_like(header, group.device) for header in headers]
-    transport, here = transport_for(group, as_tensor(x), is_on_gpu=all_on_gpus(headers))
+    transport, here = transport_for(group, as_tensor(x), is_on_gpu)
     parts = [as_tensor(value) for value in values]
-    arrived = [transport_for(group, part, is_on_gpu=all_on_gpus(headers))[1] for part in parts]
+    arrived = [transport_for(group, part, is_on_gpu)[1] for part in parts]
     if here.numel():
         transport.all_gather(arrived, here)
     for value, part, entry in zip(values, parts, arrived, strict=True):
@@ -290,14 +242,22 @@ def _all_gathered(group: Group, headers: Sequence[Header], x: Any) -> list[Any]:
     return values
 
 
-def _from(group: Group, headers: Sequence[Header], x: Any, src: int) -> Any:
-    """Return the tensor or array of one rank, on every rank; a new one also there."""
-    if group.rank != src and headers[src].payload is not None:
-        return rebuild(headers[src])
-    if group.rank != src:
-        return _take(group, headers[src], empty_like(headers[src], group.device), src)
-    _give(group, headers[src], x, src)
-    return duplicate(group, x, None, "all_gather")
+def _shared(group: Group, header: Header, x: Any, packed: bytes | None, src: int) -> Any:
+    """Return the value of one rank on every rank; a new one on that rank, too."""
+    if header.kind == "value":
+        pickled: Any = header.payload
+        if pickled is None:
+            own = packed if group.rank == src else None
+            body = _empty_bytes(header.size) if own is None else as_bytes(own)
+            group.transport.broadcast(body, src)
+            pickled = body.numpy()
+        return group.packer.unpack(pickled, src, header.operation)
+    if group.rank == src:
+        _give(group, header, x, src)
+        return duplicate(group, x, None, header.operation)
+    if header.payload is not None:
+        return rebuild(header)
+    return _take(group, header, empty_like(header, group.device), src)
 
 
 def gather(group: Group, x: Any, dst: int) -> list[Any] | None:
@@ -312,11 +272,9 @@ def _gathered(
 ) -> list[Any] | None:
     if group.rank == dst:
         return [
-            (
-                duplicate(group, x, packed, "gather")
-                if rank == dst
-                else receive_body(group, header, rank)
-            )
+            duplicate(group, x, packed, "gather")
+            if rank == dst
+            else receive_body(group, header, rank)
             for rank, header in enumerate(headers)
         ]
     rest = body(headers[group.rank], x, packed)
@@ -334,14 +292,9 @@ def scatter(group: Group, parts: Any, src: int) -> Any:
         group.meet(Header(0, "scatter", peer=src, shape=(len(messages),) if has_parts else ()))
         if not is_source:
             return receive_body(group, receive_head(group, src), src)
-        works = [
-            post_head(group, sent.slot, rank) for rank, sent in enumerate(messages) if rank != src
-        ]
-        bodies = [
-            (sent.body, rank)
-            for rank, sent in enumerate(messages)
-            if rank != src and sent.body is not None
-        ]
+        others = [(sent, rank) for rank, sent in enumerate(messages) if rank != src]
+        works = [post_head(group, sent.slot, rank) for sent, rank in others]
+        bodies = [(sent.body, rank) for sent, rank in others if sent.body is not None]
         exchange_bodies(group, bodies, works)
         return duplicate(group, parts[src], messages[src].packed, "scatter")
 
@@ -364,14 +317,11 @@ def receive(group: Group, src: int) -> Any:
 
 
 def send_receive(group: Group, x: Any, dst: int | None, src: int | None) -> Any:
-    """Send to one rank, and return the value that another one sends; None leaves out that side.
-
-    No rank waits for its own message to be sent before it receives: no pattern of ranks blocks.
-    """
+    """Send to one rank, and return the value that another one sends; None leaves out that side."""
     with group.operation("send_receive", src if src is not None else dst):
         if dst == src == group.rank:
             return duplicate(group, x, header_of(group, x, "send_receive")[1], "send_receive")
-        works: list[Any] = []
+        works: list[Any] = []  # waited for after receiving, so no pattern of ranks blocks
         from_gpu: list[Post] = []
         if dst is not None:
             sent = message(group, x, "send_receive")
@@ -386,31 +336,24 @@ def send_receive(group: Group, x: Any, dst: int | None, src: int | None) -> Any:
 
 
 def _receive_beside(group: Group, src: int | None, from_gpu: list[Post]) -> Any:
-    """Receive, and send from the GPU: in one batch where both go from GPU to GPU, so that neither
-    waits for the other.
-    """
+    """Receive, and send from the GPU."""
     header = None if src is None else receive_head(group, src)
-    if not from_gpu or group.nccl is None:
-        return None if header is None or src is None else receive_body(group, header, src)
-    if (
-        header is not None
-        and src is not None
-        and header.kind == "tensor"
-        and header.device == "cuda"
-    ):
-        target = empty_like(header, group.device)
-        part = as_tensor(target)
-        group.nccl.exchange(from_gpu, [(part, src)] if part.numel() else [])
-        return target
-    group.nccl.exchange(from_gpu, [])
-    return None if header is None or src is None else receive_body(group, header, src)
+    if from_gpu and group.nccl is not None:
+        if src is not None and header is not None and header.device == "cuda":
+            # in one batch, so that neither direction waits for the other
+            target = empty_like(header, group.device)
+            part = as_tensor(target)
+            group.nccl.exchange(from_gpu, [(part, src)] if part.numel() else [])
+            return target
+        group.nccl.exchange(from_gpu, [])
+    return None if src is None or header is None else receive_body(group, header, src)
 
 
 # --- messages: a header, and the memory that follows if it did not fit ----------------------------
 
 
 class Message(NamedTuple):
-    """A message to one rank: a slot, and the memory that did not fit into it."""
+    """A message to one rank: its header's slot, and the memory that did not fit there."""
 
     slot: bytes
     packed: bytes | None
@@ -425,7 +368,7 @@ def message(group: Group, x: Any, operation: str) -> Message:
 
 
 def body(header: Header, x: Any, packed: bytes | None) -> Any:
-    """Return the memory that follows a header, as a tensor of bytes; None if nothing follows."""
+    """Return the memory that follows a header, as bytes; None if nothing follows."""
     if header.payload is not None:
         return None
     memory = as_tensor(x) if packed is None else as_bytes(packed)
@@ -447,9 +390,11 @@ def receive_head(group: Group, src: int) -> Header:
 
 
 def receive_body(group: Group, header: Header, src: int) -> Any:
-    """Return the value that a header announces, from the header or from the message after it."""
+    """Return the value of a header, or of the message after it."""
     if header.payload is not None:
-        return in_header(group, header, src)
+        if header.kind != "value":
+            return rebuild(header)
+        return group.packer.unpack(header.payload, src, header.operation)
     if header.kind == "value":
         packed = _empty_bytes(header.size)
         group.transport.exchange([], [(packed, src)])
@@ -467,17 +412,8 @@ def receive_body(group: Group, header: Header, src: int) -> Any:
     return target
 
 
-def in_header(group: Group, header: Header, src: int) -> Any:
-    """Return the value that came with its header."""
-    return (
-        group.packer.unpack(header.payload, src, header.operation)
-        if header.kind == "value"
-        else rebuild(header)
-    )
-
-
 def exchange_bodies(group: Group, bodies: Sequence[Post], works: Sequence[Any]) -> None:
-    """Send memory; wait until this, and everything else that was posted, has been sent."""
+    """Send memory; wait until this and all works are done."""
     from_gpu = [post for post in bodies if goes_by_nccl(group, post[0])]
     others = [(body.cpu(), dst) for body, dst in bodies if not goes_by_nccl(group, body)]
     pending = [*works, *group.transport.post(others, [], DATA_TAG)]
@@ -487,7 +423,7 @@ def exchange_bodies(group: Group, bodies: Sequence[Post], works: Sequence[Any]) 
 
 
 def goes_by_nccl(group: Group, memory: Any) -> bool:
-    """Whether it is on a GPU, from which NCCL can send it."""
+    """Whether NCCL can send it from its GPU."""
     return group.nccl is not None and memory.device.type == "cuda"
 
 
@@ -497,7 +433,7 @@ def goes_by_nccl(group: Group, memory: Any) -> bool:
 def header_of(
     group: Group, x: Any, operation: str, peer: int = -1, op: str = ""
 ) -> tuple[Header, bytes | None]:
-    """Return the header for a value, and the pickled value if it has to be pickled."""
+    """Return the header of a value, and the pickle if the value has to be pickled."""
     header = describe(x, operation)._replace(peer=peer, op=op)
     if header.kind != "value":
         return header, None
@@ -508,32 +444,21 @@ def header_of(
 def meet(
     group: Group, x: Any, operation: str, peer: int = -1, op: str = ""
 ) -> tuple[list[Header], bytes | None]:
-    """Meet the other ranks over a value; return the headers of all, and the pickled value."""
+    """Meet the other ranks; return the headers of all, and the pickle of this rank's value."""
     header, packed = header_of(group, x, operation, peer, op)
     return group.meet(header), packed
 
 
 def all_values(group: Group, headers: Sequence[Header], packed: bytes | None) -> list[Any]:
-    """Return the pickled values of all ranks that have one."""
+    """Return the values of all ranks that pickled theirs."""
     return [
-        one_value(group, header, packed, rank) if header.kind == "value" else None
+        _shared(group, header, None, packed, rank) if header.kind == "value" else None
         for rank, header in enumerate(headers)
     ]
 
 
-def one_value(group: Group, header: Header, packed: bytes | None, src: int) -> Any:
-    """Return the pickled value of one rank, on every rank."""
-    if header.payload is not None:
-        return group.packer.unpack(header.payload, src, header.operation)
-    body = (
-        as_bytes(packed) if group.rank == src and packed is not None else _empty_bytes(header.size)
-    )
-    group.transport.broadcast(body, src)
-    return group.packer.unpack(body.numpy(), src, header.operation)
-
-
 def duplicate(group: Group, x: Any, packed: bytes | None, operation: str) -> Any:
-    """Return a copy of a rank's own value, such as the other ranks get."""
+    """Return a copy of this rank's value, such as the other ranks get."""
     if packed is not None:
         return group.packer.unpack(packed, group.rank, operation)
     return x.detach().clone() if is_tensor(x) else copy_of(x)
@@ -545,18 +470,11 @@ def _empty_bytes(size: int) -> Any:
     return torch.empty(size, dtype=torch.uint8)
 
 
-def all_on_gpus(headers: Sequence[Header]) -> bool:
-    """Whether all bring tensors on GPUs."""
-    return all(header.device == "cuda" for header in headers)
-
-
 def transport_for(group: Group, part: Any, is_on_gpu: bool) -> tuple[Transport, Any]:
-    """Return the transport for a tensor, and the tensor on a device that it can reach.
-
-    Without NCCL (ranks that share a GPU, or a process) tensors on a GPU go through the CPU.
-    """
+    """Return the transport for a tensor, and the tensor on a device that it can reach."""
     if is_on_gpu and group.nccl is not None:
         return group.nccl, part
+    # without NCCL (ranks that share a GPU, or a process) tensors on a GPU go through the CPU
     return group.transport, part if isinstance(group.transport, NoTransport) else part.cpu()
 
 

@@ -38,7 +38,7 @@ PLAIN_BYTES = 1024
 """An immutable value up to this size [bytes] is also kept in the Composite itself."""
 
 MAX_TEXT = 100
-"""The greatest length of a description [characters]: it is one line of several."""
+"""A description has at most this length [characters]: it is one line of several."""
 
 T = TypeVar("T")
 
@@ -48,8 +48,8 @@ _parts: dict[str, dict[int, Any]] = {}
 class Description(NamedTuple):
     """A part, as the holder of the Composite knows it.
 
-    `text`: its type, and its shape or size. `plain`: empty, or the value itself if it is a small
-        one that cannot change.
+    `text`: its type, and its shape or size. `plain`: the value itself if it is small and cannot
+    change, else empty.
     """
 
     text: str
@@ -61,10 +61,7 @@ class Gone(NamedTuple):
 
 
 class PartOf(NamedTuple):
-    """A placeholder for a Composite in the arguments of an spmd call.
-
-    Each rank replaces it with its own part (`find`).
-    """
+    """A Composite in the arguments of an spmd call; each rank replaces it with its own part."""
 
     key: str
 
@@ -74,17 +71,14 @@ def keep(key: str, rank: int, value: Any) -> Description:
     _parts.setdefault(key, {})[rank] = value
     description = describe(value)
     if not description.plain:  # a plain value is in the description already
+        # its GPU memory is kept on purpose, not left over by the call
         kept.treasures[key] = None
         kept.all()
     return description
 
 
 def find(key: str, rank: int) -> Any:
-    """Return the part itself.
-
-    Raises:
-        CompositeError: It is not in this process.
-    """
+    """Return the part itself, or raise a CompositeError."""
     try:
         return _parts[key][rank]
     except KeyError:
@@ -97,9 +91,7 @@ def find(key: str, rank: int) -> Any:
 
 
 def read(key: str, rank: int) -> Any:
-    """Return the part as it is to travel, a tensor on a GPU as a copy on the CPU; `Gone` if it is
-    not here.
-    """
+    """Return the part as it travels, a GPU's tensor as a copy on the CPU; or `Gone`."""
     try:
         value = _parts[key][rank]
     except KeyError:
@@ -111,7 +103,7 @@ def read(key: str, rank: int) -> Any:
 
 
 def remove(key: str, rank: int) -> None:
-    """Let go of the part of one rank, if it is here."""
+    """Forget the part of one rank, if it is here."""
     own = _parts.get(key, {})
     own.pop(rank, None)
     if not own:
@@ -120,32 +112,31 @@ def remove(key: str, rank: int) -> None:
 
 
 def drop(key: str) -> None:
-    """Let go of all parts that this process has of a Composite."""
+    """Forget all parts that this process has of a Composite."""
     _parts.pop(key, None)
     kept.treasures.pop(key, None)
 
 
 def forget(key: str) -> None:
-    """Drop all parts in a worker's own process, and release their GPU memory to other processes."""
+    """Drop all parts in a worker's own process, and release their GPU memory."""
     drop(key)
     _empty_cache()
 
 
 def _empty_cache() -> None:
-    """Empty torch's cache of GPU memory, which other processes on this GPU see as taken."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # other processes on this GPU see the cache as taken
 
 
 # --- descriptions of values -----------------------------------------------------------------------
 
 
 def describe(value: Any) -> Description:
-    """Describe a value. It may be of any class of the user's, whose methods may raise."""
+    """Describe a value."""
     try:
         text = _text_of(value)
-    except Exception:
+    except Exception:  # of the user's class, whose methods may raise anything
         text = type(value).__name__
     if len(text) > MAX_TEXT:
         text = f"{text[: MAX_TEXT - 3]}..."
@@ -154,55 +145,41 @@ def describe(value: Any) -> Description:
 
 
 def _text_of(value: Any) -> str:
-    kind, name = type(value), type(value).__name__
+    kind, name = type(value), "None" if value is None else type(value).__name__
     torch = sys.modules.get("torch")
-    if value is None:
-        return "None"
     if kind is str:
-        return f"str of {_count_parts(len(value), 'character')}"
+        return f"str of {_count(len(value), 'character')}"
     if issubclass(kind, (dict, list, tuple, set, frozenset, bytes, bytearray)):
         return f"{name} of {len(value)}"
     if torch is not None and issubclass(kind, torch.nn.Module):
-        return _text_of_module(value)
-    return _text_of_array(value) if hasattr(kind, "shape") else name
-
-
-def _text_of_module(module: Any) -> str:
-    parameters = list(module.parameters())
-    count = _count_parts(sum(parameter.numel() for parameter in parameters), "parameter")
-    return f"{type(module).__name__}, {count}{_device_of(parameters[0]) if parameters else ''}"
-
-
-def _text_of_array(array: Any) -> str:
-    """Describe a value that has a shape: an array, a tensor, a table, or another such object."""
-    kind, name = type(array), type(array).__name__
-    if not isinstance(array.shape, tuple) or not all(type(size) is int for size in array.shape):
+        parameters = list(value.parameters())
+        count = _count(sum(parameter.numel() for parameter in parameters), "parameter")
+        return f"{name}, {count}{_device_of(parameters[0]) if parameters else ''}"
+    # an array, a tensor, a table, or an object of the user's that has a shape of another kind
+    shape = value.shape if hasattr(kind, "shape") else None
+    if not isinstance(shape, tuple) or not all(type(size) is int for size in shape):
         return name
-    dtype = str(array.dtype).removeprefix("torch.") if hasattr(kind, "dtype") else ""
+    dtype = str(value.dtype).removeprefix("torch.") if hasattr(kind, "dtype") else ""
     if dtype == name:  # a number of NumPy's
         return name
-    torch = sys.modules.get("torch")
-    device = _device_of(array) if torch is not None and issubclass(kind, torch.Tensor) else ""
-    return f"{name} {tuple(array.shape)} {dtype}".rstrip() + device
+    device = _device_of(value) if torch is not None and issubclass(kind, torch.Tensor) else ""
+    return f"{name} {tuple(shape)} {dtype}".rstrip() + device
 
 
 def _device_of(tensor: Any) -> str:
     return "" if tensor.device.type == "cpu" else f" on {tensor.device}"
 
 
-def _count_parts(number: int, what: str) -> str:
+def _count(number: int, what: str) -> str:
     return f"{number} {what}" + ("s" if number != 1 else "")
 
 
 MAX_LINES = 16
-"""The text of a Composite lists at most so many ranks, one per line."""
+"""The text of a Composite lists at most so many ranks."""
 
 
 class PartInfo(NamedTuple):
-    """Where the part of a rank is (the worker's number, and the process), and its description.
-
-    A description of None means that there is no part.
-    """
+    """The worker of a rank's part (its number, and its process), and the description, if any."""
 
     place: int
     worker_id: int
@@ -212,20 +189,19 @@ class PartInfo(NamedTuple):
 class Composite(Generic[T]):
     """The return value of each rank of an spmd call, still on its worker. Made by `pool.spmd`.
 
-    `c[rank]` brings the value of a rank here, as it is now, and `c[1:]` a list of several; both
-    wait until those workers are free. Small values that cannot change (a number, a short text,
-    None) are here already. `c[rank] = value` sends a value to the worker of that rank and keeps it
-    there, also where there was none; `del c[rank]` frees the memory of one part. Iterating gives
-    all values in the order of the ranks.
+    `c[rank]` returns the current value of a rank, `c[1:]` a list of several; both wait until those
+    workers are free, except for small values that cannot change (a number, a short text, None).
+    `c[rank] = value` sends a value to the worker of that rank and keeps it there, also where there
+    was none; `del c[rank]` frees the memory of one part. Iteration yields all values in rank order.
 
-    As an argument of its own in another spmd call each rank gets its very own part back, and
+    Passed as an argument of its own to another spmd call, it gives each rank its own part, and
     nothing is moved: a model that was loaded once serves any number of calls. Changes that a call
     makes to the part persist.
 
     The parts live as long as this object, their workers and the pool. With "threads" and "inline"
-    the parts are objects of this process, and reading one gives the object itself. On Ray it gives
-    a copy: a tensor on a GPU arrives on the CPU, while a model stays on its device, so move it to
-    the CPU first if there is no GPU here.
+    they are objects of this process, and reading one returns the object itself. On Ray it returns a
+    copy: a tensor on a GPU arrives on the CPU, but a model stays on its device, so move it to the
+    CPU first if there is no GPU here.
 
     Source:
         MATLAB R2025b, Composite.
@@ -262,7 +238,7 @@ class Composite(Generic[T]):
         return tuple(entry.place for entry in self._entries)
 
     def exists(self, rank: int) -> bool:
-        """Return whether there is a value on this rank, and its worker lives. Asks nobody.
+        """Return whether this rank has a value and its worker lives, without asking the worker.
 
         Raises:
             CompositeError: There is no such rank.
@@ -275,15 +251,16 @@ class Composite(Generic[T]):
         )
 
     def __repr__(self) -> str:
-        title = f"<Composite of {_count(len(self))}>"
+        lines = [f"<Composite of {_count(len(self), 'rank')}>"]
         if self._engine.is_over:
-            return f"{title} (the pool is closed)"
-        lines = [
+            return f"{lines[0]} (the pool is closed)"
+        lines += [
             f"  {rank}: {self._state_of(entry)}"
             for rank, entry in enumerate(self._entries[:MAX_LINES])
         ]
-        rest = [f"  ... and {len(self) - MAX_LINES} more"] if len(self) > MAX_LINES else []
-        return "\n".join([title, *lines, *rest])
+        if len(self) > MAX_LINES:
+            lines.append(f"  ... and {len(self) - MAX_LINES} more")
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         import pandas as pd
@@ -293,16 +270,15 @@ class Composite(Generic[T]):
             "value": [self._state_of(entry) for entry in self._entries],
         }
         index = pd.RangeIndex(len(self), name="rank")
-        return as_html(f"<Composite of {_count(len(self))}>", pd.DataFrame(parts, index))
+        title = f"<Composite of {_count(len(self), 'rank')}>"
+        return as_html(title, pd.DataFrame(parts, index))
 
     def _state_of(self, entry: PartInfo) -> str:
         if entry.description is None:
             return "missing"
-        return (
-            entry.description.text
-            if _lives(self._engine, entry)
-            else f"lost with worker {entry.place}"
-        )
+        if _lives(self._engine, entry):
+            return entry.description.text
+        return f"lost with worker {entry.place}"
 
     def __reduce__(self) -> Any:
         raise InvalidTypeError(
@@ -317,16 +293,14 @@ class Composite(Generic[T]):
     @overload
     def __getitem__(self, rank: slice) -> list[T]: ...
     def __getitem__(self, rank: int | slice) -> T | list[T]:
-        """Bring the value of a rank here, or with a slice a list of several.
+        """Return the value of a rank; for a slice, a list of several.
 
         Raises:
-            CompositeError: There is no such rank, its part is missing, or its worker is lost.
-                `.rank` says whose it is.
+            CompositeError: There is no rank `.rank`, its part is missing, or its worker is lost.
             PoolClosedError: The pool was shut down.
             SerializationError: The value cannot travel.
             InvalidTypeError: `rank` is no number and no slice, or this is called in a task.
-            InvalidValueError: This is called in the callback of a future, which would wait for
-                itself.
+            InvalidValueError: The callback of a future calls this, and would wait for itself.
         """
         if isinstance(rank, slice):
             return list(self._read(range(len(self))[rank]))
@@ -336,20 +310,19 @@ class Composite(Generic[T]):
         return self._read(range(len(self)))
 
     def _read(self, ranks: Sequence[int]) -> Iterator[T]:
-        """Ask the workers of all these ranks at once, then yield what they answer."""
+        """Ask the workers of all these ranks at once, then yield their answers."""
         self._check_usable()
         entries = [self._present(rank) for rank in ranks]
         asked = [
-            None if entry.description.plain else self._ask(rank)
+            None
+            if entry.description.plain
+            else self._call(read, rank, "reading rank {} of a Composite")
             for rank, entry in zip(ranks, entries, strict=True)
         ]
         return (
             entry.description.plain[0] if future is None else self._answer(rank, entry, future)
             for rank, entry, future in zip(ranks, entries, asked, strict=True)
         )
-
-    def _ask(self, rank: int) -> Future[Any]:
-        return self._call(read, rank, "reading rank {} of a Composite")
 
     def _answer(self, rank: int, entry: PartInfo, future: Future[Any]) -> Any:
         value = self._wait(rank, entry, future)
@@ -360,18 +333,25 @@ class Composite(Generic[T]):
     # --- changes ----------------------------------------------------------------------------------
 
     def __setitem__(self, rank: int, value: Any) -> None:
-        """Send a value to the worker of a rank, and keep it there; return when it is there.
+        """Send a value to the worker of a rank, and keep it there; return once it has arrived.
 
         Raises:
-            CompositeError: There is no such rank, or its worker was lost meanwhile, or is no longer
-                in the pool.
+            CompositeError: There is no such rank, or its worker was lost meanwhile or has left the
+                pool.
             SerializationError: The value cannot be sent.
             PoolClosedError: The pool was shut down.
         """
         rank = self._index(rank)
         self._check_usable()
         place = self._entries[rank].place
-        before = self._process_in(rank)
+        now_there = self._engine.driver.scheduler.workers.places.get(place)
+        if now_there is None:
+            raise CompositeError(
+                f"Worker {place} of rank {rank} is no longer in the pool, so nothing can be kept"
+                " there. Make another Composite in an spmd call.",
+                rank=rank,
+            )
+        before = now_there.worker_id
         future = self._call(keep, rank, "assigning rank {} of a Composite", value=value)
         description = self._wait(rank, self._entries[rank], future)
         entry = self._entries[rank] = PartInfo(place, before, description)
@@ -379,8 +359,7 @@ class Composite(Generic[T]):
             raise self._lost(rank, entry)
 
     def __delitem__(self, rank: int) -> None:
-        """Let a worker forget the part of its rank, and free its memory; the part is missing from
-        then on.
+        """Free the memory of the part of a rank; from then on it is missing.
 
         Raises:
             CompositeError: There is no such rank, or its part is missing already.
@@ -395,17 +374,6 @@ class Composite(Generic[T]):
             with contextlib.suppress(CompositeError):  # lost meanwhile: it is gone all the same
                 self._wait(rank, entry, self._call(remove, rank, "deleting rank {} of a Composite"))
 
-    def _process_in(self, rank: int) -> int:
-        workers = self._engine.driver.scheduler.workers
-        place = workers.places.get(self._entries[rank].place)
-        if place is None:
-            raise CompositeError(
-                f"Worker {self._entries[rank].place} of rank {rank} is no longer in the pool, so"
-                " nothing can be kept there. Make another Composite in an spmd call.",
-                rank=rank,
-            )
-        return place.worker_id
-
     # --- requests to workers ----------------------------------------------------------------------
 
     def _call(self, fn: Any, rank: int, name: str, **value: Any) -> Future[Any]:
@@ -417,7 +385,7 @@ class Composite(Generic[T]):
         try:
             return future.result()
         except WorkerLostError as error:
-            self._check_open()
+            self._check_open()  # a pool's end ends its workers, too, and is the better reason
             raise self._lost(rank, entry) from error
         except CancelledError:
             self._check_open()
@@ -429,7 +397,7 @@ class Composite(Generic[T]):
     def _index(self, rank: Any) -> int:
         """Return the number of a rank, counted from the front."""
         try:
-            if isinstance(rank, bool):
+            if isinstance(rank, bool):  # an index to Python, a mistake here
                 raise TypeError
             number = operator.index(rank)
         except TypeError:
@@ -438,14 +406,14 @@ class Composite(Generic[T]):
             ) from None
         if not -len(self) <= number < len(self):
             raise CompositeError(
-                f"There is no rank {number}: this Composite has {_count(len(self))}, 0 to"
+                f"There is no rank {number}: this Composite has {_count(len(self), 'rank')}, 0 to"
                 f" {len(self) - 1}.",
                 rank=number,
             )
         return number % len(self)
 
     def _check_usable(self) -> None:
-        """Make sure that the workers can be asked from here."""
+        """Check that the workers can be asked from here."""
         self._check_open()
         if in_task() and not self._is_in_task:
             raise InvalidTypeError(
@@ -469,7 +437,6 @@ class Composite(Generic[T]):
             ) from None
 
     def _present(self, rank: int) -> Any:
-        """Return the entry of a part that is there."""
         entry = self._entries[rank]
         if entry.description is None:
             raise self._missing(rank)
@@ -494,7 +461,7 @@ class Composite(Generic[T]):
     # --- checks for spmd calls --------------------------------------------------------------------
 
     def check_complete(self, num_ranks: int) -> None:
-        """Make sure that there is a part for each of `num_ranks` ranks. For the pool.
+        """Check, for the pool, that each of the first `num_ranks` ranks has a part.
 
         Raises:
             PoolClosedError: The pool was shut down.
@@ -505,7 +472,7 @@ class Composite(Generic[T]):
             self._present(rank)
 
     def check_for(self, engine: Engine, places: tuple[int, ...]) -> None:
-        """Make sure that each rank of a call on these workers finds its part there. For the pool.
+        """Check, for the pool, that each rank of a call on these workers finds its part.
 
         Raises:
             PoolClosedError: The pool was shut down.
@@ -528,12 +495,7 @@ class Composite(Generic[T]):
 
 
 def workers_of(args: Sequence[Any]) -> tuple[int, ...] | None:
-    """Return the workers of the first Composite among these; None if there is none.
-
-    Raises:
-        PoolClosedError: Its pool was shut down.
-        CompositeError: A part is missing, or its worker is lost.
-    """
+    """Return the workers of the first Composite among these, None without; check its parts."""
     for arg in args:
         if isinstance(arg, Composite):
             arg.check_complete(len(arg))
@@ -544,19 +506,9 @@ def workers_of(args: Sequence[Any]) -> tuple[int, ...] | None:
 def check_located(
     args: Sequence[Any], engine: Engine, size: int, places: tuple[int, ...] | None
 ) -> None:
-    """Make sure that the parts of all Composites among these are where a call runs: on these
-    workers, rank 0 first.
+    """Check that the Composites among the arguments of a call have their parts where it runs.
 
-    Args:
-        args: The arguments of the call.
-        engine: Runs it.
-        size: How many ranks it has.
-        places: Where it may run; None: on any workers.
-
-    Raises:
-        PoolClosedError: The pool of a Composite was shut down.
-        InvalidValueError: One is of another pool, or on other workers.
-        CompositeError: A part is missing, or its worker is lost.
+    `places`: the workers of the call, rank 0 first; None for any.
     """
     if places is None:
         places = tuple(sorted(engine.driver.scheduler.workers.places))
@@ -571,7 +523,7 @@ def check_located(
 
 
 def marked(arg: Any) -> Any:
-    """Return the form in which an argument of an spmd call is sent: a `PartOf` for a Composite."""
+    """Return an argument of an spmd call as it is sent: a `PartOf` for a Composite."""
     return PartOf(arg._key) if isinstance(arg, Composite) else arg
 
 
@@ -579,21 +531,18 @@ def marked(arg: Any) -> Any:
 
 
 def _is_serial(engine: Engine) -> bool:
-    """Whether this may be the engine of a single call (in a task, or for workers=0).
-
-    Such engines share their parts.
-    """
+    # it may be of a single call (in a task, or for workers=0); such engines share their parts
     return engine.profile.backend == "inline" and engine.driver.scheduler.workers.size == 1
 
 
 def _lives(engine: Engine, entry: PartInfo) -> bool:
-    """Whether the process that has the part still runs."""
     worker = engine.driver.scheduler.workers.by_id.get(entry.worker_id)
     return worker is not None and worker.state is not WorkerState.PARKED
 
 
 def _free(engine_ref: weakref.ref[Engine], key: str, entries: list[PartInfo]) -> None:
-    """Free the parts of a collected Composite. No lock: a finalizer may run at any point."""
+    """Free the parts of a collected Composite."""
+    # a finalizer, which may run at any point: no lock
     engine = engine_ref()
     if engine is None or engine.profile.backend != "ray":
         drop(key)
@@ -603,11 +552,7 @@ def _free(engine_ref: weakref.ref[Engine], key: str, entries: list[PartInfo]) ->
 
 
 def forget_on(engine: Engine, key: str, seats: Sequence[tuple[int, int]]) -> None:
-    """Let workers (worker id, place) forget the parts that they keep under a key.
-
-    Runs in the driver's thread, and does not wait. Workers that have ended or are parked have lost
-    their parts with their processes, so none is started for this.
-    """
+    """Let workers (id, place) forget their parts; in the driver's thread, without waiting."""
     if engine.profile.backend != "ray":
         drop(key)  # one process: no other could use the memory in torch's cache, so the cache stays
         return
@@ -615,17 +560,11 @@ def forget_on(engine: Engine, key: str, seats: Sequence[tuple[int, int]]) -> Non
     for worker_id, place in seats:
         worker = workers.by_id.get(worker_id)
         if engine.is_over or worker is None or worker.state is WorkerState.PARKED:
-            continue
+            continue  # the parts went with their process: none is started for this
         # the pool has ended meanwhile, and its workers with it
         with contextlib.suppress(RaypoolError):
-            future = submit_call(
-                engine,
-                forget,
-                (key,),
-                {},
-                Options(retries=0, name="freeing a Composite"),
-                Where(place),
-            )
+            options = Options(retries=0, name="freeing a Composite")
+            future = submit_call(engine, forget, (key,), {}, options, Where(place))
             again = functools.partial(forget_on, engine, key, [(worker_id, place)])
             future.add_done_callback(functools.partial(_not_cancelled, engine, again))
 
@@ -634,10 +573,6 @@ def _not_cancelled(engine: Engine, again: Callable[[], None], future: Future[Non
     """Free the parts after all if the call was cancelled: `cancel_all` does not mean this one."""
     if future.cancelled() and not engine.is_over:
         engine.driver.do(again)
-
-
-def _count(ranks: int) -> str:
-    return f"{ranks} rank" + ("s" if ranks != 1 else "")
 
 
 def _listed(numbers: Sequence[int]) -> str:

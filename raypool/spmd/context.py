@@ -1,7 +1,4 @@
-"""`SpmdContext`, the argument of a function in an spmd call.
-
-It has the rank, the collectives, and the settings that other libraries need.
-"""
+"""`SpmdContext`, the argument of a function in an spmd call."""
 
 from __future__ import annotations
 
@@ -23,21 +20,21 @@ if TYPE_CHECKING:
 class SpmdContext:
     """One rank of an spmd call: its number, its device, and the collectives.
 
-    Every function of an spmd call is given one. Made without arguments it is that of a single rank,
-    so the function also runs without a pool.
+    Every function of an spmd call is given one. Made without arguments it has a single rank, so the
+    function also runs without a pool.
 
-    Every collective takes tensors, NumPy arrays, and any value that can be pickled. Tensors are
-    changed in place where that has a meaning, stay on their device, and are never copied through
-    the host: they go through NCCL between GPUs, through gloo between CPUs. Arrays and other values
-    are never changed; a new one is returned. No gradients flow through a collective. All ranks have
-    to call the same ones in the same order; if they do not, all get the same `CollectiveError`.
-    Every method may raise that, and `SerializationError` for a value that cannot be pickled.
+    Collectives take tensors, NumPy arrays, and any value that can be pickled. Tensors are changed
+    in place where that has a meaning, stay on their device, and are never copied through the host:
+    they go through NCCL between GPUs, through gloo between CPUs. Arrays and other values are never
+    changed; a new one is returned. No gradients flow through a collective. All ranks have to call
+    the same collectives in the same order; otherwise all get the same `CollectiveError`. Every
+    method may raise that, and `SerializationError` for a value that cannot be pickled.
 
     Attributes:
         rank: The number of this rank, from 0.
-        world_size: How many ranks there are.
+        world_size: The number of ranks.
         local_rank: The number of this rank among those on its machine.
-        local_world_size: How many ranks there are on its machine.
+        local_world_size: The number of ranks on its machine.
 
     Source:
         MATLAB R2025b, spmdIndex, spmdSize and the spmd functions; torch.distributed; mpi4py, whose
@@ -52,13 +49,10 @@ class SpmdContext:
     """
 
     def __init__(self, _group: Group | None = None) -> None:
-        group = (
-            _group
-            if _group is not None
-            else connect(Assignment(0, 1, 0, 1, -1, True, False, ""), None)
-        )
-        self._open_group: Group | None = group
-        place = group.assignment
+        if _group is None:
+            _group = connect(Assignment(0, 1, 0, 1, -1, True, False, ""), None)
+        self._open_group: Group | None = _group
+        place = _group.assignment
         self.rank = place.rank
         self.world_size = place.world_size
         self.local_rank = place.local_rank
@@ -75,24 +69,22 @@ class SpmdContext:
         return self._open_group
 
     def _end(self) -> None:
-        """Detach from the group when the call ends: the next call uses the group."""
-        self._open_group = None
+        """Detach from the group when the call ends."""
+        self._open_group = None  # the next call uses the group, and a kept context must not
 
     def __repr__(self) -> str:
         return f"SpmdContext(rank={self.rank}, world_size={self.world_size})"
 
     @property
     def device(self) -> torch.device:
-        """The `torch.device` of this rank: its worker's GPU if it has one that CUDA can use, else
-        the CPU.
-        """
+        """The `torch.device` of this rank: its worker's GPU if CUDA can use it, else the CPU."""
         device: torch.device = self._group.device
         return device
 
     # --- collectives of all ranks -----------------------------------------------------------------
 
     def barrier(self) -> None:
-        """Wait until all ranks have come here.
+        """Wait until all ranks have called this.
 
         Raises:
             CollectiveError: A rank has ended, or is in another collective.
@@ -101,7 +93,6 @@ class SpmdContext:
             MATLAB R2025b, spmdBarrier.
 
         Example:
-            >>> from raypool import SpmdContext
             >>> SpmdContext().barrier()
         """
         collectives.barrier(self._group)
@@ -110,25 +101,24 @@ class SpmdContext:
         """Combine the values of all ranks, and return the result on every rank.
 
         Args:
-            x: A tensor, which is changed; or an array or other value. All ranks bring the same
-                kind, shape and dtype.
+            x: A tensor, which is changed; or an array or other value. Of the same kind, shape and
+                dtype on all ranks.
             op: "sum", "product", "min", "max", "mean", or a function of two values, called in rank
-                order. Of booleans the sum is "or" and the product "and", as in NumPy; the mean of
-                an array of integers is one of floats.
+                order. For booleans the sum is "or" and the product "and", as in NumPy; the mean of
+                integer arrays is one of floats.
 
         Returns:
             The tensor that was passed; or a new value. The same on every rank, to the last bit.
 
         Raises:
             InvalidValueError: There is no such operation.
-            InvalidTypeError: It has no meaning for these values: the mean of a tensor of integers,
-                the least of complex numbers.
+            InvalidTypeError: It has no meaning for these values: the mean of an integer tensor, the
+                least of complex numbers.
 
         Source:
             torch.distributed.all_reduce; MATLAB R2025b, spmdPlus and spmdReduce.
 
         Example:
-            >>> from raypool import SpmdContext
             >>> SpmdContext().all_reduce({"a"}, op=lambda left, right: left | right)
             {'a'}
         """
@@ -153,7 +143,6 @@ class SpmdContext:
             torch.distributed.reduce.
 
         Example:
-            >>> from raypool import SpmdContext
             >>> SpmdContext().reduce(2, dst=0, op="max")
             2
         """
@@ -164,13 +153,12 @@ class SpmdContext:
         """Give every rank the value of one.
 
         Args:
-            x: On src the value. On the others a tensor like it, which it is written into, or
-                anything else, which is ignored.
-            src: The rank whose value it is.
+            x: On src the value. On the others a tensor like it, to write it into; anything else is
+                ignored.
+            src: The rank that has the value.
 
         Returns:
-            The value: on src what was passed if that is a tensor; on the others the tensor that was
-            passed, or a new value.
+            The value: the tensor that was passed, or a new value.
 
         Raises:
             InvalidValueError: There is no such rank.
@@ -180,7 +168,6 @@ class SpmdContext:
             torch.distributed.broadcast; MATLAB R2025b, spmdBroadcast.
 
         Example:
-            >>> from raypool import SpmdContext
             >>> SpmdContext().broadcast([1, 2], src=0)
             [1, 2]
         """
@@ -191,7 +178,7 @@ class SpmdContext:
         """Give every rank the values of all.
 
         Args:
-            x: A tensor, array or other value; of any kind and shape on each rank.
+            x: A tensor, array or other value, of any kind and shape on each rank.
 
         Returns:
             New values, in rank order.
@@ -200,7 +187,6 @@ class SpmdContext:
             torch.distributed.all_gather and all_gather_object; MATLAB R2025b, spmdCat.
 
         Example:
-            >>> from raypool import SpmdContext
             >>> SpmdContext().all_gather("a")
             ['a']
         """
@@ -210,7 +196,7 @@ class SpmdContext:
         """Give one rank the values of all.
 
         Args:
-            x: A tensor, array or other value; of any kind and shape on each rank.
+            x: As for `all_gather`.
             dst: The rank that gets them.
 
         Returns:
@@ -223,7 +209,6 @@ class SpmdContext:
             torch.distributed.gather and gather_object.
 
         Example:
-            >>> from raypool import SpmdContext
             >>> SpmdContext().gather("a", dst=0)
             ['a']
         """
@@ -234,8 +219,8 @@ class SpmdContext:
         """Give each rank its part of the values of one rank.
 
         Args:
-            parts: On src a list or tuple with one part for each rank, of any kind and shape;
-                anything on the others.
+            parts: On src a list or tuple with one part per rank, of any kind and shape; ignored on
+                the others.
             src: The rank that has them.
 
         Returns:
@@ -249,7 +234,6 @@ class SpmdContext:
             torch.distributed.scatter and scatter_object_list.
 
         Example:
-            >>> from raypool import SpmdContext
             >>> SpmdContext().scatter(["a"], src=0)
             'a'
         """
@@ -282,7 +266,7 @@ class SpmdContext:
         collectives.send(self._group, x, dst)
 
     def receive(self, src: int) -> Any:
-        """Return the next value that another rank sends to this one.
+        """Return the next value from another rank.
 
         Args:
             src: The rank that sends it.
@@ -298,23 +282,18 @@ class SpmdContext:
             MATLAB R2025b, spmdReceive.
 
         Example:
-            >>> def hand_on(ctx):
-            ...     if ctx.rank == 0:
-            ...         ctx.send({"a": 1}, dst=1)
-            ...     elif ctx.rank == 1:
-            ...         return ctx.receive(src=0)
+            See `send`.
         """
         check_other("src", src, self.rank, self.world_size)
         return collectives.receive(self._group, src)
 
     def send_receive(self, x: Any, dst: int | None, src: int | None) -> Any:
-        """Send to one rank and receive from another at once: ranks in a ring do not wait for each
-        other.
+        """Send to one rank and receive from another at once, so that a ring of ranks cannot block.
 
         Args:
             x: A tensor, array or other value; ignored without dst.
-            dst: The rank that gets it, None for none: at the end of an open chain.
-            src: The rank that sends to this one, None for none: at the beginning.
+            dst: The rank that gets it; None at the end of an open chain.
+            src: The rank that sends to this one; None at the beginning of a chain.
 
         Returns:
             The value that src has sent, None without src.
@@ -331,7 +310,6 @@ class SpmdContext:
             ...     right = ctx.rank + 1 if ctx.rank + 1 < ctx.world_size else None
             ...     left = ctx.rank - 1 if ctx.rank > 0 else None
             ...     return ctx.send_receive(x, dst=right, src=left)
-            >>> from raypool import SpmdContext
             >>> shift(SpmdContext(), "a") is None
             True
         """
@@ -345,12 +323,12 @@ class SpmdContext:
 
     @property
     def process_group(self) -> Any:
-        """Torch's default process group, `torch.distributed.group.WORLD`: DDP, `fully_shard` and
-        device meshes work inside.
+        """Torch's default process group, `torch.distributed.group.WORLD`.
+
+        DDP, `fully_shard` and device meshes work inside.
 
         Raises:
-            InvalidValueError: The ranks share a process, and torch has one default group for a
-                process.
+            InvalidValueError: The ranks share a process, which has one default group.
         """
         if self._group.world is not None:
             return self._group.world
@@ -362,11 +340,9 @@ class SpmdContext:
         return self._own_world
 
     def tf_config(self) -> dict[str, Any]:
-        """Set TF_CONFIG, for `tf.distribute.MultiWorkerMirroredStrategy`, until the function ends.
-        On all ranks together.
+        """Set TF_CONFIG for `tf.distribute.MultiWorkerMirroredStrategy`, on all ranks together.
 
-        In calls with the same ranks the addresses stay the same: TensorFlow cannot change them in
-        the life of a process.
+        It is set until the function ends. Calls with the same ranks have the same addresses.
 
         Returns:
             The content of TF_CONFIG: the addresses of all ranks, and which one this is.
@@ -378,7 +354,6 @@ class SpmdContext:
             TensorFlow guide, "Multi-worker training with Keras", TF_CONFIG.
 
         Example:
-            >>> from raypool import SpmdContext
             >>> SpmdContext().tf_config()["task"]
             {'type': 'worker', 'index': 0}
         """
@@ -386,23 +361,23 @@ class SpmdContext:
             "TF_CONFIG is in the environment", "TensorFlow works with a process for each rank"
         )
         group = self._group
-        if not group.tf_addresses:
-            holder, port = hold_port(group.address)  # so that no other rank finds this port
-            with holder:
+        if not group.tf_addresses:  # kept, as TensorFlow cannot change them in a process's life
+            holder, port = hold_port(group.address)
+            with holder:  # so that no other rank finds this port
                 group.tf_addresses = self.all_gather(f"{group.address}:{port}")
         config = {
             "cluster": {"worker": group.tf_addresses},
             "task": {"type": "worker", "index": self.rank},
         }
-        if self._group.assignment.has_process:  # a single rank in a shared process needs none
+        if group.assignment.has_process:  # a single rank in a shared process needs none
             os.environ["TF_CONFIG"] = json.dumps(config)
         return config
 
     def jax_options(self) -> dict[str, Any]:
-        """Return arguments for `jax.distributed.initialize(**options)`. On all ranks together.
+        """Return the arguments of `jax.distributed.initialize`, on all ranks together.
 
         Returns:
-            `coordinator_address`, at a port that rank 0 has found free; `num_processes`;
+            `coordinator_address`, with a port that rank 0 has found free; `num_processes`;
             `process_id`.
 
         Raises:
@@ -412,7 +387,6 @@ class SpmdContext:
             JAX reference, jax.distributed.initialize.
 
         Example:
-            >>> from raypool import SpmdContext
             >>> options = SpmdContext().jax_options()
             >>> options["num_processes"], options["process_id"]
             (1, 0)

@@ -15,7 +15,7 @@ from raypool.errors import (
     TaskTimeoutError,
     WorkerLostError,
 )
-from raypool.spmd.wire import ordinal
+from raypool.spmd.wire import list_ranks, ordinal
 
 MARKS = (
     "Connection closed by peer",
@@ -31,15 +31,19 @@ MARKS = (
 
 
 def is_disconnect(error: BaseException | None) -> bool:
-    """Whether an error means that the connection to other ranks broke: in raypool's collectives, or
-    in the user's own of torch.
+    """Whether an error means that the connection to other ranks broke, or comes from such an error.
 
-    An error that such an error caused, or that was raised while one was handled, counts too.
+    The connection may be of raypool's collectives, or of the user's own with torch.
     """
-    seen: set[int] = set()
+    base = getattr(sys.modules.get("torch.distributed"), "DistError", None)
+    seen: set[int] = set()  # a chain of errors may be a circle
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        if _is_itself(error):
+        if base is not None and isinstance(error, base):
+            # a port of one's own that is taken is no other rank's fault
+            if "failed to listen" not in str(error):
+                return True
+        elif type(error) is RuntimeError and any(mark in str(error) for mark in MARKS):
             return True
         error = (
             error.__cause__
@@ -47,15 +51,6 @@ def is_disconnect(error: BaseException | None) -> bool:
             else error.__context__
         )
     return False
-
-
-def _is_itself(error: BaseException) -> bool:
-    distributed = sys.modules.get("torch.distributed")
-    base = getattr(distributed, "DistError", None)
-    if base is not None and isinstance(error, base):
-        # its own port is taken, which is no other rank's fault
-        return "failed to listen" not in str(error)
-    return type(error) is RuntimeError and any(mark in str(error) for mark in MARKS)
 
 
 # --- the error for a call: which rank failed first, and what the others did -----------------------
@@ -73,16 +68,12 @@ class RankFailure(NamedTuple):
 def spmd_error(
     name: str, world_size: int, ends: Sequence[RankFailure], timeout_s: float | None
 ) -> SpmdError:
-    """Return the error for a call in which these ranks have failed, or were interrupted because its
-    time was up (`timeout_s`).
-    """
+    """Return the error for a call whose ranks have failed, or whose time was up (`timeout_s`)."""
     if timeout_s is not None:
         return _late(name, ends, timeout_s)
-    culprits = sorted(
-        (end for end in ends if not _is_interrupted(end.error)), key=lambda end: end.at
-    )
-    if not culprits:  # the connections broke, for an unknown reason
-        culprits = sorted(ends, key=lambda end: end.at)[:1]
+    ends = sorted(ends, key=lambda end: end.at)
+    # without a culprit, the connections broke for an unknown reason
+    culprits = [end for end in ends if not _is_interrupted(end.error)] or ends[:1]
     first = culprits[0]
     failures = {end.rank: end.error for end in culprits}
     if isinstance(first.error, CollectiveError):
@@ -92,35 +83,44 @@ def spmd_error(
             f"Rank {first.rank} of {name} (worker {first.worker.index}, {where(first.worker)})"
             f" failed: {_summary(first.error)}"
         )
-        rest = _rest(
-            len(culprits) - 1,
-            sum(_is_interrupted(end.error) for end in ends if end.rank not in failures),
-        )
-        fact = f"{fact.rstrip('.')}. {rest}The cause of this error has its traceback."
+        cut = sum(_is_interrupted(end.error) for end in ends if end.rank not in failures)
+        rest = [f"{len(culprits) - 1} more failed"] if len(culprits) > 1 else []
+        if cut:
+            rest.append(f"{cut} {'was' if cut == 1 else 'were'} interrupted because of it")
+        others = f"{', and '.join(rest)}. " if rest else ""
+        fact = f"{fact.rstrip('.')}. {others}The cause of this error has its traceback."
     return _made(fact, failures, first.rank)
 
 
 def _late(name: str, ends: Sequence[RankFailure], timeout_s: float) -> SpmdError:
-    """Return the error that says which ranks were late, and which only waited."""
+    # the ranks that only waited for others are not late
     waiting = {
         end.rank: end.error
         for end in ends
         if isinstance(end.error, RankInterrupted) and end.error.at_hand
     }
     ends = sorted(ends, key=lambda end: end.rank)
+    # if all waited for each other, all are late
     late = [end for end in ends if end.rank not in waiting] or ends
     parts = [f"rank {end.rank} {_doing(end.error)}" for end in late]
     if late[0].rank not in waiting:
-        parts += _waits(waiting)
+        by_operation: dict[str, list[int]] = {}
+        for rank, error in sorted(waiting.items()):
+            by_operation.setdefault(_operation(error), []).append(rank)
+        parts += [
+            f"{list_ranks(ranks, most=len(ranks))} waited {operation}"
+            for operation, ranks in by_operation.items()
+        ]
     fact = (
         f"{name} had not ended after timeout_s={timeout_s:g}: {'; '.join(parts)}. Give it more"
         " time, or see what it does."
     )
-    failures: dict[int, BaseException] = {}
-    for end in late:
-        failures[end.rank] = TaskTimeoutError(
+    failures: dict[int, BaseException] = {
+        end.rank: TaskTimeoutError(
             f"{name}: rank {end.rank} {_doing(end.error)} when the time was up."
         )
+        for end in late
+    }
     return _made(fact, failures, late[0].rank)
 
 
@@ -131,71 +131,33 @@ def _made(text: str, failures: Mapping[int, BaseException], first_rank: int) -> 
 
 
 def _is_interrupted(error: BaseException) -> bool:
-    is_killed_for_others = isinstance(error, WorkerLostError) and error.reason is LossReason.STOPPED
-    return isinstance(error, RankInterrupted) or is_killed_for_others
+    # a worker that did not answer was killed for the sake of the others
+    return isinstance(error, RankInterrupted) or (
+        isinstance(error, WorkerLostError) and error.reason is LossReason.STOPPED
+    )
 
 
 def _doing(error: BaseException) -> str:
-    """Say where a rank was when it was interrupted."""
     if isinstance(error, RankInterrupted):
         if error.at_hand:
             return f"was {_operation(error)}"
         return f"was at {error.place}" if error.place else "had not begun"
-    if isinstance(error, WorkerLostError) and error.reason is LossReason.STOPPED:
+    if _is_interrupted(error):
         return "did not answer, and was killed with its worker"
     return f"failed: {_summary(error).rstrip('.')}"
 
 
-def _waits(waiting: Mapping[int, RankInterrupted]) -> list[str]:
-    """Say which ranks waited in which collective."""
-    by_operation: dict[str, list[int]] = {}
-    for rank, error in sorted(waiting.items()):
-        by_operation.setdefault(_operation(error), []).append(rank)
-    return [f"{_ranks(ranks)} waited {operation}" for operation, ranks in by_operation.items()]
-
-
 def _operation(error: RankInterrupted) -> str:
-    """Name the wait of a rank; not every wait is an operation of the context."""
     assert error.at_hand is not None
     name, count, peer = error.at_hand
-    if not count:
+    if not count:  # not an operation of the context, but the end of the call, say
         return name
     whom = "" if peer is None else f" with rank {peer}"
     return f"in {name}{whom} (the {ordinal(count)} operation of the call)"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as text.
-
-    Example:
-        >>> _ranks([2]), _ranks([0, 1, 3])
-        ('rank 2', 'ranks 0, 1 and 3')
-    """
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
-
-
-def _rest(num_failed: int, num_interrupted: int) -> str:
-    """Count the other ranks.
-
-    Example:
-        >>> _rest(1, 2)
-        '1 more failed, and 2 were interrupted because of it. '
-    """
-    parts = []
-    if num_failed:
-        parts.append(f"{num_failed} more failed")
-    if num_interrupted:
-        parts.append(
-            f"{num_interrupted} {'was' if num_interrupted == 1 else 'were'} interrupted because"
-            " of it"
-        )
-    return f"{', and '.join(parts)}. " if parts else ""
-
-
 def _summary(error: BaseException) -> str:
-    if isinstance(error, WorkerLostError):
-        return str(error)
-    text = str(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    text, kind = str(error), type(error).__name__
+    if isinstance(error, WorkerLostError):  # a sentence about the worker, complete without its kind
+        return text
+    return f"{kind}: {text}" if text else kind

@@ -17,7 +17,7 @@ import time
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -26,11 +26,11 @@ from raypool.errors import CollectiveError, InvalidValueError, RaypoolError
 from raypool.spmd.failures import is_disconnect
 from raypool.spmd.transport import (
     FOR_EVER,
-    SLICE_S,
     GlooTransport,
     NcclTransport,
     NoTransport,
     distributed,
+    in_thread,
     sever,
 )
 from raypool.spmd.watch import ENDED, RankWatch, Whereabouts, begun_collectives, progress
@@ -39,23 +39,21 @@ from raypool.task import current_task
 from raypool.worker.folders import folder_of_process, make_private
 from raypool.worker.running import ExchangeClient, before_thread_ends, note_here
 
-__all__ = ["Assignment", "AtHand", "Group", "connect", "is_disconnect", "join", "leave"]
-
 logger = logging.getLogger("raypool")
 
 LONG_WAIT_S = 60.0
-"""A rank that has waited this long for others says so once [s]."""
+"""A rank that has waited this long says so once [s]."""
 
 LOOK_AGAIN_S, LOOKS = 1.0, 3
-"""A rank that waits for a message checks at this interval [s] whether its
-sender has ended, and gives up after so many such findings."""
+"""A rank that waits for a message checks at this interval [s] whether its sender has ended, and
+gives up after so many such findings in a row: the last message may be under way."""
 
 FAREWELL_S = 2.0
-"""The least time that connections of a group stay open after a good end [s]: closing one
-drops data that the other side has not read yet."""
+"""Connections stay open this long after a good end [s]: closing one drops data that the other side
+has not read yet."""
 
 MAX_RETIRED = 8
-"""The greatest number of groups of a process that stay open for that."""
+"""The greatest number of groups that stay open for that: each takes descriptors and threads."""
 
 ONE_TO_ONE = frozenset({"send", "receive", "send_receive"})
 
@@ -95,21 +93,29 @@ class Group:
         self._began = self._since = 0.0  # of this call, and of the current wait (Unix time [s])
         self.mismatch: CollectiveError | None = None
         if isinstance(transport, GlooTransport):
-            transport.waiting = _weakly(self)
+            # weakly, because a retired transport outlives its group
+            still_waiting = weakref.WeakMethod(self._still_waiting)
+
+            def waiting(waited_s: float) -> None:
+                method = still_waiting()
+                if method is not None:
+                    method(waited_s)
+
+            transport.waiting = waiting
 
     @property
     def rank(self) -> int:
-        """Return the number of this rank, from 0."""
+        """The number of this rank, from 0."""
         return self.assignment.rank
 
     @property
     def world_size(self) -> int:
-        """Return how many ranks there are."""
+        """The number of ranks."""
         return self.assignment.world_size
 
     @property
     def device(self) -> Any:
-        """Return the `torch.device` of this rank."""
+        """The `torch.device` of this rank."""
         return current_task().device
 
     # --- meetings ---------------------------------------------------------------------------------
@@ -121,32 +127,26 @@ class Group:
         self._is_ending = self._has_ended_well = False
         self.at_hand = self.mismatch = None
         self._began = time.time()
-        if not isinstance(self.transport, GlooTransport):
+        if not isinstance(self.transport, GlooTransport):  # a single rank has nobody to meet
             if not self._has_world():
                 self.make_world()
             return
         with self._in("the beginning of the call"):
             has_process = self.assignment.has_process
-            headers = self._meet(
-                Header(
-                    0, BEGIN, shape=(int(self._has_world()), count_names() if has_process else 0)
-                )
-            )
+            own = int(self._has_world()), count_names() if has_process else 0
+            headers = self._meet(Header(0, BEGIN, shape=own))
             if any(header.operation != BEGIN for header in headers):
                 raise CollectiveError(
                     "A rank has used the context of an earlier call, which has ended.", missing=()
                 )
             if has_process:
+                # ranks find each other by the names of groups, which torch numbers
                 let_names_begin_at(max(header.shape[1] for header in headers))
             if not all(header.shape[0] for header in headers):
                 self.make_world()
 
     def end(self) -> None:
-        """Meet at the end of a call. This finds ranks that still wait in a collective.
-
-        Raises:
-            CollectiveError: Some ranks have ended, and others wait for them.
-        """
+        """Meet at the end of a call; a CollectiveError tells that others are in a collective."""
         self._is_ending, self.at_hand, self._since = True, None, time.time()
         if self.nccl is not None:
             import torch
@@ -157,11 +157,7 @@ class Group:
         self._is_ending, self._has_ended_well = False, True
 
     def meet(self, header: Header) -> list[Header]:
-        """Send the header of this rank, and return the headers of all.
-
-        Raises:
-            CollectiveError: The headers do not agree; the same error on every rank.
-        """
+        """Send the header of this rank; return those of all, or raise the same error everywhere."""
         self._meetings += 1
         headers = self._meet(header._replace(number=self._meetings))
         disagreement = find_disagreement(headers)
@@ -175,10 +171,7 @@ class Group:
 
     @contextmanager
     def operation(self, name: str, peer: int | None = None) -> Iterator[None]:
-        """Note the operation that this rank is in.
-
-        After an error that is not raypool's own the note stays, for the report of that error.
-        """
+        """Note the operation that this rank is in."""
         self._count += 1
         self.at_hand, self._since = AtHand(name, self._count, peer), time.time()
         self._has_said, self._looks, self._seen_ended = False, 0, 0
@@ -188,6 +181,7 @@ class Group:
             except RaypoolError:  # raised by raypool itself: the rank has left the operation
                 self.at_hand = None
                 raise
+        # not in a `finally`: the report of any other error says where the rank was
         self.at_hand = None
 
     @contextmanager
@@ -207,7 +201,9 @@ class Group:
         if self.mismatch is not None:
             raise self.mismatch
         if self._is_ending:
-            self._say_ended()
+            # ranks that wait for a message learn that none will come; a quick end never gets here
+            if not self._has_ended(self.rank):
+                self.store.set(self._ended_key(self.rank), b"1")
             return
         at_hand = self.at_hand
         if at_hand is None:
@@ -216,25 +212,18 @@ class Group:
             self._see_peer(at_hand, at_hand.peer, waited_s)
         if waited_s > LONG_WAIT_S and not self._has_said:
             self._has_said = True
-            whom = "the other ranks" if at_hand.peer is None else f"rank {at_hand.peer}"
-            since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited_s))
             logger.warning(
                 "Rank %d has waited for %s in %s (operation %d of this call) since %s. If they are"
                 " not just slower, they are in code that does not call it.",
                 self.rank,
-                whom,
+                "the other ranks" if at_hand.peer is None else f"rank {at_hand.peer}",
                 at_hand.operation,
                 at_hand.number,
-                since,
+                time.strftime("%H:%M:%S", time.localtime(time.time() - waited_s)),
             )
 
-    def _say_ended(self) -> None:
-        """Tell ranks that wait for a message that none will come; skipped if the end is quick."""
-        if not self._has_ended(self.rank):
-            self.store.set(self._ended_key(self.rank), b"1")
-
     def _see_peer(self, at_hand: AtHand, peer: int, waited_s: float) -> None:
-        """Check at times whether the other rank has ended; its last message may be under way."""
+        """Check at times whether the other rank has ended."""
         if waited_s < (self._looks + 1) * LOOK_AGAIN_S:
             return
         self._looks += 1
@@ -258,9 +247,7 @@ class Group:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Have a thread watch, until the end of the call, for ranks that wait for each other in
-        different places.
-        """
+        """Watch, in a thread, for ranks that wait for each other in different places."""
         if self.world is None or not isinstance(self.transport, GlooTransport) or not progress():
             yield
             return
@@ -283,7 +270,8 @@ class Group:
                 verdict = watch.look(time.monotonic())
                 if verdict is not None and not is_over.is_set():
                     self.mismatch = CollectiveError(verdict[0], missing=verdict[1])
-                    # else it raises that itself
+                    # In raypool's own wait the rank raises that itself, once in a slice. In torch's
+                    # it waits in native code, which only a closed group ends.
                     if watch.is_stuck and self.at_hand is None and not self._is_ending:
                         close_world(self.world)
                     return
@@ -291,11 +279,9 @@ class Group:
     def _place(self) -> Whereabouts:
         at_hand = AtHand(ENDED, 0, None) if self._is_ending else self.at_hand
         begun = begun_collectives(self._began)
-        return (
-            Whereabouts(begun=begun)
-            if at_hand is None
-            else Whereabouts(*at_hand, self._since, begun)
-        )
+        if at_hand is None:
+            return Whereabouts(begun=begun)
+        return Whereabouts(*at_hand, self._since, begun)
 
     # --- torch's default group --------------------------------------------------------------------
 
@@ -310,7 +296,9 @@ class Group:
             close_world(self.world)
         self._num_worlds += 1
         store = distributed().PrefixStore(f"world/{self._num_worlds}", self.store)
-        with environment(self.interfaces), shown(None):  # restored also if the thread is abandoned
+        # torch makes a new group the default one; `shown` undoes this, also if the thread below is
+        # abandoned
+        with environment(self.interfaces), shown(None):
             self.world = in_thread(
                 lambda: make_world(store, self.rank, self.world_size, self.has_nccl), discard_world
             )
@@ -318,42 +306,29 @@ class Group:
 
     @contextmanager
     def visible(self) -> Iterator[None]:
-        """Show torch's default group and the environment of a rank, while the user's function runs.
-
-        A rank that shares its process with others has neither.
-        """
-        if not self.assignment.has_process:
+        """Show torch's default group and the environment of a rank to the user's function."""
+        place = self.assignment
+        if not place.has_process:  # others share the process, and neither can be shown to one rank
             yield
             return
-        with environment(self._variables()), shown(self.world):
-            yield
-
-    def _variables(self) -> dict[str, str]:
-        place = self.assignment
         # A worker with a GPU sees no other, and code that is written for torchrun takes LOCAL_RANK
         # for the number of its device.
         local = (0, 1) if self.device.type == "cuda" else (place.local_rank, place.local_world_size)
-        names = (
-            "MASTER_ADDR",
-            "MASTER_PORT",
-            "RANK",
-            "WORLD_SIZE",
-            "LOCAL_RANK",
-            "LOCAL_WORLD_SIZE",
-        )
-        values = (*self.master, place.rank, place.world_size, *local)
-        return {
-            name: str(value) for name, value in zip(names, values, strict=True)
-        } | self.interfaces
+        values = {
+            "MASTER_ADDR": self.master[0],
+            "MASTER_PORT": str(self.master[1]),
+            "RANK": str(place.rank),
+            "WORLD_SIZE": str(place.world_size),
+            "LOCAL_RANK": str(local[0]),
+            "LOCAL_WORLD_SIZE": str(local[1]),
+            **self.interfaces,
+        }
+        with environment(values), shown(self.world):
+            yield
 
     def close(self) -> None:
-        """Break all connections and let go of everything; ranks that wait for this one fail at
-        once.
-
-        After a good end no rank waits for this one, but its last message may not be read everywhere
-        yet.
-        """
-        if self._has_ended_well:
+        """Close all connections; ranks that wait for this one fail at once."""
+        if self._has_ended_well:  # no rank waits, but the last message may not be read everywhere
             _retire(self.transport, self.store)
         else:
             self.transport.sever()
@@ -364,30 +339,16 @@ class Group:
         self.transport = _Closed()
 
 
-def _weakly(group: Group) -> Callable[[float], None]:
-    """Return the callback of a group for its waits; it holds only a weak reference."""
-    reference = weakref.ref(group)
-
-    def still_waiting(waited_s: float) -> None:
-        group = reference()
-        if group is not None:
-            group._still_waiting(waited_s)
-
-    return still_waiting
-
-
 _retired: deque[tuple[float, NoTransport | GlooTransport, Any]] = deque()
-"""Groups left after a good end: when, their connections, and stores (others may still ask
-those).
-"""
+"""Groups left after a good end: when, their connections and stores (others may still ask those)."""
 
 _retiring = threading.Lock()
 
 
 def _retire(transport: NoTransport | GlooTransport, store: Any) -> None:
-    """Keep a few connections open for a moment: each group takes descriptors and threads."""
+    """Keep a few connections open for a moment."""
     with _retiring:
-        is_first = not _retired
+        is_first = not _retired  # else the thread that closes them runs already
         _retired.append((time.monotonic(), transport, store))
         if len(_retired) > MAX_RETIRED:
             _retired.popleft()
@@ -396,7 +357,6 @@ def _retire(transport: NoTransport | GlooTransport, store: Any) -> None:
 
 
 def _close_retired() -> None:
-    """Close connections as their time is up, until none is left."""
     while _retired:
         time.sleep(FAREWELL_S / 4)
         with _retiring:
@@ -404,13 +364,10 @@ def _close_retired() -> None:
                 _retired.popleft()
 
 
+@atexit.register  # gloo's own threads must end before the process does
 def _close_all_retired() -> None:
-    """Close them now: gloo's own threads must end before the process does."""
     with _retiring:
         _retired.clear()
-
-
-atexit.register(_close_all_retired)
 
 
 class _Closed(NoTransport):
@@ -426,7 +383,7 @@ class _Closed(NoTransport):
 
 # --- joining and leaving a group ------------------------------------------------------------------
 
-_here = threading.local()
+_here = threading.local()  # a worker is a thread
 
 
 def leave_other(assignment: Assignment) -> None:
@@ -437,18 +394,10 @@ def leave_other(assignment: Assignment) -> None:
 
 
 def join(assignment: Assignment, way: ExchangeClient | None) -> Group:
-    """Return this worker's group: the one of the call before, or a new one. Waits for the other
-    ranks; can be interrupted.
-
-    A group that does not stay warm is not kept as the worker's: the call may have been made by a
-    rank, whose thread has a group already.
-
-    Raises:
-        CollectiveError: The connection to another rank broke.
-        ConnectionError: Rank 0 cannot be reached.
-    """
+    """Return this worker's group, that of the call before or a new one; waits for the others."""
     group: Group | None = getattr(_here, "group", None)
     if not assignment.stays_warm:
+        # not kept: a rank may have made the call, whose thread has a group already
         group = connect(assignment, way)
     elif group is not None and group.assignment.number == assignment.number:
         group.assignment = assignment  # each call has its own key for the value
@@ -469,29 +418,39 @@ def leave() -> None:
 
 
 def connect(assignment: Assignment, way: ExchangeClient | None) -> Group:
-    """Find the other ranks, and make a group with them."""
-    if way is None or (assignment.world_size == 1 and not assignment.has_process):
+    """Find the other ranks, wait for all, and make a group with them. Can be interrupted."""
+    rank, world_size, has_process = assignment.rank, assignment.world_size, assignment.has_process
+    if way is None or (world_size == 1 and not has_process):
         return Group(assignment, NoTransport(), Packer(b""))
     with ExitStack() as held:
-        found = find_others(assignment, way, held)
+        store, address, invitation = None, "", None
+        if rank == 0:
+            store, place, address = _open_store(assignment)
+            port = 0
+            if has_process:
+                holder, port = hold_port(address)  # torch may listen there
+                held.enter_context(holder)
+            invitation = place, (address, port), secrets.token_bytes(32)
+        said = _gpu_uuid(assignment), invitation
+        met = way.ask("meet", assignment.number, rank, world_size, said)
+        place, master, secret = met[0][1]
+        if rank != 0:
+            store, address = _join_store(assignment, place)
 
         def make() -> GlooTransport | NoTransport:
-            if assignment.world_size == 1:
+            if world_size == 1:
                 return NoTransport()
-            store = distributed().PrefixStore("control", found.store)
-            return GlooTransport(store, assignment.rank, assignment.world_size, found.address)
+            control = distributed().PrefixStore("control", store)
+            return GlooTransport(control, rank, world_size, address)
 
-        packer = Packer(found.invitation.secret, way if assignment.has_process else None)
-        group = Group(
-            assignment, in_thread(make, discard=lambda transport: transport.sever()), packer
-        )
-        group.store, group.address, group.master = (
-            found.store,
-            found.address,
-            found.invitation.master,
-        )
+        transport = in_thread(make, discard=lambda transport: transport.sever())
+        group = Group(assignment, transport, Packer(secret, way if has_process else None))
+        group.store, group.address, group.master = store, address, master
         weakref.finalize(group, held.pop_all().close)
-        group.has_nccl, group.interfaces = found.has_nccl, interfaces_for(found.address)
+        uuids = {gpu_uuid for gpu_uuid, _ in met}
+        # NCCL needs a separate GPU for each rank
+        group.has_nccl = None not in uuids and len(uuids) == len(met)
+        group.interfaces = interfaces_for(address)
     return group
 
 
@@ -505,18 +464,17 @@ def connect(assignment: Assignment, way: ExchangeClient | None) -> Group:
 
 
 STORE_TIMEOUT = timedelta(seconds=60)
-"""How long one question to the store may take."""
+"""One question to the store may take so long."""
 
 
 class Assignment(NamedTuple):
-    """The place of a worker in a group: which rank it is; plain data, made by the driver.
+    """The place of a worker in a group; plain data, made by the driver.
 
     `local_rank`, `local_world_size`: on its host. `number`: of the group, unique in the pool; a
     repeated number means the group of the call before. `is_one_host`: all ranks are on one machine,
-    and all sockets listen on the loopback only. `has_process`: the rank has a process of its own,
-    whose environment and default group may be set. `key`: that the rank's value is kept under.
-    `stays_warm`: the worker keeps the group for the next call. `mismatch_timeout_s`: of the call's
-    `Options`.
+    and all sockets listen on the loopback only. `has_process`: the rank has its own process, whose
+    environment and default group may be set. `key`: of the rank's value. `stays_warm`: the worker
+    keeps the group for the next call. `mismatch_timeout_s`: of the call's `Options`.
     """
 
     rank: int
@@ -531,62 +489,16 @@ class Assignment(NamedTuple):
     mismatch_timeout_s: float | None = None
 
 
-class Invitation(NamedTuple):
-    """The message by which rank 0 invites the others.
-
-    `store`: its address or file, or the store itself if ranks are threads. `master`: an address,
-        and a port held for torch.
-    `secret`: the ranks sign their messages with it.
-    """
-
-    store: Any
-    master: tuple[str, int]
-    secret: bytes
-
-
-class Found(NamedTuple):
-    """The store of a new group, the address of this rank, and the invitation of rank 0."""
-
-    store: Any
-    address: str
-    invitation: Invitation
-    has_nccl: bool
-
-
-def find_others(assignment: Assignment, way: ExchangeClient, held: ExitStack) -> Found:
-    """Find the other ranks, and wait for all of them. Can be interrupted.
-
-    `held` keeps the port at which torch may listen.
-    """
-    store, address, invitation, port = None, "", None, 0
-    if assignment.rank == 0:
-        store, place, address = _open_store(assignment)
-        if assignment.has_process:
-            holder, port = hold_port(address)
-            held.enter_context(holder)
-        invitation = Invitation(place, (address, port), secrets.token_bytes(32))
-    # plain data for the exchange
-    said = _gpu_uuid(assignment), None if invitation is None else tuple(invitation)
-    met = way.ask("meet", assignment.number, assignment.rank, assignment.world_size, said)
-    if invitation is None:
-        invitation = Invitation(*met[0][1])
-        store, address = _join_store(assignment, invitation.store)
-    uuids = [gpu_uuid for gpu_uuid, _ in met]
-    # NCCL needs a separate GPU for each rank
-    has_nccl = None not in uuids and len(set(uuids)) == len(uuids)
-    return Found(store, address, invitation, has_nccl)
-
-
 def _gpu_uuid(assignment: Assignment) -> str | None:
-    import torch
-
     if not assignment.has_process or current_task().device.type != "cuda":
         return None
+    import torch
+
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
 def _open_store(assignment: Assignment) -> tuple[Any, Any, str]:
-    """Return a new store, its place for the other ranks, and the address of this rank."""
+    """Return a new store, where the other ranks find it, and the address of this rank."""
     dist = distributed()
     if not assignment.has_process:
         store = dist.HashStore()
@@ -594,18 +506,12 @@ def _open_store(assignment: Assignment) -> tuple[Any, Any, str]:
     if assignment.is_one_host:
         file = _new_file()
         return _store_in(file), file, LOOPBACK
-    address = own_address(is_one_host=False)
+    address = own_address()
     listener = listen(address)
     port = listener.getsockname()[1]
-    store = dist.TCPStore(
-        address,
-        port,
-        None,
-        True,
-        STORE_TIMEOUT,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    # torch's own listener would be open on every interface
+    options = {"wait_for_workers": False, "master_listen_fd": listener.detach()}
+    store = dist.TCPStore(address, port, None, True, STORE_TIMEOUT, **options)
     return store, (address, port), address
 
 
@@ -615,19 +521,16 @@ def _join_store(assignment: Assignment, place: Any) -> tuple[Any, str]:
         return place, LOOPBACK
     if assignment.is_one_host:
         return _store_in(place), LOOPBACK
-    host, port = place
-    knock((host, port))
+    knock(place)
     store = in_thread(
-        lambda: distributed().TCPStore(
-            host, port, None, False, STORE_TIMEOUT, wait_for_workers=False
-        )
+        lambda: distributed().TCPStore(*place, None, False, STORE_TIMEOUT, wait_for_workers=False)
     )
-    return store, own_address(is_one_host=False, towards=(host, port))
+    return store, own_address(towards=place)
 
 
 def _new_file() -> str:
-    """Return the name of a new file. It is removed with the pool; earlier, the store would hang."""
     note = note_here()
+    # it is removed with the pool; earlier, the store would hang
     folder = (
         folder_of_process() if note is None or note.folders is None else note.folders.temporary()
     )
@@ -640,45 +543,6 @@ def _store_in(file: str) -> Any:
     return store
 
 
-def in_thread(make: Callable[[], Any], discard: Callable[[Any], object] = bool) -> Any:
-    """Call a function that waits in native code, in a thread, so that the wait can be interrupted.
-
-    If the wait was interrupted, the function's late result is given to `discard`.
-    """
-    done, lock = threading.Event(), threading.Lock()
-    made: list[Any] = []
-    problems: list[BaseException] = []
-    is_wanted = True
-
-    def run() -> None:
-        try:
-            result = make()
-            with lock:
-                made.append(result)
-                is_late = not is_wanted
-            if is_late:
-                discard(result)
-        except BaseException as problem:
-            problems.append(problem)
-        finally:
-            done.set()
-
-    threading.Thread(target=run, daemon=True).start()
-    try:
-        while not done.wait(SLICE_S):
-            pass
-    except BaseException:
-        with lock:
-            is_wanted = False
-            is_made = bool(made)
-        if is_made:
-            discard(made[0])
-        raise
-    if problems:
-        raise problems[0]
-    return made.pop()
-
-
 # --- addresses of this rank -----------------------------------------------------------------------
 
 
@@ -688,51 +552,34 @@ FAR_AWAY = ("192.0.2.1", 9)
 """An address for documentation (RFC 5737): the system picks an interface, nothing is sent."""
 
 CONNECT_TIMEOUT_S = 5.0
-"""How long to wait for the first rank to take a connection [s]."""
+"""The first rank has to take a connection within this time [s]."""
 
 
-def own_address(is_one_host: bool, towards: tuple[str, int] | None = None) -> str:
-    """Return the address at which the other ranks reach this one.
+def own_address(towards: tuple[str, int] = FAR_AWAY) -> str:
+    """Return the address at which ranks on other machines reach this one.
 
     Args:
-        is_one_host: All ranks are on this machine: the loopback will do, and closes out other
-            machines.
-        towards: The address of another rank; None if not known yet.
+        towards: The address of another rank, if known.
     """
-    if is_one_host:
-        return LOOPBACK
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(towards or FAR_AWAY)  # UDP: no packet is sent
+        probe.connect(towards)  # UDP: no packet is sent
         return str(probe.getsockname()[0])
     return socket.gethostbyname(socket.gethostname())
 
 
-def interface_of(address: str) -> str | None:
-    """Return the name of the network interface that has this address, None if none has."""
+def interfaces_for(address: str) -> dict[str, str]:
+    """Return the variables, unless set by the user, that name the interface to gloo and NCCL."""
     import psutil
 
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address == address for entry in entries):
-            return name
-    return None
-
-
-def interfaces_for(address: str) -> dict[str, str]:
-    """Return the variables that tell gloo and NCCL which interface to use, except those that the
-    user has set.
-    """
-    name = interface_of(address)
-    if name is None:
-        return {}
-    return {
-        variable: name
-        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-        if variable not in os.environ
-    }
+            variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+            return {variable: name for variable in variables if variable not in os.environ}
+    return {}
 
 
 def listen(address: str) -> socket.socket:
-    """Return a socket that listens at a port which the system has chosen."""
+    """Return a socket that listens at a free port."""
     listener = socket.socket()
     listener.bind((address, 0))
     listener.listen(128)
@@ -740,26 +587,18 @@ def listen(address: str) -> socket.socket:
 
 
 def hold_port(address: str) -> tuple[socket.socket, int]:
-    """Find a free port; return a socket that holds it, and its number.
-
-    Until the socket is closed, the system assigns the port to no other socket. Torch can still
-    listen at it, because both set SO_REUSEADDR and the holder does not listen.
-    """
+    """Find a free port; return a socket that holds it, and its number."""
     holder = socket.socket()
+    # Until it is closed, the system assigns the port to no other socket. Torch can still listen
+    # there, because both set SO_REUSEADDR and the holder does not listen.
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind((address, 0))
     return holder, int(holder.getsockname()[1])
 
 
 def knock(address: tuple[str, int]) -> None:
-    """Check that something listens at an address.
-
-    Torch's own store would try for its whole time limit, and cannot be interrupted.
-
-    Raises:
-        ConnectionError: Nothing listens there.
-    """
-    try:
+    """Check that something listens at an address, or raise a ConnectionError."""
+    try:  # torch's own store would try for its whole time limit, and cannot be interrupted
         socket.create_connection(address, timeout=CONNECT_TIMEOUT_S).close()
     except OSError as error:
         raise ConnectionError(
@@ -773,14 +612,15 @@ def knock(address: tuple[str, int]) -> None:
 
 
 OWN_NAMES = ("TF_CONFIG",)
-"""Variables that a context sets on request, and that are put back with the others."""
+"""Variables that a context sets on request; they are put back with the others."""
 
 
 def make_world(store: Any, rank: int, world_size: int, has_nccl: bool) -> Any:
-    """Make torch's default group. Called once all ranks have arrived: it waits in native code."""
+    """Make torch's default group, once all ranks have arrived: it waits in native code."""
     import torch
 
     dist = distributed()
+    # the ranks find each other by the group's name, a number of torch's in each process
     store.set(f"names/{rank}", str(count_names()))
     let_names_begin_at(max(int(store.get(f"names/{other}")) for other in range(world_size)))
     dist.init_process_group(
@@ -798,67 +638,53 @@ def make_world(store: Any, rank: int, world_size: int, has_nccl: bool) -> Any:
 
 
 def swap_default(group: Any) -> Any:
-    """Make a group torch's default one, None for none; return the one before.
-
-    Torch has no public way to hide its default group. The private one is what its own
-    `init_process_group` uses.
-    """
+    """Make a group torch's default one, None for none; return the one before."""
     from torch.distributed import distributed_c10d
 
-    dist = distributed()
-    before = dist.group.WORLD
+    before = distributed().group.WORLD
+    # torch has no public way to hide its default group; its own `init_process_group` uses this one
     distributed_c10d._update_default_pg(group)
     return before
 
 
-def count_names() -> int:
-    """Return how many groups torch has named in this process. The next one has this number for its
-    name.
-    """
+def _torch_world() -> Any:
+    """Return torch's registry of groups, for whose content it has no public way."""
     from torch.distributed import distributed_c10d
 
-    return int(distributed_c10d._world.group_count)
+    return distributed_c10d._world
+
+
+def count_names() -> int:
+    """Return the number of groups that torch has named here, which names the next one."""
+    return int(_torch_world().group_count)
 
 
 def let_names_begin_at(number: int) -> None:
-    """Set the number that names torch's next group: all ranks find each other by the name.
-
-    The numbers differ if one worker has made a group by itself, or was interrupted while it made
-    one. Torch has no public way to set them.
-    """
-    from torch.distributed import distributed_c10d
-
-    distributed_c10d._world.group_count = number
+    """Set the number that names torch's next group."""
+    # it differs if one worker has made a group by itself, or was interrupted while it made one
+    _torch_world().group_count = number
 
 
 def is_registered(world: Any) -> bool:
-    """Whether torch still knows a group: `destroy_process_group`, called by the user, makes it
-    forget them all.
-
-    Torch has no public way to ask this for a group that is hidden.
-    """
-    from torch.distributed import distributed_c10d
-
-    return world in distributed_c10d._world.pg_map
+    """Whether torch still knows a group: the user may have called `destroy_process_group`."""
+    return world in _torch_world().pg_map
 
 
 _closing = threading.Lock()
 
 
 def close_world(world: Any) -> None:
-    """Close torch's default group and all made from it; every wait in one, on any rank, fails.
-
-    Dropping our references would not be enough: others may live on in the frames of a traceback.
-    """
+    """Close torch's default group and all made from it; every wait in one, on any rank, fails."""
     from torch.distributed import distributed_c10d
 
     dist = distributed()
+    # dropping our references is not enough: others may live on in the frames of a traceback
     with _closing:  # the thread of the watch may close the same group
         if not is_registered(world):
             return
         swap_default(world)
         try:
-            for group in list(distributed_c10d._world.pg_map):
+            for group in list(_torch_world().pg_map):
                 _sever_gloo(group)
             if "nccl" in dist.get_backend_config(world):
                 # destroying waits for what runs on the GPU, which waits for the others
@@ -883,16 +709,16 @@ def _sever_gloo(group: Any) -> None:
 @contextlib.contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
     """Set environment variables for a while."""
-    before = {name: os.environ.get(name) for name in (*values, *OWN_NAMES)}
+    names = (*values, *OWN_NAMES)
+    before = {name: os.environ[name] for name in names if name in os.environ}
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
+        for name in names:
+            if name not in before:
                 os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        os.environ.update(before)
 
 
 _now_shown: Any = None
@@ -912,14 +738,14 @@ def shown(world: Any) -> Iterator[None]:
 
 
 def discard_world(world: Any) -> None:
-    """Close a group that was made too late: torch has made it the default one by itself."""
-    if distributed().group.WORLD is world:
+    """Close a group that was made too late."""
+    if distributed().group.WORLD is world:  # torch has made it the default one
         swap_default(_now_shown)
     _sever_gloo(world)
 
 
 def alone_in_torch() -> Any:
-    """Return a group of this process alone: torch's default one, made if there is none."""
+    """Return a group of this process alone, torch's default one if that is possible."""
     dist = distributed()
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

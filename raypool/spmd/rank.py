@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +21,13 @@ OURS = str(Path(__file__).parents[1])
 
 
 class RankFunction:
-    """A user's function, as every rank calls it; the return value stays in the worker."""
+    """A user's function, called by each rank; the return value stays in the worker."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.func = fn  # called as in functools.partial, so that messages have its name
 
     def __call__(self, assignment: Assignment, open_args: Callable[[], Sequence[Any]]) -> Any:
-        """Run one rank.
-
-        Returns:
-            The description of the value, which stays here under the key of the assignment; see
-            `answer`.
+        """Run one rank, and return its `answer`.
 
         Raises:
             RankInterrupted: It was ended because another rank had failed, or the time was up.
@@ -40,12 +36,19 @@ class RankFunction:
         group: Group | None = None
         has_returned = False
         try:
+            # the ranks of the group that is left fail, and all are told to end: this must not hide
+            # the first error
             _shield()
             leave_other(assignment)
-            _expose()
+            _shield(False)
             group = join(assignment, way_finder_here()())
             with group.visible(), group.watched():
-                args = [self._arrived(arg, assignment.rank) for arg in open_args()]
+                args = [
+                    composite.find(arg.key, assignment.rank)
+                    if isinstance(arg, composite.PartOf)
+                    else arg
+                    for arg in open_args()
+                ]
                 context = SpmdContext(group)
                 try:
                     value = finished(self.func(context, *args))
@@ -56,7 +59,7 @@ class RankFunction:
                     _shield()  # what follows puts things back as they were
                     context._end()
         except BaseException as error:
-            _shield()
+            _shield()  # as above
             outcome: Exception | None = _interruption(error, group, has_returned)
             if group is not None and group.mismatch is not None:
                 outcome = group.mismatch  # the watch closed the group: torch may raise anything
@@ -73,25 +76,12 @@ class RankFunction:
         """Return the answer that travels back: a description, while the value stays."""
         return composite.keep(assignment.key, assignment.rank, value)
 
-    def _arrived(self, arg: Any, rank: int) -> Any:
-        return composite.find(arg.key, rank) if isinstance(arg, composite.PartOf) else arg
 
-
-def _shield() -> None:
-    """Make this rank uninterruptible.
-
-    The ranks that it leaves fail, and then all are told to end; this must not hide the first error.
-    """
+def _shield(is_on: bool = True) -> None:
+    """Make this rank uninterruptible, or interruptible again."""
     note = note_here()
     if note is not None and note.interrupts is not None:
-        note.interrupts.pause()
-
-
-def _expose() -> None:
-    """Let this rank be interrupted again."""
-    note = note_here()
-    if note is not None and note.interrupts is not None:
-        note.interrupts.resume()
+        (note.interrupts.pause if is_on else note.interrupts.resume)()
 
 
 def _part(assignment: Assignment, group: Group | None) -> None:
@@ -106,54 +96,38 @@ def _interruption(
     error: BaseException, group: Group | None, has_returned: bool
 ) -> RankInterrupted | None:
     """Return the error of a rank that was ended from outside; None if it failed by itself."""
-    story = list(_with_contexts(error))
-    is_cut_off = any(is_disconnect(each) for each in story)
+    # Also errors that were being handled, even if hidden by `from None`: an error in the cleanup
+    # of a rank that was ended is not a failure of its own.
+    story: dict[int, BaseException] = {}
+    here: BaseException | None = error
+    while here is not None and id(here) not in story:  # a chain of errors may be a circle
+        story[id(here)] = here
+        here = here.__context__
+    is_cut_off = any(map(is_disconnect, story.values()))
     if group is None and isinstance(error, ConnectionError):
         looking = AtHand("while it looked for the others", 0, None)
         return RankInterrupted(
             f"It did not find the other ranks: {error}", at_hand=looking, place=""
         )
-    if not is_cut_off and not any(isinstance(each, TaskCancelled) for each in story):
+    if not is_cut_off and not any(isinstance(each, TaskCancelled) for each in story.values()):
         return None
     at_hand = None if group is None else group.at_hand
     if at_hand is None and has_returned:
         at_hand = AtHand("at the end of the call", 0, None)
     elif at_hand is None and is_cut_off and group is not None:  # it waited in native code
         at_hand = AtHand("in a collective of torch.distributed", 0, None)
-    place = _place(error)
+    own = [  # the innermost line of the user's own tells most
+        f"{frame.filename}:{frame.lineno} in {frame.name}"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(OURS) and "/torch/" not in frame.filename
+    ]
+    place = own[-1] if own else ""
+    if at_hand is None:
+        where = f"at {place}" if place else "before it began"
+    else:
+        where = f"in {at_hand.operation}" if at_hand.number else at_hand.operation
     return RankInterrupted(
-        f"It was interrupted {_where(at_hand, place)}, because another rank had failed or the time"
-        " was up.",
+        f"It was interrupted {where}, because another rank had failed or the time was up.",
         at_hand=at_hand,
         place=place,
     )
-
-
-def _with_contexts(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and the errors handled when it was raised, also if hidden by `from None`.
-
-    An error during the cleanup of a rank that was ended is not a failure of its own.
-    """
-    seen: set[int] = set()
-    here: BaseException | None = error
-    while here is not None and id(here) not in seen:
-        seen.add(id(here))
-        yield here
-        here = here.__context__
-
-
-def _where(at_hand: AtHand | None, place: str) -> str:
-    if at_hand is None:
-        return f"at {place}" if place else "before it began"
-    return f"in {at_hand.operation}" if at_hand.number else at_hand.operation
-
-
-def _place(error: BaseException) -> str:
-    """Return the innermost line of the user's own that an exception has passed through."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [
-        frame
-        for frame in frames
-        if not frame.filename.startswith(OURS) and "/torch/" not in frame.filename
-    ]
-    return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from raypool.spmd.wire import SLOT_BYTES
 
@@ -36,81 +36,62 @@ Post = tuple["torch.Tensor", int]
 """A tensor, and the rank that it goes to or comes from."""
 
 
-class Transport(Protocol):
-    """The transport of one rank to the others. Tensors are contiguous."""
-
-    def all_reduce(self, x: torch.Tensor, op: str) -> None:
-        """Reduce in place, the same on every rank."""
-
-    def reduce(self, x: torch.Tensor, dst: int, op: str) -> None:
-        """Reduce in place on dst; elsewhere x is used up."""
-
-    def broadcast(self, x: torch.Tensor, src: int) -> None:
-        """Give everybody what src has, in place."""
-
-    def all_gather(self, parts: list[torch.Tensor], x: torch.Tensor) -> None:
-        """Fill the parts with everybody's x, which are all alike."""
-
-    def exchange(self, sends: Sequence[Post], receives: Sequence[Post]) -> None:
-        """Send and receive, all at once."""
-
-
 class NoTransport:
     """The transport of a single rank: nothing has to move."""
 
     def meet(self, slot: bytes) -> list[bytes]:
-        """Return everybody's slot."""
+        """Return the slots of all ranks."""
         return [slot]
 
     def all_reduce(self, x: torch.Tensor, op: str) -> None:
-        """Leave x as it is."""
+        """Keep x."""
 
     def reduce(self, x: torch.Tensor, dst: int, op: str) -> None:
-        """Leave x as it is."""
+        """Keep x."""
 
     def broadcast(self, x: torch.Tensor, src: int) -> None:
-        """Leave x as it is."""
+        """Keep x."""
 
     def all_gather(self, parts: list[torch.Tensor], x: torch.Tensor) -> None:
         """Copy x."""
         parts[0].copy_(x)
 
     def exchange(self, sends: Sequence[Post], receives: Sequence[Post]) -> None:
-        """Do nothing: there is no other rank."""
+        """Do nothing."""
 
     def post(self, sends: Sequence[Post], receives: Sequence[Post], tag: int) -> list[Any]:
-        """Begin nothing: there is no other rank."""
+        """Do nothing."""
         return []
 
     def finish(self, works: Sequence[Any]) -> None:
-        """Wait for nothing."""
+        """Do nothing."""
 
     def sever(self) -> None:
-        """Do nothing: there are no connections."""
+        """Do nothing."""
 
 
 class GlooTransport:
     """Transport through a gloo group that torch does not know, so user code cannot close it.
 
-    `waiting` is called once in a slice, with the time waited so far [s]; an exception of it ends
-    the wait.
+    Tensors are contiguous. `waiting` is called once in a slice with the time waited so far [s]; its
+    exceptions end the wait.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, address: str) -> None:
         dist = distributed()
-        # Private names of torch's: the options of a group that is made by hand. Without them it
-        # would wait for 30 minutes at most, and listen on every interface.
+        # private names of torch: without these options, gloo would wait for 30 minutes at most, and
+        # listen on every interface
         options = dist.ProcessGroupGloo._Options()
         options._timeout = FOR_EVER
         options._threads = 2
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, world_size, options)
         self._world_size = world_size
-        self.waiting: Callable[[float], None] = _say_nothing
+        self.waiting: Callable[[float], None] = lambda waited_s: None
         _open.add(self)
 
     def meet(self, slot: bytes) -> list[bytes]:
-        """Return everybody's slot."""
+        """Return the slots of all ranks."""
         import torch
 
         own = torch.frombuffer(bytearray(slot), dtype=torch.uint8)
@@ -119,34 +100,30 @@ class GlooTransport:
         return [entry.numpy().tobytes() for entry in slots]
 
     def all_reduce(self, x: torch.Tensor, op: str) -> None:
-        """Reduce in place; every chunk is summed up in one place, so the result is the same on
-        every rank.
-        """
-        dist = distributed()
-        options = dist.AllreduceOptions()
+        """Reduce in place."""
+        options = distributed().AllreduceOptions()
         options.reduceOp = _reduce_op(op)
+        # gloo sums up each chunk in one place: the result is the same on every rank
         self._wait(self._gloo.allreduce([x], options))
 
     def reduce(self, x: torch.Tensor, dst: int, op: str) -> None:
         """Reduce in place on dst; on the other ranks gloo overwrites x."""
-        dist = distributed()
-        options = dist.ReduceOptions()
+        options = distributed().ReduceOptions()
         options.reduceOp, options.rootRank = _reduce_op(op), dst
         self._wait(self._gloo.reduce([x], options))
 
     def broadcast(self, x: torch.Tensor, src: int) -> None:
-        """Give everybody what src has, in place."""
-        dist = distributed()
-        options = dist.BroadcastOptions()
+        """Write the x of src into every rank's x."""
+        options = distributed().BroadcastOptions()
         options.rootRank, options.rootTensor = src, 0
         self._wait(self._gloo.broadcast([x], options))
 
     def all_gather(self, parts: list[torch.Tensor], x: torch.Tensor) -> None:
-        """Fill the parts with everybody's x, which are all alike."""
+        """Fill the parts with the x of all ranks, all of one form."""
         self._wait(self._gloo.allgather([parts], [x]))
 
     def exchange(self, sends: Sequence[Post], receives: Sequence[Post]) -> None:
-        """Send and receive, all at once."""
+        """Send and receive at once."""
         self.finish(self.post(sends, receives, DATA_TAG))
 
     def post(self, sends: Sequence[Post], receives: Sequence[Post], tag: int) -> list[Any]:
@@ -155,35 +132,25 @@ class GlooTransport:
         return works + [self._gloo.send([x], dst, tag) for x, dst in sends]
 
     def finish(self, works: Sequence[Any]) -> None:
-        """Wait for messages, in a thread: a wait past its time limit breaks all connections."""
-        if not works:
-            return
-        done = threading.Event()
-        problems: list[Exception] = []
-
-        def wait() -> None:
-            try:
-                for work in works:
-                    work.wait()
-            except Exception as problem:
-                problems.append(problem)
-            finally:
-                done.set()
-
-        threading.Thread(target=wait, daemon=True).start()
-        began = time.monotonic()
-        while not done.wait(SLICE_S):
-            self.waiting(time.monotonic() - began)
-        if problems:
-            raise problems[0]
+        """Wait for messages."""
+        if works:
+            # not as `_wait`: waiting for a message past a time limit breaks all connections
+            in_thread(lambda: [work.wait() for work in works], waiting=self.waiting)
 
     def _wait(self, work: Any) -> None:
         began = time.monotonic()
-        while not _is_over(work):
+        while True:
+            try:
+                work.wait(timedelta(seconds=SLICE_S))
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    break
             self.waiting(time.monotonic() - began)
+        work.wait()  # raises its error; returns if it was done just after the slice
 
     def sever(self) -> None:
-        """Break all connections: every wait in this group, here or at a peer, fails at once."""
+        """Make every wait in this group, here or at a peer, fail at once."""
         sever(self._gloo)
 
     def drop(self) -> None:
@@ -191,17 +158,15 @@ class GlooTransport:
         self._gloo = None
 
 
+# weakly: it must not keep open what nobody uses any more
 _open: weakref.WeakSet[GlooTransport] = weakref.WeakSet()
 
 
+@atexit.register  # gloo's own threads must end before the process does
 def _close_all() -> None:
-    """Close every group left open: gloo's own threads must end before the process does."""
     for transport in list(_open):
         transport.sever()
         transport.drop()
-
-
-atexit.register(_close_all)
 
 
 def distributed() -> Any:
@@ -212,44 +177,65 @@ def distributed() -> Any:
     return torch.distributed
 
 
-def sever(gloo: Any) -> None:
-    """Break all connections of a gloo group.
+def in_thread(
+    make: Callable[[], Any],
+    discard: Callable[[Any], object] = bool,
+    waiting: Callable[[float], object] = bool,
+) -> Any:
+    """Call a function that waits in native code, in a thread: so the wait can be interrupted.
 
-    A receive that times out breaks all connections, but only if its own was whole until then. So
-    each peer is tried; after the first whole one, the rest fail without a wait.
+    `waiting` is called once in a slice with the time waited so far [s]; its exceptions end the
+    wait. After an interruption, the late result is given to `discard`.
     """
+    done, lock = threading.Event(), threading.Lock()
+    made: list[Any] = []
+    problems: list[BaseException] = []
+    is_wanted = True
+
+    def run() -> None:
+        try:
+            result = make()
+            with lock:  # exactly one of the two threads discards a late result
+                made.append(result)
+                is_late = not is_wanted
+            if is_late:
+                discard(result)
+        except BaseException as problem:
+            problems.append(problem)
+        finally:
+            done.set()
+
+    threading.Thread(target=run, daemon=True).start()
+    began = time.monotonic()
+    try:
+        while not done.wait(SLICE_S):  # in slices, so that an interruption gets through
+            waiting(time.monotonic() - began)
+    except BaseException:
+        with lock:
+            is_wanted = False
+            is_made = bool(made)
+        if is_made:
+            discard(made[0])
+        raise
+    if problems:
+        raise problems[0]
+    return made.pop()
+
+
+def sever(gloo: Any) -> None:
+    """Break all connections of a gloo group."""
     import torch
 
+    # A receive that times out breaks them all, but only if its own was whole until then. So each
+    # peer is tried; after the first whole one, the rest fail without a wait.
     for peer in range(0 if gloo is None else gloo.size()):
         if peer != gloo.rank():
             with contextlib.suppress(RuntimeError):
                 gloo.recv([torch.empty(1)], peer, SEVER_TAG).wait(timedelta(milliseconds=1))
 
 
-def _is_over(work: Any) -> bool:
-    """Wait for a slice; return whether the operation is done, or raise its error."""
-    try:
-        work.wait(timedelta(seconds=SLICE_S))
-        return True
-    except RuntimeError:
-        if not work.is_completed():
-            return False
-    work.wait()  # raises its error; returns if it was done just after the slice
-    return True
-
-
-def _say_nothing(waited_s: float) -> None:
-    """Ignore how long a wait has taken: the default for `waiting`."""
-
-
 def _reduce_op(op: str) -> Any:
-    dist = distributed()
-    return {
-        "sum": dist.ReduceOp.SUM,
-        "product": dist.ReduceOp.PRODUCT,
-        "min": dist.ReduceOp.MIN,
-        "max": dist.ReduceOp.MAX,
-    }[op]
+    return getattr(distributed().ReduceOp, op.upper())  # SUM, PRODUCT, MIN, MAX
 
 
 class NcclTransport:
@@ -260,31 +246,29 @@ class NcclTransport:
 
     def all_reduce(self, x: torch.Tensor, op: str) -> None:
         """Reduce in place."""
-        dist = distributed()
-        dist.all_reduce(x, _reduce_op(op), self._world)
+        distributed().all_reduce(x, _reduce_op(op), self._world)
 
     def reduce(self, x: torch.Tensor, dst: int, op: str) -> None:
         """Reduce in place on dst."""
-        dist = distributed()
-        dist.reduce(x, dst, _reduce_op(op), self._world)
+        distributed().reduce(x, dst, _reduce_op(op), self._world)
 
     def broadcast(self, x: torch.Tensor, src: int) -> None:
-        """Give everybody what src has, in place."""
-        dist = distributed()
-        dist.broadcast(x, src, self._world)
+        """Write the x of src into every rank's x."""
+        distributed().broadcast(x, src, self._world)
 
     def all_gather(self, parts: list[torch.Tensor], x: torch.Tensor) -> None:
-        """Fill the parts with everybody's x, which are all alike."""
-        dist = distributed()
-        dist.all_gather(parts, x, self._world)
+        """Fill the parts with the x of all ranks, all of one form."""
+        distributed().all_gather(parts, x, self._world)
 
     def exchange(self, sends: Sequence[Post], receives: Sequence[Post]) -> None:
-        """Send and receive, all at once: NCCL runs what is in one batch together, so a ring cannot
-        block.
-        """
+        """Send and receive at once."""
         dist = distributed()
+        # one batch, which NCCL runs together: a ring of ranks cannot block
         posts = [dist.P2POp(dist.irecv, x, src, self._world) for x, src in receives]
         posts += [dist.P2POp(dist.isend, x, dst, self._world) for x, dst in sends]
         if posts:
             for work in dist.batch_isend_irecv(posts):
                 work.wait()
+
+
+Transport = NoTransport | GlooTransport | NcclTransport

@@ -20,10 +20,10 @@ from raypool.worker.running import this_process
 logger = logging.getLogger("raypool")
 
 LOOK_S = 5.0
-"""The time between two looks of a rank's thread [s]."""
+"""Between two looks of a rank's thread [s]."""
 
 WARN_S = 30.0
-"""After this time of waiting for each other, ranks are warned about once [s]."""
+"""Ranks that have waited for each other this long are warned about once [s]."""
 
 ENDED = "the end"
 """The meeting of ranks whose function has returned."""
@@ -40,9 +40,8 @@ class Whereabouts(NamedTuple):
     """Where a rank is.
 
     `meeting`: the operation of raypool's own that it waits in ("ray.train.report"; `ENDED`), "" if
-    in none. `number`: the number of that operation in the call. `peer`: the only rank that it waits
-    for; None: all. `since`: the start of the wait (Unix time [s]). `begun`: its collectives in
-    torch's groups.
+    none. `number`: of that operation in the call. `peer`: the only rank that it waits for; None:
+    all. `since`: the start of the wait (Unix time [s]). `begun`: its collectives in torch's groups.
     """
 
     meeting: str = ""
@@ -57,7 +56,7 @@ class Whereabouts(NamedTuple):
         return bool(self.meeting) or any(each.pending for each in self.begun.values())
 
     def write(self) -> str:
-        """Return it as a text for the store."""
+        """Return a text for the store."""
         return json.dumps(self)
 
     @staticmethod
@@ -70,8 +69,9 @@ class Whereabouts(NamedTuple):
 
 
 class Mismatch(NamedTuple):
-    """Two ranks that wait for each other; `waiting` is in this collective of a group of torch's, if
-    `number` is not 0.
+    """Two ranks that wait for each other.
+
+    `waiting` is in collective `number` of a group of torch's, or in raypool's own (0).
     """
 
     waiting: int
@@ -81,18 +81,15 @@ class Mismatch(NamedTuple):
 
 
 def mismatches(places: Mapping[int, Whereabouts]) -> Iterator[Mismatch]:
-    """Yield the pairs of ranks that can never meet.
-
-    A rank in a meeting begins nothing else before the others arrive, so a rank that waits for it in
-    another place waits forever. So do ranks whose next collective of a group differs: gloo lets
-    them wait.
-    """
+    """Yield the pairs of ranks that can never meet."""
     for waiting, place in sorted(places.items()):
         for name, begun in place.begun.items():
             for rank in begun.ranks if begun.pending and not place.meeting else ():
                 other = places.get(rank, NOWHERE)
                 its = other.begun.get(name, Begun((), 0))
+                # the next collectives of one group differ: gloo lets both ranks wait
                 has_other = its.pending == begun.pending and its.operation != begun.operation
+                # a rank in a meeting begins nothing else before the others arrive
                 never_comes = (
                     bool(other.meeting)
                     and other.peer in (None, waiting)
@@ -117,12 +114,11 @@ class RankWatch:
 
     Args:
         rank: Its number.
-        world_size: How many ranks there are.
-        store: The store of the group, a `torch.distributed.Store`.
+        world_size: The number of ranks.
+        store: The group's `torch.distributed.Store`.
         call: The number of the call in the group.
         limit_s: Ranks that have waited for each other this long fail [s]; None: never.
-        progress: Returns a text that changes whenever the rank begins or ends something that it
-            waits in.
+        progress: Returns a text that changes whenever the rank begins or ends a wait.
         place: Returns where the rank is.
     """
 
@@ -144,34 +140,30 @@ class RankWatch:
         self._is_written = False  # the others read that this rank is stuck
         self._first_seen: dict[Mismatch, float] = {}
         self._has_warned = False
+        # often enough to keep a short limit
         self.pause_s = LOOK_S if limit_s is None else min(LOOK_S, max(limit_s / 4, 0.01))
 
     def look(self, now: float) -> tuple[str, tuple[int, ...]] | None:
-        """Look once.
-
-        Args:
-            now: The time by a clock that is never set back [s].
+        """Look once, at a monotonic time [s].
 
         Returns:
-            Once a mismatch has lasted for the limit: its text, and the ranks that cannot come; the
-            same for every rank.
+            Once a mismatch has lasted for the limit: its text, and the ranks that cannot come.
         """
         progress = self._progress()
         if progress != self._progress_before:
             self._progress_before, self._place = progress, None
-        elif self._place is None:
+        elif self._place is None:  # nothing began or ended since the last look
             self._place = self._find_place()
         if self.is_stuck != self._is_written:
             self._is_written = self.is_stuck
-            self._store.set(
-                self._key(self._rank),
-                (self._place if self.is_stuck and self._place else NOWHERE).write(),
-            )
-        if self._rank == 0:
+            place = self._place if self.is_stuck and self._place else NOWHERE
+            self._store.set(self._key(self._rank), place.write())
+        if self._rank == 0:  # one rank judges for all, so that all raise the same error
             self._judge(now)
-        if not self._store.check([self._key("verdict")]):
+        verdict = self._key("verdict")
+        if not self._store.check([verdict]):
             return None
-        text, missing = json.loads(self._store.get(self._key("verdict")))
+        text, missing = json.loads(self._store.get(verdict))
         return text, tuple(missing)
 
     @property
@@ -186,18 +178,16 @@ class RankWatch:
         places = {
             rank: Whereabouts.read(self._store.get(self._key(rank)))
             for rank in range(self._world_size)
-            if self._has_written(rank)
+            if self._store.check([self._key(rank)])  # `get` would wait for the rank to write
         }
         found = list(mismatches(places))
         self._first_seen = {each: self._first_seen.get(each, now) for each in found}
-        lasted_s = now - min(self._first_seen.values(), default=now)
         if not found:
             return
+        lasted_s = now - min(self._first_seen.values())
         told, limit_s = _told(places, found), self._limit_s
-        if (
-            lasted_s >= (WARN_S if limit_s is None else min(WARN_S, limit_s / 2))
-            and not self._has_warned
-        ):
+        warn_s = WARN_S if limit_s is None else min(WARN_S, limit_s / 2)
+        if lasted_s >= warn_s and not self._has_warned:
             self._has_warned = True
             end = (
                 "" if limit_s is None else f"; after mismatch_timeout_s={limit_s:g} the call fails"
@@ -211,9 +201,6 @@ class RankWatch:
             )
             self._store.set(self._key("verdict"), json.dumps((text, missing)))
 
-    def _has_written(self, rank: int) -> bool:
-        return bool(self._store.check([self._key(rank)]))
-
 
 def _told(places: Mapping[int, Whereabouts], found: list[Mismatch]) -> str:
     """Say which ranks are where, and since when."""
@@ -221,29 +208,24 @@ def _told(places: Mapping[int, Whereabouts], found: list[Mismatch]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank in sorted({each.waiting for each in found} | {each.missing for each in found}):
         place = places[rank]
-        group = next(each.group for each in found if rank in (each.waiting, each.missing))
+        at = place.since
         if place.meeting == ENDED:
-            deed, at = ENDED, place.since
+            deed = "ended at"
         elif place.meeting:
-            deed, at = (
-                f"{place.meeting} (the {ordinal(place.number)} operation of this call)",
-                place.since,
-            )
+            nth = ordinal(place.number)
+            deed = f"been in {place.meeting} (the {nth} operation of this call) since"
         else:
-            deed, at = f"torch.distributed.{place.begun[group].operation}", place.begun[group].since
+            group = next(each.group for each in found if rank in (each.waiting, each.missing))
+            at = place.begun[group].since
+            deed = f"been in torch.distributed.{place.begun[group].operation} since"
         ranks.setdefault(deed, []).append(rank)
         since[deed] = min(at, since.get(deed, at))
-    text = ", and ".join(_said(its, deed, since[deed]) for deed, its in ranks.items())
-    return text[0].upper() + text[1:]
-
-
-def _said(ranks: list[int], deed: str, at: float) -> str:
-    has = "has" if len(ranks) == 1 else "have"
-    when = time.strftime("%H:%M:%S", time.localtime(at))
-    return (
-        f"{list_ranks(ranks)} {has} {'ended at' if deed == ENDED else f'been in {deed} since'}"
-        f" {when}"
+    text = ", and ".join(
+        f"{list_ranks(its)} {'has' if len(its) == 1 else 'have'} {deed}"
+        f"{time.strftime(' %H:%M:%S', time.localtime(since[deed]))}"
+        for deed, its in ranks.items()
     )
+    return text[0].upper() + text[1:]
 
 
 def _warn(text: str) -> None:
@@ -259,10 +241,11 @@ def _warn(text: str) -> None:
 
 
 class Begun(NamedTuple):
-    """A rank's collectives in one of torch's groups: the newest number, and the one under way.
+    """A rank's collectives in one of torch's groups.
 
-    `ranks`: all ranks of the group. `pending`: the number of the oldest collective that is not
-    done, 0 if all are. `operation`: its name. `since`: when it began (Unix time [s]).
+    `ranks`: all ranks of the group. `newest`: the number of the last collective. `pending`: that of
+    the oldest one that is not done, 0 if all are; `operation`, `since`: its name and begin (Unix
+    time [s]).
     """
 
     ranks: tuple[int, ...]
@@ -284,15 +267,12 @@ def begun_collectives(since: float) -> dict[str, Begun]:
     found: dict[str, Begun] = {}
     for dump in _flight_records(is_whole=True):
         for entry in json.loads(dump).get("entries", ()):
-            name, at, number = (
-                entry["process_group"][0],
-                entry["time_created_ns"] / 1e9,
-                entry["collective_seq_id"],
-            )
+            name, at = entry["process_group"][0], entry["time_created_ns"] / 1e9
             if entry["is_p2p"] or at < since or name not in ranks:
                 continue
+            number = entry["collective_seq_id"]
             backend, _, operation = entry["profiling_name"].partition(":")
-            key = f"{backend} {name}"
+            key = f"{backend} {name}"  # each backend of a group counts by itself
             begun = found.get(key, Begun(ranks[name], 0))._replace(newest=number)
             if not begun.pending and not entry["retired"]:
                 begun = begun._replace(pending=number, operation=operation, since=at)
@@ -301,20 +281,16 @@ def begun_collectives(since: float) -> dict[str, Begun]:
 
 
 def progress() -> str:
-    """Return a text that changes when this process begins or ends a collective, in any group; "" if
-    torch keeps no record.
-    """
+    """Return a text that changes with each begin and end of a collective; "" without a record."""
     return "".join(
         str(json.loads(dump).get("pg_status") or "") for dump in _flight_records(is_whole=False)
     )
 
 
 def _flight_records(is_whole: bool) -> Iterator[bytes]:
-    """Yield the records of torch's flight recorders: of gloo, of NCCL.
-
-    Torch 2.13 writes each collective into a ring of some 2,000 entries. It has no public way to
-    read that in the process itself.
-    """
+    """Yield the records of torch's flight recorders: of gloo, of NCCL."""
+    # Torch 2.13 writes each collective into a ring of some 2,000 entries. It has no public way to
+    # read that in the process itself.
     from torch._C import _distributed_c10d as c10d
 
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):

@@ -37,25 +37,17 @@ MAX_NAMED = 8
 END, BEGIN = "end", "begin"
 """Meetings outside the user's collectives: the function has returned; a call begins."""
 
-HAS_ENDED = "has ended"
-
 AGREE = frozenset({"all_reduce", "reduce"})
 """Collectives in which all values must be of one kind, dtype, shape and device."""
 
 
 def signed(data: bytes, secret: bytes) -> bytes:
-    """Return the data with a signature in front, which proves to the other ranks that a rank of the
-    group has sent it.
-    """
+    """Return the data behind a signature, which proves that a rank of the group has sent it."""
     return _signature(data, secret) + data
 
 
 def checked(message: Any, secret: bytes) -> memoryview:
-    """Return the data of a signed message.
-
-    Raises:
-        CollectiveError: The signature is wrong: no rank of the group has sent the message.
-    """
+    """Return the data of a signed message, or raise a CollectiveError."""
     whole = memoryview(message)
     signature, rest = whole[:SIGNATURE_BYTES], whole[SIGNATURE_BYTES:]
     if not hmac.compare_digest(signature, _signature(rest, secret)):
@@ -91,8 +83,9 @@ class Header(NamedTuple):
     payload: bytes | None = None
 
     def write(self, secret: bytes) -> bytes:
-        """Return the slot; without the payload, if that does not fit."""
+        """Return the slot, without a payload that does not fit."""
         room = SLOT_BYTES - SIGNATURE_BYTES
+        # a large payload is not pickled in vain
         header = self if self.size <= room else self._replace(payload=None)
         slot = pickle.dumps(tuple(header), protocol=5)
         if len(slot) > room:
@@ -101,11 +94,7 @@ class Header(NamedTuple):
 
     @staticmethod
     def read(slot: bytes, secret: bytes) -> Header:
-        """Return the header in a slot.
-
-        Raises:
-            CollectiveError: No rank of the group has written it.
-        """
+        """Return the header in a slot, or raise a CollectiveError."""
         return Header(*pickle.loads(checked(slot, secret)))  # a pickle knows where it ends
 
 
@@ -119,37 +108,25 @@ class Disagreement(NamedTuple):
 def find_disagreement(headers: Sequence[Header]) -> Disagreement | None:
     """Judge the headers of all ranks; the judgment is the same on every rank."""
     first = headers[0]
-    if any(
-        header.operation != first.operation or header.number != first.number for header in headers
-    ):
+    operation = first.operation
+    if any(header.operation != operation or header.number != first.number for header in headers):
         return _of_operations(headers)
-    if first.operation == "broadcast":
-        return _of_peers(headers) or _of_targets(headers)
-    if first.operation == "scatter":
-        return _of_peers(headers) or _of_parts(headers)
-    return _of_peers(headers) or _of_reduction(headers)
-
-
-def _of_peers(headers: Sequence[Header]) -> Disagreement | None:
-    first = headers[0]
     if any(header.peer != first.peer for header in headers):
+        way = "to" if operation in ("reduce", "gather") else "from"
         return Disagreement(
-            _parties([_to_whom(header) for header in headers], first)
+            _parties([f"{operation} {way} rank {header.peer}" for header in headers], first)
             + " All ranks have to give the same dst or src."
         )
-    return None
-
-
-def _of_reduction(headers: Sequence[Header]) -> Disagreement | None:
-    first = headers[0]
+    if operation in ("broadcast", "scatter"):
+        return (_of_targets if operation == "broadcast" else _of_parts)(headers)
     if any(header.op != first.op for header in headers):
+        ops = ("a function" if each.op == "function" else f"op={each.op!r}" for each in headers)
         return Disagreement(
-            _parties([f"{header.operation} with {_op(header)}" for header in headers], first)
-            + " All have to use one op."
+            _parties([f"{operation} with {op}" for op in ops], first) + " All have to use one op."
         )
-    if first.operation in AGREE and any(_form(header) != _form(first) for header in headers):
+    if operation in AGREE and any(_form(header) != _form(first) for header in headers):
         return Disagreement(
-            _parties([_with_what(header) for header in headers], first)
+            _parties([f"{operation} of {_what(header)}" for header in headers], first)
             + " All ranks have to bring values of one kind, shape and dtype; all_gather takes"
             " different ones."
         )
@@ -158,13 +135,12 @@ def _of_reduction(headers: Sequence[Header]) -> Disagreement | None:
 
 def _of_operations(headers: Sequence[Header]) -> Disagreement:
     ended = tuple(rank for rank, header in enumerate(headers) if header.operation == END)
-    waiting = next((header for header in headers if header.operation != END), headers[0])
-    others = {header.operation for header in headers if header.operation != END}
-    if ended and len(others) == 1:
-        waits = [rank for rank, header in enumerate(headers) if header.operation != END]
+    waits = [rank for rank, header in enumerate(headers) if header.operation != END]
+    waiting = headers[waits[0] if waits else 0]
+    if ended and len({headers[rank].operation for rank in waits}) == 1:
         return Disagreement(
             f"{list_ranks(ended).capitalize()} {_has(ended)} ended, {list_ranks(waits)}"
-            f" {_wait(waits)} for {_it(ended)} in {waiting.operation} (the"
+            f" {_wait(waits)} for {'it' if len(ended) == 1 else 'them'} in {waiting.operation} (the"
             f" {ordinal(waiting.number)} collective of this call). Every rank has to call the same"
             " collectives: look for a return, a break or an if that not all ranks take, or for"
             " loops of different length.",
@@ -177,10 +153,6 @@ def _of_operations(headers: Sequence[Header]) -> Disagreement:
         else header.operation
         for header in headers
     ]
-    did = [
-        HAS_ENDED if header.operation == END else text
-        for header, text in zip(headers, did, strict=True)
-    ]
     return Disagreement(
         _parties(did, waiting)
         + " Every rank has to call the same collectives in the same order: look for an if that not"
@@ -190,8 +162,8 @@ def _of_operations(headers: Sequence[Header]) -> Disagreement:
 
 
 def _of_targets(headers: Sequence[Header]) -> Disagreement | None:
-    """Check targets: a tensor that a rank brings to a broadcast has to match the source's."""
     source = headers[headers[0].peer]
+    # only a tensor has to match: it is written into, and anything else is ignored
     odd = [
         rank
         for rank, header in enumerate(headers)
@@ -207,7 +179,7 @@ def _of_targets(headers: Sequence[Header]) -> Disagreement | None:
 
 
 def _of_parts(headers: Sequence[Header]) -> Disagreement | None:
-    source = headers[headers[0].peer]
+    source = headers[headers[0].peer]  # its shape is the number of parts, () if it has no list
     if source.shape == (len(headers),):
         return None
     has = f"{source.shape[0]} parts" if source.shape else "no list of parts"
@@ -222,21 +194,6 @@ def _form(header: Header) -> tuple[object, ...]:
     return header.kind, header.dtype, header.shape, header.device
 
 
-def _to_whom(header: Header) -> str:
-    return (
-        f"{header.operation} {'to' if header.operation in ('reduce', 'gather') else 'from'} rank"
-        f" {header.peer}"
-    )
-
-
-def _op(header: Header) -> str:
-    return "a function" if header.op == "function" else f"op={header.op!r}"
-
-
-def _with_what(header: Header) -> str:
-    return f"{header.operation} of {_what(header)}"
-
-
 def _what(header: Header) -> str:
     if header.kind in ("tensor", "array"):
         place = " on a GPU" if header.device == "cuda" else ""
@@ -246,27 +203,31 @@ def _what(header: Header) -> str:
 
 
 def _parties(did: Sequence[str], header: Header) -> str:
-    """List the ranks by operation, those in the same one together."""
+    """List the ranks by operation."""
     ranks_by_deed: dict[str, list[int]] = {}
     for rank, deed in enumerate(did):
         ranks_by_deed.setdefault(deed, []).append(rank)
-    text = ", ".join(_party(ranks, deed) for deed, ranks in ranks_by_deed.items())
+    text = ", ".join(
+        f"{list_ranks(ranks)} {_has(ranks)} ended"
+        if deed == END
+        else f"{list_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} in {deed}"
+        for deed, ranks in ranks_by_deed.items()
+    )
     return f"{text[0].upper()}{text[1:]} (the {ordinal(header.number)} collective of this call)."
 
 
-def _party(ranks: Sequence[int], deed: str) -> str:
-    if deed == HAS_ENDED:
-        return f"{list_ranks(ranks)} {_has(ranks)} ended"
-    return f"{list_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} in {deed}"
+def list_ranks(ranks: Iterable[int], most: int = MAX_NAMED) -> str:
+    """Return ranks as text, the first `most` by number.
 
-
-def list_ranks(ranks: Iterable[int]) -> str:
-    """Return ranks as text, the first few by number."""
+    Example:
+        >>> list_ranks([2]), list_ranks([0, 1, 3]), list_ranks([0, 1, 3, 4], most=2)
+        ('rank 2', 'ranks 0, 1 and 3', 'ranks 0, 1 and 2 others')
+    """
     named = [str(rank) for rank in ranks]
     if len(named) == 1:
         return f"rank {named[0]}"
-    if len(named) > MAX_NAMED:
-        return f"ranks {', '.join(named[:MAX_NAMED])} and {len(named) - MAX_NAMED} others"
+    if len(named) > most:
+        return f"ranks {', '.join(named[:most])} and {len(named) - most} others"
     return f"ranks {', '.join(named[:-1])} and {named[-1]}"
 
 
@@ -278,20 +239,14 @@ def _wait(ranks: Sequence[int], verb: str = "wait") -> str:
     return f"{verb}s" if len(ranks) == 1 else verb
 
 
-def _it(ranks: Sequence[int]) -> str:
-    return "it" if len(ranks) == 1 else "them"
-
-
 def ordinal(number: int) -> str:
     """Return 1st, 2nd, 3rd, ..."""
-    ending = (
-        "th" if 10 <= number % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    )
-    return f"{number}{ending}"
+    is_teen = 10 <= number % 100 <= 20
+    return f"{number}{'th' if is_teen else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"
 
 
 def check_rank(name: str, rank: Any, world_size: int) -> None:
-    """Raise the error for an argument that names no rank."""
+    """Refuse an argument that names no rank."""
     if whole_number(rank) is None:
         raise InvalidTypeError(
             f"{name}={rank!r} is a {type(rank).__name__}. Ranks are whole numbers."
@@ -304,7 +259,7 @@ def check_rank(name: str, rank: Any, world_size: int) -> None:
 
 
 def check_other(name: str, rank: Any, own: int, world_size: int) -> None:
-    """Raise the error for an argument that names no other rank."""
+    """Refuse an argument that names no other rank."""
     check_rank(name, rank, world_size)
     if rank == own:
         raise InvalidValueError(
@@ -314,18 +269,17 @@ def check_other(name: str, rank: Any, own: int, world_size: int) -> None:
 
 # --- values: tensors and arrays as their memory, everything else pickled --------------------------
 
-
 PLAIN = frozenset({int, float, bool, str, type(None), complex})
-"""Types of values that the plain pickle module suffices for."""
+"""Types that the plain pickle module suffices for."""
 
 MAX_INLINE_BYTES = 512
-"""A tensor or array of at most this size travels in its header: a loss, say, or a few metrics."""
+"""A tensor or array up to this size travels in its header: a loss, say, or a few metrics."""
 
 
 class Packer:
-    """Pickles values as the pool does, if there is one: classes of a notebook are in no module.
+    """Pickles and signs values, and opens only signed pickles.
 
-    It signs pickles with the group's secret, and opens only signed ones.
+    With a pool it pickles as the pool does: classes of a notebook are in no module.
     """
 
     def __init__(self, secret: bytes, way: ExchangeClient | None = None) -> None:
@@ -333,34 +287,24 @@ class Packer:
         self._way = way
 
     def pack(self, value: Any, operation: str) -> bytes:
-        """Pickle a value.
-
-        Raises:
-            SerializationError: It cannot be pickled.
-        """
-        return signed(self._pickled(value, operation), self.secret)
-
-    def _pickled(self, value: Any, operation: str) -> bytes:
+        """Pickle a value, or raise a SerializationError."""
         if type(value) in PLAIN:
-            return pickle.dumps(value, protocol=5)
-        if self._way is not None:
-            return bytes(self._way.pack(value, f"the value for {operation}"))
-        try:
-            return _dump(value)
-        except Exception as error:
-            raise SerializationError(
-                f"The {type(value).__name__} for {operation} cannot be sent to other ranks:"
-                f" {error}. Send what it is made of, or make it on each rank.",
-                what=type(value).__name__,
-            ) from error
+            pickled = pickle.dumps(value, protocol=5)
+        elif self._way is not None:
+            pickled = bytes(self._way.pack(value, f"the value for {operation}"))
+        else:
+            try:
+                pickled = _dump(value)
+            except Exception as error:
+                raise SerializationError(
+                    f"The {type(value).__name__} for {operation} cannot be sent to other ranks:"
+                    f" {error}. Send what it is made of, or make it on each rank.",
+                    what=type(value).__name__,
+                ) from error
+        return signed(pickled, self.secret)
 
     def unpack(self, packed: Any, rank: int, operation: str) -> Any:
-        """Return the value of a rank.
-
-        Raises:
-            CollectiveError: No rank of the group has sent it.
-            SerializationError: It cannot be read here.
-        """
+        """Return the value of a rank, or raise a CollectiveError or SerializationError."""
         pickled = checked(packed, self.secret)
         try:
             return pickle.loads(pickled)
@@ -386,23 +330,30 @@ def _dump(value: Any) -> bytes:
 
 
 def describe(value: Any, operation: str) -> Header:
-    """Return the header that describes a value, with its memory if that is small."""
+    """Return the header of a value, with its memory if that is small."""
     if is_tensor(value):
-        _check_tensor(value, operation)
-        header = Header(
-            0,
-            operation,
-            "tensor",
-            str(value.dtype).removeprefix("torch."),
-            tuple(value.shape),
-            value.device.type,
-        )
-        if header.device == "cpu" and value.nbytes <= MAX_INLINE_BYTES:
+        device = value.device.type
+        if device not in ("cpu", "cuda"):
+            raise InvalidTypeError(
+                f"{operation} takes tensors on CPUs and CUDA devices; this one is on"
+                f" {value.device}. Move it first."
+            )
+        if hasattr(value, "device_mesh"):
+            raise InvalidTypeError(
+                f"{operation} got a DTensor, which is spread over the ranks already. Use its own"
+                " methods, or pass tensor.to_local()."
+            )
+        dtype = str(value.dtype).removeprefix("torch.")
+        header = Header(0, operation, "tensor", dtype, tuple(value.shape), device)
+        if device == "cpu" and value.nbytes <= MAX_INLINE_BYTES:
             header = header._replace(payload=as_tensor(value).numpy().tobytes())
         return header
     if is_array(value):
         payload = value.tobytes() if value.nbytes <= MAX_INLINE_BYTES else None
-        return Header(0, operation, "array", dtype_name(value.dtype), value.shape, payload=payload)
+        dtype = value.dtype
+        # a text from which NumPy makes the same dtype; for the usual ones, torch's name as well
+        name = str(dtype.name) if dtype.kind in "biufc" and dtype.isnative else str(dtype.str)
+        return Header(0, operation, "array", name, value.shape, payload=payload)
     return Header(0, operation, "value")
 
 
@@ -412,23 +363,19 @@ def rebuild(header: Header) -> Any:
     if header.kind == "array":
         import numpy as np
 
-        return np.frombuffer(bytearray(header.payload), np.dtype(header.dtype)).reshape(
-            header.shape
-        )
+        array = np.frombuffer(bytearray(header.payload), np.dtype(header.dtype))
+        return array.reshape(header.shape)
     import torch
 
     if not header.payload:
-        return empty_like(header, None)
-    return torch.frombuffer(bytearray(header.payload), dtype=getattr(torch, header.dtype)).reshape(
-        header.shape
-    )
+        return empty_like(header, None)  # torch.frombuffer refuses an empty buffer
+    flat = torch.frombuffer(bytearray(header.payload), dtype=getattr(torch, header.dtype))
+    return flat.reshape(header.shape)
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether a value is a tensor whose memory can be sent. Sparse ones, and those of strange
-    layouts, are pickled.
-    """
-    torch = sys.modules.get("torch")
+    """Whether a value is a tensor whose memory can be sent; sparse ones, say, are pickled."""
+    torch = sys.modules.get("torch")  # whoever has a tensor has imported torch
     return (
         torch is not None
         and isinstance(value, torch.Tensor)
@@ -438,63 +385,39 @@ def is_tensor(value: Any) -> bool:
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is an array whose memory can be sent: not of objects, and not of a class that
-    holds more than that.
-    """
+    """Whether a value is an array whose memory can be sent: not one of objects."""
     numpy = sys.modules.get("numpy")
+    # no other class: it may hold more than its memory
     if numpy is None or type(value) not in (numpy.ndarray, numpy.memmap):
         return False
     return not value.dtype.hasobject and value.dtype.kind != "V"
-
-
-def dtype_name(dtype: Any) -> str:
-    """Return a text from which NumPy makes the same dtype."""
-    return str(dtype.name) if dtype.kind in "biufc" and dtype.isnative else str(dtype.str)
-
-
-def _check_tensor(value: Any, operation: str) -> None:
-    if value.device.type not in ("cpu", "cuda"):
-        raise InvalidTypeError(
-            f"{operation} takes tensors on CPUs and CUDA devices; this one is on {value.device}."
-            " Move it first."
-        )
-    if hasattr(value, "device_mesh"):
-        raise InvalidTypeError(
-            f"{operation} got a DTensor, which is spread over the ranks already. Use its own"
-            " methods, or pass tensor.to_local()."
-        )
 
 
 # --- memory of values -----------------------------------------------------------------------------
 
 
 def as_tensor(value: Any) -> Any:
-    """Return the memory of a tensor or array as a tensor of bytes: of the value itself, if it is
-    contiguous and writable.
-    """
+    """Return the memory of a value, or of a contiguous and writable copy, as a tensor of bytes."""
     import torch
 
     if not isinstance(value, torch.Tensor):
         import numpy as np
 
-        # From memory that cannot be written to torch makes tensors with a warning.
-        return torch.from_numpy(
-            np.require(value, requirements=["C", "W"]).reshape(-1).view(np.uint8)
-        )
+        # torch warns about memory that cannot be written to
+        flat = np.require(value, requirements=["C", "W"]).reshape(-1)
+        return torch.from_numpy(flat.view(np.uint8))
     flat = whole(value).reshape(-1)
-    # the stride of one element is arbitrary
+    # the stride of a single element is arbitrary, and `view` refuses some
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
 def whole(x: Any) -> Any:
-    """Return a tensor's values in one piece of memory, without history: the tensor's own memory, if
-    it is in one piece.
-    """
+    """Return a tensor without history in one piece of memory: its own, if that is in one piece."""
     return x.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def empty_like(header: Header, device: Any) -> Any:
-    """Return an uninitialized tensor or array for a header; on `device` if it was on a GPU."""
+    """Return an uninitialized tensor or array; on `device` if the sender's was on a GPU."""
     if header.kind == "array":
         import numpy as np
 
@@ -506,14 +429,14 @@ def empty_like(header: Header, device: Any) -> Any:
 
 
 def as_bytes(packed: bytes) -> Any:
-    """Return a tensor of bytes with what was pickled."""
+    """Return a tensor of bytes."""
     import torch
 
     return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
 
 def copy_of(x: Any) -> Any:
-    """Return a copy of an array in one piece of memory; the array may be mapped or read-only."""
+    """Return a copy of an array, which may be mapped or read-only, in one piece of memory."""
     import numpy as np
 
     return np.array(x, order="C")
