@@ -6,24 +6,22 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import socket
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuProcess:
-    """A process that uses a GPU.
+    """A process that uses a GPU, with its memory there [bytes]; None for unknown."""
 
-    Attributes:
-        pid: Its number on the GPU's machine; inside a container it may be another.
-        used_bytes: Its memory on the GPU [bytes]; None if the driver does not say.
-    """
-
-    pid: int
+    pid: int  # on the GPU's machine; inside a container it may be another
     used_bytes: int | None = None
 
 
@@ -36,7 +34,7 @@ class GpuDevice:
             count differently.
         name: The driver's name, such as "NVIDIA H200".
         uuid: Its UUID, which never changes.
-        total_bytes, used_bytes: Its memory, and how much of it all processes use [bytes].
+        total_bytes, used_bytes: Its memory, and the part in use by all processes [bytes].
         utilisation: The share of the driver's interval (1/6 s to 1 s) in which it computed, 0 to 1.
         temperature_c: Its temperature [degrees Celsius].
         processes: The processes that use it.
@@ -73,7 +71,7 @@ class Inventory(Protocol):
         """Return all GPUs of this machine by index, even those hidden from this process."""
 
     def find(self, device: str) -> GpuDevice | None:
-        """Return the GPU with this index or UUID (or that of an instance); None if unknown."""
+        """Return the GPU with this index, UUID or instance; None if unknown."""
 
     def load(self, indices: Sequence[int]) -> list[GpuDevice]:
         """Return only the memory and utilisation of these GPUs, which is quick."""
@@ -164,15 +162,14 @@ def memory_of(cards: Sequence[GpuDevice]) -> int | None:
 
 # --- visible GPUs ---------------------------------------------------------------------------------
 #
-# Source: NVIDIA, CUDA Programming Guide, CUDA Environment Variables: CUDA_VISIBLE_DEVICES names
+# Source: NVIDIA, CUDA Programming Guide, CUDA Environment Variables: CUDA_VISIBLE_DEVICES has
 # indices or UUIDs, which may be abbreviated; entries after an invalid one are not visible; an empty
-# value hides all. CUDA_DEVICE_ORDER: by default the fastest comes first, with PCI_BUS_ID the order
-# is that of nvidia-smi. PyTorch, torch.cuda._parse_visible_devices, does as the driver does where
-# that says nothing: a device named twice hides all, the first entry decides whether all are numbers
-# or UUIDs, and a number ends where its digits do. NVIDIA, Multi-Instance GPU User Guide, CUDA
-# Device Enumeration: a process has only one instance, the first that it may see, and then no
-# undivided GPU beside it. AMD, ROCm documentation, GPU isolation techniques: HIP_VISIBLE_DEVICES
-# chooses among what ROCR_VISIBLE_DEVICES leaves.
+# value hides all. CUDA_DEVICE_ORDER: the fastest first, or with PCI_BUS_ID the order of nvidia-smi.
+# Where that says nothing, PyTorch (torch.cuda._parse_visible_devices) does as the driver: a device
+# named twice hides all, the first entry decides between numbers and UUIDs, and a number ends with
+# its digits. NVIDIA, Multi-Instance GPU User Guide, CUDA Device Enumeration: a process has only its
+# first visible instance, and no undivided GPU beside it. AMD, ROCm documentation, GPU isolation
+# techniques.
 
 
 CUDA, HIP, ROCR = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
@@ -186,9 +183,7 @@ ORDER = "CUDA_DEVICE_ORDER"
 class VisibleGpu:
     """A device that a process sees.
 
-    Attributes:
-        index: The index of its GPU on this machine; None if unknown.
-        mig: The instance of that GPU; None for the whole GPU.
+    `index`: its GPU on this machine, None if unknown. `mig`: its instance, None for all of it.
     """
 
     index: int | None
@@ -198,11 +193,7 @@ class VisibleGpu:
 def visible_gpus(
     environ: Mapping[str, str], devices: Sequence[GpuDevice]
 ) -> tuple[VisibleGpu, ...]:
-    """Return the devices that a process with this environment sees, in CUDA's order.
-
-    Args:
-        environ: The process's environment when it first used CUDA.
-        devices: The GPUs of this machine.
+    """Return the devices that a process sees by its environment, in CUDA's order.
 
     Example:
         >>> l4 = {"name": "NVIDIA L4", "mig": ()}
@@ -216,9 +207,11 @@ def visible_gpus(
     if text is None:
         seen: Sequence[VisibleGpu] = [VisibleGpu(card.index) for card in devices]
     elif text.startswith(("GPU-", "MIG-")):
-        seen = _by_uuid(_alike(text.split(","), text[:4]), devices)
+        # the first entry decides between GPUs and instances
+        names = (name if name.startswith(text[:4]) else None for name in text.split(","))
+        seen = _by_uuid(_valid(names), devices)
     else:
-        numbers = _before_invalid(_numbers(text), len(devices))
+        numbers = _numbers(text, len(devices))
         if len(numbers) < len(devices) and not is_order_known(environ, devices):
             seen = [VisibleGpu(None)] * len(numbers)  # a guess could name somebody else's GPU
         else:
@@ -234,11 +227,7 @@ def visible_gpus(
 
 
 def visible_amd(environ: Mapping[str, str], count: int) -> tuple[int, ...] | None:
-    """Return the indices of the AMD GPUs that a process sees; None if UUIDs name them.
-
-    Args:
-        environ: The process's environment.
-        count: How many AMD GPUs this machine has.
+    """Return the indices of visible ones of `count` AMD GPUs; None if UUIDs name them.
 
     Example:
         >>> visible_amd({"ROCR_VISIBLE_DEVICES": "3,1", "HIP_VISIBLE_DEVICES": "1"}, 4)
@@ -253,7 +242,7 @@ def visible_amd(environ: Mapping[str, str], count: int) -> tuple[int, ...] | Non
             continue
         if text.startswith("GPU-"):
             return None
-        left = tuple(left[number] for number in _before_invalid(_numbers(text), len(left)))
+        left = tuple(left[number] for number in _numbers(text, len(left)))
     return left
 
 
@@ -289,36 +278,27 @@ def is_order_known(environ: Mapping[str, str], devices: Sequence[GpuDevice]) -> 
     )
 
 
-def _alike(names: Sequence[str], beginning: str) -> list[str]:
-    """Return the names before the first with another prefix; none if one occurs twice."""
-    alike: list[str] = []
-    for name in names:
-        if name in alike:
+def _numbers(text: str, count: int) -> list[int]:
+    """Return the numbers of devices before the first invalid entry."""
+    numbers = _valid(map(_number, text.split(",")))
+    return list(itertools.takewhile(lambda number: number < count, numbers))
+
+
+def _number(entry: str) -> int | None:
+    match = re.match(r"[+-]?[0-9]+", entry.strip())  # "1x" is 1, as for torch
+    return int(match[0]) if match and int(match[0]) >= 0 else None
+
+
+def _valid(entries: Iterable[T | None]) -> list[T]:
+    """Return the entries before the first None; nothing if one occurs twice."""
+    valid: list[T] = []
+    for entry in entries:
+        if entry in valid:
             return []
-        if not name.startswith(beginning):
+        if entry is None:
             break
-        alike.append(name)
-    return alike
-
-
-def _numbers(text: str) -> list[int]:
-    """Return the numbers before the first entry that is none; nothing if one occurs twice."""
-    numbers: list[int] = []
-    for entry in text.split(","):
-        match = re.match(r"[+-]?[0-9]+", entry.strip())  # "1x" is 1, as for torch
-        number = int(match[0]) if match else -1
-        if number in numbers:
-            return []
-        if number < 0:
-            break
-        numbers.append(number)
-    return numbers
-
-
-def _before_invalid(numbers: Sequence[int], count: int) -> list[int]:
-    """Return the numbers before the first that no device has."""
-    end = next((place for place, number in enumerate(numbers) if number >= count), len(numbers))
-    return list(numbers[:end])
+        valid.append(entry)
+    return valid
 
 
 # --- processor cores ------------------------------------------------------------------------------

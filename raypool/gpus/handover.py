@@ -35,9 +35,9 @@ def cpu() -> torch.device:
 def gpu(i: int = 0) -> torch.device:
     """Return a GPU of this process: one card with its own memory.
 
-    A worker of a pool sees only its own GPU, so that is `gpu()` in each of them, whatever its
-    number on the machine (`current_task().gpu`). Code that should also run without a GPU takes
-    `current_task().device`. No CUDA context is made.
+    In a worker of a pool, `gpu()` is its own GPU, whatever its number on the machine
+    (`current_task().gpu`). Code that should also run without a GPU takes `current_task().device`.
+    No CUDA context is made.
 
     Args:
         i: Its number among the GPUs that this process sees, from 0, in CUDA's order.
@@ -63,12 +63,11 @@ def as_device(
 ) -> T:
     """Return `x` on a device: `x` itself if it is there already, else with moved parts.
 
-    The operands and the result of an operation must be on one device, and torch does not move them
-    by itself. A function that begins with `x = as_device(x, device)` takes any `x`, at no cost if
-    it is on the device. In nested containers (dicts, lists, tuples, named tuples, dataclasses),
-    only changed parts are new: if one tensor of a dict moves, the new dict has the other tensors as
-    they were. A tensor that occurs twice is moved once. Gradients flow back through the move, as
-    with `Tensor.to`; a moved tensor is no leaf, so make a tensor that you optimize on its device:
+    torch does not move the operands of an operation to one device. A function that begins with
+    `x = as_device(x, device)` takes any `x`, at no cost if it is on the device. In nested
+    containers (dicts, lists, tuples, named tuples, dataclasses), only changed parts are new. A
+    tensor that occurs twice is moved once. Gradients flow back through the move, as with
+    `Tensor.to`; a moved tensor is no leaf, so make one that you optimize on its device:
     `as_device(x.detach(), device).requires_grad_()`.
 
     A model (`torch.nn.Module`) is moved itself, not copied, as optimizers hold its parameters.
@@ -77,10 +76,9 @@ def as_device(
     Args:
         x: A tensor, a model, or containers of these.
         device: `cpu()`, `gpu(1)`, `current_task().device`, or torch's name for it ("cuda:1").
-        pinned: Use main memory that is locked in place, which the GPU can read and write by itself.
-            Tensors on the CPU are then in such memory, also those that were there already; tensors
-            that leave the CPU go through it. For a single move, locking costs more than it gains:
-            use it for memory that is moved repeatedly. No effect without a GPU.
+        pinned: Use locked main memory, which the GPU reads and writes by itself, for tensors on the
+            CPU (also those that are there already) and for those that leave it. For a single move,
+            locking costs more than it gains. No effect without a GPU.
         non_blocking: Do not wait for the end of a move between pinned memory and a GPU. Later work
             on that GPU does wait; the CPU does not: call `torch.cuda.synchronize()` before you read
             a tensor that moved to the CPU, or change one that left it.
@@ -109,12 +107,11 @@ def as_device(
 def copy_to(
     x: T, device: torch.device | str, *, pinned: bool = False, non_blocking: bool = False
 ) -> T:
-    """Return a copy of `x` on a device, in its own memory, also if `x` is there already.
+    """Return a copy of `x` on a device, also if `x` is there already.
 
-    Use it to keep weights as they are now, for instance. Containers, models and NumPy arrays are
-    copied, too; numbers, texts, sets and objects of other types are shared. A tensor that occurs
-    twice in `x` is copied once. Gradients flow back through the copy, as with `Tensor.clone`, but a
-    model's parameters become parameters of the copy.
+    Containers, models and NumPy arrays are copied, too; numbers, texts, sets and objects of other
+    types are shared. A tensor that occurs twice is copied once. Gradients flow back through the
+    copy, as with `Tensor.clone`, but a model's parameters become parameters of the copy.
 
     Args:
         x: A tensor, a model, an array, or containers of these.

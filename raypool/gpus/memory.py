@@ -49,10 +49,7 @@ class TorchAllocator:
             _cuda().empty_cache()
 
     def limit(self, fraction: float) -> None:
-        """Limit this process to a share of its GPU's memory.
-
-        Before torch is imported, this has no effect on a torch older than `FIRST_WITH_FRACTION`.
-        """
+        """Limit this process to a share of its GPU's memory; old torch only once it is imported."""
         torch = sys.modules.get("torch")
         if torch is not None:
             # lazy: at once if torch has used CUDA, else when it does, so that nothing here begins

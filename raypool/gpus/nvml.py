@@ -90,11 +90,7 @@ class NvmlInventory:
 
 
 class Nvml:
-    """NVML in this process, and the lasting facts about its GPUs.
-
-    Args:
-        load_library: See `NvmlInventory`.
-    """
+    """NVML in this process, and the lasting facts about its GPUs."""
 
     def __init__(self, load_library: Callable[[], Any]) -> None:
         self._load_library = load_library
@@ -126,8 +122,6 @@ class Nvml:
             used_bytes=None if memory is None else int(memory.used),
             utilisation=None if rates is None else rates.gpu / 100,
         )
-
-    # --- questions to NVML ------------------------------------------------------------------------
 
     def _indices(self) -> list[int]:
         """Return the GPUs' indices. If NVML fails, the next question initializes it again."""

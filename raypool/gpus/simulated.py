@@ -66,8 +66,6 @@ class SimulatedGpus:
         if cards is not None:
             self._write([dataclasses.asdict(card) for card in cards])
 
-    # --- changes by a test ------------------------------------------------------------------------
-
     def change(self, index: int, **fields: Any) -> None:
         """Change properties of a GPU; `used_bytes` is others' memory, None stands for unknown."""
         with self.turn():
@@ -106,8 +104,6 @@ class SimulatedGpus:
         with self.allocator().computing(utilisation):
             yield
 
-    # --- inventory --------------------------------------------------------------------------------
-
     def devices(self) -> list[GpuDevice]:
         """Return all cards."""
         if (self._folder / "broken").exists():
@@ -126,16 +122,9 @@ class SimulatedGpus:
         """Return their memory and utilisation."""
         cards = {card.index: card for card in self.devices()}
         found = [cards.get(index) or GpuDevice(index=index) for index in indices]
-        # Nothing else is told: code that relies on more would fail on real GPUs.
-        return [
-            GpuDevice(
-                index=card.index,
-                total_bytes=card.total_bytes,
-                used_bytes=card.used_bytes,
-                utilisation=card.utilisation,
-            )
-            for card in found
-        ]
+        # nothing else, as `Inventory` says: code that relies on more would fail on real GPUs
+        names = ("index", "total_bytes", "used_bytes", "utilisation")
+        return [GpuDevice(**{name: getattr(card, name) for name in names}) for card in found]
 
     def memory_used(self, indices: Sequence[int]) -> int | None:
         """Return the memory in use on these cards."""

@@ -68,9 +68,6 @@ def frame_of(
     )
 
 
-# --- this machine's GPUs --------------------------------------------------------------------------
-
-
 NVIDIAS = NvmlInventory()
 
 
@@ -159,12 +156,7 @@ def manager_of_gpus() -> Any:
 def known_to_ray(
     manager: Any, environ: Mapping[str, str]
 ) -> tuple[list[GpuDevice], Sequence[int | None]]:
-    """Return the GPUs that Ray knows, and the indices that a process with this environment sees.
-
-    Args:
-        manager: One of Ray's accelerator managers.
-        environ: The process's environment.
-    """
+    """Return the GPUs of Ray's accelerator manager, and the indices that a process sees."""
     maker = manager.__name__.removesuffix("GPUAcceleratorManager")
     count = _asked(manager.get_current_node_num_accelerators) or 0
     kind = _asked(manager.get_current_node_accelerator_type) if count else None
@@ -190,9 +182,6 @@ def _asked(question: Callable[[], Any]) -> Any:
         return question()
     except Exception:  # a manager asks tools and drivers that may be missing
         return None
-
-
-# --- import of Ray --------------------------------------------------------------------------------
 
 
 def import_ray() -> None:

@@ -108,22 +108,7 @@ def joined(chunks: list[list[Any]]) -> list[Any]:
 
 
 class CallGroup(Generic[T]):
-    """The calls of one `apply_async` or `map_async`, and their result.
-
-    Args:
-        pool: Kept from being collected until all calls have ended.
-        collector: Finishes the group.
-        futures: The calls.
-        assemble: Makes the result from their values.
-        callback, error_callback: Called with the result, or with the error.
-
-    Attributes:
-        ended: Set when all calls have ended and the callback has returned.
-        is_success: Whether `value` is the result; else it is the error.
-
-    Raises:
-        ValueError: The pool was closed; the calls are cancelled.
-    """
+    """The calls of one `apply_async` or `map_async`, whose values `assemble` joins."""
 
     def __init__(
         self,
@@ -134,19 +119,19 @@ class CallGroup(Generic[T]):
         callback: Callback | None,
         error_callback: Callback | None,
     ) -> None:
-        self._pool: object = pool
+        self._pool: object = pool  # not collected before all calls have ended
         self.collector = collector
         self._futures = futures
         self._assemble = assemble
         self._callbacks = (error_callback, callback)  # by `is_success`
-        self.ended = threading.Event()
+        self.ended = threading.Event()  # set after the callback
         self.is_success = False
-        self.value: Any = None
+        self.value: Any = None  # the result or the error
         self._missing = len(futures)
         self._lock = threading.Lock()
         try:
             collector.open(self)
-        except ValueError:
+        except ValueError:  # the pool was closed meanwhile
             self.cancel()
             raise
         for future in futures:
@@ -194,9 +179,6 @@ class CallGroup(Generic[T]):
 
 class AsyncResult(Generic[T]):
     """The future result of one call or of one `map`.
-
-    Args:
-        gathering: The calls.
 
     Source:
         multiprocessing.pool.AsyncResult.
@@ -269,9 +251,6 @@ class IMapIterator(Iterator[T], Generic[T]):
     Without the iterator, submitted calls still run, and their results are discarded. A generator is
     drawn no further if results were taken; otherwise all of it is drawn, as of a list.
 
-    Args:
-        drawing: Submits the calls.
-
     Source:
         multiprocessing.pool.IMapIterator.
 
@@ -316,19 +295,12 @@ class IMapIterator(Iterator[T], Generic[T]):
 
 
 class Drawing(Generic[T]):
-    """Draws from an iterable in its own thread, and submits a call for each entry.
+    """Draws entries of `calls` in its own thread, and submits a call for each.
 
     Args:
-        pool: Kept from being collected until all calls have ended.
-        collector: Finishes this.
-        submit: Submits the call for an entry.
-        calls: The entries.
         is_chunked: Each call returns a list of results.
         is_ordered: Results come in the order of the calls, not as they end.
         most_ahead: The most submitted calls whose results were not taken; None: any number.
-
-    Raises:
-        ValueError: The pool was closed.
     """
 
     def __init__(  # noqa: PLR0913 - made in one place
@@ -342,7 +314,7 @@ class Drawing(Generic[T]):
         is_ordered: bool,
         most_ahead: int | None,
     ) -> None:
-        self._pool: object = pool
+        self._pool: object = pool  # not collected before all calls have ended
         self._collector = collector
         self._is_chunked = is_chunked
         self._is_ordered = is_ordered

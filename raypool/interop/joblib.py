@@ -8,27 +8,26 @@ from raypool.errors import check_installed
 def register_joblib() -> None:
     """Make raypool known to joblib, as the backend "raypool".
 
-    `joblib.parallel_config("raypool")` or `Parallel(backend="raypool")` runs on the workers of the
-    current pool (`gcp`); without one, on those of a pool opened for it alone, which ends with the
-    `with` block or the `Parallel`. Both take the arguments of `parpool`, as in
-    `parallel_config("raypool", num_workers=4, gpus=[0, 1])`, and open such a pool; or a pool, a
-    part or a view of one: `parallel_config("raypool", pool=pool.options(retries=0))`.
+    `joblib.parallel_config("raypool")` or `Parallel(backend="raypool")` runs on the current pool
+    (`gcp`), or else on a pool opened for it alone, which ends with the `with` block or the
+    `Parallel`. Both take the arguments of `parpool` for such a pool, as in
+    `parallel_config("raypool", num_workers=4, gpus=[0, 1])`; or a pool, a part or a view of one:
+    `parallel_config("raypool", pool=pool.options(retries=0))`.
 
     `n_jobs` counts workers: -1 are all (the default), -2 all but one; more than there are means
     all, with a warning. A pool opened for joblib grows with `n_jobs` while there is room, unless
     `num_workers` is given. With `n_jobs=1`, inside a task, and in a process forked from one that
-    uses Ray (with a warning), joblib runs everything in turn, here. With a pool of one worker,
-    messages (`verbose`) and `pre_dispatch` count two jobs, since joblib does not ask a backend with
-    one; `joblib.effective_n_jobs()` is 1. A `Parallel` inside a task of another uses threads there,
-    as with joblib's own processes.
+    uses Ray (with a warning), joblib runs everything in turn, here. With one worker, messages
+    (`verbose`) and `pre_dispatch` count two jobs, since joblib does not use a backend with one;
+    `joblib.effective_n_jobs()` is 1. A `Parallel` inside a task uses threads there, as with
+    joblib's own processes.
 
     Short tasks share calls to the workers, and are drawn further ahead than `pre_dispatch`, unless
     `batch_size` is a number. If a worker dies, the tasks of its call run again, up to `retries`
     times. A time-out (`Parallel(timeout=...)`) and an error stop running tasks. Arguments of
-    `max_nbytes` or more (arrays, tensors and tables; by default 1 MB) travel once per `Parallel`
-    call: do not change them here meanwhile. A task may change its arguments.
-    `inner_max_num_threads` limits the threads of BLAS and OpenMP in each worker process. joblib's
-    files in memory (`temp_folder`, `mmap_mode`) are not used.
+    `max_nbytes` or more (arrays, tensors and tables; by default 1 MB) travel once per `Parallel`:
+    do not change them here meanwhile; a task may. `inner_max_num_threads` limits the threads of
+    BLAS and OpenMP in each worker process. `temp_folder` and `mmap_mode` are not used.
 
     Raises:
         ModuleNotFoundError: joblib is not installed.

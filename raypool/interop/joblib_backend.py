@@ -67,13 +67,8 @@ class RaypoolBackend(ParallelBackendBase):  # type: ignore[misc]
 
     Args:
         pool: A pool, or a part or view of one.
-        nesting_level: joblib's: the number of backends around this one.
-        inner_max_num_threads: The number of threads of native libraries in a worker.
+        nesting_level, inner_max_num_threads: As for joblib's backends.
         **opening: Arguments of `parpool`, for a pool that is opened when needed.
-
-    Raises:
-        InvalidTypeError: `pool` is none.
-        InvalidValueError: Both a pool and `opening` are given.
     """
 
     supports_retrieve_callback = True
@@ -111,15 +106,8 @@ class RaypoolBackend(ParallelBackendBase):  # type: ignore[misc]
         """Whether workers are processes, each with its own native libraries."""
         return self._source.is_on_ray
 
-    # --- number of workers ------------------------------------------------------------------------
-
     def effective_n_jobs(self, n_jobs: int | None) -> int:
-        """Return the number of workers for `n_jobs`; for a `Parallel`, at least `LEAST_JOBS`.
-
-        Raises:
-            ValueError: It is 0, as with all backends of joblib.
-            Exception: A pool could not be opened.
-        """
+        """Return the number of workers for `n_jobs`; for a `Parallel`, at least `LEAST_JOBS`."""
         num_workers = self._num_workers(n_jobs)
         return max(num_workers, LEAST_JOBS if num_workers and self._find_origin is not None else 1)
 
@@ -149,12 +137,7 @@ class RaypoolBackend(ParallelBackendBase):  # type: ignore[misc]
         max_nbytes: int | None = None,
         **settings: Any,
     ) -> int:
-        """Prepare for a `Parallel`; return the number of its jobs.
-
-        Raises:
-            FallbackToBackend: To a copy of this backend, or to none (see `_num_workers`).
-            InvalidValueError: This is a callback of one of the pool's futures.
-        """
+        """Prepare for a `Parallel`; return the number of its jobs, or raise FallbackToBackend."""
         if self._find_origin is None:
             raise FallbackToBackend(self._copy_with(settings))
         num_workers = self._num_workers(n_jobs)
@@ -299,17 +282,7 @@ class BatchPart(NamedTuple):
 
 
 class Batches:
-    """The batches of one call of a `Parallel`.
-
-    Args:
-        pool: The pool.
-        most: The greatest number of calls at once.
-        max_nbytes: The least size of arguments that travel once for all tasks [bytes]; None: none.
-        manner: How workers run tasks.
-
-    Attributes:
-        newest_run_s: The running time of the last batch passed to joblib [s].
-    """
+    """The batches of one call of a `Parallel`; at most `most` calls run at once."""
 
     def __init__(self, pool: PoolView, most: int, max_nbytes: int | None, manner: Manner) -> None:
         self._pool = pool
@@ -324,7 +297,7 @@ class Batches:
         self._running: dict[Future[Any], None] = {}  # ordered, as `cancel_each` needs
         self._num_begun = 0
         self._is_over = False
-        self.newest_run_s = 0.0
+        self.newest_run_s = 0.0  # of the last batch passed to joblib
         self._lock = threading.Lock()
         self._ended: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._end_thread = weakref.finalize(self, self._ended.put, None)
@@ -457,15 +430,10 @@ Task: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class Manner(NamedTuple):
-    """How the tasks of a `Parallel` are run.
+    """How the tasks of a `Parallel` are run."""
 
-    Attributes:
-        nested: joblib's backend and `n_jobs` for a `Parallel` in a task.
-        max_threads: The number of threads of BLAS and OpenMP; None: the worker's.
-    """
-
-    nested: tuple[ParallelBackendBase, int | None]
-    max_threads: int | None
+    nested: tuple[ParallelBackendBase, int | None]  # joblib's, for a `Parallel` in a task
+    max_threads: int | None  # of BLAS and OpenMP; None: as many as the worker has
 
 
 def run_tasks(tasks: list[Task], manner: Manner, limit_s: float) -> list[Any]:
@@ -520,12 +488,7 @@ class Shared:
 
 
 class SharedArguments:
-    """The large arguments of one `Parallel` call, each of which travels once.
-
-    Args:
-        engine: The engine of the workers.
-        least_bytes: The size of a large argument.
-    """
+    """The large arguments of one `Parallel` call, each of which travels once."""
 
     def __init__(self, engine: Engine, least_bytes: int) -> None:
         self._engine = engine
@@ -534,11 +497,7 @@ class SharedArguments:
         self._known: dict[int, tuple[weakref.ref[Any], Shared]] = {}
 
     def replace_in(self, tasks: list[Task]) -> None:
-        """Replace large arguments by stand-ins.
-
-        Raises:
-            SerializationError: Such an argument cannot be sent.
-        """
+        """Replace large arguments by stand-ins."""
         for position, (fn, args, kwargs) in enumerate(tasks):
             if not kwargs and PLAIN.issuperset(map(type, args)):
                 continue
@@ -600,11 +559,7 @@ BESIDE_THE_PROFILE = frozenset({"num_workers", "initializer", "initargs"})
 
 
 class PoolSource:
-    """Finds a backend's pool: the given one, else the current one, else one that it opens.
-
-    Attributes:
-        is_said: Whether a pool, or how to open one, is given.
-    """
+    """Finds a backend's pool: the given one, else the current one, else one that it opens."""
 
     def __init__(self, pool: PoolView | None, opening: dict[str, Any]) -> None:
         if pool is not None and not isinstance(pool, PoolView):
@@ -626,15 +581,9 @@ class PoolSource:
         self._lock = threading.Lock()  # two loops must not open two pools
 
     def find(self, n_jobs: int) -> PoolView:
-        """Return the pool; one opened here has workers for the greatest `n_jobs`, if possible.
-
-        Raises:
-            PoolClosedError: The given pool was shut down.
-            ResourceError: It is a part without workers.
-            Exception: The error of `parpool` or `pool.resize`.
-        """
+        """Return the pool; one opened here has workers for the greatest `n_jobs`, if possible."""
         if self._given is not None:
-            self._given._target()
+            self._given._target()  # raises if it was shut down or has no workers
             return self._given
         with self._lock:
             if not self._opening and (current := gcp(create=False)) is not None:
@@ -686,7 +635,7 @@ class PoolSource:
         return self._settings().backend == "ray"
 
     def note_forked(self) -> None:
-        """Warn that everything runs in turn, as with joblib's own backends in such a process."""
+        """Warn that everything runs in turn, as joblib's own backends do in such a process."""
         warnings.warn(
             "Loops on raypool cannot run in a process that was forked from one that uses Ray, or"
             " from the one with the pool: setting n_jobs=1. Start the process by spawn, or use"

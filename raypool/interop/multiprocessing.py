@@ -64,26 +64,25 @@ SHARED_CPUS = 0.01
 class Pool:
     """A `multiprocessing.Pool` on raypool's workers, each with its own GPU if there are any.
 
-    Advantages: a worker that dies is replaced and its calls run again, where the standard pool
-    hangs; functions need not be importable; a value that cannot be sent fails at the call, with an
-    error that names the variable; `terminate` and Ctrl-C stop running Python code and free the
-    workers' GPUs.
+    A worker that dies is replaced and its calls run again, where the standard pool hangs; functions
+    need not be importable; a value that cannot be sent fails at the call, with an error that names
+    the variable; `terminate` and Ctrl-C stop running Python code and free the workers' GPUs.
 
-    Differences: a call may run more than once (after the loss of its worker;
-    `pool=p.options(retries=0)` prevents it). A terminated call raises `CancelledError` in `get`.
-    Functions of scripts and notebooks travel with their global variables as they are at the call;
-    those that `initializer` sets are available, except where the script has changed them since.
+    Differences: a call may run again after the loss of its worker (`pool=p.options(retries=0)`
+    prevents it). A terminated call raises `CancelledError` in `get`. Functions of scripts and
+    notebooks travel with their current global variables, but keep those that `initializer` sets
+    unless the script has changed them since.
 
     Args:
-        processes: The number of workers. None: one for each GPU that this process may use; without
-            a GPU, one for each physical core.
-        initializer: Called first in each worker, also in one that replaces another.
+        processes: The number of workers. None: one per GPU that this process may use, or else one
+            per physical core.
+        initializer: Called first in each worker, also in replacements.
         initargs: Its arguments.
         maxtasksperchild: The number of tasks (calls, or chunks of a map) after which a worker's
             process is replaced. No effect in pools of this process ("threads", "inline").
         context: A context of `multiprocessing`; no effect, as Ray starts the workers.
-        pool: A pool, a part or a view of one, which `close` and `terminate` leave open. None: open
-            one, which ends with this one.
+        pool: A pool, a part or a view of one, which stays open. None: open one, which ends with
+            this one.
         profile: The profile of the pool that is opened; see `parpool`.
         **changes: Single fields of the profile.
 
@@ -124,7 +123,11 @@ class Pool:
                 " it is called with."
             )
         processes = optional_count("processes", processes, least=1)
-        check_context(context)
+        if context is not None and not isinstance(context, BaseContext):
+            raise InvalidTypeError(
+                f"context={context!r} is no context of multiprocessing. Leave it out: Ray starts"
+                " the workers, whatever it is."
+            )
         self._limit = task_limit(maxtasksperchild)
         if pool is not None and not isinstance(pool, PoolView):
             raise InvalidTypeError(
@@ -162,8 +165,6 @@ class Pool:
             calls[0].result()
             undo.pop_all()  # it has worked
         return forget
-
-    # --- one call ---------------------------------------------------------------------------------
 
     def apply(
         self, func: Callable[..., T], args: Iterable[Any] = (), kwds: Mapping[str, Any] = {}
@@ -205,20 +206,18 @@ class Pool:
         error_callback: Callback | None = None,
     ) -> AsyncResult[T]:
         self._check_running()
-        futures.append(ready(self._view, PoolCall(func, call, self._limit))(*args, **kwds))
+        submit = ready(self._view._target(), PoolCall(func, call, self._limit))
+        futures.append(submit(*args, **kwds))
         return AsyncResult(
             CallGroup(self, self._collector, futures, only, callback, error_callback)
         )
-
-    # --- many calls -------------------------------------------------------------------------------
 
     def map(
         self, func: Callable[[Any], T], iterable: Iterable[Any], chunksize: int | None = None
     ) -> list[T]:
         """Return `[func(item) for item in iterable]`, run on all workers."""
-        return waited_for(
-            self._map_async, PoolCall(func, call_each, self._limit), iterable, chunksize
-        )
+        work = PoolCall(func, call_each, self._limit)
+        return waited_for(self._map_async, work, iterable, chunksize)
 
     def map_async(
         self,
@@ -245,14 +244,8 @@ class Pool:
             UnpicklableError: The function or an item cannot be sent; it names the variable.
             ValueError: The pool was closed.
         """
-        return self._map_async(
-            [],
-            PoolCall(func, call_each, self._limit),
-            iterable,
-            chunksize,
-            callback,
-            error_callback,
-        )
+        work = PoolCall(func, call_each, self._limit)
+        return self._map_async([], work, iterable, chunksize, callback, error_callback)
 
     def starmap(
         self,
@@ -261,9 +254,8 @@ class Pool:
         chunksize: int | None = None,
     ) -> list[T]:
         """Return `[func(*arguments) for arguments in iterable]`, run on all workers."""
-        return waited_for(
-            self._map_async, PoolCall(func, call_each_starred, self._limit), iterable, chunksize
-        )
+        work = PoolCall(func, call_each_starred, self._limit)
+        return waited_for(self._map_async, work, iterable, chunksize)
 
     def starmap_async(
         self,
@@ -274,14 +266,8 @@ class Pool:
         error_callback: Callback | None = None,
     ) -> AsyncResult[list[T]]:
         """Do as `map_async`, for a function of several arguments."""
-        return self._map_async(
-            [],
-            PoolCall(func, call_each_starred, self._limit),
-            iterable,
-            chunksize,
-            callback,
-            error_callback,
-        )
+        work = PoolCall(func, call_each_starred, self._limit)
+        return self._map_async([], work, iterable, chunksize, callback, error_callback)
 
     def _map_async(
         self,
@@ -319,15 +305,15 @@ class Pool:
         """Return an iterator over `func(item)` for each item, in order, while the workers go on.
 
         The iterable may be endless: a thread draws at most `buffersize` items ahead of the results
-        that were taken. `join` after `close` draws and waits for the rest; but nothing more is
-        drawn for an iterator that nobody holds.
+        that were taken, and the rest in `join` after `close`; nothing for an iterator that nobody
+        holds.
 
         Args:
             func: Any function of one argument; it is shipped to each worker once.
             iterable: Its exception is raised after the results of the items before.
             chunksize: The number of items per call.
-            buffersize: None: 16 per worker and at least two calls; any number if the iterable has a
-                length.
+            buffersize: None: 16 per worker and at least two calls, or any number if the iterable
+                has a length.
 
         Raises:
             UnpicklableError: The function cannot be sent; it names the variable. For an item,
@@ -383,8 +369,6 @@ class Pool:
 
     def _num_workers(self) -> int:
         return max(len(self._view._numbers()), 1)
-
-    # --- end of the pool --------------------------------------------------------------------------
 
     def close(self) -> None:
         """Take no more work; the workers end after the current work."""
@@ -541,7 +525,7 @@ def call_each_starred(func: Callable[..., Any], chunk: Iterable[Iterable[Any]]) 
 
 @dataclass(frozen=True)
 class PoolCall:
-    """A user's function on a worker, the way to call it, and the process's task limit."""
+    """A user's function on a worker, the way to call it, and the limit of tasks."""
 
     func: Callable[..., Any]
     how: Callable[..., Any]
@@ -571,15 +555,6 @@ def chunks(items: Iterator[Any], size: int) -> Iterator[tuple[Any, ...]]:
         yield chunk
 
 
-def check_context(context: Any) -> None:
-    """Raise InvalidTypeError unless it is a context of `multiprocessing`."""
-    if context is not None and not isinstance(context, BaseContext):
-        raise InvalidTypeError(
-            f"context={context!r} is no context of multiprocessing. Leave it out: Ray starts the"
-            " workers, whatever it is."
-        )
-
-
 def waited_for(submit: Callable[..., AsyncResult[T]], *arguments: Any) -> T:
     """Submit calls and return their result."""
     futures: list[Future[Any]] = []
@@ -592,21 +567,17 @@ def waited_for(submit: Callable[..., AsyncResult[T]], *arguments: Any) -> T:
         del futures  # the traceback of the error would hold them
 
 
-def ready(view: PoolView, work: PoolCall) -> Callable[..., Future[Any]]:
-    """Return a function that submits calls of this work, which is packed once."""
-    return _ready(view._target(), work)
-
-
 def ready_for_many(view: PoolView, work: PoolCall) -> Callable[..., Future[Any]]:
     """Do as `ready`, for the calls of a map."""
     target = view._target()
-    submit = _ready(target, work)
+    submit = ready(target, work)
     target._engine.warn_of_generators(work.func)
     # inline calls run as they are submitted: Ctrl-C in one of them ends the map
     return unless_interrupted(submit) if is_inline(target._engine) else submit
 
 
-def _ready(target: PoolView, work: PoolCall) -> Callable[..., Future[Any]]:
+def ready(target: PoolView, work: PoolCall) -> Callable[..., Future[Any]]:
+    """Return a function that submits calls of this work, which is packed once."""
     check_callable(work.func)
     engine, options = target._engine, target._options
     try:

@@ -13,7 +13,7 @@ from typing import Any
 
 from raypool.channel import capture
 from raypool.views.status import LoopStatus
-from raypool.views.words import duration, rate
+from raypool.views.words import rate
 
 FIRST_S = 10.0
 """The time before the first line [s]; shorter loops have none."""
@@ -74,8 +74,5 @@ def line(status: LoopStatus) -> str:
     parts = [f"{status.label}: {settled}{''.join(text for text, _ in others)}"]
     if status.num_new > 0:
         parts.append(rate(status.num_new, status.elapsed_s))
-    parts.append(f"{'in' if status.is_over else 'after'} {duration(status.elapsed_s)}")
-    left_s = status.left_s()
-    if left_s is not None:
-        parts.append(f"about {duration(left_s)} left")
+    parts.append(f"{'in' if status.is_over else 'after'} {status.times()}")
     return ", ".join(filter(None, parts))

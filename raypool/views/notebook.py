@@ -60,9 +60,6 @@ class NotebookView:
 
 def page(status: LoopStatus, rows: Rows) -> str:
     """Return a loop as HTML."""
-    times, left_s = duration(status.elapsed_s), status.left_s()
-    if left_s is not None:
-        times += f", about {duration(left_s)} left"
     value = ""  # an indeterminate bar, as the total is unknown
     if status.total is not None or status.is_over:
         value = f' max="{status.total or 1}" value="{status.num_settled if status.total else 1}"'
@@ -70,7 +67,7 @@ def page(status: LoopStatus, rows: Rows) -> str:
         _text(status.label, "bold"),
         f'<progress{value} style="width: 16em; vertical-align: middle"></progress>',
         "".join(_text(text, style) for text, style in status.counts()),
-        _text(times, "dim"),
+        _text(status.times(), "dim"),
     )
     body = " &nbsp;".join(parts)
     if rows.shown:
@@ -80,10 +77,8 @@ def page(status: LoopStatus, rows: Rows) -> str:
             '<table style="margin: 0.3em 0 0 1em; border: none; font-size:'
             f' inherit">{table}</table>'
         )
-    if rows.num_others:
-        body += _line(
-            f"and {rows.num_others:,} more workers, {rows.num_others_busy:,} of them busy", "dim"
-        )
+    if rows.others:
+        body += _line(rows.others, "dim")
     if status.last_failure is not None:
         body += _line(status.last_failure, "red")
     return (

@@ -126,9 +126,6 @@ def _view(progress: bool | Callable[..., Any] | None, is_serial: bool) -> View |
     return LogLines(is_asked_for=progress is True)
 
 
-# --- progress bars of other packages, such as tqdm's ----------------------------------------------
-
-
 class FactoryBar:
     """Moves another package's bar; see `View`.
 

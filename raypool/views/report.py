@@ -113,7 +113,7 @@ def page(story: Story, title: str | None) -> str:
         written_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         num_items=num_items,
         counts=story.frame["status"].value_counts().to_dict(),
-        colours=MARKS,
+        colors=MARKS,
         shown=shown,
         unit_s=unit_s,
         unit=unit,
@@ -135,7 +135,7 @@ def _data(story: Story, shown: Timeline) -> tuple[dict[str, Any], dict[str, str]
     """Return the data for the page's scripts, and notes on data left out."""
     table = _table(story)
     curves, notes = curves_of(story.metrics)
-    data: dict[str, Any] = {"table": table, "curves": curves, "colours": MARKS}
+    data: dict[str, Any] = {"table": table, "curves": curves, "colors": MARKS}
     if shown.lanes:
         data["timeline"], num_bars = timeline(shown)
         data["concurrency"] = concurrency(shown.attempts, shown.wall_s, len(shown.lanes))
@@ -153,16 +153,12 @@ def _table(story: Story) -> dict[str, Any]:
 
     frame = story.frame
     values = [name for name in frame.columns if name not in story.configs and name not in story.run]
-    kinds: dict[str, list[tuple[str, list[Any]]]] = {
-        "config": list(columns(frame, story.configs).items()),
-        "value": list(columns(frame, values).items()),
-    }
-    known = {name for name, _ in kinds["value"]}  # a metric that was also returned
-    kinds["reported"] = [
-        (f"last {name}", cells)
+    config, value = columns(frame, story.configs), columns(frame, values)
+    reported = {
+        f"last {name}": cells
         for name, cells in last_of(story.metrics, len(frame))
-        if name not in known
-    ]
+        if name not in value  # a metric that was also returned
+    }
     started = pd.to_datetime(frame["started_at"].astype(float), unit="s").dt.strftime(
         "%Y-%m-%d %H:%M:%S"
     )
@@ -171,15 +167,16 @@ def _table(story: Story) -> dict[str, Any]:
         .assign(started_at=started)
         .rename(columns={"started_at": "started_at (UTC)"})
     )
-    (status, cells), *others = columns(about, about.columns).items()
-    kinds["run"] = [(name, cells) for name, cells in others if set(cells) != {None}]
-    taken = {status, *(name for pairs in kinds.values() for name, _ in pairs)}
-    number = number_column(taken)
+    (status, statuses), *others = columns(about, about.columns).items()
+    run = {name: cells for name, cells in others if set(cells) != {None}}
+    kinds = {"config": config, "value": value, "reported": reported, "run": run}
+    number = number_column({status}.union(*kinds.values()))
     entries: list[tuple[str, str, list[Any]]] = [
         (number, "run", [int(index) for index in frame.index]),
-        (status, "run", cells),
+        (status, "run", statuses),
     ]
-    entries += [(name, kind, cells) for kind, pairs in kinds.items() for name, cells in pairs]
+    for kind, named in kinds.items():
+        entries += [(name, kind, cells) for name, cells in named.items()]
     return {
         "columns": [
             {"name": name, "kind": kind, "is_numeric": is_numeric(cells)}
@@ -188,7 +185,7 @@ def _table(story: Story) -> dict[str, Any]:
         "cells": [cells for _, _, cells in entries],
         "number": number,
         "has_coordinates": (
-            len(frame) > 1 and any(len(set(cells)) > 1 for _, cells in kinds["config"])
+            len(frame) > 1 and any(len(set(cells)) > 1 for cells in config.values())
         ),
     }
 

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from raypool.channel.records import named
 from raypool.core.model import TaskState
-from raypool.views.words import describe_error, describe_item, describe_values, gibibytes, one_line
+from raypool.views.words import (
+    describe_error,
+    describe_item,
+    describe_values,
+    duration,
+    gibibytes,
+    one_line,
+)
 
 if TYPE_CHECKING:
     from raypool.channel.records import GpuMemory
@@ -52,6 +59,12 @@ class Rows(NamedTuple):
     shown: list[WorkerRow]
     num_others: int
     num_others_busy: int
+
+    @property
+    def others(self) -> str:
+        """The line of other workers; empty without any."""
+        busy = f"{self.num_others_busy:,} of them busy"
+        return f"and {self.num_others:,} more workers, {busy}" if self.num_others else ""
 
 
 class LoopStatus:
@@ -137,6 +150,12 @@ class LoopStatus:
             left_s = (num_left * self._tally.mean_s(spent_s) - sum(spent_s)) / len(running)
         # no estimate if no item has ended for longer: running ones take longer than ended ones
         return left_s if left_s > max(self._clock() - self._settled_at, LEAST_LEFT_S) else None
+
+    def times(self) -> str:
+        """Return the time so far and the remaining time, if known."""
+        left_s = self.left_s()
+        left = "" if left_s is None else f", about {duration(left_s)} left"
+        return duration(self.elapsed_s) + left
 
     def rows(self, most: int) -> Rows:
         """Return at most `most` lines for workers with work, one for all others included."""

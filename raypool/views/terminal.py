@@ -128,28 +128,22 @@ class Picture:
         label = fit(status.label, max(self._width // 3, MIN_BAR))
         counts = status.counts()
         room = self._width - cell_len(label) - sum(len(text) for text, _ in counts) - 3
-        times, left_s = duration(status.elapsed_s), status.left_s()
-        if left_s is not None:
-            longer = f"{times}, about {duration(left_s)} left"
-            times = longer if len(longer) <= room else times
+        times = status.times()
+        if len(times) > room:
+            times = duration(status.elapsed_s)
         head = [(f"{label} ", "bold"), *counts, (f"  {times}", "dim")]
         room = min(room - len(times) - 1, MAX_BAR)
         if room < MIN_BAR:
             return head, None
-        total, settled = status.total, status.num_settled
-        return head, ProgressBar(
-            total or 1, settled if total else 1, room, pulse=total is None and not status.is_over
-        )
+        total, pulse = status.total, status.total is None and not status.is_over
+        return head, ProgressBar(total or 1, status.num_settled if total else 1, room, pulse=pulse)
 
     def _rest(self, status: LoopStatus) -> list[Line]:
         failure = status.last_failure
         rows = status.rows(self._height - (2 if failure is None else 3))
         lines = [self._row(row, rows.shown) for row in rows.shown]
-        if rows.num_others:
-            others = (
-                f"  and {rows.num_others:,} more workers, {rows.num_others_busy:,} of them busy"
-            )
-            lines.append([(fit(others, self._width), "dim")])
+        if rows.others:
+            lines.append([(fit(f"  {rows.others}", self._width), "dim")])
         if failure is not None and len(lines) < self._height - 2:
             lines.append([(fit(f"  {failure}", self._width), "red")])
         return lines
@@ -164,17 +158,14 @@ class Picture:
             return [(fit(start, self._width), ""), ("     idle", "dim")]
         start += f"  {duration(row.running_s, 1):>7}  {row.items}"
         values = f"  {row.values}" if row.values else ""
-        room = self._width - cell_len(start) - cell_len(values)
-        description = (
-            fit(f"  {row.description}", max(room, MIN_DESCRIPTION)) if row.description else ""
-        )
-        start = fit(start, self._width)
-        description = fit(description, self._width - cell_len(start))
-        return [
-            (start, ""),
-            (description, "dim"),
-            (fit(values, self._width - cell_len(start) - cell_len(description)), ""),
-        ]
+        left = self._width
+        room = max(left - cell_len(start) - cell_len(values), MIN_DESCRIPTION)
+        description = fit(f"  {row.description}", room) if row.description else ""
+        line = []
+        for text, style in ((start, ""), (description, "dim"), (values, "")):
+            line.append((fit(text, left), style))
+            left -= cell_len(line[-1][0])
+        return line
 
 
 def _segments(line: Line) -> Iterator[Segment]:
