@@ -237,9 +237,8 @@ class BatchSize:
         if tasks != self.tasks:
             return  # begun before the last change, or the rest at the end
         self._mean_s = duration_s if self._mean_s is None else 0.8 * self._mean_s + 0.2 * duration_s
-        better = min(
-            max(int(tasks * min(BATCH_S / max(self._mean_s, 1e-6), GROWTH)), 1), MOST_TASKS
-        )
+        growth = min(BATCH_S / max(self._mean_s, 1e-6), GROWTH)
+        better = min(max(int(tasks * growth), 1), MOST_TASKS)
         if not tasks / LEAST_CHANGE < better < tasks * LEAST_CHANGE:
             self.tasks, self._mean_s = better, None
 
@@ -288,10 +287,9 @@ class Batches:
         self._pool = pool
         self._num_workers = most
         self._most = most if most < len(pool._numbers()) else None  # None: the pool queues calls
-        is_far = pool._engine.profile.backend == "ray"
-        self._shared = (
-            SharedArguments(pool._engine, max_nbytes) if is_far and max_nbytes is not None else None
-        )
+        self._shared: SharedArguments | None = None
+        if max_nbytes is not None and pool._engine.profile.backend == "ray":
+            self._shared = SharedArguments(pool._engine, max_nbytes)  # elsewhere nothing travels
         self._manner = manner
         self._waiting: deque[BatchPart] = deque()
         self._running: dict[Future[Any], None] = {}  # ordered, as `cancel_each` needs
@@ -303,9 +301,8 @@ class Batches:
         self._end_thread = weakref.finalize(self, self._ended.put, None)
         self._end_thread.atexit = False
         # joblib's callbacks draw from the user's generator: not in the pool's thread
-        threading.Thread(
-            target=_call_each, args=(self._ended,), name="raypool-joblib", daemon=True
-        ).start()
+        call_all = functools.partial(_call_each, self._ended)
+        threading.Thread(target=call_all, name="raypool-joblib", daemon=True).start()
 
     def take(self, piece: BatchPart) -> None:
         """Take a part of a batch. Errors are not raised but passed to the batch's callback."""
@@ -357,10 +354,8 @@ class Batches:
             if outcome is not None:
                 self.newest_run_s = piece.batch.run_s
                 callback(outcome)
-                if (
-                    callback.parallel.batch_size == "auto"
-                    and (future.duration_s or AHEAD_S) < AHEAD_S
-                ):
+                is_short = (future.duration_s or AHEAD_S) < AHEAD_S
+                if is_short and callback.parallel.batch_size == "auto":
                     self._draw_ahead(callback.parallel)
         except BaseException as error:  # `SystemExit` in the user's generator is one
             _fail(callback, error)
@@ -382,10 +377,8 @@ class Batches:
 
     def _draw_ahead(self, parallel: Parallel) -> None:
         """Have joblib hand in batches as its callback does, while there is room."""
-        while (
-            not self._is_over
-            and len(self._running) + len(self._waiting) < AHEAD * self._num_workers
-        ):
+        most = AHEAD * self._num_workers
+        while not self._is_over and len(self._running) + len(self._waiting) < most:
             with parallel._lock:
                 if parallel._original_iterator is None:
                     return

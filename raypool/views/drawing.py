@@ -110,9 +110,7 @@ def plan(attempts: pd.DataFrame) -> Timeline:
         >>> shown.wall_s, shown.speed_up
         (2.0, 1.75)
     """
-    is_timed = (
-        attempts["started_at"].notna() & attempts["duration_s"].notna() & attempts["worker"].notna()
-    )
+    is_timed = attempts[["started_at", "duration_s", "worker"]].notna().all(axis=1)
     timed = attempts[is_timed].copy()
     timed["host"] = timed["host"].fillna("")  # groups leave out missing keys
     timed["duration_s"] = timed["duration_s"].clip(lower=0.0)
@@ -133,9 +131,10 @@ def plan(attempts: pd.DataFrame) -> Timeline:
     own = timed[timed["status"].isin(["finished", "failed"])]
     next_s = own.groupby(["host", "worker"], sort=False)["start_s"].shift(-1)
     timed["end_s"] = ends_s.where(~(ends_s > next_s.reindex(timed.index)), next_s)
-    groups: list[tuple[Any, pd.DataFrame]] = list(timed.groupby(["host", "worker"], sort=False))
+    by_worker = timed.groupby(["host", "worker"], sort=False)
+    groups: list[tuple[Any, pd.DataFrame]] = list(by_worker)
     is_one_host = len({host for (host, _), _ in groups}) <= 1
-    timed["lane"] = timed.groupby(["host", "worker"], sort=False).ngroup()
+    timed["lane"] = by_worker.ngroup()
     lanes = [
         _lane(str(host), int(worker), rows, calls["wall_s"], is_one_host)
         for (host, worker), rows in groups

@@ -142,16 +142,15 @@ def machines_as_json(catalogue: Catalogue, gpu: str | None) -> str:
         for machine in [catalogue.machine(name)]
     ]
     fields = ("name", "accelerator", "zones", "regions")
+    gpus = [
+        {field: getattr(kind, field) for field in fields} for kind in kinds if kind.retired is None
+    ]
     table = {
         "catalogue": catalogue.name,
         "date": str(catalogue.date),
         "sources": catalogue.sources,
         "machines": machines,
-        "gpus": [
-            {field: getattr(kind, field) for field in fields}
-            for kind in kinds
-            if kind.retired is None
-        ],
+        "gpus": gpus,
     }
     return json.dumps(table, indent=2)
 
@@ -193,22 +192,19 @@ def gpus_as_json(frame: pd.DataFrame) -> str:
 def gpus_as_table(frame: pd.DataFrame) -> Table:
     """Return a table of GPUs for a terminal."""
     table = Table("", box=None, pad_edge=False)
-    right = ("GPU", "utilisation", "temperature")
-    left = ("name", "memory", "processes", "compute mode")
-    for heading in (*right[:1], *left[:2], *right[1:], *left[2:]):
-        table.add_column(heading, justify="right" if heading in right else "left")
+    text = ("name", "memory", "processes", "compute mode")
+    headings = ("GPU", "name", "memory", "utilisation", "temperature", "processes", "compute mode")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in text else "right")
     for row in _rows(frame):
-        selected, name, mig = row["is_selected"], row["name"], row["mig"]
-        is_memory_known = row["free_bytes"] is not None
+        selected, name, mig, memory = row["is_selected"], row["name"], row["mig"], UNKNOWN
+        if row["free_bytes"] is not None:
+            memory = f"{_gib(row['used_bytes'])} of {_gib(row['total_bytes'])} GiB"
         cells = (
             "?" if selected is None else "*" if selected else "",
             str(row["index"]),
             "\n  ".join([UNKNOWN if name is None else name, *(mig or ())]),
-            (
-                f"{_gib(row['used_bytes'])} of {_gib(row['total_bytes'])} GiB"
-                if is_memory_known
-                else UNKNOWN
-            ),
+            memory,
             _text(row["utilisation"], lambda share: f"{share * 100:.0f} %"),
             _text(row["temperature_c"], lambda degrees: f"{degrees:.0f} °C"),
             _text(row["processes"], lambda used: "\n".join(map(_process, used.items())) or "none"),
