@@ -97,11 +97,6 @@ def outcome_of(future: Future[Any]) -> Any:
         del future  # the traceback of its error would hold it
 
 
-def only(values: list[Any]) -> Any:
-    """Return the value of the only call."""
-    return values[0]
-
-
 def joined(chunks: list[list[Any]]) -> list[Any]:
     """Return the values of all calls of a `map`."""
     return list(itertools.chain.from_iterable(chunks))

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.context import BaseContext
+from operator import itemgetter
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
@@ -37,7 +38,6 @@ from raypool.interop.async_results import (
     Drawing,
     IMapIterator,
     joined,
-    only,
 )
 from raypool.options import check_callable
 from raypool.parfor import is_inline
@@ -145,7 +145,6 @@ class Pool:
         if initializer is not None:
             self._forget = self._initialize(initializer, initargs)
         self._collector = Collector()
-        # not at exit, when the collector's daemon thread has ended
         weakref.finalize(self, self._collector.close, self._forget).atexit = False
         self._state = multiprocessing.pool.RUN
 
@@ -160,7 +159,7 @@ class Pool:
             forget = self._view._begin_with(begin)
             undo.callback(forget)
             calls: list[Future[Any]] = []
-            undo.callback(cancel_each, calls)  # Ctrl-C below leaves it running otherwise
+            undo.callback(cancel_each, calls)  # after Ctrl-C below, also running ones
             calls.append(self._view.options(name=function_name(initializer)).parfeval_on_all(begin))
             calls[0].result()
             undo.pop_all()  # it has worked
@@ -209,7 +208,7 @@ class Pool:
         submit = ready(self._view._target(), PoolCall(func, call, self._limit))
         futures.append(submit(*args, **kwds))
         return AsyncResult(
-            CallGroup(self, self._collector, futures, only, callback, error_callback)
+            CallGroup(self, self._collector, futures, itemgetter(0), callback, error_callback)
         )
 
     def map(
@@ -286,7 +285,7 @@ class Pool:
             chunksize = math.ceil(len(items) / (CHUNKS_PER_WORKER * self._num_workers())) or 1
         chunksize = checked_count("chunksize", chunksize, least=1)
         try:
-            # one by one: the caller cancels those that were submitted before an error
+            # one by one, so that an error cancels those before it
             futures += (submit(chunk) for chunk in chunks(iter(items), chunksize))
         except BaseException:
             cancel_each(futures)

@@ -207,7 +207,7 @@ class Tally:
 
     def mean_s(self, running_s: Sequence[float]) -> float:
         """Return the mean time of an item [s], from ended and running ones."""
-        # a running item has yet to reach its time, which is that of the others at least
+        # running items tend to be longer than ended ones
         mean_s = self._took_s / max(self.num_done.total(), 1)
         return (self._took_s + sum(max(mean_s, spent_s) for spent_s in running_s)) / (
             self.num_done.total() + len(running_s)
