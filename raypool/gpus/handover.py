@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, MutableMapping
+import operator
+from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from raypool.errors import InvalidTypeError, InvalidValueError, whole_number
@@ -17,8 +18,7 @@ T = TypeVar("T")
 
 
 def cpu() -> torch.device:
-    """Return the CPU, all cores of it, with the main memory: where tensors are unless they are told
-    otherwise.
+    """Return the CPU with the main memory, the default device of tensors.
 
     Source:
         Zhang, Lipton, Li, Smola, "Dive into Deep Learning", section 6.7 (GPUs), computing devices.
@@ -33,14 +33,14 @@ def cpu() -> torch.device:
 
 
 def gpu(i: int = 0) -> torch.device:
-    """Return a GPU: one card with its own memory, of those that this process sees.
+    """Return a GPU of this process: one card with its own memory.
 
-    A worker of a pool sees its own and no other, so that it is `gpu()` in each of them, whatever
-    its number on the machine (`current_task().gpu`). What is to run without a GPU too takes
-    `current_task().device`. No CUDA context is made.
+    In a worker of a pool, `gpu()` is its own GPU, whatever its number on the machine
+    (`current_task().gpu`). Code that should also run without a GPU takes `current_task().device`.
+    No CUDA context is made.
 
     Args:
-        i: Its number among those that this process sees, from 0, in CUDA's order.
+        i: Its number among the GPUs that this process sees, from 0, in CUDA's order.
 
     Raises:
         InvalidTypeError: `i` is not a whole number.
@@ -61,32 +61,27 @@ def gpu(i: int = 0) -> torch.device:
 def as_device(
     x: T, device: torch.device | str, *, pinned: bool = False, non_blocking: bool = False
 ) -> T:
-    """Return `x` on a device: the very object if all of it is there already, else a copy of what is
-    not.
+    """Return `x` on a device: `x` itself if it is there already, else with moved parts.
 
-    All operands of an operation have to be on one device, and so has its result: torch does not
-    move them by itself, as nobody would see what that costs. So a function that begins with `x =
-    as_device(x, device)` works whatever it is given, and costs nothing if it was given the right
-    thing. In containers, however nested (dicts, lists, tuples, named tuples, dataclasses), only
-    what has to change is new: a dict of which one tensor moves is a new dict with the other tensors
-    as they were. A tensor that is in it twice is moved once. Gradients flow back through the move,
-    as with `Tensor.to`: so a tensor that is to be optimized is made where it is to be
-    (`as_device(x.detach(), device).requires_grad_()`), for what was moved is no leaf.
+    torch does not move the operands of an operation to one device. A function that begins with
+    `x = as_device(x, device)` takes any `x`, at no cost if it is on the device. In nested
+    containers (dicts, lists, tuples, named tuples, dataclasses), only changed parts are new. A
+    tensor that occurs twice is moved once. Gradients flow back through the move, as with
+    `Tensor.to`; a moved tensor is no leaf, so make one that you optimize on its device:
+    `as_device(x.detach(), device).requires_grad_()`.
 
-    A model (`torch.nn.Module`) is not copied but moved itself, as torch does: optimizers hold its
-    parameters. NumPy arrays, numbers, texts, sets and objects of other types stay as they are.
+    A model (`torch.nn.Module`) is moved itself, not copied, as optimizers hold its parameters.
+    NumPy arrays, numbers, texts, sets and objects of other types stay as they are.
 
     Args:
         x: A tensor, a model, or containers of these.
         device: `cpu()`, `gpu(1)`, `current_task().device`, or torch's name for it ("cuda:1").
-        pinned: Main memory that is locked in its place, so that the GPU can fetch from it, or write
-            to it, by itself. Tensors that come to the CPU lie in it then, also those that are there
-            already; those that leave the CPU go through it. To lock memory costs more than it gains
-            if it is for one move: let what moves again and again lie in it. Without a GPU it means
-            nothing.
-        non_blocking: Do not wait for the end of a move between pinned memory and a GPU. What comes
-            after it on that GPU does wait. The CPU does not: call `torch.cuda.synchronize()` before
-            you read what has come to the CPU, or change what has left it.
+        pinned: Use locked main memory, which the GPU reads and writes by itself, for tensors on the
+            CPU (also those that are there already) and for those that leave it. For a single move,
+            locking costs more than it gains. No effect without a GPU.
+        non_blocking: Do not wait for the end of a move between pinned memory and a GPU. Later work
+            on that GPU does wait; the CPU does not: call `torch.cuda.synchronize()` before you read
+            a tensor that moved to the CPU, or change one that left it.
 
     Raises:
         InvalidValueError: `device` is not the name of one, or is a GPU that this process does not
@@ -94,7 +89,7 @@ def as_device(
 
     Source:
         Zhang, Lipton, Li, Smola, "Dive into Deep Learning", section 6.7 (GPUs), storage on the GPU,
-        and its `as_in_ctx` of MXNet. PyTorch tutorial, "A guide on good usage of non_blocking and
+        and `as_in_ctx` of MXNet. PyTorch tutorial, "A guide on good usage of non_blocking and
         pin_memory() in PyTorch".
 
     Example:
@@ -112,13 +107,11 @@ def as_device(
 def copy_to(
     x: T, device: torch.device | str, *, pinned: bool = False, non_blocking: bool = False
 ) -> T:
-    """Return a copy of `x` on a device, in memory of its own, also if `x` is there already.
+    """Return a copy of `x` on a device, also if `x` is there already.
 
-    What is done to the copy is not done to `x`: for weights that are to be kept as they are now,
-    say. Containers are copied too, and so are models and NumPy arrays; numbers, texts, sets and
-    objects of other types are the same in both. A tensor that is in `x` twice is copied once.
-    Gradients flow back through the copy, as with `Tensor.clone`, but a model's parameters become
-    parameters of the copy.
+    Containers, models and NumPy arrays are copied, too; numbers, texts, sets and objects of other
+    types are shared. A tensor that occurs twice is copied once. Gradients flow back through the
+    copy, as with `Tensor.clone`, but a model's parameters become parameters of the copy.
 
     Args:
         x: A tensor, a model, an array, or containers of these.
@@ -131,7 +124,7 @@ def copy_to(
             see.
 
     Source:
-        Zhang, Lipton, Li, Smola, "Dive into Deep Learning", section 6.7 (GPUs), copying, and its
+        Zhang, Lipton, Li, Smola, "Dive into Deep Learning", section 6.7 (GPUs), copying, and
         `copyto` of MXNet.
 
     Example:
@@ -161,11 +154,9 @@ def _checked(device: torch.device | str) -> torch.device:
 
 
 def _check_seen(i: int, name: str) -> None:
-    """Refuse a GPU that this process does not see; torch would say so in the words of CUDA, or of
-    its own assertions.
-    """
     import torch
 
+    # torch itself would fail later, with an error of CUDA or an assertion
     count = torch.cuda.device_count()
     if not 0 <= i < count:
         seen = {0: "no GPU that torch can use", 1: "1 GPU, gpu(0)"}.get(
@@ -178,7 +169,7 @@ def _check_seen(i: int, name: str) -> None:
 
 
 class _Move:
-    """One call of `as_device`: brings all that it finds to a device, each thing once."""
+    """One call of `as_device`: moves each object once."""
 
     def __init__(self, device: torch.device, pinned: bool, non_blocking: bool) -> None:
         import torch
@@ -186,11 +177,11 @@ class _Move:
         self._device = device
         self._pinned = pinned and torch.cuda.is_available()
         self._non_blocking = non_blocking
-        # by id, with the original, so that its id is given to nothing else
+        # by id, with the original: while it lives, no other object gets its id
         self._done: dict[int, tuple[Any, Any]] = {}
 
     def of(self, x: Any) -> Any:
-        """Return what `x` becomes."""
+        """Return the moved `x`."""
         done = self._done.get(id(x))
         if done is None:
             done = self._done[id(x)] = (x, self._made(x))
@@ -212,26 +203,19 @@ class _Move:
         return x if is_same and self._stays(x) else rebuilt(moved)
 
     def _stays(self, x: Any) -> bool:
-        """Whether a container of which nothing has changed is given back itself."""
+        """Whether a container with unchanged parts is returned itself."""
         return True
 
     def _tensor(self, x: torch.Tensor) -> torch.Tensor:
-        return (
-            self._pinned_move(x)
-            if self._pinned
-            else x.to(self._device, non_blocking=self._non_blocking)
-        )
-
-    def _pinned_move(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that lies in pinned memory on the CPU, or has come by it."""
         import torch
 
-        if self._device.type == "cpu" and x.is_cuda and x.layout == torch.strided:
+        if self._pinned and x.is_cuda and self._device.type == "cpu" and x.layout == torch.strided:
+            # straight into pinned memory; only strided tensors can be made there
             return torch.empty_like(x, device=self._device, pin_memory=True).copy_(
                 x, non_blocking=self._non_blocking
             )
-        if x.device.type == "cpu":
-            x = x.pin_memory()  # itself if it is there already
+        if self._pinned and x.device.type == "cpu":
+            x = x.pin_memory()  # itself if it is pinned already
         return x.to(self._device, non_blocking=self._non_blocking)
 
     def _module(self, x: torch.nn.Module) -> torch.nn.Module:
@@ -242,20 +226,18 @@ class _Move:
 
 
 class _Copy(_Move):
-    """One call of `copy_to`: makes all that it finds anew."""
+    """One call of `copy_to`: copies each object once."""
 
     def _stays(self, x: Any) -> bool:
         return isinstance(x, tuple)  # nobody can change it
 
     def _tensor(self, x: torch.Tensor) -> torch.Tensor:
-        made = super()._tensor(x)
-        return made if made is not x else self._again(x)
-
-    def _again(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a copy of a tensor that is where it is to be."""
         import torch
 
-        if self._pinned and self._device.type == "cpu":
+        made = super()._tensor(x)
+        if made is not x:
+            return made
+        if self._pinned and self._device.type == "cpu":  # a plain copy would not be pinned
             return torch.empty_like(x, pin_memory=True).copy_(x)
         return x.to(self._device, copy=True)
 
@@ -269,9 +251,7 @@ class _Copy(_Move):
 
 
 def _opened(x: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """Return what is in a container, and what makes one of its type of other parts; None for what
-    is no container.
-    """
+    """Return a container's parts and a function that rebuilds it; None if it is none."""
     import torch
 
     # its batch sizes stay on the CPU, where torch wants them
@@ -281,30 +261,21 @@ def _opened(x: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
     # named ones take each part by itself, torch's own take all as one, as tuples do
     if isinstance(x, tuple):
         return list(x), x._make if hasattr(x, "_make") else type(x)
+    get: Callable[[Any, Any], Any] = operator.getitem
+    put: Callable[[Any, Any, Any], None] = operator.setitem
+    names: list[Any]
     if isinstance(x, (MutableMapping, list)):
-        keys = list(x) if isinstance(x, MutableMapping) else range(len(x))
-        return [x[key] for key in keys], lambda parts: _with_items(x, zip(keys, parts, strict=True))
-    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        names = list(x) if isinstance(x, MutableMapping) else list(range(len(x)))
+    elif dataclasses.is_dataclass(x) and not isinstance(x, type):
         names = [field.name for field in dataclasses.fields(x) if hasattr(x, field.name)]
-        return [getattr(x, name) for name in names], lambda parts: _with_fields(
-            x, zip(names, parts, strict=True)
-        )
-    return None
+        get, put = getattr, object.__setattr__  # a frozen one refuses `setattr`
+    else:
+        return None
 
+    def rebuilt(parts: list[Any]) -> Any:
+        made = copy.copy(x)  # keeps the type and all other attributes; no `__init__` runs again
+        for name, part in zip(names, parts, strict=True):
+            put(made, name, part)
+        return made
 
-def _with_items(x: Any, items: Iterable[tuple[Any, Any]]) -> Any:
-    """Return a list or a mapping of the same type, with all that it has beside its items."""
-    made = copy.copy(x)
-    for key, value in items:
-        made[key] = value
-    return made
-
-
-def _with_fields(x: Any, fields: Iterable[tuple[str, Any]]) -> Any:
-    """Return a dataclass of the same type, also if it is frozen; nothing of its `__init__` runs
-    again.
-    """
-    made = copy.copy(x)
-    for name, value in fields:
-        object.__setattr__(made, name, value)
-    return made
+    return [get(x, name) for name in names], rebuilt

@@ -1,4 +1,4 @@
-"""This process's GPU memory: torch's allocator, its limit, and memory that is kept on purpose."""
+"""This process's GPU memory: torch's allocator, its limit, and memory kept on purpose."""
 
 from __future__ import annotations
 
@@ -12,62 +12,62 @@ from typing import Any, NamedTuple
 from raypool.gpus.devices import Allocator
 
 SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Environment variables that set up torch's allocator: only the first that is there is read."""
+"""The environment variables of torch's allocator, of which it reads the first that is set."""
 
 FRACTION = "per_process_memory_fraction"
-"""The setting that says which part of a GPU's memory a process may have."""
+"""The setting for a process's share of a GPU's memory."""
 
 FIRST_WITH_FRACTION = (2, 10)
-"""The first torch that has this setting; those before refuse to start with it."""
+"""The first torch with this setting; older ones refuse to start with it."""
 
 
 class TorchAllocator:
-    """Torch's caching allocator; see `Allocator`. A process that has not imported torch has not
-    used its GPU by it.
-    """
+    """Torch's caching allocator; see `Allocator`."""
 
     @property
     def is_in_use(self) -> bool:
         """Whether torch has used CUDA in this process."""
-        torch = sys.modules.get("torch")
+        torch = sys.modules.get("torch")  # an import would take seconds
         return torch is not None and bool(torch.cuda.is_initialized())
 
     def allocated(self) -> int:
-        """Return how much memory tensors take."""
+        """Return the memory of tensors."""
         return int(_cuda().memory_allocated()) if self.is_in_use else 0
 
     def peak(self) -> int:
-        """Return the most that torch had of the GPU's memory."""
+        """Return the most memory that torch has reserved."""
         return int(_cuda().max_memory_reserved()) if self.is_in_use else 0
 
     def reset_peak(self) -> None:
-        """Begin to measure `peak` from now."""
+        """Restart the measurement of `peak`."""
         if self.is_in_use:
             _cuda().reset_peak_memory_stats()
 
     def empty_cache(self) -> None:
-        """Give back what torch keeps for later."""
+        """Release torch's cache."""
         if self.is_in_use:
             _cuda().empty_cache()
 
     def limit(self, fraction: float) -> None:
-        """Let this process have no more than this part of its GPU's memory.
-
-        A torch that has not used CUDA yet does so when it does; one that is not imported yet is
-        told in the environment. One that is too old for that can be told only once it is imported.
-        """
+        """Limit this process to a share of its GPU's memory; old torch only once it is imported."""
         torch = sys.modules.get("torch")
         if torch is not None:
+            # lazy: at once if torch has used CUDA, else when it does, so that nothing here begins
             torch.cuda._lazy_call(
                 lambda: torch.cuda.set_per_process_memory_fraction(float(fraction))
             )
-        elif _torch_version() >= FIRST_WITH_FRACTION:
-            set_fraction(os.environ, fraction)
+            return
+        # torch's metadata, since an import of it takes seconds; and this import is a fifth of the
+        # time of all that `parpool` imports
+        from importlib.metadata import PackageNotFoundError, version
+
+        with contextlib.suppress(PackageNotFoundError, ValueError):  # no torch, or an odd version
+            if tuple(map(int, version("torch").split(".")[:2])) >= FIRST_WITH_FRACTION:
+                set_fraction(os.environ, fraction)
 
 
 def fraction_of(environ: Mapping[str, str]) -> float:
-    """Return which part of its GPU's memory the environment grants a process; all of it, if nothing
-    is said.
+    """Return a process's share of its GPU's memory by its environment; 1 if nothing is set.
 
     Example:
         >>> settings = "backend:native,per_process_memory_fraction:0.5"
@@ -82,7 +82,7 @@ def fraction_of(environ: Mapping[str, str]) -> float:
 
 
 def set_fraction(environ: MutableMapping[str, str], fraction: float) -> None:
-    """Grant a process a part of its GPU's memory, and leave all else that is set as it is.
+    """Set a process's share of its GPU's memory, and leave other settings as they are.
 
     Source:
         PyTorch, CUDAAllocatorConfig.h: where PYTORCH_CUDA_ALLOC_CONF is set, PYTORCH_ALLOC_CONF is
@@ -103,16 +103,6 @@ def set_fraction(environ: MutableMapping[str, str], fraction: float) -> None:
     environ[name] = ",".join([*others, f"{FRACTION}:{fraction:g}"])
 
 
-def _torch_version() -> tuple[int, ...]:
-    # a fifth of the time of all that `parpool` imports
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return tuple(int(part) for part in version("torch").split(".")[:2])
-    except (PackageNotFoundError, ValueError):
-        return (0,)
-
-
 def _cuda() -> Any:
     return sys.modules["torch"].cuda
 
@@ -121,22 +111,20 @@ def _cuda() -> Any:
 
 
 class Purposes(NamedTuple):
-    """Memory kept on purpose since the last `take`: so many more bytes, or all that is in use."""
+    """Memory kept on purpose since the last `take`: more bytes, or all memory in use."""
 
     num_bytes: int
     is_all: bool
 
 
 class ResidentMemory:
-    """Measures memory that is kept on purpose, once `watch` was called; before that it does
-    nothing.
+    """Measures memory kept on purpose, from the call of `watch` on.
 
-    What cannot be made again, if this process ends, is in `treasures`, by whatever names it has. A
-    finalizer may take something out of it at any moment.
+    `treasures`: names of values that cannot be made again once this process has ended.
     """
 
     def __init__(self) -> None:
-        self.treasures: dict[str, None] = {}
+        self.treasures: dict[str, None] = {}  # a finalizer may remove one at any moment
         self._allocator: Allocator | None = None
         self._num_bytes = 0
         self._is_all = False
@@ -149,10 +137,13 @@ class ResidentMemory:
 
     @contextlib.contextmanager
     def on_purpose(self) -> Iterator[None]:
-        """Count what is allocated meanwhile, and is still there at the end; within another one,
-        that counts it.
-        """
-        if self._allocator is None or not self._enter():
+        """Count memory that is allocated in the context and still in use at its end."""
+        if self._allocator is None:
+            yield
+            return
+        with self._lock:  # a second thread, or one context within another, must not count twice
+            is_nested, self._is_counting = self._is_counting, True
+        if is_nested:
             yield
             return
         before = self._allocator.allocated()
@@ -163,19 +154,13 @@ class ResidentMemory:
                 self._is_counting = False
                 self._num_bytes += max(self._allocator.allocated() - before, 0)
 
-    def _enter(self) -> bool:
-        """Begin to count, unless somebody does already."""
-        with self._lock:
-            was_counting, self._is_counting = self._is_counting, True
-            return not was_counting
-
     def all(self) -> None:
-        """Take it that all is on purpose which is there when the task ends."""
+        """Count all memory in use at the end of the task."""
         with self._lock:
             self._is_all = True
 
     def take(self) -> Purposes:
-        """Return what was kept since this was asked last."""
+        """Return the memory kept since the last call."""
         with self._lock:
             purposes = Purposes(self._num_bytes, self._is_all)
             self._num_bytes, self._is_all = 0, False
@@ -183,4 +168,4 @@ class ResidentMemory:
 
 
 kept = ResidentMemory()
-"""Of this process."""
+"""The resident memory of this process."""

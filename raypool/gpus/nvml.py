@@ -1,4 +1,4 @@
-"""GPUs of this machine by NVIDIA's management library (NVML). It makes no CUDA context."""
+"""GPUs of this machine by NVIDIA's management library (NVML), which makes no CUDA context."""
 
 from __future__ import annotations
 
@@ -12,23 +12,20 @@ from raypool.gpus.devices import Allocator, GpuDevice, GpuProcess, memory_of, na
 from raypool.gpus.memory import TorchAllocator
 
 COMPUTE_MODES = {0: "default", 1: "exclusive_thread", 2: "prohibited", 3: "exclusive_process"}
-"""What NVML calls them, by number; the second is not given any more."""
+"""The names of NVML's compute modes; the second is not used any more."""
 
 NOT_SUPPORTED = 3
-"""The number of NVML's error that says that a GPU does not know the question
-(NVML_ERROR_NOT_SUPPORTED).
-"""
+"""NVML's error for a question that a GPU does not know (NVML_ERROR_NOT_SUPPORTED)."""
 
 TEMPERATURE_OF_GPU = 0
-"""The number of the sensor on the GPU itself (NVML_TEMPERATURE_GPU)."""
+"""The sensor on the GPU itself (NVML_TEMPERATURE_GPU)."""
 
 
 @contextlib.contextmanager
 def nvml() -> Iterator[Any]:
-    """Give the NVML module while it is initialized, or None where there is no NVIDIA driver.
+    """Give the initialized NVML module, or None without an NVIDIA driver.
 
-    For what `NvmlInventory` does not tell, such as the driver's version. NVML counts who has
-    initialized it, so it stays up for the inventory.
+    It is for facts that `NvmlInventory` lacks, such as the driver's version.
     """
     import pynvml
 
@@ -40,11 +37,11 @@ def nvml() -> Iterator[Any]:
     try:
         yield pynvml
     finally:
-        pynvml.nvmlShutdown()
+        pynvml.nvmlShutdown()  # NVML counts its users: it stays up for the inventory
 
 
 def load_pynvml() -> Any:
-    """Return the module that speaks to NVML."""
+    """Return Python's module for NVML."""
     import pynvml
 
     return pynvml
@@ -52,42 +49,40 @@ def load_pynvml() -> Any:
 
 @dataclass(frozen=True)
 class NvmlInventory:
-    """The real GPUs of this machine; see `Inventory`.
-
-    NVML may be missing, and any question may fail at any time: what cannot be asked is not known.
-    Once asked it stays up: to begin anew each time would take longer than the questions, and much
-    longer where nobody else keeps the driver up.
+    """The real GPUs of this machine; see `Inventory`. Unanswered questions mean unknown.
 
     Args:
-        load_library: Returns the module that speaks to NVML, pynvml or one like it. It is called in
-            each process; to be pickled, it must be a function of a module.
+        load_library: Returns pynvml or a module like it, in each process; to be pickled, it must be
+            a function of a module.
     """
 
     load_library: Callable[[], Any] = load_pynvml
 
     def devices(self) -> list[GpuDevice]:
-        """Return all GPUs of this machine; none where there is no driver."""
+        """Return all GPUs of this machine; none without a driver."""
         return self._nvml.devices()
 
     def find(self, device: str) -> GpuDevice | None:
-        """Return the GPU that is named so."""
+        """Return the GPU with this index or UUID."""
         return self._nvml.find(device)
 
     def load(self, indices: Sequence[int]) -> list[GpuDevice]:
-        """Return how much of their memory is in use, and how busy they are."""
+        """Return their memory and utilisation."""
         return [self._nvml.load(index) for index in indices]
 
     def memory_used(self, indices: Sequence[int]) -> int | None:
-        """Return how much memory of these GPUs is in use."""
+        """Return the memory in use on these GPUs."""
         return memory_of(self.load(indices))
 
     def allocator(self) -> Allocator:
-        """Return torch's."""
+        """Return torch's allocator."""
         return TorchAllocator()
 
     @property
     def _nvml(self) -> Nvml:
-        # what was initialized before a fork is not in the child
+        # A child does not inherit what was initialized before a fork. NVML then stays up: to
+        # initialize it takes longer than all questions together, and much longer where no other
+        # process keeps the driver up.
         key = self.load_library, os.getpid()
         if key not in _opened:
             _opened[key] = Nvml(self.load_library)
@@ -95,27 +90,20 @@ class NvmlInventory:
 
 
 class Nvml:
-    """NVML in this process, and what never changes of its GPUs.
-
-    Args:
-        load_library: See `NvmlInventory`.
-    """
+    """NVML in this process, and the lasting facts about its GPUs."""
 
     def __init__(self, load_library: Callable[[], Any]) -> None:
         self._load_library = load_library
         self._library: Any = None  # while it works
-        # what is true of each GPU for as long as it is there
-        self._lasting: dict[int, GpuDevice] = {}
+        self._lasting: dict[int, GpuDevice] = {}  # name, UUID and capability never change
         self._handles: dict[int, Any] = {}
 
     def devices(self) -> list[GpuDevice]:
-        """Return all GPUs; if NVML has just failed, those that there were, with what is still true
-        of them.
-        """
+        """Return all GPUs; if NVML has just failed, the last known ones with lasting facts."""
         return [self._describe(index) for index in self._indices()]
 
     def find(self, device: str) -> GpuDevice | None:
-        """Return the GPU that is named so."""
+        """Return the GPU with this index or UUID."""
         known = [self._last(index) for index in self._indices()]
         if device.startswith("MIG-"):  # a GPU may be divided at any time
             known = [replace(card, mig=self._mig(card.index)) for card in known]
@@ -123,7 +111,7 @@ class Nvml:
         return None if card is None else self._describe(card.index)
 
     def load(self, index: int) -> GpuDevice:
-        """Return how much of a GPU's memory is in use, and how busy it is."""
+        """Return a GPU's memory and utilisation."""
         if self._library is None:
             self._indices()
         memory = self._ask(index, "nvmlDeviceGetMemoryInfo")
@@ -135,42 +123,39 @@ class Nvml:
             utilisation=None if rates is None else rates.gpu / 100,
         )
 
-    # --- questions to NVML ------------------------------------------------------------------------
-
     def _indices(self) -> list[int]:
-        """Return which GPUs there are. If NVML fails, it begins anew with the next question."""
+        """Return the GPUs' indices. If NVML fails, the next question initializes it again."""
+        library = self._library
         try:
-            library = self._library or self._begin()
+            if library is None:
+                library = self._load_library()
+                library.nvmlInit()
             count = int(library.nvmlDeviceGetCount())
-        except Exception:  # whatever it is: who asks for GPUs must not fail
+        except Exception:  # whatever it is: an inventory never raises
             self._library = None
             return sorted(self._lasting)
         if self._library is None:
+            # after a failure, the handles and the cards may be others
             self._library, self._handles, self._lasting = library, {}, {}
         return list(range(count))
 
-    def _begin(self) -> Any:
-        library = self._load_library()
-        library.nvmlInit()
-        return library
-
     def _ask(self, index: int, question: str, *args: Any, if_unsupported: Any = None) -> Any:
-        """Return the answer to a question on a GPU; None if there is none."""
+        """Return the answer to a question about a GPU; None if there is none."""
         library = self._library
         try:
             if index not in self._handles:
                 self._handles[index] = library.nvmlDeviceGetHandleByIndex(index)
             return getattr(library, question)(self._handles[index], *args)
-        except Exception as error:
+        except Exception as error:  # any question may fail, at any time
             if getattr(error, "value", None) == NOT_SUPPORTED:
                 return if_unsupported
-            self._handles.pop(index, None)
+            self._handles.pop(index, None)  # it may be invalid now
             return None
 
     def _last(self, index: int) -> GpuDevice:
-        """Return what lasts of a GPU."""
+        """Return the lasting facts about a GPU."""
         known = self._lasting.get(index)
-        if known is None or known.uuid is None:
+        if known is None or known.uuid is None:  # a question that failed is asked again
             capability = self._ask(index, "nvmlDeviceGetCudaComputeCapability")
             known = self._lasting[index] = GpuDevice(
                 index=index,
@@ -196,49 +181,43 @@ class Nvml:
         )
 
     def _processes(self, index: int) -> tuple[GpuProcess, ...] | None:
-        """Return the processes that use a GPU, to compute or to draw; those that do both occur
-        once.
-        """
-        computing = self._ask(index, "nvmlDeviceGetComputeRunningProcesses")
-        if computing is None:
+        """Return the processes that use a GPU."""
+        entries = self._ask(index, "nvmlDeviceGetComputeRunningProcesses")
+        if entries is None:
             return None
-        others = [
-            self._ask(index, question) or []
-            for question in (
-                "nvmlDeviceGetMPSComputeRunningProcesses",
-                "nvmlDeviceGetGraphicsRunningProcesses",
-            )
-        ]
+        for question in (
+            "nvmlDeviceGetMPSComputeRunningProcesses",
+            "nvmlDeviceGetGraphicsRunningProcesses",
+        ):
+            entries = [*entries, *(self._ask(index, question) or [])]
         used: dict[int, int | None] = {}
-        for entry in (*computing, *others[0], *others[1]):
+        for entry in entries:  # a process that computes and draws is in two of the lists
             if used.get(entry.pid) is None:
                 used[entry.pid] = entry.usedGpuMemory
         return tuple(GpuProcess(pid=pid, used_bytes=num_bytes) for pid, num_bytes in used.items())
 
     def _mig(self, index: int) -> tuple[str, ...] | None:
-        """Return the instances of a GPU. Those that can have none, have none."""
+        """Return the UUIDs of a GPU's instances."""
+        # a GPU that cannot be divided is not: that is known, unlike a failure
         mode = self._ask(index, "nvmlDeviceGetMigMode", if_unsupported=(0, 0))
         if mode is None or not mode[0]:
             return None if mode is None else ()
         most = self._ask(index, "nvmlDeviceGetMaxMigDeviceCount")
-        return (
-            None
-            if most is None
-            else tuple(filter(None, (self._instance(index, number) for number in range(most))))
-        )
-
-    def _instance(self, index: int, number: int) -> str | None:
-        """Return the UUID of an instance; None where there is none, for their numbers have gaps."""
-        try:
-            handle = self._library.nvmlDeviceGetMigDeviceHandleByIndex(self._handles[index], number)
-            return _text(self._library.nvmlDeviceGetUUID(handle))
-        except Exception:
+        if most is None:
             return None
+        instances = []
+        for number in range(most):
+            with contextlib.suppress(Exception):  # the numbers of instances have gaps
+                handle = self._library.nvmlDeviceGetMigDeviceHandleByIndex(
+                    self._handles[index], number
+                )
+                instances.append(_text(self._library.nvmlDeviceGetUUID(handle)))
+        return tuple(filter(None, instances))
 
 
 def _text(answer: Any) -> str | None:
-    """Return what a call answers that gives text; older modules give bytes."""
+    # older modules for NVML return bytes
     return answer.decode(errors="replace") if isinstance(answer, bytes) else answer
 
 
-_opened: dict[tuple[Callable[[], Any], int], Nvml] = {}  # by how it is loaded, and process
+_opened: dict[tuple[Callable[[], Any], int], Nvml] = {}  # by `load_library` and process

@@ -1,6 +1,4 @@
-"""Rules for sharing a GPU, as pure functions: how many workers, and how much memory each may
-use.
-"""
+"""Rules for sharing a GPU, as pure functions: the number of workers, and each one's memory."""
 
 from __future__ import annotations
 
@@ -8,31 +6,29 @@ import math
 from typing import NamedTuple
 
 CONTEXT_BYTES = 512 * 2**20
-"""A process that uses CUDA takes about so much of a GPU beside what torch allocates, where nobody
-has measured it [bytes].
+"""The estimated memory of a CUDA process on a GPU beside torch's, if not measured [bytes].
 
 Source:
-    PyTorch, "Understanding CUDA Memory Usage": the context's memory is not counted by torch. It is
-    0.3 to 0.6 GB on cards of today, more where many kernels are loaded.
+    PyTorch, "Understanding CUDA Memory Usage": torch does not count the context's memory. It is 0.3
+    to 0.6 GB on current cards, more with many kernels.
 """
 
 MOST = 16
 """The most workers on a GPU with "auto"."""
 
 MARGIN = 0.1
-"""The part of a GPU's memory that "auto" leaves free: items differ, and memory is fragmented."""
+"""The share of a GPU's memory that "auto" leaves free: items differ, and memory is fragmented."""
 
 SATURATED = 0.9
-"""When a GPU is busy for this part of the time, one more worker hardly helps."""
+"""The utilisation of a GPU from which one more worker hardly helps."""
 
 
 class Load(NamedTuple):
-    """Measurements of a GPU and of what runs on it; None stands for what is not known.
+    """Measurements of a GPU with `seats` workers; None stands for unknown.
 
-    `total_bytes`: the GPU's memory. `others_bytes`: what others use of it, who are no workers of
-    this pool. `peak_bytes`: the most that an item has taken through torch. `overhead_bytes`: what
-    its process takes beside that. `utilisation`: the part of the time in which the GPU was
-    computing while `seats` workers were on it.
+    `total_bytes`: the GPU's memory. `others_bytes`: the memory of processes that are no workers of
+    this pool. `peak_bytes`: the most that an item has taken through torch. `overhead_bytes`: the
+    memory of its process beside that. `utilisation`: the share of the time with computation.
     """
 
     seats: int
@@ -44,8 +40,7 @@ class Load(NamedTuple):
 
 
 def fitting(load: Load) -> int | None:
-    """Return how many workers fit on a GPU side by side, with a margin: one at least; None if that
-    is not known.
+    """Return how many workers fit on a GPU with a margin, at least one; None if unknown.
 
     Example:
         >>> fitting(Load(1, total_bytes=16 * 2**30, peak_bytes=3 * 2**30))
@@ -58,8 +53,7 @@ def fitting(load: Load) -> int | None:
 
 
 def worthwhile(load: Load) -> int:
-    """Return how many workers a GPU could keep busy, by how busy those that are there keep it; the
-    most, if that is not known.
+    """Return how many workers can use a GPU by its utilisation; `MOST` if unknown.
 
     Example:
         >>> [worthwhile(Load(1, utilisation=busy)) for busy in (0.95, 0.5, 0.1)]
@@ -67,15 +61,12 @@ def worthwhile(load: Load) -> int:
     """
     if not load.utilisation:
         return MOST
+    # 1e-9: a quotient that rounding has put just above a whole number is that number
     return max(1, math.ceil(min(SATURATED * load.seats / load.utilisation, float(MOST)) - 1e-9))
 
 
 def workers_for(load: Load) -> int:
-    """Return how many workers a GPU should have from now on.
-
-    Never more than fit. Otherwise it grows, twice as many at a time at most: what few items needed
-    may not be all that many need. That they keep the GPU busy keeps others from it, but sends none
-    away.
+    """Return how many workers a GPU should have from now on, never more than fit.
 
     Example:
         >>> small = Load(2, 16 * 2**30, peak_bytes=2**30)
@@ -86,16 +77,15 @@ def workers_for(load: Load) -> int:
     fit = fitting(load)
     if fit is None:
         return load.seats
+    # At most twice as many at a time: the first items may have needed less than later ones will. A
+    # busy GPU gets no more workers, but keeps those that it has.
     return min(fit, max(load.seats, min(worthwhile(load), 2 * load.seats)))
 
 
 def fraction_for(
     seats: int, total_bytes: int | None, others_bytes: int = 0, overhead_bytes: int = CONTEXT_BYTES
 ) -> float:
-    """Return which part of a GPU's memory each of its workers may have through torch, so that all
-    of them can have it at once.
-
-    Of a GPU whose size is not known, a tenth is left for what their processes take beside that.
+    """Return the share of a GPU's memory that each worker may have through torch at once.
 
     Example:
         >>> fraction_for(1, None), fraction_for(2, None), fraction_for(4, 16 * 2**30)
@@ -104,6 +94,6 @@ def fraction_for(
     if seats == 1:
         return 1.0
     if total_bytes is None:
-        return (1 - MARGIN) / seats
+        return (1 - MARGIN) / seats  # the margin is for the memory beside torch's
     shared = total_bytes - others_bytes - seats * overhead_bytes
     return max(shared, 0) / seats / total_bytes

@@ -1,6 +1,4 @@
-"""Simulated GPUs for tests: their state is in a folder, where processes also record what they
-allocate.
-"""
+"""Simulated GPUs for tests, with their state in a folder."""
 
 from __future__ import annotations
 
@@ -20,26 +18,22 @@ from raypool.gpus.devices import (
     GpuProcess,
     memory_of,
     named,
-    only_load,
     visible_gpus,
 )
 from raypool.gpus.memory import fraction_of
 
 CONTEXT_BYTES = 400 * 2**20
-"""A process that uses a simulated GPU takes so much of it beside what it allocates [bytes]."""
+"""The memory of a process that uses a simulated GPU, beside its tensors [bytes]."""
 
 
 class SimulatedGpus:
-    """Simulated GPUs, whose state is in a folder that all processes of this machine see; see
-    `Inventory`.
+    """GPUs simulated in a folder that all processes of this machine see; see `Inventory`.
 
-    A worker's GPU is the first in its CUDA_VISIBLE_DEVICES. What a process has allocated is freed
-    when it ends.
+    A worker's GPU is the first in its CUDA_VISIBLE_DEVICES. A process that ends frees its memory.
 
     Args:
-        folder: Where their state is kept; made if it is not there.
-        cards: What there is: a number of cards of 16 GiB, or what each is. None: what the folder
-            says.
+        folder: The folder of their state; created if missing.
+        cards: A number of cards of 16 GiB, or the cards. None: those in the folder.
 
     Example:
         >>> import tempfile
@@ -72,19 +66,15 @@ class SimulatedGpus:
         if cards is not None:
             self._write([dataclasses.asdict(card) for card in cards])
 
-    # --- changes by a test ------------------------------------------------------------------------
-
     def change(self, index: int, **fields: Any) -> None:
-        """Change properties of a GPU: `used_bytes` is what others use, outside of the pool; None
-        stands for unknown.
-        """
+        """Change properties of a GPU; `used_bytes` is others' memory, None stands for unknown."""
         with self.turn():
             cards = self._read()
             next(card for card in cards if card["index"] == index).update(fields)
             self._write(cards)
 
     def break_down(self, is_broken: bool = True) -> None:
-        """Make everything but the index unknown for all GPUs; or make all of it known again."""
+        """Make everything but the index of all GPUs unknown, or known again."""
         if is_broken:
             (self._folder / "broken").touch()
         else:
@@ -95,15 +85,14 @@ class SimulatedGpus:
 
         Raises:
             RuntimeError: This process sees no card.
-            torch.OutOfMemoryError: There is not so much, or this process may not have so much: see
-                `Allocator.limit`, and "per_process_memory_fraction" in PYTORCH_CUDA_ALLOC_CONF.
+            torch.OutOfMemoryError: Too little is free, or this process may not have so much (see
+                `Allocator.limit`, and "per_process_memory_fraction" in PYTORCH_CUDA_ALLOC_CONF).
         """
         return self.allocator().allocate(num_bytes)
 
     @contextlib.contextmanager
     def computing(self, utilisation: float) -> Iterator[None]:
-        """Let this process keep its GPU busy for so much of the time, from 0 to 1, on top of
-        others.
+        """Add to the utilisation of this process's GPU, from 0 to 1.
 
         Example:
             >>> import tempfile
@@ -115,8 +104,6 @@ class SimulatedGpus:
         with self.allocator().computing(utilisation):
             yield
 
-    # --- inventory --------------------------------------------------------------------------------
-
     def devices(self) -> list[GpuDevice]:
         """Return all cards."""
         if (self._folder / "broken").exists():
@@ -124,31 +111,34 @@ class SimulatedGpus:
         return self.true_state()
 
     def true_state(self) -> list[GpuDevice]:
-        """Return all cards as they are, also if nothing is known of them."""
+        """Return all cards as they are, even if broken down."""
         return [self._seen(card) for card in self._read()]
 
     def find(self, device: str) -> GpuDevice | None:
-        """Return the card that is named so."""
+        """Return the card with this index or UUID."""
         return named(device, self.devices())
 
     def load(self, indices: Sequence[int]) -> list[GpuDevice]:
-        """Return how much of their memory is in use, and how busy they are."""
+        """Return their memory and utilisation."""
         cards = {card.index: card for card in self.devices()}
-        return [only_load(cards.get(index) or GpuDevice(index=index)) for index in indices]
+        found = [cards.get(index) or GpuDevice(index=index) for index in indices]
+        # nothing else, as `Inventory` says: code that relies on more would fail on real GPUs
+        names = ("index", "total_bytes", "used_bytes", "utilisation")
+        return [GpuDevice(**{name: getattr(card, name) for name in names}) for card in found]
 
     def memory_used(self, indices: Sequence[int]) -> int | None:
-        """Return how much memory of these cards is in use."""
+        """Return the memory in use on these cards."""
         return memory_of(self.load(indices))
 
     def allocator(self) -> SimulatedAllocator:
-        """Return this process's."""
-        key = str(self._folder), os.getpid()
+        """Return this process's allocator."""
+        key = str(self._folder), os.getpid()  # a forked child has allocated nothing
         if key not in _allocators:
             _allocators[key] = SimulatedAllocator(self)
         return _allocators[key]
 
     def held_by_process(self, index: int) -> dict[int, Held]:
-        """Return what each process has of a GPU, by process."""
+        """Return each process's part of a GPU."""
         held = {}
         for path in self._folder.glob(f"held-{index}-*"):
             _, _, pid, started = path.name.split("-")
@@ -162,33 +152,30 @@ class SimulatedGpus:
         return held
 
     def hold(self, index: int, held: Held) -> None:
-        """Record what this process has of a GPU."""
+        """Record this process's part of a GPU."""
         name = f"held-{index}-{os.getpid()}-{_started(os.getpid())}"
         _replace(self._folder / name, json.dumps(dataclasses.asdict(held)))
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Wait until nobody else takes memory, or changes anything."""
+        """Hold the lock of the state, against all other processes and threads."""
         with (self._folder / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            fcntl.flock(lock, fcntl.LOCK_EX)  # closing the file unlocks it, also if a process dies
             yield
 
     def _seen(self, card: dict[str, Any]) -> GpuDevice:
         held = self.held_by_process(card["index"])
         fields = dict(card)
         if card["used_bytes"] is not None:
-            fields["used_bytes"] = card["used_bytes"] + sum(
-                entry.num_bytes for entry in held.values()
-            )
+            fields["used_bytes"] += sum(entry.num_bytes for entry in held.values())
         if card["utilisation"] is not None:
-            fields["utilisation"] = min(
-                card["utilisation"] + sum(entry.utilisation for entry in held.values()), 1.0
-            )
+            busy = sum(entry.utilisation for entry in held.values())
+            fields["utilisation"] = min(card["utilisation"] + busy, 1.0)
         if card["processes"] is not None:
             others = [GpuProcess(**entry) for entry in card["processes"]]
             ours = [GpuProcess(pid=pid, used_bytes=entry.num_bytes) for pid, entry in held.items()]
             fields["processes"] = (*others, *ours)
-        for name in ("mig", "compute_capability"):
+        for name in ("mig", "compute_capability"):  # JSON has lists only
             fields[name] = None if card[name] is None else tuple(card[name])
         return GpuDevice(**fields)
 
@@ -205,20 +192,19 @@ class SimulatedGpus:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Held:
-    """What a process has of a GPU: memory [bytes], and how much of the time it keeps it busy."""
+    """A process's part of a GPU: memory [bytes] and utilisation."""
 
     num_bytes: int
     utilisation: float = 0.0
 
 
 class SimulatedAllocator:
-    """Takes memory of a simulated card for this process, and keeps for later what was given back;
-    see `Allocator`.
-    """
+    """Takes memory of a simulated card for this process, with a cache; see `Allocator`."""
 
     def __init__(self, gpus: SimulatedGpus) -> None:
         self._gpus = gpus
-        # how large each tensor is; tensors end at any moment, so nothing is counted
+        # The size of each tensor, by name. There is no sum: tensors end at any moment, in any
+        # thread, and the end of one takes no lock.
         self._live: dict[int, int] = {}
         self._names = count()
         self._reserved = 0
@@ -233,31 +219,31 @@ class SimulatedAllocator:
         return self._is_in_use
 
     def allocated(self) -> int:
-        """Return how much memory is in use."""
-        return sum(list(self._live.values()))
+        """Return the memory in use."""
+        return sum(list(self._live.values()))  # a copy: a tensor may end during the sum
 
     def peak(self) -> int:
-        """Return the most that was taken."""
+        """Return the most memory taken."""
         return self._peak
 
     def reset_peak(self) -> None:
-        """Begin to measure `peak` from now."""
+        """Restart the measurement of `peak`."""
         self._peak = self._reserved
 
     def empty_cache(self) -> None:
-        """Give back what is kept for later."""
+        """Release cached memory."""
         if self._is_in_use:
             with self._gpus.turn():
                 self._reserved = self.allocated()
                 self._note()
 
     def limit(self, fraction: float) -> None:
-        """Let this process have no more than this part of its card's memory."""
+        """Limit this process to a share of its card's memory."""
         self._fraction = fraction
 
     def allocate(self, num_bytes: int) -> SimulatedTensor:
         """Take memory; see `SimulatedGpus.allocate`."""
-        with self._gpus.turn():
+        with self._gpus.turn():  # another process could take the memory between check and record
             more = max(self.allocated() + num_bytes - self._reserved, 0)
             self._check(num_bytes, more)
             name = next(self._names)
@@ -278,9 +264,9 @@ class SimulatedAllocator:
             self._work(before)
 
     def _check(self, num_bytes: int, more: int) -> None:
-        """Use the card from now on, and see that there is so much more."""
+        """Begin to use the card, and raise an error unless it has so much more."""
         if not self._is_in_use:
-            self._card()
+            self._card()  # raises without a card; then the process has not used one
             self._is_in_use = True
             self._fraction = fraction_of(os.environ) if self._fraction is None else self._fraction
             self._note()
@@ -305,7 +291,7 @@ class SimulatedAllocator:
 
     def _card(self) -> GpuDevice:
         """Return this process's card."""
-        cards = self._gpus.true_state()
+        cards = self._gpus.true_state()  # a driver that answers no question still has its cards
         seen = visible_gpus({**os.environ, ORDER: "PCI_BUS_ID"}, cards)
         if not seen:
             raise RuntimeError("No CUDA GPUs are available (simulated)")
@@ -316,7 +302,7 @@ class SimulatedAllocator:
 
 
 class SimulatedTensor:
-    """Memory of a simulated card, for as long as somebody refers to it."""
+    """Memory of a simulated card, freed with its last reference."""
 
     def __init__(self, live: dict[int, int], name: int) -> None:
         self._live = live
@@ -331,13 +317,10 @@ _allocators: dict[tuple[str, int], SimulatedAllocator] = {}  # by folder and pro
 
 
 def _started(pid: int) -> int | None:
-    """Return when a process began, in ticks since the machine did; None if it has ended.
-
-    Source:
-        proc_pid_stat(5): the name, in parentheses, may contain anything; after it come the state
-            and, as field 22, the start.
-    """
+    """Return when a process began, in ticks since the machine did; None if it has ended."""
     try:
+        # proc_pid_stat(5): the name, in parentheses, may contain anything, also blanks and
+        # parentheses; behind it come the state and, as field 22 of the line, the start
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
@@ -345,7 +328,7 @@ def _started(pid: int) -> int | None:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file that others read, so that they see it whole."""
+    """Write a file in one step: others read it without the lock."""
     draft = path.with_name(f".{path.name}-{os.getpid()}")
     draft.write_text(text)
     draft.replace(path)

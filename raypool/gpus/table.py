@@ -1,4 +1,4 @@
-"""Tables of GPUs (a row for each; unknown values are missing), and the GPUs that Ray knows."""
+"""Tables of GPUs, one row each, and the GPUs that Ray knows."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ COLUMNS = {
     "compute_mode": "string",
     "compute_capability": "object",
 }
-"""The columns that tell of a GPU, and their kinds; all but the index can be missing."""
+"""The columns for a GPU and their types; all but the index can have missing values."""
 
 
 def row_of(card: GpuDevice) -> dict[str, Any]:
-    """Return what a table says of a GPU; of the processes, how much memory each has, by its number.
+    """Return a GPU's row; `processes` is each one's memory by its number.
 
     Example:
         >>> row_of(GpuDevice(index=1, total_bytes=8, used_bytes=3))["free_bytes"]
@@ -49,8 +49,7 @@ def row_of(card: GpuDevice) -> dict[str, Any]:
 def frame_of(
     rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str] = COLUMNS
 ) -> pd.DataFrame:
-    """Return a table with these columns, of these kinds, also if it has no rows. What a row does
-    not say is missing.
+    """Return a table with columns of these types, even without rows.
 
     Example:
         >>> frame = frame_of([row_of(GpuDevice(index=0, utilisation=0.5))])
@@ -60,6 +59,7 @@ def frame_of(
     import pandas as pd
 
     rows = list(rows)
+    # by column: pandas would guess the types of columns that are empty or have missing values
     return pd.DataFrame(
         {
             name: pd.Series([row.get(name) for row in rows], dtype=kind)
@@ -68,23 +68,19 @@ def frame_of(
     )
 
 
-# --- this machine's GPUs --------------------------------------------------------------------------
-
-
 NVIDIAS = NvmlInventory()
 
 
 def gpu_device_count(
     which: Literal["available", "all"] = "available", *, inventory: Inventory = NVIDIAS
 ) -> int:
-    """Return how many GPUs this machine has. No CUDA context is made, so the process can still be
-    forked.
+    """Return how many GPUs this machine has; the process can still be forked afterwards.
 
     Args:
-        which: "all": those of the machine. "available": the devices that this process may use, by
-            CUDA_VISIBLE_DEVICES and the compute mode of each; an instance of a divided GPU counts
-            as one.
-        inventory: Who knows them.
+        which: "all": the machine's GPUs. "available": the devices that this process may use, by
+            CUDA_VISIBLE_DEVICES and their compute modes; an instance of a divided GPU counts as
+            one.
+        inventory: The source of all facts about the GPUs.
 
     Raises:
         InvalidValueError: `which` is something else.
@@ -106,18 +102,17 @@ def gpu_device_count(
 
 
 def gpu_device_table(*, inventory: Inventory = NVIDIAS) -> pd.DataFrame:
-    """Return a table of the GPUs of this machine, as they are now: a row for each, none where there
-    is no GPU.
+    """Return a table of this machine's GPUs as they are now, a row for each.
 
     The columns are `index` (as nvidia-smi counts), `name`, `uuid`, `total_bytes`, `used_bytes` (by
-    whomever), `free_bytes`, `utilisation` (from 0 to 1), `temperature_c`, `processes` (the memory
-    of each [bytes], by process number), `mig` (the UUIDs of the instances that it is divided into),
-    `compute_mode`, `compute_capability` and `is_selected`: whether this process sees it, by
-    CUDA_VISIBLE_DEVICES. What is not known is missing: of GPUs that are not NVIDIA's, nearly all.
-    No CUDA context is made.
+    all processes), `free_bytes`, `utilisation` (0 to 1), `temperature_c`, `processes` (each one's
+    memory [bytes], by process number), `mig` (the UUIDs of its instances), `compute_mode`,
+    `compute_capability` and `is_selected` (whether this process sees it, by CUDA_VISIBLE_DEVICES).
+    Unknown values are missing; of GPUs that are not NVIDIA's, that is nearly all. No CUDA context
+    is made.
 
     Args:
-        inventory: Who knows them.
+        inventory: The source of all facts about the GPUs.
 
     Source:
         MATLAB R2025b, gpuDeviceTable.
@@ -138,18 +133,17 @@ def gpu_device_table(*, inventory: Inventory = NVIDIAS) -> pd.DataFrame:
 
 
 def gpus_here(inventory: Inventory) -> tuple[list[GpuDevice], Sequence[int | None]]:
-    """Return the GPUs of this machine, and the indices of those that this process sees, None for
-    one that may be any.
-    """
+    """Return this machine's GPUs, and the indices of visible ones, None if unknown."""
     devices = inventory.devices()
     if devices or inventory != NVIDIAS:
         return devices, [gpu.index for gpu in visible_gpus(os.environ, devices)]
+    # NVML knows only NVIDIA's cards; Ray knows other makers', too
     manager = manager_of_gpus()
     return ([], []) if manager is None else known_to_ray(manager, os.environ)
 
 
 def manager_of_gpus() -> Any:
-    """Return who knows this machine's GPUs for Ray; None if Ray cannot be asked."""
+    """Return Ray's accelerator manager of this machine's GPUs; None if Ray cannot be asked."""
     try:
         import_ray()
         from raypool.ray_private import get_accelerator_manager_for_resource
@@ -162,20 +156,12 @@ def manager_of_gpus() -> Any:
 def known_to_ray(
     manager: Any, environ: Mapping[str, str]
 ) -> tuple[list[GpuDevice], Sequence[int | None]]:
-    """Return the GPUs that Ray knows of, with the maker's name, and those that a process with this
-    environment sees.
-
-    Ray tells of what kind the first is; of the others it is not known.
-
-    Args:
-        manager: One of Ray's accelerator managers.
-        environ: The process's environment.
-    """
+    """Return the GPUs of Ray's accelerator manager, and the indices that a process sees."""
     maker = manager.__name__.removesuffix("GPUAcceleratorManager")
     count = _asked(manager.get_current_node_num_accelerators) or 0
     kind = _asked(manager.get_current_node_accelerator_type) if count else None
     names = [f"{maker} GPU"] * count
-    if kind:
+    if kind:  # Ray tells the type of the first one only
         names[0] = f"{maker} {kind.replace('-', ' ').removeprefix(f'{maker} ')}"
     devices = [GpuDevice(index=index, name=name) for index, name in enumerate(names)]
     seen: Sequence[int | None] | None
@@ -198,13 +184,9 @@ def _asked(question: Callable[[], Any]) -> Any:
         return None
 
 
-# --- import of Ray --------------------------------------------------------------------------------
-
-
 def import_ray() -> None:
-    """Import Ray. In a notebook it asks for a package that nobody needs, and so does tqdm, which it
-    imports.
-    """
+    """Import Ray without its advice to install packages that nobody needs."""
+    # in a notebook, Ray asks for ipywidgets, and so does tqdm, which it imports
     logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "IProgress not found")

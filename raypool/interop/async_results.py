@@ -1,6 +1,4 @@
-"""Results of `raypool.interop.multiprocessing.Pool`: `AsyncResult`, `IMapIterator`, and
-callbacks.
-"""
+"""Results and callbacks of `raypool.interop.multiprocessing.Pool`."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ import queue
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from raypool.errors import InvalidValueError, RemoteTraceback, SerializationError
 from raypool.futures import Future, cancel_each
@@ -21,69 +19,46 @@ from raypool.futures import Future, cancel_each
 T = TypeVar("T")
 
 Callback = Callable[[Any], object]
+Job: TypeAlias = "CallGroup[Any] | Drawing[Any]"
 
 logger = logging.getLogger("raypool")
 
 
-class Unfinished(Protocol):
-    """The submitted work of a verb that has not ended."""
-
-    def finish(self) -> None:
-        """Finish, after all calls have ended; called in the collector's thread."""
-
-    def hurry(self) -> None:
-        """Submit the rest without waiting for results to be taken."""
-
-    def stop(self) -> None:
-        """Submit nothing more."""
-
-    def cancel(self) -> None:
-        """Submit nothing more, and cancel the submitted calls."""
-
-
 class Collector:
-    """Brings outcomes here and calls back, one after the other, in a thread of its own, until it is
-    closed and none is left.
-
-    Only unfinished jobs keep its pool alive.
-    """
+    """Finishes jobs in its own thread, until it is closed and none is left."""
 
     def __init__(self) -> None:
-        self._ended: queue.SimpleQueue[Unfinished | None] = queue.SimpleQueue()
-        self._open: dict[Unfinished, None] = {}
-        self._changed = threading.Condition()
+        self._ended: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._open: dict[Job, None] = {}  # these alone keep their pool from being collected
+        self._lock = threading.RLock()  # reentrant: a pool's finalizer closes it at any moment
         self._at_end: Callable[[], object] | None = None
         self.thread = threading.Thread(target=self._live, name="raypool-collector", daemon=True)
         self.thread.start()
 
-    def open(self, job: Unfinished) -> None:
-        """Take in a job of which something has been handed in, or will be.
-
-        Raises:
-            ValueError: It was closed meanwhile: nobody would finish the job.
-        """
-        with self._changed:
-            if self._at_end is not None:
+    def open(self, job: Job) -> None:
+        """Take a job; raise ValueError if closed."""
+        with self._lock:
+            if self._at_end is not None:  # nobody would finish the job
                 raise ValueError("Pool not running")
             self._open[job] = None
 
-    def note_ended(self, job: Unfinished) -> None:
-        """Take it that all of a job has ended; from any thread, and at once."""
+    def note_ended(self, job: Job) -> None:
+        """Finish a job, whose calls have ended, soon; from any thread."""
         self._ended.put(job)
 
-    def jobs(self) -> list[Unfinished]:
-        """Return those that have not ended."""
-        with self._changed:
+    def jobs(self) -> list[Job]:
+        """Return the unfinished jobs."""
+        with self._lock:
             return list(self._open)
 
     def close(self, at_end: Callable[[], object]) -> None:
-        """Take no more jobs; call `at_end` when the last has ended."""
-        with self._changed:
+        """Take no more jobs; call `at_end` after the last one."""
+        with self._lock:
             self._at_end = at_end
-        self._ended.put(None)
+        self._ended.put(None)  # wakes the thread
 
     def check_wait(self, timeout: float | None = None) -> None:
-        """Raise InvalidValueError in a callback, where a wait for a job would wait for itself."""
+        """Raise InvalidValueError in a callback, which would wait for itself."""
         if threading.current_thread() is self.thread and (timeout is None or timeout > 0):
             raise InvalidValueError(
                 "A callback cannot wait for results of its pool, or join it: the pool would wait"
@@ -95,14 +70,17 @@ class Collector:
             job = self._ended.get()
             if job is not None:
                 job.finish()
-                with self._changed:
+                with self._lock:
                     self._open.pop(job, None)
             del job  # it holds the pool
         self._at_end()
 
 
+standard: Any = multiprocessing.pool  # typeshed lacks two of its exceptions
+
+
 def outcome_of(future: Future[Any]) -> Any:
-    """Return the value of an ended call, or raise its error, as the standard pool does."""
+    """Return an ended call's value, or raise its error as the standard pool's."""
     try:
         return future.result()
     except concurrent.futures.CancelledError:
@@ -110,18 +88,13 @@ def outcome_of(future: Future[Any]) -> Any:
             f"{future.name} was cancelled, as all is by terminate()."
         ) from None
     except SerializationError as error:
-        raise multiprocessing.pool.MaybeEncodingError(error, error.what) from error  # type: ignore[attr-defined]
+        raise standard.MaybeEncodingError(error, error.what) from error
     except BaseException as error:
         if type(error.__cause__) is RemoteTraceback:
-            error.__cause__ = multiprocessing.pool.RemoteTraceback(str(error.__cause__))  # type: ignore[attr-defined]
+            error.__cause__ = standard.RemoteTraceback(str(error.__cause__))
         raise
     finally:
         del future  # the traceback of its error would hold it
-
-
-def only(values: list[Any]) -> Any:
-    """Return the value of the only call."""
-    return values[0]
 
 
 def joined(chunks: list[list[Any]]) -> list[Any]:
@@ -130,24 +103,7 @@ def joined(chunks: list[list[Any]]) -> list[Any]:
 
 
 class CallGroup(Generic[T]):
-    """The calls of one `apply_async` or `map_async`, and their result when all of them have ended.
-
-    Args:
-        pool: Kept from being collected until then.
-        collector: Who calls back.
-        futures: The calls.
-        assemble: Makes the result from their values.
-        callback: Called with the result.
-        error_callback: Called with the error.
-
-    Attributes:
-        collector: The same.
-        ended: Set when all have ended and the callback was called.
-        is_success: Whether `value` is the result; else it is the error.
-
-    Raises:
-        ValueError: The pool was closed; the calls are cancelled.
-    """
+    """The calls of one `apply_async` or `map_async`, whose values `assemble` joins."""
 
     def __init__(
         self,
@@ -158,19 +114,19 @@ class CallGroup(Generic[T]):
         callback: Callback | None,
         error_callback: Callback | None,
     ) -> None:
-        self._pool: object = pool
+        self._pool: object = pool  # not collected before all calls have ended
         self.collector = collector
         self._futures = futures
         self._assemble = assemble
-        self._callbacks = (error_callback, callback)
-        self.ended = threading.Event()
+        self._callbacks = (error_callback, callback)  # by `is_success`
+        self.ended = threading.Event()  # set after the callback
         self.is_success = False
-        self.value: Any = None
+        self.value: Any = None  # the result or the error
         self._missing = len(futures)
         self._lock = threading.Lock()
         try:
             collector.open(self)
-        except ValueError:
+        except ValueError:  # the pool was closed meanwhile
             self.cancel()
             raise
         for future in futures:
@@ -179,7 +135,7 @@ class CallGroup(Generic[T]):
             collector.note_ended(self)
 
     def _note(self, _: Any) -> None:
-        with self._lock:
+        with self._lock:  # calls may end in several threads at once
             self._missing -= 1
             if self._missing:
                 return
@@ -188,15 +144,13 @@ class CallGroup(Generic[T]):
     def finish(self) -> None:
         """Fetch the values, and call back."""
         try:
-            self.value, self.is_success = (
-                self._assemble([outcome_of(future) for future in self._futures]),
-                True,
-            )
+            self.value = self._assemble([outcome_of(future) for future in self._futures])
+            self.is_success = True
         except BaseException as error:
             self.value = error
-        self._futures = ()
         callback = self._callbacks[self.is_success]
-        self._callbacks = (None, None)
+        # a result that the user keeps must not keep these
+        self._futures, self._callbacks = (), (None, None)
         if callback is not None:
             try:
                 callback(self.value)
@@ -208,21 +162,18 @@ class CallGroup(Generic[T]):
         self.ended.set()
 
     def hurry(self) -> None:
-        """Do nothing: all was handed in."""
+        """Do nothing: all calls are submitted."""
 
     def stop(self) -> None:
-        """Do nothing: all was handed in."""
+        """Do nothing: all calls are submitted."""
 
     def cancel(self) -> None:
-        """Cancel what has not ended."""
+        """Cancel all calls."""
         cancel_each(self._futures)
 
 
 class AsyncResult(Generic[T]):
-    """The result of one call, or of the calls of one `map`, which may not be there yet.
-
-    Args:
-        gathering: The calls.
+    """The future result of one call or of one `map`.
 
     Source:
         multiprocessing.pool.AsyncResult.
@@ -245,7 +196,7 @@ class AsyncResult(Generic[T]):
         return self._gathering.ended.is_set()
 
     def successful(self) -> bool:
-        """Return whether they ended without an exception.
+        """Return whether all calls ended without an exception.
 
         Raises:
             ValueError: They have not ended.
@@ -255,10 +206,10 @@ class AsyncResult(Generic[T]):
         return self._gathering.is_success
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until all calls have ended and the callback was called, at most `timeout` seconds.
+        """Wait for all calls and the callback, at most `timeout` seconds.
 
         Raises:
-            InvalidValueError: This is a callback of the same pool: it would wait for itself.
+            InvalidValueError: This is a callback of the same pool, which would wait for itself.
         """
         if not self.ready():
             self._gathering.collector.check_wait(timeout)
@@ -268,11 +219,10 @@ class AsyncResult(Generic[T]):
         """Return the result; wait for it at most `timeout` seconds.
 
         Raises:
-            multiprocessing.TimeoutError: It is not there by then; the calls go on.
+            multiprocessing.TimeoutError: The time is over; the calls continue.
             concurrent.futures.CancelledError: The pool was terminated.
             multiprocessing.pool.MaybeEncodingError: A value could not be sent back.
-            Exception: What the first of the calls that have failed has raised, as itself; its cause
-                is the remote traceback.
+            Exception: The exception of the first failed call; its cause is the remote traceback.
         """
         self.wait(timeout)
         if not self.ready():
@@ -291,15 +241,10 @@ class AsyncResult(Generic[T]):
 
 
 class IMapIterator(Iterator[T], Generic[T]):
-    """The results of `imap` or `imap_unordered`: brought here one by one, while a thread draws from
-    the iterable.
+    """The results of `imap` or `imap_unordered`, while a thread draws from the iterable.
 
-    When nobody holds it any more, what was drawn runs on and its results are thrown away. If
-    results were taken from it, a generator is drawn no further; if none were, all of it is, as of a
-    list.
-
-    Args:
-        drawing: Who hands in the calls.
+    Without the iterator, submitted calls still run, and their results are discarded. A generator is
+    drawn no further if results were taken; otherwise all of it is drawn, as of a list.
 
     Source:
         multiprocessing.pool.IMapIterator.
@@ -326,14 +271,13 @@ class IMapIterator(Iterator[T], Generic[T]):
     def next(self, timeout: float | None = None) -> T:
         """Return the next result; wait for it at most `timeout` seconds.
 
-        What the iterable has raised comes after the results of what it gave before; and so does the
-        `UnpicklableError` of an item that cannot be sent. After a call that has failed, the results
-        of the next ones follow.
+        An exception of the iterable, or the `UnpicklableError` of an item, is raised after the
+        results of the items before. After a failed call, the next results follow.
 
         Raises:
             StopIteration: There are no more.
-            multiprocessing.TimeoutError: It is not there by then; the calls go on.
-            Exception: What the call has raised, as itself; its cause is the remote traceback.
+            multiprocessing.TimeoutError: The time is over; the calls continue.
+            Exception: The exception of the call; its cause is the remote traceback.
         """
         self._has_begun = True
         try:
@@ -346,20 +290,12 @@ class IMapIterator(Iterator[T], Generic[T]):
 
 
 class Drawing(Generic[T]):
-    """Draws from an iterable in a thread of its own, and hands in a call for each entry.
+    """Draws entries of `calls` in its own thread, and submits a call for each.
 
     Args:
-        pool: Kept from being collected until all has ended.
-        collector: Who is told when all has ended.
-        submit: Hands in the call for an entry of `calls`.
-        calls: What the calls are made with, drawn one by one.
-        is_chunked: Each call gives a list of results, not one.
-        is_ordered: The results come in the order of the calls, not in that in which they end.
-        most_ahead: So many calls are handed in at most beyond those of which the results were
-            taken; None: any number.
-
-    Raises:
-        ValueError: The pool was closed.
+        is_chunked: Each call returns a list of results.
+        is_ordered: Results come in the order of the calls, not as they end.
+        most_ahead: The most submitted calls whose results were not taken; None: any number.
     """
 
     def __init__(  # noqa: PLR0913 - made in one place
@@ -373,7 +309,7 @@ class Drawing(Generic[T]):
         is_ordered: bool,
         most_ahead: int | None,
     ) -> None:
-        self._pool: object = pool
+        self._pool: object = pool  # not collected before all calls have ended
         self._collector = collector
         self._is_chunked = is_chunked
         self._is_ordered = is_ordered
@@ -383,9 +319,9 @@ class Drawing(Generic[T]):
         self._pending: OrderedDict[Future[Any], None] = OrderedDict()
         self._ready: deque[Future[Any]] = deque()
         self._values: deque[T] = deque()  # of the last call that was taken
-        self._why: BaseException | None = None  # raised after what was drawn before
+        self._why: BaseException | None = None  # raised after the last result
         self._is_drawn = False  # no more calls are submitted
-        self._is_forgotten = False  # no one takes results
+        self._is_forgotten = False  # the iterator is gone
         collector.open(self)
         threading.Thread(
             target=self._draw, args=(submit, calls), name="raypool-imap", daemon=True
@@ -396,7 +332,7 @@ class Drawing(Generic[T]):
     def _draw(self, submit: Callable[[Any], Future[Any]], calls: Iterator[Any]) -> None:
         why = None
         try:
-            while self._wait_for_room() and self._hand_in(submit, calls):
+            while self._submit_next(submit, calls):
                 pass
         except BaseException as error:  # of the user's iterable, or of an item that cannot be sent
             why = error
@@ -406,22 +342,18 @@ class Drawing(Generic[T]):
             # the traceback of the error would hold them, and by them the pool
             del self, submit, calls, why
 
-    def _wait_for_room(self) -> bool:
-        """Wait until another call may be handed in; False if none may."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_drawn or self._has_room())
-            return not self._is_drawn
-
-    def _has_room(self) -> bool:
-        return self._most_ahead is None or len(self._pending) + len(self._ready) < self._most_ahead
-
-    def _hand_in(self, submit: Callable[[Any], Future[Any]], calls: Iterator[Any]) -> bool:
-        """Hand in the next call; False if there is none, or nobody wants any more of them."""
+    def _submit_next(self, submit: Callable[[Any], Future[Any]], calls: Iterator[Any]) -> bool:
+        """Submit the next call when there is room; return whether to continue."""
         try:
+            with self._changed:
+                self._changed.wait_for(self._has_room)
+                if self._is_drawn:
+                    return False
+            # without the lock: both may take long, and results are taken meanwhile
             entry = next(calls, self)
             if entry is self:
                 return False
-            future = submit(entry)  # it may take its time, in which results are taken
+            future = submit(entry)
             with self._changed:
                 is_wanted = not self._is_drawn
                 self._pending[future] = None
@@ -430,27 +362,29 @@ class Drawing(Generic[T]):
                 future.cancel()
             return is_wanted
         finally:
-            del self, submit, calls
+            del self, submit, calls  # as in `_draw`
+
+    def _has_room(self) -> bool:
+        num_ahead = len(self._pending) + len(self._ready)
+        return self._is_drawn or self._most_ahead is None or num_ahead < self._most_ahead
 
     def _note(self, future: Any) -> None:
         with self._changed:
-            if self._is_ordered:
-                while self._pending and (first := next(iter(self._pending))).done():
-                    self._move(first)
-            elif future in self._pending:
-                self._move(future)
+            if self._is_ordered:  # others may have waited for this one
+                ended = list(itertools.takewhile(lambda one: one.done(), self._pending))
+            else:
+                ended = [future] if future in self._pending else []
+            for one in ended:
+                del self._pending[one]
+            if not self._is_forgotten:
+                self._ready += ended
             self._changed.notify_all()
             is_ended = self._is_drawn and not self._pending
         if is_ended:
             self._collector.note_ended(self)
 
-    def _move(self, future: Future[Any]) -> None:
-        del self._pending[future]
-        if not self._is_forgotten:
-            self._ready.append(future)
-
     def _end(self, why: BaseException | None) -> None:
-        """Hand in nothing more, and raise `why` where the next result would have been."""
+        """Submit nothing more, and raise `why` after the last result."""
         with self._changed:
             if not self._is_drawn:
                 self._is_drawn, self._why = True, None if self._is_forgotten else why
@@ -462,18 +396,18 @@ class Drawing(Generic[T]):
     # --- for the pool -----------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Let go of the pool."""
+        """Release the pool."""
         self._pool = None
 
     def hurry(self) -> None:
-        """Draw all that is left, however far ahead."""
+        """Submit all other calls without waiting for results to be taken."""
         with self._changed:
             if not self._is_forgotten:
                 self._most_ahead = None
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Hand in nothing more."""
+        """Submit nothing more."""
         self._end(
             concurrent.futures.CancelledError(
                 "The pool was terminated before all of the iterable was drawn."
@@ -481,25 +415,32 @@ class Drawing(Generic[T]):
         )
 
     def cancel(self) -> None:
-        """Hand in nothing more, and cancel what has not ended."""
+        """Submit nothing more, and cancel all calls."""
         self.stop()
         cancel_each(list(self._pending))
 
     # --- for the iterator -------------------------------------------------------------------------
 
     def take(self, timeout: float | None) -> T:
-        """Do what `IMapIterator.next` says."""
+        """Return the next result; see `IMapIterator.next`."""
         with self._changed:
-            if not self._changed.wait_for(self._has_next, timeout):
+            if not self._changed.wait_for(
+                lambda: self._values or self._ready or (self._is_drawn and not self._pending),
+                timeout,
+            ):
                 raise multiprocessing.TimeoutError(
                     f"The next result had not come after {timeout:g} s; the work goes on."
                 )
             if self._values:
                 return self._values.popleft()
             if not self._ready:
-                self._raise_end()
+                why, self._why = self._why, None
+                try:
+                    raise StopIteration if why is None else why
+                finally:
+                    del why  # it would hold itself, by its traceback
             future = self._ready.popleft()
-            self._changed.notify_all()
+            self._changed.notify_all()  # there is room for another call
         try:
             values = outcome_of(future) if self._is_chunked else [outcome_of(future)]
         except StopIteration as error:
@@ -512,20 +453,8 @@ class Drawing(Generic[T]):
             self._values.extend(values)
             return self._values.popleft()
 
-    def _has_next(self) -> bool:
-        return bool(self._values or self._ready or (self._is_drawn and not self._pending))
-
-    def _raise_end(self) -> NoReturn:
-        why, self._why = self._why, None
-        try:
-            raise StopIteration if why is None else why
-        finally:
-            del why  # it would hold itself, by its traceback
-
     def forget(self, has_begun: bool) -> None:
-        """Discard the results, as the iterator is gone; stop drawing from a generator that was
-        begun.
-        """
+        """Discard the results; stop drawing from a generator if results were taken."""
         with self._changed:
             self._is_forgotten = True
             self._ready.clear()

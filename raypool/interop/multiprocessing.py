@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.context import BaseContext
+from operator import itemgetter
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
@@ -37,7 +38,6 @@ from raypool.interop.async_results import (
     Drawing,
     IMapIterator,
     joined,
-    only,
 )
 from raypool.options import check_callable
 from raypool.parallel_for import is_inline
@@ -52,50 +52,44 @@ __all__ = ["AsyncResult", "IMapIterator", "Pool", "UnpicklableError"]
 T = TypeVar("T")
 
 CHUNKS_PER_WORKER = 32
-"""`map` makes so many calls for each worker if it is not told: the last one to end keeps others
-waiting for a 32nd at most.
-"""
+"""The calls of `map` per worker: other workers wait for the last one by a 32nd of it at most."""
 
 LOOK_AHEAD = 16
-"""`imap` draws so many items per worker from a generator before their turn."""
+"""The number of items per worker that `imap` draws ahead from a generator."""
 
 SHARED_CPUS = 0.01
-"""What a worker without a GPU of its own takes of a core, for Ray: as processes do, they share the
-machine's cores.
-"""
+"""The part of a core that Ray reserves for a worker: like processes, they share the cores."""
 
 
 class Pool:
-    """A `multiprocessing.Pool` whose processes are raypool's workers, each with a GPU of its own
-    where there are any.
+    """A `multiprocessing.Pool` on raypool's workers, each with its own GPU if there are any.
 
-    What it does better: a worker that dies is replaced and its calls run again, where the standard
-    pool hangs; functions need not be importable; what cannot be sent fails at the call, and the
-    error names the variable; `terminate` and Ctrl-C stop what runs, wherever it is in Python code,
-    and keep the workers' GPUs from being held.
+    A worker that dies is replaced and its calls run again, where the standard pool hangs; functions
+    need not be importable; a value that cannot be sent fails at the call, with an error that names
+    the variable; `terminate` and Ctrl-C stop running Python code and free the workers' GPUs.
 
-    What is different: a call may run more than once (after its worker was lost;
-    `pool=p.options(retries=0)` prevents it). What was terminated raises `CancelledError` in `get`.
-    Functions of scripts and notebooks travel with their global variables as they are at the call;
-    what `initializer` leaves in these is there, but for those that the script has changed since.
+    Differences: a call may run again after the loss of its worker (`pool=p.options(retries=0)`
+    prevents it). A terminated call raises `CancelledError` in `get`. Functions of scripts and
+    notebooks travel with their current global variables, but keep those that `initializer` sets
+    unless the script has changed them since.
 
     Args:
-        processes: How many workers. None: one for each GPU that this process may use; without a
-            GPU, one for each physical core.
-        initializer: Called once in each worker before all else, also in one that replaces another.
-        initargs: What it is called with.
-        maxtasksperchild: A worker's process is replaced after so many tasks; a task is one call, or
-            one chunk of a map. It means nothing in pools of this process ("threads", "inline").
-        context: Changes nothing: whatever it is of `multiprocessing`'s, Ray starts the workers.
-        pool: Use this pool, a part of one, or a view of it; to `close` or `terminate` leaves it
-            open. None: one is opened, which ends with this one.
-        profile: Where the pool runs that is opened; see `parpool`.
+        processes: The number of workers. None: one per GPU that this process may use, or else one
+            per physical core.
+        initializer: Called first in each worker, also in replacements.
+        initargs: Its arguments.
+        maxtasksperchild: The number of tasks (calls, or chunks of a map) after which a worker's
+            process is replaced. No effect in pools of this process ("threads", "inline").
+        context: A context of `multiprocessing`; no effect, as Ray starts the workers.
+        pool: A pool, a part or a view of one, which stays open. None: open one, which ends with
+            this one.
+        profile: The profile of the pool that is opened; see `parpool`.
         **changes: Single fields of the profile.
 
     Raises:
         ResourceError: There is less than was asked for.
         InvalidValueError, InvalidTypeError: An argument cannot work.
-        Exception: What the initializer raised.
+        Exception: The exception of the initializer.
 
     Source:
         Python 3.11 to 3.14, multiprocessing.pool.Pool; `buffersize` of `imap` as of 3.15.
@@ -129,7 +123,11 @@ class Pool:
                 " it is called with."
             )
         processes = optional_count("processes", processes, least=1)
-        check_context(context)
+        if context is not None and not isinstance(context, BaseContext):
+            raise InvalidTypeError(
+                f"context={context!r} is no context of multiprocessing. Leave it out: Ray starts"
+                " the workers, whatever it is."
+            )
         self._limit = task_limit(maxtasksperchild)
         if pool is not None and not isinstance(pool, PoolView):
             raise InvalidTypeError(
@@ -143,7 +141,9 @@ class Pool:
             )
         self._own = _opened(processes, profile, changes) if pool is None else None
         self._view: PoolView = self._own or pool  # type: ignore[assignment]
-        self._forget = _nothing if initializer is None else self._initialize(initializer, initargs)
+        self._forget: Callable[[], object] = lambda: None
+        if initializer is not None:
+            self._forget = self._initialize(initializer, initargs)
         self._collector = Collector()
         weakref.finalize(self, self._collector.close, self._forget).atexit = False
         self._state = multiprocessing.pool.RUN
@@ -151,7 +151,7 @@ class Pool:
     def _initialize(
         self, initializer: Callable[..., object], initargs: Iterable[Any]
     ) -> Callable[[], None]:
-        """Call it on every worker, also on those to come; return what ends that."""
+        """Call it on every worker, also on later ones; return a function that ends that."""
         begin = functools.partial(call_once, uuid.uuid4().hex, initializer, *initargs)
         with contextlib.ExitStack() as undo:
             if self._own is not None:
@@ -159,13 +159,11 @@ class Pool:
             forget = self._view._begin_with(begin)
             undo.callback(forget)
             calls: list[Future[Any]] = []
-            undo.callback(cancel_each, calls)  # also what runs
+            undo.callback(cancel_each, calls)  # after Ctrl-C below, also running ones
             calls.append(self._view.options(name=function_name(initializer)).parfeval_on_all(begin))
             calls[0].result()
-            undo.pop_all()
+            undo.pop_all()  # it has worked
         return forget
-
-    # --- one call ---------------------------------------------------------------------------------
 
     def apply(
         self, func: Callable[..., T], args: Iterable[Any] = (), kwds: Mapping[str, Any] = {}
@@ -182,14 +180,13 @@ class Pool:
         callback: Callback | None = None,
         error_callback: Callback | None = None,
     ) -> AsyncResult[T]:
-        """Call `func(*args, **kwds)` on a worker; return its result before it is there.
+        """Call `func(*args, **kwds)` on a worker; return its future result.
 
         Args:
             func: Any function.
-            args: What to call it with.
-            kwds: What to call it with, by name.
-            callback: Called here with the value, in a thread that calls all callbacks one after the
-                other.
+            args: Its arguments.
+            kwds: Its keyword arguments.
+            callback: Called here with the value, in a thread with one callback at a time.
             error_callback: Called with the error.
 
         Raises:
@@ -208,20 +205,18 @@ class Pool:
         error_callback: Callback | None = None,
     ) -> AsyncResult[T]:
         self._check_running()
-        futures.append(ready(self._view, PoolCall(func, call, self._limit))(*args, **kwds))
+        submit = ready(self._view._target(), PoolCall(func, call, self._limit))
+        futures.append(submit(*args, **kwds))
         return AsyncResult(
-            CallGroup(self, self._collector, futures, only, callback, error_callback)
+            CallGroup(self, self._collector, futures, itemgetter(0), callback, error_callback)
         )
-
-    # --- many calls -------------------------------------------------------------------------------
 
     def map(
         self, func: Callable[[Any], T], iterable: Iterable[Any], chunksize: int | None = None
     ) -> list[T]:
-        """Return `[func(item) for item in iterable]`, called on all workers at once."""
-        return waited_for(
-            self._map_async, PoolCall(func, call_each, self._limit), iterable, chunksize
-        )
+        """Return `[func(item) for item in iterable]`, run on all workers."""
+        work = PoolCall(func, call_each, self._limit)
+        return waited_for(self._map_async, work, iterable, chunksize)
 
     def map_async(
         self,
@@ -231,16 +226,16 @@ class Pool:
         callback: Callback | None = None,
         error_callback: Callback | None = None,
     ) -> AsyncResult[list[T]]:
-        """Do as `map` does; return the result before it is there.
+        """Do as `map`, but return the future result.
 
-        All items run before it is: only what follows a failed one in its chunk does not. The error
-        is that of the first item.
+        All items run, except those behind a failed one in its chunk. The error is the first failed
+        item's.
 
         Args:
             func: Any function of one argument; it is shipped to each worker once.
             iterable: All of it is drawn now.
-            chunksize: So many items make a call. None: so many that each worker gets about 32
-                calls, if there are so many items.
+            chunksize: The number of items per call. None: each worker gets about 32 calls, if there
+                are enough items.
             callback: Called with the list.
             error_callback: Called with the error.
 
@@ -248,14 +243,8 @@ class Pool:
             UnpicklableError: The function or an item cannot be sent; it names the variable.
             ValueError: The pool was closed.
         """
-        return self._map_async(
-            [],
-            PoolCall(func, call_each, self._limit),
-            iterable,
-            chunksize,
-            callback,
-            error_callback,
-        )
+        work = PoolCall(func, call_each, self._limit)
+        return self._map_async([], work, iterable, chunksize, callback, error_callback)
 
     def starmap(
         self,
@@ -263,10 +252,9 @@ class Pool:
         iterable: Iterable[Iterable[Any]],
         chunksize: int | None = None,
     ) -> list[T]:
-        """Return `[func(*arguments) for arguments in iterable]`, called on all workers at once."""
-        return waited_for(
-            self._map_async, PoolCall(func, call_each_starred, self._limit), iterable, chunksize
-        )
+        """Return `[func(*arguments) for arguments in iterable]`, run on all workers."""
+        work = PoolCall(func, call_each_starred, self._limit)
+        return waited_for(self._map_async, work, iterable, chunksize)
 
     def starmap_async(
         self,
@@ -276,15 +264,9 @@ class Pool:
         callback: Callback | None = None,
         error_callback: Callback | None = None,
     ) -> AsyncResult[list[T]]:
-        """Do as `map_async` does, for a function of several arguments."""
-        return self._map_async(
-            [],
-            PoolCall(func, call_each_starred, self._limit),
-            iterable,
-            chunksize,
-            callback,
-            error_callback,
-        )
+        """Do as `map_async`, for a function of several arguments."""
+        work = PoolCall(func, call_each_starred, self._limit)
+        return self._map_async([], work, iterable, chunksize, callback, error_callback)
 
     def _map_async(
         self,
@@ -303,6 +285,7 @@ class Pool:
             chunksize = math.ceil(len(items) / (CHUNKS_PER_WORKER * self._num_workers())) or 1
         chunksize = checked_count("chunksize", chunksize, least=1)
         try:
+            # one by one, so that an error cancels those before it
             futures += (submit(chunk) for chunk in chunks(iter(items), chunksize))
         except BaseException:
             cancel_each(futures)
@@ -318,24 +301,22 @@ class Pool:
         chunksize: int = 1,
         buffersize: int | None = None,
     ) -> IMapIterator[T]:
-        """Return an iterator over `func(item)` for each item, in their order, while the workers go
-        on.
+        """Return an iterator over `func(item)` for each item, in order, while the workers go on.
 
-        The iterable may be without end: a thread draws from it, no more than `buffersize` items
-        ahead of the results that were taken. `join` after `close` waits for all of it, so then it
-        draws the rest; but nothing more is drawn for a loop that was left, so that nobody holds its
-        iterator.
+        The iterable may be endless: a thread draws at most `buffersize` items ahead of the results
+        that were taken, and the rest in `join` after `close`; nothing for an iterator that nobody
+        holds.
 
         Args:
             func: Any function of one argument; it is shipped to each worker once.
-            iterable: What it raises is raised here after the results of what it gave before.
-            chunksize: So many items make a call.
-            buffersize: None: 16 for each worker, and at least two calls; of what has a length, any
-                number.
+            iterable: Its exception is raised after the results of the items before.
+            chunksize: The number of items per call.
+            buffersize: None: 16 per worker and at least two calls, or any number if the iterable
+                has a length.
 
         Raises:
-            UnpicklableError: The function cannot be sent; it names the variable. That of an item is
-                raised by `next`.
+            UnpicklableError: The function cannot be sent; it names the variable. For an item,
+                `next` raises it.
             ValueError: The pool was closed, or `chunksize` or `buffersize` is less than 1.
         """
         return self._imap(func, iterable, chunksize, buffersize, is_ordered=True)
@@ -347,7 +328,7 @@ class Pool:
         chunksize: int = 1,
         buffersize: int | None = None,
     ) -> IMapIterator[T]:
-        """Do as `imap` does, but return each result as soon as it is there."""
+        """Do as `imap`, but return each result as soon as it is available."""
         return self._imap(func, iterable, chunksize, buffersize, is_ordered=False)
 
     def _imap(
@@ -358,7 +339,7 @@ class Pool:
         buffersize: int | None,
         is_ordered: bool,
     ) -> IMapIterator[T]:
-        is_chunked = chunksize != 1
+        is_chunked = chunksize != 1  # a chunk of one item needs no list
         self._check_running()
         submit = ready_for_many(
             self._view, PoolCall(func, call_each if is_chunked else call, self._limit)
@@ -373,24 +354,23 @@ class Pool:
         else:
             most_ahead = self._num_workers() * max(2, LOOK_AHEAD // chunksize)
         calls = chunks(items, chunksize) if is_chunked else items
-        drawing: Drawing[T] = Drawing(
-            self,
-            self._collector,
-            submit,
-            calls,
-            is_chunked=is_chunked,
-            is_ordered=is_ordered,
-            most_ahead=most_ahead,
+        return IMapIterator(
+            Drawing(
+                self,
+                self._collector,
+                submit,
+                calls,
+                is_chunked=is_chunked,
+                is_ordered=is_ordered,
+                most_ahead=most_ahead,
+            )
         )
-        return IMapIterator(drawing)
 
     def _num_workers(self) -> int:
         return max(len(self._view._numbers()), 1)
 
-    # --- end of the pool --------------------------------------------------------------------------
-
     def close(self) -> None:
-        """Take no more work; the workers end after the present work."""
+        """Take no more work; the workers end after the current work."""
         if self._state == multiprocessing.pool.RUN:
             self._state = multiprocessing.pool.CLOSE
             self._collector.close(
@@ -400,10 +380,8 @@ class Pool:
             )
 
     def terminate(self) -> None:
-        """Take no more work, cancel all calls, even running ones, and end the workers; a `pool=`
-        stays open.
-        """
-        if self._state == multiprocessing.pool.INIT:
+        """Cancel all calls, even running ones, and end the workers; a `pool=` stays open."""
+        if self._state == multiprocessing.pool.INIT:  # `__init__` has failed
             return
         self._state = multiprocessing.pool.TERMINATE
         self._collector.close(self._forget)  # first: afterwards no new job can start
@@ -419,17 +397,17 @@ class Pool:
             self._own.shutdown(cancel_futures=True)
 
     def join(self) -> None:
-        """Wait until all has ended; after `close` or `terminate`.
+        """Wait for the end of all work, after `close` or `terminate`.
 
         Raises:
-            ValueError: It was not closed.
-            InvalidValueError: This is a callback of this pool: it would wait for itself.
+            ValueError: The pool was not closed.
+            InvalidValueError: This is a callback of this pool, which would wait for itself.
         """
         if self._state == multiprocessing.pool.RUN:
             raise ValueError("Pool is still running")
         self._collector.check_wait()
         for job in self._collector.jobs():
-            job.hurry()
+            job.hurry()  # an `imap` would wait until its results are taken
         self._collector.thread.join()
         if self._own is not None:
             self._own.shutdown()
@@ -463,8 +441,7 @@ class Pool:
 
     @property
     def _pool(self) -> list[WorkerInfo]:
-        """The workers, under the name that others look for."""
-        return self._view._workers()
+        return self._view._workers()  # libraries look for them under the standard pool's name
 
     def __repr__(self) -> str:
         kind = type(self)
@@ -477,22 +454,15 @@ class Pool:
         raise NotImplementedError("pool objects cannot be passed between processes or pickled")
 
 
-def _nothing() -> None:
-    """Leave a pool as it is."""
-
-
 def _opened(
     processes: int | None, profile: str | Profile | None, changes: dict[str, Any]
 ) -> ParallelPool:
-    """Open a pool: a quiet one, in which cores are shared if its size is said.
-
-    A standard pool's processes take no core from others, and there may be more of them than cores.
-    On a cluster they have cores of their own, by which it knows where there is room.
-    """
     if in_task():
         return open_pool(processes)
     settings = resolve_profile(profile, {"quiet": True, **changes})
     each = settings.resources
+    # Cores are shared if the size is given: there may be more of a standard pool's processes than
+    # cores, and they take none from others. A cluster needs the cores to find room for workers.
     if (
         processes is not None
         and settings.address is None
@@ -507,19 +477,15 @@ def _opened(
 
 
 class UnpicklableError(SerializationError, TypeError, AttributeError, RuntimeError):
-    """Work cannot be sent to a worker; it names the variable. It is of each type of which the
-    standard pool's error may be.
-    """
+    """Work cannot be sent to a worker; it names the variable. Has the standard errors' types."""
 
 
 @dataclass(frozen=True)
 class TaskLimit:
-    """After how many tasks of a pool a worker's process is to be replaced; several pools may use
-    the same workers.
-    """
+    """The number of a pool's tasks after which a worker's process is replaced."""
 
     max_tasks: int
-    pool: str
+    pool: str  # several pools may use the same workers
 
     def count(self) -> None:
         """Count a task that has ended."""
@@ -527,20 +493,15 @@ class TaskLimit:
             this_process.retire()
 
 
-# of this process
+# of this process, by pool
 _tasks: defaultdict[str, itertools.count[int]] = defaultdict(lambda: itertools.count(1))
 
 
 def task_limit(maxtasksperchild: int | None) -> TaskLimit | None:
-    """Return the limit of a new pool.
-
-    Raises:
-        InvalidValueError: It is no whole number from 1 on; of whatever type it is, as of the
-            standard pool.
-    """
+    """Return the limit of a new pool; raise InvalidValueError for no whole number from 1 on."""
     if maxtasksperchild is None:
         return None
-    number = whole_number(maxtasksperchild)
+    number = whole_number(maxtasksperchild)  # no InvalidTypeError: as the standard pool does
     if number is None or number < 1:
         raise InvalidValueError(
             f"maxtasksperchild={maxtasksperchild!r} is neither a whole number from 1 on nor None."
@@ -565,9 +526,7 @@ def call_each_starred(func: Callable[..., Any], chunk: Iterable[Iterable[Any]]) 
 
 @dataclass(frozen=True)
 class PoolCall:
-    """The callable on a worker: a user's function, the way to call it, and the task limit of the
-    process.
-    """
+    """A user's function on a worker, the way to call it, and the limit of tasks."""
 
     func: Callable[..., Any]
     how: Callable[..., Any]
@@ -579,7 +538,7 @@ class PoolCall:
 
     @property
     def bare(self) -> Callable[..., Any]:
-        """This, or if it adds nothing the function itself, which may travel by its name alone."""
+        """The function itself if this adds nothing: it may travel by its name alone."""
         return self.func if self.how is call and self.limit is None else self
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -592,55 +551,34 @@ class PoolCall:
 
 
 def chunks(items: Iterator[Any], size: int) -> Iterator[tuple[Any, ...]]:
-    """Draw so many items at a time; the last ones may be fewer."""
+    """Yield tuples of `size` items; the last may be shorter."""
     while chunk := tuple(itertools.islice(items, size)):
         yield chunk
 
 
-def check_context(context: Any) -> None:
-    """Refuse a value that is no context of `multiprocessing`."""
-    if context is not None and not isinstance(context, BaseContext):
-        raise InvalidTypeError(
-            f"context={context!r} is no context of multiprocessing. Leave it out: Ray starts the"
-            " workers, whatever it is."
-        )
-
-
-def waited_for(hand_in: Callable[..., AsyncResult[T]], *arguments: Any) -> T:
-    """Return a result that nobody else can get: if handing in or waiting is broken off (Ctrl-C),
-    its calls are cancelled.
-    """
+def waited_for(submit: Callable[..., AsyncResult[T]], *arguments: Any) -> T:
+    """Submit calls and return their result."""
     futures: list[Future[Any]] = []
     try:
-        return hand_in(futures, *arguments).get()
-    except BaseException:
+        return submit(futures, *arguments).get()
+    except BaseException:  # Ctrl-C, too: nobody else can get the result
         cancel_each(futures)
         raise
     finally:
         del futures  # the traceback of the error would hold them
 
 
-def ready(view: PoolView, work: PoolCall) -> Callable[..., Future[Any]]:
-    """Return a function that submits calls of this work, which is packed once.
-
-    Raises:
-        InvalidTypeError: The function is none.
-        UnpicklableError: It cannot be sent; what is returned raises this for an argument.
-    """
-    return _ready(view._target(), work)
-
-
 def ready_for_many(view: PoolView, work: PoolCall) -> Callable[..., Future[Any]]:
-    """Do as `ready` does, for the calls of a map: where they run while they are handed in, Ctrl-C
-    in one of them ends that.
-    """
+    """Do as `ready`, for the calls of a map."""
     target = view._target()
-    submit = _ready(target, work)
+    submit = ready(target, work)
     target._engine.warn_of_generators(work.func)
+    # inline calls run as they are submitted: Ctrl-C in one of them ends the map
     return unless_interrupted(submit) if is_inline(target._engine) else submit
 
 
-def _ready(target: PoolView, work: PoolCall) -> Callable[..., Future[Any]]:
+def ready(target: PoolView, work: PoolCall) -> Callable[..., Future[Any]]:
+    """Return a function that submits calls of this work, which is packed once."""
     check_callable(work.func)
     engine, options = target._engine, target._options
     try:

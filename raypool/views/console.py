@@ -1,4 +1,4 @@
-"""`SafeConsole`, for all output of rich: users' texts cannot control the terminal."""
+"""`SafeConsole`, for all output of rich."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from raypool.views.words import printable
 
 
 class SafeConsole(Console):
-    """Rich's console, on which control characters in texts are question marks."""
+    """Rich's console, with question marks for control characters in users' texts."""
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterator[Segment]:
-        """Return what is drawn; rich's own control codes are in segments of their own."""
+        """Return the safe segments."""
+        # rich's own control codes are in separate segments
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)

@@ -1,6 +1,4 @@
-"""Data for a loop's figure and report: the timeline of workers, table cells, and learning
-curves.
-"""
+"""Data for a loop's figure and report: workers' timeline, table cells and learning curves."""
 
 from __future__ import annotations
 
@@ -19,9 +17,8 @@ if TYPE_CHECKING:
 
 # --- timeline of workers --------------------------------------------------------------------------
 #
-# The source is the table of attempts (`Results.attempts`). Workers are identified by host and
-# number. The time axis begins with the first attempt; pauses between calls with one folder are left
-# out.
+# It is made from the table of attempts (`Results.attempts`). The time axis begins with the first
+# attempt; pauses between calls with one folder are left out.
 
 
 COLORS = {
@@ -31,16 +28,11 @@ COLORS = {
     "retried": "#edae49",
     "cancelled": "#8d99ae",
 }
-"""The statuses of attempts, in the order of a legend, with colors that color-blind readers can tell
-apart.
-"""
+"""The statuses of attempts in legend order, with colors that color-blind people can tell apart."""
 
 
 class TimelineRow(NamedTuple):
-    """A worker over the whole run.
-
-    `wall_s`: the duration of the calls that it took part in. `busy_s`: the part of it with work.
-    """
+    """A worker: `wall_s` is the duration of its calls, `busy_s` the part with work."""
 
     label: str
     worker: int
@@ -60,18 +52,17 @@ class TimelineRow(NamedTuple):
 
     @property
     def idle_share(self) -> float:
-        """The share of the time without work, from 0 to 1."""
+        """The share of the time without work, 0 to 1."""
         return self.idle_s / self.wall_s if self.wall_s > 0 else 0.0
 
 
 class Timeline(NamedTuple):
     """The attempts of all workers on one time axis.
 
-    `lanes`: the workers, by host and number. `attempts`: those of which the time is known, with the
-    columns `lane` (which of them), `start_s` and `end_s` (on the time axis) beside their own.
-    `num_untimed`: how many others there are. `breaks_s`: where on the time axis another call
-    begins. `wall_s`: how long all took [s]. `item_s`: the sum of the durations of what gave an
-    outcome [s].
+    `lanes`: the workers, by host and number. `attempts`: those of known time, with the additional
+    columns `lane` (a position in `lanes`), `start_s` and `end_s` (on the time axis). `num_untimed`:
+    the number of others. `breaks_s`: the starts of further calls. `wall_s`: the length of the axis.
+    `item_s`: the sum of the durations of attempts with an outcome.
     """
 
     lanes: list[TimelineRow]
@@ -83,22 +74,22 @@ class Timeline(NamedTuple):
 
     @property
     def speed_up(self) -> float:
-        """The work done, relative to one worker in the same time."""
+        """The work done, relative to one busy worker."""
         return self.item_s / self.wall_s if self.wall_s > 0 else 0.0
 
     @property
     def efficiency(self) -> float:
-        """The speed-up per worker; 1 if all had work all the time."""
+        """The speed-up per worker, up to 1."""
         return self.speed_up / len(self.lanes) if self.lanes else 0.0
 
     @property
     def idle_s(self) -> float:
-        """The time without work, over all workers [s]."""
+        """All workers' time without work [s]."""
         return sum(lane.idle_s for lane in self.lanes)
 
     @property
     def idle_share(self) -> float:
-        """The share of all workers' time without work, from 0 to 1."""
+        """The share of all workers' time without work, 0 to 1."""
         wall_s = sum(lane.wall_s for lane in self.lanes)
         return self.idle_s / wall_s if wall_s > 0 else 0.0
 
@@ -119,11 +110,9 @@ def plan(attempts: pd.DataFrame) -> Timeline:
         >>> shown.wall_s, shown.speed_up
         (2.0, 1.75)
     """
-    is_timed = (
-        attempts["started_at"].notna() & attempts["duration_s"].notna() & attempts["worker"].notna()
-    )
+    is_timed = attempts[["started_at", "duration_s", "worker"]].notna().all(axis=1)
     timed = attempts[is_timed].copy()
-    timed["host"] = timed["host"].fillna("")
+    timed["host"] = timed["host"].fillna("")  # groups leave out missing keys
     timed["duration_s"] = timed["duration_s"].clip(lower=0.0)
     calls = (
         timed.assign(end=timed["started_at"] + timed["duration_s"])
@@ -135,38 +124,24 @@ def plan(attempts: pd.DataFrame) -> Timeline:
     shift = timed["run"].map(calls["offset_s"] - calls["first"])
     timed["start_s"] = (timed["started_at"] + shift).astype(float)
     timed = timed.sort_values(["host", "worker", "start_s"], kind="stable")
-    timed["end_s"] = _ends_s(timed)
-    groups: list[tuple[Any, pd.DataFrame]] = list(timed.groupby(["host", "worker"], sort=False))
+    ends_s = timed["start_s"] + timed["duration_s"]
+    # A worker takes starts from the wall clock and durations from a steady one, which do not agree
+    # to the microsecond, so an attempt ends no later than the worker's next one starts. Those
+    # without an outcome have the driver's times, and others may lie within them.
+    own = timed[timed["status"].isin(["finished", "failed"])]
+    next_s = own.groupby(["host", "worker"], sort=False)["start_s"].shift(-1)
+    timed["end_s"] = ends_s.where(~(ends_s > next_s.reindex(timed.index)), next_s)
+    by_worker = timed.groupby(["host", "worker"], sort=False)
+    groups: list[tuple[Any, pd.DataFrame]] = list(by_worker)
     is_one_host = len({host for (host, _), _ in groups}) <= 1
-    timed["lane"] = timed.groupby(["host", "worker"], sort=False).ngroup()
+    timed["lane"] = by_worker.ngroup()
     lanes = [
         _lane(str(host), int(worker), rows, calls["wall_s"], is_one_host)
         for (host, worker), rows in groups
     ]
-    wall_s = float(calls["wall_s"].sum())
-    item_s = float(timed.loc[timed["status"].isin(["finished", "failed"]), "duration_s"].sum())
-    return Timeline(
-        lanes,
-        timed,
-        int((~is_timed).sum()),
-        calls["offset_s"].iloc[1:].astype(float).tolist(),
-        wall_s,
-        item_s,
-    )
-
-
-def _ends_s(timed: pd.DataFrame) -> pd.Series[float]:
-    """Return when attempts ended, on the time axis: with an outcome no later than the next one on
-    its worker began.
-
-    A worker takes starts from the wall clock and durations from a steady one, which do not agree to
-    the microsecond. Times of attempts without an outcome are the driver's, and may have other
-    attempts within them.
-    """
-    ends_s = timed["start_s"] + timed["duration_s"]
-    own = timed[timed["status"].isin(["finished", "failed"])]
-    next_s = own.groupby(["host", "worker"], sort=False)["start_s"].shift(-1)
-    return ends_s.where(~(ends_s > next_s.reindex(timed.index)), next_s)
+    breaks_s = calls["offset_s"].iloc[1:].astype(float).tolist()
+    wall_s, item_s = float(calls["wall_s"].sum()), float(own["duration_s"].sum())
+    return Timeline(lanes, timed, int((~is_timed).sum()), breaks_s, wall_s, item_s)
 
 
 def _lane(
@@ -193,8 +168,7 @@ def covered_s(
     starts: np.ndarray[tuple[int], np.dtype[np.float64]],
     ends: np.ndarray[tuple[int], np.dtype[np.float64]],
 ) -> float:
-    """Return how much of the time axis intervals cover that may overlap; they are in the order of
-    their starts [s].
+    """Return the time covered by intervals [s], which are sorted by their starts.
 
     Example:
         >>> import numpy as np
@@ -210,14 +184,13 @@ def covered_s(
 
 
 def merged(attempts: pd.DataFrame, tick_s: float) -> pd.DataFrame:
-    """Return bars for attempts of a plan: those of a worker that are shorter than a tick and follow
-    each other share one.
+    """Return bars for a plan's attempts: short ones of a worker in a row share one.
 
-    Columns: those of the first attempt that a bar is for, `end_s` of the last, and `count`.
+    A bar has the columns of its first attempt, `end_s` of the last, and `count`.
 
     Args:
-        attempts: Of a plan.
-        tick_s: What is shorter cannot be told apart [s].
+        attempts: A plan's attempts.
+        tick_s: The time below which attempts and gaps are short [s].
 
     Example:
         >>> import pandas as pd
@@ -244,10 +217,9 @@ def merged(attempts: pd.DataFrame, tick_s: float) -> pd.DataFrame:
 
 
 def at_once(attempts: pd.DataFrame, num_points: int) -> tuple[list[float], list[float]]:
-    """Return how many attempts of a plan ran at once over time, one on each worker: from when on
-    [s], and how many.
+    """Return times [s], and from each on the number of a plan's attempts that run at once.
 
-    Where that changes more often than `num_points`, the mean of each part of the time.
+    With more changes than `num_points`, these are means over equal parts of the time.
 
     Example:
         >>> import pandas as pd
@@ -257,6 +229,7 @@ def at_once(attempts: pd.DataFrame, num_points: int) -> tuple[list[float], list[
     """
     import numpy as np
 
+    # a worker counts once, also where a lost attempt lies over others
     before = attempts.groupby("lane")["end_s"].cummax().groupby(attempts["lane"]).shift()
     starts = attempts["start_s"].clip(lower=before.fillna(-np.inf)).to_numpy()
     ends = np.maximum(attempts["end_s"].to_numpy(), starts)
@@ -273,24 +246,21 @@ def at_once(attempts: pd.DataFrame, num_points: int) -> tuple[list[float], list[
 
 
 def unit_of(wall_s: float) -> tuple[float, str]:
-    """Return the unit for a time axis of this length: how many seconds it has, and its symbol.
+    """Return the unit for a time axis of this length, as seconds and symbol.
 
     Example:
         >>> unit_of(0.2), unit_of(90), unit_of(1000), unit_of(20_000)
         ((0.001, 'ms'), (1.0, 's'), (60.0, 'min'), (3600.0, 'h'))
     """
-    for limit_s, seconds, symbol in (
-        (1.0, 0.001, "ms"),
-        (600.0, 1.0, "s"),
-        (18_000.0, 60.0, "min"),
-    ):
+    units = ((1.0, 0.001, "ms"), (600.0, 1.0, "s"), (18_000.0, 60.0, "min"))
+    for limit_s, seconds, symbol in units:
         if wall_s < limit_s:
             return seconds, symbol
     return 3600.0, "h"
 
 
 def took(seconds: float) -> str:
-    """Return how long something took, as people write it, however short.
+    """Return a duration as text, however short.
 
     Example:
         >>> took(0.00042), took(0.25), took(8.26), took(75)
@@ -305,24 +275,23 @@ def took(seconds: float) -> str:
 Cell: TypeAlias = "bool | int | float | str | None"
 
 PLAIN = frozenset({int, float, str, bool, type(None)})
-"""Types that need no check for mappings."""
+"""Types without fields."""
 
 MISSING = ("NoneType", "NAType", "NaTType")
-"""Types of missing values: Python's and pandas'."""
+"""The types of missing values in Python and pandas."""
 
 MAX_TEXT = 300
-"""The greatest length of a text [characters]; longer ones are cut."""
+"""The length at which texts are cut [characters]."""
 
 MAX_EXACT = 2**53
-"""Beyond this, JavaScript's numbers skip integers."""
+"""The greatest integer up to which JavaScript's numbers skip none."""
 
 MAX_KEYS = 24
-"""Nested configurations are spread over separate columns up to this number of keys."""
+"""The most columns for the keys of nested configurations."""
 
 
 def number_column(taken: Collection[str]) -> str:
-    """Return what to call the column with the numbers of items: "index", unless that is one of the
-    names that are taken.
+    """Return a name for the column of item numbers: "index", if it is not taken.
 
     Example:
         >>> number_column(["lr"]), number_column(["lr", "index"])
@@ -335,7 +304,7 @@ def number_column(taken: Collection[str]) -> str:
 
 
 def cell(value: Any) -> Cell:
-    """Return what to show of a value.
+    """Return the cell for a value.
 
     Example:
         >>> import numpy as np
@@ -347,17 +316,23 @@ def cell(value: Any) -> Cell:
         ('lr=0.1', '[1, 2]', "b'raw'")
     """
     if isinstance(value, str):
-        return _cut(value)
-    if type(value).__name__ in MISSING:
+        text = one_line(value)
+        return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}[...]"
+    if type(value).__name__ in MISSING:  # by name: pandas need not be imported
         return None
     value = number_in(value)
     if isinstance(value, bool):
         return value
-    return _number(value) if isinstance(value, (int, float)) else describe_item(value)
+    if isinstance(value, int) and abs(value) <= MAX_EXACT:
+        return int(value)
+    if isinstance(value, float):  # JSON has neither NaN nor infinity
+        value = float(value)
+        return None if math.isnan(value) else value if math.isfinite(value) else str(value)
+    return describe_item(int(value) if isinstance(value, int) else value)
 
 
 def short(value: Any) -> Cell:
-    """Return a cell whose number has eight digits: more would take up most of a report.
+    """Return a cell with eight digits at most: more would be most of a report.
 
     Example:
         >>> short(1 / 3), short(7), short("a")
@@ -367,19 +342,6 @@ def short(value: Any) -> Cell:
         return float(f"{value:.8g}")
     shown = cell(value)
     return float(f"{shown:.8g}") if isinstance(shown, float) else shown
-
-
-def _number(value: int | float) -> Cell:
-    if isinstance(value, int):
-        return int(value) if abs(value) <= MAX_EXACT else describe_item(int(value))
-    if math.isnan(value):
-        return None
-    return float(value) if math.isfinite(value) else str(float(value))
-
-
-def _cut(text: str) -> str:
-    text = one_line(text)
-    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}[...]"
 
 
 def columns(frame: pd.DataFrame, names: Iterable[str]) -> dict[str, list[Cell]]:
@@ -395,8 +357,7 @@ def columns(frame: pd.DataFrame, names: Iterable[str]) -> dict[str, list[Cell]]:
 
 
 def spread(frame: pd.DataFrame, names: Iterable[str]) -> dict[str, list[Any]]:
-    """Return the values of columns of a table; where all of one have fields (see `fields_of`), a
-    column for each field.
+    """Return columns of a table, with one for each field where all values have some.
 
     Example:
         >>> import pandas as pd
@@ -428,7 +389,7 @@ def _spread(name: str, values: list[Any], depth: int) -> Iterable[tuple[str, lis
 
 
 def is_numeric(values: Iterable[Cell]) -> bool:
-    """Whether there are numbers, and nothing else, in a column.
+    """Whether a column has numbers and nothing else.
 
     Example:
         >>> is_numeric([1, None, 0.5])
@@ -446,24 +407,23 @@ def is_numeric(values: Iterable[Cell]) -> bool:
 
 
 MAX_CURVES = 200
-"""The greatest number of items with a curve; more could not be told apart."""
+"""The most curves; more could not be told apart."""
 
 MAX_POINTS = 200
-"""The greatest number of points of a curve."""
+"""The most points of a curve."""
 
 MAX_METRICS = 20
-"""The number of metrics to choose from: the first ones."""
+"""The most metrics to choose from."""
 
 STEPS = ("step", "global_step", "epoch", "iteration", "batch")
-"""The usual names of metrics that count reports."""
+"""Usual names of metrics that count reports."""
 
 
 def curves_of(metrics: pd.DataFrame) -> tuple[dict[str, Any], dict[str, str]]:
     """Return curves as the report draws them, and notes on those left out.
 
-    The curves are in `items` (the number of each), `starts` (where each of them begins in the
-    columns, and where the last one ends) and `columns` (by metric). Between two attempts at an item
-    all columns have an empty cell.
+    `items` has the number of each curve's item, `starts` its begin in the `columns` of all metrics
+    (and the last one's end). An empty cell separates two attempts at an item.
 
     Example:
         >>> import pandas as pd
@@ -495,7 +455,13 @@ def curves_of(metrics: pd.DataFrame) -> tuple[dict[str, Any], dict[str, str]]:
         rows = [int(row) for row in groups[item]]
         kept = _evenly(rows, MAX_POINTS)
         is_thinned = is_thinned or len(kept) < len(rows)
-        _add_curve(columns, there, kept, attempts)
+        previous = None
+        for row in kept:
+            is_again = previous is not None and attempts[row] != attempts[previous]
+            previous = row
+            for name, column in columns.items():
+                value = short(there[name][row])
+                column += [None, value] if is_again else [value]
         items.append(item)
         starts.append(len(next(iter(columns.values()))))
     if len(drawn) < len(groups):
@@ -504,40 +470,20 @@ def curves_of(metrics: pd.DataFrame) -> tuple[dict[str, Any], dict[str, str]]:
         )
     if is_thinned:
         notes.append(f"Of longer curves {MAX_POINTS} points are drawn, chosen evenly.")
-    curves = {
-        "items": items,
-        "starts": starts,
-        "columns": columns,
-        "metrics": chosen,
-        "steps": steps,
-    }
+    curves: dict[str, Any] = {"items": items, "starts": starts, "columns": columns}
+    curves |= {"metrics": chosen, "steps": steps}
     return curves, ({"curves": " ".join(notes)} if notes else {})
 
 
 def _has_numbers(column: pd.Series[Any]) -> bool:
-    """Whether there are numbers, and nothing else, in a column: pandas knows that of most without a
-    look at each.
-    """
+    # of most columns, pandas knows it without a look at each value
     if column.dtype.kind in "iuf":
         return bool(column.notna().any())
     return is_numeric([cell(value) for value in column.tolist()])
 
 
-def _add_curve(
-    columns: dict[str, list[Cell]],
-    there: dict[str, list[Any]],
-    rows: list[int],
-    attempts: list[int],
-) -> None:
-    for position, row in enumerate(rows):
-        is_again = position > 0 and attempts[row] != attempts[rows[position - 1]]
-        for name, column in columns.items():
-            value = short(there[name][row])
-            column += [None, value] if is_again else [value]
-
-
 def _evenly(entries: list[int], most: int) -> list[int]:
-    """Return at most so many entries, the first and the last among them.
+    """Return at most `most` entries, with the first and the last.
 
     Example:
         >>> _evenly([1, 2, 3, 4, 5], 3)
@@ -549,9 +495,7 @@ def _evenly(entries: list[int], most: int) -> list[int]:
 
 
 def last_of(metrics: pd.DataFrame, num_items: int) -> Iterator[tuple[str, list[Cell]]]:
-    """Yield the metrics with a number, each with the last value of it that each item has
-    reported.
-    """
+    """Yield the numeric metrics, each with the last value of each item."""
     names = [name for name in metrics.columns if name not in ("time", "item", "attempt")]
     if not names or not num_items:
         return

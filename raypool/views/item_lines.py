@@ -1,5 +1,4 @@
-"""The printed output of a loop's items, shown while it runs: whole lines, each with its item's
-number.
+"""The printed output of a loop's items while it runs: whole lines with item numbers.
 
 ::
 
@@ -21,28 +20,28 @@ if TYPE_CHECKING:
     from raypool.engine.loop import LoopWork
 
 WAITING_CHARS = 1024 * 1024
-"""The greatest size of text that waits to be shown [characters]; older text is dropped."""
+"""The most text waiting to be shown [characters]; older lines are dropped."""
 
 OPEN_CHARS = 8192
-"""An unfinished line is shown at this length [characters]."""
+"""The length at which an unfinished line is shown [characters]."""
 
 
 class ItemLines:
-    """Puts together the lines that items print, and shows them on standard output; see `Watcher`.
+    """Shows lines that items print on standard output; see `Watcher`.
 
     Args:
-        is_direct: Show each line at once: the items run in the thread that would show them later.
+        is_direct: Show them at once, as the items run in the thread that would show them later.
     """
 
     def __init__(self, is_direct: bool = False) -> None:
         self._is_direct = is_direct
-        self._open: dict[int, str] = {}  # by item: a line without its end
+        self._open: dict[int, str] = {}  # unfinished lines, by item
         self._waiting: deque[str] = deque()
         self._size = self._num_dropped = 0
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # `add` comes from other threads
 
     def add(self, item: int, text: str) -> None:
-        """Take what an item has printed."""
+        """Take text that an item has printed."""
         with self._lock:
             *lines, rest = (self._open.pop(item, "") + text).split("\n")
             rest = rest[rest.rfind("\r", 0, -1) + 1 :]  # a progress bar's newest state
@@ -56,8 +55,8 @@ class ItemLines:
             self._show()
 
     def _put(self, item: int, line: str) -> None:
-        said = line.rstrip().rpartition("\r")[2]
-        line = f"item {item}: {said}\n"
+        state = line.rstrip().rpartition("\r")[2]  # of a progress bar, the last one
+        line = f"item {item}: {state}\n"
         self._waiting.append(line)
         self._size += len(line)
         while self._size > WAITING_CHARS:
@@ -65,7 +64,7 @@ class ItemLines:
             self._num_dropped += 1
 
     def update(self, work: LoopWork, total: int | None) -> None:
-        """Show the lines that have arrived."""
+        """Show new lines."""
         self._show()
 
     def end(self) -> None:
@@ -86,7 +85,7 @@ class ItemLines:
                 f"raypool: {num_dropped:,} lines before these came too fast to be shown;"
                 f" results.diary has them.\n{text}"
             )
-        # the current stream: above the live display, if there is one
+        # the current stream, which prints above the live display, if there is one
         stream = capture.beneath(sys.stdout)
         if text and stream is not None:
             with contextlib.suppress(OSError, ValueError):  # it is closed

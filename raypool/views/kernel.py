@@ -1,4 +1,4 @@
-"""The notebook that this process is the kernel of, if it is one."""
+"""The notebook of this process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 def notebook_shell() -> Any:
     """Return IPython's shell in the kernel of a notebook; None anywhere else."""
-    if "IPython" not in sys.modules:
+    if "IPython" not in sys.modules:  # a kernel has imported it
         return None
     from IPython import get_ipython
 

@@ -13,22 +13,20 @@ from typing import Any
 
 from raypool.channel import capture
 from raypool.views.status import LoopStatus
-from raypool.views.words import duration, rate
+from raypool.views.words import rate
 
 FIRST_S = 10.0
-"""The time before the first line [s]: shorter loops have none."""
+"""The time before the first line [s]; shorter loops have none."""
 
 MOST_S = 600.0
-"""The greatest time between two lines [s]; up to this, each line waits twice as long as the
-last.
-"""
+"""The longest time between two lines [s]; up to this, it doubles."""
 
 
 def is_terminal(stream: Any) -> bool:
-    """Whether a stream goes to a terminal; one of the user's that does not say so does not."""
+    """Whether a stream goes to a terminal."""
     try:
         return bool(stream.isatty())
-    except (AttributeError, ValueError):  # there is none, it cannot tell, or it is closed
+    except (AttributeError, ValueError):  # None, a user's object without it, or closed
         return False
 
 
@@ -36,7 +34,7 @@ class LogLines:
     """Writes lines about a loop; see `View`.
 
     Args:
-        is_asked_for: Begin at once, and write a last line even for a short loop.
+        is_asked_for: Write from the start, and a last line even for a short loop.
     """
 
     interval_s = 0.1
@@ -47,15 +45,15 @@ class LogLines:
         self._has_lines = False
 
     def show(self, status: LoopStatus) -> None:
-        """Write a line, if it is time."""
+        """Write a line if it is time."""
         elapsed_s = status.elapsed_s
-        # else `end` follows at once
+        # a settled loop has its line from `end`, which follows at once
         if elapsed_s >= self._next_s and status.num_settled != status.total:
             self._next_s = max(elapsed_s + min(elapsed_s, MOST_S), FIRST_S)
             self._write(status)
 
     def end(self, status: LoopStatus) -> None:
-        """Write how it has ended, if there were lines of it."""
+        """Write the end of the loop, if it has lines."""
         if self._has_lines or (self._is_asked_for and status.is_begun):
             self._write(status)
 
@@ -69,15 +67,12 @@ class LogLines:
 
 
 def line(status: LoopStatus) -> str:
-    """Return what is to be said of a loop in one line."""
+    """Return the state of a loop in one line."""
     (settled, _), *others = status.counts()
     if status.total is not None:
         settled += " done"
     parts = [f"{status.label}: {settled}{''.join(text for text, _ in others)}"]
     if status.num_new > 0:
         parts.append(rate(status.num_new, status.elapsed_s))
-    parts.append(f"{'in' if status.is_over else 'after'} {duration(status.elapsed_s)}")
-    left_s = status.left_s()
-    if left_s is not None:
-        parts.append(f"about {duration(left_s)} left")
+    parts.append(f"{'in' if status.is_over else 'after'} {status.times()}")
     return ", ".join(filter(None, parts))

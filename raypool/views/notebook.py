@@ -1,9 +1,4 @@
-"""The live display of a loop in a notebook, below the cell that runs it: HTML that is updated in
-place.
-
-The last state stays, also in the file of the notebook. Each loop has its own output, which no other
-cell overwrites.
-"""
+"""The live display of a loop in a notebook: HTML below the cell, updated in place."""
 
 from __future__ import annotations
 
@@ -23,9 +18,7 @@ STYLES = {"": "", "bold": "font-weight: bold", "dim": "opacity: 0.65", "red": "c
 CELL = "text-align: left; padding: 0 1em 0 0; border: none; white-space: nowrap"
 NUMBER = CELL.replace("left", "right")
 CUT = CELL + "; max-width: 28em; overflow: hidden; text-overflow: ellipsis"
-"""The style of a cell that is cut to one line: a display that changes its height would make the
-page jump.
-"""
+"""The style of a cell cut to one line: a display of changing height would make the page jump."""
 
 
 def in_notebook() -> bool:
@@ -39,16 +32,16 @@ class NotebookView:
     interval_s = 0.5
 
     def __init__(self) -> None:
-        self._display_id = uuid.uuid4().hex
+        self._display_id = uuid.uuid4().hex  # its own: no other cell overwrites the last state
         self._is_there = False
         self._shown = ""
 
     def show(self, status: LoopStatus) -> None:
-        """Replace the display by the current state of the loop."""
+        """Show the loop."""
         self._put(status, page(status, status.rows(sys.maxsize)))
 
     def end(self, status: LoopStatus) -> None:
-        """Leave how it has ended."""
+        """Show the end of the loop."""
         if status.is_begun:
             self._put(status, page(status, Rows([], 0, 0)))
 
@@ -57,21 +50,24 @@ class NotebookView:
 
         if html == self._shown:
             return
+        # the text is for frontends that show no HTML
         content: dict[str, Any] = {"text/html": html, "text/plain": line(status)}
-        display(content, raw=True, display_id=self._display_id, update=self._is_there)  # type: ignore[no-untyped-call]
+        display(  # type: ignore[no-untyped-call]
+            content, raw=True, display_id=self._display_id, update=self._is_there
+        )
         self._is_there, self._shown = True, html
 
 
 def page(status: LoopStatus, rows: Rows) -> str:
     """Return a loop as HTML."""
-    parts = [
+    value = ""  # an indeterminate bar, as the total is unknown
+    if status.total is not None or status.is_over:
+        value = f' max="{status.total or 1}" value="{status.num_settled if status.total else 1}"'
+    parts = (
         _text(status.label, "bold"),
-        _bar(status),
+        f'<progress{value} style="width: 16em; vertical-align: middle"></progress>',
         "".join(_text(text, style) for text, style in status.counts()),
-    ]
-    times, left_s = duration(status.elapsed_s), status.left_s()
-    parts.append(
-        _text(times if left_s is None else f"{times}, about {duration(left_s)} left", "dim")
+        _text(status.times(), "dim"),
     )
     body = " &nbsp;".join(parts)
     if rows.shown:
@@ -81,24 +77,14 @@ def page(status: LoopStatus, rows: Rows) -> str:
             '<table style="margin: 0.3em 0 0 1em; border: none; font-size:'
             f' inherit">{table}</table>'
         )
-    if rows.num_others:
-        body += _line(
-            f"and {rows.num_others:,} more workers, {rows.num_others_busy:,} of them busy", "dim"
-        )
+    if rows.others:
+        body += _line(rows.others, "dim")
     if status.last_failure is not None:
         body += _line(status.last_failure, "red")
     return (
         '<div style="font-size: 90%; font-variant-numeric: tabular-nums; overflow:'
         f' hidden">{body}</div>'
     )
-
-
-def _bar(status: LoopStatus) -> str:
-    """Return the progress bar; an indeterminate one if the total is unknown."""
-    value = ""
-    if status.total is not None or status.is_over:
-        value = f' max="{status.total or 1}" value="{status.num_settled if status.total else 1}"'
-    return f'<progress{value} style="width: 16em; vertical-align: middle"></progress>'
 
 
 def _cells(row: WorkerRow, has_memory: bool) -> Iterator[str]:

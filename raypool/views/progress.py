@@ -1,9 +1,4 @@
-"""Shows the progress of a loop, by the view that suits this process's output.
-
-A notebook and a terminal get a live display, a log file gets lines if the loop takes long. Or a
-progress bar of another package, such as tqdm. A view takes at most half a percent of a core if one
-update takes no more than 25 ms; a slower one takes more, as it is still updated every five seconds.
-"""
+"""Shows the progress of a loop: live, as lines in a log file, or by another package's bar."""
 
 from __future__ import annotations
 
@@ -25,33 +20,33 @@ if TYPE_CHECKING:
 
 
 SPARING = 200
-"""A view rests this many times as long as its last update kept the waiting thread busy."""
+"""The rest of a view, in durations of its last update: it takes half a percent of a core."""
 
 LONGEST_REST_S = 5.0
-"""The longest rest of a view [s], however slow its updates are."""
+"""The longest rest of a view [s]; one whose updates take over 25 ms takes more of a core."""
 
 logger = logging.getLogger("raypool")
 
 
 class View(Protocol):
-    """Something that shows a loop, no more often than each `interval_s` [s]."""
+    """Shows a loop, at most every `interval_s` [s]."""
 
     interval_s: float
 
     def show(self, status: LoopStatus) -> None:
-        """Show the loop as it is."""
+        """Show the loop."""
 
     def end(self, status: LoopStatus) -> None:
-        """Show how it has ended; it may not even have begun."""
+        """Show its end; it may not have begun."""
 
 
 class LoopWatch:
-    """Updates a view of a loop at a suitable rate. Errors of the view do not end the loop.
+    """Updates a view of a loop; errors of the view do not end the loop.
 
     Args:
         view: The view.
         status: The state of the loop.
-        clock: Returns the time [s] on a clock that never goes back.
+        clock: A monotonic clock [s].
     """
 
     def __init__(
@@ -65,22 +60,19 @@ class LoopWatch:
         self._is_broken = False
 
     def update(self, work: LoopWork, total: int | None) -> None:
-        """Look at the loop, and show it if it is time; `total` is None while the number of its
-        items is not known.
-        """
+        """Look at the loop, and show it if it is time; `total` is None while unknown."""
         self._status.look(work, total)
         if self._clock() < self._next_at or self._is_broken:
             return
         started = time.thread_time()
         self._try(self._view.show)
-        # The first update is the slowest (imports, caches), so its time does not count.
+        # the first update is the slowest (imports, caches), so its time does not count
         took_s, self._is_new = 0.0 if self._is_new else time.thread_time() - started, False
-        self._next_at = self._clock() + max(
-            self._view.interval_s, min(SPARING * took_s, LONGEST_REST_S)
-        )
+        rest_s = max(self._view.interval_s, min(SPARING * took_s, LONGEST_REST_S))
+        self._next_at = self._clock() + rest_s
 
     def end(self) -> None:
-        """Show how the loop has ended."""
+        """Show the end of the loop."""
         self._status.end()
         self._try(self._view.end)
 
@@ -90,28 +82,24 @@ class LoopWatch:
         except Exception as error:
             if not self._is_broken:
                 self._is_broken = True
-                told = describe_error(error)
-                logger.warning(
-                    "%s is not shown any more: %s. The loop itself goes on.",
-                    self._status.label,
-                    told,
-                )
+                text = "%s is not shown any more: %s. The loop itself goes on."
+                logger.warning(text, self._status.label, describe_error(error))
 
 
 @contextlib.contextmanager
 def watched(
     progress: bool | Callable[..., Any] | None, label: str, backend: Backend, is_serial: bool
 ) -> Iterator[LoopWatch | None]:
-    """Show a loop while the context lasts.
+    """Show a loop within the context.
 
     Args:
         progress: True: from the start. None: as suits the output. Or a factory of progress bars.
-        label: What to call the loop.
-        backend: The backend, for the memory of the workers' GPUs.
-        is_serial: Whether the loop runs in the thread that waits for it, where a debugger may stop.
+        label: The name of the loop.
+        backend: Tells the memory of the workers' GPUs.
+        is_serial: Whether the loop runs in the thread that waits for it.
     """
     status = LoopStatus(label, backend.gpu_memory)
-    view = _view(progress, is_serial)  # last: only its `end` gives back the terminal
+    view = _view(progress, is_serial)  # last: only its `end` releases the terminal
     if view is None:
         yield None
         return
@@ -132,22 +120,18 @@ def _view(progress: bool | Callable[..., Any] | None, is_serial: bool) -> View |
     if is_terminal(sys.stderr) and not is_serial:  # a debugger needs the terminal
         from raypool.views.terminal import terminal_view
 
-        picture = terminal_view()
-        if picture is not None:
-            return picture
+        view = terminal_view()
+        if view is not None:
+            return view
     return LogLines(is_asked_for=progress is True)
 
 
-# --- progress bars of other packages: tqdm's, or any that is made and moved like tqdm's -----------
-
-
 class FactoryBar:
-    """Moves a bar that a factory has made; see `View`.
+    """Moves another package's bar; see `View`.
 
     Args:
-        factory: Called as `factory(total=..., desc=...)`; `total` is None while unknown. What it
-            returns has `update(n)` and, if it likes, `set_postfix(failed=...)`, `total` and
-            `close()`.
+        factory: Called as `factory(total=..., desc=...)`, with `total` None while unknown. Its bar
+            has `update(n)` and optionally `set_postfix(failed=...)`, `total` and `close()`.
     """
 
     interval_s = 0.1
@@ -160,7 +144,7 @@ class FactoryBar:
         self._num_shown = self._num_failed = 0
 
     def show(self, status: LoopStatus) -> None:
-        """Move the bar as far as the loop is."""
+        """Move the bar."""
         if not self._is_asked:
             self._is_asked, self._total = True, status.total
             self._bar = self._factory(total=status.total, desc=status.label)

@@ -39,20 +39,19 @@ MARKS = {**COLORS, "missing": "#b0b0b0"}
 """The colors of items by status."""
 
 MAX_FAILURES = 50
-"""The greatest number of different failures in a report."""
+"""The most failures in a report."""
 
 MAX_TRACEBACK = 20_000
-"""The greatest length of a traceback [characters]; of a longer one the end is shown."""
+"""The length to which the end of a traceback is cut [characters]."""
 
 MAX_NUMBERS = 200
-"""The greatest number of items named for a failure."""
+"""The most items named for a failure."""
 
 
 class Story(NamedTuple):
     """The tables of a loop: `Results.to_frame`, `.attempts`, `.metrics`, `.errors`.
 
-    `configs` and `run` are the columns of `frame` that are of the configurations, and those that
-    raypool adds.
+    `configs` and `run` are columns of `frame`: those of configurations, and raypool's own.
     """
 
     frame: pd.DataFrame
@@ -72,11 +71,7 @@ class FailureGroup(NamedTuple):
 
 
 def check_suffix(path: Path) -> None:
-    """Make sure that the path looks like one of a page.
-
-    Raises:
-        InvalidValueError: It does not.
-    """
+    """Raise InvalidValueError unless it is a path for HTML."""
     if path.suffix.lower() not in (".html", ".htm"):
         raise InvalidValueError(
             f"path={str(path)!r} ends neither in .html nor in .htm, and what is written is a page"
@@ -85,12 +80,8 @@ def check_suffix(path: Path) -> None:
 
 
 def write(story: Story, path: Path, title: str | None) -> None:
-    """Write the page.
-
-    Raises:
-        OSError: It cannot be written.
-    """
-    write_file(path, page(story, title).encode("utf-8", "replace"))
+    """Write the page; raise OSError if that fails."""
+    write_file(path, page(story, title).encode("utf-8", "replace"))  # texts may have surrogates
 
 
 def page(story: Story, title: str | None) -> str:
@@ -98,6 +89,7 @@ def page(story: Story, title: str | None) -> str:
     import itables
     import jinja2
     from plotly.offline import get_plotlyjs
+    from plotly.utils import PlotlyJSONEncoder
 
     num_items = len(story.frame)
     shown = plan(story.attempts)
@@ -112,16 +104,16 @@ def page(story: Story, title: str | None) -> str:
     environment.filters["took"] = took
     data, notes = _data(story, shown)
     unit_s, unit = unit_of(min(shown.wall_s, 1.0))  # seconds add up by eye, minutes do not
+    if title is None:
+        title = f"Results of {num_items:,} item{'s' if num_items != 1 else ''}"
+    # within the page, no `<` of the data can end the script
+    json_data = json.dumps(data, cls=PlotlyJSONEncoder, separators=(",", ":"))
     return environment.get_template("report.html.j2").render(
-        title=(
-            title
-            if title is not None
-            else f"Results of {num_items:,} item{'s' if num_items != 1 else ''}"
-        ),
+        title=title,
         written_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         num_items=num_items,
         counts=story.frame["status"].value_counts().to_dict(),
-        colours=MARKS,
+        colors=MARKS,
         shown=shown,
         unit_s=unit_s,
         unit=unit,
@@ -132,7 +124,7 @@ def page(story: Story, title: str | None) -> str:
         has_curves=bool(data["curves"]["metrics"]),
         has_coordinates=data["table"]["has_coordinates"],
         notes=notes,
-        data=_embedded(data),
+        data=json_data.replace("<", "\\u003c"),
         plotly=get_plotlyjs(),
         datatables=base64.b64encode(bundle.read_bytes()).decode(),
         datatables_css=bundle.with_suffix(".css").read_text(encoding="utf-8"),
@@ -140,10 +132,10 @@ def page(story: Story, title: str | None) -> str:
 
 
 def _data(story: Story, shown: Timeline) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the data for the scripts of the report, and notes on data left out."""
+    """Return the data for the page's scripts, and notes on data left out."""
     table = _table(story)
     curves, notes = curves_of(story.metrics)
-    data: dict[str, Any] = {"table": table, "curves": curves, "colours": MARKS}
+    data: dict[str, Any] = {"table": table, "curves": curves, "colors": MARKS}
     if shown.lanes:
         data["timeline"], num_bars = timeline(shown)
         data["concurrency"] = concurrency(shown.attempts, shown.wall_s, len(shown.lanes))
@@ -156,23 +148,17 @@ def _data(story: Story, shown: Timeline) -> tuple[dict[str, Any], dict[str, str]
 
 
 def _table(story: Story) -> dict[str, Any]:
-    """Return the table of the page by columns, each of a kind: of the configuration, of the values,
-    or of how an item ran.
-    """
+    """Return the page's table: columns of configurations, values, metrics and runs."""
     import pandas as pd
 
     frame = story.frame
     values = [name for name in frame.columns if name not in story.configs and name not in story.run]
-    kinds: dict[str, list[tuple[str, list[Any]]]] = {
-        "config": list(columns(frame, story.configs).items()),
-        "value": list(columns(frame, values).items()),
-    }
-    known = {name for name, _ in kinds["value"]}
-    kinds["reported"] = [
-        (f"last {name}", cells)
+    config, value = columns(frame, story.configs), columns(frame, values)
+    reported = {
+        f"last {name}": cells
         for name, cells in last_of(story.metrics, len(frame))
-        if name not in known
-    ]
+        if name not in value  # a metric that was also returned
+    }
     started = pd.to_datetime(frame["started_at"].astype(float), unit="s").dt.strftime(
         "%Y-%m-%d %H:%M:%S"
     )
@@ -181,19 +167,16 @@ def _table(story: Story) -> dict[str, Any]:
         .assign(started_at=started)
         .rename(columns={"started_at": "started_at (UTC)"})
     )
-    kinds["run"] = [
-        (name, cells)
-        for name, cells in columns(about, about.columns).items()
-        if set(cells) != {None}
-    ]
-    taken = {name for pairs in kinds.values() for name, _ in pairs}
-    number = number_column(taken)
-    status = kinds["run"].pop(0)
-    entries = [
+    (status, statuses), *others = columns(about, about.columns).items()
+    run = {name: cells for name, cells in others if set(cells) != {None}}
+    kinds = {"config": config, "value": value, "reported": reported, "run": run}
+    number = number_column({status}.union(*kinds.values()))
+    entries: list[tuple[str, str, list[Any]]] = [
         (number, "run", [int(index) for index in frame.index]),
-        (status[0], "run", status[1]),
+        (status, "run", statuses),
     ]
-    entries += [(name, kind, cells) for kind, pairs in kinds.items() for name, cells in pairs]
+    for kind, named in kinds.items():
+        entries += [(name, kind, cells) for name, cells in named.items()]
     return {
         "columns": [
             {"name": name, "kind": kind, "is_numeric": is_numeric(cells)}
@@ -202,20 +185,13 @@ def _table(story: Story) -> dict[str, Any]:
         "cells": [cells for _, _, cells in entries],
         "number": number,
         "has_coordinates": (
-            len(frame) > 1 and any(len(set(cells)) > 1 for _, cells in kinds["config"])
+            len(frame) > 1 and any(len(set(cells)) > 1 for cells in config.values())
         ),
     }
 
 
-def _embedded(data: Any) -> str:
-    """Return data as JSON that can stand within a page: no `<` in it could end the script."""
-    from plotly.utils import PlotlyJSONEncoder
-
-    return json.dumps(data, cls=PlotlyJSONEncoder, separators=(",", ":")).replace("<", "\\u003c")
-
-
 def _failures(errors: Mapping[int, BaseException]) -> Iterator[FailureGroup]:
-    """Yield the groups of failures, the most frequent first."""
+    """Yield groups of failures, the most frequent first."""
     groups: dict[str, list[int]] = {}
     for index, error in errors.items():
         groups.setdefault(describe_error(error), []).append(index)
@@ -226,11 +202,10 @@ def _failures(errors: Mapping[int, BaseException]) -> Iterator[FailureGroup]:
 def _traceback(error: BaseException) -> str:
     cause = error.__cause__
     try:
-        text = (
-            cause.text
-            if isinstance(cause, RemoteTraceback)
-            else "".join(traceback.format_exception(error))
-        )
+        if isinstance(cause, RemoteTraceback):
+            text = cause.text
+        else:
+            text = "".join(traceback.format_exception(error))
     except Exception:  # the user's own __str__
         return ""
     notes = "\n".join(str(note) for note in getattr(error, "__notes__", ()))
@@ -242,7 +217,7 @@ def _traceback(error: BaseException) -> str:
 
 
 MAX_BARS = 2000
-"""The approximate number of bars; more would be slow to draw, and could not be told apart."""
+"""About the most bars; more would be slow to draw, and could not be told apart."""
 
 MAX_POINTS = 1500
 
@@ -250,10 +225,7 @@ LANE_PIXELS = 26
 
 
 def timeline(shown: Timeline) -> tuple[dict[str, Any], int]:
-    """Return the chart of the timeline, and its number of bars.
-
-    Attempts that are too short to be told apart share bars.
-    """
+    """Return the chart of the timeline, and its number of bars."""
     import plotly.graph_objects as go
 
     unit_s, symbol = unit_of(shown.wall_s)
@@ -271,10 +243,9 @@ def timeline(shown: Timeline) -> tuple[dict[str, Any], int]:
             y=[labels[lane] for lane in rows["lane"]],
             base=(rows["start_s"] / unit_s).to_numpy(),
             x=((rows["end_s"] - rows["start_s"]) / unit_s).to_numpy(),
-            marker={
-                "color": color,
-                "line": {"width": 0.5 if not tick_s else 0, "color": "rgba(255,255,255,0.6)"},
-            },
+            marker_color=color,
+            marker_line_width=0 if tick_s else 0.5,
+            marker_line_color="rgba(255,255,255,0.6)",
             hovertext=[_hover(row) for row in rows.itertuples()],
             hovertemplate="%{y}<br>%{hovertext}<extra></extra>",
         )
@@ -287,23 +258,19 @@ def timeline(shown: Timeline) -> tuple[dict[str, Any], int]:
         height=120 + LANE_PIXELS * max(len(labels), 2),
         margin={"l": 10, "r": 10, "t": 30, "b": 70},
         legend={"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0},
-        xaxis={
-            "title": {"text": f"time since the start [{symbol}]"},
-            "range": [0, shown.wall_s / unit_s or 1],
-        },
-        yaxis={
-            "categoryorder": "array",
-            "categoryarray": labels[::-1],
-            "automargin": True,
-            "fixedrange": True,
-            "type": "category",
-        },
+        xaxis_title_text=f"time since the start [{symbol}]",
+        xaxis_range=[0, shown.wall_s / unit_s or 1],
+        yaxis_categoryorder="array",
+        yaxis_categoryarray=labels[::-1],  # plotly's first one is at the bottom
+        yaxis_automargin=True,
+        yaxis_fixedrange=True,
+        yaxis_type="category",
     )
     return figure.to_plotly_json(), len(bars)
 
 
 def _hover(row: Any) -> str:
-    """Return the hover text of a bar, with markup escaped."""
+    """Return the hover text of a bar, as HTML."""
     length = took(row.end_s - row.start_s)
     if row.count > 1:
         return f"{row.count:,} items, {row.status}, from item {row.item}<br>{length} in all"
@@ -336,15 +303,11 @@ def concurrency(attempts: pd.DataFrame, wall_s: float, num_workers: int) -> dict
         height=260,
         showlegend=False,
         margin={"l": 10, "r": 10, "t": 20, "b": 40},
-        xaxis={
-            "title": {"text": f"time since the start [{symbol}]"},
-            "range": [0, wall_s / unit_s or 1],
-        },
-        yaxis={
-            "title": {"text": "items at once"},
-            "range": [0, num_workers * 1.1],
-            "automargin": True,
-        },
+        xaxis_title_text=f"time since the start [{symbol}]",
+        xaxis_range=[0, wall_s / unit_s or 1],
+        yaxis_title_text="items at once",
+        yaxis_range=[0, num_workers * 1.1],
+        yaxis_automargin=True,
     )
     chart: dict[str, Any] = figure.to_plotly_json()
     return chart

@@ -1,17 +1,22 @@
-"""The state of a loop for all views: its progress, and each worker's item, metrics and GPU
-memory.
-"""
+"""The state of a loop for all views: progress, and each worker's item, metrics and memory."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from raypool.channel.records import named
 from raypool.core.model import TaskState
-from raypool.views.words import describe_error, describe_item, describe_values, gibibytes, one_line
+from raypool.views.words import (
+    describe_error,
+    describe_item,
+    describe_values,
+    duration,
+    gibibytes,
+    one_line,
+)
 
 if TYPE_CHECKING:
     from raypool.channel.records import GpuMemory
@@ -21,25 +26,23 @@ if TYPE_CHECKING:
     AskMemory = Callable[[Callable[[dict[int, GpuMemory]], object]], object]
 
 MAX_ROWS = 16
-"""The greatest number of workers with a line each; the others share one."""
+"""The most lines of workers; further workers share one."""
 
 MEMORY_LOOK_S = 2.0
-"""The interval at which nodes are asked for GPU memory, while a view is shown [s]."""
+"""The interval of questions for GPU memory [s]."""
 
 MEMORY_TRUE_S = 10.0
-"""An older value of memory counts as unknown [s]."""
+"""The age at which memory counts as unknown [s]."""
 
 STEADY = 2
-"""From this number of items per worker on, their rate predicts the rest better than their
-durations.
-"""
+"""The number of items per worker from which their rate predicts better than their durations."""
 
 LEAST_LEFT_S = 0.5
-"""A shorter remaining time is not shown [s]."""
+"""The least remaining time that is shown [s]."""
 
 
 class WorkerRow(NamedTuple):
-    """The line of a worker: `running_s` is None if it is idle; texts may be empty."""
+    """The line of a worker; `running_s` is None if it is idle."""
 
     worker: int
     num_done: int
@@ -51,19 +54,25 @@ class WorkerRow(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The workers with a line of their own, and the numbers of other workers and of busy ones."""
+    """The lines of workers, and the number of all and of busy other workers."""
 
     shown: list[WorkerRow]
     num_others: int
     num_others_busy: int
+
+    @property
+    def others(self) -> str:
+        """The line of other workers; empty without any."""
+        busy = f"{self.num_others_busy:,} of them busy"
+        return f"and {self.num_others:,} more workers, {busy}" if self.num_others else ""
 
 
 class LoopStatus:
     """The state of a loop at the last look.
 
     Args:
-        label: What to call the loop.
-        ask_memory: How to ask for the memory of the workers' GPUs; None: it is not shown.
+        label: The name of the loop.
+        ask_memory: Asks for the memory of the workers' GPUs; None: it is not shown.
         clock: Returns the Unix time [s].
     """
 
@@ -85,23 +94,15 @@ class LoopStatus:
         self._memory = MemoryBoard(ask_memory, clock)
 
     def look(self, work: LoopWork, total: int | None) -> None:
-        """Update the state.
-
-        Args:
-            work: The loop.
-            total: How many items it has; None while that is not known.
-        """
+        """Update the state; `total` is the number of items, None if unknown."""
         if self._work is None or work.num_settled != self.num_settled:
             self._settled_at = self._clock()
         self._work, self.total = work, total
-        self.num_settled, self.num_restored, self.num_failed = (
-            work.num_settled,
-            len(work.restored),
-            len(work.errors),
-        )
+        self.num_settled = work.num_settled
+        self.num_restored, self.num_failed = len(work.restored), len(work.errors)
 
     def end(self) -> None:
-        """Note that nothing more will come."""
+        """Note the end of the loop."""
         if self._work is not None:
             self.look(self._work, self.total)
             self.is_whole = self._work.state is TaskState.FINISHED
@@ -109,7 +110,7 @@ class LoopStatus:
 
     @property
     def is_begun(self) -> bool:
-        """Whether the loop has been looked at."""
+        """Whether there was a look."""
         return self._work is not None
 
     @property
@@ -119,11 +120,11 @@ class LoopStatus:
 
     @property
     def num_new(self) -> int:
-        """The number of items with an outcome of this run, not of an earlier one."""
+        """The number of settled items, without those of an earlier run."""
         return self.num_settled - self.num_restored
 
     def counts(self) -> list[tuple[str, str]]:
-        """Return the progress as texts in order, each with a style of rich."""
+        """Return the progress as texts, each with a style of rich."""
         settled = f"{self.num_settled:,}"
         parts = [(f"{settled} done" if self.total is None else f"{settled} of {self.total:,}", "")]
         if self.num_restored:
@@ -147,13 +148,17 @@ class LoopStatus:
             now = self._clock()
             spent_s = [max(now - since, 0.0) for _, since in running.values()]
             left_s = (num_left * self._tally.mean_s(spent_s) - sum(spent_s)) / len(running)
-        # Else what runs takes longer than what has ended.
+        # no estimate if no item has ended for longer: running ones take longer than ended ones
         return left_s if left_s > max(self._clock() - self._settled_at, LEAST_LEFT_S) else None
 
+    def times(self) -> str:
+        """Return the time so far and the remaining time, if known."""
+        left_s = self.left_s()
+        left = "" if left_s is None else f", about {duration(left_s)} left"
+        return duration(self.elapsed_s) + left
+
     def rows(self, most: int) -> Rows:
-        """Return what each worker is at that has had something to do: no more lines than this, one
-        for all others included.
-        """
+        """Return at most `most` lines for workers with work, one for all others included."""
         work = self._work
         if work is None:
             return Rows([], 0, 0)
@@ -167,27 +172,31 @@ class LoopStatus:
         rows = [self._row(work, index, running.get(index)) for index in shown]
         return Rows(rows, len(others), sum(index in running for index in others))
 
-    def _row(self, work: LoopWork, index: int, entry: tuple[Slice, float] | None) -> WorkerRow:
-        num_done, memory = self._tally.num_done[index], self._memory.of(index)
+    def _row(self, work: LoopWork, worker: int, entry: tuple[Slice, float] | None) -> WorkerRow:
+        num_done, memory = self._tally.num_done[worker], self._memory.of(worker)
         if entry is None:
-            return WorkerRow(index, num_done, None, "", "", "", memory)
+            return WorkerRow(worker, num_done, None, "", "", "", memory)
         piece, since = entry
-        items = _named(work, piece)
-        description, values = self._tally.described(work, piece), _reported(work, piece)
-        return WorkerRow(
-            index, num_done, max(self._clock() - since, 0.0), items, description, values, memory
-        )
+        running_s = max(self._clock() - since, 0.0)
+        numbers, description, values = work.numbers(piece), "", ""
+        items = named(numbers)
+        if piece.attempt > 1:
+            items += f", attempt {piece.attempt}"
+        if len(numbers) == 1:  # several items have no common description or metrics
+            description = self._tally.described(work, numbers[0])
+            values = describe_values(work.feed.last(numbers[0], piece.attempt))
+        return WorkerRow(worker, num_done, running_s, items, description, values, memory)
 
     @property
     def last_failure(self) -> str | None:
-        """The last failed item, and the reason; None if none failed."""
+        """The last failed item with its error; None if none failed."""
         if self._work is not None:
             self._tally.look_at(self._work)
         return self._tally.last_failure
 
 
 class Tally:
-    """Counts of each worker's items, updated from the outcomes since the last look."""
+    """Counts of each worker's items, from the outcomes since the last look."""
 
     def __init__(self) -> None:
         self.num_done: Counter[int] = Counter()
@@ -197,9 +206,8 @@ class Tally:
         self._descriptions: dict[int, str] = {}  # by item
 
     def mean_s(self, running_s: Sequence[float]) -> float:
-        """Return the mean time of an item [s], from ended and running ones (which tend to be
-        longer).
-        """
+        """Return the mean time of an item [s], from ended and running ones."""
+        # running items tend to be longer than ended ones
         mean_s = self._took_s / max(self.num_done.total(), 1)
         return (self._took_s + sum(max(mean_s, spent_s) for spent_s in running_s)) / (
             self.num_done.total() + len(running_s)
@@ -210,42 +218,35 @@ class Tally:
         new = work.segments[self._num_seen :]
         self._num_seen += len(new)
         for piece, result, worker in new:
-            self.num_done[worker.index] += piece.stop - piece.start
-            first = piece.start - result.start
-            self._took_s += sum(result.durations_s[first : first + piece.stop - piece.start])
-            failed = [
-                position for position in result.failures if piece.start <= position < piece.stop
-            ]
+            size = piece.stop - piece.start
+            self.num_done[worker.index] += size
+            first = piece.start - result.start  # a result may have outcomes of several pieces
+            self._took_s += sum(result.durations_s[first : first + size])
+            failed = [at for at in result.failures if piece.start <= at < piece.stop]
             if failed:
-                self._note_failed(
-                    work.numbers(piece)[max(failed) - piece.start],
-                    result.failures[max(failed)].error,
-                )
+                last = max(failed)
+                number = work.numbers(piece)[last - piece.start]
+                self._note_failed(number, result.failures[last].error)
         lost = work.lost[self._num_seen_lost :]
         self._num_seen_lost += len(lost)
         for piece, error, _ in lost:
             self._note_failed(work.numbers(piece)[-1], error)
 
-    def _note_failed(self, index: int, error: BaseException) -> None:
-        self.last_failure = f"item {index} failed: {describe_error(error)}"
+    def _note_failed(self, item: int, error: BaseException) -> None:
+        self.last_failure = f"item {item} failed: {describe_error(error)}"
 
-    def described(self, work: LoopWork, piece: Slice) -> str:
-        """Return the description of a single item if it has one; made once, as it may be slow."""
-        if piece.stop - piece.start > 1:
-            return ""
-        (index,) = work.numbers(piece)
-        if index not in self._descriptions:
+    def described(self, work: LoopWork, item: int) -> str:
+        """Return the description of an item; empty if it is its number."""
+        if item not in self._descriptions:  # made once: a user's `repr` may be slow
             if len(self._descriptions) > 10 * MAX_ROWS:
                 self._descriptions.clear()
-            text = describe_item(work.items[index])
-            self._descriptions[index] = "" if text == str(index) else text
-        return self._descriptions[index]
+            text = describe_item(work.items[item])
+            self._descriptions[item] = "" if text == str(item) else text
+        return self._descriptions[item]
 
 
 class MemoryBoard:
-    """The last known memory of each worker's GPUs. Answers arrive asynchronously; no view waits for
-    them.
-    """
+    """The last known memory of each worker's GPUs."""
 
     def __init__(self, ask: AskMemory | None, clock: Callable[[], float]) -> None:
         self._ask = ask
@@ -258,29 +259,15 @@ class MemoryBoard:
         now = self._clock()
         if self._ask is not None and not 0 <= now - self._asked_at < MEMORY_LOOK_S:
             self._asked_at = now
-            self._ask(self._take)
+            self._ask(self._take)  # answers arrive later, in another thread: no view waits
 
     def _take(self, found: dict[int, GpuMemory]) -> None:
         now = self._clock()
         self._known = self._known | {index: (now, memory) for index, memory in found.items()}
 
     def of(self, worker: int) -> str:
-        """Return the memory in use on a worker's GPUs, in words; empty if unknown."""
+        """Return the memory in use on a worker's GPUs as text; empty if unknown."""
         said_at, memory = self._known.get(worker, (0.0, None))
         if memory is None or self._clock() - said_at > MEMORY_TRUE_S:
             return ""
         return gibibytes(memory.used_bytes, memory.total_bytes)
-
-
-def _named(work: LoopWork, piece: Slice) -> str:
-    items = named(work.numbers(piece))
-    return f"{items}, attempt {piece.attempt}" if piece.attempt > 1 else items
-
-
-def _reported(work: LoopWork, piece: Slice) -> str:
-    """Return the newest metrics of a single running item, if it reported any in this attempt."""
-    if piece.stop - piece.start > 1:
-        return ""
-    (index,) = work.numbers(piece)
-    values: dict[str, Any] = work.feed.last(index, piece.attempt)
-    return describe_values(values)

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from math import isnan
 from numbers import Number
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich import filesize
 from rich.table import Table
 from rich.text import Text
 
-from raypool.cluster.machines import Catalogue, Gpu, one_of
+from raypool.cluster.machines import Catalogue, one_of
 from raypool.views.console import SafeConsole
 from raypool.views.drawing import number_column
 from raypool.views.words import describe_item, one_line
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
 
 
 MOST_LETTERS = 40
-"""The greatest length of a cell [characters]; longer ones are cut."""
+"""The length at which cells are cut [characters]."""
 
 LEFT_OUT = ("started_at", "peak_memory_bytes", "reason", "error")
-"""Columns that are only in JSON."""
+"""Columns for JSON only."""
 
 
 def sweep_as_json(frame: pd.DataFrame) -> str:
-    """Return a table of results as JSON: a list with an object for each item, each on a line.
+    """Return a table of results as a list in JSON, with an object for each item on its line.
 
-    The first entry is the item's number, called "index" unless a column has this name (see
-    `number_column`). NaN, infinities and missing values are null. Values that JSON lacks are texts.
+    The first entry is the item's number (see `number_column`). NaN, infinities and missing values
+    are null. Other values that JSON lacks are texts.
     """
     names = list(map(str, frame))
     number = number_column(names)
@@ -106,30 +106,24 @@ def sweep_as_table(frame: pd.DataFrame) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("item", justify="right", no_wrap=True)
     for name, values in columns.items():
-        table.add_column(
-            Text(one_line(name)),
-            justify="right" if all(map(_is_number, values)) else "left",
-            no_wrap=True,
+        is_numeric = all(
+            is_missing(value) or (isinstance(value, Number) and not isinstance(value, bool))
+            for value in values
         )
+        justify: Literal["left", "right"] = "right" if is_numeric else "left"
+        table.add_column(Text(one_line(name)), justify=justify, no_wrap=True)
     for index, row in zip(frame.index, zip(*columns.values(), strict=True), strict=True):
         table.add_row(str(index), *map(_cell, row))
     return table
 
 
-def _is_number(value: Any) -> bool:
-    return (isinstance(value, Number) and not isinstance(value, bool)) or is_missing(value)
-
-
 def _cell(value: Any) -> Text:
     if is_missing(value):
         return Text("-")
-    text = Text(
-        f"{value:.4g}"
-        if isinstance(value, float)
-        else one_line(value)
-        if isinstance(value, str)
-        else describe_item(value)
-    )
+    if isinstance(value, float):
+        text = Text(f"{value:.4g}")
+    else:
+        text = Text(one_line(value) if isinstance(value, str) else describe_item(value))
     text.truncate(MOST_LETTERS, overflow="ellipsis")
     return text
 
@@ -188,12 +182,7 @@ def runs_as_json(summaries: Sequence[RunSummary]) -> str:
 
 
 def machines_as_table(catalogue: Catalogue, gpu: str | None) -> Table:
-    """Return a table of machines.
-
-    Args:
-        catalogue: The catalogue of machines.
-        gpu: Only machines that may have GPUs of this kind, and how many of these; None: all.
-    """
+    """Return a table of machines; `gpu` selects those that can have GPUs of this kind."""
     table = Table(box=None, pad_edge=False)
     for heading in ("machine", "vCPUs", "memory", "GPUs"):
         table.add_column(heading, justify="right" if heading in ("vCPUs", "memory") else "left")
@@ -205,9 +194,7 @@ def machines_as_table(catalogue: Catalogue, gpu: str | None) -> Table:
 
 
 def where(catalogue: Catalogue, gpu: str | None) -> str:
-    """Return the note below the table: where a kind of GPU is available, and the catalogue's
-    date.
-    """
+    """Return the note below the table: places of a kind of GPU, and the catalogue's date."""
     lines = [
         f"This is catalogue {catalogue.name} as of {catalogue.date}: providers change what they"
         " have."
@@ -220,35 +207,29 @@ def where(catalogue: Catalogue, gpu: str | None) -> str:
 
 
 def machines_as_json(catalogue: Catalogue, gpu: str | None) -> str:
-    """Return the same as JSON."""
+    """Return the machines as JSON."""
     kinds = [catalogue.gpu(gpu)] if gpu is not None else list(catalogue.gpus.values())
     machines = [
         {"name": name, "vcpus": machine.vcpus, "memory_gb": machine.memory_gb, "gpus": choices}
         for name, choices in _choices(catalogue, gpu).items()
         for machine in [catalogue.machine(name)]
     ]
-    said = {
+    fields = ("name", "accelerator", "zones", "regions")
+    gpus = [
+        {field: getattr(kind, field) for field in fields} for kind in kinds if kind.retired is None
+    ]
+    table = {
         "catalogue": catalogue.name,
         "date": str(catalogue.date),
         "sources": catalogue.sources,
         "machines": machines,
+        "gpus": gpus,
     }
-    return json.dumps(
-        {**said, "gpus": [_gpu(kind) for kind in kinds if kind.retired is None]}, indent=2
-    )
-
-
-def _gpu(gpu: Gpu) -> dict[str, object]:
-    return {
-        "name": gpu.name,
-        "accelerator": gpu.accelerator,
-        "zones": gpu.zones,
-        "regions": gpu.regions,
-    }
+    return json.dumps(table, indent=2)
 
 
 def _choices(catalogue: Catalogue, gpu: str | None) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return which GPUs each machine may have, by kind."""
+    """Return the possible numbers of GPUs of each machine, by kind."""
     if gpu is None:
         return {name: catalogue.choices(name) for name in catalogue.machines}
     kind = catalogue.gpu(gpu).name
@@ -258,9 +239,9 @@ def _choices(catalogue: Catalogue, gpu: str | None) -> dict[str, dict[str, tuple
 
 # --- GPUs -----------------------------------------------------------------------------------------
 #
-# GPU  name          memory            utilisation  temperature  processes          compute mode *
-# 0  NVIDIA H200   2.0 of 140.0 GiB         25 %        41 °C  4711 (1.9 GiB)     default 1  NVIDIA
-# H200   unknown               unknown      unknown  unknown            unknown
+#       GPU  name         memory            utilisation  temperature  processes       compute mode
+#     *   0  NVIDIA H200  2.0 of 140.0 GiB         25 %        41 °C  4711 (1.9 GiB)  default
+#         1  NVIDIA H200  unknown               unknown      unknown  unknown         unknown
 #
 #     * is visible here: all are.
 
@@ -277,60 +258,42 @@ WIDTH_OF_FILES = 1000
 
 
 def gpus_as_json(frame: pd.DataFrame) -> str:
-    """Return a table of GPUs as JSON: a list of what `raypool.gpu_device_table` says of each, null
-    for what is not known.
-    """
-    rows = [
-        {name: None if is_missing(value) else value for name, value in row.items()}
-        for row in _rows(frame)
-    ]
-    return json.dumps(rows, indent=2)
+    """Return the rows of `raypool.gpu_device_table` as JSON, with null for unknown values."""
+    return json.dumps(_rows(frame), indent=2)
 
 
 def gpus_as_table(frame: pd.DataFrame) -> Table:
     """Return a table of GPUs for a terminal."""
     table = Table("", box=None, pad_edge=False)
-    for heading in (
-        "GPU",
-        "name",
-        "memory",
-        "utilisation",
-        "temperature",
-        "processes",
-        "compute mode",
-    ):
-        table.add_column(
-            heading, justify="right" if heading in ("GPU", "utilisation", "temperature") else "left"
-        )
+    text = ("name", "memory", "processes", "compute mode")
+    headings = ("GPU", "name", "memory", "utilisation", "temperature", "processes", "compute mode")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in text else "right")
     for row in _rows(frame):
+        selected, name, mig, memory = row["is_selected"], row["name"], row["mig"], UNKNOWN
+        if row["free_bytes"] is not None:
+            memory = f"{_gib(row['used_bytes'])} of {_gib(row['total_bytes'])} GiB"
         cells = (
-            _said(row, "is_selected", lambda is_selected: "*" if is_selected else "", "?"),
+            "?" if selected is None else "*" if selected else "",
             str(row["index"]),
-            _said(row, "name", str)
-            + _said(row, "mig", lambda instances: "".join(f"\n  {name}" for name in instances), ""),
-            (
-                f"{_gib(row['used_bytes'])} of {_gib(row['total_bytes'])} GiB"
-                if not is_missing(row["free_bytes"])
-                else UNKNOWN
-            ),
-            _said(row, "utilisation", lambda utilisation: f"{utilisation * 100:.0f} %"),
-            _said(row, "temperature_c", lambda degrees: f"{degrees:.0f} °C"),
-            _said(row, "processes", lambda used: "\n".join(map(_process, used.items())) or "none"),
-            _said(row, "compute_mode", str),
+            "\n  ".join([UNKNOWN if name is None else name, *(mig or ())]),
+            memory,
+            _text(row["utilisation"], lambda share: f"{share * 100:.0f} %"),
+            _text(row["temperature_c"], lambda degrees: f"{degrees:.0f} °C"),
+            _text(row["processes"], lambda used: "\n".join(map(_process, used.items())) or "none"),
+            _text(row["compute_mode"], str),
         )
         table.add_row(*map(Text, cells))
     return table
 
 
 def show(table: Table) -> None:
-    """Print a table at the width of the terminal; into a file or a pipe, at its full width."""
+    """Print a table at the width of the terminal; into a file or a pipe, at full width."""
     SafeConsole(width=None if sys.stdout.isatty() else WIDTH_OF_FILES).print(table)
 
 
 def legend(frame: pd.DataFrame, environ: Mapping[str, str]) -> str:
-    """Return what is to be said below the table: which of the GPUs a process started from here
-    would see, and why.
-    """
+    """Return the note below the table: the GPUs that a process started here sees, and why."""
     names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
     said = ", ".join(f"{name}={environ[name]!r}" for name in names if name in environ)
     selected = frame["is_selected"]
@@ -354,24 +317,23 @@ def legend(frame: pd.DataFrame, environ: Mapping[str, str]) -> str:
 
 
 def _rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    columns = {name: frame[name].tolist() for name in frame}
-    return [
-        {str(name): values[place] for name, values in columns.items()}
-        for place in range(len(frame))
-    ]
+    """Return a table's rows, with None for missing values."""
+    columns = {
+        str(name): [None if is_missing(value) else value for value in frame[name].tolist()]
+        for name in frame
+    }
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def is_missing(value: Any) -> bool:
-    """Whether a cell of a table has nothing in it: None, pandas' NA or NaN."""
+    """Whether a cell of a table is empty: None, pandas' NA or NaN."""
     import pandas as pd
 
     return value is None or value is pd.NA or (isinstance(value, float) and isnan(value))
 
 
-def _said(
-    row: Mapping[str, Any], name: str, say: Callable[[Any], str], unknown: str = UNKNOWN
-) -> str:
-    return unknown if is_missing(row[name]) else say(row[name])
+def _text(value: Any, shown: Callable[[Any], str]) -> str:
+    return UNKNOWN if value is None else shown(value)
 
 
 def _gib(num_bytes: int) -> str:

@@ -1,4 +1,4 @@
-"""The live display of a loop on a terminal: its progress, and each worker's item and last metrics.
+"""The live display of a loop on a terminal; its first line stays at the end.
 
 ::
 
@@ -6,8 +6,6 @@
       worker 0    4 done  31.2 of 80.0 GiB    2.1 s  item 7  width=8, lr=0.001  epoch=3, loss=0.412
       worker 1    3 done   1.4 of 80.0 GiB    0.4 s  item 8  width=8, lr=0.01  epoch=1, loss=2.07
       item 5 failed: ValueError: 36 channels cannot be divided into 8 groups
-
-When the loop has ended, the first line stays.
 """
 
 from __future__ import annotations
@@ -36,16 +34,14 @@ MIN_WIDTH_FOR_MEMORY = 80
 DONE_WIDTH = 3
 
 Line = list[tuple[str, str]]
-"""A line: texts in order, each with its style."""
+"""Texts, each with its style."""
 
 _screen = threading.Lock()
-"""Held by the loop that is shown: two live displays would overwrite each other."""
+"""Held by the loop on display: two displays would overwrite each other."""
 
 
 def terminal_view() -> TerminalView | None:
-    """Return a view on the terminal of standard error; None if nothing can be drawn there, or
-    another loop is shown.
-    """
+    """Return a view on standard error; None without a terminal, or if another loop has it."""
     # a task that prints may draw the picture, too
     console = SafeConsole(file=capture.beneath(sys.stderr))
     if not console.is_terminal or console.is_dumb_terminal:
@@ -60,7 +56,7 @@ class TerminalView:
 
     Args:
         console: The terminal.
-        leave: Called when nothing more is drawn.
+        leave: Called after the last drawing.
     """
 
     interval_s = 0.4
@@ -75,26 +71,10 @@ class TerminalView:
         self._is_terminal_gone = False
 
     def show(self, status: LoopStatus) -> None:
-        """Draw the loop as it is."""
-        self._draw(Picture(self._console, status))
-
-    def end(self, status: LoopStatus) -> None:
-        """Leave the first line of the picture, and give the terminal back as it was."""
-        # all run, even if one fails: the next loop needs the terminal
-        with contextlib.ExitStack() as after:
-            after.callback(self._leave)
-            after.callback(self._stop)
-            after.callback(_flush_output)
-            if status.is_begun:
-                self._draw(Picture(self._console, status))
-
-    def _stop(self) -> None:
-        with contextlib.suppress(OSError):
-            self._live.stop()
-
-    def _draw(self, picture: Picture) -> None:
+        """Draw the loop."""
         if self._is_terminal_gone:
             return
+        picture = Picture(self._console, status)
         try:
             self._live.start()
             capture.put_on_top()  # rich has replaced the streams that separate the tasks' output
@@ -102,18 +82,29 @@ class TerminalView:
         except OSError:
             self._is_terminal_gone = True  # the loop goes on
 
+    def end(self, status: LoopStatus) -> None:
+        """Leave the first line, and restore the terminal."""
+        # all run, the last one first, even if one fails: the next loop needs the terminal
+        with contextlib.ExitStack() as after:
+            after.callback(self._leave)
+            after.callback(self._stop)
+            after.callback(_flush_output)
+            if status.is_begun:
+                self.show(status)
+
+    def _stop(self) -> None:
+        with contextlib.suppress(OSError):  # the terminal is gone
+            self._live.stop()
+
 
 def _flush_output() -> None:
-    """Flush a line that user code has begun but not ended."""
-    # the stream may be closed, or none
+    # a line that the user's code has not ended; the stream may be closed, or None
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stdout.flush()
 
 
 class Picture:
-    """The drawing of a loop. It is made of segments: rich's tables and texts take ten times as
-    long.
-    """
+    """The drawing of a loop."""
 
     def __init__(self, console: Console, status: LoopStatus) -> None:
         self._width, self._height = console.width, console.height
@@ -121,6 +112,7 @@ class Picture:
         self._lines = [] if status.is_over else self._rest(status)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        # segments, as rich's tables and texts take ten times as long
         label, *rest = self._head
         yield from _segments([label])
         if self._bar is not None:
@@ -132,45 +124,32 @@ class Picture:
             yield from _segments(line)
 
     def _headline(self, status: LoopStatus) -> tuple[Line, ProgressBar | None]:
-        """Return the numbers and the bar; on a narrow terminal without the time left, then without
-        the bar.
-        """
+        # a narrow terminal has no room for the time left, a narrower one none for the bar
         label = fit(status.label, max(self._width // 3, MIN_BAR))
         counts = status.counts()
         room = self._width - cell_len(label) - sum(len(text) for text, _ in counts) - 3
-        times, left_s = duration(status.elapsed_s), status.left_s()
-        if left_s is not None:
-            longer = f"{times}, about {duration(left_s)} left"
-            times = longer if len(longer) <= room else times
+        times = status.times()
+        if len(times) > room:
+            times = duration(status.elapsed_s)
         head = [(f"{label} ", "bold"), *counts, (f"  {times}", "dim")]
         room = min(room - len(times) - 1, MAX_BAR)
         if room < MIN_BAR:
             return head, None
-        total, settled = status.total, status.num_settled
-        return head, ProgressBar(
-            total or 1, settled if total else 1, room, pulse=total is None and not status.is_over
-        )
+        total, pulse = status.total, status.total is None and not status.is_over
+        return head, ProgressBar(total or 1, status.num_settled if total else 1, room, pulse=pulse)
 
     def _rest(self, status: LoopStatus) -> list[Line]:
-        """Return a line for each worker, as far as there is room, and one for what has failed
-        last.
-        """
         failure = status.last_failure
         rows = status.rows(self._height - (2 if failure is None else 3))
         lines = [self._row(row, rows.shown) for row in rows.shown]
-        if rows.num_others:
-            others = (
-                f"  and {rows.num_others:,} more workers, {rows.num_others_busy:,} of them busy"
-            )
-            lines.append([(fit(others, self._width), "dim")])
+        if rows.others:
+            lines.append([(fit(f"  {rows.others}", self._width), "dim")])
         if failure is not None and len(lines) < self._height - 2:
             lines.append([(fit(f"  {failure}", self._width), "red")])
         return lines
 
     def _row(self, row: WorkerRow, rows: list[WorkerRow]) -> Line:
-        """Return the line of a worker: on a narrow one what the item is makes way for what it has
-        reported, then that too.
-        """
+        # without room, the item's description is cut first, and then its metrics
         digits, memory = len(str(rows[-1].worker)), max(len(row.memory) for row in rows)
         start = f"  worker {row.worker:<{digits}}  {row.num_done:>{DONE_WIDTH},} done"
         if memory and self._width >= MIN_WIDTH_FOR_MEMORY:
@@ -179,17 +158,14 @@ class Picture:
             return [(fit(start, self._width), ""), ("     idle", "dim")]
         start += f"  {duration(row.running_s, 1):>7}  {row.items}"
         values = f"  {row.values}" if row.values else ""
-        room = self._width - cell_len(start) - cell_len(values)
-        description = (
-            fit(f"  {row.description}", max(room, MIN_DESCRIPTION)) if row.description else ""
-        )
-        start = fit(start, self._width)
-        description = fit(description, self._width - cell_len(start))
-        return [
-            (start, ""),
-            (description, "dim"),
-            (fit(values, self._width - cell_len(start) - cell_len(description)), ""),
-        ]
+        left = self._width
+        room = max(left - cell_len(start) - cell_len(values), MIN_DESCRIPTION)
+        description = fit(f"  {row.description}", room) if row.description else ""
+        line = []
+        for text, style in ((start, ""), (description, "dim"), (values, "")):
+            line.append((fit(text, left), style))
+            left -= cell_len(line[-1][0])
+        return line
 
 
 def _segments(line: Line) -> Iterator[Segment]:
@@ -197,8 +173,7 @@ def _segments(line: Line) -> Iterator[Segment]:
 
 
 def fit(text: str, width: int) -> str:
-    """Return a text that takes no more columns than this, of which the end is left out if it must
-    be.
+    """Return a text cut to this number of columns.
 
     Example:
         >>> fit("worker 0", 20), fit("worker 0", 5), fit("worker 0", 0)

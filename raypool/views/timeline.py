@@ -1,6 +1,4 @@
-"""The timeline of a loop, as a figure of matplotlib and as a Chrome trace, from the table of
-attempts.
-"""
+"""The timeline of a loop's attempts, as a figure of matplotlib and as a Chrome trace."""
 
 from __future__ import annotations
 
@@ -23,17 +21,13 @@ if TYPE_CHECKING:
 BAR_HEIGHT = 0.7
 
 MIN_LABEL = 0.03
-"""The least width of a bar with its item's number in it, as a share of the axis."""
+"""The least width of a bar with its item's number, as a share of the axis."""
 
 MICROSECONDS = 1e6
 
 
 def check_suffix(path: Path) -> None:
-    """Make sure that a file with this suffix can be written.
-
-    Raises:
-        InvalidValueError: It cannot.
-    """
+    """Raise InvalidValueError unless a file with this suffix can be written."""
     from matplotlib.backend_bases import FigureCanvasBase
 
     known = ["json", *FigureCanvasBase.get_supported_filetypes()]
@@ -46,40 +40,27 @@ def check_suffix(path: Path) -> None:
 
 def draw(attempts: pd.DataFrame, title: str | None) -> Figure:
     """Return a figure: a line for each worker, a bar for each attempt."""
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # not pyplot, which would keep it and choose a backend
 
     shown = plan(attempts)
-    figure = Figure(
-        figsize=(11, 1.8 + 0.32 * min(max(len(shown.lanes), 2), 64)), layout="constrained"
-    )
+    height = 1.8 + 0.32 * min(max(len(shown.lanes), 2), 64)
+    figure = Figure(figsize=(11, height), layout="constrained")
     axes = figure.add_subplot()
     unit_s, symbol = unit_of(shown.wall_s)
+    style: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "va": "center"}
     for position, lane in enumerate(shown.lanes):
-        axes.broken_barh(
-            [(0, shown.wall_s / unit_s)],
-            (position - BAR_HEIGHT / 2, BAR_HEIGHT),
-            color="0.93",
-            zorder=0,
-        )
-        axes.text(
-            1.01,
-            position,
-            f"{lane.idle_share:.0%} idle",
-            transform=axes.get_yaxis_transform(),
-            va="center",
-            fontsize=8,
-        )
+        span = (position - BAR_HEIGHT / 2, BAR_HEIGHT)
+        axes.broken_barh([(0, shown.wall_s / unit_s)], span, color="0.93", zorder=0)
+        axes.text(1.01, position, f"{lane.idle_share:.0%} idle", **style, fontsize=8)
     _draw_bars(axes, shown, unit_s)
     _draw_legend(figure, shown)
     for at_s in shown.breaks_s:
         axes.axvline(at_s / unit_s, color="0.4", linestyle=":", linewidth=1)
     axes.set_yticks(range(len(shown.lanes)), [_plain(lane.label) for lane in shown.lanes])
-    axes.set_ylim(max(len(shown.lanes), 1) - 0.5, -0.5)
+    axes.set_ylim(max(len(shown.lanes), 1) - 0.5, -0.5)  # the first worker is at the top
     axes.set_xlim(0, shown.wall_s / unit_s or 1)
-    axes.set_xlabel(
-        f"time since the start [{symbol}]"
-        + (", pauses between calls left out" if shown.breaks_s else "")
-    )
+    pauses = ", pauses between calls left out" if shown.breaks_s else ""
+    axes.set_xlabel(f"time since the start [{symbol}]{pauses}")
     axes.set_title(_plain(title) if title is not None else headline(shown), loc="left")
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
@@ -88,17 +69,15 @@ def draw(attempts: pd.DataFrame, title: str | None) -> Figure:
 
 
 def let_notebooks_show_it() -> None:
-    """Let the notebook of this process show figures, as it does by itself only with pyplot."""
-    shell = notebook_shell()
+    """Let the notebook of this process show figures."""
+    shell = notebook_shell()  # by itself it shows them only with pyplot
     if shell is None:
         return
     from matplotlib.figure import Figure
 
     formatters = shell.display_formatter.formatters
-    if not any(
-        Figure in formatters[kind]
-        for kind in ("image/png", "image/svg+xml", "image/jpeg", "application/pdf")
-    ):
+    kinds = ("image/png", "image/svg+xml", "image/jpeg", "application/pdf")
+    if not any(Figure in formatters[kind] for kind in kinds):  # else the user has chosen
         from IPython.core.pylabtools import select_figure_formats
 
         select_figure_formats(shell, {"png"})  # type: ignore[no-untyped-call]
@@ -115,18 +94,10 @@ def _draw_bars(axes: Axes, shown: Timeline, unit_s: float) -> None:
                 spans, heights, facecolor=COLORS[str(status)], edgecolor="white", linewidth=0.4
             )
         wide = rows[(rows["end_s"] - rows["start_s"]) > MIN_LABEL * shown.wall_s]
-        for item, lane, start_s, end_s in zip(
-            wide["item"], wide["lane"], wide["start_s"], wide["end_s"], strict=True
-        ):
-            axes.text(
-                (start_s + end_s) / 2 / unit_s,
-                lane,
-                str(item),
-                ha="center",
-                va="center",
-                fontsize=7,
-                color="white",
-            )
+        style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 7, "color": "white"}
+        bars: Any = wide.itertuples()
+        for bar in bars:
+            axes.text((bar.start_s + bar.end_s) / 2 / unit_s, bar.lane, str(bar.item), **style)
 
 
 def _draw_legend(figure: Figure, shown: Timeline) -> None:
@@ -143,7 +114,7 @@ def _draw_legend(figure: Figure, shown: Timeline) -> None:
 
 
 def headline(shown: Timeline) -> str:
-    """Return a timeline's main numbers in a line."""
+    """Return a timeline's main numbers as text."""
     if not shown.lanes:
         return "Nothing has run of which the time is known"
     num_items = shown.attempts["item"].nunique()
@@ -153,23 +124,19 @@ def headline(shown: Timeline) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return a text without formulas for matplotlib, and without surrogates, which no font has."""
+    # no formulas for matplotlib, and no surrogates, which no font has
     return text.replace("$", r"\$").encode("utf-8", "replace").decode()
 
 
 def write(
     figure: Figure, attempts: pd.DataFrame, configs: Mapping[str, Sequence[Any]], path: Path
 ) -> None:
-    """Write the figure, or a trace of the attempts, as the suffix says.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Write the figure, or a trace, by the suffix; raise OSError if that fails."""
     path = path.expanduser().absolute()
     if path.suffix.lower() == ".json":
-        data = json.dumps(
-            chrome_trace(attempts, configs), ensure_ascii=False, allow_nan=False
-        ).encode("utf-8", "replace")
+        trace = chrome_trace(attempts, configs)
+        text = json.dumps(trace, ensure_ascii=False, allow_nan=False)
+        data = text.encode("utf-8", "replace")
     else:
         picture = io.BytesIO()
         figure.savefig(picture, format=path.suffix[1:].lower(), dpi=150)
@@ -178,42 +145,31 @@ def write(
 
 
 def chrome_trace(attempts: pd.DataFrame, configs: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-    """Return attempts in the Trace Event Format: a process for each host, a thread for each worker,
-    times since the epoch [us].
+    """Return attempts in the Trace Event Format, with a process per host and a thread per worker.
 
     Source:
         Trace Event Format, complete events ("X") and metadata ("M").
     """
     shown = plan(attempts)
-    hosts = {
-        host: number
-        for number, host in enumerate(dict.fromkeys(lane.host for lane in shown.lanes), 1)
-    }
+    hosts: dict[str, int] = {}
     events: list[dict[str, Any]] = []
-    for host, number in hosts.items():
-        events.append(
-            {
-                "ph": "M",
-                "name": "process_name",
-                "pid": number,
-                "tid": 0,
-                "args": {"name": host or "unknown host"},
-            }
-        )
+
+    def describe(kind: str, ids: dict[str, int], **args: Any) -> None:
+        events.append({"ph": "M", "name": kind, **ids, "args": args})
+
+    for host in dict.fromkeys(lane.host for lane in shown.lanes):
+        hosts[host] = len(hosts) + 1
+        describe("process_name", {"pid": hosts[host], "tid": 0}, name=host or "unknown host")
     for lane in shown.lanes:
-        name = (
-            f"worker {lane.worker}" if lane.gpu is None else f"worker {lane.worker}, GPU {lane.gpu}"
-        )
+        gpu = "" if lane.gpu is None else f", GPU {lane.gpu}"
         ids = {"pid": hosts[lane.host], "tid": lane.worker}
-        events.append({"ph": "M", "name": "thread_name", **ids, "args": {"name": name}})
-        events.append(
-            {"ph": "M", "name": "thread_sort_index", **ids, "args": {"sort_index": lane.worker}}
-        )
+        describe("thread_name", ids, name=f"worker {lane.worker}{gpu}")
+        describe("thread_sort_index", ids, sort_index=lane.worker)
     rows: Any = shown.attempts.itertuples()
     for row in rows:
         item = int(row.item)
-        args = {"config": {name: cell(column[item]) for name, column in configs.items()}}
-        said = {
+        args: dict[str, Any] = {
+            "config": {name: cell(column[item]) for name, column in configs.items()},
             "attempt": int(row.attempt),
             "status": row.status,
             "gpu": cell(row.gpu),
@@ -229,10 +185,7 @@ def chrome_trace(attempts: pd.DataFrame, configs: Mapping[str, Sequence[Any]]) -
                 "dur": int((row.end_s - row.start_s) * MICROSECONDS),
                 "pid": hosts[row.host],
                 "tid": int(row.worker),
-                "args": {
-                    **args,
-                    **{name: value for name, value in said.items() if value is not None},
-                },
+                "args": {name: value for name, value in args.items() if value is not None},
             }
         )
     return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -11,14 +11,14 @@ MAX_DESCRIPTION = 200
 MAX_VALUE = 60
 
 TIMES = ("m", "M")
-"""The kinds of NumPy's dates and durations, which are unreadable as numbers."""
+"""NumPy's kinds of durations and dates, which are unreadable as numbers."""
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = MAX_VALUE
 
 
 def duration(seconds: float, digits: int = 0) -> str:
-    """Return a time as people write it; `digits` after the point, below a minute.
+    """Return a time as text, with `digits` after the point below a minute.
 
     Example:
         >>> duration(8.26), duration(8.26, 1), duration(75), duration(7265)
@@ -33,7 +33,7 @@ def duration(seconds: float, digits: int = 0) -> str:
 
 
 def rate(count: int, seconds: float) -> str:
-    """Return how many there were of something in each second, minute or hour.
+    """Return the rate per second, minute or hour.
 
     Example:
         >>> rate(12_000, 8), rate(30, 60), rate(1, 7200), rate(5, 0)
@@ -49,30 +49,24 @@ def rate(count: int, seconds: float) -> str:
 
 
 def gibibytes(used: int, total: int | None) -> str:
-    """Return how much of some memory is in use.
+    """Return memory in use as text.
 
     Example:
         >>> gibibytes(33_500_000_000, 85_899_345_920), gibibytes(0, None)
         ('31.2 of 80.0 GiB', '0.0 GiB')
     """
-    return (
-        f"{used / 2**30:.1f} GiB"
-        if total is None
-        else f"{used / 2**30:.1f} of {total / 2**30:.1f} GiB"
-    )
+    of_total = "" if total is None else f" of {total / 2**30:.1f}"
+    return f"{used / 2**30:.1f}{of_total} GiB"
 
 
 CONTROLS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff\ud800-\udfff]"
 )
-"""Characters that a terminal obeys instead of showing them, or cannot have: no tab and no end of a
-line.
-"""
+"""Characters that a terminal obeys or cannot show, except tabs and ends of lines."""
 
 
 def printable(text: str) -> str:
-    r"""Return a text in which nothing but the ends of its lines moves the cursor, and nothing sets
-    a color or a title.
+    r"""Return a text without control characters, except tabs and ends of lines.
 
     Example:
         >>> printable("two\n\tlines, \x1b[31mred\x07")
@@ -82,7 +76,7 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    r"""Return a text as one line in which nothing moves the cursor or sets a color.
+    r"""Return a text as one line without control characters.
 
     Example:
         >>> one_line("two\n lines, \x1b[31mred")
@@ -94,7 +88,7 @@ def one_line(text: str) -> str:
 
 
 def describe_item(item: Any) -> str:
-    """Return an item in one line, whatever it is and however large.
+    """Return an item of any type and size in one line.
 
     Example:
         >>> describe_item({"network": "cnn", "lr": 0.001})
@@ -110,7 +104,7 @@ def describe_item(item: Any) -> str:
 
 
 def describe_values(values: Mapping[str, Any]) -> str:
-    """Return what was reported, in one line.
+    """Return metrics in one line.
 
     Example:
         >>> describe_values({"epoch": 3, "loss": 0.41234})
@@ -135,7 +129,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def number_in(value: Any) -> Any:
-    """Return the number in what has no dimension: NumPy's numbers, tensors.
+    """Return the number in a scalar of NumPy or a tensor without dimensions; else the value.
 
     Example:
         >>> import numpy as np
@@ -156,11 +150,8 @@ def _number(value: Any, digits: int) -> str:
 
 
 def _value(value: Any) -> str:
-    return (
-        value
-        if isinstance(value, str) and len(value) <= MAX_VALUE and value.isprintable()
-        else _repr(value)
-    )
+    is_plain = isinstance(value, str) and len(value) <= MAX_VALUE and value.isprintable()
+    return value if is_plain else _repr(value)
 
 
 def _repr(value: Any) -> str:

@@ -1,5 +1,5 @@
 "use strict";
-// Draws the charts, and draws them again when another metric is chosen, the table is filtered, or the colours of the system change.
+// Draws the charts, and draws them again when another metric is chosen, the table is filtered, or the colors of the system change.
 
 const story = JSON.parse(document.getElementById("story").textContent);
 const byId = (id) => document.getElementById(id);
@@ -41,8 +41,8 @@ function configOf(item) {
   return plain(shorter(lines.join(", "), 160));
 }
 
-// The colour of each item by a column, and what stands beside the chart for it.
-function coloursBy(name, items) {
+// The color of each item by a column, and what stands beside the chart for it.
+function colorsBy(name, items) {
   const { cells, is_numeric } = column[name];
   const values = distinct(items.map((item) => cells[item]));
   if (is_numeric && values.length > PALETTE.length) {
@@ -69,23 +69,23 @@ function blend(share) {
 
 function drawCurves() {
   const { items, starts, columns } = story.curves;
-  const metric = byId("curve-metric").value, step = byId("curve-step").value, by = byId("curve-colour").value;
+  const metric = byId("curve-metric").value, step = byId("curve-step").value, by = byId("curve-color").value;
   const drawn = items.map((item, at) => ({ item, at })).filter(({ item }) => shownItems === null || shownItems.has(item));
-  const colours = coloursBy(by, drawn.map(({ item }) => item));
+  const colors = colorsBy(by, drawn.map(({ item }) => item));
   const named = new Set();
   const traces = drawn.map(({ item, at }) => {
     const value = column[by].cells[item], y = columns[metric].slice(starts[at], starts[at + 1]);
     const x = step === "" ? y.map((_, i) => i + 1) : columns[step].slice(starts[at], starts[at + 1]);
-    const isNew = colours.legend !== null && !named.has(value);
+    const isNew = colors.legend !== null && !named.has(value);
     named.add(value);
     return {
-      x, y, type: "scatter", mode: y.length > 12 ? "lines" : "lines+markers", line: { color: colours.of(item), width: 1.5 },
-      marker: { color: colours.of(item), size: 4 }, name: plain(shorter(written(value), 40)), legendgroup: String(value), showlegend: isNew,
-      legendrank: colours.legend === null ? 0 : colours.legend.indexOf(value),
+      x, y, type: "scatter", mode: y.length > 12 ? "lines" : "lines+markers", line: { color: colors.of(item), width: 1.5 },
+      marker: { color: colors.of(item), size: 4 }, name: plain(shorter(written(value), 40)), legendgroup: String(value), showlegend: isNew,
+      legendrank: colors.legend === null ? 0 : colors.legend.indexOf(value),
       hovertemplate: `item ${item}: %{y:.5~g}<br>${configOf(item)}<extra></extra>`,
     };
   });
-  if (colours.bar !== null) traces.push(colourBar(by, colours.bar));
+  if (colors.bar !== null) traces.push(colorBar(by, colors.bar));
   byId("curves-note").textContent = [byId("curves-note").dataset.always, drawn.length ? "" : "No item in the table has reported this."].join(" ").trim();
   draw("curves", traces, {
     height: 420, margin: { l: 10, r: 10, t: 20, b: 40 }, hovermode: "closest", legend: { title: { text: plain(shorter(by, 40)) } },
@@ -94,7 +94,7 @@ function drawCurves() {
   });
 }
 
-function colourBar(name, { least, most, isLog }) {
+function colorBar(name, { least, most, isLog }) {
   const ticks = [0, 1, 2, 3, 4].map((i) => least + ((most - least) * i) / 4);
   return {
     x: [null], y: [null], type: "scatter", mode: "markers", showlegend: false, hoverinfo: "skip",
@@ -183,8 +183,8 @@ if (story.curves.metrics.length) {
   offer("curve-step", steps, drawCurves);
   for (const option of byId("curve-step").options) if (option.value === "") option.text = "number of the report";
   const varying = ofKind("config").filter((name) => distinct(column[name].cells).length > 1);
-  const colours = [...varying, story.table.number, "status", ...ofKind("value", "reported").filter((name) => column[name].is_numeric)];
-  offer("curve-colour", colours, drawCurves);
+  const colors = [...varying, story.table.number, "status", ...ofKind("value", "reported").filter((name) => column[name].is_numeric)];
+  offer("curve-color", colors, drawCurves);
   byId("curve-log").addEventListener("change", drawCurves);
 }
 if (story.table.has_coordinates) {

@@ -20,7 +20,7 @@ const table = new DataTable("#items", {
   lengthMenu: [10, 25, 100, 500],
   deferRender: true,
   scrollX: true,
-  createdRow: (row, values) => row.cells[0].style.setProperty("--mark", story.colours[values[statusAt]] || "transparent"),
+  createdRow: (row, values) => row.cells[0].style.setProperty("--mark", story.colors[values[statusAt]] || "transparent"),
 });
 let wanted = null;
 table.on("search", () => {
