@@ -17,6 +17,7 @@ import pytest
 
 import raypool
 from raypool import Future, ParallelPool, PoolClosedError, current_task, gcp, parpool
+from raypool.engine.driver import Arrivals
 
 pytestmark = pytest.mark.semantics
 
@@ -549,6 +550,24 @@ def test_a_pool_grows_and_shrinks(make_pool: Any, check_pool: Any) -> None:
         pool.resize(1)
         assert [worker.index for worker in pool.workers] == [before.index]
         check_pool(pool)
+
+
+@pytest.mark.threads
+def test_new_workers_are_up_on_return_however_late_the_pool_is(
+    make_pool: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread tells of a worker that is up before it has handled that."""
+    note_ready = Arrivals.note_ready
+
+    def note_and_dawdle(*arrival: Any) -> None:
+        note_ready(*arrival)
+        threading.Event().wait(0.2)
+
+    monkeypatch.setattr(Arrivals, "note_ready", note_and_dawdle)
+    with make_pool(2) as pool:
+        assert pool.idle_workers == 2
+        pool.resize(3)
+        assert pool.idle_workers == 3
 
 
 @pytest.mark.threads
