@@ -482,10 +482,11 @@ class Arrivals:
         """Note that the worker in a place is up."""
         with self.changed:
             self.infos[place] = info
+            del self._awaited[place]  # a failure after this is news
             self.changed.notify_all()
 
     def note_failed(self, place: int, why: str) -> bool:
-        """Note why a worker will not come up; return whether a thread waits to hear of it."""
+        """Note why a worker will not come up; return whether a thread waits, or waited, to hear."""
         with self.changed:
             self._failed.setdefault(place, why)
             self.changed.notify_all()
@@ -511,7 +512,9 @@ class Arrivals:
                 ),
                 min(timeout_s, threading.TIMEOUT_MAX),  # above it, Python raises OverflowError
             )
-            self._awaited.subtract(places)
+            for place in places:
+                if place not in self._failed:  # else the caller tells of it: once is enough
+                    del self._awaited[place]
             why = (
                 "the pool was closed"
                 if is_known

@@ -253,7 +253,6 @@ class Engine:
         self.driver.arrivals.expect(places)
         self.driver.post(ResizeRequested(add=tuple(places)))
         failed = self.driver.arrivals.wait(places, self.profile.start_timeout_s)
-        self.driver.barrier()  # it tells of an arrival before it has handled it
         if self.driver.crash is not None:
             raise self.driver.crash_error()
         needed = len(places) if least is None else least
@@ -277,6 +276,7 @@ class Engine:
                 why,
                 self.driver.scheduler.workers.size,
             )
+        self.driver.barrier()  # it tells of an arrival before it has handled it
         self._check_devices()
 
     def _check_devices(self) -> None:
