@@ -8,6 +8,7 @@ import asyncio
 import concurrent.futures
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Executor
@@ -17,6 +18,7 @@ import pytest
 
 import raypool
 from raypool import Future, ParallelPool, PoolClosedError, current_task, gcp, parpool
+from raypool.core.messages import AttemptFinished
 from raypool.engine.driver import Arrivals
 
 pytestmark = pytest.mark.semantics
@@ -173,8 +175,8 @@ def test_the_states_of_futures(
     assert futures[4].state == "cancelled"
     with pytest.raises(CancelledError):
         futures[4].result()
-    assert not concurrent.futures.wait(futures[4:5], 30).not_done
-    assert list(concurrent.futures.as_completed(futures[4:5], 30)) == futures[4:5]
+    assert not concurrent.futures.wait(futures[4:5], 300).not_done
+    assert list(concurrent.futures.as_completed(futures[4:5], 300)) == futures[4:5]
     assert eventually(lambda: pool.queue.queued == [futures[3], futures[5]])
 
     gates[1].open()
@@ -218,12 +220,23 @@ def test_cancel_all(pool: ParallelPool, gate: Any, eventually: Any, check_pool: 
 
 @pytest.mark.threads
 def test_an_answer_that_came_in_time_counts_however_late_the_pool_is(
-    pool: ParallelPool, make_gate: Any
+    pool: ParallelPool,
+    make_gate: Any,
+    eventually: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    let_time_pass: Callable[[float], None],
 ) -> None:
     """A callback holds up the pool's thread until long after the time of a call is up that has
     ended meanwhile.
     """
-    begun, held_up = make_gate(), make_gate()
+    begun, held_up, answers = make_gate(), make_gate(), []
+    inbox = pool._engine.driver._inbox
+    put = inbox.put
+
+    def put_and_note(message: Any) -> None:
+        put(message)
+        if isinstance(message[0], AttemptFinished):
+            answers.append(message)
 
     def work() -> int:
         begun.open()
@@ -232,10 +245,13 @@ def test_an_answer_that_came_in_time_counts_however_late_the_pool_is(
 
     def hold_up(_: Any) -> None:
         held_up.open()
-        threading.Event().wait(5)
+        if eventually(lambda: len(answers) == 2):  # this call's, and that which came in time
+            let_time_pass(2000)
 
+    monkeypatch.setattr(inbox, "put", put_and_note)
     pool.parfeval(begun.wait).add_done_callback(hold_up)
-    assert pool.options(timeout_s=4).parfeval(work).result(300) == 1
+    assert pool.options(timeout_s=1000).parfeval(work).result(300) == 1
+    assert inbox.now() > time.monotonic() + 1000
 
 
 @pytest.mark.concurrent
@@ -287,11 +303,14 @@ def test_asyncio_takes_futures(pool: ParallelPool) -> None:
 
 
 @pytest.mark.everywhere
-def test_done_callbacks(pool: ParallelPool, eventually: Any) -> None:
+def test_done_callbacks(pool: ParallelPool, make_pool: Any, gate: Any, eventually: Any) -> None:
     seen: list[Any] = []
-    future = pool.submit(add, 5)
+    if not make_pool.is_concurrent:
+        gate.open()
+    future = pool.submit(lambda: gate.wait() or 5)
     future.add_done_callback(lambda future: seen.append(future.result()))
     future.add_done_callback(lambda future: seen.append(future))
+    gate.open()  # not before: one that is added as it ends may be called before the first
     assert eventually(lambda: seen == [5, future])
     future.add_done_callback(lambda _: seen.append("late"))
     assert seen[-1] == "late", "on a future that has ended it is called at once"
