@@ -186,7 +186,7 @@ def test_the_states_of_futures(
     assert futures[0].running()
     for gate in gates:
         gate.open()
-    assert raypool.wait(futures, 60)
+    assert raypool.wait(futures, 300)
     assert [future.state for future in futures] == ["finished"] * 4 + ["cancelled", "finished"]
     assert pool.statistics().cancelled == before + 1
 
@@ -198,7 +198,7 @@ def test_what_was_cancelled_never_runs(pool: ParallelPool, gate: Any, marks: Any
     futures = [view.parfeval(marks.add, number) for number in range(20)]
     assert all(future.cancel() for future in futures[::2])
     gate.open()
-    assert raypool.wait([blocker, *futures], 60)
+    assert raypool.wait([blocker, *futures], 300)
     assert marks.all() == sorted(map(str, range(1, 20, 2)))
 
 
@@ -266,7 +266,7 @@ def test_higher_priority_goes_first(pool: ParallelPool, gate: Any, eventually: A
         future.add_done_callback(lambda future: order.append(future.name))
         futures.append(future)
     gate.open()
-    assert raypool.wait(futures, 60)
+    assert raypool.wait(futures, 300)
     assert eventually(lambda: order == ["d", "b", "e", "a", "f", "c"])
 
 
@@ -275,9 +275,9 @@ def test_the_functions_of_the_standard_library_take_futures(pool: ParallelPool) 
     futures = [pool.submit(add, number) for number in range(10)]
     failing = pool.submit(refuse, "no")
 
-    done = concurrent.futures.wait([*futures, failing], 60)
+    done = concurrent.futures.wait([*futures, failing], 300)
     assert not done.not_done
-    assert {future.result() for future in concurrent.futures.as_completed(futures, 60)} == set(
+    assert {future.result() for future in concurrent.futures.as_completed(futures, 300)} == set(
         range(10)
     )
     first = concurrent.futures.wait([*futures, failing], 60, concurrent.futures.FIRST_EXCEPTION)
@@ -475,7 +475,7 @@ def test_shutdown_that_cancels(make_pool: Any, gate: Any, eventually: Any) -> No
 
     pool.shutdown(wait=False, cancel_futures=True)
 
-    assert concurrent.futures.wait(futures, 60).not_done == set()
+    assert concurrent.futures.wait(futures, 300).not_done == set()
     assert [future.state for future in futures] == ["cancelled"] * 3
     gate.open()
     assert blocker.result(300) == "done"
@@ -602,7 +602,7 @@ def test_a_busy_worker_ends_after_what_it_is_running(
         later = pool.submit(add, 1)
         for gate in gates:
             gate.open()
-        assert raypool.wait(futures, 60)
+        assert raypool.wait(futures, 300)
         assert [future.state for future in futures] == ["finished"] * 2
         assert later.result(300) == 1
         assert eventually(lambda: len(pool.workers) == 1)

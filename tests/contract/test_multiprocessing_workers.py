@@ -115,7 +115,7 @@ def test_a_process_makes_so_many_tasks(make_mp: Maker) -> None:
     max_tasks = 3
     with make_mp(2, load, (7,), max_tasks) as mp:
         results = [mp.apply_async(lambda: (os.getpid(), model)) for _ in range(2 * max_tasks)]
-        answers = [result.get(60) for result in results] + mp.map(
+        answers = [result.get(300) for result in results] + mp.map(
             lambda _: (os.getpid(), model), range(4), 2
         )
     chunks = answers[2 * max_tasks :]
@@ -215,7 +215,7 @@ def test_results_keep_their_pool_and_no_longer(make_mp: Maker, eventually: Any) 
     with warnings.catch_warnings():
         # raised in the collector's thread, as soon as it lets go of the pool
         warnings.simplefilter("ignore", ResourceWarning)
-        assert make().map_async(abs, [-1]).get(60) == [1]
+        assert make().map_async(abs, [-1]).get(300) == [1]
         assert list(make().imap(abs, iter([-1, -2]))) == [1, 2]
         assert eventually(lambda: not pools)
 
@@ -299,7 +299,7 @@ def test_ctrl_c_ends_an_initializer(
     def interrupt() -> None:
         if eventually(lambda: marks.count("hangs")):
             press_ctrl_c()
-        gate_opens.wait(20)
+        gate_opens.wait(300)
         gate.open()  # so that it fails instead of waiting
 
     gate_opens = threading.Event()
