@@ -170,11 +170,13 @@ class CallGroup(Generic[T]):
         self._lock = threading.Lock()
         try:
             collector.open(self)
-        except ValueError:
+            for future in futures:
+                future.add_done_callback(self._note)
+        except BaseException as error:
             self.cancel()
+            if not isinstance(error, ValueError):  # Ctrl-C: not all calls would tell of their end
+                collector.note_ended(self)
             raise
-        for future in futures:
-            future.add_done_callback(self._note)
         if not futures:
             collector.note_ended(self)
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from raypool import ParallelPool, WorkerResources, gcp
+from raypool.interop.async_results import Collector
 from raypool.interop.multiprocessing import Pool
 
 pytestmark = pytest.mark.semantics
@@ -277,6 +278,30 @@ def test_so_does_ctrl_c_before_it_waits(
     mp.terminate()
     mp.join()
     check_pool(pool)
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("verb", ["map", "apply"])
+def test_and_ctrl_c_while_its_calls_are_noted(
+    pool: ParallelPool, gate: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """The pool would else wait for its end forever."""
+    take_in = Collector.open
+
+    def take_in_and_press(*arguments: Any) -> None:
+        take_in(*arguments)
+        raise KeyboardInterrupt
+
+    mp = Pool(pool=pool)
+    arguments: tuple[Any, ...] = ([1, 2, 3], 1) if verb == "map" else ()
+    monkeypatch.setattr(Collector, "open", take_in_and_press)
+    with pytest.raises(KeyboardInterrupt):
+        getattr(mp, verb)(lambda *_: gate.wait(), *arguments)
+    monkeypatch.setattr(Collector, "open", take_in)
+    assert eventually(lambda: not pool.busy)
+    assert mp.map(abs, [-1]) == [1]
+    mp.close()
+    assert eventually(lambda: not mp._collector.thread.is_alive())
 
 
 @pytest.mark.threads
