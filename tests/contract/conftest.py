@@ -35,6 +35,9 @@ BACKENDS = {
     "everywhere": ("simulated", "inline", "threads", "ray"),
 }
 
+START_S = 300.0
+"""How long a worker on Ray may take to come up: a process that imports much, beside others."""
+
 LIMITS = ("channel.hub.CATCH_UP_S", "channel.logs.WAIT_S", "backends.local.TEARDOWN_TIMEOUT_S")
 LIMITS_ON_RAY = ("backend.WIND_UP_TIMEOUT_S", "agents.FINISH_TIMEOUT_S")
 """How long a pool waits for what nearly always comes at once: not long enough for a machine that
@@ -81,6 +84,7 @@ class PoolMaker:
             return sim_pool(num_workers, **changes)
         if self.backend == "ray":
             changes.setdefault("resources", WorkerResources(gpus=0))
+            changes.setdefault("start_timeout_s", START_S)
         return parpool(num_workers, profile=self.profile, **changes)
 
     @property

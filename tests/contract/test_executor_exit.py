@@ -21,7 +21,7 @@ def touch(path):
     time.sleep(0.1)
     Path(path).touch()
 
-pool = parpool(1, profile={profile!r}, quiet=True)
+pool = parpool(1, profile={profile!r}, quiet=True, start_timeout_s=300)
 pool.submit(abs, -1).result()  # the worker is up: the time that is waited at the end is for the tasks
 pool.submit(touch, "{folder}/first")
 pool.submit(touch, "{folder}/second")

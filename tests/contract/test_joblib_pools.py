@@ -95,7 +95,9 @@ def test_it_grows_with_n_jobs_and_never_shrinks() -> None:
 @pytest.mark.ci
 @pytest.mark.usefixtures("ray_session", "by_value")
 def test_on_ray_it_grows_as_far_as_there_is_room() -> None:
-    with parallel_config("raypool", quiet=True, resources=WorkerResources(gpus=0)) as config:
+    with parallel_config(
+        "raypool", quiet=True, resources=WorkerResources(gpus=0), start_timeout_s=300
+    ) as config:
         assert Parallel(2)(delayed(square)(x) for x in range(4)) == [0, 1, 4, 9]
         assert opened_by(config).num_workers == joblib.effective_n_jobs(-1) == 2
         assert Parallel(3)(delayed(square)(x) for x in range(4)) == [0, 1, 4, 9]

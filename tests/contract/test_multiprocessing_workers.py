@@ -20,6 +20,8 @@ from raypool import ParallelPool, WorkerResources, gcp
 from raypool.interop.async_results import Collector
 from raypool.interop.multiprocessing import Pool
 
+from .conftest import START_S
+
 pytestmark = pytest.mark.semantics
 
 Maker = Callable[..., Pool]
@@ -28,7 +30,9 @@ Maker = Callable[..., Pool]
 @pytest.fixture
 def make_mp(make_pool: Any, by_value: None) -> Maker:
     """Give the one that makes pools in the standard library's shape."""
-    changes = {"resources": WorkerResources(gpus=0)} if make_pool.is_in_processes else {}
+    changes: dict[str, Any] = {}
+    if make_pool.is_in_processes:
+        changes = {"resources": WorkerResources(gpus=0), "start_timeout_s": START_S}
     return functools.partial(Pool, profile=make_pool.profile, **changes)
 
 
