@@ -388,10 +388,14 @@ class Drawing(Generic[T]):
         self._why: BaseException | None = None  # raised after what was drawn before
         self._is_drawn = False  # no more calls are submitted
         self._is_forgotten = False  # no one takes results
-        collector.open(self)
-        threading.Thread(
-            target=self._draw, args=(submit, calls), name="raypool-imap", daemon=True
-        ).start()
+        try:
+            collector.open(self)
+            threading.Thread(
+                target=self._draw, args=(submit, calls), name="raypool-imap", daemon=True
+            ).start()
+        except BaseException:  # Ctrl-C, say: nobody draws
+            self._end(None)
+            raise
 
     # --- drawing thread ---------------------------------------------------------------------------
 

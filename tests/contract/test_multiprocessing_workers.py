@@ -285,7 +285,7 @@ def test_so_does_ctrl_c_before_it_waits(
 
 
 @pytest.mark.threads
-@pytest.mark.parametrize("verb", ["map", "apply"])
+@pytest.mark.parametrize("verb", ["map", "apply", "imap"])
 def test_and_ctrl_c_while_its_calls_are_noted(
     pool: ParallelPool, gate: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
@@ -297,7 +297,7 @@ def test_and_ctrl_c_while_its_calls_are_noted(
         raise KeyboardInterrupt
 
     mp = Pool(pool=pool)
-    arguments: tuple[Any, ...] = ([1, 2, 3], 1) if verb == "map" else ()
+    arguments: tuple[Any, ...] = () if verb == "apply" else ([1, 2, 3], 1)
     monkeypatch.setattr(Collector, "open", take_in_and_press)
     with pytest.raises(KeyboardInterrupt):
         getattr(mp, verb)(lambda *_: gate.wait(), *arguments)
