@@ -250,6 +250,8 @@ def shared_pool(
     leave nothing to do.
     """
     pool = shared.open()
+    gc.collect()  # what was left in cycles (a Composite, say) makes calls as it goes: not later
+    assert poll(shared.is_at_rest)
     before = pool.num_workers
     failed = request.session.testsfailed
     yield pool

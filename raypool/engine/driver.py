@@ -10,7 +10,7 @@ import itertools
 import threading
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 from time import time
 from typing import Any, cast
@@ -482,10 +482,11 @@ class Arrivals:
         """Note that the worker in a place is up."""
         with self.changed:
             self.infos[place] = info
+            del self._awaited[place]  # a failure after this is news
             self.changed.notify_all()
 
     def note_failed(self, place: int, why: str) -> bool:
-        """Note why a worker will not come up; return whether a thread waits to hear of it."""
+        """Note why a worker will not come up; return whether a thread waits, or waited, to hear."""
         with self.changed:
             self._failed.setdefault(place, why)
             self.changed.notify_all()
@@ -501,8 +502,17 @@ class Arrivals:
         with self.changed:
             self._awaited.update(places)
 
+    def let_go(self, places: Iterable[int]) -> None:
+        """Take it that nobody waits for the workers in these places any more."""
+        with self.changed:
+            for place in places:
+                del self._awaited[place]
+
     def wait(self, places: Sequence[int], timeout_s: float) -> dict[int, str]:
-        """Wait for the workers in these places; return those that are not up, and why."""
+        """Wait for the workers in these places; return those that are not up, and why.
+
+        Those of them that have failed count as awaited until `let_go`.
+        """
         with self.changed:
             is_known = self.changed.wait_for(
                 lambda: (
@@ -511,7 +521,8 @@ class Arrivals:
                 ),
                 min(timeout_s, threading.TIMEOUT_MAX),  # above it, Python raises OverflowError
             )
-            self._awaited.subtract(places)
+            # of one that has failed the caller tells
+            self.let_go([place for place in places if place not in self._failed])
             why = (
                 "the pool was closed"
                 if is_known

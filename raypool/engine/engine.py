@@ -269,6 +269,7 @@ class Engine:
                 )
             place, why = next(iter(failed.items()))
             raise StartupError(explanations.not_started(len(failed), len(places), place, why, logs))
+        self.driver.arrivals.let_go(failed)  # they are tried again: what becomes of that is news
         for place, why in failed.items():
             logger.warning(
                 "Worker %d did not start: %s. The pool has %d.",
@@ -276,6 +277,7 @@ class Engine:
                 why,
                 self.driver.scheduler.workers.size,
             )
+        self.driver.barrier()  # it tells of an arrival before it has handled it
         self._check_devices()
 
     def _check_devices(self) -> None:

@@ -126,11 +126,15 @@ class CallGroup(Generic[T]):
         self._lock = threading.Lock()
         try:
             collector.open(self)
-        except ValueError:  # the pool was closed meanwhile
+            for future in futures:
+                future.add_done_callback(self._note)
+        except BaseException as error:
             self.cancel()
+            # with a ValueError the pool was closed meanwhile; after Ctrl-C not all calls would tell
+            # of their end
+            if not isinstance(error, ValueError):
+                collector.note_ended(self)
             raise
-        for future in futures:
-            future.add_done_callback(self._note)
         if not futures:
             collector.note_ended(self)
 
@@ -322,10 +326,14 @@ class Drawing(Generic[T]):
         self._why: BaseException | None = None  # raised after the last result
         self._is_drawn = False  # no more calls are submitted
         self._is_forgotten = False  # the iterator is gone
-        collector.open(self)
-        threading.Thread(
-            target=self._draw, args=(submit, calls), name="raypool-imap", daemon=True
-        ).start()
+        try:
+            collector.open(self)
+            threading.Thread(
+                target=self._draw, args=(submit, calls), name="raypool-imap", daemon=True
+            ).start()
+        except BaseException:  # Ctrl-C, say: nobody draws
+            self._end(None)
+            raise
 
     # --- drawing thread ---------------------------------------------------------------------------
 

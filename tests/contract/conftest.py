@@ -14,8 +14,9 @@ another.
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ import pytest
 from raypool import Future, ParallelPool, WorkerResources, parpool
 from raypool.interop.multiprocessing import Pool
 from raypool.testing import sim_pool
-from tests.leaks import poll
+from tests.leaks import GRACE_S, poll
 
 BACKENDS = {
     "arguments": ("inline",),
@@ -33,6 +34,15 @@ BACKENDS = {
     "processes": ("ray",),
     "everywhere": ("simulated", "inline", "threads", "ray"),
 }
+
+START_S = 300.0
+"""How long a worker on Ray may take to come up: a process that imports much, beside others."""
+
+LIMITS = ("channel.hub.CATCH_UP_S", "channel.logs.WAIT_S", "backends.local.TEARDOWN_TIMEOUT_S")
+LIMITS_ON_RAY = ("backend.WIND_UP_TIMEOUT_S", "agents.FINISH_TIMEOUT_S")
+"""How long a pool waits for what nearly always comes at once: not long enough for a machine that
+has much else to do.
+"""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -74,6 +84,7 @@ class PoolMaker:
             return sim_pool(num_workers, **changes)
         if self.backend == "ray":
             changes.setdefault("resources", WorkerResources(gpus=0))
+            changes.setdefault("start_timeout_s", START_S)
         return parpool(num_workers, profile=self.profile, **changes)
 
     @property
@@ -92,10 +103,14 @@ class PoolMaker:
 
 
 @pytest.fixture
-def make_pool(request: pytest.FixtureRequest) -> PoolMaker:
+def make_pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> PoolMaker:
     """Open pools on the backend of this test."""
+    limits = [f"raypool.{name}" for name in LIMITS]
     if request.param == "ray":
         request.getfixturevalue("ray_session")
+        limits += (f"raypool.backends.ray.{name}" for name in LIMITS_ON_RAY)
+    for limit in limits:
+        monkeypatch.setattr(limit, GRACE_S)
     return PoolMaker(request.param)
 
 
@@ -128,9 +143,33 @@ def call_back(pool: ParallelPool, make_gate: Any) -> Callable[[Callable[[Future[
         job = pool.parfeval(lambda: gate.wait() or 5)
         job.add_done_callback(answer)
         gate.open()
-        return answers.get(timeout=30)
+        return answers.get(timeout=300)
 
     return call
+
+
+@pytest.fixture
+def patience(pool: ParallelPool, make_pool: PoolMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let cancelled tasks have as much time to end as a machine takes that has much else to do."""
+    backend: Any = pool._engine.backend
+    if make_pool.is_in_processes:
+        monkeypatch.setattr(backend._agents, "_cancel_grace_s", GRACE_S)
+    else:
+        monkeypatch.setattr(backend, "_profile", replace(backend._profile, cancel_grace_s=GRACE_S))
+
+
+@pytest.fixture
+def let_time_pass(pool: ParallelPool, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Give a function that lets the clock of the pool go ahead by so much [s]: whatever still runs
+    is late then, on any machine, and nothing is before.
+    """
+    driver: Any = pool._engine.driver
+
+    def let_pass(seconds: float) -> None:
+        monkeypatch.setattr(driver._inbox, "now", lambda: time.monotonic() + seconds)
+        driver.barrier()  # it looks at its clock again
+
+    return let_pass
 
 
 @pytest.fixture

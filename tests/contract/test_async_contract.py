@@ -59,7 +59,7 @@ def test_it_also_runs_where_an_event_loop_has_this_thread(pool: ParallelPool) ->
 @pytest.mark.concurrent
 @pytest.mark.parametrize("is_in_child", [False, True])
 def test_one_that_waits_or_computes_is_stopped(
-    pool: ParallelPool, marks: Any, eventually: Any, is_in_child: bool
+    pool: ParallelPool, patience: None, marks: Any, eventually: Any, is_in_child: bool
 ) -> None:
     """Cancellation and a time limit end it where it is, after its `finally`; the worker goes on."""
 

@@ -430,7 +430,7 @@ def test_a_reader_is_told_when_the_pool_ends_meanwhile(make_pool: Any, make_gate
             reader.join(0.01)
         pool.shutdown(wait=False, cancel_futures=True)
         gate.open()
-        reader.join(60)
+        reader.join(300)
     assert job.done()
     assert [type(error) for error in errors] == [PoolClosedError]
 
@@ -606,5 +606,5 @@ def test_several_threads_read_at_once(pool: ParallelPool) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     assert sorted(sums) == [0] * 4 + [1] * 4 + [2] * 4

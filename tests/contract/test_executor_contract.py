@@ -8,6 +8,7 @@ import asyncio
 import concurrent.futures
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Executor
@@ -17,6 +18,8 @@ import pytest
 
 import raypool
 from raypool import Future, ParallelPool, PoolClosedError, current_task, gcp, parpool
+from raypool.core.messages import AttemptFinished
+from raypool.engine.driver import Arrivals
 
 pytestmark = pytest.mark.semantics
 
@@ -172,8 +175,8 @@ def test_the_states_of_futures(
     assert futures[4].state == "cancelled"
     with pytest.raises(CancelledError):
         futures[4].result()
-    assert not concurrent.futures.wait(futures[4:5], 30).not_done
-    assert list(concurrent.futures.as_completed(futures[4:5], 30)) == futures[4:5]
+    assert not concurrent.futures.wait(futures[4:5], 300).not_done
+    assert list(concurrent.futures.as_completed(futures[4:5], 300)) == futures[4:5]
     assert eventually(lambda: pool.queue.queued == [futures[3], futures[5]])
 
     gates[1].open()
@@ -183,7 +186,7 @@ def test_the_states_of_futures(
     assert futures[0].running()
     for gate in gates:
         gate.open()
-    assert raypool.wait(futures, 60)
+    assert raypool.wait(futures, 300)
     assert [future.state for future in futures] == ["finished"] * 4 + ["cancelled", "finished"]
     assert pool.statistics().cancelled == before + 1
 
@@ -195,7 +198,7 @@ def test_what_was_cancelled_never_runs(pool: ParallelPool, gate: Any, marks: Any
     futures = [view.parfeval(marks.add, number) for number in range(20)]
     assert all(future.cancel() for future in futures[::2])
     gate.open()
-    assert raypool.wait([blocker, *futures], 60)
+    assert raypool.wait([blocker, *futures], 300)
     assert marks.all() == sorted(map(str, range(1, 20, 2)))
 
 
@@ -217,12 +220,23 @@ def test_cancel_all(pool: ParallelPool, gate: Any, eventually: Any, check_pool: 
 
 @pytest.mark.threads
 def test_an_answer_that_came_in_time_counts_however_late_the_pool_is(
-    pool: ParallelPool, make_gate: Any
+    pool: ParallelPool,
+    make_gate: Any,
+    eventually: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    let_time_pass: Callable[[float], None],
 ) -> None:
     """A callback holds up the pool's thread until long after the time of a call is up that has
     ended meanwhile.
     """
-    begun, held_up = make_gate(), make_gate()
+    begun, held_up, answers = make_gate(), make_gate(), []
+    inbox = pool._engine.driver._inbox
+    put = inbox.put
+
+    def put_and_note(message: Any) -> None:
+        put(message)
+        if isinstance(message[0], AttemptFinished):
+            answers.append(message)
 
     def work() -> int:
         begun.open()
@@ -231,10 +245,13 @@ def test_an_answer_that_came_in_time_counts_however_late_the_pool_is(
 
     def hold_up(_: Any) -> None:
         held_up.open()
-        threading.Event().wait(5)
+        if eventually(lambda: len(answers) == 2):  # this call's, and that which came in time
+            let_time_pass(2000)
 
+    monkeypatch.setattr(inbox, "put", put_and_note)
     pool.parfeval(begun.wait).add_done_callback(hold_up)
-    assert pool.options(timeout_s=4).parfeval(work).result(300) == 1
+    assert pool.options(timeout_s=1000).parfeval(work).result(300) == 1
+    assert inbox.now() > time.monotonic() + 1000
 
 
 @pytest.mark.concurrent
@@ -249,7 +266,7 @@ def test_higher_priority_goes_first(pool: ParallelPool, gate: Any, eventually: A
         future.add_done_callback(lambda future: order.append(future.name))
         futures.append(future)
     gate.open()
-    assert raypool.wait(futures, 60)
+    assert raypool.wait(futures, 300)
     assert eventually(lambda: order == ["d", "b", "e", "a", "f", "c"])
 
 
@@ -258,9 +275,9 @@ def test_the_functions_of_the_standard_library_take_futures(pool: ParallelPool) 
     futures = [pool.submit(add, number) for number in range(10)]
     failing = pool.submit(refuse, "no")
 
-    done = concurrent.futures.wait([*futures, failing], 60)
+    done = concurrent.futures.wait([*futures, failing], 300)
     assert not done.not_done
-    assert {future.result() for future in concurrent.futures.as_completed(futures, 60)} == set(
+    assert {future.result() for future in concurrent.futures.as_completed(futures, 300)} == set(
         range(10)
     )
     first = concurrent.futures.wait([*futures, failing], 60, concurrent.futures.FIRST_EXCEPTION)
@@ -286,11 +303,14 @@ def test_asyncio_takes_futures(pool: ParallelPool) -> None:
 
 
 @pytest.mark.everywhere
-def test_done_callbacks(pool: ParallelPool, eventually: Any) -> None:
+def test_done_callbacks(pool: ParallelPool, make_pool: Any, gate: Any, eventually: Any) -> None:
     seen: list[Any] = []
-    future = pool.submit(add, 5)
+    if not make_pool.is_concurrent:
+        gate.open()
+    future = pool.submit(lambda: gate.wait() or 5)
     future.add_done_callback(lambda future: seen.append(future.result()))
     future.add_done_callback(lambda future: seen.append(future))
+    gate.open()  # not before: one that is added as it ends may be called before the first
     assert eventually(lambda: seen == [5, future])
     future.add_done_callback(lambda _: seen.append("late"))
     assert seen[-1] == "late", "on a future that has ended it is called at once"
@@ -455,7 +475,7 @@ def test_shutdown_that_cancels(make_pool: Any, gate: Any, eventually: Any) -> No
 
     pool.shutdown(wait=False, cancel_futures=True)
 
-    assert concurrent.futures.wait(futures, 60).not_done == set()
+    assert concurrent.futures.wait(futures, 300).not_done == set()
     assert [future.state for future in futures] == ["cancelled"] * 3
     gate.open()
     assert blocker.result(300) == "done"
@@ -552,6 +572,24 @@ def test_a_pool_grows_and_shrinks(make_pool: Any, check_pool: Any) -> None:
 
 
 @pytest.mark.threads
+def test_new_workers_are_up_on_return_however_late_the_pool_is(
+    make_pool: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread tells of a worker that is up before it has handled that."""
+    note_ready = Arrivals.note_ready
+
+    def note_and_dawdle(*arrival: Any) -> None:
+        note_ready(*arrival)
+        threading.Event().wait(0.2)
+
+    monkeypatch.setattr(Arrivals, "note_ready", note_and_dawdle)
+    with make_pool(2) as pool:
+        assert pool.idle_workers == 2
+        pool.resize(3)
+        assert pool.idle_workers == 3
+
+
+@pytest.mark.threads
 def test_a_busy_worker_ends_after_what_it_is_running(
     make_pool: Any, make_gate: Any, eventually: Any, check_pool: Any
 ) -> None:
@@ -564,7 +602,7 @@ def test_a_busy_worker_ends_after_what_it_is_running(
         later = pool.submit(add, 1)
         for gate in gates:
             gate.open()
-        assert raypool.wait(futures, 60)
+        assert raypool.wait(futures, 300)
         assert [future.state for future in futures] == ["finished"] * 2
         assert later.result(300) == 1
         assert eventually(lambda: len(pool.workers) == 1)

@@ -191,7 +191,7 @@ def test_what_a_function_has_left_in_its_variables_is_freed_with_its_loop(
     if way == "call":
         pool.parfeval(train, 1).result(300)
     elif way == "map":
-        list(pool.map(train, range(5), timeout=60))
+        list(pool.map(train, range(5), timeout=300))
     elif way == "loop":
         pool.parfor(train, 5, chunk_size=1)
     else:

@@ -39,7 +39,7 @@ def test_fetch_next_delivers_each_once(pool: ParallelPool) -> None:
     errors = 0
     for _ in range(5):
         try:
-            index, value = fetch_next(futures, timeout_s=60)
+            index, value = fetch_next(futures, timeout_s=300)
             values[index] = value
         except LookupError:
             errors += 1
@@ -65,7 +65,7 @@ def test_fetch_next_follows_the_order_in_which_they_end(pool: ParallelPool, make
     assert not any(future.read for future in futures), "nothing was delivered"
     for expected in (1, 2, 0):
         gates[expected].open()
-        assert fetch_next(futures, timeout_s=60) == (expected, expected)
+        assert fetch_next(futures, timeout_s=300) == (expected, expected)
 
 
 def test_fetch_next_delivers_what_ended_first_first(pool: ParallelPool) -> None:
@@ -74,7 +74,7 @@ def test_fetch_next_delivers_what_ended_first_first(pool: ParallelPool) -> None:
         later = pool.parfeval(abs, -index)
         later.result(300)
         futures.append(later)
-    assert wait(futures, 60)
+    assert wait(futures, 300)
     ended = sorted(range(8), key=lambda index: futures[index].finished_at)
 
     assert [fetch_next(futures)[0] for _ in range(8)] == ended
@@ -87,12 +87,12 @@ def test_a_cancelled_future_counts_as_read_once_it_was_met(pool: ParallelPool, g
     assert future.cancel()
 
     with pytest.raises(CancelledError):
-        fetch_next([*blockers, future], timeout_s=60)
+        fetch_next([*blockers, future], timeout_s=300)
     assert future.read
     with pytest.raises(TimeoutError):
         fetch_next([*blockers, future], timeout_s=0.01)
     gate.open()
-    assert wait(blockers, 60)
+    assert wait(blockers, 300)
 
 
 @pytest.mark.everywhere
@@ -137,7 +137,7 @@ def test_wait_never_raises(pool: ParallelPool, gate: Any) -> None:
     assert wait([failed, slow], timeout_s=0.2) is False
     assert not failed.read
     gate.open()
-    assert wait([failed, slow], timeout_s=60) is True
+    assert wait([failed, slow], timeout_s=300) is True
     assert wait([]) is True
 
 
@@ -167,10 +167,10 @@ def test_a_callback_is_told_that_its_pool_would_wait_for_itself(
 ) -> None:
     waits: list[Callable[[], Any]] = [
         lambda: pool.submit(abs, -7).result(),
-        lambda: pool.submit(abs, -7).result(timeout=60),
+        lambda: pool.submit(abs, -7).result(timeout=300),
         lambda: pool.submit(abs, -7).exception(),
         lambda: wait([pool.parfeval(abs, -7)]),
-        lambda: fetch_next([pool.parfeval(abs, -7)], timeout_s=60),
+        lambda: fetch_next([pool.parfeval(abs, -7)], timeout_s=300),
         lambda: fetch_outputs([pool.parfeval(abs, -7)]),
         lambda: next(pool.map(abs, [-7])),
         lambda: pool.parfeval_on_all(abs, -7).result(),
@@ -266,4 +266,4 @@ def test_a_callback_knows_when_a_cancelled_future_has_ended(
     assert seen == [follower.finished_at, queued.finished_at, running[0].finished_at]
     assert None not in seen
     gate.open()
-    assert wait(running, 60)
+    assert wait(running, 300)

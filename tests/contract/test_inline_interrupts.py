@@ -153,7 +153,7 @@ def test_a_hundred_times_is_no_harm(pool: ParallelPool) -> None:
 MAPS = {
     "map": lambda mp, fn, size: mp.map(fn, range(6), size),
     "starmap": lambda mp, fn, size: mp.starmap(fn, [(item,) for item in range(6)], size),
-    "map_async": lambda mp, fn, size: mp.map_async(fn, range(6), size).get(20),
+    "map_async": lambda mp, fn, size: mp.map_async(fn, range(6), size).get(300),
     "imap": lambda mp, fn, size: list(mp.imap(fn, range(6), size)),
     "imap_unordered": lambda mp, fn, size: list(mp.imap_unordered(fn, range(6), size)),
 }

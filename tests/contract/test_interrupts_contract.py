@@ -56,7 +56,9 @@ def test_what_is_being_handed_in_is_cancelled(
     def put_and_press(message: Any) -> None:
         nonlocal count
         put(message)
-        count += isinstance(message[0], TaskSubmitted) and threading.current_thread() is user
+        if not isinstance(message[0], TaskSubmitted) or threading.current_thread() is not user:
+            return
+        count += 1
         if count == number:
             monkeypatch.setattr(inbox, "put", put)
             raise KeyboardInterrupt

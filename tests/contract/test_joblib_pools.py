@@ -4,6 +4,7 @@ they end.
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import warnings
@@ -52,6 +53,7 @@ def opened_by(config: dict[str, Any]) -> ParallelPool:
 
 
 def num_open() -> int:
+    gc.collect()  # what was left in cycles is no pool that is open
     return sum(not engine.is_over for engine in _engines)
 
 
@@ -62,7 +64,7 @@ def meet(num_tasks: int, n_jobs: int, **settings: Any) -> list[int]:
     barrier = threading.Barrier(num_tasks)
 
     def work() -> int:
-        barrier.wait(20)
+        barrier.wait(300)
         return current_task().worker
 
     return sorted(
@@ -93,7 +95,9 @@ def test_it_grows_with_n_jobs_and_never_shrinks() -> None:
 @pytest.mark.ci
 @pytest.mark.usefixtures("ray_session", "by_value")
 def test_on_ray_it_grows_as_far_as_there_is_room() -> None:
-    with parallel_config("raypool", quiet=True, resources=WorkerResources(gpus=0)) as config:
+    with parallel_config(
+        "raypool", quiet=True, resources=WorkerResources(gpus=0), start_timeout_s=300
+    ) as config:
         assert Parallel(2)(delayed(square)(x) for x in range(4)) == [0, 1, 4, 9]
         assert opened_by(config).num_workers == joblib.effective_n_jobs(-1) == 2
         assert Parallel(3)(delayed(square)(x) for x in range(4)) == [0, 1, 4, 9]
@@ -190,7 +194,7 @@ def test_its_end_does_not_end_the_work_of_another_thread(
         "so another thread's Parallel uses a pool of its own, which ends with nothing else"
     )
     gate.open()
-    first.join(20)
+    first.join(300)
     assert results == [0, 1]
     assert eventually(lambda: num_open() == num_before)
 

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from raypool import ParallelPool, PoolClosedError, StartupError, current_task
+from raypool.engine.driver import Arrivals
 
 pytestmark = pytest.mark.semantics
 
@@ -94,6 +95,34 @@ def test_a_setup_that_fails(make_pool: Any, marks: Any, caplog: pytest.LogCaptur
     assert 1 <= marks.count("tried") <= 3, "the next may have begun"
     assert marks.count("teardown") == 0
     assert "/tmp/ray" not in str(caught.value)
+    assert caplog.text == ""
+
+
+@pytest.mark.threads
+def test_a_setup_that_fails_is_told_of_once(
+    make_pool: Any,
+    eventually: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where the pool has tried three times, and given up the place, before its end is asked
+    for.
+    """
+    wait, note_failed, noted = Arrivals.wait, Arrivals.note_failed, []
+
+    def note(*failure: Any) -> bool:
+        noted.append(note_failed(*failure))
+        return noted[-1]
+
+    def wait_and_dawdle(*arguments: Any) -> dict[int, str]:
+        failed = wait(*arguments)
+        assert eventually(lambda: len(noted) == 4), "three failures, and the end of the place"
+        return failed
+
+    monkeypatch.setattr(Arrivals, "note_failed", note)
+    monkeypatch.setattr(Arrivals, "wait", wait_and_dawdle)
+    with pytest.raises(StartupError, match="its setup failed"):
+        make_pool(1, setup=lambda: 1 // 0)
     assert caplog.text == ""
 
 

@@ -78,7 +78,7 @@ def test_calls_take_arguments_by_name_too(mp: Pool) -> None:
         "func": 2,
         "callback": 3,
     }
-    assert mp.apply_async(dict, [[(1, 2)]], {"a": 3}).get(60) == {1: 2, "a": 3}
+    assert mp.apply_async(dict, [[(1, 2)]], {"a": 3}).get(300) == {1: 2, "a": 3}
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def test_a_stop_iteration_of_a_call_does_not_end_the_loop(mp: Pool) -> None:
 def test_a_value_that_cannot_be_sent_back(mp: Pool) -> None:
     heard: list[Any] = []
     with pytest.raises(multiprocessing.pool.MaybeEncodingError, match="lock"):
-        mp.apply_async(threading.Lock, error_callback=heard.append).get(60)
+        mp.apply_async(threading.Lock, error_callback=heard.append).get(300)
     assert type(heard[0]) is multiprocessing.pool.MaybeEncodingError
     assert isinstance(heard[0].__cause__, SerializationError)
     assert mp.apply(threading.active_count) > 0
@@ -231,13 +231,13 @@ def test_a_result_that_is_not_there_yet(mp: Pool, gate: Any) -> None:
         result.get(0.01)
     result.wait(0.01)
     gate.open()
-    result.wait(60)
+    result.wait(300)
     assert result.ready()
     assert result.successful()
     assert result.get(0) is None
 
     failed = mp.map_async(refuse, range(3))
-    failed.wait(60)
+    failed.wait(300)
     assert not failed.successful()
 
 
@@ -256,7 +256,7 @@ def test_callbacks_are_called_one_after_the_other_before_anybody_wakes(mp: Pool)
         for number in range(20)
     ]
     for result in results:
-        result.wait(60)
+        result.wait(300)
     assert sorted(heard) == list(range(20))
     assert len(threads) == 1
     assert threads != {threading.get_ident()}
@@ -265,9 +265,9 @@ def test_callbacks_are_called_one_after_the_other_before_anybody_wakes(mp: Pool)
         (lambda: mp.starmap_async(pow, [(2, 3)], callback=hear), [8]),
         (lambda: mp.map_async(abs, [], callback=hear), []),
     ]:
-        submit().wait(60)
+        submit().wait(300)
         assert heard[-1] == expected
-    mp.starmap_async(refuse, [(1,)], callback=heard.clear, error_callback=hear).wait(60)
+    mp.starmap_async(refuse, [(1,)], callback=heard.clear, error_callback=hear).wait(300)
     assert type(heard[-1]) is Refused
 
 
@@ -279,18 +279,18 @@ def test_what_a_callback_raises_harms_nothing(mp: Pool, caplog: pytest.LogCaptur
         def fail(_: Any, error: type[BaseException] = error) -> None:
             raise error("of a callback")
 
-        assert mp.apply_async(abs, (-1,), callback=fail).get(60) == 1
+        assert mp.apply_async(abs, (-1,), callback=fail).get(300) == 1
         assert "of a callback" in caplog.text
         caplog.clear()
         with pytest.raises(Refused):
-            mp.apply_async(refuse, (1,), error_callback=fail).get(60)
+            mp.apply_async(refuse, (1,), error_callback=fail).get(300)
         assert mp.map(abs, [-1]) == [1]
 
 
 def test_a_callback_may_hand_in_more(mp: Pool) -> None:
     more: queue.SimpleQueue[Any] = queue.SimpleQueue()
     mp.apply_async(abs, (-1,), callback=lambda value: more.put(mp.map_async(abs, [-value - 1])))
-    assert more.get(timeout=60).get(60) == [2]
+    assert more.get(timeout=300).get(300) == [2]
 
 
 @pytest.mark.semantics
@@ -298,7 +298,7 @@ def test_a_callback_may_hand_in_more(mp: Pool) -> None:
 def test_a_callback_cannot_wait_for_its_own_pool(
     mp: Pool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mp.apply_async(abs, (-1,), callback=lambda _: mp.map(abs, [-1])).wait(60)
+    mp.apply_async(abs, (-1,), callback=lambda _: mp.map(abs, [-1])).wait(300)
     assert "would wait for itself" in caplog.text
     assert mp.map(abs, [-1]) == [1]
 
@@ -316,10 +316,10 @@ def test_a_callback_may_look_whether_something_is_there(
             other.get(-1)
         seen.put(other)
 
-    mp.apply_async(abs, (-1,), callback=look).wait(60)
+    mp.apply_async(abs, (-1,), callback=look).wait(300)
     assert not caplog.text
     assert seen.get_nowait() is False, "its callbacks come after this one"
-    assert seen.get_nowait().get(60) == 2
+    assert seen.get_nowait().get(300) == 2
 
 
 @pytest.mark.semantics
@@ -396,7 +396,7 @@ def test_a_generator_may_wait_for_results(mp: Pool) -> None:
 
     def slowly() -> Iterator[int]:
         for number in range(10):
-            assert may_go.acquire(timeout=60)
+            assert may_go.acquire(timeout=300)
             yield number
 
     for position, number in enumerate(mp.imap(abs, slowly())):
@@ -412,15 +412,15 @@ def test_next_waits_so_long(mp: Pool, gate: Any) -> None:
         return number
 
     results = mp.imap(late, range(3))
-    assert results.next(60) == 0
+    assert results.next(300) == 0
     with pytest.raises(multiprocessing.TimeoutError):
         results.next(0.01)
     unordered = mp.imap_unordered(late, range(3))
-    assert {unordered.next(60), unordered.next(60)} == {0, 2}
+    assert {unordered.next(300), unordered.next(300)} == {0, 2}
     gate.open()
-    assert [results.next(60), results.next(timeout=60), unordered.next(60)] == [1, 2, 1]
+    assert [results.next(300), results.next(timeout=300), unordered.next(300)] == [1, 2, 1]
     with pytest.raises(StopIteration):
-        results.next(60)
+        results.next(300)
 
 
 # --- its end --------------------------------------------------------------------------------------
@@ -458,7 +458,7 @@ def test_terminate_cancels_what_runs(
 
     for get in (running.get, queued.get, endless.next):
         with pytest.raises(concurrent.futures.CancelledError):
-            get(60)
+            get(300)
     assert other.result(300) == 1, "what others have handed in goes on"
     check_pool(pool)
 

@@ -17,7 +17,10 @@ from typing import Any
 import pytest
 
 from raypool import ParallelPool, WorkerResources, gcp
+from raypool.interop.async_results import Collector
 from raypool.interop.multiprocessing import Pool
+
+from .conftest import START_S
 
 pytestmark = pytest.mark.semantics
 
@@ -27,7 +30,9 @@ Maker = Callable[..., Pool]
 @pytest.fixture
 def make_mp(make_pool: Any, by_value: None) -> Maker:
     """Give the one that makes pools in the standard library's shape."""
-    changes = {"resources": WorkerResources(gpus=0)} if make_pool.is_in_processes else {}
+    changes: dict[str, Any] = {}
+    if make_pool.is_in_processes:
+        changes = {"resources": WorkerResources(gpus=0), "start_timeout_s": START_S}
     return functools.partial(Pool, profile=make_pool.profile, **changes)
 
 
@@ -115,7 +120,7 @@ def test_a_process_makes_so_many_tasks(make_mp: Maker) -> None:
     max_tasks = 3
     with make_mp(2, load, (7,), max_tasks) as mp:
         results = [mp.apply_async(lambda: (os.getpid(), model)) for _ in range(2 * max_tasks)]
-        answers = [result.get(60) for result in results] + mp.map(
+        answers = [result.get(300) for result in results] + mp.map(
             lambda _: (os.getpid(), model), range(4), 2
         )
     chunks = answers[2 * max_tasks :]
@@ -215,7 +220,7 @@ def test_results_keep_their_pool_and_no_longer(make_mp: Maker, eventually: Any) 
     with warnings.catch_warnings():
         # raised in the collector's thread, as soon as it lets go of the pool
         warnings.simplefilter("ignore", ResourceWarning)
-        assert make().map_async(abs, [-1]).get(60) == [1]
+        assert make().map_async(abs, [-1]).get(300) == [1]
         assert list(make().imap(abs, iter([-1, -2]))) == [1, 2]
         assert eventually(lambda: not pools)
 
@@ -280,6 +285,30 @@ def test_so_does_ctrl_c_before_it_waits(
 
 
 @pytest.mark.threads
+@pytest.mark.parametrize("verb", ["map", "apply", "imap"])
+def test_and_ctrl_c_while_its_calls_are_noted(
+    pool: ParallelPool, gate: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """The pool would else wait for its end forever."""
+    take_in = Collector.open
+
+    def take_in_and_press(*arguments: Any) -> None:
+        take_in(*arguments)
+        raise KeyboardInterrupt
+
+    mp = Pool(pool=pool)
+    arguments: tuple[Any, ...] = () if verb == "apply" else ([1, 2, 3], 1)
+    monkeypatch.setattr(Collector, "open", take_in_and_press)
+    with pytest.raises(KeyboardInterrupt):
+        getattr(mp, verb)(lambda *_: gate.wait(), *arguments)
+    monkeypatch.setattr(Collector, "open", take_in)
+    assert eventually(lambda: not pool.busy)
+    assert mp.map(abs, [-1]) == [1]
+    mp.close()
+    assert eventually(lambda: not mp._collector.thread.is_alive())
+
+
+@pytest.mark.threads
 @pytest.mark.parametrize("is_lent", [True, False])
 def test_ctrl_c_ends_an_initializer(
     make_mp: Maker,
@@ -299,7 +328,7 @@ def test_ctrl_c_ends_an_initializer(
     def interrupt() -> None:
         if eventually(lambda: marks.count("hangs")):
             press_ctrl_c()
-        gate_opens.wait(20)
+        gate_opens.wait(300)
         gate.open()  # so that it fails instead of waiting
 
     gate_opens = threading.Event()

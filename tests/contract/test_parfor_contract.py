@@ -112,7 +112,7 @@ def test_many_short_items_keep_their_order_though_they_share_calls(pool: Paralle
 @pytest.mark.quick
 @pytest.mark.concurrent
 def test_each_worker_takes_the_next_item_when_it_is_free(
-    pool: ParallelPool, make_gate: Callable[[], Any]
+    pool: ParallelPool, make_gate: Callable[[], Any], marks: Any, eventually: Any
 ) -> None:
     """Nothing is dealt out in advance: while one worker is held up, the others run all the rest
     (scenario 10).
@@ -122,7 +122,10 @@ def test_each_worker_takes_the_next_item_when_it_is_free(
     def hold_or_open(item: int) -> int:
         if item == 0:
             gate.wait()
-        elif item == last:
+        elif item < last:
+            marks.add("done")
+        else:  # one that is held up elsewhere might yet be given to whoever is free then
+            eventually(lambda: marks.count("done") == last - 1)
             gate.open()
         return item
 
@@ -135,12 +138,22 @@ def test_each_worker_takes_the_next_item_when_it_is_free(
 
 @pytest.mark.everywhere
 def test_a_chunk_size_is_kept(pool: ParallelPool) -> None:
+    """Not counted by what is sent: calls that wait behind one that lasts are taken back, and sent
+    again.
+    """
+
+    def call_of(x: int) -> tuple[int, int]:
+        from raypool.worker.running import running
+
+        return -x, running.get().call_id  # type: ignore[union-attr]
+
     for chunk_size in (1, 7, 1000):
-        before = pool.statistics().attempts
-        assert list(pool.parfor(lambda x: -x, range(50), chunk_size=chunk_size)) == [
-            -x for x in range(50)
+        results = list(pool.parfor(call_of, range(50), chunk_size=chunk_size))
+        assert [value for value, _ in results] == [-x for x in range(50)]
+        calls = [call for _, call in results]
+        assert [calls.count(call) for call in dict.fromkeys(calls)] == [
+            len(range(50)[start : start + chunk_size]) for start in range(0, 50, chunk_size)
         ]
-        assert pool.statistics().attempts - before == math.ceil(50 / chunk_size)
 
 
 @pytest.mark.quick
@@ -218,7 +231,7 @@ def test_a_slow_generator_is_not_waited_for(
     def careful() -> Iterator[int]:
         for number in range(5):
             yield number
-            assert eventually(lambda number=number: marks.count(number) == 1, 10), (
+            assert eventually(lambda number=number: marks.count(number) == 1), (
                 f"item {number} was held back"
             )
 
@@ -240,6 +253,7 @@ def test_an_interrupted_loop_gives_back_what_it_has(
         assert eventually(lambda: len(marks.all()) == pool.num_workers + 1)
         # and the pool has its result
         assert eventually(lambda: pool.statistics().finished == before + 1)
+        pool._engine.driver.barrier()  # the loop has it a little later
         press_ctrl_c()
 
     before = pool.statistics().finished
@@ -694,7 +708,7 @@ def test_two_threads_may_use_a_pool_at_once(pool: ParallelPool) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
 
     assert answers == {number: [x + number for x in range(200)] for number in range(4)}
 

@@ -177,7 +177,7 @@ def test_parts_are_used_at_the_same_time(
     assert everywhere.result(300) in (1, 2)
     assert not slow[1].done()
     first.open()
-    assert raypool.wait(slow, 60)
+    assert raypool.wait(slow, 300)
 
 
 @pytest.mark.concurrent
@@ -315,7 +315,7 @@ def test_delete_of_a_part_cancels_what_waits(
     assert ender.is_alive()
     assert rest.parfeval(where).result(300) in (1, 2)
     gate.open()
-    ender.join(60)
+    ender.join(300)
     assert running.exception(0) is None
 
 

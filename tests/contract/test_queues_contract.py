@@ -25,7 +25,7 @@ from raypool import (
 
 pytestmark = pytest.mark.semantics
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 300.0
 
 
 def by_sender(values: Any) -> dict[Any, list[Any]]:

@@ -215,9 +215,24 @@ def test_an_exit_is_a_failure(pool: ParallelPool) -> None:
 @pytest.mark.arguments
 @pytest.mark.concurrent
 def test_an_item_that_takes_too_long_fails(
-    pool: ParallelPool, gate: Gate, eventually: Callable[..., bool]
+    pool: ParallelPool,
+    make_pool: PoolMaker,
+    gate: Gate,
+    eventually: Callable[..., bool],
+    let_time_pass: Callable[[float], None],
 ) -> None:
     """Once, whatever `retry_on` names; what was beside it and comes after it runs."""
+    before = pool.statistics().finished
+
+    def is_alone() -> bool:
+        now = pool.statistics()
+        return (now.finished, now.running) == (before + 2, 1)
+
+    def be_late(by_s: float) -> None:
+        """Let it be late only when the others have ended, which may take them long."""
+        if make_pool.is_concurrent:
+            assert eventually(is_alone)
+            let_time_pass(by_s)
 
     def wait(x: int) -> int:
         if x == 1:
@@ -225,14 +240,20 @@ def test_an_item_that_takes_too_long_fails(
             gate.wait()
         return x
 
-    limited = pool.options(timeout_s=0.5, retries=2, retry_on=Exception)
-    results = limited.parfor(wait, 3, on_error="collect", progress=False)
+    timeout_s = 1000 if make_pool.is_concurrent else 0.5
+    limited = pool.options(timeout_s=timeout_s, retries=2, retry_on=Exception)
+    with ThreadPoolExecutor(1) as thread:
+        late = thread.submit(be_late, 2000)
+        results = limited.parfor(wait, 3, on_error="collect", progress=False)
+        late.result()
     assert list(results) == [0, None, 2]
     assert {index: type(error) for index, error in results.errors.items()} == {1: TaskTimeoutError}
     # its end is known before all that it had said has come
     assert eventually(lambda: results.diary[1] == "waiting\n")
     assert results.to_frame()["reason"].tolist()[1] == "timeout"
-    assert type(limited.parfeval(wait, 1).exception(300)) is TaskTimeoutError
+    future = limited.parfeval(wait, 1)
+    be_late(4000)
+    assert type(future.exception(300)) is TaskTimeoutError
     assert limited.parfeval(wait, 2).result(300) == 2
 
 
@@ -250,15 +271,18 @@ def test_what_does_not_stop_inline_has_failed_and_a_warning_says_so_once(
     """It goes on after `TaskCancelled`, until the warning is there."""
 
     def go_on(_: int) -> str:
-        while "does not stop" not in caplog.text:
-            with contextlib.suppress(TaskCancelled):
+        # it comes once, and anywhere: also between two rounds of a loop
+        with contextlib.suppress(TaskCancelled):
+            while True:
                 threading.Event().wait(0.01)
+        while "does not stop" not in caplog.text:
+            threading.Event().wait(0.01)
         return "came back"
 
     with make_pool(1, cancel_grace_s=0.1) as pool:
         errors = (
-            pool.options(timeout_s=0.1).parfor(go_on, 1, on_error="collect", progress=False).errors
+            pool.options(timeout_s=0.5).parfor(go_on, 1, on_error="collect", progress=False).errors
         )
     assert type(errors[0]) is TaskTimeoutError
-    assert caplog.text.count("go_on has run longer than its timeout_s=0.1 and does not stop") == 1
+    assert caplog.text.count("go_on has run longer than its timeout_s=0.5 and does not stop") == 1
     assert signal.getsignal(STOP_SIGNAL) is signal.SIG_DFL

@@ -208,7 +208,7 @@ def test_arguments_are_those_of_the_time_of_the_call(pool: ParallelPool, make_po
 @pytest.mark.everywhere
 def test_a_future_of_it_is_like_any_other(pool: ParallelPool) -> None:
     future = pool.options(name="sum").spmd_async(add_up)
-    assert wait([future], 60)
+    assert wait([future], 300)
     assert (future.name, future.state, future.attempts) == ("sum", "finished", 1)
     assert list(future.result()) == [6, 6, 6]
     assert future.submitted_at <= future.started_at <= future.finished_at

@@ -179,7 +179,7 @@ def test_it_waits_for_its_workers(
     assert marks.all() == []
     second.open()
     assert list(gang.result(300)) == [3, 3, 3]
-    assert wait(later, 60)
+    assert wait(later, 300)
     assert marks.count("later") == 50
 
 
@@ -288,7 +288,7 @@ def test_the_pool_is_deleted_while_a_call_waits(
     ender.start()
     assert eventually(gang.cancelled)
     gate.open()
-    ender.join(60)
+    ender.join(300)
     assert not ender.is_alive()
     assert holding.result(300) is None
 

@@ -22,7 +22,7 @@ def here() -> tuple[int, int, TorchModes]:
 
 @pytest.mark.concurrent
 def test_a_cancelled_task_leaves_no_mode_of_torchs_behind(
-    pool: ParallelPool, gate: Any, marks: Any, eventually: Any
+    pool: ParallelPool, patience: None, gate: Any, marks: Any, eventually: Any
 ) -> None:
     """As if it had been interrupted in `__exit__`, before that has switched anything back."""
 

@@ -89,7 +89,7 @@ def test_large_arguments_count_by_what_is_shipped(
 def test_a_large_result_counts_when_it_is_asked_for(pool: ParallelPool) -> None:
     with pool.transfer_bytes() as moved:
         future = pool.parfeval(np.zeros, LARGE // 8)
-        assert wait([future], 60)
+        assert wait([future], 300)
         before = moved.total.received_bytes
         future.result(300)
         future.result(300)

@@ -95,7 +95,7 @@ def test_the_calls_are_made_here_one_after_the_other_in_one_thread(pool: Paralle
     first = after_each([pool.parfeval(abs, x) for x in range(20)], look)
     second = after_each([pool.parfeval(abs, x) for x in range(20)], look)
 
-    assert wait([*first, *second], 60)
+    assert wait([*first, *second], 300)
     assert [follower.error for follower in (*first, *second)] == [None] * 40
     assert most == 1
     assert set(names) == {"raypool-callbacks"}
@@ -126,7 +126,7 @@ def test_the_new_futures_can_be_read_like_others(pool: ParallelPool) -> None:
     futures = [pool.parfeval(abs, x) for x in range(4)]
     followers = after_each(after_each(futures, lambda x: x + 1), str)
 
-    assert dict(fetch_next(followers, timeout_s=60) for _ in range(4)) == {
+    assert dict(fetch_next(followers, timeout_s=300) for _ in range(4)) == {
         0: "1",
         1: "2",
         2: "3",
@@ -135,7 +135,7 @@ def test_the_new_futures_can_be_read_like_others(pool: ParallelPool) -> None:
     with pytest.raises(ValueError, match="no future"):
         fetch_next(followers)
     assert fetch_outputs(followers) == ["1", "2", "3", "4"]
-    assert {future.result() for future in concurrent.futures.as_completed(followers, 60)} == {
+    assert {future.result() for future in concurrent.futures.as_completed(followers, 300)} == {
         "1",
         "2",
         "3",
@@ -187,7 +187,7 @@ def test_without_futures(pool: ParallelPool) -> None:
 
 def test_futures_that_have_ended_long_ago(pool: ParallelPool) -> None:
     futures = [pool.parfeval(abs, x) for x in range(3)]
-    assert wait(futures, 60)
+    assert wait(futures, 300)
 
     assert fetch_outputs(after_each(futures, str)) == ["0", "1", "2"]
     assert after_all(futures, list).result(300) == [0, 1, 2]
@@ -198,7 +198,7 @@ def test_futures_of_several_pools(pool: ParallelPool) -> None:
     with parpool(1, profile="threads", quiet=True) as other:
         futures = [pool.parfeval(abs, -1), other.parfeval(abs, -2), pool.parfeval(abs, -3)]
         assert after_all(futures, list).result(300) == [1, 2, 3]
-        assert dict(fetch_next(futures, timeout_s=60) for _ in range(3)) == {0: 1, 1: 2, 2: 3}
+        assert dict(fetch_next(futures, timeout_s=300) for _ in range(3)) == {0: 1, 1: 2, 2: 3}
         assert fetch_outputs(futures) == [1, 2, 3]
         assert wait(futures)
 
@@ -219,17 +219,17 @@ def test_the_function_may_hand_in_more_work(pool: ParallelPool) -> None:
 @pytest.mark.threads
 def test_the_function_is_told_that_it_would_wait_for_itself(pool: ParallelPool) -> None:
     futures = [pool.parfeval(abs, x) for x in range(3)]
-    assert wait(futures, 60), "so the calls are made in this order"
+    assert wait(futures, 300), "so the calls are made in this order"
     followers: list[Future[Any]] = []
     known = threading.Event()
 
     def ask(x: int) -> Any:
-        known.wait(60)
+        known.wait(300)
         return fetch_outputs(followers[x + 1 :]), wait(followers[x + 1 :])
 
     followers += after_each(futures, ask)
     known.set()
-    assert wait(followers, 60)
+    assert wait(followers, 300)
     for follower in followers[:2]:
         with pytest.raises(ValueError, match="Chain them"):
             follower.result()
@@ -255,7 +255,7 @@ def test_a_cancelled_future_is_skipped(pool: ParallelPool, gate: Any) -> None:
         followers[0].result(300)
     assert followers[0].state == "cancelled"
     gate.open()
-    assert wait([*blockers, *followers], 60)
+    assert wait([*blockers, *followers], 300)
     assert called == [2]
     assert values.result(300) == [2]
     assert states.result(300) == ["cancelled", "finished"]
@@ -271,7 +271,7 @@ def test_a_call_that_has_not_begun_can_be_cancelled(pool: ParallelPool, gate: An
     assert follower.cancel()
     assert follower.cancel(), "twice is no harm"
     assert not future.done(), "what it would have waited for goes on"
-    assert wait([follower, after], 60)
+    assert wait([follower, after], 300)
     assert after.state == "cancelled"
     gate.open()
     assert future.result(300) is None
@@ -286,11 +286,11 @@ def test_a_call_that_runs_here_cannot_be_cancelled(pool: ParallelPool) -> None:
 
     def run(_: int) -> str:
         begun.set()
-        end.wait(60)
+        end.wait(300)
         return "done"
 
     (follower,) = after_each([pool.parfeval(abs, 1)], run)
-    assert begun.wait(60)
+    assert begun.wait(300)
     assert follower.state == "running"
     assert not follower.cancel()
     end.set()
@@ -325,7 +325,7 @@ def test_as_completed_yields_one_that_is_cancelled_while_it_runs(
 ) -> None:
     running, other = pool.parfeval(gate.wait), pool.parfeval(gate.wait)
     assert eventually(lambda: running.running() and other.running())
-    ended = concurrent.futures.as_completed([running, other], 60)
+    ended = concurrent.futures.as_completed([running, other], 300)
     assert running.cancel()
     assert next(ended) is running
     assert concurrent.futures.wait(
@@ -348,11 +348,11 @@ def test_fetch_next_and_callbacks_meet_one_that_is_cancelled_while_it_runs(
     assert eventually(running.running)
     assert running.cancel()
     with pytest.raises(CancelledError):
-        fetch_next([running], timeout_s=60)
+        fetch_next([running], timeout_s=300)
     assert running.read
     assert seen == ["cancelled"]
     assert followers[0].result(300) == "cancelled"
-    assert wait(skipped, 60)
+    assert wait(skipped, 300)
     assert skipped[0].state == "cancelled"
 
 
