@@ -30,7 +30,8 @@ from raypool import parpool
 
 def work(number):
     if number < 3:
-        time.sleep(0.1)  # so that each goes by itself
+        # so that each goes by itself, and none is sent ahead: 3 begins when the driver has had 2
+        time.sleep(0.4)
         return number
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])  # as a data loader's processes
     Path({ready!r}).touch()
@@ -115,7 +116,10 @@ try:
     future.result()
 except KeyboardInterrupt:
     print(future.state, future.cancel(), future.state)
-    print(pool.parfeval(abs, -1).result(), future.worker_replaced)
+    value = pool.parfeval(abs, -1).result()
+    while future.worker_replaced is None:
+        time.sleep(0.01)
+    print(value, future.worker_replaced)
 """
     )
     ready.wait()
