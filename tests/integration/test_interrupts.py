@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.leaks import name_of
+
 GONE_WITHIN_S = 300.0
 
 
@@ -19,7 +21,7 @@ def press_ctrl_c(started: Any) -> None:
 
 
 def check_nothing_is_left(started: Any, eventually: Callable[..., bool]) -> None:
-    left = [(process.pid, process.name()) for process in started.family()]
+    left = [(process.pid, name_of(process)) for process in started.family()]
     assert eventually(lambda: not started.family(), GONE_WITHIN_S), left
 
 

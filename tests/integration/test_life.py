@@ -12,6 +12,8 @@ import psutil
 import pytest
 import ray
 
+from tests.leaks import name_of
+
 GONE_WITHIN_S = 300.0
 """Measured on two quiet cores: 0.6 s after a normal end, 4 s after SIGKILL (Ray's own node manager
 has to notice it).
@@ -34,7 +36,7 @@ def driver(body: str) -> str:
 
 
 def check_nothing_is_left(started: Any, eventually: Callable[..., bool]) -> None:
-    left = [(process.pid, process.name()) for process in started.family()]
+    left = [(process.pid, name_of(process)) for process in started.family()]
     assert eventually(lambda: not started.family(), GONE_WITHIN_S), left
 
 
@@ -275,7 +277,14 @@ def test_a_pool_that_was_opened_in_a_thread_that_has_ended(run_python: Any) -> N
     thread.start()
     thread.join()
     (pool,) = pools
-    raylet = [child for child in psutil.Process().children() if child.name() == "raylet"]
+
+    def is_raylet(child):
+        try:
+            return child.name() == "raylet"
+        except psutil.NoSuchProcess:  # it has just ended
+            return False
+
+    raylet = list(filter(is_raylet, psutil.Process().children()))
     assert len(raylet) == 1, "Ray has ended with the thread"
     assert pool.submit(abs, -1).result(300) == 1
     pool.resize(1)
