@@ -22,7 +22,7 @@ class SharedPool:
         from tests.leaks import poll  # it imports this module
 
         if self._pool is None or self._pool.is_closed:
-            self._pool = parpool(3, quiet=True)
+            self._pool = parpool(3, start_timeout_s=300, quiet=True)
             # What a first call starts in the driver (the threads of the exchange, say) stays as
             # long as the pool.
             assert list(self._pool.spmd(lambda context: context.all_reduce(1))) == [3, 3, 3]

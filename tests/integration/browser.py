@@ -43,7 +43,7 @@ def browser() -> Iterator[Any]:
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    driver.set_page_load_timeout(60)
+    driver.set_page_load_timeout(110)  # the driver answers within 120
     try:
         yield driver
     finally:

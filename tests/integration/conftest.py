@@ -24,9 +24,10 @@ import pytest
 
 from raypool import CloudError, ParallelPool, Profile
 from raypool.backends.ray.session import LOOPBACK_ONLY
+from raypool.cluster import jobs
 from raypool.cluster.connect import host_and_port
 from raypool.cluster.jobs import Dashboard
-from tests.leaks import MARK, SHARED
+from tests.leaks import GRACE_S, MARK, SHARED
 from tests.shared_pool import shared
 
 ROOT = Path(__file__).parents[2]
@@ -178,11 +179,15 @@ def running(
         folder,
     )
     try:
-        wait_until_up(head, ray)
-        yield head
+        with pytest.MonkeyPatch.context() as patch:  # a busy machine takes longer
+            patch.setitem(jobs.TIMEOUTS_S, "GET", 120.0)
+            patch.setattr(jobs, "HEAD_TIMEOUT_S", 300.0)
+            patch.setattr(jobs, "STOP_TIMEOUT_S", 300.0)
+            wait_until_up(head, ray)
+            yield head
     finally:
         kill_all(mark)
-        ray.wait(20)
+        ray.wait(GRACE_S)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -227,7 +232,7 @@ def second_node() -> Iterator[Callable[..., str]]:
             start_new_session=True,
         )
         started.append((mark, ray))
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while len(Dashboard(head.profile).nodes()) <= len(started):
             assert time.monotonic() < deadline, "the node has not joined"
             time.sleep(0.1)
@@ -236,7 +241,7 @@ def second_node() -> Iterator[Callable[..., str]]:
     yield start
     for mark, ray in started:
         kill_all(mark)
-        ray.wait(20)
+        ray.wait(GRACE_S)
 
 
 def free_ports(number: int) -> list[int]:
@@ -254,7 +259,7 @@ def free_ports(number: int) -> list[int]:
     return ports
 
 
-def wait_until_up(head: Head, ray: subprocess.Popen[bytes], timeout_s: float = 120.0) -> None:
+def wait_until_up(head: Head, ray: subprocess.Popen[bytes], timeout_s: float = 300.0) -> None:
     deadline = time.monotonic() + timeout_s
     while True:
         try:

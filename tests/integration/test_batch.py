@@ -81,12 +81,15 @@ def wait_for(path: str) -> str:
 
 
 def test_a_job_has_its_own_pool_and_its_outputs_are_there_for_another_process(
-    head: Any, run_python: Run
+    head: Any, run_python: Run, gate: Any
 ) -> None:
     """The process that hands it in is gone before it ends."""
     submitter = f"""
+    import os, time
     import raypool
     def squares(number):
+        while not os.path.exists({str(gate.path)!r}):
+            time.sleep(0.05)
         print("a line of the job's own")
         pool = raypool.gcp(create=False)
         return list(pool.parfor(lambda i: i * i, range(number))), [worker.gpu for worker in pool.workers], {SECRET!r}
@@ -96,6 +99,7 @@ def test_a_job_has_its_own_pool_and_its_outputs_are_there_for_another_process(
     """
     job_id, state = run_python(submitter).stdout.split()
     assert state in ("queued", "running")
+    gate.open()
     job = raypool.find_job(job_id, profile=head.profile)
     assert job.fetch_outputs(timeout_s=300) == ([0, 1, 4, 9, 16], [0, 1], SECRET)
     assert (job.name, job.state, job.exit_code, job.error) == ("squares", "finished", 0, None)

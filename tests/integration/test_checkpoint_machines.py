@@ -78,7 +78,7 @@ def test_a_machine_that_does_not_see_the_folder_says_so_and_a_url_is_seen(
 
 
 TRAINING = """
-    import os
+    import os, time
     import torch
     from raypool import current_task, load_checkpoint, parpool, save_checkpoint
 
@@ -107,6 +107,8 @@ TRAINING = """
                 }
             )
             print("epoch", epoch, flush=True)
+            if epoch == int(os.environ.get("IS_KILLED_BY", epochs)):
+                time.sleep(600)
         return {name: value.tolist() for name, value in model.state_dict().items()}
 
     with parpool(1, profile="threads", quiet=True) as pool:
@@ -118,7 +120,8 @@ def test_a_training_that_is_killed_and_goes_on_gives_the_same_weights(
     start_python: Callable[..., Any], run_python: Callable[..., Any], tmp_path: Path
 ) -> None:
     whole = run_python(TRAINING, KEPT=str(tmp_path / "whole"), EPOCHS="60").stdout.splitlines()
-    killed = start_python(TRAINING, KEPT=str(tmp_path / "killed"), EPOCHS="60")
+    # it is killed somewhere from 20 on, and waits for that at 40
+    killed = start_python(TRAINING, KEPT=str(tmp_path / "killed"), EPOCHS="60", IS_KILLED_BY="40")
     for line in killed.process.stdout:
         if line.startswith("epoch 20"):
             os.kill(killed.pid, signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 from collections.abc import Callable
@@ -83,7 +84,7 @@ def test_a_pool_that_is_shut_down_while_it_waits_for_gpus_keeps_none(
         thread = threading.Thread(target=grow)
         thread.start()
         pool.shutdown()
-        thread.join(30)
+        thread.join(300)
         assert not thread.is_alive()
         assert isinstance(caught[0], (PoolClosedError, ResourceError))
 
@@ -99,18 +100,27 @@ def test_a_pool_that_is_shut_down_while_it_waits_for_gpus_keeps_none(
     ],
 )
 def test_a_pool_that_cannot_grow_says_in_time_who_holds_the_rest(
-    ray_session: None, by_value: None, resources: WorkerResources, scarce: str
+    ray_session: None,
+    by_value: None,
+    monkeypatch: pytest.MonkeyPatch,
+    resources: WorkerResources,
+    scarce: str,
 ) -> None:
-    timeout_s = 10.0  # also for workers to come up
     name, others = scarce[2:], 2 if scarce == "1 GPU" else 1
-    with parpool(1, resources=resources, start_timeout_s=timeout_s, quiet=True) as pool:
+    with parpool(1, resources=resources, start_timeout_s=300, quiet=True) as pool:
         other = placement_group([{name: float(scarce[:1])}] * others)
         ray.get(other.ready(), timeout=300)
         before = pool.workers
-        with pytest.raises(
-            ResourceError, match=f"{name}: requested .*Held by: .*process {os.getpid()}.*{scarce}"
-        ) as caught:
-            pool.resize(2)
+        # workers have all that time to come up, and only claims have less
+        placement = pool._engine.backend._placement
+        with monkeypatch.context() as patch:
+            short = dataclasses.replace(placement._profile, start_timeout_s=5.0)
+            patch.setattr(placement, "_profile", short)
+            with pytest.raises(
+                ResourceError,
+                match=f"{name}: requested .*Held by: .*process {os.getpid()}.*{scarce}",
+            ) as caught:
+                pool.resize(2)
         assert caught.value.available == 0
         assert pool.workers == before, "the pool stays as it is"
         assert pool.parfeval(abs, -1).result(300) == 1
@@ -156,6 +166,7 @@ def test_workers_that_do_not_come_up_in_time(
     gate = make_gate()
     with pytest.raises(
         StartupError,
-        match=r"2 of 2 workers did not start.*had not come up within start_timeout_s=2",
+        match=r"2 of 2 workers did not start.*had not come up within start_timeout_s=6",
     ):
-        parpool(2, setup=gate.wait, start_timeout_s=2, quiet=True)
+        # the claims, too, have to come within that time
+        parpool(2, setup=gate.wait, start_timeout_s=6, quiet=True)

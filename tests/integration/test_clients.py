@@ -108,7 +108,7 @@ def train(rate: float) -> float:
     for epoch in range(NUM_EPOCHS):
         loss = loss / 2 if rate < 0.1 else 1.0 + rate
         report(epoch=epoch, loss=loss)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while rate >= 0.1 and not current_task().should_stop and time.monotonic() < deadline:
         time.sleep(0.01)
     return loss

@@ -5,13 +5,16 @@ Ray, tests/suites runs them.
 from __future__ import annotations
 
 import functools
+import gc
 import unittest
 import warnings
+import weakref
 from typing import Any
 
 import pytest
 
 from raypool.interop.multiprocessing import Pool
+from tests.leaks import poll
 
 try:
     with warnings.catch_warnings():
@@ -29,3 +32,17 @@ class TestInThreads(theirs._TestPool, unittest.TestCase):
 
     TYPE = "threads"
     Pool: Any = staticmethod(functools.partial(Pool, profile="threads"))
+
+    def test_release_task_refs(self) -> None:
+        """Theirs gives threads a tenth of a second to let go of things, which may be too little."""
+        things = [theirs.CountedObject() for _ in range(10)]
+        references = [weakref.ref(thing) for thing in things]
+        self.pool.map(theirs.identity, things)
+        del things
+
+        def are_gone() -> bool:
+            gc.collect()
+            return not any(reference() is not None for reference in references)
+
+        assert poll(are_gone)
+        assert theirs.CountedObject.n_instances == 0

@@ -106,7 +106,7 @@ def test_trains_all_networks_on_ray(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=170,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr
     # how it goes, after 10 s

@@ -73,13 +73,13 @@ def pool_host() -> str:
 def test_who_holds_the_gpus_is_named(caplog: pytest.LogCaptureFixture) -> None:
     """Scenario 3: a pool, and an actor of somebody else's, which is waited for; that is said."""
     trainer = ray.remote(num_gpus=1)(Trainer).options(name="trainer").remote()
-    assert ray.get(trainer.ping.remote(), timeout=60) == "pong"
+    assert ray.get(trainer.ping.remote(), timeout=300) == "pong"
     try:
         with parpool(1, quiet=True):
             with pytest.raises(ResourceError, match="GPU: requested 2, available 1") as caught:
-                parpool(2, start_timeout_s=2, quiet=True)
+                parpool(2, start_timeout_s=6, quiet=True)
             assert (
-                "Waiting for 2 GPU (1 available), for start_timeout_s=2 at most. Held by: "
+                "Waiting for 2 GPU (1 available), for start_timeout_s=6 at most. Held by: "
                 in caplog.text
             )
             holders = " ".join(caught.value.holders)

@@ -24,7 +24,7 @@ from raypool.train.fit_loop import Measure, measure_loop
 from raypool.train.runs import RunOptions
 from raypool.train.training_options import TrainingOptions
 
-WAIT_S = 100.0
+WAIT_S = 300.0
 """The first training in a worker imports torch and Ray Train, which takes long where much else
 runs.
 """
@@ -388,7 +388,7 @@ def test_a_stop_gives_the_model_as_it_is(
     ends = result.values
     assert ends[0]["ended_by"] == "request_stop"
     assert ends == [ends[0]] * 3
-    assert 5 <= ends[0]["steps"] < 10_000
+    assert 5 <= ends[0]["steps"] < 10_000 * (NUM_SAMPLES // BATCH)
     assert result.model is not None
 
 

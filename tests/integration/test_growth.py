@@ -106,7 +106,7 @@ with number(3) as pool:
     facts["nodes"] = len(set(pool.parfeval_on_all(lambda: ray.get_runtime_context().get_node_id()).result(300)))
 grown = time.monotonic()
 while alive() > 1:
-    assert time.monotonic() - grown < 60, "the nodes stay"
+    assert time.monotonic() - grown < 300, "the nodes stay"
     time.sleep(0.2)
 facts["after"] = alive()
 facts["seconds"] = [round(grown - begun, 1), round(time.monotonic() - grown, 1)]

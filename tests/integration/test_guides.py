@@ -35,7 +35,7 @@ def python_of(document: str, heading: str) -> str:
     return block.code
 
 
-def run(code: str, folder: Path, timeout_s: float = 220) -> str:
+def run(code: str, folder: Path, timeout_s: float = 500) -> str:
     """Run a script, with a home of its own and the working tree's raypool, and return what it
     printed.
     """

@@ -21,7 +21,7 @@ TRAIN, *SCRIPTS = sorted(
 
 def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=110
+        [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=500
     )
 
 

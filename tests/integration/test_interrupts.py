@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.leaks import name_of
+
 GONE_WITHIN_S = 300.0
 
 
@@ -19,7 +21,7 @@ def press_ctrl_c(started: Any) -> None:
 
 
 def check_nothing_is_left(started: Any, eventually: Callable[..., bool]) -> None:
-    left = [(process.pid, process.name()) for process in started.family()]
+    left = [(process.pid, name_of(process)) for process in started.family()]
     assert eventually(lambda: not started.family(), GONE_WITHIN_S), left
 
 
@@ -30,7 +32,8 @@ from raypool import parpool
 
 def work(number):
     if number < 3:
-        time.sleep(0.1)  # so that each goes by itself
+        # so that each goes by itself, and none is sent ahead: 3 begins when the driver has had 2
+        time.sleep(0.4)
         return number
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])  # as a data loader's processes
     Path({ready!r}).touch()
@@ -115,7 +118,10 @@ try:
     future.result()
 except KeyboardInterrupt:
     print(future.state, future.cancel(), future.state)
-    print(pool.parfeval(abs, -1).result(), future.worker_replaced)
+    value = pool.parfeval(abs, -1).result()
+    while future.worker_replaced is None:
+        time.sleep(0.01)
+    print(value, future.worker_replaced)
 """
     )
     ready.wait()

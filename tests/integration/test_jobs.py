@@ -163,10 +163,14 @@ def test_the_log_comes_as_it_is_written_and_a_stop_lets_the_command_tidy_up(
     ]
 
 
-def test_a_job_that_waits_is_really_stopped(jobs: Jobs, job_command: Callable[..., Result]) -> None:
-    holder = jobs.submit(["sleep", "600"], gpus=2)
-    waiter = jobs.submit(["sleep", "600"], gpus=1, name="waiter")
+def test_a_job_that_waits_is_really_stopped(
+    jobs: Jobs, job_command: Callable[..., Result], eventually: Poll
+) -> None:
+    holder = jobs.submit(["sleep", "6000"], gpus=2)
     try:
+        # until then it may be the other one that is first
+        assert eventually(lambda: jobs.look(holder).state == "running", 300)
+        waiter = jobs.submit(["sleep", "6000"], gpus=1, name="waiter")
         assert jobs.look(waiter).state == "queued"
         assert "It may be waiting for resources" in job_command("status", waiter).stdout
         known = {info.id for info in jobs.all()}
@@ -176,14 +180,14 @@ def test_a_job_that_waits_is_really_stopped(jobs: Jobs, job_command: Callable[..
     finally:
         assert jobs.stop(holder).state == "cancelled"
     after = jobs.submit(["true"], gpus=2)  # nothing of them holds a GPU any more
-    assert jobs.wait(after, timeout_s=60).state == "finished"
+    assert jobs.wait(after, timeout_s=300).state == "finished"
     assert jobs.look(waiter).state == "cancelled"  # and it has not been begun since
 
 
 @pytest.mark.long
 def test_a_command_that_is_killed_ends_as_shells_say_it(jobs: Jobs) -> None:
     job_id = jobs.submit(["sh", "-c", "kill -9 $$"])
-    info = jobs.wait(job_id, timeout_s=60)
+    info = jobs.wait(job_id, timeout_s=300)
     assert (info.state, info.exit_status) == ("failed", 137)
 
 

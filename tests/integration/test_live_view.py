@@ -38,7 +38,7 @@ from raypool import parpool, report
 def train(number):
     report(epoch=number, loss=1 / (number + 1))
     time.sleep(0.1)  # of shorter items some are sent ahead, and a worker is said to be at the newest
-    gives_up_at = time.monotonic() + 100
+    gives_up_at = time.monotonic() + 600
     while number >= {held} and not pathlib.Path({gate!r}).exists() and time.monotonic() < gives_up_at:
         time.sleep(0.01)
     if number == 3:
@@ -91,7 +91,7 @@ def on_terminal(
     finally:
         process.kill()
         process.wait()
-        reader.join(20)
+        reader.join(300)
         os.close(leader)
     return shown()
 
@@ -189,7 +189,7 @@ cells = [nbformat.v4.new_code_cell(source) for source in json.loads(sys.argv[1])
 notebook = nbformat.v4.new_notebook(cells=cells)
 with tempfile.TemporaryDirectory() as folder:  # its name is short: those of sockets may not be long
     config = traitlets.config.Config(KernelManager=dict(transport="ipc", ip=folder + "/kernel"))
-    client = Client(notebook, timeout=100, config=config)
+    client = Client(notebook, timeout=400, config=config)
     with client.setup_kernel():
         outputs = [list(client.execute_cell(cells[number], number).outputs) for number in json.loads(sys.argv[3])]
 print(json.dumps([list(updates.values()), outputs]))
@@ -215,7 +215,7 @@ def run_cells(
         json.dumps(list(range(len(cells)) if order is None else order)),
     ]
     done = subprocess.run(
-        command, env={**os.environ, **folders}, text=True, capture_output=True, timeout=110
+        command, env={**os.environ, **folders}, text=True, capture_output=True, timeout=500
     )
     assert done.returncode == 0, done.stderr
     updates, outputs = json.loads(done.stdout.splitlines()[-1])

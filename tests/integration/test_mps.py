@@ -128,9 +128,9 @@ def test_a_worker_that_must_be_killed_leaves_the_service_first(
     """
 
     def stay() -> None:
-        gate.open()
         while True:
             try:
+                gate.open()
                 signal.pause()
             except BaseException:  # it does not stop
                 continue

@@ -39,7 +39,7 @@ def run(*args: str, code: str | None = None, cwd: Path) -> str:
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=220,
+        timeout=500,
         env=home,
     )
     assert done.returncode == 0, done.stderr
@@ -86,6 +86,7 @@ def test_the_sweep_that_survives(
     process = start_python(run_it)
     assert eventually(lambda: list(tmp_path.glob("runs/widths/items/*/checkpoint/checkpoint.pt")))
     process.process.kill()
+    process.process.wait()
     printed = run("sweep.py", cwd=tmp_path)
     rows = re.findall(r"^(\d) +(\d+) +(0\.\d+) +finished$", printed, re.MULTILINE)
     assert [(int(index), int(width)) for index, width, _ in rows] == list(

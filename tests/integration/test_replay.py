@@ -57,7 +57,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sweep")
     (folder / "sweep.py").write_text(SWEEP)
     subprocess.run(
-        [sys.executable, "sweep.py"], cwd=folder, check=True, capture_output=True, timeout=100
+        [sys.executable, "sweep.py"], cwd=folder, check=True, capture_output=True, timeout=500
     )
     return folder / "run"
 
@@ -110,7 +110,7 @@ def test_the_debugger_stops_at_the_function_and_where_it_raises(swept):
         "--debug",
     ]
     typed = "p config.lr\ncontinue\np config.lr + 1\nquit\n"
-    done = subprocess.run(command, input=typed, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, input=typed, capture_output=True, text=True, timeout=500)
     assert done.returncode == 1
     assert "(Pdb) 3.0" in done.stdout
     assert "(Pdb) 4.0" in done.stdout
@@ -143,7 +143,7 @@ def test_a_function_of_a_module_is_imported_by_its_name(tmp_path):
         "    pool.parfor(models.small.train, [1, 2], run_dir='run')\n"
     )
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "here")}
-    subprocess.run([sys.executable, "sweep.py"], cwd=tmp_path, env=env, check=True, timeout=100)
+    subprocess.run([sys.executable, "sweep.py"], cwd=tmp_path, env=env, check=True, timeout=500)
     done = replay(tmp_path / "run", 1)
     assert done.stdout == "4\n", done.output
     for name in ("models.small", "models"):

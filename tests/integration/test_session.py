@@ -52,12 +52,23 @@ def ports_of_children():
 
 def tells_metrics(port):
     import socket
-    with socket.create_connection(("127.0.0.1", port), 60) as connection:
-        connection.sendall(b"GET /metrics HTTP/1.0\\r\\n\\r\\n")
-        try:
+    try:
+        with socket.create_connection(("127.0.0.1", port), 300) as connection:
+            connection.sendall(b"GET /metrics HTTP/1.0\\r\\n\\r\\n")
             return connection.recv(12).endswith(b" 200")
-        except OSError:
-            return False
+    except OSError:  # also of a worker that has just ended
+        return False
+
+def of_children(ask):
+    "What a function says of each child that has not ended."
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        try:
+            if child.status() != "zombie":
+                found.append(ask(child))
+        except psutil.Error:  # it has just ended
+            continue
+    return found
 
 def watch_of(files):
     "What is open as standard input, output and error in the process that waits for the end of this one."
@@ -78,7 +89,7 @@ print("it was let in:", GcsClient(address=sys.argv[1]).internal_kv_keys(b"", Non
 def ask_as_stranger(**env):
     import subprocess, ray
     command = [sys.executable, "-c", STRANGER, ray.get_runtime_context().gcs_address]
-    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=300)
     return "let in" if "it was let in" in done.stdout else "refused" if "token" in done.stderr else done.stderr
 """
 
@@ -135,7 +146,7 @@ def first(run_python: Run, home: Path) -> tuple[dict[str, Any], subprocess.Compl
         files = Path(ray._private.worker._global_node.get_session_dir_path())
         facts["files"] = [str(files), files.parents[1].stat().st_mode & 0o777]
         facts["watch"] = watch_of(files)
-        facts["commands"] = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
+        facts["commands"] = of_children(lambda child: " ".join(child.cmdline()))
         try:
             import ray.util.state
             ray.util.state.list_actors(address=ray.get_runtime_context().gcs_address)  # others may have a Ray here
@@ -152,7 +163,10 @@ def first(run_python: Run, home: Path) -> tuple[dict[str, Any], subprocess.Compl
     facts["is Ray left"] = ray.is_initialized()
     facts["are its files left"] = files.exists()
     facts["values"] = [int(array.sum()) for array in fetched] + [int(held.result()[-1]), str(failing.exception())]
-    facts["children"] = [child.name() for child in psutil.Process().children(recursive=True) if child.status() != "zombie"]
+    deadline = time.monotonic() + 300  # Ray does not wait for all that it kills
+    while (children := of_children(psutil.Process.name)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    facts["children"] = children
     with parpool(1, quiet=True) as pool:
         facts["again"] = list(pool.parfor(abs, [-1]))
     facts["values"] += [int(array.sum()) for array in fetched]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import tempfile
@@ -81,17 +82,19 @@ def is_somebody_in_the_door() -> bool:
     """Whether an item waits to be alone on a card: it holds a lock in the pool's folder for
     temporary files.
     """
-    for path in Path(tempfile.gettempdir()).rglob("gpu-*.door"):
-        with path.open() as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
+    # what else is there may be removed meanwhile
+    with contextlib.suppress(FileNotFoundError):
+        for path in Path(tempfile.gettempdir()).rglob("gpu-*.door"):
+            with path.open() as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return True
     return False
 
 
 def test_waiting_for_the_card_can_be_cancelled(
-    gpus: SimulatedGpus, gate: Any, eventually: Callable[..., bool]
+    gpus: SimulatedGpus, make_gate: Callable[[], Any], eventually: Callable[..., bool]
 ) -> None:
     """An item that is to run alone waits for its neighbour; it is cancelled there, and neither
     worker is lost for that.
@@ -100,15 +103,19 @@ def test_waiting_for_the_card_can_be_cancelled(
     def train(gibibytes: int) -> int:
         return gpus.allocate(gibibytes * GIBIBYTE).num_bytes
 
+    held, gate = make_gate(), make_gate()
+
     def hold() -> int:
-        held = gpus.allocate(GIBIBYTE)
+        kept = gpus.allocate(GIBIBYTE)
+        held.open()
         gate.wait()
-        return held.num_bytes
+        return kept.num_bytes
 
     with parpool(1, inventory=gpus, workers_per_gpu="auto", quiet=True) as pool:
         assert eventually(lambda: pool.parfor(train, [3] * 4) and pool.num_workers == 4)
         assert eventually(lambda: [worker.state for worker in pool.workers] == ["idle"] * 4)
         neighbour = pool.parfeval(hold)
+        held.wait()
         large = pool.parfeval(train, 14)
         assert eventually(is_somebody_in_the_door)
         assert large.cancel()

@@ -27,7 +27,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=220, env=env)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, env=env)
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr, done.stderr
     return folder
@@ -130,7 +130,7 @@ def test_a_browser_shows_it(site: Path, browser: Any, serve: Callable[[Path], st
     browser.get(f"{root}/index.html")
     # it searches anew with each letter
     torn = [NoSuchElementException, StaleElementReferenceException]
-    wait = WebDriverWait(browser, 30, ignored_exceptions=torn)
+    wait = WebDriverWait(browser, 300, ignored_exceptions=torn)
     wait.until(
         lambda _: browser.find_element(
             By.CSS_SELECTOR, "[data-md-component=search-query]"

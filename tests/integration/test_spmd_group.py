@@ -64,13 +64,21 @@ def count() -> dict[str, int]:
 # --- warm -----------------------------------------------------------------------------------------
 
 
-def test_many_calls_use_one_group(pool: ParallelPool) -> None:
+def test_many_calls_use_one_group(pool: ParallelPool, eventually: Callable[..., bool]) -> None:
     seen = [list(pool.spmd(look_inside)) for _ in range(50)]
     for rank in range(3):
         for name in ("number", "port", "pid", "torch"):
             assert len({call[rank][name] for call in seen}) == 1, name
-        for name in ("sockets", "files", "threads"):
-            assert seen[-1][rank][name] <= seen[9][rank][name] + SPARE, name
+
+    def is_steady() -> bool:
+        seen[10:] = [list(pool.spmd(look_inside))]
+        return all(
+            now[name] <= early[name] + SPARE
+            for early, now in zip(seen[9], seen[-1], strict=True)
+            for name in ("sockets", "files", "threads")
+        )
+
+    assert eventually(is_steady), (seen[9], seen[-1])
 
 
 def test_groups_that_alternate_leave_nothing_behind(
@@ -96,7 +104,7 @@ def test_groups_that_alternate_leave_nothing_behind(
     assert eventually(are_few), pool.parfeval_on_all(count).result(300)
 
 
-def test_failures_leave_nothing_behind(pool: ParallelPool) -> None:
+def test_failures_leave_nothing_behind(pool: ParallelPool, eventually: Callable[..., bool]) -> None:
     def fail(context: Any, culprit: int) -> None:
         import torch
         import torch.distributed as dist
@@ -114,11 +122,18 @@ def test_failures_leave_nothing_behind(pool: ParallelPool) -> None:
     rounds(3)
     before = pool.parfeval_on_all(count).result(300)
     rounds(15)
-    after = pool.parfeval_on_all(count).result(300)
-    for start, end in zip(before, after, strict=True):
-        assert start["pid"] == end["pid"]
-        for name in ("sockets", "files", "threads"):
-            assert end[name] <= start[name] + SPARE, (name, before, after)
+    after: list[dict[str, int]] = []
+
+    def is_as_before() -> bool:
+        after[:] = pool.parfeval_on_all(count).result(300)
+        return all(
+            end[name] <= start[name] + SPARE
+            for start, end in zip(before, after, strict=True)
+            for name in ("sockets", "files", "threads")
+        )
+
+    assert eventually(is_as_before), (before, after)
+    assert [end["pid"] for end in after] == [start["pid"] for start in before]
 
 
 # --- hidden ---------------------------------------------------------------------------------------
@@ -198,9 +213,9 @@ def test_a_group_that_one_worker_has_left(pool: ParallelPool, is_warm: bool) -> 
     pool.spmd(add_up)
     pool.options(worker=1).parfeval(make_some).result(300)
     for _ in range(2):
-        assert list(pool.options(timeout_s=20).spmd(pair, workers=order)) == [6.0] * 3
+        assert list(pool.options(timeout_s=120).spmd(pair, workers=order)) == [6.0] * 3
     pool.options(worker=1).parfeval(close_all).result(300)
-    assert list(pool.options(timeout_s=20).spmd(pair, workers=order)) == [6.0] * 3
+    assert list(pool.options(timeout_s=120).spmd(pair, workers=order)) == [6.0] * 3
 
 
 @pytest.mark.parametrize("who", [[0], [1, 2]])

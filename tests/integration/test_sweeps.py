@@ -26,12 +26,16 @@ def ends(frame: Any) -> Any:
 
 
 @pytest.mark.quick
-def test_seven_models_on_three_gpus(pool: ParallelPool, most_at_once: Any) -> None:
+def test_seven_models_on_three_gpus(
+    pool: ParallelPool, most_at_once: Any, marks: Any, eventually: Any
+) -> None:
     """Scenario 10: results in order, never two on one GPU at the same moment, and the GPUs are all
     used.
     """
 
     def train(config: dict[str, int]) -> dict[str, Any]:
+        marks.add("begun")
+        eventually(lambda: marks.count("begun") >= 3)  # the first ones, for each other
         started = time.perf_counter()
         while time.perf_counter() < started + 0.06:
             np.linalg.norm(np.ones((50, 50)))

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import os
 import signal
 import tempfile
@@ -474,17 +475,23 @@ def test_ray_trains_controller_is_killed(
     pool: ParallelPool, marks: Any, tmp_path: Path, eventually: Callable[..., bool]
 ) -> None:
     """Nothing stays behind that only the controller knew of."""
+    before = controllers()  # that of the training before may not have gone yet
     run = pool.options(retries=0).train(
         steps_forever, {"marks": marks}, workers=2, lane="managed", **folders(tmp_path)
     )
     assert eventually(lambda: marks.count("begun") == 2, LONG_S)
-    ours = psutil.Process().children(recursive=True)  # of this session's Ray only
-    (controller,) = [process for process in ours if _title(process, "TrainController")]
+    (controller,) = controllers() - before
     controller.kill()
     with pytest.raises(TrainingError) as caught:
         run.result(LONG_S)
     assert isinstance(caught.value.failures[0], WorkerLostError)
     assert is_free(pool)
+
+
+def controllers() -> set[psutil.Process]:
+    """Return those of Ray Train's, of this session's Ray only."""
+    ours = psutil.Process().children(recursive=True)
+    return {process for process in ours if _title(process, "TrainController")}
 
 
 def _title(process: psutil.Process, text: str) -> bool:
@@ -562,11 +569,14 @@ def test_somebody_else_takes_a_gpu_meanwhile(
 
     def come_before(self: Any, workers: Any) -> Any:
         taken.append(placement_group([{"GPU": 1}], name="somebody else"))
-        assert taken[0].wait(60)
+        assert taken[0].wait(300)
+        # so long it waits for the GPU; its workers have all the time to come up
+        placement = self._placement
+        placement._profile = dataclasses.replace(placement._profile, start_timeout_s=5.0)
         return take_back(self, workers)
 
     monkeypatch.setattr(RayBackend, "take_back", come_before)
-    with parpool(3, profile=Profile(start_timeout_s=5.0), quiet=True) as other:
+    with parpool(3, profile=Profile(start_timeout_s=300.0), quiet=True) as other:
         try:
             result = other.train(who, {}, workers=[1, 2], lane="managed").result(LONG_S)
             assert [value["gpu"] for value in result.values] == [1, 2]
