@@ -27,7 +27,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from raypool import ParallelPool
-from raypool.backends.ray.session import ENVIRONMENT, without_helpers
+from raypool.backends.ray.session import ENVIRONMENT, LATE_NEWS, without_helpers
 from raypool.cluster.connect import make_token
 from tests.leaks import GRACE_S, MARK, no_process_or_file_is_left, nothing_is_left, poll  # noqa: F401 - fixtures
 from tests.shared_pool import shared
@@ -236,6 +236,7 @@ def ray_session() -> Iterator[None]:
             include_dashboard=False,
             log_to_driver=False,
             logging_level="ERROR",
+            _system_config=LATE_NEWS,
         )
     yield
     shared.close()

@@ -162,7 +162,7 @@ def strike(
     process.process.send_signal(
         chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
     )
-    process.process.wait(60)
+    process.process.wait(300)
 
 
 def play(

@@ -32,6 +32,7 @@ class FakeMetadata:
     events: str | None = None  # JSON
     status: int | None = None  # every answer is this failure
     delay_s: float = 0.0
+    is_over: threading.Event = field(default_factory=threading.Event)
     asked: list[str] = field(default_factory=list)
 
     def take_back(self, after_s: float) -> None:
@@ -85,7 +86,7 @@ def serving() -> Iterator[FakeMetadata]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            time.sleep(fake.delay_s)
+            fake.is_over.wait(fake.delay_s)
             status, text = fake.answer(self.command, self.path, self.headers)
             try:
                 self.send_response(status)
@@ -110,6 +111,7 @@ def serving() -> Iterator[FakeMetadata]:
     try:
         yield fake
     finally:
+        fake.is_over.set()
         server.shutdown()
         server.server_close()
         thread.join()

@@ -174,7 +174,7 @@ def test_a_metadata_server_in_trouble_is_asked_on(
     """
 
     def slow() -> None:
-        metadata.status, metadata.delay_s = None, 3
+        metadata.status, metadata.delay_s = None, 300
         monkeypatch.setattr(preemption, "ANSWER_TIMEOUT_S", 0.2)
 
     def nonsense() -> None:

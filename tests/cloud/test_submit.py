@@ -353,10 +353,9 @@ def free_port():
 def node(**more):  # each with an agent at a port of its own: other tests have theirs at Ray's
     return {"num_cpus": 1, "object_store_memory": 80_000_000, "dashboard_agent_listen_port": free_port(), **more}
 
-port = free_port()
-cluster = Cluster(initialize_head=True, head_node_args=node(include_dashboard=True, dashboard_port=port))
+cluster = Cluster(initialize_head=True, head_node_args=node(include_dashboard=True, dashboard_port=free_port()))
 cluster.add_node(**node(num_gpus=2))
-print(port, flush=True)
+print(cluster.head_node.webui_url.rpartition(":")[2], flush=True)  # somebody else may have had that port by then
 signal.pause()
 """
 

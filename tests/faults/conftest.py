@@ -14,6 +14,7 @@ import pytest
 from raypool import ParallelPool
 from raypool.gpus.devices import GpuDevice
 from raypool.gpus.memory import TorchAllocator
+from tests.leaks import GRACE_S
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,6 +63,15 @@ def breaking_cards(tmp_path: Path) -> BreakingCards:
 def pool(shared_pool: ParallelPool) -> ParallelPool:
     """Give the pool that tests on Ray share: three workers, each with a GPU that does not exist."""
     return shared_pool
+
+
+@pytest.fixture
+def patience(shared_pool: ParallelPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the workers of the shared pool have two minutes to end what is cancelled, for tests in
+    which none may be replaced: one that imports something on a busy machine needs more than five
+    seconds.
+    """
+    monkeypatch.setattr(shared_pool._engine.backend._agents, "_cancel_grace_s", GRACE_S)
 
 
 @pytest.fixture

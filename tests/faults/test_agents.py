@@ -4,6 +4,7 @@ same, and nothing is left.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -22,8 +23,12 @@ Eventually = Callable[..., bool]
 def living_agents() -> list[psutil.Process]:
     from ray._private import state
 
-    actors = [actor for actor in state.actors().values() if actor["ActorClassName"] == "NodeAgent"]
-    return [psutil.Process(actor["Pid"]) for actor in actors if actor["State"] == "ALIVE"]
+    found = []
+    for actor in state.actors().values():
+        if actor["ActorClassName"] == "NodeAgent" and actor["State"] == "ALIVE":
+            with contextlib.suppress(psutil.NoSuchProcess):  # Ray hears of its end a moment later
+                found.append(psutil.Process(actor["Pid"]))
+    return found
 
 
 @pytest.fixture
@@ -49,8 +54,14 @@ def the_agent(eventually: Eventually) -> Callable[[], psutil.Process]:
     """Give what finds the process of the only pool's agent."""
 
     def find() -> psutil.Process:
-        assert eventually(lambda: len(living_agents()) == 1)
-        return living_agents()[0]
+        found: list[psutil.Process] = []
+
+        def is_one() -> bool:
+            found[:] = living_agents()
+            return len(found) == 1
+
+        assert eventually(is_one)
+        return found[0]
 
     return find
 

@@ -28,7 +28,7 @@ def kill_worker(pool: ParallelPool, index: int) -> None:
 
 @pytest.mark.parametrize(
     ("after_s", "words", "timeout_s"),
-    [("", "fallen off the bus", 60), ("600", "start_timeout_s", 5)],
+    [("", "fallen off the bus", 300), ("600", "start_timeout_s", 5)],
 )
 def test_workers_that_cannot_start(
     breaking_cards: Any, after_s: str, words: str, timeout_s: float

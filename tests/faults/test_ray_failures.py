@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 from ray import exceptions
@@ -82,3 +83,28 @@ def test_what_ray_says_is_put_shortly() -> None:
         "Something else.\nMore.": "Something else",
     }
     assert {said: loss_text(RuntimeError(said)) for said in meanings} == meanings
+
+
+@pytest.mark.ci
+def test_why_a_worker_has_died_is_known_however_late_ray_hears_of_it(run_python: Any) -> None:
+    """Its control store may stand still on a busy machine: the machine of the worker has not gone
+    because of that.
+    """
+    run_python("""
+        import os, signal, time
+        import psutil
+        from raypool import LossReason, parpool
+
+        with parpool(1, quiet=True) as pool:
+            future = pool.options(retries=0).parfeval(time.sleep, 600)
+            while not future.running():
+                time.sleep(0.01)
+            ours = psutil.Process().children(recursive=True)
+            [store] = [process for process in ours if process.name() == "gcs_server"]
+            store.suspend()
+            os.kill(pool.workers[0].pid, signal.SIGKILL)
+            time.sleep(3)
+            store.resume()
+            error = future.exception(300)
+            assert error.reason is LossReason.EXIT, error
+        """)

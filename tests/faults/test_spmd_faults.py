@@ -4,9 +4,7 @@ the next call works.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import math
 import os
 import signal
 import threading
@@ -29,6 +27,7 @@ from raypool import (
 
 pytest.importorskip("torch")
 
+pytestmark = [pytest.mark.usefixtures("patience")]
 
 long = pytest.mark.long
 
@@ -224,22 +223,21 @@ def test_the_one_that_failed_is_named_however_often(pool: ParallelPool, rounds: 
         assert set(error.failures) == {number % 3}, (number, str(error))
 
 
-def test_two_ranks_fail(pool: ParallelPool, gate: Any) -> None:
+def test_two_ranks_fail(pool: ParallelPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each for itself: the first one is the cause, whatever its number, and the other one is
     counted.
     """
+    # one of them is killed after that, and none of the others may be
+    monkeypatch.setattr(pool._engine.backend._agents, "_cancel_grace_s", 15.0)
 
     def fn(context: Any) -> None:
         context.barrier()
-        began = time.monotonic()
-        ends_at = began + {0: math.inf, 1: 60.0, 2: 0.1}[context.rank]
-        while time.monotonic() < ends_at:
-            with contextlib.suppress(BaseException):  # also that it is told to end
+        is_told_to_end = False
+        while context.rank == 1 or (context.rank == 0 and not is_told_to_end):
+            try:
                 time.sleep(0.01)
-                if context.rank == 0 and gate.path.exists():
-                    ends_at = min(ends_at, time.monotonic() + 1)
-        if context.rank == 2:
-            gate.open()
+            except BaseException:  # rank 1 goes on all the same
+                is_told_to_end = True
         raise Broken(context.rank)
 
     error = fail(pool, fn)
@@ -411,7 +409,7 @@ def test_a_worker_that_dies_at_some_moment(pool: ParallelPool, gate: Any, number
     began, orders = time.monotonic(), itertools.cycle([[2, 1, 0], [0, 2, 1]])
     error = None
     while error is None and pool.workers[culprit].pid == before[culprit].pid:
-        assert time.monotonic() < began + 60, "it has not died"
+        assert time.monotonic() < began + 300, "it has not died"
         order = next(orders)
         error = pool.spmd_async(add_up, workers=order).exception(300)
     if error is not None:

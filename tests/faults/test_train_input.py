@@ -25,6 +25,7 @@ from raypool import (
 
 torch = pytest.importorskip("torch")
 
+pytestmark = [pytest.mark.usefixtures("patience")]
 
 mse_loss = torch.nn.functional.mse_loss
 
@@ -38,7 +39,7 @@ def pool(two_workers: Any) -> Any:
 @pytest.fixture(autouse=True)
 def all_is_free_afterwards(pool: Any, eventually: Callable[..., bool]) -> Iterator[None]:
     """After whatever it was, all workers are the same, idle, and nothing of Ray's is taken."""
-    before, free = pids(pool), resources()
+    before, free = pids(pool), unclaimed()
     yield
     assert eventually(lambda: not pool.busy)
     assert eventually(lambda: pool.idle_workers == pool.num_workers == 2)
@@ -51,11 +52,24 @@ def pids(pool: Any) -> list[int]:
 
 
 def resources() -> dict[str, float]:
+    """Return what is free, as far as Ray has heard: a pool that was just opened may be missing."""
     import ray
 
-    return {
-        name: amount for name, amount in ray.available_resources().items() if name in ("CPU", "GPU")
-    }
+    free = ray.available_resources()
+    return {name: free.get(name, 0.0) for name in ("CPU", "GPU")}
+
+
+def unclaimed() -> dict[str, float]:
+    """Return what no pool has claimed."""
+    import ray
+    from ray.util import placement_group_table
+
+    rest = {name: ray.cluster_resources()[name] for name in ("CPU", "GPU")}
+    for group in placement_group_table().values():
+        for bundle in group["bundles"].values() if group["state"] != "REMOVED" else ():
+            for name in rest:
+                rest[name] -= bundle.get(name, 0.0)
+    return rest
 
 
 def line(num_samples: int = 64) -> Any:

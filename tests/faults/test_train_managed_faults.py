@@ -221,7 +221,7 @@ def test_a_driver_that_is_killed(
             config = {{"epochs": 5, "strike": strike}}
             pool.train(count_up, config, lane="managed", options=RunOptions(run_dir={str(tmp_path / "run")!r})).result()
         """)
-    inside.wait(240)
+    inside.wait()
     os.kill(started.pid, signal.SIGKILL)
     assert eventually(lambda: not started.family()), started.family()
     result = pool.train(

@@ -29,6 +29,7 @@ from tests.faults.conftest import count_ranks
 
 torch = pytest.importorskip("torch")
 
+pytestmark = [pytest.mark.usefixtures("patience")]
 
 EPOCHS = 5
 

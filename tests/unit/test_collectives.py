@@ -56,7 +56,7 @@ class Crew:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(300)
             assert not thread.is_alive(), "ranks wait for ever"
         return results
 

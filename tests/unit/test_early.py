@@ -38,6 +38,11 @@ class Told:
         self.all: list[NarrowedCall] = []
         self.changed = threading.Event()
 
+    def wait(self) -> None:
+        """Let the call that runs here last from now on, until it is told of."""
+        early_module.LASTS_S = 0.0
+        assert self.changed.wait(300)
+
     def __call__(self, call: OpenCall, narrowed: NarrowedCall) -> None:
         self.all.append(narrowed)
         self.changed.set()
@@ -50,7 +55,8 @@ def told() -> Told:
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
-    monkeypatch.setattr(early_module, "LASTS_S", 0.05)
+    # none lasts before it waits for that, however slow the machine
+    monkeypatch.setattr(early_module, "LASTS_S", math.inf)
     monkeypatch.setattr(early_module, "LOOK_S", 0.01)
     # a call takes all its items, however late the watch is
     monkeypatch.setattr(runner, "CALL_LIMIT_S", math.inf)
@@ -102,7 +108,7 @@ def waits_at(number: int, told: Told) -> Callable[[int], int]:
 
     def fn(item: int) -> int:
         if item == number:
-            assert told.changed.wait(20)
+            told.wait()
         return -item
 
     return fn
@@ -143,7 +149,7 @@ def test_a_call_that_the_user_has_cut_runs_to_its_end(early: HandBack, told: Tol
 def test_errors_are_told_with_the_items_that_raised_them(early: HandBack, told: Told) -> None:
     def fn(item: int) -> int:
         if item == 2:
-            assert told.changed.wait(20)
+            told.wait()
         raise ValueError(item)
 
     run(early, part(0, 4), fn=fn)
@@ -154,7 +160,7 @@ def test_errors_are_told_with_the_items_that_raised_them(early: HandBack, told: 
 
 def test_each_call_is_told_of_once(early: HandBack, told: Told) -> None:
     def fn(item: int) -> int:
-        assert told.changed.wait(20)
+        told.wait()
         time.sleep(0.15)
         return item
 
@@ -165,21 +171,22 @@ def test_each_call_is_told_of_once(early: HandBack, told: Told) -> None:
     assert [narrowed.attempt_id for narrowed in told.all] == [7, 8]
 
 
-def test_short_calls_are_not_told_of(
-    early: HandBack, told: Told, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(early_module, "LASTS_S", 60.0)  # so that they are short on any machine
+def test_short_calls_are_not_told_of(early: HandBack, told: Told) -> None:
     for attempt_id in range(50):
         run(early, part(0, 3), fn=abs, attempt_id=attempt_id)
     assert told.all == []
 
 
-def test_ranks_are_not_told_of(early: HandBack, told: Told) -> None:
+def test_ranks_are_not_told_of(
+    early: HandBack, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(early_module, "LASTS_S", 0.0)
     run(early, part(0, 1, is_rank=True), fn=lambda _: time.sleep(0.2))
     assert told.all == []
 
 
-def test_without_anybody_to_tell_it_runs_as_ever() -> None:
+def test_without_anybody_to_tell_it_runs_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "CALL_LIMIT_S", math.inf)
     assert run(None, part(0, 2), fn=lambda item: item)[0].values == [0, 1]
 
 
@@ -317,12 +324,10 @@ def test_large_values_come_with_the_answer() -> None:
 
 
 def test_what_waits_behind_a_call_that_was_told_of_is_not_to_run(
-    early: HandBack, told: Told, monkeypatch: pytest.MonkeyPatch
+    early: HandBack, told: Told
 ) -> None:
-    monkeypatch.setattr(early_module, "LASTS_S", 60.0)
     run(early, part(0, 1), fn=abs, attempt_id=6)
     assert not early.is_behind(6)
-    monkeypatch.setattr(early_module, "LASTS_S", 0.05)
     run(early, part(0, 1), fn=waits_at(0, told))
     assert early.is_behind(7)
     assert not early.is_behind(6)
@@ -392,7 +397,7 @@ def test_a_thread_that_is_cancelled_meanwhile_counts_for_nothing(
 
     def fn(item: int) -> int:
         if item == 3:
-            assert told.changed.wait(20)
+            told.wait()
             guard.request(Signal.CANCEL, 7, 0)
             poll(lambda: False, 5)
         return item

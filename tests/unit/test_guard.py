@@ -465,4 +465,4 @@ def test_a_profiler_works_after_tasks_in_this_process(
             job.cancel()
         print(cProfile.Profile().runcall(lambda: sum(range(3))))
     """
-    assert run_python(code, timeout_s=30).stdout == "3\n"
+    assert run_python(code).stdout == "3\n"

@@ -34,7 +34,8 @@ def listener() -> Listener:
 
 
 @pytest.fixture
-def hub(listener: Listener) -> Hub:
+def hub(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    monkeypatch.setattr(hub_module, "CATCH_UP_S", 300.0)
     hub = Hub()
     hub.watch(7, listener)
     return hub

@@ -11,7 +11,7 @@ from raypool.channel.records import Function, Part
 from raypool.core.messages import AttemptFinished, WorkerLost
 from raypool.profiles import Profile
 
-WAIT_S = 20.0
+WAIT_S = 300.0
 
 
 @pytest.fixture

@@ -4,9 +4,13 @@ memory for that.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import pytest
+
 from raypool.channel.records import Part, WorkerInfo
+from raypool.worker import runner
 from raypool.worker.interrupts import ThreadGuard
 from raypool.worker.runner import Surroundings, run_parts
 
@@ -26,6 +30,12 @@ class Narrow:
         self._room -= len(self.loose)
         self.loose.clear()
         return self._room >= 0
+
+
+@pytest.fixture(autouse=True)
+def no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call takes all its items, however slow the machine."""
+    monkeypatch.setattr(runner, "CALL_LIMIT_S", math.inf)
 
 
 def run(parts: list[Part], room: int, called: list[int]) -> list[Any]:

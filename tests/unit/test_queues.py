@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import functools
 import gc
 import pickle
 import threading
@@ -212,14 +213,18 @@ def test_putters_that_are_interrupted_anywhere_leave_the_queue_in_order() -> Non
     seen: list[int] = []
     reading = Aside(lambda: seen.extend(queue))
 
-    def put_on() -> None:
+    def put_on(begun: threading.Event) -> None:
+        begun.set()
         number = 0
         while True:
             queue.put(number)
             number += 1
 
     for _ in range(100):
-        putter = Aside(put_on)
+        begun = threading.Event()
+        putter = Aside(functools.partial(put_on, begun))
+        # what is seen may be of the one before
+        assert begun.wait(TIMEOUT_S)
         while not seen and putter.is_waiting:
             pass
         putter.interrupt(KeyboardInterrupt)

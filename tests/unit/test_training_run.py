@@ -238,7 +238,7 @@ def test_they_are_not_waited_for_where_others_are_enough(tmp_path: Path) -> None
     lane = ScriptedLane(lost(reason=LossReason.PREEMPTED), ENDS)
     train(
         lane, tmp_path, numbers=lambda: (0, 1) if len(lane.plans) == 0 else (0,), min_workers=1
-    ).result(5)
+    ).result(WAIT_S / 2)
     assert lane.crews == [(2, None), (1, None)]
 
 

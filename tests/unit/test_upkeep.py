@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from raypool.channel.records import Part, WorkerInfo
 from raypool.gpus.memory import kept
 from raypool.gpus.simulated import SimulatedAllocator, SimulatedGpus
 from raypool.spmd import composite
+from raypool.worker import runner
 from raypool.worker.gpu_memory import GpuMemoryCare, LeftoverMemory
 from raypool.worker.interrupts import Interrupts
 from raypool.worker.runner import RawResult, Surroundings, run_parts
@@ -39,6 +41,12 @@ def upkeep(allocator: SimulatedAllocator) -> Iterator[GpuMemoryCare]:
     """Give what looks after that, of which 1.6 GiB may be left over."""
     yield GpuMemoryCare(allocator, WORKER, 16 * 1024 * MIB)
     kept.__init__()  # type: ignore[misc]  # nobody watches any more
+
+
+@pytest.fixture(autouse=True)
+def no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call takes all its items, however slow the machine."""
+    monkeypatch.setattr(runner, "CALL_LIMIT_S", math.inf)
 
 
 def run(upkeep: GpuMemoryCare | None, *functions: Callable[[], Any]) -> list[RawResult]:

@@ -42,6 +42,11 @@ BRING_HOME_S = 60.0
 SHUTDOWN_S = 20.0
 """How long Ray may take to shut down [s]; then its processes are killed, and have as long again."""
 
+LATE_NEWS = {"timeout_ms_task_wait_for_death_info": 30_000}
+"""A setting of Ray's: how long who has called a worker that died waits to hear why [ms]. Ray waits
+1 s and then speaks of a machine that does not answer; a busy one may need longer.
+"""
+
 RAYS_THREAD = "worker.io"
 
 CLIENT_TRIES = 3
@@ -517,6 +522,7 @@ def _connect(
                 "num_gpus": num_gpus,
                 "include_dashboard": False,
                 "_temp_dir": str(_files[0]),
+                "_system_config": LATE_NEWS,
             }
             with without_helpers():
                 _init_kept(ray, options)
