@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import logging
 import queue
 import random
@@ -16,7 +17,7 @@ import sys
 import threading
 import traceback
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from math import inf
@@ -241,6 +242,7 @@ def _run_items(
             if isinstance(error, TaskCancelled) and result.is_cancelled:
                 # the guard's own; one that user code has raised is an error like any other
                 raise
+            _explain_call(error, here.functions(part.fn_id), item, part.is_call)
             capture.note_last_lines(error, note)
             note_shortage(error, here.upkeep)
             result.errors[part.start + len(values)] = as_error(error)
@@ -259,6 +261,42 @@ def _run_items(
     if note.has_heard and not note.should_stop:
         # it may have ended early because its machine is about to go: not at the user's wish
         result.take_back_last()
+
+
+def _explain_call(error: BaseException, fn: Callable[..., Any], item: Any, is_call: bool) -> None:
+    """Note in an error what to write instead, if the function cannot be called like this."""
+    if not isinstance(error, TypeError):
+        return
+    args, kwargs = item if is_call else ((item,), {})
+    if _takes(fn, args, kwargs):  # it was raised within the function
+        return
+    name, kind = getattr(fn, "__name__", "the function"), type(item).__name__
+    hint = None
+    if is_call:
+        if args and type(args[0]) is int and _takes(fn, args[1:], kwargs):
+            hint = f"parfeval takes no number of outputs: leave out the {args[0]}."
+    elif isinstance(item, (tuple, list)) and _takes(fn, item, {}):
+        hint = f"Let {name} take one argument, or write pool.map({name}, *zip(*items))."
+    elif isinstance(item, dict) and _takes(fn, (), item):
+        hint = f"Let {name} take the dict, or call {name}(**item) in a function of the dict."
+    if hint is not None:
+        what = (
+            "" if is_call else f"parfor calls {name} with one argument, the item, here a {kind}. "
+        )
+        error.add_note(f"raypool: {what}{hint}")
+
+
+def _takes(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function can be called with these arguments, as far as can be known."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # of some functions in C nobody knows it
+        return True
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def as_error(error: BaseException) -> BaseException:

@@ -214,6 +214,38 @@ def test_an_exit_is_a_failure(pool: ParallelPool) -> None:
 
 @pytest.mark.arguments
 @pytest.mark.concurrent
+def test_a_call_that_cannot_be_says_how_to_write_it(pool: ParallelPool) -> None:
+    def train(lr: float, width: int = 3) -> float:
+        if width == 0:
+            raise TypeError("no width")
+        return lr * width
+
+    def half(x: int) -> float:
+        return x / 2
+
+    def notes(call: Callable[[], object]) -> str:
+        with pytest.raises(TypeError) as caught:
+            call()
+        return "\n".join(caught.value.__notes__)
+
+    assert "leave out the 1." in notes(pool.parfeval(half, 1, 3).result)
+    tuples = notes(lambda: pool.parfor(half_of_two, [(0.1, 2), (0.2, 3)]))
+    assert (
+        "here a tuple. Let half_of_two take one argument, or write pool.map(half_of_two" in tuples
+    )
+    dicts = notes(lambda: pool.parfor(half_of_two, [{"lr": 0.1, "width": 2}]))
+    assert "or call half_of_two(**item) in a function of the dict" in dicts
+    # raised within, or not to be mended like this
+    assert "parfor calls" not in notes(lambda: pool.parfor(lambda item: train(*item), [(0.1, 0)]))
+    assert "leave out" not in notes(pool.parfeval(half, "1", 3).result)
+
+
+def half_of_two(lr: float, width: int) -> float:
+    return lr * width / 2
+
+
+@pytest.mark.arguments
+@pytest.mark.concurrent
 def test_an_item_that_takes_too_long_fails(
     pool: ParallelPool,
     make_pool: PoolMaker,
