@@ -32,7 +32,10 @@ def run(session):
             gap
             for _, rows in frame.groupby("worker")
             for gap in _gaps(
-                list(zip(rows["started_at"], rows["started_at"] + rows["duration_s"], strict=True))
+                [
+                    (start.timestamp(), start.timestamp() + duration)
+                    for start, duration in zip(rows["started_at"], rows["duration_s"], strict=True)
+                ]
             )
         )
 

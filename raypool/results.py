@@ -242,7 +242,7 @@ class Results(Sequence[T_co]):
         class or pydantic model is a column; anything else is one column ("item", "value"). Missing
         items and values leave their cells empty; until an item has finished, that is the column
         "value". A key of both a configuration and a value appears as "result_KEY" for the value.
-        Then come `status`, `duration_s` [s], `started_at` (Unix time [s]), `worker`, `gpu`,
+        Then come `status`, `duration_s` [s], `started_at` (a UTC time), `worker`, `gpu`,
         `attempts`, `peak_memory_bytes` (the most GPU memory of its worker while it ran, or while
         the short items of its call ran; empty if it had none), `reason` (None if it finished; see
         `raypool.errors.reason_of`) and `error` (the exception's type and text).
@@ -259,6 +259,7 @@ class Results(Sequence[T_co]):
         run: dict[str, Any] = {
             name: [getattr(row, name) for row in self._rows] for name in RUN_COLUMNS[:-2]
         }
+        run["started_at"] = _times(run["started_at"])
         for name in ("worker", "gpu", "peak_memory_bytes"):  # Int64 has missing values, int64 none
             run[name] = pd.array(run[name], dtype="Int64")
         run["reason"] = [
@@ -282,12 +283,12 @@ class Results(Sequence[T_co]):
 
         A row for each attempt, in the order of the items and then of time: `item` (its number),
         `attempt`, `status` ("finished", "failed"; "lost" with its worker; "retried", since
-        `retry_on` names its error; "cancelled" while it ran), `started_at` (Unix time [s]),
+        `retry_on` names its error; "cancelled" while it ran), `started_at` (a UTC time),
         `duration_s` [s], `worker`, `gpu`, `host`, `run` (the number of the call, of those with the
         same `run_dir`) and `error`. Of an attempt without an outcome only its call's time is known:
         items that shared the call, the last of which may not have begun, all have that. Items that
         waited in a worker have no row if they were cancelled; if the worker was lost, and that
-        counts as an attempt, one without a time. `started_at` is NaN if it is unknown.
+        counts as an attempt, one without a time. `started_at` is NaT if it is unknown.
 
         Example:
             >>> from raypool import parpool
@@ -311,10 +312,10 @@ class Results(Sequence[T_co]):
         columns["attempt"] = [entry.row.attempts for entry in entries]
         columns["status"] = [entry.row.status for entry in entries]
         # of missing values alone pandas would make columns of other types
-        for name in ("started_at", "duration_s"):
-            columns[name] = pd.array(
-                [getattr(entry.row, name) for entry in entries], dtype="float64"
-            )
+        columns["started_at"] = _times([entry.row.started_at for entry in entries])
+        columns["duration_s"] = pd.array(
+            [entry.row.duration_s for entry in entries], dtype="float64"
+        )
         for name in ("worker", "gpu"):
             columns[name] = pd.array([getattr(entry.row, name) for entry in entries], dtype="Int64")
         columns["host"] = [entry.row.host for entry in entries]
@@ -442,6 +443,13 @@ class Results(Sequence[T_co]):
             raise InvalidValueError(f"No item has finished with a finite number in {column!r}.")
         # of equal ones min and max take the first
         return frame.iloc[is_best(finished, key=finished.__getitem__)]
+
+
+def _times(seconds: list[float | None]) -> Any:
+    """Return Unix times [s] as pandas' UTC times; NaT for None."""
+    import pandas as pd
+
+    return pd.to_datetime(pd.Series(seconds, dtype="float64"), unit="s", utc=True).array
 
 
 def numbers_in(frame: pd.DataFrame, column: str) -> dict[int, Any]:

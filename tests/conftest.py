@@ -201,10 +201,10 @@ def press_ctrl_c() -> Iterator[Callable[[], None]]:
 def overlap(frame: Any) -> int:
     """Return how many items ran at once at most, by the timeline."""
     ran = frame.dropna(subset="started_at")
-    starts = [(start, 1) for start in ran["started_at"]]
+    began = [start.timestamp() for start in ran["started_at"]]
+    starts = [(start, 1) for start in began]
     ends = [
-        (start + duration, -1)
-        for start, duration in zip(ran["started_at"], ran["duration_s"], strict=True)
+        (start + duration, -1) for start, duration in zip(began, ran["duration_s"], strict=True)
     ]
     return max(itertools.accumulate(step for _, step in sorted(starts + ends)))
 

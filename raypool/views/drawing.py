@@ -101,7 +101,8 @@ def plan(attempts: pd.DataFrame) -> Timeline:
         >>> import pandas as pd
         >>> attempts = pd.DataFrame({
         ...     "item": [0, 1, 2], "status": ["finished"] * 3, "run": [1] * 3,
-        ...     "started_at": [100.0, 100.0, 101.0], "duration_s": [1.0, 2.0, 0.5],
+        ...     "started_at": pd.to_datetime([100, 100, 101], unit="s", utc=True),
+        ...     "duration_s": [1.0, 2.0, 0.5],
         ...     "worker": [0, 1, 0], "gpu": [None] * 3, "host": ["lab-3"] * 3,
         ... })
         >>> shown = plan(attempts)
@@ -110,9 +111,13 @@ def plan(attempts: pd.DataFrame) -> Timeline:
         >>> shown.wall_s, shown.speed_up
         (2.0, 1.75)
     """
+    import pandas as pd
+
     is_timed = attempts[["started_at", "duration_s", "worker"]].notna().all(axis=1)
     timed = attempts[is_timed].copy()
     timed["host"] = timed["host"].fillna("")  # groups leave out missing keys
+    epoch = pd.Timestamp(0, tz="UTC")
+    timed["started_at"] = (timed["started_at"] - epoch).dt.total_seconds()
     timed["duration_s"] = timed["duration_s"].clip(lower=0.0)
     calls = (
         timed.assign(end=timed["started_at"] + timed["duration_s"])

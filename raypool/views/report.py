@@ -149,8 +149,6 @@ def _data(story: Story, shown: Timeline) -> tuple[dict[str, Any], dict[str, str]
 
 def _table(story: Story) -> dict[str, Any]:
     """Return the page's table: columns of configurations, values, metrics and runs."""
-    import pandas as pd
-
     frame = story.frame
     values = [name for name in frame.columns if name not in story.configs and name not in story.run]
     config, value = columns(frame, story.configs), columns(frame, values)
@@ -159,9 +157,7 @@ def _table(story: Story) -> dict[str, Any]:
         for name, cells in last_of(story.metrics, len(frame))
         if name not in value  # a metric that was also returned
     }
-    started = pd.to_datetime(frame["started_at"].astype(float), unit="s").dt.strftime(
-        "%Y-%m-%d %H:%M:%S"
-    )
+    started = frame["started_at"].dt.strftime("%Y-%m-%d %H:%M:%S")
     about = (
         frame[list(story.run)]
         .assign(started_at=started)

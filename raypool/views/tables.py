@@ -83,6 +83,8 @@ def _plain(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, (str, int, bool)):
         return value
+    if isinstance(value, datetime) and not is_missing(value):  # pandas' times are that, too
+        return value.isoformat()
     if isinstance(value, Mapping):
         return {str(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
@@ -326,10 +328,11 @@ def _rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def is_missing(value: Any) -> bool:
-    """Whether a cell of a table is empty: None, pandas' NA or NaN."""
+    """Whether a cell of a table is empty: None, pandas' NA or NaT, or NaN."""
     import pandas as pd
 
-    return value is None or value is pd.NA or (isinstance(value, float) and isnan(value))
+    is_nan = isinstance(value, float) and isnan(value)
+    return value is None or value is pd.NA or value is pd.NaT or is_nan
 
 
 def _text(value: Any, shown: Callable[[Any], str]) -> str:

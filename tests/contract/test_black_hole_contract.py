@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -67,8 +68,8 @@ def test_an_item_waits_before_it_runs_again(pool: ParallelPool) -> None:
 
     view = pool.options(retry_on=ConnectionError, retry_delay_s=0.1)
     starts = view.parfor(fail_twice, [0]).attempts["started_at"].tolist()
-    assert starts[1] - starts[0] >= 0.1
-    assert starts[2] - starts[1] >= 0.2
+    assert starts[1] - starts[0] >= timedelta(seconds=0.1)
+    assert starts[2] - starts[1] >= timedelta(seconds=0.2)
 
 
 @pytest.mark.concurrent

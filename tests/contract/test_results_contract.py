@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -108,20 +109,20 @@ def test_the_table_has_a_row_for_each_item(sweep: Results) -> None:
 
 @pytest.mark.concurrent
 def test_the_timeline_is_plausible(pool: ParallelPool) -> None:
-    import time
-
-    before = time.time()
+    before = datetime.now(UTC)
     frame = pool.parfor(abs, range(300)).to_frame()
-    after = time.time()
+    after = datetime.now(UTC)
 
-    assert frame["started_at"].between(before - 1, after + 1).all()
-    assert (frame["started_at"] + frame["duration_s"]).max() <= after + 1
+    second = timedelta(seconds=1)
+    assert frame["started_at"].between(before - second, after + second).all()
+    ends = frame["started_at"] + pd.to_timedelta(frame["duration_s"], unit="s")
+    assert ends.max() <= after + second
     assert set(frame["worker"]) <= {worker.index for worker in pool.workers}
     for _, items in frame.sort_values("started_at").groupby("worker"):
-        ends = (items["started_at"] + items["duration_s"]).to_numpy()[:-1]
-        assert (items["started_at"].to_numpy()[1:] >= ends - 1e-3).all(), (
-            "two items ran at once on one worker"
-        )
+        assert (
+            items["started_at"].to_numpy()[1:]
+            >= ends[items.index].to_numpy()[:-1] - np.timedelta64(1, "ms")
+        ).all(), "two items ran at once on one worker"
 
 
 def test_the_best(sweep: Results) -> None:
@@ -162,7 +163,7 @@ def test_the_best_by_a_nested_metric(pool: ParallelPool) -> None:
 
     assert results.best("acc.val").name == 2
     assert results.best("acc.last.score").name == 0
-    with pytest.raises(InvalidValueError, match=r"no column 'acc'.*acc\.val, acc\.last\.score"):
+    with pytest.raises(InvalidValueError, match=r"no column 'acc'. Did you mean acc\.val"):
         results.best("acc", mode="max")
 
 

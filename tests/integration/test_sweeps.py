@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import ray
 
@@ -19,7 +20,7 @@ from raypool import ParallelPool, current_task
 
 
 def ends(frame: Any) -> Any:
-    return frame["started_at"] + frame["duration_s"]
+    return frame["started_at"] + pd.to_timedelta(frame["duration_s"], unit="s")
 
 
 # --- who runs what when ---------------------------------------------------------------------------
