@@ -24,6 +24,8 @@ from raypool.backends.ray.session import LOOPBACK_ONLY
 LAPTOP = """
 import os, json, sys, time, signal
 from raypool import *
+from raypool.cluster import connect
+connect.ANSWER_S = 60.0  # the head may be busy
 HEAD, TOKEN, TMP = os.environ["HEAD"], os.environ["TOKEN"], os.environ["TMP_OF_TEST"]
 def pool_of(n, **changes):
     return parpool(n, **{"address": HEAD, "token_file": TOKEN, "quiet": True, **changes})
@@ -98,7 +100,7 @@ with pool_of(2) as pool:
     queue, narrow = DataQueue(), DataQueue(maxsize=2)
     pool.parfeval(fill, queue, 4)
     pool.parfeval(fill, narrow, 4)
-    said["queue"] = [queue.get(20) for _ in range(4)] + [narrow.get(20) for _ in range(4)]
+    said["queue"] = [queue.get(300) for _ in range(4)] + [narrow.get(300) for _ in range(4)]
     pool.store["key"] = 3
     said["store"] = pool.store["key"]
     constant = pool.constant(os.getpid)
@@ -156,7 +158,7 @@ with pool_of(2) as pool:
         said["refused"] = str(error)
     before = [info.pid for info in pool.workers]
     os.kill(before[1], signal.SIGKILL)  # it is idle, so that no call comes back to tell of it
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while before[1] in (after := [info.pid for info in pool.workers]) and time.monotonic() < deadline:
         time.sleep(0.05)
     said["same"] = [pid in before for pid in after]
@@ -503,7 +505,7 @@ def where(x):
 said = {}
 with pool_of(4, retries=3, resources=WorkerResources(gpus=0)) as pool:
     futures = [pool.parfeval(where, x) for x in range(40)]
-    while sum(future.state == "finished" for future in futures) < 8:
+    while len({future.result()[1] for future in futures if future.state == "finished"}) < 2:
         time.sleep(0.01)
     for process in psutil.process_iter():
         try:
