@@ -133,15 +133,14 @@ class Group:
             return
         with self._in("the beginning of the call"):
             has_process = self.assignment.has_process
-            own = int(self._has_world()), count_names() if has_process else 0
+            own = int(self._has_world()), _torch_groups().group_count if has_process else 0
             headers = self._meet(Header(0, BEGIN, shape=own))
             if any(header.operation != BEGIN for header in headers):
                 raise CollectiveError(
                     "A rank has used the context of an earlier call, which has ended.", missing=()
                 )
             if has_process:
-                # ranks find each other by the names of groups, which torch numbers
-                let_names_begin_at(max(header.shape[1] for header in headers))
+                _torch_groups().group_count = max(header.shape[1] for header in headers)
             if not all(header.shape[0] for header in headers):
                 self.make_world()
 
@@ -507,9 +506,10 @@ def _open_store(assignment: Assignment) -> tuple[Any, Any, str]:
         file = _new_file()
         return _store_in(file), file, LOOPBACK
     address = own_address()
-    listener = listen(address)
+    listener = socket.socket()  # torch's own would be open on every interface
+    listener.bind((address, 0))
+    listener.listen(128)
     port = listener.getsockname()[1]
-    # torch's own listener would be open on every interface
     options = {"wait_for_workers": False, "master_listen_fd": listener.detach()}
     store = dist.TCPStore(address, port, None, True, STORE_TIMEOUT, **options)
     return store, (address, port), address
@@ -578,14 +578,6 @@ def interfaces_for(address: str) -> dict[str, str]:
     return {}
 
 
-def listen(address: str) -> socket.socket:
-    """Return a socket that listens at a free port."""
-    listener = socket.socket()
-    listener.bind((address, 0))
-    listener.listen(128)
-    return listener
-
-
 def hold_port(address: str) -> tuple[socket.socket, int]:
     """Find a free port; return a socket that holds it, and its number."""
     holder = socket.socket()
@@ -620,9 +612,9 @@ def make_world(store: Any, rank: int, world_size: int, has_nccl: bool) -> Any:
     import torch
 
     dist = distributed()
-    # the ranks find each other by the group's name, a number of torch's in each process
-    store.set(f"names/{rank}", str(count_names()))
-    let_names_begin_at(max(int(store.get(f"names/{other}")) for other in range(world_size)))
+    store.set(f"names/{rank}", str(_torch_groups().group_count))
+    counts = (int(store.get(f"names/{other}")) for other in range(world_size))
+    _torch_groups().group_count = max(counts)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if has_nccl else "gloo",
         store=store,
@@ -647,27 +639,20 @@ def swap_default(group: Any) -> Any:
     return before
 
 
-def _torch_world() -> Any:
-    """Return torch's registry of groups, for whose content it has no public way."""
+def _torch_groups() -> Any:
+    """Return torch's registry of groups, for whose content it has no public way.
+
+    Its `group_count` names the next group, by which name the ranks find each other. The counts
+    differ if one worker has made a group by itself, or was interrupted while it made one.
+    """
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._world
 
 
-def count_names() -> int:
-    """Return the number of groups that torch has named here, which names the next one."""
-    return int(_torch_world().group_count)
-
-
-def let_names_begin_at(number: int) -> None:
-    """Set the number that names torch's next group."""
-    # it differs if one worker has made a group by itself, or was interrupted while it made one
-    _torch_world().group_count = number
-
-
 def is_registered(world: Any) -> bool:
     """Whether torch still knows a group: the user may have called `destroy_process_group`."""
-    return world in _torch_world().pg_map
+    return world in _torch_groups().pg_map
 
 
 _closing = threading.Lock()
@@ -684,7 +669,7 @@ def close_world(world: Any) -> None:
             return
         swap_default(world)
         try:
-            for group in list(_torch_world().pg_map):
+            for group in list(_torch_groups().pg_map):
                 _sever_gloo(group)
             if "nccl" in dist.get_backend_config(world):
                 # destroying waits for what runs on the GPU, which waits for the others
