@@ -18,6 +18,8 @@ from raypool.errors import LossReason
 
 ROOT = Path(__file__).parents[2]
 
+collect_ignore = ["user_scripts"]  # type checkers read them; nobody runs them
+
 
 @pytest.fixture
 def benchmark_of(monkeypatch: pytest.MonkeyPatch) -> Any:
