@@ -1662,7 +1662,7 @@ def checked_range(num_workers: Any, name: str = "num_workers") -> tuple[int | No
     """
     if num_workers is None:
         return None, None
-    if isinstance(num_workers, str):
+    if isinstance(num_workers, str) and num_workers.isidentifier():  # a profile, perhaps
         raise InvalidTypeError(
             f"{name}={num_workers!r} is not a number of workers. Did you mean"
             f" profile={num_workers.lower()!r}?"
