@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import math
 import numbers
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
@@ -88,6 +89,21 @@ class Miss(NamedTuple):
 
 
 T_co = TypeVar("T_co", covariant=True)
+
+
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """Let the garbage collector rest while many objects are made that all stay.
+
+    It would scan all of them again and again, which takes half of the time.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class Results(Sequence[T_co]):
@@ -235,6 +251,7 @@ class Results(Sequence[T_co]):
         """
         return Diaries(len(self), self._get_diary)
 
+    @collector_paused()
     def to_frame(self) -> pd.DataFrame:
         """Return the table: one row an item, with its configuration, its values and how it ran.
 
@@ -465,10 +482,17 @@ def numbers_in(frame: pd.DataFrame, column: str) -> dict[int, Any]:
     from raypool.views.drawing import spread
     from raypool.views.words import number_in
 
-    columns = spread(frame, map(str, frame))
-    if column not in columns:
-        raise InvalidValueError(f"There is no column {column!r}.{did_you_mean(column, columns)}")
-    found = enumerate(map(number_in, columns[column]))
+    # a column of objects may have fields; to look at all of them takes time
+    if column in frame and frame[column].dtype != object:
+        values = frame[column].tolist()
+    else:
+        columns = spread(frame, map(str, frame))
+        if column not in columns:
+            raise InvalidValueError(
+                f"There is no column {column!r}.{did_you_mean(column, columns)}"
+            )
+        values = columns[column]
+    found = enumerate(map(number_in, values))
     return {index: value for index, value in found if _is_finite(value)}
 
 

@@ -189,7 +189,7 @@ class Modules:
                 self._take(name, module, known.version.reloads + 1)
         if (newest := _newest_import()) != self._newest:
             self._newest = newest
-            for name, module in list(sys.modules.items()):
+            for name, module in sys.modules.copy().items():
                 if name not in self._loaded and is_users(name):
                     self._take(name, module, 0)
         return self._versions
@@ -375,7 +375,7 @@ def reload_all(modules: Iterable[types.ModuleType]) -> None:
         }
         importlib.reload(module)
         new = {id(value): vars(module).get(name, value) for name, value in before.items()}
-        for name, other in list(sys.modules.items()):
+        for name, other in sys.modules.copy().items():
             if other is not module and is_users(name):
                 # an object in the place of a module may refuse
                 with contextlib.suppress(Exception):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import json
 import os
 import pickle
@@ -50,7 +49,7 @@ from raypool.journal.rows import (
 )
 from raypool.journal.salvage import carve
 from raypool.journal.schema import checksum, numbers_of
-from raypool.results import Miss, Results, Row
+from raypool.results import Miss, Results, Row, collector_paused
 
 
 class ItemRecord(NamedTuple):
@@ -89,14 +88,8 @@ def load_results(run_dir: str | os.PathLike[str]) -> Results[Any]:
         [1, 4, 9]
     """
     folder = Path(os.path.abspath(Path(run_dir).expanduser()))  # noqa: PTH100 (links stay)
-    # without a pause, the garbage collector scans all rows again and again: half of the time
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with collector_paused():
         return _load(folder)
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _load(folder: Path) -> Results[Any]:
