@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast, overload
 
 from raypool.channel.feed import Feed, as_html, column_name, fields_of, table
 from raypool.errors import (
@@ -413,6 +413,7 @@ class Results(Sequence[T_co]):
 
         target = Path(path).expanduser().absolute()
         report.check_suffix(target)  # before the tables are made
+        metric = leading_metric(self)
         story = report.Story(
             self.to_frame(),
             self.attempts,
@@ -420,6 +421,8 @@ class Results(Sequence[T_co]):
             list(self._configs()),
             RUN_COLUMNS,
             self.errors,
+            metric,
+            None if metric is None else cast("int", self.best(metric).name),
         )
         report.write(story, target, title)
         return target

@@ -27,7 +27,7 @@ from raypool.views.drawing import (
     took,
     unit_of,
 )
-from raypool.views.words import describe_error
+from raypool.views.words import describe_error, describe_item
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -51,7 +51,8 @@ MAX_NUMBERS = 200
 class Story(NamedTuple):
     """The tables of a loop: `Results.to_frame`, `.attempts`, `.metrics`, `.errors`.
 
-    `configs` and `run` are columns of `frame`: those of configurations, and raypool's own.
+    `configs` and `run` are columns of `frame`: those of configurations, and raypool's own. `metric`
+    names the column by which one item is the best, whose number is `best`.
     """
 
     frame: pd.DataFrame
@@ -60,6 +61,8 @@ class Story(NamedTuple):
     configs: list[str]
     run: Sequence[str]
     errors: Mapping[int, BaseException]
+    metric: str | None = None
+    best: int | None = None
 
 
 class FailureGroup(NamedTuple):
@@ -115,6 +118,7 @@ def page(story: Story, title: str | None) -> str:
         counts=story.frame["status"].value_counts().to_dict(),
         colors=MARKS,
         shown=shown,
+        best=_best(story),
         unit_s=unit_s,
         unit=unit,
         num_again=int(story.attempts["status"].isin(["lost", "retried"]).sum()),
@@ -129,6 +133,22 @@ def page(story: Story, title: str | None) -> str:
         datatables=base64.b64encode(bundle.read_bytes()).decode(),
         datatables_css=bundle.with_suffix(".css").read_text(encoding="utf-8"),
     )
+
+
+def _best(story: Story) -> dict[str, Any] | None:
+    """Return what the page says of the best item, if one is known to be."""
+    if story.metric is None or story.best is None:
+        return None
+    table = {**columns(story.frame, map(str, story.frame))}
+    return {
+        "item": story.best,
+        "metric": story.metric,
+        "value": describe_item(table[story.metric][story.best]),
+        "config": {
+            name: describe_item(table[name][story.best])
+            for name in columns(story.frame, story.configs)
+        },
+    }
 
 
 def _data(story: Story, shown: Timeline) -> tuple[dict[str, Any], dict[str, str]]:

@@ -99,6 +99,23 @@ def test_the_page_has_the_table_and_the_summary(tmp_path: Path) -> None:
     assert "efficiency 75%" in text
 
 
+def test_the_best_item_has_a_card(tmp_path: Path) -> None:
+    items = [{"lr": 0.1, "net": {"kind": "<mlp>"}}, {"lr": 0.2, "net": {"kind": "cnn"}}]
+    values = [{"loss": 3.0, "acc": {"val": 0.5}}, {"loss": 2.5, "acc": {"val": 0.4}}]
+    text = own_markup(made(items, values).report(tmp_path / "sweep.html").read_text())
+    card = re.search(r'<section id="best">(.*?)</section>', text, re.DOTALL)
+    assert card is not None
+    assert "loss = 2.5" in card[1]
+    assert "in item 1" in card[1]
+    assert re.findall(r'class="given">(.*?)</span>', card[1]) == [
+        "lr = 0.2",
+        "net.kind = &#39;cnn&#39;",
+    ]
+    for values in ([1, 2], [{"width": 1}, {"width": 2}]):  # no name says what is good
+        page = made(items, values).report(tmp_path / "sweep.html").read_text()
+        assert 'id="best"' not in page
+
+
 def test_the_page_loads_nothing(tmp_path: Path) -> None:
     page = made([1, 2], [3, 4]).report(tmp_path / "page.html").read_text()
 
