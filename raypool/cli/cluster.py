@@ -30,14 +30,14 @@ ONLY = {
 
 @click.group()
 def cluster() -> None:
-    """Write, check, start and end clusters of machines with GPUs."""
+    """Create, check, start and stop clusters of machines with GPUs."""
 
 
 @cluster.command()
 @click.option(
     "--gpu",
     metavar="KIND",
-    help="Only machines that may have GPUs of this kind: T4, A100, nvidia-tesla-t4, ...",
+    help="List only machines that can have this GPU: T4, A100, nvidia-tesla-t4, ...",
 )
 @click.option(
     "--catalogue",
@@ -46,17 +46,17 @@ def cluster() -> None:
     default="gce",
     show_default=True,
     help=(
-        "Whose: Google Compute Engine's, Amazon EC2's, or those of Google's AI Platform Training of"
+        "Catalogue to list: Google Compute Engine, Amazon EC2, or Google's AI Platform Training of"
         " 2021."
     ),
 )
 @click.option(
-    "--json", "is_json", is_flag=True, help="As JSON, with the zones of each kind of GPU."
+    "--json", "is_json", is_flag=True, help="Print JSON, with the zones of each GPU type."
 )
 def machines(gpu: str | None, name: str, is_json: bool) -> None:
-    """List kinds of machines, and which GPUs go with them.
+    """List machine types and their GPUs.
 
-    What stands there comes with raypool, and says of which day it is; nobody is asked.
+    The catalogues are part of raypool and carry a date; no cloud is contacted.
     """
     from raypool.cluster.machines import catalogue
     from raypool.views import tables
@@ -74,29 +74,27 @@ def machines(gpu: str | None, name: str, is_json: bool) -> None:
 
 @cluster.command()
 @click.option(
-    "--provider", type=click.Choice(PROVIDERS), required=True, help="Who has the machines."
+    "--provider", type=click.Choice(PROVIDERS), required=True, help="Provider of the machines."
 )
-@click.option("--name", default="raypool", show_default=True, help="What to call the cluster.")
-@click.option("--project", help="The project that pays (GCP).")
+@click.option("--name", default="raypool", show_default=True, help="Name of the cluster.")
+@click.option("--project", help="Google Cloud project to bill (GCP).")
 @click.option(
-    "--zone", help="Where: us-central1-a (GCP), us-west-2a (AWS). Default: one that has the GPUs."
+    "--zone", help="Zone: us-central1-a (GCP), us-west-2a (AWS). Default: one that has the GPUs."
 )
-@click.option(
-    "--gpu", help="The kind of GPU of the workers. Default: what --machine comes with, else T4."
-)
-@click.option("--gpus", type=click.IntRange(min=1), help="How many each worker has.  [default: 1]")
+@click.option("--gpu", help="GPU type of the workers. Default: the GPU of --machine, else T4.")
+@click.option("--gpus", type=click.IntRange(min=1), help="Number of GPUs per worker.  [default: 1]")
 @click.option(
     "--machine",
-    help="The kind of machine of the workers. Default: the smallest that has these GPUs.",
+    help="Machine type of the workers. Default: the smallest with these GPUs.",
 )
-@click.option("--head-machine", help="The kind of machine of the head, which has no GPU.")
+@click.option("--head-machine", help="Machine type of the head node, which has no GPU.")
 @click.option(
     "--min",
     "least",
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
-    help="So many workers at least.",
+    help="Minimum number of workers.",
 )
 @click.option(
     "--max",
@@ -104,48 +102,51 @@ def machines(gpu: str | None, name: str, is_json: bool) -> None:
     type=click.IntRange(min=1),
     default=4,
     show_default=True,
-    help="So many workers at most.",
+    help="Maximum number of workers.",
 )
 @click.option(
     "--spot/--on-demand",
     default=True,
     show_default=True,
-    help="Whether workers may be taken back: cheap.",
+    help="Whether workers are spot machines: cheaper, may be preempted.",
 )
 @click.option(
-    "--host", "hosts", multiple=True, help="A machine on premises, the head first; for each one."
+    "--host",
+    "hosts",
+    multiple=True,
+    help="Machine on premises, the head node first; may be repeated.",
 )
 @click.option(
-    "--ssh-user", default="ubuntu", show_default=True, help="Who logs in on the machines."
+    "--ssh-user", default="ubuntu", show_default=True, help="User for SSH on the machines."
 )
-@click.option("--ssh-key", help="The file with that user's private key.")
+@click.option("--ssh-key", help="File with that user's private key.")
 @click.option(
     "--package",
     "packages",
     multiple=True,
-    help="What pip installs there instead of raypool and Ray; for each one.",
+    help="Package that pip installs there instead of raypool and Ray; may be repeated.",
 )
-@click.option("--python", help="The version of Python there, such as 3.11. Default: the one here.")
+@click.option("--python", help="Python version there, such as 3.11. Default: the local one.")
 @click.option(
     "--job",
     metavar="COMMAND",
-    help="Kubernetes: a cluster for this command only, which ends with it.",
+    help="Kubernetes: a cluster for this command only, deleted when it ends.",
 )
 @click.option(
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),
     default="cluster.yaml",
     show_default=True,
-    help="The file.",
+    help="The file to write.",
 )
-@click.option("--force", "is_forced", is_flag=True, help="Write over a file that is there.")
+@click.option("--force", "is_forced", is_flag=True, help="Overwrite an existing file.")
 @click.pass_context
 def init(
     context: click.Context, /, out: Path, job: str | None, is_forced: bool, **wishes: Any
 ) -> None:
-    """Write the file of a cluster, ready to be looked through and started.
+    """Write a cluster file, to be reviewed and started.
 
-    Nothing is asked of any provider, and nothing is made.
+    No provider is contacted, and nothing is created.
     """
     from raypool.cluster.cluster_file import save, text_of
     from raypool.cluster.drafts import Draft
@@ -199,14 +200,13 @@ def _command(context: click.Context, given: list[click.Parameter]) -> str:
     "files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path)
 )
 def validate(files: tuple[Path, ...]) -> None:
-    """Check files of clusters and of training jobs, before money is spent.
+    """Check files of clusters and training jobs before anything is billed.
 
-    Each FILE may be one for Ray's launcher (Google Cloud, AWS, on premises), one for KubeRay, or
-    the config.yaml of a training job. Reports every mistake with its line (status 2), and warns of
-    machines, GPUs and zones that the catalogues here do not
-    have: each catalogue is of a day, and yours may be newer. The Kubernetes that kubectl reaches
-    checks files for KubeRay (kubectl apply --dry-run=server). No cloud is asked, and nothing is
-    made.
+    Each of FILES may be for Ray's launcher (Google Cloud, AWS, on premises), for KubeRay, or the
+    config.yaml of a training job. Reports all mistakes with their line numbers (exit status 2), and
+    warns of machines, GPUs and zones that raypool's catalogues do not have: they carry a date, and
+    your machines may be newer. The Kubernetes that kubectl reaches checks files for KubeRay
+    (kubectl apply --dry-run=server). No cloud is contacted, and nothing is created.
     """
     problems = []
     for file in files:
@@ -243,13 +243,13 @@ FILE = click.argument(
 
 @cluster.command()
 @FILE
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 def up(file: Path, yes: bool) -> None:
-    """Start the cluster of FILE (cluster.yaml), or change one that runs into what FILE says.
+    """Start the cluster defined in FILE (default: cluster.yaml), or update a running one.
 
-    The file is checked before. On a cluster that runs, Ray is started anew, and all that runs there
-    ends; you are asked before. Machines of a cloud cost money from now on, until `raypool cluster
-    down`.
+    The file is checked first. On a running cluster Ray is restarted, which ends everything that
+    runs there; you are asked to confirm that. Cloud machines are billed from now on, until `raypool
+    cluster down`.
     """
     from raypool.cluster import launcher
 
@@ -273,8 +273,8 @@ def up(file: Path, yes: bool) -> None:
 @cluster.command()
 @FILE
 def status(file: Path) -> None:
-    """Say which machines the cluster of FILE (cluster.yaml) has, which are coming, and what is in
-    use.
+    """Show the machines of the cluster defined in FILE (default: cluster.yaml), those that are
+    starting, and the resources in use.
     """
     from raypool.cluster import launcher
 
@@ -284,11 +284,12 @@ def status(file: Path) -> None:
 
 @cluster.command()
 @FILE
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 def down(file: Path, yes: bool) -> None:
-    """End the cluster of FILE (cluster.yaml), with all that runs there, and give its machines back.
+    """Shut down the cluster defined in FILE (default: cluster.yaml), with everything that runs
+    there.
 
-    Machines on premises stay, without Ray.
+    Cloud machines are deleted. On machines on premises, Ray is stopped.
     """
     from raypool.cluster import launcher
 
@@ -300,12 +301,12 @@ def down(file: Path, yes: bool) -> None:
 
 @cluster.command()
 @FILE
-@click.option("--name", default="raypool", show_default=True, help="What to call the profile.")
+@click.option("--name", default="raypool", show_default=True, help="Name of the profile.")
 def connect(file: Path, name: str) -> None:
-    """Keep a tunnel to the cluster of FILE (cluster.yaml) open until Ctrl-C, for pools and jobs
-    from this machine.
+    """Open a tunnel to the cluster defined in FILE (default: cluster.yaml), until Ctrl-C.
 
-    Prints the profile that goes into raypool.toml; then parpool(profile="raypool") runs there.
+    Pools and jobs of this machine can then use the cluster. Prints the profile for raypool.toml;
+    with it, parpool(profile="raypool") runs there.
     """
     from raypool.cluster import launcher
 

@@ -22,15 +22,15 @@ def which_cluster(command: Command) -> Command:
     options = (
         click.option(
             "--profile",
-            help="Which cluster: a profile of raypool.toml.  [default: the one that it names]",
+            help="Cluster to use: a profile of raypool.toml.  [default: the file's default]",
         ),
         click.option(
-            "--address", metavar="URL", help="Its dashboard, instead of the profile's jobs_address."
+            "--address", metavar="URL", help="Dashboard URL, instead of the profile's jobs_address."
         ),
         click.option(
             "--token-file",
             metavar="FILE",
-            help="The file with its token, instead of the profile's token_file.",
+            help="File with the token, instead of the profile's token_file.",
         ),
     )
     for option in reversed(options):
@@ -40,52 +40,52 @@ def which_cluster(command: Command) -> Command:
 
 @click.group()
 def job() -> None:
-    """Work that a cluster does by itself: submit it, look after it, stop it."""
+    """Submit, watch and stop jobs on a cluster."""
 
 
 @job.command(context_settings={"ignore_unknown_options": True})
 @which_cluster
 @click.option(
-    "--working-dir", metavar="DIR", help="A folder that goes along; the command starts in its copy."
+    "--working-dir", metavar="DIR", help="Folder to upload; the command starts in its copy."
 )
 @click.option(
     "--package",
     "packages",
     multiple=True,
     metavar="NAME",
-    help="What pip is to install for it; may be repeated.",
+    help="Package that pip installs for the job; may be repeated.",
 )
-@click.option("--name", help="What to call it.")
+@click.option("--name", help="Name of the job.")
 @click.option(
     "--env",
     multiple=True,
     metavar="NAME=VALUE",
-    help="Set a variable; the dashboard shows it, so none with a secret.",
+    help="Environment variable; the dashboard shows it, so do not pass secrets.",
 )
 @click.option(
     "--cpus",
     type=click.FloatRange(min=0),
     default=0,
-    help="Cores kept for the command itself, beside any pool.",
+    help="Cores reserved for the command itself, besides those of any pool.",
 )
 @click.option(
     "--gpus",
     type=click.FloatRange(min=0),
     default=0,
-    help="GPUs likewise. A pool that it opens takes its own.",
+    help="GPUs reserved for the command itself. A pool that it opens takes its own.",
 )
 @click.option(
     "--follow/--no-wait",
     default=True,
     show_default=True,
-    help="Show what it prints until it ends, or return at once.",
+    help="Show the job's output until it ends, or return at once.",
 )
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def submit(command: tuple[str, ...], profile: str | None, **options: Any) -> None:
-    """Hand in COMMAND as a job: `raypool job submit --working-dir . -- python train.py --lr 0.1`.
+    """Submit COMMAND as a job: `raypool job submit --working-dir . -- python train.py --lr 0.1`.
 
-    What follows -- arrives as it is. Prints the job's id; then, unless told --no-wait, what the job
-    prints, and ends with the exit code of the job. Ctrl-C ends the looking only: the job goes on.
+    Everything after -- is passed on unchanged. Prints the job's id and, without --no-wait, its
+    output, and exits with its exit code. Ctrl-C only stops watching: the job keeps running.
     """
     shipped = {
         "working_dir": options.pop("working_dir"),
@@ -104,7 +104,7 @@ def submit(command: tuple[str, ...], profile: str | None, **options: Any) -> Non
 
 @job.command()
 @which_cluster
-@click.option("--json", "is_json", is_flag=True, help="As JSON.")
+@click.option("--json", "is_json", is_flag=True, help="Print JSON.")
 @click.argument("job_id", required=False)
 def status(
     job_id: str | None,
@@ -113,7 +113,7 @@ def status(
     token_file: str | None,
     is_json: bool,
 ) -> None:
-    """Say how the job JOB_ID is doing; without one, how all are that the cluster knows."""
+    """Show the status of JOB_ID, or of all jobs."""
     with errors_said():
         jobs = _jobs(profile, jobs_address=address, token_file=token_file)
         infos = [jobs.look(job_id)] if job_id is not None else jobs.all()
@@ -130,12 +130,14 @@ def status(
 
 @job.command()
 @which_cluster
-@click.option("--follow", is_flag=True, help="Until it has ended; ends with its exit code.")
+@click.option(
+    "--follow", is_flag=True, help="Print until the job ends, and exit with its exit code."
+)
 @click.argument("job_id")
 def logs(
     job_id: str, profile: str | None, address: str | None, token_file: str | None, follow: bool
 ) -> None:
-    """Print what the job JOB_ID has printed."""
+    """Print the output of JOB_ID."""
     with errors_said():
         jobs = _jobs(profile, jobs_address=address, token_file=token_file)
         if follow:
@@ -148,7 +150,7 @@ def logs(
 @which_cluster
 @click.argument("job_id")
 def stop(job_id: str, profile: str | None, address: str | None, token_file: str | None) -> None:
-    """End the job JOB_ID, whether it waits or runs; return when it has ended."""
+    """Stop JOB_ID, queued or running, and wait until it has ended."""
     with errors_said():
         jobs = _jobs(profile, jobs_address=address, token_file=token_file)
         info = jobs.look(job_id)

@@ -50,7 +50,7 @@ class Commands(click.Group):
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="raypool")
 def main() -> None:
-    """Many models at once, one on each GPU."""
+    """Train many models at once, one per GPU."""
 
 
 main.add_command(cluster)
@@ -66,7 +66,7 @@ main.add_command(report)
 @click.option(
     "--workers",
     type=click.IntRange(min=1),
-    help="How many workers. Default: one per GPU, else one per core.",
+    help="Number of workers. Default: one per GPU; without a GPU, one per core.",
 )
 @click.option(
     "--profile", default="local", show_default=True, help="Where to run: local, threads or inline."
@@ -76,7 +76,7 @@ main.add_command(report)
     type=click.Path(file_okay=False, path_type=Path),
     default=Path(),
     show_default="this folder",
-    help="Where to write results.csv and learning_curves.png.",
+    help="Folder for results.csv and learning_curves.png.",
 )
 def demo(workers: int | None, profile: str, out: Path) -> None:
     """Train a dozen models at once on real images of digits."""
@@ -92,13 +92,13 @@ def demo(workers: int | None, profile: str, out: Path) -> None:
     "--json",
     "is_json",
     is_flag=True,
-    help="As JSON: all that raypool.gpu_device_table tells; null means unknown.",
+    help="Print JSON with all columns of raypool.gpu_device_table; null means unknown.",
 )
 @click.pass_obj
 def gpus(inventory: Inventory | None, is_json: bool) -> None:
-    """Show the GPUs of this machine, and which of them are visible here.
+    """List the GPUs of this machine.
 
-    What they are doing is as of now; no CUDA context is made. Those visible through
+    Shows their current memory and load, without making a CUDA context. GPUs visible through
     CUDA_VISIBLE_DEVICES are marked.
     """
     from raypool.gpus.table import NVIDIAS, gpu_device_table
@@ -122,15 +122,15 @@ COLORS = {"ok": "green", "warning": "yellow", "problem": "red"}
     "--json",
     "is_json",
     is_flag=True,
-    help="As JSON: a list with check, state, fact and advice of each.",
+    help="Print JSON: a list with check, state, fact and advice for each check.",
 )
 @click.pass_obj
 def doctor(inventory: Inventory | None, is_json: bool) -> None:
     """Check this machine for problems.
 
-    Each check is ok, a warning (pools work, but not as well as they could) or a problem, with what
-    to do about it. Nothing is started, and no CUDA context is made. Ends with 1 if there is a
-    problem.
+    Each check ends with ok, a warning (pools work, but not as well as they could) or a problem, and
+    with advice on how to fix it. No pool is started, and no CUDA context is made. Exit status: 1 if
+    there is a problem, else 0.
     """
     from raypool.cli.doctor import examine
 
@@ -158,12 +158,12 @@ def doctor(inventory: Inventory | None, is_json: bool) -> None:
     "--debug", is_flag=True, help="Run it under pdb; on an exception, open post-mortem debugging."
 )
 def replay(run_dir: Path, item: str, debug: bool) -> None:
-    """Run one item of a durable run again, alone and in this process.
+    """Run one item of a saved run again, in this process.
 
     ITEM is its number in the table of raypool.load_results(RUN_DIR), or the name of its folder in
-    RUN_DIR/items, or how that begins. The function is imported by its name, as it is now. Nothing
-    in RUN_DIR changes. Prints what the item returns (status 0), or the traceback of what it raises
-    (status 1).
+    RUN_DIR/items, or the beginning of that name. The function is imported by name, with its current
+    code. Nothing in RUN_DIR changes. Prints the return value (exit status 0), or the traceback of
+    the exception (exit status 1).
     """
     from raypool.journal.replay import replaying
 

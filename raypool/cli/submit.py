@@ -1,5 +1,5 @@
-"""The command line for training jobs: `raypool submit`, with the options that `gcloud ai-platform
-jobs submit training` had.
+"""The command line for training jobs: `raypool submit`, with the options of the former `gcloud
+ai-platform jobs submit training`.
 """
 
 from __future__ import annotations
@@ -72,14 +72,17 @@ def _settings() -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]:
     options: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         "--scale-tier": (
             ("scaleTier",),
-            {"callback": _tier, "help": "custom, where machines are said, basic-gpu or basic."},
+            {"callback": _tier, "help": "basic, basic-gpu, or custom with the machine options."},
         ),
-        "--region": (("region",), {"help": "Where the machines are to be: us-central1, ..."}),
+        "--region": (("region",), {"help": "Region of the machines, such as us-central1."}),
         "--job-dir": (
             ("jobDir",),
-            {"help": "Where outputs go: gs://BUCKET/... The script gets it, too."},
+            {"help": "Where to write outputs: gs://BUCKET/... Also passed to the script."},
         ),
-        "--module-name": (("pythonModule",), {"help": "The module, unless it is the argument."}),
+        "--module-name": (
+            ("pythonModule",),
+            {"help": "The module to run, if it is not the argument."},
+        ),
     }
     for flag, role in ROLES.items():
         name = flag.replace("-", " ")
@@ -88,17 +91,17 @@ def _settings() -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]:
                 (f"{role}Count",),
                 {
                     "type": int,
-                    "help": f"How many {name}s there are.",
+                    "help": f"Number of {name}s.",
                 },
             )
         options[f"--{flag}-machine-type"] = (
             (f"{role}Type",),
-            {"help": f"The kind of machine of a {name}."},
+            {"help": f"Machine type of the {name if role == 'master' else name + 's'}."},
         )
         gpus = {
             "metavar": "count=N,type=KIND",
             "callback": _accelerator,
-            "help": f"The GPUs of a {name}.",
+            "help": f"GPUs per {name}.",
         }
         options[f"--{flag}-accelerator"] = (f"{role}Config", "acceleratorConfig"), gpus
     return options
@@ -124,62 +127,60 @@ def _with_settings(command: Any) -> Any:
 @click.option(
     "--package-path",
     type=click.Path(path_type=Path),
-    help="The folder of the module's package, such as trainer/.",
+    help="Folder of the module's package, such as trainer/.",
 )
 @click.option(
     "--package",
     "packages",
     multiple=True,
-    help="What pip installs, besides raypool and Ray; for each one.",
+    help="Package that pip installs besides raypool and Ray; may be repeated.",
 )
 @click.option(
     "--project",
     envvar=["GOOGLE_CLOUD_PROJECT", "CLOUDSDK_CORE_PROJECT"],
-    help="The project that pays.",
+    help="Google Cloud project to bill.",
     show_envvar=True,
 )
 @click.option(
     "--zone",
-    help="Where the machines are to be. Default: a zone of the region that has all their GPUs.",
+    help="Zone of the machines. Default: a zone of the region that has all their GPUs.",
 )
 @click.option(
     "--spot/--on-demand",
     "is_spot",
-    help="Whether Google may take machines back, but the master: cheap.",
+    help="Whether to use spot machines, except for the master: cheaper, may be preempted.",
 )
 @click.option(
     "--name",
     help=(
-        "What to call the job; its cluster, NAME-XXXXXX. Default: the file's jobId, else the"
-        " script's name."
+        "Name of the job; its cluster is NAME-XXXXXX. Default: the file's jobId, else the script's"
+        " name."
     ),
 )
 @click.option(
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="The cluster's file.  [default: NAME-XXXXXX.yaml]",
+    help="Where to write the cluster file.  [default: NAME-XXXXXX.yaml]",
 )
 @click.option(
     "--dry-run",
     "is_dry",
     is_flag=True,
-    help="Check everything and write the cluster's file; make nothing.",
+    help="Check everything and write the cluster file, but create nothing.",
 )
-@click.option(
-    "--keep", "is_kept", is_flag=True, help="Leave the cluster there when the job has ended."
-)
-@click.option("--profile", help="Run on the cluster of this profile, and make none.")
+@click.option("--keep", "is_kept", is_flag=True, help="Keep the cluster after the job has ended.")
+@click.option("--profile", help="Run on the cluster of this profile instead of creating one.")
 @click.pass_context
 def submit(context: click.Context, /, **given: Any) -> None:
-    """Run a training job on machines of its own, from its config.yaml, and end with its exit code.
+    """Run a training job from its config.yaml on a new cluster, and exit with the job's exit code.
 
-    MODULE_OR_SCRIPT is a file, train.py, or a module, trainer.task; the folder that it is in goes
-    along. Options win over what the file says of the same. What follows -- is for the script and is
-    not looked at; it replaces the file's args.
+    MODULE_OR_SCRIPT is a file (train.py) or a module (trainer.task); its folder is uploaded.
+    Options override the config file. Arguments after -- are passed to the script unchanged and
+    replace the file's args.
 
-    All is checked before anything is made (status 2). Then a cluster is made on Google Cloud; the
-    script begins on its head once all machines are there; what it prints is shown here; and when it
-    has ended, so is the cluster.
+    Everything is checked before anything is created (exit status 2). Then a cluster is created on
+    Google Cloud. The script starts on its head node when all machines are running, its output is
+    shown here, and the cluster is deleted when the script ends.
     """
     from raypool.cluster.training_jobs import run_on, run_on_own
 

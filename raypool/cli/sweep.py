@@ -48,17 +48,17 @@ class RunFolder(click.Path):
     "--run-dir",
     type=RunFolder(file_okay=False),
     required=True,
-    help="Folder for the results: created if missing, resumed if there.",
+    help="Folder for results: created if missing, resumed if it exists.",
 )
 @click.option(
     "--workers",
     type=click.IntRange(min=1),
-    help="How many workers. Default: one per GPU, else one per core.",
+    help="Number of workers. Default: one per GPU; without a GPU, one per core.",
 )
 @click.option(
     "--profile",
-    help="Where to run: local, threads, inline or one of raypool.toml."
-    "  [default: that of raypool.toml, else local]",
+    help="Where to run: local, threads, inline or a profile of raypool.toml."
+    "  [default: the default of raypool.toml, else local]",
 )
 @click.option(
     "--rerun",
@@ -66,31 +66,31 @@ class RunFolder(click.Path):
     default="failed",
     show_default=True,
     help=(
-        "Which items run again if RUN_DIR has results: failed and missing ones, only missing ones,"
-        " or all."
+        "Which items to run if RUN_DIR has results: failed and missing ones, only missing ones, or"
+        " all."
     ),
 )
 @click.option(
     "--seed",
     type=click.IntRange(min=0),
-    help="Give each item random numbers of its own, the same in each run.",
+    help="Seed each item's random numbers, the same in every run.",
 )
 @click.option(
     "--json",
     "is_json",
     is_flag=True,
-    help="Print the table as JSON: a list with an object for each item.",
+    help="Print the table as JSON: a list with one object per item.",
 )
 def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
-    """Call a function with each configuration of a file.
+    """Call a function once for each configuration in a file.
 
-    MODULE:FUNCTION is what to call, train:main or train.py:main, on all workers at once; its only
-    argument is a dict. CONFIGS is a file: .csv, whose first line names the columns; .jsonl, with an
-    object on each line; or .yaml, a list of mappings.
+    MODULE:FUNCTION is the function, such as train:main or train.py:main; its only argument is a
+    dict. CONFIGS is a file: .csv, whose first line names the columns; .jsonl, with one object per
+    line; or .yaml, a list of mappings.
 
-    What has finished is kept in the folder of the run: the same command goes on from there. Prints
-    the table on standard output and all else on standard error. Ends with 0 if all items have
-    finished, 1 if some have failed, 2 if it was used wrongly and 130 after Ctrl-C.
+    Finished results are kept in RUN_DIR; run the same command again to resume. The table goes to
+    standard output, everything else to standard error. Exit status: 0 if all items finished, 1 if
+    some failed, 2 for a usage error, 130 after Ctrl-C.
     """
     from raypool.cli.inputs import check_takes_whole, find_function, read_configs
 
@@ -186,12 +186,12 @@ def _hint(error: BaseException, config: Config) -> str:
     type=RunFolder(exists=True, file_okay=False, path_type=Path),
     default=Path(),
 )
-@click.option("--json", "is_json", is_flag=True, help="As JSON: a list with an object for each.")
+@click.option("--json", "is_json", is_flag=True, help="Print JSON: a list with one object per run.")
 def ls(folder: Path, is_json: bool) -> None:
-    """List the saved runs below a folder, the newest first.
+    """List the saved runs below a folder, newest first.
 
-    FOLDER is this folder unless another one is named. A saved run is what `raypool sweep` and
-    parfor(run_dir=...) leave.
+    FOLDER is the current folder by default. `raypool sweep` and parfor(run_dir=...) write saved
+    runs.
     """
     from raypool.errors import JournalError
     from raypool.journal.reading import runs_below, summary_of
@@ -217,19 +217,23 @@ def ls(folder: Path, is_json: bool) -> None:
 @click.option(
     "--sort",
     metavar="COLUMN",
-    help="The smallest number in this column first; -COLUMN: the largest first.",
+    help="Sort by this column, smallest first; -COLUMN: largest first.",
 )
-@click.option("--top", type=click.IntRange(min=1), help="Only the first so many rows.")
-@click.option("--failed", "is_failed", is_flag=True, help="Only failed items, with their errors.")
-@click.option("--columns", metavar="A,B", help="Only these columns.")
+@click.option("--top", type=click.IntRange(min=1), help="Number of rows to show.")
+@click.option(
+    "--failed", "is_failed", is_flag=True, help="Show only failed items, with their errors."
+)
+@click.option("--columns", metavar="A,B", help="Show only these columns.")
 @click.option("--csv", type=click.Path(dir_okay=False), metavar="FILE", help="Write a CSV file.")
-@click.option("--parquet", type=click.Path(dir_okay=False), metavar="FILE", help="Or Parquet.")
-@click.option("--json", "is_json", is_flag=True, help="As JSON: a list, an object for each item.")
+@click.option("--parquet", type=click.Path(dir_okay=False), metavar="FILE", help="Write Parquet.")
+@click.option(
+    "--json", "is_json", is_flag=True, help="Print JSON: a list with one object per item."
+)
 def show(run_dir: Path, sort: str | None, top: int | None, **options: Any) -> None:
     """Show the table of a saved run, which may still be running.
 
-    RUN_DIR is the folder that was given to `raypool sweep` or parfor. On a terminal the table has
-    50 rows unless --top says otherwise; files and JSON have all rows.
+    RUN_DIR is the folder given to `raypool sweep` or parfor. On a terminal the table has 50 rows by
+    default (--top changes that); files and JSON have all rows.
     """
     from raypool.journal.reading import load_results
     from raypool.results import ranked
@@ -278,14 +282,13 @@ def _named(frame: pd.DataFrame, columns: str | None) -> list[str]:
     type=click.Path(dir_okay=False, path_type=Path),
     default=Path("sweep.html"),
     show_default=True,
-    help="The file to write; one that is there is replaced.",
+    help="The file to write; an existing file is replaced.",
 )
 def report(run_dir: Path, out: Path) -> None:
-    """Write an HTML report of a durable run.
+    """Write an HTML report of a saved run, which may still be running.
 
-    RUN_DIR is the folder that was given to `raypool sweep` or parfor; the run may still be going
-    on. The page has the table, learning curves, a timeline and how well the run scaled. It is one
-    file, which needs no network.
+    RUN_DIR is the folder given to `raypool sweep` or parfor. The report has the table, learning
+    curves, a timeline and how well the run scaled. It is one file that opens offline.
     """
     from raypool.journal.reading import load_results
 
