@@ -22,11 +22,11 @@ TOUR = (ROOT / "docs/tour.md").read_text()
 FRONT = {block.heading: block.code for block in blocks_of("README.md", "python")}
 TEN_LINES, RESUME, FIT = FRONT["Ten lines"], FRONT["Resume"], FRONT["One model on all GPUs"]
 CODE = {block.heading: block.code for block in blocks_of("docs/tour.md", "python")}
-SWEEP, DURABLE = CODE["A sweep that is watched"], CODE["A sweep that survives"]
+SWEEP, DURABLE = CODE["Watch and stop trainings live"], CODE["Resume an interrupted sweep"]
 SPMD, TRAINING, SHARED = (
-    CODE["Every worker at once"],
-    CODE["One model on all workers"],
-    CODE["GPUs, seen and shared"],
+    CODE["SPMD: run on every worker together"],
+    CODE["Distributed training of one model"],
+    CODE["GPUs: inspect and share"],
 )
 
 

@@ -6,13 +6,21 @@ from __future__ import annotations
 
 import ast
 import functools
+import os
 import re
 import shlex
+import subprocess
+import sys
+import threading
 import tomllib
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
+from click.testing import CliRunner
 
 import raypool
 from raypool.cli.main import main
@@ -29,13 +37,13 @@ README = {
     "One model on all GPUs": "tests/integration/test_readme.py::test_resume_and_fit",
 }
 TOUR = {
-    "A sweep that is watched": (
+    "Watch and stop trainings live": (
         "tests/integration/test_readme.py::test_the_sweep_goes_as_it_is_told"
     ),
-    "A sweep that survives": "tests/integration/test_readme.py::test_the_sweep_that_survives",
-    "Every worker at once": "tests/integration/test_readme.py::test_every_worker_at_once",
-    "One model on all workers": "tests/integration/test_readme.py::test_one_model_on_all_workers",
-    "GPUs, seen and shared": "tests/integration/test_readme.py::test_gpus_seen_and_shared",
+    "Resume an interrupted sweep": "tests/integration/test_readme.py::test_the_sweep_that_survives",
+    "SPMD: run on every worker together": "tests/integration/test_readme.py::test_every_worker_at_once",
+    "Distributed training of one model": "tests/integration/test_readme.py::test_one_model_on_all_workers",
+    "GPUs: inspect and share": "tests/integration/test_readme.py::test_gpus_seen_and_shared",
     "On a cluster": "tests/integration/test_guides.py::test_the_tour",
     "Behind other libraries": "tests/unit/test_docs.py::test_the_short_programs_run",
 }
@@ -68,12 +76,19 @@ RUN_BY: dict[str, dict[str, str] | str] = {
     "docs/tour.md": TOUR,
     "docs/integrations.md": AT_HOME,
     "docs/clusters.md": CLUSTERS,
+    "docs/debug.md": "tests/unit/test_docs.py::test_the_code_about_debugging_runs",
     "docs/durable.md": "tests/unit/test_docs.py::test_the_code_about_durable_sweeps_runs",
     "docs/gpus.md": "tests/unit/test_docs.py::test_the_code_about_gpus_runs",
     "docs/matlab.md": "tests/integration/test_matlab_page.py::test_the_python_side_runs",
     "docs/several_gpus.md": (
         "tests/integration/test_scaling_report.py::test_the_page_on_several_gpus_is_true"
     ),
+    "docs/tutorials/first_sweep.md": "tests/unit/test_docs.py::test_the_first_sweep",
+    "docs/tutorials/first_training.md": "tests/unit/test_docs.py::test_the_first_training",
+    "docs/tutorials/from_a_loop_to_a_pool.md": (
+        "tests/unit/test_docs.py::test_from_a_loop_to_a_pool"
+    ),
+    "docs/tutorials/from_matlab.md": "tests/unit/test_docs.py::test_from_matlab",
 }
 """Which test runs the Python of a document: by heading, or all of it."""
 
@@ -188,9 +203,18 @@ def has_its_options(line: str) -> bool:
         for parameter in command.params
         for option in (*parameter.opts, *parameter.secondary_opts)
     }
+    takes_value = {
+        option
+        for parameter in command.params
+        if not getattr(parameter, "is_flag", False)
+        for option in parameter.opts
+    }
     ours = words[: words.index("--")] if "--" in words else words
-    # "-accuracy" is a value: the column to sort by
-    options = {word for word in ours if re.match(r"--|-\w$", word)}
+    options = {
+        word
+        for before, word in zip(["", *ours], ours, strict=False)
+        if word.startswith("-") and before not in takes_value  # the value may be "-accuracy"
+    }
     return options <= known | {"--help", "--version"}
 
 
@@ -289,3 +313,106 @@ def test_a_future_says_that_it_cannot_travel() -> None:
 
 def test_what_has_its_turn_apart_from_others_is_there() -> None:
     assert [name for name in (*TAKE_TURNS, *FIRST, *LAST) if not (ROOT / name).exists()] == []
+
+
+TUTORIALS = "docs/tutorials/{}.md"
+
+
+@pytest.fixture
+def follow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., str]]:
+    """Go through a page as a reader does, and compare what it shows with what is printed.
+
+    Blocks of Python share their variables; one that begins with `# name.py` is saved as that file
+    too. A block without a language shows lines that the block above it prints; after "(Pdb)" it
+    shows what the reader types. Numbers that `varying` matches may differ.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+
+    def run(block: Block, variables: dict[str, Any], typed: str) -> str:
+        capsys.readouterr()
+        if block.language == "python":
+            if file := re.match(r"# (\w+\.py)\n", block.code):
+                Path(file[1]).write_text(block.code)
+            exec(compile(block.code, block.document, "exec"), variables)
+            return capsys.readouterr().out
+        calls = [shlex.split(line)[1:] for line in block.code.splitlines()]
+        if typed:  # pytest has the debugger's input and output in this process
+            command = [sys.executable, "-m", "raypool", *calls[0]]
+            env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+            done = subprocess.run(
+                command, input=typed, capture_output=True, text=True, timeout=120, env=env
+            )
+            return done.stderr + done.stdout
+        return "".join(CliRunner().invoke(main, call).output for call in calls)
+
+    def go(document: str, varying: str = r"\d+\.\d+") -> str:
+        variables: dict[str, Any] = {"__name__": "tutorial"}
+        blocks = [block for block in blocks_of(document) if block.language != "matlab"]
+        everything = ""
+        for block, below in zip(blocks, [*blocks[1:], None], strict=True):
+            if not block.language:
+                continue
+            shown = below.code if below and not below.language else ""
+            typed = "".join(f"{line}\n" for line in re.findall(r"^\(Pdb\) (.*)$", shown, re.M))
+            shown = re.sub(r"^(\(Pdb\)) .*\n", r"\1 ", shown, flags=re.MULTILINE)
+            printed = run(block, variables, typed).replace(str(tmp_path), "/home/me")
+            shows = Counter(alike(line, varying) for line in shown.splitlines())
+            assert shows <= Counter(alike(line, varying) for line in printed.splitlines()), block
+            everything += printed
+        return everything
+
+    yield go
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def alike(text: str, varying: str) -> str:
+    """Return a text without what may differ: times, numbers that vary, and white space."""
+    text = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d", "<time>", text)
+    return " ".join(re.sub(varying, "<number>", text).split())
+
+
+def test_the_first_sweep(follow: Callable[..., str]) -> None:
+    """docs/tutorials/first_sweep.md: which network is the best may differ between CPUs."""
+    printed = follow(TUTORIALS.format("first_sweep"), r"-?\d+(\.\d+)?")
+    assert printed.count("<Results of 12 items: 11 finished, 1 failed>") == 2
+    assert re.search(r"^9 +32 +100\.00 +NaN +failed$", printed, re.MULTILINE)
+    assert "{9: ArithmeticError('the training diverges in epoch 0')}" in printed
+    assert re.search(r"^digits +digits\.train +5 +5 +0 +finished", printed, re.MULTILINE)
+    assert re.search(r"^ +9 +32 +100 +ArithmeticError", printed, re.MULTILINE)
+    assert float(re.findall(r"'accuracy': (\S+)}", printed)[-1]) > 0.85
+    assert Path("sweep.html").stat().st_size > 10_000
+
+
+def test_the_first_training(follow: Callable[..., str]) -> None:
+    """docs/tutorials/first_training.md."""
+    printed = follow(TUTORIALS.format("first_training"))
+    assert float(re.findall(r"(\S+)% right", printed)[0]) > 70
+
+
+def test_from_a_loop_to_a_pool(follow: Callable[..., str]) -> None:
+    """docs/tutorials/from_a_loop_to_a_pool.md: the loop and the pool give the same."""
+    printed = follow(TUTORIALS.format("from_a_loop_to_a_pool"))
+    assert printed.count("[0.859 0.941 0.97  0.662]") == 2
+
+
+def test_from_matlab(follow: Callable[..., str]) -> None:
+    """docs/tutorials/from_matlab.md."""
+    assert "[0.962, 0.965, 0.955, 0.941]" in follow(TUTORIALS.format("from_matlab"))
+
+
+def test_the_code_about_debugging_runs(
+    follow: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/debug.md, with the debugger's session."""
+    stops: list[str] = []
+    monkeypatch.setattr(
+        sys, "breakpointhook", lambda: stops.append(threading.current_thread().name)
+    )
+    assert follow("docs/debug.md").count("(Pdb)") == 3
+    assert stops == [threading.main_thread().name]
