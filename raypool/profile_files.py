@@ -22,7 +22,9 @@ from __future__ import annotations
 
 import functools
 import operator
+import os
 import pkgutil
+import stat
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -98,6 +100,16 @@ def default_profile() -> Profile:
     if file is None or file.default is None:
         return BUILT_IN["local"]
     keys = (*file.within, "default")
+    status = file.path.stat()
+    # nobody has asked for this file: one that a stranger left above the folder must not decide on
+    # which cluster work runs, and which function it begins with
+    if status.st_uid not in (os.getuid(), 0) or status.st_mode & stat.S_IWOTH:
+        file.refuse(
+            InvalidValueError,
+            keys,
+            "the file belongs to another user, or others can write to it, so it cannot name the"
+            ' default profile. Name a profile, such as parpool(profile="local").',
+        )
     if not isinstance(file.default, str):
         file.refuse(
             InvalidTypeError, keys, f"default={file.default!r} is not the name of a profile."

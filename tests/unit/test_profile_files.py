@@ -371,6 +371,21 @@ def test_the_default_profile(write: Write, capsys: pytest.CaptureFixture[str]) -
             parpool(2, quiet=True)
 
 
+def test_a_strangers_file_names_no_default(write: Write) -> None:
+    path = write('default = "lab"\n[profiles.lab]\nbackend = "threads"')
+    path.chmod(0o666)
+    with pytest.raises(InvalidValueError, match=f"{path}, line 1: the file belongs to another"):
+        parpool(2, quiet=True)
+    assert resolve_profile("lab", {}).backend == "threads"  # asked for by name
+    path.chmod(0o644)
+    if os.getuid() == 0:
+        os.chown(path, 12345, 12345)
+        with pytest.raises(InvalidValueError, match="belongs to another user"):
+            parpool(2, quiet=True)
+    else:
+        assert resolve_profile(None, {}).backend == "threads"
+
+
 def test_the_line_in_pyproject_toml(write: Write) -> None:
     path = write("[tool]\nraypool = 5\n", name="pyproject.toml")
     with pytest.raises(InvalidTypeError, match=f"{path}, line 2: raypool is not a table"):
