@@ -525,11 +525,11 @@ def best_first(results: Results[Any]) -> tuple[pd.DataFrame, str | None]:
 
 def leading_metric(results: Results[Any]) -> str | None:
     """Return the first column of values with numbers in it whose name tells what is good."""
-    frame = results.to_frame()
-    known = {*results._configs(), *RUN_COLUMNS}
-    values = frame[[name for name in frame if name not in known]]
     from raypool.views.drawing import spread
 
+    frame = results.to_frame()
+    others = {*results._configs(), *RUN_COLUMNS}
+    values = frame[[name for name in frame if name not in others]]
     for column in spread(values, map(str, values)):
         with contextlib.suppress(InvalidValueError):  # the name does not tell
             direction(column)
