@@ -1662,7 +1662,8 @@ def checked_range(num_workers: Any, name: str = "num_workers") -> tuple[int | No
     """
     if num_workers is None:
         return None, None
-    if isinstance(num_workers, str) and num_workers.isidentifier():  # a profile, perhaps
+    # parpool("threads"), as MATLAB takes it
+    if name == "num_workers" and isinstance(num_workers, str) and num_workers.isidentifier():
         raise InvalidTypeError(
             f"{name}={num_workers!r} is not a number of workers. Did you mean"
             f" profile={num_workers.lower()!r}?"
