@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from typing import Any, cast
 import yaml
 from jsonschema.protocols import Validator
 
-from raypool.errors import CloudError
+from raypool.errors import CloudError, did_you_mean
 
 # the parser in C, if PyYAML was built with it
 Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -244,9 +243,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
         >>> nearest("zone", ["a", "b"])
         '. There are: a, b.'
     """
-    names = list(known)
-    near = difflib.get_close_matches(name, names, n=2)
-    return f". Did you mean {' or '.join(near)}?" if near else f". There are: {', '.join(names)}."
+    return f".{did_you_mean(name, known)}"
 
 
 def texts(content: Any, keys: Keys = ()) -> Iterator[tuple[Keys, str]]:
