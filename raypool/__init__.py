@@ -58,7 +58,7 @@ if typing.TYPE_CHECKING:
         parpool,
         predict,
     )
-    from raypool.profiles import Profile, Tls, WorkerResources
+    from raypool.profiles import Profile, Slurm, Tls, WorkerResources
     from raypool.results import Results
     from raypool.spmd.composite import Composite
     from raypool.spmd.context import SpmdContext
@@ -107,6 +107,7 @@ __all__ = [
     "RunOptions",
     "ScalingReport",
     "SerializationError",
+    "Slurm",
     "SpmdContext",
     "SpmdError",
     "StartupError",
@@ -184,6 +185,7 @@ _HOMES = {
     "RunOptions": "raypool.train.runs",
     "ScalingReport": "raypool.train.scaling",
     "SerializationError": "raypool.errors",
+    "Slurm": "raypool.profiles",
     "SpmdContext": "raypool.spmd.context",
     "SpmdError": "raypool.errors",
     "StartupError": "raypool.errors",

@@ -1488,7 +1488,7 @@ def open_pool(
     settings = resolve_profile(profile, changes)
     least, most = settings.sized(*asked)
     started = time.monotonic()
-    engine = open_engine(settings)
+    engine = open_engine(settings, workers=(least, most))
     try:
         engine.add_workers(least, most)
     except BaseException:  # Ctrl-C, too: no process may stay on a GPU

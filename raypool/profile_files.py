@@ -10,6 +10,11 @@
     resources = {gpus = 0.5}
     setup = "mylab.workers:load_cache"
 
+    [profiles.hpc]
+    kind = "slurm"
+    partition = "gpu"
+    gpus_per_node = 4
+
     [profiles.my-cluster]
     address = "ray://127.0.0.1:10001"
     token_file = "~/.ray/auth_token"
@@ -32,7 +37,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from raypool.errors import InvalidTypeError, InvalidValueError, RaypoolError, did_you_mean
-from raypool.profiles import Profile, Tls, WorkerResources
+from raypool.profiles import Profile, Slurm, Tls, WorkerResources
 
 BUILT_IN = {
     "local": Profile(),
@@ -233,7 +238,20 @@ class ProfileFile:
                 keys,
                 f"the profile {name!r} is built in. Give yours another name.",
             )
-        return self._made(Profile, self.profiles[name], keys, "a profile")
+        table = dict(self.profiles[name])
+        kind = table.pop("kind", None)
+        if kind is None:
+            return self._made(Profile, table, keys, "a profile")
+        if kind != "slurm":
+            self.refuse(
+                InvalidValueError,
+                (*keys, "kind"),
+                f'there is no kind of profile {kind!r}. Leave it out, or write kind = "slurm".',
+            )
+        names = [entry.name for entry in fields(Slurm)]
+        asked = {key: table.pop(key) for key in names if key in table}
+        slurm = self._made(Slurm, asked, keys, "slurm")
+        return replace(self._made(Profile, table, keys, "a profile of Slurm"), slurm=slurm)
 
     def _made(self, cls: type[T], table: Mapping[str, Any], keys: Keys, what: str) -> T:
         """Make an object of a table."""
@@ -242,7 +260,10 @@ class ProfileFile:
         for key, entry in table.items():
             at = (*keys, key)
             if key not in known:
-                hint = did_you_mean(key, known, FROM_ELSEWHERE if cls is Profile else {})
+                others = [entry.name for entry in fields(Slurm)] if "Slurm" in what else []
+                hint = did_you_mean(
+                    key, [*known, *others], FROM_ELSEWHERE if cls is Profile else {}
+                )
                 self.refuse(
                     InvalidValueError,
                     at,
@@ -276,7 +297,7 @@ class ProfileFile:
             )
         if key == "tls":
             return self._tls(entry, keys)
-        if key in ("token_file", "working_dir") and isinstance(entry, str):
+        if key in ("token_file", "working_dir", "folder") and isinstance(entry, str):
             return self._path(entry)
         return self._function(key, entry, keys) if key in ("setup", "teardown") else entry
 

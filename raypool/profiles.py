@@ -1,6 +1,7 @@
 """`Profile`: where a pool runs, and what each worker gets; checked before anything starts.
 
-Also here: `WorkerResources` of one worker, `Tls` of a cluster, and labels of machines.
+Also here: `WorkerResources` of one worker, `Tls` of a cluster, `Slurm` of an allocation, and labels
+of machines.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
+from types import NoneType
 from typing import Any, Literal
 
 from raypool.errors import (
     InvalidTypeError,
     InvalidValueError,
     checked_count,
+    optional_count,
     suggests_fields,
     whole_number,
 )
@@ -81,6 +84,92 @@ class Tls:
         for name in ("certificate", "key", "authority"):
             if not isinstance(getattr(self, name), (str, PathLike)):
                 raise InvalidTypeError(f"{name}={getattr(self, name)!r} is not the path of a file.")
+
+
+@suggests_fields(queue="partition", walltime="time", timeout_min="time", num_nodes="nodes")
+@dataclass(frozen=True, kw_only=True)
+class Slurm:
+    """An allocation of a Slurm cluster: what `sbatch` is asked for.
+
+    Args:
+        partition: The partition. None: the cluster's default.
+        account: The account that is charged. None: the user's default.
+        time: The time limit as Slurm writes it ("30", "4:00:00", "1-12:00:00"), or in minutes.
+            None: the partition's default.
+        nodes: The number of nodes. None: as many as the workers need, at least one.
+        gpus_per_node: GPUs of each node, a number or "KIND:NUMBER" ("a100:4"). None: no GPUs, and
+            as many cores as the workers need.
+        cpus_per_gpu: Cores for each GPU. None: the cluster's default.
+        constraint: Features that each node must have.
+        sbatch: More options of `sbatch`, such as ["--qos=long", "--mem=64G"].
+        notice_s: How long before the end tasks hear of it, so that they can save [s].
+        folder: Where jobs keep their files; this machine and all nodes must share it.
+
+    Raises:
+        InvalidTypeError: A value is of a wrong kind.
+        InvalidValueError: A value cannot work.
+
+    Source:
+        The manual of sbatch. Names are those of submitit and dask-jobqueue where these agree.
+
+    Example:
+        >>> Slurm(partition="gpu", gpus_per_node="a100:4").gpus
+        4
+    """
+
+    partition: str | None = None
+    account: str | None = None
+    time: str | int | None = None
+    nodes: int | None = None
+    gpus_per_node: int | str | None = None
+    cpus_per_gpu: int | None = None
+    constraint: str | None = None
+    sbatch: Sequence[str] = ()
+    notice_s: float = 120.0
+    folder: str | PathLike[str] = "~/.raypool/slurm"
+
+    def __post_init__(self) -> None:
+        for name in ("partition", "account", "constraint"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise InvalidTypeError(f"{name}={value!r} is not a text.")
+        for name in ("nodes", "cpus_per_gpu"):
+            object.__setattr__(self, name, optional_count(name, getattr(self, name), least=1))
+        if isinstance(self.sbatch, str) or not all(isinstance(each, str) for each in self.sbatch):
+            raise InvalidTypeError(
+                f"sbatch={self.sbatch!r} is not a list of options, such as ['--qos=long']."
+            )
+        for option in self.sbatch:
+            if not option.startswith("-") or "\n" in option:
+                raise InvalidValueError(
+                    f"sbatch has {option!r} in it, which is not an option, such as '--qos=long'."
+                )
+        object.__setattr__(self, "sbatch", tuple(self.sbatch))
+        if isinstance(self.time, bool) or not isinstance(self.time, (str, int, NoneType)):
+            raise InvalidTypeError(
+                f"time={self.time!r} is neither a time limit, such as '4:00:00', nor a number of"
+                " minutes."
+            )
+        if not self.notice_s > 0:
+            raise InvalidValueError(
+                f"notice_s={self.notice_s!r} leaves tasks no time to save. Give seconds above 0."
+            )
+        if self.gpus < 0:
+            raise InvalidValueError(f"gpus_per_node={self.gpus_per_node!r} is negative.")
+
+    @property
+    def gpus(self) -> int:
+        """The number of GPUs of each node."""
+        given = self.gpus_per_node or 0
+        if isinstance(given, str):
+            _, _, given = given.rpartition(":")
+        number = int(given) if str(given).isdecimal() else whole_number(given)
+        if number is None:
+            raise InvalidTypeError(
+                f"gpus_per_node={self.gpus_per_node!r} is neither a number nor 'KIND:NUMBER', such"
+                " as 'a100:4'."
+            )
+        return number
 
 
 @suggests_fields(num_gpus="gpus", num_cpus="cpus")
@@ -205,6 +294,9 @@ class Profile:
         token_file: The file with the cluster's token. None: as Ray finds it (RAY_AUTH_TOKEN,
             RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token).
         tls: The certificates for a cluster with encrypted connections.
+        slurm: The allocation of a Slurm cluster that the pool waits for, uses, and releases at its
+            end; `kind = "slurm"` in a file, with the fields of `Slurm` beside the others. In a job
+            of Slurm: the nodes of that job.
         working_dir: A folder whose copy is the workers' working directory, so that they can import
             its modules; without what its .gitignore and .rayignore name.
         packages: What `pip` is to install for the workers, as in a requirements file.
@@ -270,6 +362,7 @@ class Profile:
     address: str | None = None
     token_file: str | PathLike[str] | None = None
     tls: Tls | None = None
+    slurm: Slurm | None = None
     working_dir: str | PathLike[str] | None = None
     packages: Sequence[str] = ()
     jobs_address: str | None = None
@@ -428,6 +521,16 @@ def _check(profile: Profile) -> None:
 
 def _check_address(profile: Profile) -> None:
     """Refuse addresses of another form, and GPUs of this machine for a cluster elsewhere."""
+    if profile.slurm is not None and profile.address is not None:
+        raise InvalidValueError(
+            f"address={profile.address!r} is that of a cluster that runs, and slurm asks for a new"
+            " one. Give one of them."
+        )
+    if profile.slurm is not None and profile.backend != "ray":
+        raise InvalidValueError(
+            f"slurm asks for machines, and backend={profile.backend!r} is this process. Leave one"
+            " of them out."
+        )
     if profile.address is not None and "://" in profile.address and not profile.is_remote:
         raise InvalidValueError(
             f"address={profile.address!r} is neither 'ray://HOST:10001' nor 'HOST:6379'."
@@ -468,6 +571,7 @@ def _check_kinds(profile: Profile) -> None:
         ("address", str, "the address of a Ray cluster, such as '10.0.0.7:6379'"),
         ("jobs_address", str, "a URL, such as 'http://127.0.0.1:8265'"),
         ("tls", Tls, "a Tls(certificate=, key=, authority=)"),
+        ("slurm", Slurm, "a Slurm(partition=, time=, nodes=, ...)"),
         ("token_file", (str, PathLike), "the path of a file"),
         ("working_dir", (str, PathLike), "the path of a folder"),
         ("trace", (str, PathLike), "the path of a file"),

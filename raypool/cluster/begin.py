@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import sys
 import time
 import uuid
@@ -25,6 +26,9 @@ LOOK_S = 1.0
 
 ANSWER_S = 10.0
 """The time for Ray to list its machines [s]."""
+
+CONNECT_S = 2.0
+"""The time for a connection to the head [s]."""
 
 BUCKET_PATIENCE = {"gs": "?retry_limit_seconds=20", "s3": ""}
 """Options that limit retries of a bucket; Google's client would retry for a quarter of an hour."""
@@ -55,8 +59,8 @@ def main(words: Sequence[str]) -> None:
     try:
         if options.job_dir is not None:
             try_out(options.job_dir)
-        if options.machines > 1:
-            wait_until(options.machines, machines_there, options.timeout_s)
+        # also for the head alone: Ray answers before its node is there
+        wait_until(options.machines, machines_there, options.timeout_s)
     except CloudError as error:
         sys.exit(f"raypool: {error}")
     os.execv(sys.executable, [sys.executable, *script])
@@ -89,17 +93,28 @@ def try_out(job_dir: str) -> None:
 
 
 def machines_there() -> int:
-    """Return the number of machines of this job's cluster, without connecting as a driver.
+    """Return the number of machines of this job's cluster; 0 if Ray does not answer.
 
-    When the first driver of a job ends, Ray removes the working folder, and the script with it.
+    It does not connect as a driver: when the first driver of a job ends, Ray removes the working
+    folder, and the script with it.
     """
     from ray.core.generated.gcs_pb2 import GcsNodeInfo
+    from ray.exceptions import RaySystemError, RpcError
 
+    from raypool.cluster.connect import host_and_port
     from raypool.ray_private import GcsClient
 
-    nodes = (
-        GcsClient(address=os.environ["RAY_ADDRESS"]).get_all_node_info(timeout=ANSWER_S).values()
-    )
+    address = os.environ.get("RAY_ADDRESS")
+    if address is None:
+        raise CloudError(
+            "RAY_ADDRESS is not set, so that the cluster of this job is unknown. A job of Ray has it."
+        )
+    try:
+        # Ray's client would try an address without a listener for a minute
+        socket.create_connection(host_and_port(address), CONNECT_S).close()
+        nodes = GcsClient(address=address).get_all_node_info(timeout=ANSWER_S).values()
+    except (OSError, RpcError, RaySystemError):
+        return 0
     return sum(node.state == GcsNodeInfo.ALIVE for node in nodes)
 
 
@@ -126,13 +141,23 @@ def wait_until(machines: int, count: Callable[[], int], timeout_s: float) -> Non
             sys.stdout.write(f"raypool: {there} of {machines} machines are there.\n")
             sys.stdout.flush()
         elif time.monotonic() > deadline:
-            raise CloudError(
-                f"{there} of {machines} machines are there after {timeout_s:g} s. The zone may have"
-                " no more of them now, or your quota there may allow no more: `raypool cluster"
-                " status` shows what became of the others."
-            )
+            raise CloudError(_why_missing(there, machines, timeout_s))
         else:
             time.sleep(LOOK_S)
+
+
+def _why_missing(there: int, machines: int, timeout_s: float) -> str:
+    address = os.environ.get("RAY_ADDRESS")
+    if not there:
+        return (
+            f"No Ray has answered at {address} for {timeout_s:g} s. RAY_ADDRESS has to be the"
+            " address of the cluster's head, and Ray has to run there."
+        )
+    return (
+        f"{there} of {machines} machines have joined the Ray at {address} after {timeout_s:g} s. On"
+        " a cloud, `raypool cluster status` shows what became of the others: the zone may have no"
+        " more machines of this kind, or your quota may be used up."
+    )
 
 
 if __name__ == "__main__":

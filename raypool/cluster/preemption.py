@@ -213,15 +213,42 @@ class RayNode:
         Raises:
             Exception: The head can't be reached, or does not want to hear of it.
         """
-        from ray.core.generated import autoscaler_pb2
+        _drain(self._connect(address=self._address), self.node_id, notice)
 
-        client: Any = self._connect(address=self._address)
-        reason = autoscaler_pb2.DRAIN_NODE_REASON_PREEMPTION
-        is_accepted, words = client.drain_node(
-            self.node_id, reason, notice.words, int(notice.gone_at * 1000)
-        )
-        if not is_accepted:
-            raise CloudError(f"Ray does not drain this node: {words}")
+
+def _drain(client: Any, node_id: str, notice: Notice) -> None:
+    from ray.core.generated import autoscaler_pb2
+
+    reason = autoscaler_pb2.DRAIN_NODE_REASON_PREEMPTION
+    is_accepted, words = client.drain_node(
+        node_id, reason, notice.words, int(notice.gone_at * 1000)
+    )
+    if not is_accepted:
+        raise CloudError(f"Ray does not drain this node: {words}")
+
+
+def drain(address: str, notice: Notice, node_address: str | None = None) -> list[str]:
+    """Drain the nodes of the Ray at an address; return their names.
+
+    Args:
+        address: Of its control store.
+        notice: The reason, and the deadline.
+        node_address: Only the node with this IP address. None: all nodes.
+
+    Raises:
+        Exception: The head can't be reached, or refuses.
+    """
+    from ray.core.generated.gcs_pb2 import GcsNodeInfo
+
+    from raypool.ray_private import GcsClient
+
+    client = GcsClient(address=address)
+    names = []
+    for node_id, node in client.get_all_node_info(timeout=RAY_TIMEOUT_S).items():
+        if node.state == GcsNodeInfo.ALIVE and node_address in (None, node.node_manager_address):
+            _drain(client, node_id.hex(), notice)
+            names.append(node.node_name)
+    return names
 
 
 def find_ray(node_id: str | None = None) -> RayNode:

@@ -411,12 +411,17 @@ def _end_all() -> None:
         engine.driver.closed.wait(EXIT_TIMEOUT_S)
 
 
-def open_engine(profile: Profile, find_way: FindWay | None = None) -> Engine:
+def open_engine(
+    profile: Profile,
+    find_way: FindWay | None = None,
+    workers: tuple[int | None, int | None] = (None, None),
+) -> Engine:
     """Return the engine for a profile, without workers yet.
 
     Args:
         profile: Where it runs.
         find_way: Leads to the store of another pool that is to be used; "inline" only.
+        workers: The least and the greatest number of workers that are to come.
     """
     if profile.backend == "inline":
         from raypool.backends.local import InlineBackend
@@ -439,7 +444,8 @@ def open_engine(profile: Profile, find_way: FindWay | None = None) -> Engine:
 
     # NVML's Ray finds by itself
     own = None if isinstance(profile.inventory, NvmlInventory) else profile.inventory
-    join_ray(profile, own)  # before anything imports Ray, which reads its settings then
+    # before anything imports Ray, which reads its settings then
+    profile = join_ray(profile, own, workers)
     try:
         from raypool.backends.ray.backend import RayBackend
         from raypool.backends.ray.packing import unpack

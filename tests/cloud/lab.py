@@ -91,8 +91,13 @@ def _first_process(command: Sequence[str]) -> tuple[subprocess.Popen[str], int]:
     if outer.stdout.readline() != "up\n":
         outer.kill()
         raise AssertionError(outer.stderr.read())
-    [*_, first] = psutil.Process(outer.pid).children(recursive=True)
-    return outer, first.pid
+    # the service of a host has left processes, too
+    [first] = [
+        child.pid
+        for child in psutil.Process(outer.pid).children(recursive=True)
+        if "\t1\n" in Path(f"/proc/{child.pid}/status").read_text().partition("NSpid:")[2][:40]
+    ]
+    return outer, first
 
 
 @dataclass

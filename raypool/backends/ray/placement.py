@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import linecache
+import os
 import sys
 import threading
 import time
@@ -132,7 +133,9 @@ class Placement:
         if self._profile.gpus is not None:
             meant = spots(self._profile.gpus)
             return {kind: Choice(demand, meant, self._survey).claim(None, len(meant), wanted)}
-        is_elsewhere = self._profile.address is not None or is_outside()
+        is_elsewhere = (
+            self._profile.address is not None or "RAY_ADDRESS" in os.environ or is_outside()
+        )
         most = NO_LIMIT if demand.kind == "GPU" or is_elsewhere else usable_cores()
         return {kind: claim_number([Need(demand, 1, most)], wanted, self._survey, self._growth)[0]}
 

@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from raypool import ray_private
 from raypool.cluster import connect
@@ -29,6 +29,9 @@ from raypool.gpus.devices import Inventory, usable_cpus, visible_gpus
 from raypool.gpus.table import import_ray
 from raypool.profiles import CLIENT, LOOPBACK, Profile
 from raypool.worker.folders import LOCK, hold, make_private, remove_unheld, run_aside
+
+if TYPE_CHECKING:
+    from raypool.cluster.slurm import Allocation
 
 LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """With "0" Ray binds everything to 127.0.0.1; undocumented for Linux: a test looks at the ports."""
@@ -116,22 +119,32 @@ _shipped: dict[str, Any] = {}  # with our connection
 # the connection that raypool has made; unique, so that no other is taken for it
 _ours: str | None = None
 _files: tuple[Path, int] | None = None  # the folder of that Ray, and the descriptor that holds it
+_allocation: Allocation | None = None  # the nodes of our connection, if Slurm gave them
 _is_given_up = False  # Ray no longer answers: a question to it would hang
 
 
-def join_ray(profile: Profile | None = None, inventory: Inventory | None = None) -> None:
+def join_ray(
+    profile: Profile | None = None,
+    inventory: Inventory | None = None,
+    workers: tuple[int | None, int | None] = (None, None),
+) -> Profile:
     """Make sure that Ray runs in this process: the present one, one at the address, or a new one.
 
     Args:
         profile: Where it runs, and what is shipped there; None: as the environment says.
         inventory: Knows the GPUs for a new one. None: Ray finds them itself.
+        workers: The least and the greatest number of workers, for an allocation of Slurm.
+
+    Returns:
+        The profile, with the address of the allocation if there is one.
 
     Raises:
+        CloudError: Slurm refuses the job.
         StartupError: There is no Ray at the address, or it refuses this process; or this process
             was forked from one that uses Ray.
         InvalidValueError: What is to be shipped is more than Ray takes.
     """
-    global _users, _ours, _shipped
+    global _users, _ours, _shipped, _allocation
     if is_forked():
         raise StartupError(FORKED)
     if _is_given_up:
@@ -140,8 +153,17 @@ def join_ray(profile: Profile | None = None, inventory: Inventory | None = None)
             " process."
         )
     profile = profile or Profile()
-    address = profile.address or os.environ.get("RAY_ADDRESS")
-    with _lock:
+    with _lock, contextlib.ExitStack() as undo:
+        if not _is_initialized():
+            _release_allocation()  # of a Ray that somebody has ended meanwhile
+            undo.callback(_release_allocation)
+            if profile.slurm is not None or "SLURM_JOB_ID" in os.environ:
+                from raypool.cluster.slurm import allocation_for
+
+                _allocation = allocation_for(profile, workers)
+        if _allocation is not None:
+            profile = _allocation.joined(profile)
+        address = profile.address or os.environ.get("RAY_ADDRESS")
         if not _is_initialized():
             _prepare(profile, address)
         with _process_as_it_was():
@@ -157,6 +179,15 @@ def join_ray(profile: Profile | None = None, inventory: Inventory | None = None)
                 _ours, _shipped = connection(), shipped
                 _users = 0  # of a Ray that somebody has ended meanwhile
         _users += 1
+        undo.pop_all()
+    return profile
+
+
+def _release_allocation() -> None:
+    global _allocation
+    allocation, _allocation = _allocation, None
+    if allocation is not None:
+        allocation.release()
 
 
 @contextlib.contextmanager
@@ -174,6 +205,21 @@ def _process_as_it_was() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _not_a_task() -> Iterator[None]:
+    """Hide that this process is a task of Slurm's: its workers are none."""
+    if "SLURM_JOB_ID" not in os.environ:
+        yield
+        return
+    from raypool.cluster.slurm_job import not_for_tasks
+
+    hidden = {name: os.environ.pop(name) for name in not_for_tasks(os.environ)}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
 
 
 @contextlib.contextmanager
@@ -256,6 +302,8 @@ def leave_ray(before_end: Callable[[], None], joined: str | None = None) -> None
     global _users, _ours, _files
     with _lock:
         if joined is not None and (not _is_initialized() or joined != connection()):
+            if not _is_initialized():
+                _release_allocation()
             return
         _users -= 1
         if _users <= 0 and is_ours():
@@ -270,6 +318,7 @@ def leave_ray(before_end: Callable[[], None], joined: str | None = None) -> None
                     (folder, held), _files = _files, None
                     shutil.rmtree(folder, ignore_errors=True)
                     os.close(held)
+                _release_allocation()
         elif _users <= 0:
             from raypool.backends.ray import client as outside
 
@@ -294,6 +343,7 @@ def give_up_ray(before_end: Callable[[], None] | None) -> None:
             _shut_down(processes)
         else:
             _is_given_up = False
+        _release_allocation()
         _ended.set()
 
 
@@ -524,7 +574,7 @@ def _connect(
                 "_temp_dir": str(_files[0]),
                 "_system_config": LATE_NEWS,
             }
-            with without_helpers():
+            with without_helpers(), _not_a_task():
                 _init_kept(ray, options)
             _hush(ray)
     except Exception as error:  # of a node that does not come up Ray says it by a plain one

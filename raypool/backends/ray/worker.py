@@ -196,7 +196,13 @@ class PoolWorker:
         self._worker_id = worker_id
         self._inventory = inventory
         self._guard = ProcessGuard()
-        signal.signal(signal.SIGTERM, terminate)
+        if "RAYPOOL_SLURM" in os.environ:
+            # Slurm sends SIGTERM to every process when it takes the nodes back: the launcher of
+            # Ray has blocked it, and tasks are told otherwise. Not blocked for what tasks start.
+            signal.signal(signal.SIGTERM, lambda *_: None)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        else:
+            signal.signal(signal.SIGTERM, terminate)
         self._sharing = sharing
         self._max_leftover_bytes = max_leftover_bytes
         self._upkeep: GpuMemoryCare | None = None

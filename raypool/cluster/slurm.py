@@ -1,0 +1,392 @@
+"""Allocations of Slurm: `parpool(8, profile="hpc")` submits a job, waits for it, and releases it.
+
+On a login node the job holds the nodes and runs Ray on them, and this process connects by Ray
+Client. Inside an allocation of several nodes, a child of this process does what the job would do.
+`slurm_job` is the part that runs in the job; `job_file` writes the file for `sbatch`, the same for
+pools, batch jobs and people.
+
+Source: the manuals of sbatch, squeue and scontrol, checked on Slurm 22.05.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from raypool.cluster.slurm_job import JOIN_S, ask
+from raypool.errors import (
+    CloudError,
+    InvalidValueError,
+    StartupError,
+    did_you_mean,
+)
+from raypool.profiles import Profile, Slurm
+from raypool.worker.folders import make_private
+
+LOOK_S = 1.0
+"""The interval of questions about a job in the queue [s]; it doubles up to `MOST_LOOK_S`."""
+
+MOST_LOOK_S = 15.0
+
+LINES = 15
+"""How many of a job's last lines an error shows."""
+
+FILE, OUTPUT, CONNECTION, TOKEN = "job.sbatch", "output.log", "connection.json", "token"
+"""The files in a job's folder."""
+
+GONE = "GONE"
+"""The state of a job that Slurm no longer knows."""
+
+
+class Size(NamedTuple):
+    """The size of an allocation: a range of nodes, and cores of each (None: the default)."""
+
+    least: int
+    most: int
+    cpus: int | None
+
+
+def size_of(profile: Profile, least: int | None, most: int | None) -> Size:
+    """Return the size of the allocation for a pool of `least` to `most` workers (None: any).
+
+    Raises:
+        InvalidValueError: The nodes that `profile.slurm` names are too few for `least` workers.
+
+    Example:
+        >>> size_of(Profile(slurm=Slurm(gpus_per_node=4, cpus_per_gpu=6)), 2, 8)
+        Size(least=1, most=2, cpus=24)
+        >>> size_of(Profile(slurm=Slurm()), 16, 16)
+        Size(least=1, most=1, cpus=16)
+    """
+    slurm = profile.slurm or Slurm()
+    if slurm.gpus:
+        cpus = slurm.cpus_per_gpu and slurm.cpus_per_gpu * slurm.gpus
+        nodes = [
+            max(1, math.ceil(_gpus(profile, number) / slurm.gpus - 1e-6))
+            for number in (least or 1, most or least or 1)
+        ]
+    else:
+        given = slurm.nodes or 1
+        cores = math.ceil(_cores(profile, most or least) / given) if most or least else None
+        cpus, nodes = cores, [given, given]
+    if slurm.nodes is None:
+        return Size(nodes[0], nodes[1], cpus)
+    if nodes[0] > slurm.nodes:
+        raise InvalidValueError(
+            f"{least} workers need {_gpus(profile, least or 1):g} GPUs, and nodes={slurm.nodes}"
+            f" with gpus_per_node={slurm.gpus_per_node} have {slurm.nodes * slurm.gpus}. Ask for"
+            " more nodes, or leave nodes out."
+        )
+    return Size(slurm.nodes, slurm.nodes, cpus)
+
+
+def _gpus(profile: Profile, number: int) -> float:
+    """Return how many GPUs so many workers take."""
+    if profile.listed:
+        return sum(1 if each.gpus is None else each.gpus for each in profile.listed)
+    (kind,) = profile.kinds
+    if isinstance(profile.workers_per_gpu, int):
+        return number / profile.workers_per_gpu
+    return number * (1 if kind.gpus is None else kind.gpus)
+
+
+def _cores(profile: Profile, number: int | None) -> float:
+    """Return how many cores so many workers take."""
+    if profile.listed:
+        return sum(1 if each.cpus is None else each.cpus for each in profile.listed)
+    (kind,) = profile.kinds
+    return (number or 1) * (1 if kind.cpus is None else kind.cpus)
+
+
+def job_file(
+    slurm: Slurm,
+    size: Size,
+    options: Sequence[str],
+    *,
+    name: str,
+    output: str,
+    requeue: bool = False,
+) -> str:
+    """Return the file for `sbatch`.
+
+    Args:
+        slurm: The allocation.
+        size: Its size.
+        options: What `slurm_job` is given: its options, and the script.
+        name: The name of the job.
+        output: The file for the job's output.
+        requeue: Put the job back into the queue when it was ended early.
+
+    Example:
+        >>> text = job_file(Slurm(time=60), Size(2, 2, 4), ["--", "a.py"], name="a", output="a.log")
+        >>> "#SBATCH --nodes=2" in text, text.splitlines()[-1].endswith("slurm_job -- a.py")
+        (True, True)
+    """
+    nodes = f"{size.least}-{size.most}" if size.most > size.least else f"{size.least}"
+    wanted: dict[str, object] = {
+        "job-name": name,
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "time": slurm.time,
+        "nodes": nodes,
+        "ntasks-per-node": 1,
+        "gpus-per-node": slurm.gpus_per_node or None,
+        "cpus-per-task": size.cpus,
+        "constraint": slurm.constraint,
+        "output": output,
+        # append: a job that runs again keeps its output
+        "open-mode": "append",
+        # B: only the first process gets the signal; Ray's processes must not
+        "signal": f"B:USR1@{slurm.notice_s:.0f}",
+    }
+    lines = [
+        *(f"--{key}={shlex.quote(str(value))}" for key, value in wanted.items() if value),
+        "--requeue" if requeue else "--no-requeue",
+        *slurm.sbatch,  # last: they count before the others
+    ]
+    command = [sys.executable, "-m", "raypool.cluster.slurm_job", *options]
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"#SBATCH {line}" for line in lines),
+            # exec: the signal is for this process, not for the shell
+            f"exec {shlex.join(command)}",
+            "",
+        ]
+    )
+
+
+def submit(file: Path) -> str:
+    """Submit a job; return Slurm's number for it.
+
+    Raises:
+        CloudError: Slurm refuses it, or could never run it.
+    """
+    # sbatch itself accepts jobs that the partition can never run, and they wait forever
+    for option in ("--test-only", "--parsable"):
+        try:
+            printed = ask("sbatch", option, str(file))
+        except CloudError as error:
+            raise CloudError(f"{error}{_hint(str(error), file)}") from error
+    return printed.strip().partition(";")[0]
+
+
+def _hint(words: str, file: Path) -> str:
+    """Return what may help after an error of sbatch."""
+    text = file.read_text()
+    if "invalid partition" in words.lower():
+        names = ask("sinfo", "--noheader", "--format=%R").split()
+        asked = re.search(r"--partition=(\S+)", text)
+        return f".{did_you_mean(asked[1] if asked else '', names)} Partitions: {', '.join(names)}."
+    if "account" in words.lower():
+        return (
+            ". Ask for an account that may use this partition; `sacctmgr show associations"
+            " user=$USER format=account,partition,qos` lists yours."
+        )
+    if "not available" in words.lower():
+        return (
+            ". No node of the partition has what was asked for; `sinfo --Node --long` and `sinfo"
+            " --format='%R %D %c %m %G'` list what they have."
+        )
+    return f". The job file is {file}."
+
+
+class JobState(NamedTuple):
+    """The state of a job by Slurm's name, and the reason for which it waits."""
+
+    state: str
+    reason: str = ""
+    starts: str = ""
+
+    def __str__(self) -> str:
+        why = f": {self.reason}" if self.reason not in ("", "None") else ""
+        is_known = self.state == "PENDING" and self.starts not in ("", "N/A")
+        expected = f", expected to start at {self.starts}" if is_known else ""
+        return f"{self.state.lower()}{why}{expected}"
+
+
+def look(number: str) -> JobState:
+    """Return the state of a job."""
+    try:
+        line = ask("squeue", "--noheader", f"--jobs={number}", "--format=%T|%r|%S").strip()
+    except CloudError as error:
+        if "Invalid job id" in str(error):
+            return JobState(GONE)
+        raise
+    return JobState(*line.splitlines()[0].split("|")) if line else JobState(GONE)
+
+
+# --- the allocation of a pool ---------------------------------------------------------------------
+
+
+@dataclass
+class Allocation:
+    """Nodes on which Ray runs for this process, until `release`."""
+
+    address: str
+    token_file: Path
+    release: Callable[[], None]
+
+    def joined(self, profile: Profile) -> Profile:
+        """Return a profile with the address of this Ray, unless it has one."""
+        if profile.address is not None:
+            return profile
+        return replace(profile, slurm=None, address=self.address, token_file=self.token_file)
+
+
+def allocation_for(profile: Profile, workers: tuple[int | None, int | None]) -> Allocation | None:
+    """Return the allocation that a pool needs; None if it needs none.
+
+    Raises:
+        CloudError: Slurm refuses the job, or it has ended.
+        StartupError: Ray does not start on the nodes.
+    """
+    if "RAY_ADDRESS" in os.environ or profile.address is not None:
+        return None  # there is a cluster already: in a job, that of `slurm_job`
+    if "SLURM_JOB_ID" in os.environ:
+        _warn_of_several_tasks()
+        is_one = os.environ.get("SLURM_JOB_NUM_NODES", "1") == "1"
+        return None if is_one and "SLURMD_NODENAME" in os.environ else _inside(profile)
+    if profile.slurm is None:
+        return None
+    return _outside(profile, workers)
+
+
+def _outside(profile: Profile, workers: tuple[int | None, int | None]) -> Allocation:
+    """Submit a job that holds the nodes, and wait until Ray runs there."""
+    slurm = profile.slurm or Slurm()
+    folder = new_folder(slurm)
+    connection = folder / CONNECTION
+    options = ["--notice-s", f"{slurm.notice_s:g}", "--connect", str(connection)]
+    text = job_file(
+        slurm,
+        size_of(profile, *workers),
+        options,
+        name="raypool",
+        output=str(folder / OUTPUT),
+    )
+    (folder / FILE).write_text(text)
+    number = submit(folder / FILE)
+
+    def cancel(*options: str) -> None:
+        with contextlib.suppress(CloudError):  # it has ended by itself
+            ask("scancel", *options, number)
+
+    try:
+        _wait(number, connection, folder / OUTPUT, is_quiet=profile.quiet)
+        address = json.loads(connection.read_text())["client"]
+    except BaseException:  # Ctrl-C, too
+        cancel()
+        raise
+    # a signal for the first process only: it ends the rest in good order
+    release = functools.partial(cancel, "--batch", "--signal=TERM")
+    return Allocation(address, folder / TOKEN, release)
+
+
+def _wait(number: str, connection: Path, output: Path, *, is_quiet: bool) -> None:
+    """Wait until a job runs Ray; say how it stands in the queue whenever that changes."""
+    told: JobState | None = None
+    pause_s, deadline = LOOK_S, math.inf
+    while not _is_there(connection):
+        state = look(number)
+        if state != told and not is_quiet:
+            sys.stderr.write(f"raypool: Slurm job {number} is {state}\n")
+            sys.stderr.flush()
+            told, pause_s = state, LOOK_S
+        if state.state in ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED"):
+            deadline = math.inf
+        elif state.state == "RUNNING":
+            deadline = min(deadline, time.monotonic() + 2 * JOIN_S)
+            pause_s = LOOK_S
+        elif not _is_there(connection):
+            raise StartupError(f"Slurm job {number} has ended before Ray ran: {_last(output)}")
+        if time.monotonic() > deadline:
+            raise StartupError(
+                f"Ray does not answer from Slurm job {number} after {2 * JOIN_S:.0f} s:"
+                f" {_last(output)}"
+            )
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, MOST_LOOK_S)
+
+
+def _is_there(file: Path) -> bool:
+    """Whether a file is there; on a network, a folder that is read anew tells sooner."""
+    return any(entry.name == file.name for entry in file.parent.iterdir())
+
+
+def _last(output: Path) -> str:
+    """Return the last lines of a job's output."""
+    try:
+        lines = output.read_text(errors="replace").strip().splitlines()
+    except OSError:
+        return f"it has left no output in {output}. Do the nodes share that folder?"
+    return "\n".join(["it printed last:", *lines[-LINES:]])
+
+
+def _inside(profile: Profile) -> Allocation:
+    """Start Ray on all nodes of the allocation around this process, as a child of it."""
+    number = os.environ["SLURM_JOB_ID"]
+    folder = new_folder(profile.slurm or Slurm())
+    connection = folder / CONNECTION
+    with (folder / OUTPUT).open("wb") as output:
+        child = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "raypool.cluster.slurm_job"),
+                *("--child", "--connect", str(connection)),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+        )
+
+    def release() -> None:
+        if child.stdin is not None:
+            child.stdin.close()
+        child.wait()
+
+    try:
+        while not _is_there(connection):
+            if child.poll() is not None:
+                raise StartupError(
+                    f"Ray does not start on the nodes of Slurm job {number}:"
+                    f" {_last(folder / OUTPUT)}"
+                )
+            time.sleep(LOOK_S / 5)
+        # on a node of its cluster a driver joins it; elsewhere (salloc) it is a client
+        kind = "address" if "SLURMD_NODENAME" in os.environ else "client"
+        return Allocation(json.loads(connection.read_text())[kind], folder / TOKEN, release)
+    except BaseException:
+        release()
+        raise
+
+
+def new_folder(slurm: Slurm) -> Path:
+    """Make the folder of a new job, for this user only."""
+    root = make_private(Path(slurm.folder).expanduser().absolute())
+    return make_private(root / f"raypool_{uuid.uuid4().hex[:16]}")
+
+
+def _warn_of_several_tasks() -> None:
+    """Warn if srun has started this script several times."""
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if tasks != "1" and os.environ.get("SLURM_PROCID") == "0":
+        import logging
+
+        logging.getLogger("raypool").warning(
+            "srun has started this script %s times, and each opens a pool of its own. A pool uses"
+            " all GPUs by itself: start the script once, without srun or with srun --ntasks=1.",
+            tasks,
+        )

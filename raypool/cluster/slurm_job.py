@@ -1,0 +1,618 @@
+"""Ray on all nodes of a Slurm job: `python -m raypool.cluster.slurm_job [OPTIONS] -- train.py ...`.
+
+The first process of the job runs `main`. One step of `srun` runs `serve_node` on each node, which
+starts Ray there. Then `main` runs the script, or serves drivers elsewhere, and exits with the
+script's exit code. Everything belongs to this job alone: token, ports and folders. Nothing calls
+`ray stop`, which would end the Ray of another job on the same node.
+
+Slurm's signals:
+
+- USR1 reaches only `main` (`--signal=B:USR1@N`, `scancel --batch --signal=USR1`): the job's time is
+  nearly over. Without `B:` Slurm would signal every process of Ray, and end it all.
+- TERM reaches every process of a step when Slurm preempts or cancels the job. Ray's processes have
+  it blocked, so that they live on while tasks save their work.
+
+Both become a drain of Ray's nodes: tasks see `should_stop`, and the pool ends with
+`PoolPreemptedError`. With `--requeue` the job then goes back into the queue.
+
+Source: the manuals of sbatch, srun, scancel and slurm.conf (KillWait, PreemptMode, GraceTime),
+checked on Slurm 22.05.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from raypool.cluster.begin import machines_there, wait_until
+from raypool.cluster.preemption import Notice, drain
+from raypool.errors import CloudError
+from raypool.worker.folders import hold, make_private, remove_unheld
+
+JOIN_S = 300.0
+"""The time for all nodes to join [s]."""
+
+SPARE_S = 10.0
+"""How long before Slurm ends the job its script must have ended [s]: `main` needs the rest."""
+
+END_S = 5.0
+"""The time from SIGTERM to SIGKILL for the script [s]."""
+
+STEP_S = 30.0
+"""The time for the step to end [s]: srun waits for nodes that are gone."""
+
+LOOK_S = 0.2
+"""The interval of checks [s]."""
+
+UNUSED_S = 60.0
+"""How long an allocation for drivers elsewhere is kept when none is connected [s]."""
+
+FIRST_DRIVER_S = 600.0
+"""How long the first driver may take to connect [s]."""
+
+ANSWER_S = 10.0
+"""The time for Ray to answer a question [s]."""
+
+STARTS = 3
+"""How often `ray start` is tried on a node: a head that comes up slowly ends itself."""
+
+LINES = 12
+"""How many of Ray's last lines are shown when it ends."""
+
+PREEMPTED = 75
+"""The exit code of a script that was ended early: EX_TEMPFAIL of sysexits.h."""
+
+PLACE = "RAYPOOL_SLURM"
+"""The environment variable that tells `serve_node` about its job; workers see it too."""
+
+NOT_FOR_TASKS = re.compile(
+    "(SLURM_(PROCID|LOCALID|NODEID|NTASKS|NPROCS|TASKS_PER_NODE|STEP|TASK_PID|GTIDS|SRUN|LAUNCH"
+    "|CPU_BIND|OPEN_MODE)|PMI)"
+)
+"""Lightning, Accelerate and MPI would take a worker with these variables for a task of srun."""
+
+NOT_FOR_SRUN = re.compile(
+    "SLURM_(NTASKS|NPROCS|TASKS_PER_NODE|MEM_PER_|GPUS|GPU_BIND|TRES_PER_TASK|CPU_BIND"
+    "|DISTRIBUTION|EXACT|EXCLUSIVE)"
+)
+"""srun takes options from these; its step has one task on each node, with all of the job there."""
+
+MEBI = 2**20
+
+STORE_SHARE = 0.3
+"""Ray's own share of the memory for its object store."""
+
+
+def not_for_tasks(environment: Mapping[str, str]) -> list[str]:
+    """Return the variables that make a process look like a task of srun.
+
+    Source:
+        github.com/ray-project/ray/issues/10995.
+
+    Example:
+        >>> not_for_tasks({"SLURM_PROCID": "0", "SLURM_JOB_ID": "7", "PMIX_RANK": "0"})
+        ['SLURM_PROCID', 'PMIX_RANK']
+    """
+    return [name for name in environment if NOT_FOR_TASKS.match(name)]
+
+
+class Place(NamedTuple):
+    """What the node processes of a job must know: the head, its ports, and a name for folders."""
+
+    head: str
+    head_address: str
+    port: int
+    client_port: int
+    name: str
+    ray_options: tuple[str, ...] = ()
+
+    @property
+    def address(self) -> str:
+        """Where Ray's control store listens."""
+        return f"{self.head_address}:{self.port}"
+
+
+def say(text: str) -> None:
+    """Print a line into the output of the job."""
+    sys.stdout.write(f"raypool: {text}\n")
+    sys.stdout.flush()
+
+
+def _set_at(number: signal.Signals, event: threading.Event) -> None:
+    def handle(*_: object) -> None:
+        event.set()
+
+    signal.signal(number, handle)
+
+
+def _set_at_end_of_input(event: threading.Event) -> None:
+    def read() -> None:
+        sys.stdin.buffer.read()
+        event.set()
+
+    threading.Thread(target=read, daemon=True).start()
+
+
+# --- questions to Slurm ---------------------------------------------------------------------------
+
+
+def ask(*command: str) -> str:
+    """Return the output of a command of Slurm.
+
+    Raises:
+        CloudError: It is not installed, or fails.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        raise CloudError(
+            f"There is no command {command[0]} on this machine. Run this where Slurm's commands"
+            " are: on a login node of the cluster, or in a job."
+        ) from error
+    if done.returncode:
+        # of several lines the last is the verdict
+        words = re.sub(rf"^{command[0]}: (error: )?", "", done.stderr.strip(), flags=re.MULTILINE)
+        raise CloudError(f"{command[0]}: {words or f'exit code {done.returncode}'}")
+    return done.stdout
+
+
+def gpus_of_nodes(job: str) -> dict[str, int]:
+    """Return the number of GPUs that a job has on each of its nodes, by name."""
+    # srun's own idea of it is wrong for jobs with --gpus or --gpus-per-task
+    found = {}
+    shown = ask("scontrol", "show", "job", "--details", job)
+    for names, gres in re.findall(r"^ *Nodes=(\S+) CPU_IDs=.*?GRES=(\S*)", shown, re.MULTILINE):
+        gpus = sum(int(number) for number in re.findall(r"gpu(?::[^:,()]+)?:(\d+)", gres))
+        for name in ask("scontrol", "show", "hostnames", names).split():
+            found[name] = gpus
+    return found
+
+
+def address_of(node: str) -> str:
+    """Return the IP address of a node, as Slurm knows it."""
+    # its own name may be 127.0.1.1 in its /etc/hosts
+    shown = ask("scontrol", "show", "node", node, "--oneliner")
+    name = re.search(r"NodeAddr=(\S+)", shown)
+    return socket.gethostbyname(name[1] if name else node)
+
+
+def ends_at(job: str) -> float:
+    """Return when Slurm ends a job [Unix time, s]; a preemption brings that forward."""
+    shown = re.search(r"EndTime=(\S+)", ask("scontrol", "show", "job", job))
+    if shown is None or shown[1] == "Unknown":
+        return float("inf")
+    return datetime.fromisoformat(shown[1]).timestamp()
+
+
+def deadline(job: str, notice_s: float) -> float:
+    """Return the time by which a script must have ended, after a signal now [Unix time, s]."""
+    at = time.time() + notice_s
+    with contextlib.suppress(CloudError):  # the controller may be down: the notice still counts
+        at = min(at, ends_at(job) - SPARE_S)
+    return at
+
+
+# --- on each node, as the only task of a step there -----------------------------------------------
+
+
+def serve_node() -> None:
+    """Run Ray on this node until standard input ends: srun connects it to that of `main`."""
+    place = Place(*json.loads(os.environ[PLACE]))
+    name, job = os.environ["SLURMD_NODENAME"], os.environ["SLURM_JOB_ID"]
+    over, told = threading.Event(), threading.Event()
+    # a handler in Python: Ray and its children do not inherit it
+    _set_at(signal.SIGTERM, told)
+    _set_at_end_of_input(over)
+    folders = make_private(Path(os.environ.get("RAY_TMPDIR", "/tmp")) / f"ray-{os.getuid()}")
+    for folder in folders.iterdir():  # of jobs that were killed
+        remove_unheld(folder)
+    # short: the names of sockets below it have 107 letters at most
+    own = folders / f"{place.name}.{os.environ.get('SLURM_NODEID', '0')}"
+    held = hold(own)
+    try:
+        _run_ray(place, name, job, own, over, told)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _kill_all(own)
+        shutil.rmtree(own, ignore_errors=True)
+        os.close(held)
+    say(f"{name}: Ray has ended.")
+    sys.stdout.flush()
+    os._exit(0)  # the thread still reads standard input
+
+
+def _run_ray(
+    place: Place,
+    name: str,
+    job: str,
+    own: Path,
+    over: threading.Event,
+    told: threading.Event,
+) -> None:
+    """Run Ray until `over`, and drain this node when it is `told`."""
+    address = address_of(name)
+    command = _ray_start(place, name, address, own)
+    environment = {
+        key: value for key, value in os.environ.items() if key not in not_for_tasks(os.environ)
+    }
+    environment["RAY_TMPDIR"] = str(own)  # it also marks Ray's processes for `_kill_all`
+    while name != place.head and not _listens(place.address) and not over.wait(LOOK_S):
+        pass
+    gone_at = float("inf")
+    for _ in range(STARTS):
+        with (own / "start.log").open("wb") as log:
+            ray = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                preexec_fn=_block_sigterm,
+            )
+        while ray.poll() is None and not over.wait(LOOK_S) and time.time() < gone_at:
+            if told.is_set() and gone_at == float("inf"):
+                gone_at = deadline(job, float("inf"))
+                _drain(place, Notice("Slurm takes this node back", gone_at), address)
+        if ray.poll() is None:
+            return
+        printed = (own / "start.log").read_text(errors="replace").strip().splitlines()
+        last = "\n  ".join(printed[-LINES:])
+        say(f"{name}: Ray has ended with exit code {ray.returncode}. It printed last:\n  {last}")
+
+
+def _ray_start(place: Place, name: str, address: str, own: Path) -> list[str]:
+    """Return the command that starts Ray on this node."""
+    cpus = os.environ.get("SLURM_CPUS_ON_NODE", "1")
+    command = [
+        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
+        *(f"--node-ip-address={address}", f"--num-cpus={cpus}", f"--num-gpus={_gpus_here()}"),
+        # any free port: two jobs may share a node
+        *("--min-worker-port=0", "--max-worker-port=0"),
+        f"--temp-dir={own}/r",  # Ray lets everybody write into its folder; nobody else enters `own`
+    ]
+    if name == place.head:
+        command += [
+            "--head",
+            f"--port={place.port}",
+            f"--ray-client-server-port={place.client_port}",
+            "--include-dashboard=false",
+        ]
+    else:
+        command.append(f"--address={place.address}")
+    if (memory := os.environ.get("SLURM_MEM_PER_NODE", "")).isdigit() and int(memory):
+        # without this, Ray counts all memory of the machine
+        store = int(int(memory) * MEBI * STORE_SHARE)
+        free = shutil.disk_usage("/dev/shm").free
+        command.append(f"--object-store-memory={min(store, free)}")
+    return [*command, *place.ray_options]
+
+
+def _gpus_here() -> int:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)
+    return sum(entry not in ("", "NoDevFiles") for entry in visible.split(","))
+
+
+def _block_sigterm() -> None:
+    """Keep SIGTERM from Ray's processes; a worker of a pool unblocks it for what tasks start."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _listens(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), 2).close()
+    except OSError:
+        return False
+    return True
+
+
+def _drain(place: Place, notice: Notice, address: str | None = None) -> None:
+    """Drain the node at an address, or all nodes, unless the time is up."""
+    if notice.gone_at < time.time():
+        return  # the job is cancelled
+    try:
+        drained = drain(place.address, notice, address)
+    except Exception as error:  # Ray is at its end
+        say(f"Ray could not be told that {notice.words}: {type(error).__name__}: {error}")
+        return
+    left_s = notice.gone_at - time.time()
+    say(f"{notice.words}: {', '.join(drained)} in {left_s:.0f} s.")
+
+
+def _kill_all(own: Path) -> None:
+    """Kill the processes of Ray here, and what tasks have started."""
+    processes = psutil.Process().children(recursive=True)
+    # and those that have lost their parent
+    processes += [each for each in psutil.process_iter() if _is_marked(each, own)]
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(processes, timeout=END_S)
+
+
+def _is_marked(process: psutil.Process, own: Path) -> bool:
+    try:
+        return (
+            process.uids().real == os.getuid()
+            and process.pid != os.getpid()
+            and process.environ().get("RAY_TMPDIR") == str(own)
+        )
+    except (psutil.Error, OSError):
+        return False
+
+
+# --- in the job's first process -------------------------------------------------------------------
+
+
+def main(words: Sequence[str]) -> int:
+    """Start Ray on all nodes, run the script, and return its exit code."""
+    at = words.index("--") if "--" in words else len(words)
+    parser = argparse.ArgumentParser(
+        prog="python -m raypool.cluster.slurm_job",
+        description="Start Ray on all nodes of a Slurm job, and run a script there.",
+    )
+    parser.add_argument(
+        "--requeue",
+        action="store_true",
+        help="put the job back into the queue if the script was ended early",
+    )
+    parser.add_argument(
+        "--notice-s",
+        type=float,
+        default=120.0,
+        help="time from SIGUSR1 to the end of the script [s]",
+    )
+    parser.add_argument(
+        "--connect",
+        type=Path,
+        metavar="FILE",
+        help="write address and token to this file, for drivers elsewhere",
+    )
+    parser.add_argument(
+        "--child", action="store_true", help="end with standard input: it is that of the driver"
+    )
+    parser.add_argument(
+        "--ray-option", action="append", default=[], help="option for `ray start`; may be repeated"
+    )
+    options = parser.parse_args(words[:at])
+    script = words[at + 1 :]
+    if not script and options.connect is None:
+        parser.error("there is nothing to run: give `-- SCRIPT`, or --connect FILE")
+    try:
+        return SlurmJob(options, script).run()
+    except CloudError as error:
+        say(str(error))
+        return 1
+
+
+class SlurmJob:
+    """A job of Slurm: Ray on its nodes, and the script."""
+
+    def __init__(self, options: argparse.Namespace, script: Sequence[str]) -> None:
+        self._options = options
+        self._script = script
+        self._job = os.environ["SLURM_JOB_ID"]
+        self._told = threading.Event()  # the time is nearly over
+        self._ended = threading.Event()  # Slurm, or the user, ends the job
+        self._steps: list[subprocess.Popen[bytes]] = []
+
+    def run(self) -> int:
+        """Run the script on a cluster of all nodes; return its exit code."""
+        _set_at(signal.SIGUSR1, self._told)
+        _set_at(signal.SIGTERM, self._ended)
+        gpus = gpus_of_nodes(self._job)
+        head = os.environ.get("SLURMD_NODENAME") or next(iter(gpus))
+        port, client_port = _free_ports(2)
+        restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
+        place = Place(
+            head,
+            address_of(head),
+            port,
+            client_port,
+            f"{self._job}.{restarts}",
+            tuple(self._options.ray_option),
+        )
+        os.environ |= {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            # a node that falls silent is given up after 8 s instead of 65 s
+            "RAY_health_check_period_ms": "1000",
+            "RAY_health_check_timeout_ms": "2000",
+            "RAY_health_check_failure_threshold": "3",
+        }
+        code = 1
+        try:
+            self._start_ray(place, gpus)
+            code = self._run_script(place) if self._script else self._serve_drivers(place)
+            was_told = self._told.is_set() or _is_draining(place)
+        except BaseException:
+            was_told = False
+            raise
+        finally:
+            self._end_ray()
+        if was_told and code and not self._ended.is_set():
+            if self._options.requeue:
+                say("The job goes back into the queue; the same command continues it.")
+                ask("scontrol", "requeue", self._job)
+            return PREEMPTED
+        return code
+
+    def _start_ray(self, place: Place, gpus: Mapping[str, int]) -> None:
+        """Start Ray on all nodes, and wait until they have joined."""
+        environment = {
+            key: value for key, value in os.environ.items() if not NOT_FOR_SRUN.match(key)
+        }
+        environment[PLACE] = json.dumps(place)
+        # one step for each number of GPUs: --gres is the same on all nodes of a step
+        for number in sorted(set(gpus.values())):
+            nodes = [name for name, gpus_there in gpus.items() if gpus_there == number]
+            step = [
+                *("srun", "--overlap", f"--nodelist={','.join(nodes)}", f"--nodes={len(nodes)}"),
+                *(f"--ntasks={len(nodes)}", "--ntasks-per-node=1", "--mem=0"),
+                # -c would hold the step to that many cores; without, it has all of the job's
+                "--cpu-bind=none",
+                # a node that fails must not end the others
+                *("--kill-on-bad-exit=0", "--no-kill"),
+                *([f"--gres=gpu:{number}"] if number else []),
+                *(sys.executable, "-m", "raypool.cluster.slurm_job", "node"),
+            ]
+            self._steps.append(subprocess.Popen(step, stdin=subprocess.PIPE, env=environment))
+        os.environ["RAY_ADDRESS"] = place.address
+        wait_until(len(gpus), self._count, JOIN_S)
+
+    def _count(self) -> int:
+        """Return how many nodes have joined."""
+        if self._ended.is_set() or all(step.poll() is not None for step in self._steps):
+            raise CloudError(
+                "Ray does not run on the nodes of this job: "
+                + ("Slurm has ended the job." if self._ended.is_set() else "see the lines above.")
+            )
+        return machines_there()
+
+    def _run_script(self, place: Place) -> int:
+        """Run the script; return its exit code, 128 and the signal's number after a signal."""
+        script = subprocess.Popen(
+            [sys.executable, *self._script],
+            env={
+                key: value
+                for key, value in os.environ.items()
+                if key not in not_for_tasks(os.environ)
+            },
+        )
+        gone_at = float("inf")
+        while script.poll() is None:
+            gone_at = self._pass_on_notice(place, gone_at)
+            if self._ended.is_set() or time.time() > gone_at:
+                why = "the job is cancelled" if self._ended.is_set() else "its time is over"
+                say(f"The script is ended: {why}.")
+                script.terminate()
+                try:
+                    script.wait(END_S)
+                except subprocess.TimeoutExpired:
+                    script.kill()
+                    script.wait()
+            time.sleep(LOOK_S)
+        code = script.returncode if script.returncode >= 0 else 128 - script.returncode
+        say(f"The script has ended with exit code {code}.")
+        return code
+
+    def _serve_drivers(self, place: Place) -> int:
+        """Let drivers elsewhere use the cluster, as long as there are any; return the exit code."""
+        _write_connection(self._options.connect, place)
+        is_child = self._options.child
+        over = threading.Event()
+        if is_child:
+            _set_at_end_of_input(over)
+        gone_at, unused_at = float("inf"), time.monotonic() + FIRST_DRIVER_S
+        try:
+            while not over.wait(LOOK_S):
+                gone_at = self._pass_on_notice(place, gone_at)
+                if self._ended.is_set():
+                    break  # the pool is closed, as a rule
+                if time.time() > gone_at:
+                    say("The allocation ends: the job's time is over.")
+                    break
+                if _has_drivers(place):
+                    unused_at = time.monotonic() + UNUSED_S
+                elif not is_child and time.monotonic() > unused_at:
+                    say("The allocation ends: no driver is connected.")
+                    break
+        finally:
+            self._options.connect.unlink(missing_ok=True)
+        return 0
+
+    def _pass_on_notice(self, place: Place, gone_at: float) -> float:
+        """Drain all nodes once the notice has come; return when the script must have ended."""
+        if not self._told.is_set() or gone_at < float("inf"):
+            return gone_at
+        gone_at = deadline(self._job, self._options.notice_s)
+        _drain(place, Notice("The time of this Slurm job is nearly over", gone_at))
+        return gone_at
+
+    def _end_ray(self) -> None:
+        """End Ray on all nodes."""
+        for step in self._steps:
+            if step.stdin is not None:
+                step.stdin.close()  # `serve_node` sees the end of its input
+        for step in self._steps:
+            try:
+                step.wait(STEP_S)
+            except subprocess.TimeoutExpired:
+                say("A node does not answer; Slurm ends the rest.")
+                step.terminate()
+                step.wait()
+
+
+def _free_ports(number: int) -> list[int]:
+    """Return ports that are free here."""
+    with contextlib.ExitStack() as stack:
+        holders = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for holder in holders:
+            holder.bind(("", 0))
+        return [int(holder.getsockname()[1]) for holder in holders]
+
+
+def _write_connection(path: Path, place: Place) -> None:
+    """Write what a driver needs; the token is beside it, in a file that only this user can read."""
+    addresses = {
+        "address": place.address,
+        "client": f"ray://{place.head_address}:{place.client_port}",
+    }
+    for file, text in (
+        (path.with_name("token"), os.environ["RAY_AUTH_TOKEN"]),
+        (path, json.dumps(addresses)),  # last: a driver waits for it
+    ):
+        draft = file.with_name(f".{file.name}")
+        draft.unlink(missing_ok=True)
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+            out.write(text)
+        draft.replace(file)
+
+
+def _has_drivers(place: Place) -> bool:
+    """Whether a driver is connected; true if Ray does not say."""
+    from raypool.ray_private import GcsClient
+
+    try:
+        jobs = GcsClient(address=place.address).get_all_job_info(
+            skip_submission_job_info_field=True, skip_is_running_tasks_field=True, timeout=ANSWER_S
+        )
+    except Exception:  # it is busy; when it has ended, so have its steps
+        return True
+    return any(not job.is_dead for job in jobs.values())
+
+
+def _is_draining(place: Place) -> bool:
+    """Whether a node drains: Slurm's notice may have come to the nodes only."""
+    from raypool.ray_private import GcsClient
+
+    try:
+        return bool(GcsClient(address=place.address).get_draining_nodes())
+    except Exception:
+        return False
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["node"]:
+        serve_node()
+    else:
+        sys.exit(main(sys.argv[1:]))
