@@ -48,6 +48,7 @@ from raypool.views.words import one_line
 
 if TYPE_CHECKING:
     from raypool.cluster.jobs import JobInfo, Jobs
+    from raypool.cluster.slurm_jobs import SlurmJobs
 
 MOST_BYTES = 512 * 2**20
 """The greatest size of a job's call [bytes]: Ray takes no larger package."""
@@ -125,6 +126,7 @@ def batch(
     """
     from raypool.backends.ray.packing import snapshot
     from raypool.cluster.jobs import KEY, Jobs, PackedCall, new_id
+    from raypool.cluster.slurm_jobs import jobs_of
 
     if not callable(fn):
         raise InvalidTypeError(
@@ -141,6 +143,7 @@ def batch(
         jobs_address=None,
         token_file=None,
         tls=None,
+        slurm=None,
         working_dir=None,
         packages=(),
         trace=None,
@@ -152,8 +155,11 @@ def batch(
             f" {MOST_BYTES / 2**20:.0f} MiB can be handed in with a job. Put the data where the"
             " cluster can read them, and give their address."
         )
-    jobs = Jobs(settings)
-    _check_room(jobs, pool, settings)
+    jobs = jobs_of(settings)
+    if isinstance(jobs, Jobs):
+        _check_room(jobs, pool, settings)
+    elif outputs is None:  # a node's disk cannot be read later
+        outputs = str(jobs.outputs)
     job_id, key = new_id(), secrets.token_hex(32)
     with tempfile.TemporaryDirectory(prefix="raypool-") as folder:
         module = Path(folder) / CALL
@@ -161,7 +167,8 @@ def batch(
         (module / "__init__.py").touch()
         (module / CALL).write_bytes(pickle.dumps((_versions(), job_id, key, outputs, body)))
         metadata = {KEY: key} | ({OUTPUTS: outputs} if outputs is not None else {})
-        call = PackedCall(job_id, str(module), metadata)
+        workers = settings.sized(*checked_range(pool, "pool"))
+        call = PackedCall(job_id, str(module), metadata, workers)
         jobs.submit(
             [jobs.python, "-m", "raypool.batches"], name=name or function_name(fn), call=call
         )
@@ -181,9 +188,9 @@ def find_job(job_id: str, *, profile: str | Profile | None = None) -> Job:
     Source:
         MATLAB R2025b, findJob.
     """
-    from raypool.cluster.jobs import Jobs
+    from raypool.cluster.slurm_jobs import jobs_of
 
-    jobs = Jobs(_checked_profile(profile))
+    jobs = jobs_of(_checked_profile(profile))
     return Job(jobs, jobs.look(job_id))
 
 
@@ -254,7 +261,7 @@ def _check_room(jobs: Jobs, pool: Workers | None, profile: Profile) -> None:
 class Job:
     """A job on a cluster, from `batch` or `find_job`. All properties are asked of the cluster."""
 
-    def __init__(self, jobs: Jobs, info: JobInfo) -> None:
+    def __init__(self, jobs: Jobs | SlurmJobs, info: JobInfo) -> None:
         self._jobs = jobs
         self._info = info
         self._outcome: tuple[Any, BaseException | None] | None = None
@@ -406,6 +413,7 @@ class Job:
 
     def _read(self) -> bytes:
         """Read the outputs; raise FileNotFoundError if there are none."""
+        from raypool.cluster.jobs import Jobs
         from raypool.worker.checkpoint_folders import filesystem
 
         place = self._info.metadata.get(OUTPUTS)
@@ -418,7 +426,7 @@ class Job:
             except OSError as error:
                 not_there = error
         # also with a place: a job that cannot write there leaves them on its node
-        if self._info.node is not None:
+        if self._info.node is not None and isinstance(self._jobs, Jobs):
             with contextlib.suppress(FileNotFoundError):
                 return self._jobs.dashboard.outputs(self._info.node, self.id)
         if isinstance(not_there, FileNotFoundError):

@@ -12,6 +12,7 @@ from raypool.views.words import one_line
 
 if TYPE_CHECKING:
     from raypool.cluster.jobs import JobInfo, Jobs
+    from raypool.cluster.slurm_jobs import SlurmJobs
 
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -158,18 +159,18 @@ def stop(job_id: str, profile: str | None, address: str | None, token_file: str 
     echo(f"{info.id}: {info.state}")
 
 
-def _jobs(profile: str | None, **changes: Any) -> Jobs:
-    from raypool.cluster.jobs import Jobs
+def _jobs(profile: str | None, **changes: Any) -> Jobs | SlurmJobs:
+    from raypool.cluster.slurm_jobs import jobs_of
     from raypool.profile_files import resolve_profile
 
-    return Jobs(
+    return jobs_of(
         resolve_profile(
             profile, {name: value for name, value in changes.items() if value is not None}
         )
     )
 
 
-def _follow_to_end(jobs: Jobs, job_id: str) -> None:
+def _follow_to_end(jobs: Jobs | SlurmJobs, job_id: str) -> None:
     """Print a job's output until it ends, and exit with its status."""
     try:
         for piece in jobs.follow(job_id):

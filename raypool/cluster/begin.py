@@ -107,7 +107,7 @@ def machines_there() -> int:
     address = os.environ.get("RAY_ADDRESS")
     if address is None:
         raise CloudError(
-            "RAY_ADDRESS is not set, so that the cluster of this job is unknown. A job of Ray has it."
+            "RAY_ADDRESS is not set, so the cluster of this job is unknown. A job of Ray has it."
         )
     try:
         # Ray's client would try an address without a listener for a minute

@@ -444,13 +444,14 @@ def make_outputs_folder() -> Path:
 
 
 class PackedCall(NamedTuple):
-    """The call of a job: its id, from `new_id`; a folder that it can import as a module; and
-    metadata.
+    """The call of a job: its id, from `new_id`; a folder that it can import as a module; metadata;
+    and the least and the greatest number of workers of its pool, for Slurm.
     """
 
     job_id: str
     module: str
     metadata: Mapping[str, str]
+    workers: tuple[int | None, int | None] = (None, None)
 
 
 class Jobs:

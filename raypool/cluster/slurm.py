@@ -21,12 +21,12 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from raypool.cluster.slurm_job import JOIN_S, ask
+from raypool.cluster.slurm_job import CONNECTION, JOIN_S, TOKEN, ask, write_private
 from raypool.errors import (
     CloudError,
     InvalidValueError,
@@ -44,8 +44,8 @@ MOST_LOOK_S = 15.0
 LINES = 15
 """How many of a job's last lines an error shows."""
 
-FILE, OUTPUT, CONNECTION, TOKEN = "job.sbatch", "output.log", "connection.json", "token"
-"""The files in a job's folder."""
+FILE, OUTPUT = "job.sbatch", "output.log"
+"""More files in a job's folder."""
 
 GONE = "GONE"
 """The state of a job that Slurm no longer knows."""
@@ -111,28 +111,30 @@ def _cores(profile: Profile, number: int | None) -> float:
     return (number or 1) * (1 if kind.cpus is None else kind.cpus)
 
 
-def job_file(
+def job_file(  # noqa: PLR0913 - all are named
     slurm: Slurm,
     size: Size,
-    options: Sequence[str],
+    command: Sequence[str],
     *,
     name: str,
-    output: str,
+    folder: Path | None = None,
     requeue: bool = False,
+    env: Mapping[str, str] | None = None,
 ) -> str:
     """Return the file for `sbatch`.
 
     Args:
         slurm: The allocation.
         size: Its size.
-        options: What `slurm_job` is given: its options, and the script.
+        command: What runs when Ray is up. Nothing: drivers elsewhere use the allocation.
         name: The name of the job.
-        output: The file for the job's output.
+        folder: The folder of the job. None: it has none, and its output goes where it is submitted.
         requeue: Put the job back into the queue when it was ended early.
+        env: Environment variables.
 
     Example:
-        >>> text = job_file(Slurm(time=60), Size(2, 2, 4), ["--", "a.py"], name="a", output="a.log")
-        >>> "#SBATCH --nodes=2" in text, text.splitlines()[-1].endswith("slurm_job -- a.py")
+        >>> text = job_file(Slurm(time=60), Size(2, 2, 4), ["python", "train.py"], name="train")
+        >>> "#SBATCH --nodes=2" in text, text.splitlines()[-1].endswith("-- python train.py")
         (True, True)
     """
     nodes = f"{size.least}-{size.most}" if size.most > size.least else f"{size.least}"
@@ -146,7 +148,7 @@ def job_file(
         "gpus-per-node": slurm.gpus_per_node or None,
         "cpus-per-task": size.cpus,
         "constraint": slurm.constraint,
-        "output": output,
+        "output": "%x-%j.out" if folder is None else folder / OUTPUT,
         # append: a job that runs again keeps its output
         "open-mode": "append",
         # B: only the first process gets the signal; Ray's processes must not
@@ -157,28 +159,34 @@ def job_file(
         "--requeue" if requeue else "--no-requeue",
         *slurm.sbatch,  # last: they count before the others
     ]
-    command = [sys.executable, "-m", "raypool.cluster.slurm_job", *options]
+    launcher = [
+        *(sys.executable, "-m", "raypool.cluster.slurm_job", f"--notice-s={slurm.notice_s:g}"),
+        *([] if folder is None else [f"--folder={folder}"]),
+        *(["--requeue"] if requeue else []),
+        *(["--", *command] if command else []),
+    ]
     return "\n".join(
         [
             "#!/bin/bash",
             *(f"#SBATCH {line}" for line in lines),
+            *(f"export {key}={shlex.quote(value)}" for key, value in (env or {}).items()),
             # exec: the signal is for this process, not for the shell
-            f"exec {shlex.join(command)}",
+            f"exec {shlex.join(launcher)}",
             "",
         ]
     )
 
 
-def submit(file: Path) -> str:
+def submit(file: Path, *options: str) -> str:
     """Submit a job; return Slurm's number for it.
 
     Raises:
         CloudError: Slurm refuses it, or could never run it.
     """
     # sbatch itself accepts jobs that the partition can never run, and they wait forever
-    for option in ("--test-only", "--parsable"):
+    for kind in ("--test-only", "--parsable"):
         try:
-            printed = ask("sbatch", option, str(file))
+            printed = ask("sbatch", kind, *options, str(file))
         except CloudError as error:
             raise CloudError(f"{error}{_hint(str(error), file)}") from error
     return printed.strip().partition(";")[0]
@@ -220,8 +228,9 @@ class JobState(NamedTuple):
 
 def look(number: str) -> JobState:
     """Return the state of a job."""
+    options = ("--noheader", "--states=all", "--format=%T|%r|%S", f"--jobs={number}")
     try:
-        line = ask("squeue", "--noheader", f"--jobs={number}", "--format=%T|%r|%S").strip()
+        line = ask("squeue", *options).strip()
     except CloudError as error:
         if "Invalid job id" in str(error):
             return JobState(GONE)
@@ -270,15 +279,8 @@ def _outside(profile: Profile, workers: tuple[int | None, int | None]) -> Alloca
     slurm = profile.slurm or Slurm()
     folder = new_folder(slurm)
     connection = folder / CONNECTION
-    options = ["--notice-s", f"{slurm.notice_s:g}", "--connect", str(connection)]
-    text = job_file(
-        slurm,
-        size_of(profile, *workers),
-        options,
-        name="raypool",
-        output=str(folder / OUTPUT),
-    )
-    (folder / FILE).write_text(text)
+    size = size_of(profile, *workers)
+    write_private(folder / FILE, job_file(slurm, size, [], name="raypool", folder=folder))
     number = submit(folder / FILE)
 
     def cancel(*options: str) -> None:
@@ -345,7 +347,7 @@ def _inside(profile: Profile) -> Allocation:
         child = subprocess.Popen(
             [
                 *(sys.executable, "-m", "raypool.cluster.slurm_job"),
-                *("--child", "--connect", str(connection)),
+                *("--child", f"--folder={folder}"),
             ],
             stdin=subprocess.PIPE,
             stdout=output,
@@ -373,10 +375,14 @@ def _inside(profile: Profile) -> Allocation:
         raise
 
 
-def new_folder(slurm: Slurm) -> Path:
+def new_folder(slurm: Slurm, name: str | None = None) -> Path:
     """Make the folder of a new job, for this user only."""
-    root = make_private(Path(slurm.folder).expanduser().absolute())
-    return make_private(root / f"raypool_{uuid.uuid4().hex[:16]}")
+    return make_private(folder_of_jobs(slurm) / (name or f"pool_{uuid.uuid4().hex[:16]}"))
+
+
+def folder_of_jobs(slurm: Slurm) -> Path:
+    """Return the folder of all jobs, for this user only."""
+    return make_private(Path(slurm.folder).expanduser().absolute())
 
 
 def _warn_of_several_tasks() -> None:

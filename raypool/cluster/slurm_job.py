@@ -1,8 +1,8 @@
-"""Ray on all nodes of a Slurm job: `python -m raypool.cluster.slurm_job [OPTIONS] -- train.py ...`.
+"""Ray on all nodes of a Slurm job: `python -m raypool.cluster.slurm_job -- python train.py`.
 
 The first process of the job runs `main`. One step of `srun` runs `serve_node` on each node, which
-starts Ray there. Then `main` runs the script, or serves drivers elsewhere, and exits with the
-script's exit code. Everything belongs to this job alone: token, ports and folders. Nothing calls
+starts Ray there. Then `main` runs the command, or serves drivers elsewhere, and exits with the
+command's exit code. Everything belongs to this job alone: token, ports and folders. Nothing calls
 `ray stop`, which would end the Ray of another job on the same node.
 
 Slurm's signals:
@@ -50,10 +50,10 @@ JOIN_S = 300.0
 """The time for all nodes to join [s]."""
 
 SPARE_S = 10.0
-"""How long before Slurm ends the job its script must have ended [s]: `main` needs the rest."""
+"""How long before Slurm ends the job its command must have ended [s]: `main` needs the rest."""
 
 END_S = 5.0
-"""The time from SIGTERM to SIGKILL for the script [s]."""
+"""The time from SIGTERM to SIGKILL for the command [s]."""
 
 STEP_S = 30.0
 """The time for the step to end [s]: srun waits for nodes that are gone."""
@@ -77,7 +77,7 @@ LINES = 12
 """How many of Ray's last lines are shown when it ends."""
 
 PREEMPTED = 75
-"""The exit code of a script that was ended early: EX_TEMPFAIL of sysexits.h."""
+"""The exit code of a command that was ended early: EX_TEMPFAIL of sysexits.h."""
 
 PLACE = "RAYPOOL_SLURM"
 """The environment variable that tells `serve_node` about its job; workers see it too."""
@@ -93,6 +93,9 @@ NOT_FOR_SRUN = re.compile(
     "|DISTRIBUTION|EXACT|EXCLUSIVE)"
 )
 """srun takes options from these; its step has one task on each node, with all of the job there."""
+
+TOKEN, CONNECTION, STATUS = "token", "connection.json", "status.json"
+"""Files in a job's folder: Ray's token, its addresses, and how the command has ended."""
 
 MEBI = 2**20
 
@@ -202,7 +205,7 @@ def ends_at(job: str) -> float:
 
 
 def deadline(job: str, notice_s: float) -> float:
-    """Return the time by which a script must have ended, after a signal now [Unix time, s]."""
+    """Return the time by which a command must have ended, after a signal now [Unix time, s]."""
     at = time.time() + notice_s
     with contextlib.suppress(CloudError):  # the controller may be down: the notice still counts
         at = min(at, ends_at(job) - SPARE_S)
@@ -364,28 +367,28 @@ def _is_marked(process: psutil.Process, own: Path) -> bool:
 
 
 def main(words: Sequence[str]) -> int:
-    """Start Ray on all nodes, run the script, and return its exit code."""
+    """Start Ray on all nodes, run the command, and return its exit code."""
     at = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(
         prog="python -m raypool.cluster.slurm_job",
-        description="Start Ray on all nodes of a Slurm job, and run a script there.",
+        description="Start Ray on all nodes of a Slurm job, and run a command there.",
     )
     parser.add_argument(
         "--requeue",
         action="store_true",
-        help="put the job back into the queue if the script was ended early",
+        help="put the job back into the queue if the command was ended early",
     )
     parser.add_argument(
         "--notice-s",
         type=float,
         default=120.0,
-        help="time from SIGUSR1 to the end of the script [s]",
+        help="time from SIGUSR1 to the end of the command [s]",
     )
     parser.add_argument(
-        "--connect",
+        "--folder",
         type=Path,
-        metavar="FILE",
-        help="write address and token to this file, for drivers elsewhere",
+        help="where the job's exit code is kept; without a command, also address and token of Ray,"
+        " for drivers elsewhere",
     )
     parser.add_argument(
         "--child", action="store_true", help="end with standard input: it is that of the driver"
@@ -394,29 +397,39 @@ def main(words: Sequence[str]) -> int:
         "--ray-option", action="append", default=[], help="option for `ray start`; may be repeated"
     )
     options = parser.parse_args(words[:at])
-    script = words[at + 1 :]
-    if not script and options.connect is None:
-        parser.error("there is nothing to run: give `-- SCRIPT`, or --connect FILE")
+    command = words[at + 1 :]
+    if not command and options.folder is None:
+        parser.error("there is nothing to run: give `-- COMMAND`, or --folder FOLDER")
+    job = SlurmJob(options, command)
     try:
-        return SlurmJob(options, script).run()
+        code = job.run()
     except CloudError as error:
         say(str(error))
-        return 1
+        code = 1
+    if command and options.folder is not None:
+        status = {"exit_code": code, "is_cancelled": job.is_cancelled, "ended_at": time.time()}
+        write_private(options.folder / STATUS, json.dumps(status))
+    return code
 
 
 class SlurmJob:
-    """A job of Slurm: Ray on its nodes, and the script."""
+    """A job of Slurm: Ray on its nodes, and the command."""
 
-    def __init__(self, options: argparse.Namespace, script: Sequence[str]) -> None:
+    def __init__(self, options: argparse.Namespace, command: Sequence[str]) -> None:
         self._options = options
-        self._script = script
+        self._command = command
         self._job = os.environ["SLURM_JOB_ID"]
         self._told = threading.Event()  # the time is nearly over
         self._ended = threading.Event()  # Slurm, or the user, ends the job
         self._steps: list[subprocess.Popen[bytes]] = []
 
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether Slurm, or the user, has ended the job."""
+        return self._ended.is_set()
+
     def run(self) -> int:
-        """Run the script on a cluster of all nodes; return its exit code."""
+        """Run the command on a cluster of all nodes; return its exit code."""
         _set_at(signal.SIGUSR1, self._told)
         _set_at(signal.SIGTERM, self._ended)
         gpus = gpus_of_nodes(self._job)
@@ -442,7 +455,7 @@ class SlurmJob:
         code = 1
         try:
             self._start_ray(place, gpus)
-            code = self._run_script(place) if self._script else self._serve_drivers(place)
+            code = self._run_command(place) if self._command else self._serve_drivers(place)
             was_told = self._told.is_set() or _is_draining(place)
         except BaseException:
             was_told = False
@@ -488,10 +501,11 @@ class SlurmJob:
             )
         return machines_there()
 
-    def _run_script(self, place: Place) -> int:
-        """Run the script; return its exit code, 128 and the signal's number after a signal."""
-        script = subprocess.Popen(
-            [sys.executable, *self._script],
+    def _run_command(self, place: Place) -> int:
+        """Run the command; return its exit code, 128 and the signal's number after a signal."""
+        program, *arguments = self._command
+        command = subprocess.Popen(
+            [sys.executable if program == "python" else program, *arguments],
             env={
                 key: value
                 for key, value in os.environ.items()
@@ -499,25 +513,31 @@ class SlurmJob:
             },
         )
         gone_at = float("inf")
-        while script.poll() is None:
+        while command.poll() is None:
             gone_at = self._pass_on_notice(place, gone_at)
             if self._ended.is_set() or time.time() > gone_at:
                 why = "the job is cancelled" if self._ended.is_set() else "its time is over"
-                say(f"The script is ended: {why}.")
-                script.terminate()
+                say(f"The command is ended: {why}.")
+                command.terminate()
                 try:
-                    script.wait(END_S)
+                    command.wait(END_S)
                 except subprocess.TimeoutExpired:
-                    script.kill()
-                    script.wait()
+                    command.kill()
+                    command.wait()
             time.sleep(LOOK_S)
-        code = script.returncode if script.returncode >= 0 else 128 - script.returncode
-        say(f"The script has ended with exit code {code}.")
+        code = command.returncode if command.returncode >= 0 else 128 - command.returncode
+        say(f"The command has ended with exit code {code}.")
         return code
 
     def _serve_drivers(self, place: Place) -> int:
         """Let drivers elsewhere use the cluster, as long as there are any; return the exit code."""
-        _write_connection(self._options.connect, place)
+        folder = self._options.folder
+        write_private(folder / TOKEN, os.environ["RAY_AUTH_TOKEN"])
+        addresses = {
+            "address": place.address,
+            "client": f"ray://{place.head_address}:{place.client_port}",
+        }
+        write_private(folder / CONNECTION, json.dumps(addresses))  # a driver waits for it
         is_child = self._options.child
         over = threading.Event()
         if is_child:
@@ -537,11 +557,12 @@ class SlurmJob:
                     say("The allocation ends: no driver is connected.")
                     break
         finally:
-            self._options.connect.unlink(missing_ok=True)
+            (folder / CONNECTION).unlink(missing_ok=True)
+            (folder / TOKEN).unlink(missing_ok=True)
         return 0
 
     def _pass_on_notice(self, place: Place, gone_at: float) -> float:
-        """Drain all nodes once the notice has come; return when the script must have ended."""
+        """Drain all nodes once the notice has come; return when the command must have ended."""
         if not self._told.is_set() or gone_at < float("inf"):
             return gone_at
         gone_at = deadline(self._job, self._options.notice_s)
@@ -571,21 +592,13 @@ def _free_ports(number: int) -> list[int]:
         return [int(holder.getsockname()[1]) for holder in holders]
 
 
-def _write_connection(path: Path, place: Place) -> None:
-    """Write what a driver needs; the token is beside it, in a file that only this user can read."""
-    addresses = {
-        "address": place.address,
-        "client": f"ray://{place.head_address}:{place.client_port}",
-    }
-    for file, text in (
-        (path.with_name("token"), os.environ["RAY_AUTH_TOKEN"]),
-        (path, json.dumps(addresses)),  # last: a driver waits for it
-    ):
-        draft = file.with_name(f".{file.name}")
-        draft.unlink(missing_ok=True)
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
-            out.write(text)
-        draft.replace(file)
+def write_private(file: Path, text: str) -> None:
+    """Write a file that only this user can read; it is there only when it is whole."""
+    draft = file.with_name(f".{file.name}")
+    draft.unlink(missing_ok=True)
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+        out.write(text)
+    draft.replace(file)
 
 
 def _has_drivers(place: Place) -> bool:

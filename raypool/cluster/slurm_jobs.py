@@ -1,0 +1,256 @@
+"""Jobs of Slurm, with the methods of `jobs.Jobs`: for `batch`, `raypool job` and `raypool submit`.
+
+Each job has a folder on the file system that login nodes and compute nodes share. It keeps the file
+for `sbatch`, the output and the exit code, so that a job is known after Slurm has forgotten it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from raypool.cluster.jobs import ENDED, JobInfo, Jobs, PackedCall, new_id
+from raypool.cluster.slurm import (
+    FILE,
+    GONE,
+    MOST_LOOK_S,
+    OUTPUT,
+    folder_of_jobs,
+    job_file,
+    look,
+    new_folder,
+    size_of,
+    submit,
+)
+from raypool.cluster.slurm_job import STATUS, ask, write_private
+from raypool.errors import CloudError, InvalidValueError
+from raypool.profiles import Profile, Slurm
+from raypool.worker.folders import make_private
+
+INFO = "job.json"
+"""The file in a job's folder with its name, command and number."""
+
+STATES = {
+    "COMPLETED": "finished",
+    "CANCELLED": "cancelled",
+    **dict.fromkeys(("RUNNING", "COMPLETING", "STAGE_OUT", "SUSPENDED", "STOPPED"), "running"),
+    **dict.fromkeys(
+        ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESIZING"), "queued"
+    ),
+}
+"""What Slurm calls the states of a job, and what futures call them; all others: "failed"."""
+
+LOOK_S = 0.5
+"""The interval of looks at a job's folder [s]; Slurm is asked less often the longer it takes."""
+
+STOP_TIMEOUT_S = 60.0
+"""The time for a cancelled job to end [s]; Slurm kills it after its KillWait."""
+
+
+def jobs_of(profile: Profile) -> Jobs | SlurmJobs:
+    """Return the jobs of a profile's cluster: those of Slurm, or those of Ray."""
+    return Jobs(profile) if profile.slurm is None else SlurmJobs(profile)
+
+
+class SlurmJobs:
+    """The jobs that this user has submitted to Slurm with raypool.
+
+    Args:
+        profile: `slurm` says what to ask for; the job starts in `working_dir`, or in this folder.
+    """
+
+    python = "python"
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        self._slurm = profile.slurm or Slurm()
+
+    @property
+    def outputs(self) -> Path:
+        """The folder for the outputs of `batch`."""
+        return make_private(folder_of_jobs(self._slurm) / "outputs")
+
+    def submit(  # noqa: PLR0913 - the arguments of Jobs.submit, all named
+        self,
+        command: Sequence[str],
+        *,
+        name: str | None = None,
+        env: Mapping[str, str] | None = None,
+        cpus: float = 0,
+        gpus: float = 0,
+        call: PackedCall | None = None,
+        requeue: bool = False,
+    ) -> str:
+        """Submit a job; return its id.
+
+        Args:
+            command: The words of the command; "python" is the Python that runs here.
+            name: The name of the job.
+            env: Environment variables.
+            cpus: Means nothing here: the job has all cores of its nodes.
+            gpus: Likewise.
+            call: A call that goes along.
+            requeue: Put the job back into the queue when its time is over or it is preempted.
+
+        Raises:
+            CloudError: Slurm refuses it, or could never run it.
+        """
+        if not command:
+            raise InvalidValueError(
+                "There is no command to run. Give one, such as ['python', 'train.py']."
+            )
+        if cpus or gpus:
+            raise InvalidValueError(
+                "cpus and gpus reserve parts of a Ray cluster for a command. A job of Slurm has all"
+                " of its nodes: set gpus_per_node and cpus_per_gpu in the profile."
+            )
+        folder = new_folder(self._slurm, new_id() if call is None else call.job_id)
+        variables = dict(env or {})
+        if call is not None:
+            shutil.copytree(call.module, folder / Path(call.module).name)
+            paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+            variables["PYTHONPATH"] = os.pathsep.join(paths)
+        text = job_file(
+            self._slurm,
+            size_of(self._profile, *(call.workers if call is not None else (None, None))),
+            command,
+            name=name or folder.name,
+            folder=folder,
+            requeue=requeue,
+            env=variables,
+        )
+        write_private(folder / FILE, text)
+        directory = self._profile.working_dir or Path.cwd()
+        number = submit(folder / FILE, f"--chdir={Path(directory).expanduser().absolute()}")
+        info = {
+            "name": name or folder.name,
+            "command": " ".join(command),
+            "number": number,
+            "submitted_at": time.time(),
+            "metadata": dict(call.metadata) if call is not None else {},
+        }
+        write_private(folder / INFO, json.dumps(info))
+        return folder.name
+
+    def look(self, job_id: str) -> JobInfo:
+        """Return the state of a job, by its id or Slurm's number.
+
+        Raises:
+            CloudError: There is no such job.
+        """
+        folder, info = self._find(job_id)
+        number = info["number"]
+        try:
+            status = json.loads((folder / STATUS).read_text())
+        except FileNotFoundError:
+            status = {}
+        at = look(number)
+        state = STATES.get(at.state, "failed")
+        if at.state == GONE or (status and state == "running"):
+            state = _ended(status)
+        return JobInfo(
+            id=folder.name,
+            name=info["name"],
+            state=state,
+            command=info["command"],
+            message=f"Slurm job {number}: {at}",
+            exit_code=status.get("exit_code") if state in ENDED else None,
+            submitted_at=datetime.fromtimestamp(info["submitted_at"], UTC),
+            finished_at=_time_of(status.get("ended_at")) if state in ENDED else None,
+            node=None,
+            metadata=info["metadata"],
+        )
+
+    def all(self) -> list[JobInfo]:
+        """Return the states of all jobs, the newest last."""
+        folders = [path.parent for path in folder_of_jobs(self._slurm).glob(f"*/{INFO}")]
+        return sorted(
+            (self.look(folder.name) for folder in folders),
+            key=lambda info: info.submitted_at or datetime.min.replace(tzinfo=UTC),
+        )
+
+    def wait(self, job_id: str, timeout_s: float | None = None) -> JobInfo:
+        """Wait for a job's end, at most so long; return its state then."""
+        for _ in self._looks(job_id, timeout_s):
+            pass
+        return self.look(job_id)
+
+    def log(self, job_id: str) -> str:
+        """Return what a job has printed so far."""
+        folder, _ = self._find(job_id)
+        try:
+            return (folder / OUTPUT).read_text(errors="replace")
+        except FileNotFoundError:  # it waits in the queue
+            return ""
+
+    def follow(self, job_id: str, seen: int = 0) -> Iterator[str]:
+        """Yield what a job prints until it has ended, after the first `seen` characters."""
+        for _ in self._looks(job_id, None):
+            text = self.log(job_id)
+            if len(text) > seen:
+                yield text[seen:]
+                seen = len(text)
+        yield self.log(job_id)[seen:]
+
+    def stop(self, job_id: str) -> JobInfo:
+        """Cancel a job, queued or running; return its state then.
+
+        Raises:
+            CloudError: There is no such job, or it does not end.
+        """
+        _, info = self._find(job_id)
+        with suppress(CloudError):  # it has ended
+            ask("scancel", info["number"])
+        ended = self.wait(job_id, STOP_TIMEOUT_S)
+        if not ended.has_ended:
+            raise CloudError(
+                f"Job {job_id} has not ended within {STOP_TIMEOUT_S:g} s: {ended.message}. Look"
+                " again later."
+            )
+        return ended
+
+    def _looks(self, job_id: str, timeout_s: float | None) -> Iterator[None]:
+        """Yield at every look at a job until it has ended."""
+        folder, _ = self._find(job_id)
+        deadline = time.monotonic() + timeout_s if timeout_s is not None else float("inf")
+        pause_s, ask_at = LOOK_S, 0.0
+        while time.monotonic() < deadline:
+            yield
+            # a job that has ended says so in its folder; one that was killed does not
+            if (folder / STATUS).exists() or time.monotonic() > ask_at:
+                if self.look(job_id).has_ended:
+                    return
+                pause_s = min(2 * pause_s, MOST_LOOK_S)
+                ask_at = time.monotonic() + pause_s
+            time.sleep(max(0.0, min(LOOK_S, deadline - time.monotonic())))
+
+    def _find(self, job_id: str) -> tuple[Path, dict[str, Any]]:
+        """Return the folder of a job, and what is noted there."""
+        root = folder_of_jobs(self._slurm)
+        files = [root / job_id / INFO] if not job_id.isdecimal() else list(root.glob(f"*/{INFO}"))
+        for file in files:
+            with suppress(FileNotFoundError):
+                info = json.loads(file.read_text())
+                if not job_id.isdecimal() or info["number"] == job_id:
+                    return file.parent, info
+        raise CloudError(
+            f"There is no job {job_id!r} in {root}. `raypool job status` lists the jobs there."
+        )
+
+
+def _ended(status: Mapping[str, Any]) -> str:
+    """Return the state of a job that Slurm no longer knows."""
+    if status.get("is_cancelled"):
+        return "cancelled"
+    return "finished" if status.get("exit_code") == 0 else "failed"
+
+
+def _time_of(seconds: float | None) -> datetime | None:
+    return datetime.fromtimestamp(seconds, UTC) if seconds else None
