@@ -12,18 +12,21 @@ import click
 from click.core import ParameterSource
 
 from raypool.cli.output import echo
-from raypool.errors import RaypoolError
+from raypool.errors import InvalidValueError, RaypoolError
 
-PROVIDERS = ("gcp", "aws", "on-prem", "kubernetes")
+PROVIDERS = ("gcp", "aws", "on-prem", "kubernetes", "slurm")
 
 MADE = ("gcp", "aws")  # whose machines are made
 ONLY = {
     "project": ("gcp",),
     **dict.fromkeys(("zone", "machine", "head_machine"), MADE),
-    **dict.fromkeys(("gpu", "gpus", "least", "most", "spot"), (*MADE, "kubernetes")),
+    **dict.fromkeys(("gpu", "least", "spot"), (*MADE, "kubernetes")),
+    **dict.fromkeys(("gpus", "most"), (*MADE, "kubernetes", "slurm")),
+    **dict.fromkeys(("packages", "python"), PROVIDERS[:-1]),
     **dict.fromkeys(("ssh_user", "ssh_key"), (*MADE, "on-prem")),
     "hosts": ("on-prem",),
     "job": ("kubernetes",),
+    "profile": ("slurm",),
 }
 """Options of `init` that only some providers use."""
 
@@ -132,24 +135,20 @@ def machines(gpu: str | None, name: str, is_json: bool) -> None:
     metavar="COMMAND",
     help="Kubernetes: a cluster for this command only, deleted when it ends.",
 )
+@click.option("--profile", help="Slurm: a profile of raypool.toml that says what to ask for.")
 @click.option(
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),
-    default="cluster.yaml",
-    show_default=True,
-    help="The file to write.",
+    help="The file to write.  [default: cluster.yaml; job.sbatch for Slurm]",
 )
 @click.option("--force", "is_forced", is_flag=True, help="Overwrite an existing file.")
 @click.pass_context
-def init(
-    context: click.Context, /, out: Path, job: str | None, is_forced: bool, **wishes: Any
-) -> None:
-    """Write a cluster file, to be reviewed and started.
+def init(context: click.Context, /, out: Path | None, is_forced: bool, **wishes: Any) -> None:
+    """Write a cluster file, to be reviewed and started; for Slurm, a file for sbatch.
 
     No provider is contacted, and nothing is created.
     """
-    from raypool.cluster.cluster_file import save, text_of
-    from raypool.cluster.drafts import Draft
+    from raypool.cluster.cluster_file import save
 
     given = [
         option
@@ -164,16 +163,57 @@ def init(
         raise click.UsageError(
             f"{', '.join(strange)} does not go with --provider {wishes['provider']}."
         )
+    is_slurm = wishes["provider"] == "slurm"
+    out = out or Path("job.sbatch" if is_slurm else "cluster.yaml")
     if out.exists() and not is_forced:
         raise click.UsageError(
             f"{out} is there already. Say --force to write over it, or --out with another name."
         )
+    write = _slurm_file if is_slurm else _cluster_file
     try:
-        text = text_of(Draft(**wishes).plan(), _command(context, given), out.name, job, warn=_warn)
-        save(text, out, is_forced)
+        save(write(wishes, _command(context, given), out.name), out, is_forced)
     except RaypoolError as error:
         raise click.UsageError(str(error)) from error
     echo(f"Wrote {out}. Its first lines say what comes next.")
+
+
+def _cluster_file(wishes: dict[str, Any], command: str, name: str) -> str:
+    from raypool.cluster.cluster_file import text_of
+    from raypool.cluster.drafts import Draft
+
+    job, _ = wishes.pop("job"), wishes.pop("profile")
+    return text_of(Draft(**wishes).plan(), command, name, job, warn=_warn)
+
+
+def _slurm_file(wishes: dict[str, Any], command: str, name: str) -> str:
+    from raypool.cluster.slurm import job_file, size_of
+    from raypool.profile_files import resolve_profile
+    from raypool.profiles import Profile, Slurm
+
+    if wishes["profile"] is not None:
+        profile = resolve_profile(wishes["profile"], {})
+        if profile.slurm is None:
+            raise InvalidValueError(
+                f'The profile {wishes["profile"]!r} is not of Slurm: it has no kind = "slurm".'
+            )
+    else:
+        profile = Profile(slurm=Slurm(nodes=wishes["most"], gpus_per_node=wishes["gpus"] or 1))
+    text = job_file(
+        profile.slurm or Slurm(),
+        size_of(profile, None, None),
+        ["python", "train.py"],
+        name=wishes["name"],
+        requeue=True,
+    )
+    first, rest = text.split("\n", 1)
+    return f"""{first}
+# Written by: {command}
+#
+# Edit the last line: the command after -- runs when Ray is up on all nodes, and parpool() in it
+# uses all of them. Check the file with `sbatch --test-only {name}`, and submit it with
+# `sbatch {name}`. Before its time is over, tasks see should_stop and save, and the job goes back
+# into the queue: the command has to continue, as parfor(run_dir=...) does.
+{rest}"""
 
 
 def _warn(text: str) -> None:

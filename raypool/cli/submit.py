@@ -170,6 +170,15 @@ def _with_settings(command: Any) -> Any:
 )
 @click.option("--keep", "is_kept", is_flag=True, help="Keep the cluster after the job has ended.")
 @click.option("--profile", help="Run on the cluster of this profile instead of creating one.")
+@click.option(
+    "--slurm", "is_slurm", is_flag=True, help="Run as a job of Slurm, with the cluster's defaults."
+)
+@click.option(
+    "--requeue",
+    "is_requeued",
+    is_flag=True,
+    help="Slurm: when the job's time is over or it is preempted, run the command again.",
+)
 @click.pass_context
 def submit(context: click.Context, /, **given: Any) -> None:
     """Run a training job from its config.yaml on a new cluster, and exit with the job's exit code.
@@ -182,10 +191,13 @@ def submit(context: click.Context, /, **given: Any) -> None:
     Google Cloud. The script starts on its head node when all machines are running, its output is
     shown here, and the cluster is deleted when the script ends.
     """
-    from raypool.cluster.training_jobs import run_on, run_on_own
+    from raypool.cluster.training_jobs import run_on, run_on_own, run_on_slurm
 
     try:
         submission = _submission(context, given)
+        slurm = _slurm_profile(given)
+        if slurm is not None:
+            raise SystemExit(run_on_slurm(slurm, submission, requeue=given["is_requeued"]))
         profile, file = _target(context, given, submission)
     except RaypoolError as error:
         raise click.UsageError(str(error)) from error
@@ -204,6 +216,22 @@ def submit(context: click.Context, /, **given: Any) -> None:
     raise SystemExit(status)
 
 
+def _slurm_profile(given: dict[str, Any]) -> Profile | None:
+    """Return the profile if the job is for Slurm."""
+    from raypool.profile_files import named_profile
+    from raypool.profiles import Profile, Slurm
+
+    profile = named_profile(given["profile"]) if given["profile"] is not None else None
+    if given["is_slurm"] and profile is None:
+        return Profile(slurm=Slurm())
+    is_slurm = profile is not None and profile.slurm is not None
+    if not is_slurm and (given["is_slurm"] or given["is_requeued"]):
+        raise CloudError(
+            '--slurm and --requeue are for Slurm. Name a profile with kind = "slurm", or none.'
+        )
+    return profile if is_slurm else None
+
+
 def _submission(context: click.Context, given: dict[str, Any]) -> Submission:
     """Return the requested job."""
     from raypool.cluster import job_files
@@ -215,7 +243,10 @@ def _submission(context: click.Context, given: dict[str, Any]) -> Submission:
         documents = read_documents(given["config"])
     else:  # on a cluster that is there, a job need not say what machines it wants
         documents = documents_of(
-            "trainingInput: {scaleTier: BASIC}" if given["profile"] else "trainingInput: {}", ""
+            "trainingInput: {scaleTier: BASIC}"
+            if given["profile"] or given["is_slurm"]
+            else "trainingInput: {}",
+            "",
         )
     if len(documents) != 1:
         raise CloudError(

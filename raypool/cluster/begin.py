@@ -131,14 +131,14 @@ def wait_until(machines: int, count: Callable[[], int], timeout_s: float) -> Non
 
     Example:
         >>> wait_until(2, lambda: 2, timeout_s=10)
-        raypool: 2 of 2 machines are there.
+        raypool: 2 of 2 machines have joined.
     """
     deadline = time.monotonic() + timeout_s
     there = -1
     while there < machines:
         if (now := count()) != there:
             there = now
-            sys.stdout.write(f"raypool: {there} of {machines} machines are there.\n")
+            sys.stdout.write(f"raypool: {there} of {machines} machines have joined.\n")
             sys.stdout.flush()
         elif time.monotonic() > deadline:
             raise CloudError(_why_missing(there, machines, timeout_s))

@@ -260,7 +260,8 @@ def _check_node(address: str) -> None:
         raise StartupError(
             f"This machine is no node of the cluster at {address} (its nodes:"
             f" {', '.join(there) or 'none'}), and only a node can join it there. From outside use"
-            f" Ray Client: address='{CLIENT}{head}:10001'."
+            f" Ray Client: address='{CLIENT}{head}:PORT', where PORT is 10001 unless `ray start`"
+            " was given another (--ray-client-server-port)."
         )
 
 

@@ -280,7 +280,10 @@ def _outside(profile: Profile, workers: tuple[int | None, int | None]) -> Alloca
     folder = new_folder(slurm)
     connection = folder / CONNECTION
     size = size_of(profile, *workers)
-    write_private(folder / FILE, job_file(slurm, size, [], name="raypool", folder=folder))
+    # Ray tells workers where a driver finds its modules, but not for a client
+    env = {"PYTHONPATH": os.pathsep.join(_own_paths())}
+    text = job_file(slurm, size, [], name="raypool", folder=folder, env=env)
+    write_private(folder / FILE, text)
     number = submit(folder / FILE)
 
     def cancel(*options: str) -> None:
@@ -352,6 +355,7 @@ def _inside(profile: Profile) -> Allocation:
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(_own_paths())},
         )
 
     def release() -> None:
@@ -373,6 +377,12 @@ def _inside(profile: Profile) -> Allocation:
     except BaseException:
         release()
         raise
+
+
+def _own_paths() -> list[str]:
+    """Return where this process finds modules, besides those that are installed."""
+    paths = [str(Path(path or ".").absolute()) for path in sys.path]
+    return [path for path in paths if not path.startswith((sys.prefix, sys.base_prefix + "/lib"))]
 
 
 def new_folder(slurm: Slurm, name: str | None = None) -> Path:

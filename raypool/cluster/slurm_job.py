@@ -301,9 +301,10 @@ def _ray_start(place: Place, name: str, address: str, own: Path) -> list[str]:
         command.append(f"--address={place.address}")
     if (memory := os.environ.get("SLURM_MEM_PER_NODE", "")).isdigit() and int(memory):
         # without this, Ray counts all memory of the machine
-        store = int(int(memory) * MEBI * STORE_SHARE)
-        free = shutil.disk_usage("/dev/shm").free
-        command.append(f"--object-store-memory={min(store, free)}")
+        given = int(memory) * MEBI
+        free = shutil.disk_usage("/dev/shm").free  # where Ray's store is
+        store = min(int(given * STORE_SHARE), free)
+        command += [f"--object-store-memory={store}", f"--memory={given - store}"]
     return [*command, *place.ray_options]
 
 

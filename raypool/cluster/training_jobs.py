@@ -17,6 +17,7 @@ from raypool.cluster.gcp import NAME_LIMIT
 from raypool.cluster.job_files import Training
 from raypool.cluster.jobs import Jobs
 from raypool.cluster.launcher_file import default_packages
+from raypool.cluster.slurm_jobs import SlurmJobs
 from raypool.errors import CloudError
 from raypool.profiles import Profile
 
@@ -211,7 +212,7 @@ class Submission:
         self.say(f"Job {job_id} is handed in. It goes on if this command is interrupted.")
         return job_id
 
-    def follow(self, jobs: Jobs, job_id: str, seen: int = 0) -> int:
+    def follow(self, jobs: Jobs | SlurmJobs, job_id: str, seen: int = 0) -> int:
         """Show what the job prints until it has ended, but for what was seen (characters), and
         return its exit status.
 
@@ -241,6 +242,25 @@ def run_on(profile: Profile, submission: Submission) -> int:
             " or leave --profile out: then it gets machines of its own."
         )
     return submission.follow(jobs, submission.hand_in(jobs))
+
+
+def run_on_slurm(profile: Profile, submission: Submission, *, requeue: bool) -> int:
+    """Run a job on Slurm, on the nodes that the profile asks for, and return its exit status.
+
+    Args:
+        profile: Of Slurm.
+        submission: The job; what it says of machines does not count.
+        requeue: Run it again when its time is over.
+
+    Raises:
+        CloudError: Slurm refuses it.
+    """
+    jobs = SlurmJobs(replace(profile, working_dir=submission.script.folder))
+    training = replace(submission.training, groups=submission.training.groups[:1])
+    words = command(jobs.python, training, submission.script, submission.args)
+    job_id = jobs.submit(words, name=submission.name, requeue=requeue)
+    submission.say(f"Submitted job {job_id}. It goes on if this command is interrupted.")
+    return submission.follow(jobs, job_id)
 
 
 def run_on_own(file: Path, submission: Submission, *, is_kept: bool) -> int:

@@ -4,7 +4,6 @@ with two pretended GPUs each.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal
@@ -12,10 +11,11 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-from tests.cloud.lab import ROOT, Lab
+import psutil
+
+from tests.cloud.lab import Lab
 
 COMMANDS = ("slurmctld", "slurmd", "sbatch", "munged", "ip")
 
@@ -167,6 +167,17 @@ class SlurmLab:
             raise
         assert process.returncode == 0, f"{command}: {process.returncode}\n{out}\n{err}"
         return out.strip()
+
+    def interrupt(self, process: subprocess.Popen[str], number: int = signal.SIGINT) -> None:
+        """Send a signal to a program that was started: Ctrl-C, unless another is given."""
+        *_, last = psutil.Process(process.pid).children(recursive=True)
+        last.send_signal(number)
+
+    def boot(self, name: str) -> None:
+        """Switch a host on again, and wait until Slurm uses it."""
+        assert self.lab is not None
+        self.lab.boot(name)
+        until(lambda: self.run("sinfo", "-h", "-N", "-n", name, "-p", "low", "-o", "%T") == "idle")
 
     def python(self, file: Path, *words: str, host: str = "login") -> subprocess.Popen[str]:
         """Start a script on the login node."""

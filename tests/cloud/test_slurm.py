@@ -4,12 +4,11 @@ nodes, and what is left behind.
 
 from __future__ import annotations
 
-import json
-import os
+import ast
 import re
 import shutil
 import signal
-import sys
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,17 +16,27 @@ from pathlib import Path
 import pytest
 
 from tests.cloud.slurm_lab import HAS_ALL, REASON, SlurmLab, until
+from tests.documents import blocks_of
 
-pytestmark = [pytest.mark.ci, pytest.mark.skipif(not HAS_ALL, reason=REASON)]
+pytestmark = [pytest.mark.long, pytest.mark.skipif(not HAS_ALL, reason=REASON)]
+
+LIMIT_S = 150.0
+"""For what takes a quarter of a minute, on a busy machine [s]."""
 
 PROFILES = """
 [profiles.hpc]
 kind = "slurm"
 gpus_per_node = 2
 time = 30
-notice_s = 60
+notice_s = 120
 folder = "jobs"
 start_timeout_s = 300
+
+[profiles.one]
+kind = "slurm"
+gpus_per_node = 1
+sbatch = ["--nodelist=n1", "--cpus-per-task=1"]
+folder = "jobs"
 
 [profiles.full]
 kind = "slurm"
@@ -60,6 +69,12 @@ def until_gone(name):
     while (HERE / name).exists():
         time.sleep(0.1)
 
+def finish(x):
+    (HERE / f"on-{platform.node()}").touch()
+    while not (HERE / "go").exists():
+        time.sleep(0.1)
+    return x
+
 def train(x):
     "Counts to a hundred, from where it was, and looks whether it should stop at each."
     state = load_checkpoint() or {"step": 0, "from": []}
@@ -77,11 +92,68 @@ def train(x):
 """
 
 
+class User:
+    """Somebody on the login node, in a folder of their own."""
+
+    def __init__(self, lab: SlurmLab) -> None:
+        self.lab = lab
+        self.folder = Path(tempfile.mkdtemp(dir=lab.folder))
+        self.write("raypool.toml", PROFILES)
+        self.write("tasks.py", TASKS)
+
+    def write(self, name: str, text: str) -> str:
+        (self.folder / name).write_text(text)
+        return name
+
+    def start(self, *command: str, host: str = "login") -> subprocess.Popen[str]:
+        return self.lab.start("env", "-C", str(self.folder), *command, host=host)
+
+    def run(self, *command: str, code: int = 0) -> tuple[str, str]:
+        """Run a command to its end; return what it has printed."""
+        process = self.start(*command)
+        out, err = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == code, f"{command}: {process.returncode}\n{out}\n{err}"
+        return out, err
+
+    def script(self, text: str, code: int = 0) -> tuple[str, str]:
+        """Run a script on the login node."""
+        return self.run("python", self.write("script.py", text), code=code)
+
+    def submit(self, text: str, *options: str) -> str:
+        """Submit a file as `raypool cluster init` writes it, for a script; return its number."""
+        self.write("job.py", text)
+        self.run("raypool", "cluster", "init", "--provider", "slurm", "--profile", "hpc", "--force")
+        file = self.folder / "job.sbatch"
+        file.write_text(file.read_text().replace("python train.py", "python job.py"))
+        return self.run("sbatch", "--parsable", *options, "job.sbatch")[0].strip()
+
+    def has(self, *names: str) -> bool:
+        """Whether files are there that tasks make."""
+        return all((self.folder / name).exists() for name in names)
+
+    def shown(self, number: str, field: str) -> str:
+        """Return an entry of a job, as Slurm shows it."""
+        text = self.lab.run("scontrol", "show", "job", number)
+        found = re.search(rf"\b{field}=(\S+)", text)
+        assert found is not None, text
+        return found[1]
+
+    def wait_for(self, number: str, state: str) -> None:
+        until(lambda: self.shown(number, "JobState") == state, LIMIT_S)
+
+    def output(self, number: str) -> str:
+        return (self.folder / f"raypool-{number}.out").read_text()
+
+
 @pytest.fixture(scope="module")
 def lab() -> Iterator[SlurmLab]:
     """Start Slurm; its files are not in /tmp, which each host has for itself."""
+    yield from slurm("")
+
+
+def slurm(extra: str) -> Iterator[SlurmLab]:
     folder = Path(tempfile.mkdtemp(prefix="raypool-slurm-", dir="/var/tmp"))
-    lab = SlurmLab(folder)
+    lab = SlurmLab(folder, extra)
     try:
         yield lab
     finally:
@@ -91,26 +163,274 @@ def lab() -> Iterator[SlurmLab]:
 
 @pytest.fixture
 def user(lab: SlurmLab) -> Iterator[User]:
-    user = User(lab)
-    yield user
-    user.leave()
+    """Give somebody who leaves nothing behind: no job, no process, and no folder of Ray."""
+    yield User(lab)
+    lab.run("scancel", "--user=root")
+    until(lambda: lab.run("squeue", "-h") == "", LIMIT_S)
+    for name in ("n1", "n2"):
+        until(lambda name=name: not rays(lab.run("ps", "-e", "-o", "args", host=name)), LIMIT_S)
+        assert lab.run("find", "/tmp", "-path", "*/ray-0/*", "-name", "session_*", host=name) == ""
 
 
-class User:
-    """Somebody at the login node, with a folder of their own."""
+def rays(processes: str) -> list[str]:
+    return re.findall(r"raylet|gcs_server|ray::|slurm_job", processes)
 
-    def __init__(self, lab: SlurmLab) -> None:
-        self.lab = lab
-        self.folder = Path(tempfile.mkdtemp(dir=lab.folder))
-        (self.folder / "raypool.toml").write_text(PROFILES)
-        (self.folder / "tasks.py").write_text(TASKS)
 
-    def start(self, *command: str, host: str = "login"):
-        return self.lab.start("env", "-C", str(self.folder), *command, host=host)
+# --- from the login node --------------------------------------------------------------------------
 
-    def run(self, *command: str) -> str:
-        return self.lab.run("env", "-C", str(self.folder), *command)
 
-    def script(self, text: str, name: str = "script.py") -> str:
-        (self.folder / name).write_text(text)
-        return name
+def test_a_pool_on_an_allocation_of_its_own(user: User) -> None:
+    """It says how it stands in the queue, has the GPUs of two nodes, and releases them; its workers
+    are no tasks of Slurm; and the second pool of a process shares the allocation.
+    """
+    out, err = user.script("""if True:
+        from raypool import parpool
+        from tasks import seen
+        with parpool(3, profile="hpc") as pool:
+            print(seen())
+            with parpool(1, profile="hpc", quiet=True) as other:
+                print(other.parfeval(abs, -1).result(300))
+        print(pool.is_closed)
+    """)
+    lines = out.splitlines()
+    nodes = [row[:2] for row in ast.literal_eval(lines[1])]
+    assert len(set(nodes)) == 3
+    assert {host for host, _ in nodes} == {"n1", "n2"}
+    assert [row[2] for row in ast.literal_eval(lines[1])] == [None] * 3
+    assert lines[2:] == ["1", "True"]
+    assert re.search(r"^raypool: Slurm job \d+ is (pending|running)", err)
+    until(lambda: user.lab.run("squeue", "-h") == "", LIMIT_S)
+
+
+def test_what_slurm_cannot_give_is_refused_at_once(user: User) -> None:
+    """With its own words and a hint; also what it would accept, and let wait forever."""
+    for words, hint in (
+        ("parpool(profile='unknown')", "Invalid partition name specified. Did you mean low?"),
+        ("parpool(profile='full')", "Requested node configuration is not available."),
+        ("parpool(5, profile=Profile(slurm=Slurm(nodes=2, gpus_per_node=2)))", "5 workers need 5"),
+    ):
+        _, err = user.script(f"from raypool import *; {words}", code=1)
+        assert hint in err.splitlines()[-1]
+    assert user.lab.run("squeue", "-h") == ""
+
+
+def test_a_full_queue_is_waited_for_until_ctrl_c(user: User) -> None:
+    user.run("sbatch", "-N2", "--exclusive", "--wrap=sleep 1000")
+    user.write("script.py", "from raypool import parpool; parpool(1, profile='hpc')")
+    process = user.start("python", "script.py")
+    assert process.stderr is not None
+    assert "is pending" in process.stderr.readline()
+    line = process.stderr.readline()
+    assert "is pending: Resources" in line or "is pending: Priority" in line
+    user.lab.interrupt(process)
+    process.communicate(timeout=LIMIT_S)
+    until(lambda: user.lab.run("squeue", "-h", "--name=raypool") == "", LIMIT_S)
+
+
+def test_batch_and_jobs(user: User) -> None:
+    """A call and a command; their outputs, exit codes and output are known afterwards."""
+    out, _ = user.script("""if True:
+        import raypool
+        from tasks import seen
+        job = raypool.batch(seen, pool=3, profile="hpc")
+        rows = job.fetch_outputs(1000)
+        print(len({row[:2] for row in rows}), job.state, job.exit_code)
+        print(raypool.find_job(job.id, profile="hpc").fetch_outputs() == rows)
+    """)
+    assert out.splitlines() == ["3 finished 0", "True"]
+    user.write("ends.py", "import sys; print('here'); sys.exit(int(sys.argv[1]))")
+    out, err = user.run("raypool", "submit", "--profile", "hpc", "ends.py", "--", "4", code=4)
+    assert "\nhere\n" in out
+    job_id = re.search(r"Submitted job (\S+)\.", err)
+    assert job_id is not None
+    out, _ = user.run("raypool", "job", "status", "--profile", "hpc")
+    assert [line.split()[1].strip(",") for line in out.splitlines()] == ["finished", "failed"]
+
+
+def test_the_page_runs(user: User) -> None:
+    """docs/slurm.md: its profile, and its programs; what it prints is what it says."""
+    [profile] = [block.code for block in blocks_of("docs/slurm.md", "toml")]
+    user.write("raypool.toml", profile + 'folder = "jobs"\nstart_timeout_s = 300\n')
+    first, second = [block.code for block in blocks_of("docs/slurm.md", "python")]
+    out, _ = user.script(first)
+    assert re.search(r"^raypool: 3 workers on n\d: GPU 0.*; n\d: GPU 0.*, ready in", out)
+    assert "0.01" in out.splitlines()[1]
+    out, _ = user.script(second)
+    assert out.splitlines()[1] == "[(0, 1000), (1, 1000), (2, 1000), (3, 1000)]"
+
+
+# --- in a job -------------------------------------------------------------------------------------
+
+
+def test_a_script_of_a_plain_job_uses_all_its_nodes(user: User) -> None:
+    user.write(
+        "job.py",
+        "from raypool import parpool; from tasks import seen\nparpool(quiet=True); print(seen())",
+    )
+    user.write("plain.sh", f"#!/bin/bash\nexport HOME={user.folder}\npython job.py\n")
+    user.run("sbatch", "--wait", "-N2", "--gpus-per-node=2", "--output=out", "plain.sh")
+    rows = ast.literal_eval((user.folder / "out").read_text())
+    assert [row[:2] for row in rows] == [("n1", "0"), ("n1", "1"), ("n2", "0"), ("n2", "1")]
+
+
+def test_a_script_that_srun_starts_several_times_is_told(user: User) -> None:
+    user.write("job.py", "from raypool import parpool\nwith parpool(1): pass")
+    user.write("twice.sh", "#!/bin/bash\nsrun --ntasks=2 --overlap python job.py\n")
+    user.run("sbatch", "--wait", "-N1", "--ntasks=2", "--output=out", "twice.sh")
+    text = (user.folder / "out").read_text()
+    assert text.count("srun has started this script 2 times") == 1
+
+
+def test_two_jobs_share_a_node(user: User) -> None:
+    """At the same time: each waits for the other, on a GPU of its own."""
+    text = """if True:
+        import sys, time
+        from pathlib import Path
+        from raypool import parpool
+        from tasks import seen
+        with parpool() as pool:
+            Path(f"at-{sys.argv[1]}").write_text(str(seen()))
+            while not Path("at-0").exists() or not Path("at-1").exists():
+                time.sleep(0.1)
+    """
+    user.write("job.py", text)
+    options = ["--profile", "one", "job.py", "--"]
+    processes = [user.start("raypool", "submit", *options, str(number)) for number in (0, 1)]
+    for process in processes:
+        out, err = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 0, out + err
+    rows = [ast.literal_eval((user.folder / f"at-{number}").read_text()) for number in (0, 1)]
+    assert sorted(row[0][:2] for row in rows) == [("n1", "0"), ("n1", "1")]
+
+
+def test_a_node_that_loses_its_power(user: User) -> None:
+    """The pool goes on with the rest, and the job has the exit code of its script."""
+    number = user.submit("""if True:
+        from pathlib import Path
+        from raypool import parpool
+        from tasks import finish
+        with parpool() as pool:
+            print(sorted(pool.parfor(finish, range(6))))
+    """)
+    until(lambda: user.has(*(f"on-n{host}" for host in (1, 2))), LIMIT_S)
+    assert user.lab.lab is not None
+    batch_host = user.shown(number, "BatchHost")
+    other = "n2" if batch_host == "n1" else "n1"
+    user.lab.lab.kill(other)
+    user.write("go", "")
+    try:
+        until(lambda: "has ended with exit code 0" in user.output(number), LIMIT_S)
+        assert "[0, 1, 2, 3, 4, 5]" in user.output(number)
+    finally:
+        user.lab.boot(other)
+
+
+def test_scancel_leaves_nothing(user: User) -> None:
+    number = user.submit(
+        "from raypool import parpool; from tasks import train\nparpool().parfor(train, range(4))"
+    )
+    user.write("gate", "")
+    until(lambda: user.has("running-0", "running-3"), LIMIT_S)
+    user.run("scancel", number)
+    user.wait_for(number, "CANCELLED")
+
+
+# --- a job whose time is nearly over --------------------------------------------------------------
+
+SWEEP = """if True:
+    from raypool import parpool
+    from tasks import train
+    with parpool() as pool:
+        print(sorted(pool.parfor(train, range(4), run_dir="run")))
+"""
+
+CONTINUED = "[[0, 4], [0, 4], [0, 4], [0, 4]]"
+"""Each of four items: it ran twice, and the second time from where it had saved."""
+
+
+def begin(user: User, *options: str) -> str:
+    """Submit a sweep; return its number when all items are in the middle."""
+    user.write("gate", "")
+    number = user.submit(SWEEP, *options)
+    until(lambda: user.has(*(f"running-{item}" for item in range(4))), LIMIT_S)
+    return number
+
+
+def continues(user: User, number: str) -> bool:
+    """Whether a job that was put back into the queue ends well; Slurm would let it wait for two
+    minutes.
+    """
+    until(lambda: user.shown(number, "JobState") in ("PENDING", "COMPLETED"), LIMIT_S)
+    if user.shown(number, "JobState") == "PENDING":
+        user.run("scontrol", "update", f"jobid={number}", "StartTime=now")
+    until(lambda: user.shown(number, "JobState") in ("COMPLETED", "FAILED"), LIMIT_S)
+    return CONTINUED in user.output(number)
+
+
+def test_a_told_job_saves_and_continues_after_its_requeue(user: User) -> None:
+    """The signal is Slurm's when the time limit is near; the script ends as soon as all have saved,
+    and does not sit out the rest.
+    """
+    number = begin(user)
+    user.run("scancel", "--batch", "--signal=USR1", number)
+    until(lambda: "is nearly over" in user.output(number), LIMIT_S)
+    (user.folder / "gate").unlink()
+    assert continues(user, number)
+    assert "PoolPreemptedError" in user.output(number)
+    assert "its time is over" not in user.output(number)
+
+
+def test_a_real_time_limit(user: User) -> None:
+    """Slurm itself sends the signal, at most a minute too early; the job ends before its limit."""
+    number = begin(user, "--time=2", "--signal=B:USR1@60")
+    until(lambda: "is nearly over" in user.output(number), LIMIT_S)
+    (user.folder / "gate").unlink()
+    assert continues(user, number)
+
+
+def test_preemption(user: User) -> None:
+    """Slurm sends TERM to every process of Ray at once; all four items save in the grace time, and
+    Ray's own processes do not end.
+    """
+    number = begin(user)
+    user.run("sbatch", "-p", "high", "-N2", "--exclusive", "--wrap=sleep 1")
+    until(lambda: user.output(number).count("Slurm takes this node back") == 2, LIMIT_S)
+    (user.folder / "gate").unlink()
+    assert continues(user, number)
+
+
+@pytest.fixture(scope="module")
+def signaling() -> Iterator[SlurmLab]:
+    """Start a Slurm that tells the first process of a job before it preempts the job."""
+    yield from slurm("SlurmctldParameters=preempt_send_user_signal")
+
+
+def test_preemption_with_a_signal(signaling: SlurmLab) -> None:
+    user = User(signaling)
+    number = begin(user)
+    user.run("sbatch", "-p", "high", "-N2", "--exclusive", "--wrap=sleep 1")
+    until(lambda: "is nearly over" in user.output(number), LIMIT_S)
+    (user.folder / "gate").unlink()
+    assert continues(user, number)
+
+
+def test_a_job_without_requeue_says_that_it_was_ended_early(user: User) -> None:
+    """By exit code 75, also of a script that does not stop."""
+    user.write("gate", "")
+    user.write("job.py", SWEEP)
+    process = user.start("raypool", "submit", "--profile", "hpc", "job.py")
+    until(lambda: user.has("running-0", "running-3"), LIMIT_S)
+    number = user.lab.run("squeue", "-h", "--name=job", "-o", "%i")
+    user.run("scancel", "--batch", "--signal=USR1", number)
+    (user.folder / "gate").unlink()
+    out, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 75, out + err
+
+
+def test_an_allocation_ends_with_a_driver_that_is_killed(user: User) -> None:
+    user.write("script.py", "from raypool import parpool; parpool(1, profile='hpc'); input()")
+    process = user.start("python", "script.py")
+    assert process.stdout is not None
+    assert "1 worker" in process.stdout.readline()
+    user.lab.interrupt(process, signal.SIGKILL)
+    until(lambda: user.lab.run("squeue", "-h") == "", LIMIT_S)

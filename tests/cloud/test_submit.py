@@ -330,14 +330,25 @@ def test_machines_are_waited_for(
     counts = iter([1, 1, 2, 3])
     begin.wait_until(3, counts.__next__, timeout_s=10)
     assert capsys.readouterr().out.splitlines() == [
-        f"raypool: {number} of 3 machines are there." for number in (1, 2, 3)
+        f"raypool: {number} of 3 machines have joined." for number in (1, 2, 3)
     ]
 
 
 def test_machines_that_do_not_come_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(begin, "LOOK_S", 0.01)
-    with pytest.raises(CloudError, match=r"^1 of 3 machines are there after 0.05 s\."):
+    with pytest.raises(CloudError, match=r"^1 of 3 machines have joined the Ray at"):
         begin.wait_until(3, lambda: 1, timeout_s=0.05)
+
+
+def test_a_head_that_does_not_answer_is_waited_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it is the only machine, and the script does not run."""
+    monkeypatch.setattr(begin, "LOOK_S", 0.01)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # nobody listens there
+    with pytest.raises(SystemExit, match=r"No Ray has answered at 127\.0\.0\.1:1 for 0\.05 s"):
+        begin.main(["--timeout-s", "0.05", "--", "-c", "print('it runs')"])
+    assert capsys.readouterr().out == "raypool: 0 of 1 machines have joined.\n"
 
 
 # --- on a real cluster ----------------------------------------------------------------------------
@@ -483,7 +494,7 @@ def test_a_cluster_is_made_for_a_job_whose_script_waits_for_all_machines_and_goe
     done = run(*words, first=LAUNCHER.format(address=lab.jobs_address))
     assert done.returncode == 7, done.stderr
     assert (
-        f"raypool: 2 of 2 machines are there.\nit runs with {json.dumps(ODD)} and with what lies"
+        f"raypool: 2 of 2 machines have joined.\nit runs with {json.dumps(ODD)} and with what lies"
         " beside it" in done.stdout
     )
     assert done.stdout.startswith("up train-cluster.yaml\n")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from raypool import InvalidTypeError, InvalidValueError, Profile, Tls, WorkerResources, parpool
+from raypool import InvalidTypeError, InvalidValueError, Profile, Slurm, Tls, WorkerResources, parpool
 from raypool.profile_files import line_of, named_profile, resolve_profile
 
 Write = Callable[..., Path]
@@ -111,6 +111,34 @@ def test_a_cluster_with_paths_beside_the_file(write: Write, tmp_path: Path) -> N
     )
     assert profile.packages == ("scikit-learn>=1.5",)
     assert profile.is_remote
+
+
+def test_an_allocation_of_slurm(write: Write) -> None:
+    """Its fields stand beside those of every profile; a wrong one has its line, and a suggestion
+    from both.
+    """
+    write("""
+    [profiles.hpc]
+    kind = "slurm"
+    partition = "gpu"
+    gpus_per_node = "a100:4"
+    retries = 0
+    folder = "jobs"
+    """)
+    profile = named_profile("hpc")
+    assert profile.retries == 0
+    assert profile.slurm == Slurm(
+        partition="gpu", gpus_per_node="a100:4", folder=str(Path.cwd() / "jobs")
+    )
+    write('[profiles.hpc]\nkind = "slurm"\npartitoin = "gpu"')
+    with pytest.raises(InvalidValueError, match=r"line 3: .* Did you mean partition\?"):
+        named_profile("hpc")
+    write('[profiles.hpc]\nkind = "slurm"\nnodes = 0')
+    with pytest.raises(InvalidValueError, match="line 3: nodes=0"):
+        named_profile("hpc")
+    write('[profiles.hpc]\nkind = "pbs"')
+    with pytest.raises(InvalidValueError, match="line 2: there is no kind of profile 'pbs'"):
+        named_profile("hpc")
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 
-from raypool import InvalidTypeError, InvalidValueError, Profile, WorkerResources, parpool
+from raypool import InvalidTypeError, InvalidValueError, Profile, Slurm, WorkerResources, parpool
+from raypool.cluster.slurm import size_of
 from raypool.profile_files import resolve_profile
 
 REFUSED = [
@@ -72,6 +74,9 @@ REFUSED = [
     ({"token_file": 7}, InvalidTypeError, "token_file=7 is not the path of a file"),
     ({"working_dir": True}, InvalidTypeError, "working_dir=True is not the path of a folder"),
     ({"tls": {"key": "k"}}, InvalidTypeError, "is not a Tls"),
+    ({"slurm": {"nodes": 2}}, InvalidTypeError, "is not a Slurm"),
+    ({"slurm": Slurm(), "address": "head:6379"}, InvalidValueError, "asks for a new one"),
+    ({"slurm": Slurm(), "backend": "threads"}, InvalidValueError, "is this process"),
     ({"packages": "torch"}, InvalidTypeError, "not a list of what pip is to install"),
     ({"packages": [""]}, InvalidTypeError, "names no package"),
     ({"quiet": "yes"}, InvalidTypeError, "quiet='yes' is neither True nor False"),
@@ -87,6 +92,47 @@ def test_what_cannot_work_is_refused() -> None:
     for changes, error, words in REFUSED:
         with pytest.raises(error, match=words):
             resolve_profile("local", changes)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "words"),
+    [
+        ({"gpus_per_node": "a100"}, InvalidTypeError, "neither a number nor 'KIND:NUMBER'"),
+        ({"sbatch": "--qos=long"}, InvalidTypeError, "not a list of options"),
+        ({"sbatch": ["qos=long"]}, InvalidValueError, "which is not an option"),
+        ({"nodes": 0}, InvalidValueError, "nodes=0"),
+        ({"time": 1.5}, InvalidTypeError, "neither a time limit"),
+        ({"notice_s": 0}, InvalidValueError, "no time to save"),
+        ({"partition": 3}, InvalidTypeError, "partition=3 is not a text"),
+        ({"queue": "gpu"}, InvalidTypeError, "partition"),
+    ],
+)
+def test_what_slurm_cannot_be_asked_is_refused(
+    fields: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        Slurm(**fields)
+
+
+ONE = WorkerResources(gpus=0.5)
+
+SIZES = [
+    (Profile(slurm=Slurm(gpus_per_node=4)), (8, 8), (2, 2, None)),
+    (Profile(slurm=Slurm(gpus_per_node="a100:4", cpus_per_gpu=8)), (2, 9), (1, 3, 32)),
+    (Profile(slurm=Slurm(gpus_per_node=2), resources=ONE), (8, 8), (2, 2, None)),
+    (Profile(slurm=Slurm(gpus_per_node=2), workers_per_gpu=3), (7, 7), (2, 2, None)),
+    (Profile(slurm=Slurm(gpus_per_node=2, nodes=3)), (None, None), (3, 3, None)),
+    (Profile(slurm=Slurm(), resources=WorkerResources(cpus=2)), (8, 8), (1, 1, 16)),
+    (Profile(slurm=Slurm(nodes=3)), (10, 10), (3, 3, 4)),
+    (Profile(slurm=Slurm(gpus_per_node=1), resources=[ONE] * 3), (3, 3), (2, 2, None)),
+]
+
+
+@pytest.mark.parametrize(("profile", "workers", "size"), SIZES)
+def test_the_size_of_an_allocation(
+    profile: Profile, workers: tuple[int | None, int | None], size: tuple[int, int, int | None]
+) -> None:
+    assert size_of(profile, *workers) == size
 
 
 def test_an_unknown_profile_names_those_that_exist() -> None:
