@@ -83,6 +83,9 @@ class Backend(Protocol):
     def devices(self) -> list[NodeDevices]:
         """Return the GPUs of the machines that have workers, within seconds; from any thread."""
 
+    def node_of(self, place: int) -> str | None:
+        """Return the node of a place; None if there is only this machine."""
+
     def gpu_memory(self, take: Callable[[dict[int, GpuMemory]], object]) -> None:
         """Pass the latest GPU memory use, by worker, to `take`; from any thread.
 

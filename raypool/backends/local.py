@@ -148,6 +148,10 @@ class InlineBackend:
             )
         ]
 
+    def node_of(self, place: int) -> str | None:
+        """Return None: there is only this machine."""
+        return None
+
     def gpu_memory(self, take: Callable[[dict[int, GpuMemory]], object]) -> None:
         """Do nothing: nobody knows which GPU a worker uses."""
 

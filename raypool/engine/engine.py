@@ -286,10 +286,13 @@ class Engine:
             kind.workers_per_gpu > 1 for kind in self.profile.kinds
         ):
             return
-        seen: dict[str | tuple[str, int], int] = {}
+        seen: dict[Any, int] = {}
         for worker in self.workers():
+            node = self.backend.node_of(worker.index)
             for gpu, device in zip(worker.gpus, worker.devices, strict=True):
-                other = seen.setdefault(device, worker.index)
+                # two nodes of Ray on one host (jobs of Slurm) may both count their GPUs from 0
+                key = device if isinstance(device, str) else (node, device)
+                other = seen.setdefault(key, worker.index)
                 if other != worker.index:
                     raise StartupError(
                         f"Workers {other} and {worker.index} both see GPU {gpu} of {worker.host}."

@@ -125,7 +125,16 @@ class User:
         self.run("raypool", "cluster", "init", "--provider", "slurm", "--profile", "hpc", "--force")
         file = self.folder / "job.sbatch"
         file.write_text(file.read_text().replace("python train.py", "python job.py"))
-        return self.run("sbatch", "--parsable", *options, "job.sbatch")[0].strip()
+        return self.run("sbatch", "--parsable", "--nodes=2", *options, "job.sbatch")[0].strip()
+
+    def run_plain(self, text: str, script: str, *options: str) -> str:
+        """Run a job file of the user's own to its end; return its output."""
+        self.write("job.py", script)
+        self.write("plain.sh", f"#!/bin/bash\nexport HOME={self.folder}\n{text}\n")
+        words = ("sbatch", "--parsable", "--output=out", *options, "plain.sh")
+        number = self.run(*words)[0].strip()
+        until(lambda: self.shown(number, "JobState") in ("COMPLETED", "FAILED"), LIMIT_S)
+        return (self.folder / "out").read_text()
 
     def has(self, *names: str) -> bool:
         """Whether files are there that tasks make."""
@@ -209,7 +218,7 @@ def test_what_slurm_cannot_give_is_refused_at_once(user: User) -> None:
         ("parpool(profile='full')", "Requested node configuration is not available."),
         ("parpool(5, profile=Profile(slurm=Slurm(nodes=2, gpus_per_node=2)))", "5 workers need 5"),
     ):
-        _, err = user.script(f"from raypool import *; {words}", code=1)
+        _, err = user.script(f"from raypool import Profile, Slurm, parpool; {words}", code=1)
         assert hint in err.splitlines()[-1]
     assert user.lab.run("squeue", "-h") == ""
 
@@ -263,22 +272,22 @@ def test_the_page_runs(user: User) -> None:
 
 
 def test_a_script_of_a_plain_job_uses_all_its_nodes(user: User) -> None:
-    user.write(
-        "job.py",
-        "from raypool import parpool; from tasks import seen\nparpool(quiet=True); print(seen())",
-    )
-    user.write("plain.sh", f"#!/bin/bash\nexport HOME={user.folder}\npython job.py\n")
-    user.run("sbatch", "--wait", "-N2", "--gpus-per-node=2", "--output=out", "plain.sh")
-    rows = ast.literal_eval((user.folder / "out").read_text())
-    assert [row[:2] for row in rows] == [("n1", "0"), ("n1", "1"), ("n2", "0"), ("n2", "1")]
+    script = """if True:
+        from raypool import parpool
+        from tasks import seen
+        with parpool(quiet=True):
+            print(seen())
+    """
+    out = user.run_plain("python job.py", script, "-N2", "--gpus-per-node=2")
+    rows = [row[:2] for row in ast.literal_eval(out)]
+    assert rows == [("n1", "0"), ("n1", "1"), ("n2", "0"), ("n2", "1")]
 
 
 def test_a_script_that_srun_starts_several_times_is_told(user: User) -> None:
-    user.write("job.py", "from raypool import parpool\nwith parpool(1): pass")
-    user.write("twice.sh", "#!/bin/bash\nsrun --ntasks=2 --overlap python job.py\n")
-    user.run("sbatch", "--wait", "-N1", "--ntasks=2", "--output=out", "twice.sh")
-    text = (user.folder / "out").read_text()
-    assert text.count("srun has started this script 2 times") == 1
+    script = "from raypool import parpool\nwith parpool(1): pass"
+    text = "srun --ntasks=2 --overlap python job.py"
+    out = user.run_plain(text, script, "-N1", "--ntasks=2")
+    assert out.count("srun has started this script 2 times") == 1
 
 
 def test_two_jobs_share_a_node(user: User) -> None:
@@ -325,16 +334,6 @@ def test_a_node_that_loses_its_power(user: User) -> None:
         user.lab.boot(other)
 
 
-def test_scancel_leaves_nothing(user: User) -> None:
-    number = user.submit(
-        "from raypool import parpool; from tasks import train\nparpool().parfor(train, range(4))"
-    )
-    user.write("gate", "")
-    until(lambda: user.has("running-0", "running-3"), LIMIT_S)
-    user.run("scancel", number)
-    user.wait_for(number, "CANCELLED")
-
-
 # --- a job whose time is nearly over --------------------------------------------------------------
 
 SWEEP = """if True:
@@ -365,6 +364,12 @@ def continues(user: User, number: str) -> bool:
         user.run("scontrol", "update", f"jobid={number}", "StartTime=now")
     until(lambda: user.shown(number, "JobState") in ("COMPLETED", "FAILED"), LIMIT_S)
     return CONTINUED in user.output(number)
+
+
+def test_scancel_leaves_nothing(user: User) -> None:
+    number = begin(user)
+    user.run("scancel", number)
+    user.wait_for(number, "CANCELLED")
 
 
 def test_a_told_job_saves_and_continues_after_its_requeue(user: User) -> None:

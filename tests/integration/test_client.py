@@ -152,8 +152,10 @@ def kill(pid):
 said = {}
 with pool_of(2) as pool:
     said["saved"] = pool.parfeval(save, 5).result()
+    said["shared"] = list(pool.parfor(save, [1], run_dir=TMP + "/run"))
+    os.chdir(TMP)
     try:
-        pool.parfor(save, [1], run_dir=TMP + "/run")
+        pool.parfor(save, [1], run_dir="/proc/self/cwd/own")  # another folder for each process
     except InvalidValueError as error:
         said["refused"] = str(error)
     before = [info.pid for info in pool.workers]
@@ -169,6 +171,7 @@ with pool_of(2) as pool:
 def test_a_laptop_is_another_machine(laptop: Laptop) -> None:
     said = laptop(FAR)
     assert said["saved"] == 5
+    assert said["shared"] == [1]  # as on a cluster whose login node and nodes share a file system
     assert (
         "opened the pool, which is outside of the cluster. Use a folder that all machines share"
         in said["refused"]

@@ -34,6 +34,7 @@ from raypool.channel.records import GpuMemory, NodeDevices, WorkerInfo
 from raypool.core.messages import Signal
 from raypool.errors import PoolClosedError, WorkerLostError
 from raypool.gpus.devices import Inventory
+from raypool.worker.checkpoint_folders import token_of
 
 logger = logging.getLogger("raypool")
 
@@ -100,7 +101,7 @@ class Agents:
     ) -> None:
         self._hub = hub
         self._stays = stays
-        self._is_far = client.is_far()
+        self.is_far = client.is_far()
         self._inventory = inventory
         self._cancel_grace_s = cancel_grace_s
         self._agents: dict[str, Any] = {}  # by node
@@ -113,6 +114,7 @@ class Agents:
         # with their actors
         self._workers: dict[int, tuple[Introduction, Any, MemoryLimit | None]] = {}
         self._introductions: dict[int, Introduction] = {}  # the last one of each place
+        self._tokens: dict[str, str | OSError] = {}  # of folders of this machine, if it is far
         self._warned: set[str] = set()
         self._asked_memory: set[str] = set()  # nodes that were asked and have not answered yet
         self._making = threading.Lock()  # any thread may ask for an agent; each node has one
@@ -158,7 +160,7 @@ class Agents:
         agent = self._agent_on(introduction.node_id)
         watched = agent.watch.remote(worker_id, introduction.process, introduction.info.gpus, actor)
         self._by_worker[worker_id] = agent, watched
-        actor.attach.remote(agent, self.home(), self._is_far, (self._home_name, self._num_homes))
+        actor.attach.remote(agent, self.home(), self.is_far, (self._home_name, self._num_homes))
         if introduction.mps_problem is not None:
             self._warn(
                 introduction.mps_problem,
@@ -278,11 +280,30 @@ class Agents:
                 agent = ray.remote(NodeAgent).options(**options).remote(driver, self._inventory)
                 self._agents[node_id] = agent
                 self._take(agent)
+                if is_home:
+                    for folder, token in self._tokens.items():
+                        agent.learn.remote(folder, token)
             return agent
 
     def home(self) -> Any:
         """Return the agent with the pool's exchange, on the driver's or Ray Client's node."""
         return self._agent_on(client.home_node())
+
+    def share(self, folder: str) -> None:
+        """Let workers find out whether they see a folder of this machine; the home agent tells.
+
+        Needed only where this process is on another machine than that agent.
+        """
+        if not self.is_far or folder in self._tokens:
+            return
+        token: str | OSError
+        try:
+            token = token_of(folder)
+        except OSError as error:
+            token = error
+        self._tokens[folder] = token
+        # waited for, so that it is known before a worker asks
+        ray.wait([self.home().learn.remote(folder, token)], timeout=ANSWER_S)
 
     def ask(self, method: str, *args: Any) -> Any:
         """Call a method of the pool's exchange, and wait for its answer.

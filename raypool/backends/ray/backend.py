@@ -170,6 +170,10 @@ class RayBackend:
         """Return which node each place is on."""
         return {place: slot.claim.node_id for place, slot in list(self._slots.items())}
 
+    def node_of(self, place: int) -> str | None:
+        """Return which node a place was claimed on."""
+        return slot.claim.node_id if (slot := self._slots.get(place)) is not None else None
+
     def find(self, place: int) -> str | None:
         """Return which node a place is on now."""
         return locate(slot.claim) if (slot := self._slots.get(place)) is not None else None
@@ -391,6 +395,10 @@ class RayBackend:
             return
         if self._cards is not None:
             parts = self._cards.sent(slot.place, slot.claim, attempt_id, parts)
+        if self._agents.is_far:
+            for part in parts:
+                if part.checkpoints is not None and "://" not in part.checkpoints[0]:
+                    self._agents.share(part.checkpoints[0])
         levels, filters = levels_here(), filters_here()
         with slot.lock:
             slot.calls[attempt_id] = behind

@@ -164,6 +164,7 @@ class NodeAgent:
         self._is_finished = False
         self._exchange = Exchange(self._pass_on)
         self._temporary = TemporaryFolder()
+        self._tokens: dict[str, str | OSError] = {}  # of folders, from a driver elsewhere
         self._mps = Mps(self._temporary.path)
         self._mps_started: asyncio.Task[MpsState] | None = None
 
@@ -284,6 +285,14 @@ class NodeAgent:
             return await asyncio.to_thread(token_of, folder)
         except OSError as error:
             return error
+
+    async def learn(self, folder: str, token: str | OSError) -> None:
+        """Note the token that the driver has found in a folder, or why it has found none."""
+        self._tokens[folder] = token
+
+    async def learned(self, folder: str) -> str | OSError | None:
+        """Return the token that the driver has found; None if it has not looked."""
+        return self._tokens.get(folder)
 
     # --- GPUs -------------------------------------------------------------------------------------
 

@@ -481,15 +481,16 @@ class WorkerFolders(CheckpointFolders):
             OSError: The driver's machine cannot make the folder.
             InvalidValueError: This is another folder, or none.
         """
-        if not self._is_far:
-            if self._agent == self._home:  # the same machine
-                return
-            self._check_may_ask()
-            token = answer_to(self._home.token.remote(folder))
-            if isinstance(token, OSError):
-                raise token
-            if sees(folder, token):
-                return
+        if self._agent == self._home and not self._is_far:  # the same machine
+            return
+        self._check_may_ask()
+        home = self._home
+        asked = home.learned.remote(folder) if self._is_far else home.token.remote(folder)
+        token = answer_to(asked)
+        if isinstance(token, OSError):
+            raise token
+        if token is not None and sees(folder, token):
+            return
         where = (
             "which is outside of the cluster"
             if self._is_far
