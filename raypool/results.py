@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 
 from raypool.channel.feed import Feed, as_html, column_name, fields_of, table
 from raypool.errors import (
@@ -413,7 +413,6 @@ class Results(Sequence[T_co]):
 
         target = Path(path).expanduser().absolute()
         report.check_suffix(target)  # before the tables are made
-        metric = leading_metric(self)
         story = report.Story(
             self.to_frame(),
             self.attempts,
@@ -421,8 +420,7 @@ class Results(Sequence[T_co]):
             list(self._configs()),
             RUN_COLUMNS,
             self.errors,
-            metric,
-            None if metric is None else cast("int", self.best(metric).name),
+            *scores_of(self),
         )
         report.write(story, target, title)
         return target
@@ -536,6 +534,32 @@ def leading_metric(results: Results[Any]) -> str | None:
             if numbers_in(values, column):
                 return column
     return None
+
+
+def scores_of(results: Results[Any]) -> tuple[str | None, dict[int, Any]]:
+    """Return a metric, and its finite numbers by finished item, the best first.
+
+    The metric is the leading one; without one, the last report of the first whose name tells what
+    is good.
+    """
+    frame, name = results.to_frame(), leading_metric(results)
+    metric, scores = name, {} if name is None else numbers_in(frame, name)
+    if name is None:
+        last = results.metrics.groupby("item").last()
+        items = list(map(int, last.index))
+        for column in last.columns[2:]:  # after time and attempt
+            with contextlib.suppress(InvalidValueError):  # the name does not tell
+                direction(column)
+                scores = {items[row]: value for row, value in numbers_in(last, column).items()}
+                name, metric = column, f"last {column}"
+            if scores:
+                break
+    is_finished = (frame["status"] == "finished").to_numpy()
+    scores = {item: score for item, score in scores.items() if is_finished[item]}
+    if name is None or not scores:
+        return None, {}
+    order = sorted(scores, key=scores.__getitem__, reverse=direction(name) == "max")
+    return metric, {item: scores[item] for item in order}
 
 
 def direction(column: str) -> Literal["min", "max"]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from raypool.channel.feed import fields_of
@@ -412,7 +412,10 @@ def is_numeric(values: Iterable[Cell]) -> bool:
 
 
 MAX_CURVES = 200
-"""The most curves; more could not be told apart."""
+"""The most curves in a report."""
+
+MAX_BEST_CURVES = 100
+"""How many of these are of the best items, if there is a choice."""
 
 MAX_POINTS = 200
 """The most points of a curve."""
@@ -424,11 +427,14 @@ STEPS = ("step", "global_step", "epoch", "iteration", "batch")
 """Usual names of metrics that count reports."""
 
 
-def curves_of(metrics: pd.DataFrame) -> tuple[dict[str, Any], dict[str, str]]:
+def curves_of(
+    metrics: pd.DataFrame, best_first: Sequence[int] = ()
+) -> tuple[dict[str, Any], dict[str, str]]:
     """Return curves as the report draws them, and notes on those left out.
 
     `items` has the number of each curve's item, `starts` its begin in the `columns` of all metrics
-    (and the last one's end). An empty cell separates two attempts at an item.
+    (and the last one's end). An empty cell separates two attempts at an item. The first
+    `num_ranked` curves are of items in `best_first`, in this order; the others follow by number.
 
     Example:
         >>> import pandas as pd
@@ -439,6 +445,8 @@ def curves_of(metrics: pd.DataFrame) -> tuple[dict[str, Any], dict[str, str]]:
         ([0, 1], [0, 2, 3], [3.0, 2.0, 4.0])
         >>> curves["metrics"], curves["steps"]
         (['loss'], ['epoch'])
+        >>> curves_of(metrics, best_first=[1, 0])[0]["items"]
+        [1, 0]
     """
     names = [str(name) for name in metrics.columns if name not in ("time", "item", "attempt")]
     numeric = [name for name in names if _has_numbers(metrics[name])]
@@ -454,7 +462,10 @@ def curves_of(metrics: pd.DataFrame) -> tuple[dict[str, Any], dict[str, str]]:
     items, starts = [], [0]
     indices: dict[Any, Any] = metrics.groupby("item").indices if chosen else {}
     groups = {int(item): rows for item, rows in indices.items()}
-    drawn = _evenly(sorted(groups), MAX_CURVES)
+    ranked = [item for item in best_first if item in groups]
+    order = list(dict.fromkeys([*ranked, *sorted(groups)]))
+    num_best = min(MAX_BEST_CURVES, len(ranked)) if len(order) > MAX_CURVES else 0
+    drawn = order[:num_best] + _evenly(order[num_best:], MAX_CURVES - num_best)
     is_thinned = False
     for item in drawn:
         rows = [int(row) for row in groups[item]]
@@ -470,13 +481,16 @@ def curves_of(metrics: pd.DataFrame) -> tuple[dict[str, Any], dict[str, str]]:
         items.append(item)
         starts.append(len(next(iter(columns.values()))))
     if len(drawn) < len(groups):
+        chosen_how = f"those of the {num_best} best, and others" if num_best else "they are"
         notes.append(
-            f"Curves of {len(drawn):,} of {len(groups):,} items are drawn, chosen evenly by number."
+            f"This page has the curves of {len(drawn):,} of {len(groups):,} items: {chosen_how}"
+            " chosen evenly."
         )
     if is_thinned:
         notes.append(f"Of longer curves {MAX_POINTS} points are drawn, chosen evenly.")
+    num_ranked = len(set(ranked).intersection(drawn))
     curves: dict[str, Any] = {"items": items, "starts": starts, "columns": columns}
-    curves |= {"metrics": chosen, "steps": steps}
+    curves |= {"metrics": chosen, "steps": steps, "num_ranked": num_ranked}
     return curves, ({"curves": " ".join(notes)} if notes else {})
 
 

@@ -24,6 +24,7 @@ from raypool.views.drawing import (
     merged,
     number_column,
     plan,
+    short,
     took,
     unit_of,
 )
@@ -51,8 +52,8 @@ MAX_NUMBERS = 200
 class Story(NamedTuple):
     """The tables of a loop: `Results.to_frame`, `.attempts`, `.metrics`, `.errors`.
 
-    `configs` and `run` are columns of `frame`: those of configurations, and raypool's own. `metric`
-    names the column by which one item is the best, whose number is `best`.
+    `configs` and `run` are columns of `frame`: those of configurations, and raypool's own.
+    `scores` are the numbers of finished items in `metric`, the best first.
     """
 
     frame: pd.DataFrame
@@ -61,8 +62,8 @@ class Story(NamedTuple):
     configs: list[str]
     run: Sequence[str]
     errors: Mapping[int, BaseException]
-    metric: str | None = None
-    best: int | None = None
+    metric: str | None
+    scores: Mapping[int, Any]
 
 
 class FailureGroup(NamedTuple):
@@ -121,6 +122,7 @@ def page(story: Story, title: str | None) -> str:
         best=_best(story),
         unit_s=unit_s,
         unit=unit,
+        timeline_height=data["timeline"]["layout"]["height"] if shown.lanes else 0,
         num_again=int(story.attempts["status"].isin(["lost", "retried"]).sum()),
         failures=list(_failures(story.errors)),
         max_failures=MAX_FAILURES,
@@ -137,24 +139,23 @@ def page(story: Story, title: str | None) -> str:
 
 def _best(story: Story) -> dict[str, Any] | None:
     """Return what the page says of the best item, if one is known to be."""
-    if story.metric is None or story.best is None:
+    if not story.scores:
         return None
-    table = {**columns(story.frame, map(str, story.frame))}
+    item, score = next(iter(story.scores.items()))
+    config = columns(story.frame, story.configs)
     return {
-        "item": story.best,
+        "item": item,
         "metric": story.metric,
-        "value": describe_item(table[story.metric][story.best]),
-        "config": {
-            name: describe_item(table[name][story.best])
-            for name in columns(story.frame, story.configs)
-        },
+        "value": describe_item(short(score)),
+        "config": {name: describe_item(cells[item]) for name, cells in config.items()},
     }
 
 
 def _data(story: Story, shown: Timeline) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the data for the page's scripts, and notes on data left out."""
     table = _table(story)
-    curves, notes = curves_of(story.metrics)
+    curves, notes = curves_of(story.metrics, list(story.scores))
+    curves["ranked_by"] = story.metric
     data: dict[str, Any] = {"table": table, "curves": curves, "colors": MARKS}
     if shown.lanes:
         data["timeline"], num_bars = timeline(shown)

@@ -5,6 +5,7 @@ asks nobody for anything.
 from __future__ import annotations
 
 import base64
+import functools
 import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -73,6 +74,10 @@ def open_page(browser: Any, path: Path) -> None:
             browser.execute_script("return document.querySelectorAll('#items tbody tr').length") > 0
         )
     )
+    for chart in browser.execute_script("return [...document.querySelectorAll('.chart')]"):
+        browser.execute_script("arguments[0].scrollIntoView()", chart)  # not drawn before
+        is_drawn = "return arguments[0].classList.contains('js-plotly-plot')"
+        assert eventually(functools.partial(browser.execute_script, is_drawn, chart))
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +177,15 @@ def curves_drawn(page: Any) -> int:
     return count
 
 
+def choose(page: Any, name: str, value: str) -> None:
+    page.execute_script(
+        "const field = document.getElementById(arguments[0]); field.value = arguments[1];"
+        " for (const kind of ['input', 'change']) field.dispatchEvent(new Event(kind));",
+        name,
+        value,
+    )
+
+
 def test_the_search_filters_the_table_and_the_charts(page: Any) -> None:
     from selenium.webdriver.common.by import By
     from selenium.webdriver.common.keys import Keys
@@ -249,11 +263,7 @@ def test_it_fits_into_the_window_light_and_dark(page: Any, width: int) -> None:
 
 
 def test_another_metric_can_be_chosen(page: Any) -> None:
-    page.execute_script("""
-        const choice = document.getElementById("coordinates-metric");
-        choice.value = "duration_s";
-        choice.dispatchEvent(new Event("change"));
-        """)
+    choose(page, "coordinates-metric", "duration_s")
     labels = page.execute_script(
         "return document.getElementById('coordinates').data[0].dimensions.map((axis) => axis.label)"
     )
@@ -262,6 +272,35 @@ def test_another_metric_can_be_chosen(page: Any) -> None:
 
 
 # --- other pages ----------------------------------------------------------------------------------
+
+
+def items_drawn(page: Any) -> list[int]:
+    found: list[int] = page.execute_script(
+        "return document.getElementById('curves').data.map("
+        "(line) => Number(/item (\\d+)/.exec(line.hovertemplate)?.[1] ?? -1)).filter((item) => item >= 0)"
+    )
+    return found
+
+
+def test_the_ten_best_curves_are_drawn_until_others_are_chosen(
+    browser: Any, tmp_path: Path
+) -> None:
+    def descend(rate: float) -> dict[str, float]:
+        report(loss=1.0)
+        report(loss=1 - rate)
+        return {"loss": 1 - rate}
+
+    with parpool(1, profile="inline", quiet=True) as pool:
+        found = pool.parfor(descend, [item / 100 for item in range(24)])
+    open_page(browser, found.report(tmp_path / "page.html"))
+
+    assert items_drawn(browser) == list(range(23, 13, -1))
+    for choice, drawn in (("-10", range(9, -1, -1)), ("24", range(23, -1, -1)), ("named", ())):
+        choose(browser, "curve-items", choice)
+        assert items_drawn(browser) == list(drawn)
+    choose(browser, "curve-numbers", "3, 7-9 x 99")
+    assert items_drawn(browser) == [9, 8, 7, 3]
+    assert complaints(browser) == []
 
 
 def test_the_page_of_an_empty_run_loads_without_a_complaint(browser: Any, tmp_path: Path) -> None:

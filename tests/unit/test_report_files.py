@@ -205,8 +205,44 @@ def test_curves_are_of_what_was_reported(tmp_path: Path) -> None:
         "columns": {"epoch": [0, 1, 0], "loss": [2.0, 1.0, 3.0]},
         "metrics": ["loss"],
         "steps": ["epoch"],
+        "num_ranked": 2,
+        "ranked_by": "last loss",
     }
     assert column(story, "last loss") == [1.0, 3.0]
+
+
+def test_the_curves_of_the_best_items_come_first(tmp_path: Path) -> None:
+    items = list(range(300))
+    feed = told([(item, {"loss": float(item % 150), "step": 0}) for item in items])
+    values = [{"acc": item / 1000} if item != 299 else None for item in items]
+    results = made(items, values, errors={299: ValueError("diverged")}, get_feed=lambda: feed)
+
+    curves = story_of(results.report(tmp_path / "page.html"))["curves"]
+
+    assert curves["items"][:100] == list(range(298, 198, -1)), "the returned metric counts"
+    assert (curves["items"][100], curves["items"][-1]) == (198, 299)
+    assert (len(curves["items"]), curves["num_ranked"], curves["ranked_by"]) == (200, 199, "acc")
+
+
+def test_without_a_returned_metric_the_last_report_says_which_item_is_the_best(
+    tmp_path: Path,
+) -> None:
+    feed = told(
+        [
+            (0, {"epoch": 0, "val_loss": 1.0}),
+            (0, {"epoch": 1, "val_loss": 3.0}),
+            (1, {"epoch": 0, "val_loss": 4.0}),
+            (1, {"epoch": 1, "val_loss": 2.0}),
+            (2, {"epoch": 1, "val_loss": 0.5}),
+        ]
+    )
+    errors: dict[int, BaseException] = {2: ValueError("diverged")}
+    results = made([1, 2, 3], [None] * 3, errors=errors, get_feed=lambda: feed)
+
+    path = results.report(tmp_path / "page.html")
+
+    assert "<b>last val_loss = 2.0</b>" in own_markup(path.read_text())
+    assert story_of(path)["curves"]["items"] == [1, 0, 2], "an item that failed is not ranked"
 
 
 def test_the_page_says_what_it_leaves_out(tmp_path: Path) -> None:
@@ -217,7 +253,7 @@ def test_the_page_says_what_it_leaves_out(tmp_path: Path) -> None:
 
     page = results.report(tmp_path / "page.html").read_text()
 
-    assert "Curves of 200 of 500 items are drawn" in page
+    assert "This page has the curves of 200 of 500 items: those of the 100 best, and others" in page
     assert re.search(r"5,000 attempts are drawn as [\d,]+ bars", page)
 
 
