@@ -28,7 +28,7 @@ from raypool.engine.engine import Engine
 from raypool.engine.loop import LoopOptions, LoopWork, Lost, Segment
 from raypool.errors import InvalidTypeError, InvalidValueError, optional_count, whole_number
 from raypool.options import check_callable, check_name
-from raypool.results import Results, Row
+from raypool.results import Results, Row, run_name
 from raypool.worker.running import in_task
 
 if TYPE_CHECKING:
@@ -470,7 +470,14 @@ class LoopRun:
         # made only when somebody looks: for short items the rows cost more than the items do
         rows = functools.partial(_rows, work, segments, lost, errors)
         return Results(
-            items, values, rows, errors, work.caught_up, lambda: [*work.misses], work.diary
+            items,
+            values,
+            rows,
+            errors,
+            work.caught_up,
+            lambda: [*work.misses],
+            work.diary,
+            run_name(work.label, work.run_dir),
         )
 
 

@@ -134,6 +134,7 @@ class Results(Sequence[T_co]):
         get_feed: Callable[[], Feed] = Feed,
         get_misses: Callable[[], list[Miss]] = list,
         get_diary: Callable[[int], str] = lambda _: "",
+        name: str = "",
     ) -> None:
         self._items = items
         self._values = values
@@ -142,6 +143,7 @@ class Results(Sequence[T_co]):
         self._get_feed = get_feed
         self._get_misses = get_misses
         self._get_diary = get_diary
+        self._name = name
 
     @functools.cached_property
     def _rows(self) -> list[Row]:
@@ -179,6 +181,7 @@ class Results(Sequence[T_co]):
             self._get_feed(),
             self._get_misses(),
             list(self.diary),
+            self._name,
         )
 
     def __repr__(self) -> str:
@@ -382,15 +385,20 @@ class Results(Sequence[T_co]):
     def report(self, path: str | os.PathLike[str], *, title: str | None = None) -> Path:
         """Write an HTML report of the loop: one file that any browser opens, also offline.
 
-        It has a summary, the table of the items (to sort, filter and search), the failures with
-        their tracebacks, learning curves of the reported metrics, parallel coordinates of the
-        configurations, a timeline of each worker with its idle time, and how well the workers were
-        used. It says what was left out if there is too much to draw. An old file stays until the
-        new page is complete. Like the files of a `run_dir` it is for its owner only (mode 0600).
+        It has a summary, the best item, the importance of the fields for its metric, the table of
+        the items (to sort, filter and search), the failures with their tracebacks, learning curves
+        of the reported metrics (those of the ten best items until others are chosen), parallel
+        coordinates of the configurations, a timeline of each worker with its idle time, and how
+        well the workers were used. It says what was left out if there is too much to draw. An old
+        file stays until the new page is complete. Like the files of a `run_dir` it is for its owner
+        only (mode 0600).
+
+        The importance is that of a random forest if scikit-learn is installed, otherwise a rank
+        correlation; it takes 20 finished items.
 
         Args:
             path: The file; it ends in ".html" or ".htm".
-            title: Its title; None: the number of items.
+            title: Its title; None: the function and the run, such as "train in lr".
 
         Returns:
             The file.
@@ -422,7 +430,7 @@ class Results(Sequence[T_co]):
             self.errors,
             *scores_of(self),
         )
-        report.write(story, target, title)
+        report.write(story, target, title or self._name)
         return target
 
     def _configs(self) -> dict[str, list[Any]]:
@@ -608,11 +616,24 @@ def _restored(  # noqa: PLR0913, PLR0917 - as in pickles of older versions
     feed: Feed,
     misses: Sequence[Miss] = (),  # unknown to older versions
     diaries: Sequence[str] | None = None,  # likewise
+    name: str = "",  # likewise
 ) -> Results[Any]:
     texts = [""] * len(values) if diaries is None else diaries
     return Results(
-        items, values, lambda: rows, errors, lambda: feed, lambda: list(misses), texts.__getitem__
+        items,
+        values,
+        lambda: rows,
+        errors,
+        lambda: feed,
+        lambda: list(misses),
+        texts.__getitem__,
+        name,
     )
+
+
+def run_name(function: str, folder: Path | None) -> str:
+    """Return the name of a run, for people: its function, and the folder that keeps it."""
+    return function if folder is None else f"{function} in {folder.name}"
 
 
 class Diaries(Sequence[str]):

@@ -287,15 +287,16 @@ def _named(frame: pd.DataFrame, columns: str | None) -> list[str]:
 def report(run_dir: Path, out: Path) -> None:
     """Write an HTML report of a saved run, which may still be running.
 
-    RUN_DIR is the folder given to `raypool sweep` or parfor. The report has the table, learning
-    curves, a timeline and how well the run scaled. It is one file that opens offline.
+    RUN_DIR is the folder given to `raypool sweep` or parfor. The report has the best item, the
+    importance of its fields, the table, learning curves, a timeline and how well the run scaled. It
+    is one file that opens offline.
     """
     from raypool.journal.reading import load_results
 
     with errors_said():
         results = load_results(run_dir)
         try:
-            results.report(out, title=run_dir.absolute().name)
+            results.report(out)
         except ModuleNotFoundError as error:  # of an extra
             raise click.ClickException(str(error)) from error
         except OSError as error:

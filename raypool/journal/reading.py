@@ -49,7 +49,7 @@ from raypool.journal.rows import (
 )
 from raypool.journal.salvage import carve
 from raypool.journal.schema import checksum, numbers_of
-from raypool.results import Miss, Results, Row, collector_paused
+from raypool.results import Miss, Results, Row, collector_paused, run_name
 
 
 class ItemRecord(NamedTuple):
@@ -131,6 +131,7 @@ def _load(folder: Path) -> Results[Any]:
         functools.cache(lambda: _feed_of(folder, keys)),
         lambda: _misses(contents, entries),
         lambda index: text_of_file(folder / "items" / keys[index] / "diary.txt"),
+        run_name(str(max(contents["runs"], default=(0, "run"))[1]).rpartition(".")[2], folder),
     )
 
 

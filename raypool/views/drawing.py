@@ -465,11 +465,11 @@ def curves_of(
     ranked = [item for item in best_first if item in groups]
     order = list(dict.fromkeys([*ranked, *sorted(groups)]))
     num_best = min(MAX_BEST_CURVES, len(ranked)) if len(order) > MAX_CURVES else 0
-    drawn = order[:num_best] + _evenly(order[num_best:], MAX_CURVES - num_best)
+    drawn = order[:num_best] + evenly(order[num_best:], MAX_CURVES - num_best)
     is_thinned = False
     for item in drawn:
         rows = [int(row) for row in groups[item]]
-        kept = _evenly(rows, MAX_POINTS)
+        kept = evenly(rows, MAX_POINTS)
         is_thinned = is_thinned or len(kept) < len(rows)
         previous = None
         for row in kept:
@@ -501,11 +501,11 @@ def _has_numbers(column: pd.Series[Any]) -> bool:
     return is_numeric([cell(value) for value in column.tolist()])
 
 
-def _evenly(entries: list[int], most: int) -> list[int]:
+def evenly(entries: list[int], most: int) -> list[int]:
     """Return at most `most` entries, with the first and the last.
 
     Example:
-        >>> _evenly([1, 2, 3, 4, 5], 3)
+        >>> evenly([1, 2, 3, 4, 5], 3)
         [1, 3, 5]
     """
     if len(entries) <= most:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import json
+import logging
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -15,6 +16,7 @@ from raypool.errors import InvalidValueError, RemoteTraceback
 from raypool.journal.files import write_file
 from raypool.views.drawing import (
     COLORS,
+    MAX_TEXT,
     Timeline,
     at_once,
     columns,
@@ -28,7 +30,8 @@ from raypool.views.drawing import (
     took,
     unit_of,
 )
-from raypool.views.words import describe_error, describe_item
+from raypool.views.importance import Importance, importance_of
+from raypool.views.words import describe_error, describe_item, printable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -43,10 +46,18 @@ MAX_FAILURES = 50
 """The most failures in a report."""
 
 MAX_TRACEBACK = 20_000
-"""The length to which the end of a traceback is cut [characters]."""
+"""The length to which an error's text, or the end of its traceback, is cut [characters]."""
+
+MAX_ERRORS = 2_000_000
+"""About the most text of errors in the table; with many errors each is cut [characters]."""
 
 MAX_NUMBERS = 200
 """The most items named for a failure."""
+
+MAX_FIELDS = 12
+"""The most fields whose importance is shown."""
+
+logger = logging.getLogger("raypool")
 
 
 class Story(NamedTuple):
@@ -67,7 +78,7 @@ class Story(NamedTuple):
 
 
 class FailureGroup(NamedTuple):
-    """Items that failed in the same way."""
+    """Items that failed in the same way; `text` is the error of the first one."""
 
     text: str
     items: list[int]
@@ -83,13 +94,13 @@ def check_suffix(path: Path) -> None:
         )
 
 
-def write(story: Story, path: Path, title: str | None) -> None:
+def write(story: Story, path: Path, title: str) -> None:
     """Write the page; raise OSError if that fails."""
     write_file(path, page(story, title).encode("utf-8", "replace"))  # texts may have surrogates
 
 
-def page(story: Story, title: str | None) -> str:
-    """Return the page."""
+def page(story: Story, title: str) -> str:
+    """Return the page; without a title, it counts the items."""
     import itables
     import jinja2
     from plotly.offline import get_plotlyjs
@@ -108,23 +119,23 @@ def page(story: Story, title: str | None) -> str:
     environment.filters["took"] = took
     data, notes = _data(story, shown)
     unit_s, unit = unit_of(min(shown.wall_s, 1.0))  # seconds add up by eye, minutes do not
-    if title is None:
-        title = f"Results of {num_items:,} item{'s' if num_items != 1 else ''}"
     # within the page, no `<` of the data can end the script
     json_data = json.dumps(data, cls=PlotlyJSONEncoder, separators=(",", ":"))
     return environment.get_template("report.html.j2").render(
-        title=title,
+        title=title or f"Results of {num_items:,} item{'s' if num_items != 1 else ''}",
         written_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         num_items=num_items,
         counts=story.frame["status"].value_counts().to_dict(),
         colors=MARKS,
         shown=shown,
         best=_best(story),
+        importance=_importance(story),
+        max_fields=MAX_FIELDS,
         unit_s=unit_s,
         unit=unit,
         timeline_height=data["timeline"]["layout"]["height"] if shown.lanes else 0,
         num_again=int(story.attempts["status"].isin(["lost", "retried"]).sum()),
-        failures=list(_failures(story.errors)),
+        failures=list(_failures(story)),
         max_failures=MAX_FAILURES,
         max_numbers=MAX_NUMBERS,
         has_curves=bool(data["curves"]["metrics"]),
@@ -149,6 +160,16 @@ def _best(story: Story) -> dict[str, Any] | None:
         "value": describe_item(short(score)),
         "config": {name: describe_item(cells[item]) for name, cells in config.items()},
     }
+
+
+def _importance(story: Story) -> Importance | None:
+    """Return which fields moved the metric; None if that is not known."""
+    try:
+        return importance_of(columns(story.frame, story.configs), story.scores)
+    except Exception as error:  # of a library: no reason to be without a report
+        text = "The report says nothing of hyperparameter importance: %s."
+        logger.warning(text, describe_error(error))
+        return None
 
 
 def _data(story: Story, shown: Timeline) -> tuple[dict[str, Any], dict[str, str]]:
@@ -186,6 +207,9 @@ def _table(story: Story) -> dict[str, Any]:
     )
     (status, statuses), *others = columns(about, about.columns).items()
     run = {name: cells for name, cells in others if set(cells) != {None}}
+    if story.errors:
+        most = min(MAX_TRACEBACK, max(MAX_ERRORS // len(story.errors), MAX_TEXT))
+        run["error"] = [_cut(text, most) for text in frame["error"]]
     kinds = {"config": config, "value": value, "reported": reported, "run": run}
     number = number_column({status}.union(*kinds.values()))
     entries: list[tuple[str, str, list[Any]]] = [
@@ -207,13 +231,23 @@ def _table(story: Story) -> dict[str, Any]:
     }
 
 
-def _failures(errors: Mapping[int, BaseException]) -> Iterator[FailureGroup]:
+def _cut(text: Any, most: int) -> str | None:
+    """Return an error's text as the page shows it; None if a cell has none."""
+    if not isinstance(text, str):
+        return None
+    shown = printable(text)
+    return shown if len(shown) <= most else f"{shown[:most]}[...]"
+
+
+def _failures(story: Story) -> Iterator[FailureGroup]:
     """Yield groups of failures, the most frequent first."""
     groups: dict[str, list[int]] = {}
-    for index, error in errors.items():
+    for index, error in story.errors.items():
         groups.setdefault(describe_error(error), []).append(index)
-    for text, items in sorted(groups.items(), key=lambda group: -len(group[1])):
-        yield FailureGroup(text, items, _traceback(errors[items[0]]))
+    for items in sorted(groups.values(), key=lambda items: -len(items)):
+        first = items[0]
+        text = _cut(story.frame["error"].iloc[first], MAX_TRACEBACK) or ""
+        yield FailureGroup(text, items, _traceback(story.errors[first]))
 
 
 def _traceback(error: BaseException) -> str:

@@ -274,12 +274,52 @@ def test_another_metric_can_be_chosen(page: Any) -> None:
 # --- other pages ----------------------------------------------------------------------------------
 
 
+BOXES = """
+for (const details of document.querySelectorAll("details")) details.open = true;
+const table = document.querySelector("div.dt-scroll-body");
+table.scrollLeft = table.scrollWidth;
+return [...document.querySelectorAll("#items .error, summary .error, pre")].map((box) => ({
+  text: box.textContent,
+  hidden: box.scrollWidth - box.clientWidth,
+  right: box.getBoundingClientRect().right,
+  scrolls: getComputedStyle(box).overflowY === "auto",
+}));
+"""
+"""The boxes that have the text of an error: in the table, and in the list of failures twice."""
+
+
+def test_no_error_is_cut_however_long_and_narrow(browser: Any, tmp_path: Path) -> None:
+    text = "begin " + "x" * 1500 + "\n" + "words and lines\n" * 200 + "end"
+
+    def fail(item: int) -> None:
+        raise ValueError(text)
+
+    with parpool(1, profile="inline", quiet=True) as pool:
+        found = pool.parfor(fail, [1], on_error="collect")
+    path = found.report(tmp_path / "page.html")
+    try:
+        for width in (1280, 390):
+            window = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+            browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", window)
+            open_page(browser, path)
+            boxes = browser.execute_script(BOXES)
+            assert len(boxes) == 3
+            for box in boxes:
+                assert f"ValueError: {text}" in box["text"]
+                assert box["scrolls"]
+                assert box["hidden"] <= 0
+                assert box["right"] <= width
+            assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert complaints(browser) == []
+
+
 def items_drawn(page: Any) -> list[int]:
-    found: list[int] = page.execute_script(
-        "return document.getElementById('curves').data.map("
-        "(line) => Number(/item (\\d+)/.exec(line.hovertemplate)?.[1] ?? -1)).filter((item) => item >= 0)"
+    found: list[str] = page.execute_script(
+        "return document.getElementById('curves').data.map((line) => line.hovertemplate ?? '')"
     )
-    return found
+    return [int(text.split()[1].strip(":")) for text in found if text]
 
 
 def test_the_ten_best_curves_are_drawn_until_others_are_chosen(
