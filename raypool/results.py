@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
+    from raypool.channel.gpu_usage import GpuSample
+
 RUN_COLUMNS = (
     "status",
     "duration_s",
@@ -135,6 +137,7 @@ class Results(Sequence[T_co]):
         get_misses: Callable[[], list[Miss]] = list,
         get_diary: Callable[[int], str] = lambda _: "",
         name: str = "",
+        get_gpus: Callable[[], list[GpuSample]] = list,
     ) -> None:
         self._items = items
         self._values = values
@@ -144,6 +147,7 @@ class Results(Sequence[T_co]):
         self._get_misses = get_misses
         self._get_diary = get_diary
         self._name = name
+        self._get_gpus = get_gpus
 
     @functools.cached_property
     def _rows(self) -> list[Row]:
@@ -182,6 +186,7 @@ class Results(Sequence[T_co]):
             self._get_misses(),
             list(self.diary),
             self._name,
+            self._get_gpus(),
         )
 
     def __repr__(self) -> str:
@@ -388,10 +393,10 @@ class Results(Sequence[T_co]):
         It has a summary, the best item, the importance of the fields for its metric, the table of
         the items (to sort, filter and search), the failures with their tracebacks, learning curves
         of the reported metrics (those of the ten best items until others are chosen), parallel
-        coordinates of the configurations, a timeline of each worker with its idle time, and how
-        well the workers were used. It says what was left out if there is too much to draw. An old
-        file stays until the new page is complete. Like the files of a `run_dir` it is for its owner
-        only (mode 0600).
+        coordinates of the configurations, a timeline of each worker with its idle time, how well
+        the workers were used, and the utilization and memory of their GPUs. It says what was left
+        out if there is too much to draw. An old file stays until the new page is complete. Like the
+        files of a `run_dir` it is for its owner only (mode 0600).
 
         The importance is that of a random forest if scikit-learn is installed, otherwise a rank
         correlation; it takes 20 finished items.
@@ -429,6 +434,7 @@ class Results(Sequence[T_co]):
             RUN_COLUMNS,
             self.errors,
             *scores_of(self),
+            self._get_gpus(),
         )
         report.write(story, target, title or self._name)
         return target
@@ -617,6 +623,7 @@ def _restored(  # noqa: PLR0913, PLR0917 - as in pickles of older versions
     misses: Sequence[Miss] = (),  # unknown to older versions
     diaries: Sequence[str] | None = None,  # likewise
     name: str = "",  # likewise
+    gpus: Sequence[GpuSample] = (),  # likewise
 ) -> Results[Any]:
     texts = [""] * len(values) if diaries is None else diaries
     return Results(
@@ -628,6 +635,7 @@ def _restored(  # noqa: PLR0913, PLR0917 - as in pickles of older versions
         lambda: list(misses),
         texts.__getitem__,
         name,
+        lambda: list(gpus),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from raypool.channel.feed import fields_of
@@ -29,6 +29,12 @@ COLORS = {
     "cancelled": "#8d99ae",
 }
 """The statuses of attempts in legend order, with colors that color-blind people can tell apart."""
+
+PALETTE = (
+    *("#2a9d8f", "#d1495b", "#3d6fb6", "#edae49", "#8d5a97"),
+    *("#6a994e", "#c2703d", "#1b9aaa", "#a44a7f", "#7f7f7f"),
+)
+"""The colors of lines that differ in what is not a number."""
 
 
 class TimelineRow(NamedTuple):
@@ -59,12 +65,15 @@ class TimelineRow(NamedTuple):
 class Timeline(NamedTuple):
     """The attempts of all workers on one time axis.
 
-    `lanes`: the workers, by host and number. `attempts`: those of known time, with the additional
-    columns `lane` (a position in `lanes`), `start_s` and `end_s` (on the time axis). `num_untimed`:
-    the number of others. `breaks_s`: the starts of further calls. `wall_s`: the length of the axis.
-    `item_s`: the sum of the durations of attempts with an outcome.
+    `calls`: the start of each call with attempts on it, and its first and last time (Unix time
+    [s]), by the number of the run. `lanes`: the workers, by host and number. `attempts`: those of
+    known time, with the additional columns `lane` (a position in `lanes`), `start_s` and `end_s`
+    (on the time axis). `num_untimed`: the number of others. `breaks_s`: the starts of further
+    calls. `wall_s`: the length of the axis. `item_s`: the sum of the durations of attempts with an
+    outcome.
     """
 
+    calls: Mapping[int, tuple[float, float, float]]
     lanes: list[TimelineRow]
     attempts: pd.DataFrame
     num_untimed: int
@@ -145,8 +154,9 @@ def plan(attempts: pd.DataFrame) -> Timeline:
         for (host, worker), rows in groups
     ]
     breaks_s = calls["offset_s"].iloc[1:].astype(float).tolist()
+    spans = dict(zip(calls.index, calls[["offset_s", "first", "last"]].to_numpy(), strict=True))
     wall_s, item_s = float(calls["wall_s"].sum()), float(own["duration_s"].sum())
-    return Timeline(lanes, timed, int((~is_timed).sum()), breaks_s, wall_s, item_s)
+    return Timeline(spans, lanes, timed, int((~is_timed).sum()), breaks_s, wall_s, item_s)
 
 
 def _lane(

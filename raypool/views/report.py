@@ -6,6 +6,7 @@ import base64
 import html
 import json
 import logging
+import math
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -17,10 +18,12 @@ from raypool.journal.files import write_file
 from raypool.views.drawing import (
     COLORS,
     MAX_TEXT,
+    PALETTE,
     Timeline,
     at_once,
     columns,
     curves_of,
+    evenly,
     is_numeric,
     last_of,
     merged,
@@ -35,6 +38,8 @@ from raypool.views.words import describe_error, describe_item, printable
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from raypool.channel.gpu_usage import GpuSample
 
 
 PAGE = Path(__file__).with_name("page")
@@ -75,6 +80,7 @@ class Story(NamedTuple):
     errors: Mapping[int, BaseException]
     metric: str | None
     scores: Mapping[int, Any]
+    gpus: Sequence[GpuSample]
 
 
 class FailureGroup(NamedTuple):
@@ -140,6 +146,7 @@ def page(story: Story, title: str) -> str:
         max_numbers=MAX_NUMBERS,
         has_curves=bool(data["curves"]["metrics"]),
         has_coordinates=data["table"]["has_coordinates"],
+        has_gpus="gpus" in data,
         notes=notes,
         data=json_data.replace("<", "\\u003c"),
         plotly=get_plotlyjs(),
@@ -177,10 +184,12 @@ def _data(story: Story, shown: Timeline) -> tuple[dict[str, Any], dict[str, str]
     table = _table(story)
     curves, notes = curves_of(story.metrics, list(story.scores))
     curves["ranked_by"] = story.metric
-    data: dict[str, Any] = {"table": table, "curves": curves, "colors": MARKS}
+    data: dict[str, Any] = {"table": table, "curves": curves, "colors": MARKS, "palette": PALETTE}
     if shown.lanes:
         data["timeline"], num_bars = timeline(shown)
         data["concurrency"] = concurrency(shown.attempts, shown.wall_s, len(shown.lanes))
+        if (gpus := gpu_usage(shown, story.gpus)) is not None:
+            data["gpus"] = gpus
         if num_bars < len(shown.attempts):
             notes["timeline"] = (
                 f"{len(shown.attempts):,} attempts are drawn as {num_bars:,} bars: "
@@ -264,7 +273,7 @@ def _traceback(error: BaseException) -> str:
     return whole if len(whole) <= MAX_TRACEBACK else f"[...]{whole[-MAX_TRACEBACK:]}"
 
 
-# --- static charts: timeline and concurrency ------------------------------------------------------
+# --- static charts: timeline, concurrency and GPUs ------------------------------------------------
 
 
 MAX_BARS = 2000
@@ -359,6 +368,66 @@ def concurrency(attempts: pd.DataFrame, wall_s: float, num_workers: int) -> dict
         yaxis_title_text="items at once",
         yaxis_range=[0, num_workers * 1.1],
         yaxis_automargin=True,
+    )
+    chart: dict[str, Any] = figure.to_plotly_json()
+    return chart
+
+
+MAX_GPU_POINTS = 400
+"""The most points of a GPU's line."""
+
+
+def gpu_usage(shown: Timeline, samples: Sequence[GpuSample]) -> dict[str, Any] | None:
+    """Return the chart of the GPUs over time; None if too little is known for a line."""
+    import plotly.graph_objects as go
+
+    unit_s, symbol = unit_of(shown.wall_s)
+    lines: dict[tuple[str, int], list[tuple[float, GpuSample]]] = {}
+    for sample in samples:
+        offset_s, first, last = shown.calls.get(sample.run, (0.0, math.inf, 0.0))
+        if first <= sample.time <= last:  # before and after, no item ran
+            at_s = float(offset_s + sample.time - first)
+            lines.setdefault((sample.host, sample.gpu), []).append((at_s, sample))
+    if max(map(len, lines.values()), default=0) < 2:
+        return None
+    is_one_host = len({host for host, _ in lines}) == 1
+    most_bytes = max((sample.total_bytes or sample.used_bytes) for sample in samples)
+    figure = go.Figure()
+    for number, (title, field, unit, top) in enumerate(
+        (
+            ("utilization [%]", "utilisation", 0.01, 1.0),
+            ("memory [GiB]", "used_bytes", 2**30, most_bytes),
+        )
+    ):
+        axis = "yaxis2" if number else "yaxis"
+        for place, ((host, gpu), points) in enumerate(sorted(lines.items())):
+            label = f"GPU {gpu}" if is_one_host else f"{html.escape(host)}: GPU {gpu}"
+            kept = [points[at] for at in evenly(list(range(len(points))), MAX_GPU_POINTS)]
+            values = [getattr(sample, field) for _, sample in kept]
+            figure.add_scatter(
+                x=[at_s / unit_s for at_s, _ in kept],
+                y=[None if value is None else float(f"{value / unit:.4g}") for value in values],
+                mode="lines",
+                line={"color": PALETTE[place % len(PALETTE)], "width": 1.5},
+                name=label,
+                legendgroup=label,
+                showlegend=number == 0,
+                yaxis=axis.replace("axis", ""),
+                hovertemplate=f"{label}: %{{y:.3~g}}<extra></extra>",
+            )
+        figure.layout[axis] = {
+            "title": {"text": title},
+            "range": [0, 1.05 * top / unit],
+            "domain": [0.0, 0.44] if number else [0.56, 1.0],
+            "automargin": True,
+        }
+    figure.update_layout(
+        height=420,
+        margin={"l": 10, "r": 10, "t": 20, "b": 70},
+        legend={"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0},
+        xaxis_title_text=f"time since the start [{symbol}]",
+        xaxis_range=[0, shown.wall_s / unit_s or 1],
+        xaxis_anchor="y2",
     )
     chart: dict[str, Any] = figure.to_plotly_json()
     return chart

@@ -20,6 +20,7 @@ import pytest
 
 from raypool import InvalidValueError, Results, WorkerLostError, load_results, parpool
 from raypool.channel.feed import Feed
+from raypool.channel.gpu_usage import GpuSample
 from raypool.errors import LossReason
 from raypool.results import Miss, Row
 from raypool.views.drawing import at_once, plan
@@ -440,6 +441,36 @@ def test_without_the_extra_nothing_begins(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(ModuleNotFoundError, match=r'matplotlib.*pip install "raypool\[plots\]"'):
         made([1], [1]).timeline(tmp_path / "timeline.png")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_gpus_have_a_line_each_on_the_time_axis_of_the_items(tmp_path: Path) -> None:
+    rows = [
+        Row("finished", 10.0, START, 0, 0, 1, host="a"),
+        Row("finished", 10.0, START + 86_400, 0, 0, 1, host="a", run=2),
+    ]
+    gib = 2**30
+    samples = [
+        GpuSample(START - 5, 1, "a", 0, 15 * gib, 16 * gib, 1.0),  # nothing ran yet
+        GpuSample(START + 2, 1, "a", 0, gib, 16 * gib, 0.25),
+        GpuSample(START + 2, 1, "b", 0, 3 * gib, 16 * gib, None),
+        GpuSample(START + 86_404, 2, "a", 0, 2 * gib, 16 * gib, 0.75),
+        GpuSample(START + 2, 3, "a", 0, gib, 16 * gib, 0.5),  # of a call without attempts
+    ]
+    results = Results([1, 2], [1, 2], lambda: rows, {}, get_gpus=lambda: samples)
+
+    path = pickle.loads(pickle.dumps(results)).report(tmp_path / "page.html")
+
+    chart = story_of(path)["gpus"]
+    assert [(line["name"], line["yaxis"], line["x"], line["y"]) for line in chart["data"]] == [
+        ("a: GPU 0", "y", [2.0, 14.0], [25.0, 75.0]),
+        ("b: GPU 0", "y", [2.0], [None]),
+        ("a: GPU 0", "y2", [2.0, 14.0], [1.0, 2.0]),
+        ("b: GPU 0", "y2", [2.0], [3.0]),
+    ]
+    assert chart["layout"]["yaxis2"]["range"][1] >= 16
+    for few in ([], samples[:2]):
+        results = Results([1, 2], [1, 2], lambda: rows, {}, get_gpus=lambda few=few: few)  # type: ignore[misc]
+        assert 'id="gpus"' not in results.report(tmp_path / "page.html").read_text()
 
 
 # --- the timeline ---------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ class RayBackend:
         self._nodes = NodeWatch(self, post, profile.cancel_grace_s)
         self._agents = Agents(hub, profile.cancel_grace_s, self._nodes.stays, profile.inventory)
         add_source(self._agents)
-        self.gpu_memory = self._agents.gpu_memory
+        self.gpu_readings = self._agents.gpu_readings
         self._cards: SharedGpus | None = None
         if profile.workers_per_gpu == "auto":
 

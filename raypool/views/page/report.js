@@ -10,7 +10,7 @@ const plain = (text) => String(text).replace(/[&<>]/g, (sign) => markup[sign]); 
 const shorter = (text, most) => (text.length > most ? text.slice(0, most - 1) + "…" : text);
 const written = (value) => (typeof value === "number" && !Number.isInteger(value) ? String(Number(value.toPrecision(4))) : String(value));
 const distinct = (cells) => [...new Set(cells)].filter((cell) => cell !== null);
-const PALETTE = ["#2a9d8f", "#d1495b", "#3d6fb6", "#edae49", "#8d5a97", "#6a994e", "#c2703d", "#1b9aaa", "#a44a7f", "#7f7f7f"];
+const PALETTE = story.palette;
 const SCALE = [[0, "#3b4cc0"], [0.25, "#3d8fc4"], [0.5, "#2a9d8f"], [0.75, "#c2a83e"], [1, "#e07a1f"]];
 const WIDE = 20; // from this ratio of the largest to the smallest value on, an axis is logarithmic
 const systemIsDark = matchMedia("(prefers-color-scheme: dark)");
@@ -23,7 +23,7 @@ function draw(id, traces, layout) {
   const axis = { gridcolor: line, zerolinecolor: line, linecolor: line };
   const themed = { ...layout, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: text, size: 12 },
     modebar: { bgcolor: "rgba(0,0,0,0)", color: style.getPropertyValue("--quiet") }, template: {} };
-  for (const name of ["xaxis", "yaxis"]) themed[name] = { ...axis, ...(layout[name] || {}) };
+  for (const name of ["xaxis", "yaxis", "yaxis2"]) if (name !== "yaxis2" || layout[name]) themed[name] = { ...axis, ...layout[name] };
   return Plotly.react(id, traces, themed, {
     displaylogo: false, responsive: true, modeBarButtonsToRemove: ["lasso2d", "select2d", "sendChartToCloud"],
     showSendToCloud: false, plotlyServerURL: "", // what is on this page goes nowhere
@@ -198,7 +198,7 @@ function drawCoordinates() {
 // --- when to draw: a chart takes up to a second, and most are below the window at first --------------------------------------------
 
 const charts = { curves: drawCurves, coordinates: drawCoordinates };
-for (const id of ["timeline", "concurrency"]) charts[id] = () => draw(id, story[id].data, story[id].layout);
+for (const id of ["timeline", "concurrency", "gpus"]) charts[id] = () => draw(id, story[id].data, story[id].layout);
 const isDrawn = new Set();
 
 function drawFirst(id) {
