@@ -160,11 +160,11 @@ def _best(story: Story) -> dict[str, Any] | None:
     if not story.scores:
         return None
     item, score = next(iter(story.scores.items()))
-    config = columns(story.frame, story.configs)
+    config, value = columns(story.frame, story.configs), short(score)
     return {
         "item": item,
         "metric": story.metric,
-        "value": describe_item(short(score)),
+        "value": f"{value:.5g}" if isinstance(value, float) else value,  # as in the table
         "config": {name: describe_item(cells[item]) for name, cells in config.items()},
     }
 

@@ -356,7 +356,7 @@ def test_without_a_returned_metric_the_last_report_says_which_item_is_the_best(
 
     path = results.report(tmp_path / "page.html")
 
-    assert "<b>last val_loss = 2.0</b>" in own_markup(path.read_text())
+    assert "<b>last val_loss = 2</b>" in own_markup(path.read_text())
     assert story_of(path)["curves"]["items"] == [1, 0, 2], "an item that failed is not ranked"
 
 
