@@ -74,10 +74,11 @@ def open_page(browser: Any, path: Path) -> None:
             browser.execute_script("return document.querySelectorAll('#items tbody tr').length") > 0
         )
     )
-    for chart in browser.execute_script("return [...document.querySelectorAll('.chart')]"):
-        browser.execute_script("arguments[0].scrollIntoView()", chart)  # not drawn before
-        is_drawn = "return arguments[0].classList.contains('js-plotly-plot')"
-        assert eventually(functools.partial(browser.execute_script, is_drawn, chart))
+    for chart in browser.execute_script(
+        "return [...document.querySelectorAll('.chart')].map((chart) => chart.id)"
+    ):
+        browser.execute_script("document.getElementById(arguments[0]).scrollIntoView()", chart)
+        assert eventually(functools.partial(is_drawn, browser, chart))
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +107,13 @@ def test_it_loads_without_a_complaint_and_asks_nobody(browser: Any, written: Pat
     assert (
         browser.execute_script("return document.querySelectorAll('[data-title*=hare]').length") == 0
     ), "nothing sends data away"
+
+
+def is_drawn(browser: Any, chart: str) -> bool:
+    found: bool = browser.execute_script(
+        "return document.getElementById(arguments[0]).classList.contains('js-plotly-plot')", chart
+    )
+    return found
 
 
 EXTENTS = """
@@ -272,6 +280,21 @@ def test_another_metric_can_be_chosen(page: Any) -> None:
 
 
 # --- other pages ----------------------------------------------------------------------------------
+
+
+def test_a_chart_below_the_window_is_drawn_when_somebody_gets_near_it(
+    browser: Any, written: Path
+) -> None:
+    """All charts at once, and plotly itself, would keep the table of a large page for seconds."""
+    browser.get(written.as_uri())
+    assert eventually(lambda: browser.execute_script("return window.Plotly !== undefined"))
+    browser.execute_async_script(  # what is near the window is drawn by then
+        "requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(arguments[0])))"
+    )
+    assert not is_drawn(browser, "concurrency")
+    browser.execute_script("document.getElementById('concurrency').scrollIntoView()")
+    assert eventually(lambda: is_drawn(browser, "concurrency"))
+    assert complaints(browser) == []
 
 
 BOXES = """
