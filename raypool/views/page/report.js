@@ -89,7 +89,7 @@ function offerItems() {
   for (const most of [FEW, MORE].filter((most) => most < items.length)) select.add(new Option(`the ${most} ${what}${by}`, most));
   if (num_ranked > FEW) select.add(new Option(`the ${FEW} worst${by}`, -FEW));
   select.add(new Option(`all ${items.length}`, items.length));
-  select.add(new Option("by number", NAMED));
+  select.add(new Option("by item number", NAMED));
   select.addEventListener("change", () => {
     byId("curve-named").hidden = select.value !== NAMED;
     drawAgain("curves");
@@ -117,7 +117,7 @@ function drawCurves() {
     };
   });
   if (colors.bar !== null) traces.push(colorBar(by, colors.bar));
-  byId("curves-note").textContent = [byId("curves-note").dataset.always, drawn.length ? "" : "No curve on this page is of a chosen item that the table shows."].join(" ").trim();
+  byId("curves-note").textContent = [byId("curves-note").dataset.always, drawn.length ? "" : "This page has no curve of a chosen item that the table shows."].join(" ").trim();
   draw("curves", traces, {
     height: 420, margin: { l: 10, r: 10, t: 20, b: 40 }, hovermode: "closest", legend: { title: { text: plain(shorter(by, 40)) } },
     xaxis: { title: { text: plain(step || "report") }, automargin: true },
