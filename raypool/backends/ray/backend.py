@@ -90,6 +90,7 @@ class RayBackend:
         self._traffic = traffic
         hub.on_early = self._on_early
         self._placement = Placement(profile)
+        self.may_move = self._placement.may_move
         self._slots: dict[int, Slot] = {}
         self._by_worker: dict[int, Slot] = {}
         self._actor_class = ray.remote(PoolWorker)
