@@ -9,6 +9,7 @@
     ├── StartupError         (+ BrokenExecutor)  a worker did not come up
     ├── PoolClosedError      (+ RuntimeError)    used after shutdown
     ├── PoolBrokenError      (+ BrokenExecutor)  no worker is left that can come back
+    │   └── PoolPreemptedError    all nodes of the pool are about to go, and no other can come
     ├── QueueClosedError     (+ RuntimeError)    a queue was closed, or read to its end
     ├── JournalError         a durable run's folder is in use, not its own, or not writable
     ├── TaskError            a task ended without a value and without an exception of the user's
@@ -61,6 +62,7 @@ __all__ = [
     "LossReason",
     "PoolBrokenError",
     "PoolClosedError",
+    "PoolPreemptedError",
     "QueueClosedError",
     "RankInterrupted",
     "RaypoolError",
@@ -133,6 +135,15 @@ class PoolClosedError(RaypoolError, RuntimeError):
 
 class PoolBrokenError(RaypoolError, BrokenExecutor):
     """No worker is left that can come back; every pending future gets this error at once."""
+
+
+class PoolPreemptedError(PoolBrokenError):
+    """All nodes of the pool are about to go, and no other can come; nothing starts any more.
+
+    Running tasks were told and could save. Once none runs, every unfinished future ends with this
+    error, and so does each later call; the same call with the same `run_dir` continues on other
+    nodes. `raypool sweep` exits with status 75 then: try again later.
+    """
 
 
 class QueueClosedError(RaypoolError, RuntimeError):
@@ -330,6 +341,7 @@ REASONS: dict[type[BaseException], str] = {
     CancelledError: CANCELLED,
     TaskCancelled: CANCELLED,
     RankInterrupted: LossReason.STOPPED.value,
+    PoolPreemptedError: LossReason.PREEMPTED.value,
 }
 """The reasons that follow from the type."""
 

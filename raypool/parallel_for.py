@@ -21,6 +21,7 @@ from collections.abc import (
 )
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, TypeVar, Union
 
+from raypool.channel.gpu_usage import FIRST_LOOK_S, GpuLog, samples_in
 from raypool.channel.records import Function, Missing
 from raypool.core.messages import CancelRequested, ItemsAdded
 from raypool.core.model import TaskSpec, TaskState
@@ -28,7 +29,7 @@ from raypool.engine.engine import Engine
 from raypool.engine.loop import LoopOptions, LoopWork, Lost, Segment
 from raypool.errors import InvalidTypeError, InvalidValueError, optional_count, whole_number
 from raypool.options import check_callable, check_name
-from raypool.results import Results, Row
+from raypool.results import Results, Row, run_name
 from raypool.worker.running import in_task
 
 if TYPE_CHECKING:
@@ -337,6 +338,7 @@ class LoopRun:
             work.on_settled = self._show_in_time
         self._task_id = -1
         self._show_at = 0.0
+        self._gpus = GpuLog(engine.backend.gpu_readings, work.keep_gpus, work.run)
         self._total: int | None = None  # not known before a generator has ended
 
     def run(self, items: Sequence[Any] | Iterator[Any], spec: TaskSpec) -> Results[Any]:
@@ -415,8 +417,9 @@ class LoopRun:
         work = self._work
         while not is_over():
             with work.changed:
-                # without a display nothing has to be done before the loop changes
-                work.changed.wait_for(is_over, TICK_S if self._watchers else None)
+                # without a display only the GPUs are looked at before the loop changes
+                work.changed.wait_for(is_over, TICK_S if self._watchers else FIRST_LOOK_S)
+            self._gpus.look()
             self._show_in_time()
 
     def _show_in_time(self) -> None:
@@ -470,7 +473,17 @@ class LoopRun:
         # made only when somebody looks: for short items the rows cost more than the items do
         rows = functools.partial(_rows, work, segments, lost, errors)
         return Results(
-            items, values, rows, errors, work.caught_up, lambda: [*work.misses], work.diary
+            items,
+            values,
+            rows,
+            errors,
+            work.caught_up,
+            lambda: [*work.misses],
+            work.diary,
+            run_name(work.label, work.run_dir),
+            functools.partial(list, self._gpus.samples)
+            if work.run_dir is None
+            else functools.partial(samples_in, work.run_dir),
         )
 
 

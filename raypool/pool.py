@@ -390,6 +390,7 @@ class PoolView(concurrent.futures.Executor):
             WorkerLostError: An item has lost its worker too often.
             SerializationError: `fn` or an item cannot be sent; it names the variable.
             PoolClosedError: The pool was shut down.
+            PoolPreemptedError: All nodes of the pool are about to go, and no other can come.
             JournalError: `run_dir` is in use by somebody else, was made by another function or with
                 another seed, or cannot be written; if only at the end, `.results` has all values.
 

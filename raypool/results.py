@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 
 from raypool.channel.feed import Feed, as_html, column_name, fields_of, table
 from raypool.errors import (
@@ -29,6 +29,8 @@ from raypool.errors import (
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
+
+    from raypool.channel.gpu_usage import GpuSample
 
 RUN_COLUMNS = (
     "status",
@@ -134,6 +136,8 @@ class Results(Sequence[T_co]):
         get_feed: Callable[[], Feed] = Feed,
         get_misses: Callable[[], list[Miss]] = list,
         get_diary: Callable[[int], str] = lambda _: "",
+        name: str = "",
+        get_gpus: Callable[[], list[GpuSample]] = list,
     ) -> None:
         self._items = items
         self._values = values
@@ -142,6 +146,8 @@ class Results(Sequence[T_co]):
         self._get_feed = get_feed
         self._get_misses = get_misses
         self._get_diary = get_diary
+        self._name = name
+        self._get_gpus = get_gpus
 
     @functools.cached_property
     def _rows(self) -> list[Row]:
@@ -179,6 +185,8 @@ class Results(Sequence[T_co]):
             self._get_feed(),
             self._get_misses(),
             list(self.diary),
+            self._name,
+            self._get_gpus(),
         )
 
     def __repr__(self) -> str:
@@ -382,15 +390,20 @@ class Results(Sequence[T_co]):
     def report(self, path: str | os.PathLike[str], *, title: str | None = None) -> Path:
         """Write an HTML report of the loop: one file that any browser opens, also offline.
 
-        It has a summary, the table of the items (to sort, filter and search), the failures with
-        their tracebacks, learning curves of the reported metrics, parallel coordinates of the
-        configurations, a timeline of each worker with its idle time, and how well the workers were
-        used. It says what was left out if there is too much to draw. An old file stays until the
-        new page is complete. Like the files of a `run_dir` it is for its owner only (mode 0600).
+        It has a summary, the best item, the importance of the fields for its metric, the table of
+        the items (to sort, filter and search), the failures with their tracebacks, learning curves
+        of the reported metrics (those of the ten best items until others are chosen), parallel
+        coordinates of the configurations, a timeline of each worker with its idle time, how well
+        the workers were used, and the utilization and memory of their GPUs. It says what was left
+        out if there is too much to draw. An old file stays until the new page is complete. Like the
+        files of a `run_dir` it is for its owner only (mode 0600).
+
+        The importance is that of a random forest if scikit-learn is installed, otherwise a rank
+        correlation; it takes 20 finished items.
 
         Args:
             path: The file; it ends in ".html" or ".htm".
-            title: Its title; None: the number of items.
+            title: Its title; None: the function and the run, such as "train in lr".
 
         Returns:
             The file.
@@ -413,7 +426,6 @@ class Results(Sequence[T_co]):
 
         target = Path(path).expanduser().absolute()
         report.check_suffix(target)  # before the tables are made
-        metric = leading_metric(self)
         story = report.Story(
             self.to_frame(),
             self.attempts,
@@ -421,10 +433,10 @@ class Results(Sequence[T_co]):
             list(self._configs()),
             RUN_COLUMNS,
             self.errors,
-            metric,
-            None if metric is None else cast("int", self.best(metric).name),
+            *scores_of(self),
+            self._get_gpus(),
         )
-        report.write(story, target, title)
+        report.write(story, target, title or self._name)
         return target
 
     def _configs(self) -> dict[str, list[Any]]:
@@ -538,6 +550,32 @@ def leading_metric(results: Results[Any]) -> str | None:
     return None
 
 
+def scores_of(results: Results[Any]) -> tuple[str | None, dict[int, Any]]:
+    """Return a metric, and its finite numbers by finished item, the best first.
+
+    The metric is the leading one; without one, the last report of the first whose name tells what
+    is good.
+    """
+    frame, name = results.to_frame(), leading_metric(results)
+    metric, scores = name, {} if name is None else numbers_in(frame, name)
+    if name is None:
+        last = results.metrics.groupby("item").last()
+        items = list(map(int, last.index))
+        for column in last.columns[2:]:  # after time and attempt
+            with contextlib.suppress(InvalidValueError):  # the name does not tell
+                direction(column)
+                scores = {items[row]: value for row, value in numbers_in(last, column).items()}
+                name, metric = column, f"last {column}"
+            if scores:
+                break
+    is_finished = (frame["status"] == "finished").to_numpy()
+    scores = {item: score for item, score in scores.items() if is_finished[item]}
+    if name is None or not scores:
+        return None, {}
+    order = sorted(scores, key=scores.__getitem__, reverse=direction(name) == "max")
+    return metric, {item: scores[item] for item in order}
+
+
 def direction(column: str) -> Literal["min", "max"]:
     """Return by its name whether small or large numbers of a metric are good.
 
@@ -584,11 +622,26 @@ def _restored(  # noqa: PLR0913, PLR0917 - as in pickles of older versions
     feed: Feed,
     misses: Sequence[Miss] = (),  # unknown to older versions
     diaries: Sequence[str] | None = None,  # likewise
+    name: str = "",  # likewise
+    gpus: Sequence[GpuSample] = (),  # likewise
 ) -> Results[Any]:
     texts = [""] * len(values) if diaries is None else diaries
     return Results(
-        items, values, lambda: rows, errors, lambda: feed, lambda: list(misses), texts.__getitem__
+        items,
+        values,
+        lambda: rows,
+        errors,
+        lambda: feed,
+        lambda: list(misses),
+        texts.__getitem__,
+        name,
+        lambda: list(gpus),
     )
+
+
+def run_name(function: str, folder: Path | None) -> str:
+    """Return the name of a run, for people: its function, and the folder that keeps it."""
+    return function if folder is None else f"{function} in {folder.name}"
 
 
 class Diaries(Sequence[str]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -83,11 +83,22 @@ class NodeDevices(NamedTuple):
     workers: Sequence[WorkerInfo]
 
 
-class GpuMemory(NamedTuple):
-    """Memory of some GPUs [bytes]: in use by any process, and in total (None: not known)."""
+class GpuReading(NamedTuple):
+    """A GPU's memory [bytes], in use by any process and in total; and the part of the time that it
+    computes, from 0 to 1. None: not known.
+    """
 
     used_bytes: int
     total_bytes: int | None
+    utilisation: float | None = None
+
+
+class NodeGpus(NamedTuple):
+    """The last readings of a machine's GPUs, and the GPUs of each worker of the pool there."""
+
+    host: str
+    readings: Mapping[int, GpuReading]
+    workers: Mapping[int, Sequence[int]]
 
 
 class Function:

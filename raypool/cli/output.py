@@ -1,4 +1,6 @@
-"""Output and exit status of commands: 2 for wrong use, before any work; 1 for failures."""
+"""Output and exit status of commands: 2 for wrong use, before any work; 1 for failures; 75 where
+machines go.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,7 @@ from raypool.errors import (
     InvalidTypeError,
     InvalidValueError,
     JournalError,
+    PoolPreemptedError,
     RaypoolError,
     ResourceError,
 )
@@ -24,8 +27,15 @@ from raypool.views.words import printable
 WRONG_USE = (InvalidValueError, InvalidTypeError, JournalError, ResourceError)
 """Errors that count as wrong use."""
 
+PREEMPTED = os.EX_TEMPFAIL
+"""The exit status where all nodes are about to go (75): the same command continues elsewhere."""
+
 INTERRUPTED = 130
 """The exit status after Ctrl-C, as in shells."""
+
+
+class _Preempted(click.ClickException):
+    exit_code = PREEMPTED
 
 
 @contextlib.contextmanager
@@ -36,7 +46,8 @@ def errors_said() -> Iterator[None]:
     except RaypoolError as error:
         if isinstance(error, WRONG_USE) and not hasattr(error, "results"):
             raise click.UsageError(str(error)) from error
-        raise click.ClickException(str(error)) from error
+        is_preempted = isinstance(error, PoolPreemptedError)
+        raise (_Preempted if is_preempted else click.ClickException)(str(error)) from error
 
 
 # --- output: safe texts, and readers that leave early ---------------------------------------------

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from raypool.cli.output import INTERRUPTED, echo, errors_said
-from raypool.errors import InvalidValueError, did_you_mean
+from raypool.cli.output import INTERRUPTED, PREEMPTED, echo, errors_said
+from raypool.errors import InvalidValueError, PoolPreemptedError, did_you_mean
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -90,7 +90,7 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
 
     Finished results are kept in RUN_DIR; run the same command again to resume. The table goes to
     standard output, everything else to standard error. Exit status: 0 if all items finished, 1 if
-    some failed, 2 for a usage error, 130 after Ctrl-C.
+    some failed, 2 for a usage error, 75 if all machines are about to go, 130 after Ctrl-C.
     """
     from raypool.cli.inputs import check_takes_whole, find_function, read_configs
 
@@ -116,13 +116,21 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
             if (partial := getattr(interrupt, "results", None)) is None:
                 echo("Interrupted before anything had begun.", err=True)
             else:
-                finished = int((partial.to_frame()["status"] == "finished").sum())
                 echo(
-                    f"Interrupted: {finished} of {len(items)} have finished, and are kept in"
-                    f" {run_dir}. The same command goes on from there.",
+                    f"Interrupted: {_num_finished(partial)} of {len(items)} have finished, and are"
+                    f" kept in {run_dir}. The same command goes on from there.",
                     err=True,
                 )
             raise SystemExit(INTERRUPTED) from None
+        except PoolPreemptedError as error:
+            if (partial := getattr(error, "results", None)) is None:
+                raise
+            echo(
+                f"Preempted: {_num_finished(partial)} of {len(items)} have finished, and are kept"
+                f" in {run_dir}; run the same command on other machines to resume.",
+                err=True,
+            )
+            raise SystemExit(PREEMPTED) from None
     frame = results.to_frame()
     if is_json:
         from raypool.views import tables
@@ -138,6 +146,10 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
         err=True,
     )
     raise SystemExit(1 if num_failed else 0)
+
+
+def _num_finished(results: Results[Any]) -> int:
+    return int((results.to_frame()["status"] == "finished").sum())
 
 
 def _show_best(results: Results[Any], run_dir: str) -> None:
@@ -287,15 +299,16 @@ def _named(frame: pd.DataFrame, columns: str | None) -> list[str]:
 def report(run_dir: Path, out: Path) -> None:
     """Write an HTML report of a saved run, which may still be running.
 
-    RUN_DIR is the folder given to `raypool sweep` or parfor. The report has the table, learning
-    curves, a timeline and how well the run scaled. It is one file that opens offline.
+    RUN_DIR is the folder given to `raypool sweep` or parfor. The report has the best item, the
+    importance of its fields, the table, learning curves, a timeline and how well the run scaled. It
+    is one file that opens offline.
     """
     from raypool.journal.reading import load_results
 
     with errors_said():
         results = load_results(run_dir)
         try:
-            results.report(out, title=run_dir.absolute().name)
+            results.report(out)
         except ModuleNotFoundError as error:  # of an extra
             raise click.ClickException(str(error)) from error
         except OSError as error:

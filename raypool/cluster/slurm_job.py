@@ -76,7 +76,7 @@ STARTS = 3
 LINES = 12
 """How many of Ray's last lines are shown when it ends."""
 
-PREEMPTED = 75
+PREEMPTED = os.EX_TEMPFAIL
 """The exit code of a command that was ended early: EX_TEMPFAIL of sysexits.h."""
 
 PLACE = "RAYPOOL_SLURM"
@@ -274,6 +274,9 @@ def _run_ray(
                 gone_at = deadline(job, float("inf"))
                 _drain(place, Notice("Slurm takes this node back", gone_at), address)
         if ray.poll() is None:
+            return
+        if told.is_set():  # Ray ends a drained node that has nothing to do
+            over.wait()
             return
         printed = (own / "start.log").read_text(errors="replace").strip().splitlines()
         last = "\n  ".join(printed[-LINES:])

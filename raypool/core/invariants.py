@@ -9,7 +9,7 @@ from itertools import pairwise
 from raypool.core.backlog import Backlog
 from raypool.core.model import Lane, PoolState, Slice, Task, WaitingList, Worker, WorkerState
 from raypool.core.policy import MAX_IN_FLIGHT
-from raypool.core.scheduler import Scheduler
+from raypool.core.scheduler import GOING_ON, Scheduler
 from raypool.core.workers import Workers
 
 
@@ -18,6 +18,10 @@ def check_invariants(scheduler: Scheduler) -> None:
     workers, backlog, outcomes = scheduler.workers, scheduler.backlog, scheduler.outcomes
     _check_pool(scheduler)
     _check_waiting_lists(workers, backlog)
+    # while nothing may start, nobody is asked
+    if scheduler.leaving is None:
+        assert not workers.check_lanes, "a free worker whose lanes may have work was not asked"
+        assert not workers.lanes_to_check, "a lane that may have work for somebody was not asked"
     _check_lanes(workers, backlog.tasks)
     for worker in workers.by_id.values():
         _check_worker(workers, worker)
@@ -32,7 +36,7 @@ def check_invariants(scheduler: Scheduler) -> None:
     _check_attempts(workers, backlog.tasks)
     _check_queue(workers, backlog)
     _check_paces(workers, backlog)
-    if scheduler.state in (PoolState.OPEN, PoolState.CLOSING):
+    if scheduler.state in GOING_ON and scheduler.leaving is None:
         _check_work_conserving(workers, backlog)
         _check_gatherings(workers)
         _check_called_gangs(workers, backlog)
@@ -40,12 +44,17 @@ def check_invariants(scheduler: Scheduler) -> None:
 
 def _check_pool(scheduler: Scheduler) -> None:
     counts, tasks, places = scheduler.counts, scheduler.backlog.tasks, scheduler.workers.places
-    if scheduler.state in (PoolState.OPEN, PoolState.CLOSING):
+    leaving = scheduler.leaving
+    if scheduler.state in GOING_ON:
         assert places or not tasks, "tasks wait for a pool without places"
         assert tasks or scheduler.state is PoolState.OPEN, "a pool is done, but not closed"
+        is_busy = any(worker.attempts for worker in scheduler.workers.by_id.values())
+        assert is_busy or leaving is None or not leaving.is_final, "a pool waits for nobody"
     else:
         assert not tasks, "a pool that has ended keeps tasks"
-        assert not places, "a pool that has ended keeps places"
+        # nobody needs them any more; they are given back when it closes
+        is_left = scheduler.state is PoolState.BROKEN and leaving is not None and leaving.is_final
+        assert not places or is_left, "a pool that has ended keeps places"
     missing = sum(task.size - task.settled for task in tasks.values())
     ended = counts.finished + counts.failed + counts.cancelled
     assert counts.submitted == ended + missing, (
@@ -61,8 +70,6 @@ def _check_waiting_lists(workers: Workers, backlog: Backlog) -> None:
     for marked in (workers.retiring, workers.spent, *_waiting_lists(workers)):
         assert marked.keys() <= workers.by_id.keys(), "a list names a worker that is gone"
     assert workers.streaks.keys() <= workers.places.keys(), "a place is gone, its failures are not"
-    assert not workers.check_lanes, "a free worker whose lanes may have work was not asked"
-    assert not workers.lanes_to_check, "a lane that may have work for somebody was not asked"
     assert not workers.lanes_lost, "the tasks of a lane without places have not failed"
     assert not workers.parked or not backlog.tasks, "workers are parked although there is work"
     for heap, free in [
@@ -77,7 +84,8 @@ def _check_waiting_lists(workers: Workers, backlog: Backlog) -> None:
 def _waiting_lists(workers: Workers) -> list[WaitingList]:
     """Return the lists that may have workers between two events."""
     gangs = [gathering.members for gathering in workers.waiting_gangs.values()]
-    return [workers.idle, workers.wait_for_gang, workers.prefetch, workers.parked, *gangs]
+    free = [workers.idle, workers.check_lanes, workers.wait_for_gang]
+    return [*free, workers.prefetch, workers.parked, *gangs]
 
 
 def _idle_in(workers: Workers, lane: Lane) -> list[int]:

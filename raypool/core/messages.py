@@ -70,13 +70,27 @@ class WorkerLost(NamedTuple):
 class PlaceLeaving(NamedTuple):
     """A place will be gone soon: it takes no more calls, and running tasks get a signal.
 
-    `at`: they are interrupted then (None: never). `is_kept`: the pool has no other place, so this
-    place stays, and moves to another node later.
+    `at`: they are interrupted then (None: never).
     """
 
     place: int
     at: float | None = None
-    is_kept: bool = False
+
+
+class PoolLeaving(NamedTuple):
+    """All places will be gone soon: nothing starts any more, and running tasks get a signal.
+
+    `is_final`: no other node can come. The pool ends when nothing runs any more, at `gone_at` at
+    the latest; what still runs at `at` is interrupted (None: never). Else it waits for a node.
+    """
+
+    is_final: bool
+    at: float | None = None
+    gone_at: float | None = None
+
+
+class PoolResumed(NamedTuple):
+    """The pool has a place on a node that stays: tasks start again."""
 
 
 class PlaceLost(NamedTuple):
@@ -147,6 +161,8 @@ Event = (
     | WorkerReady
     | WorkerLost
     | PlaceLeaving
+    | PoolLeaving
+    | PoolResumed
     | PlaceLost
     | AttemptFinished
     | AttemptNarrowed
@@ -257,7 +273,8 @@ class SetTimer(NamedTuple):
 
     "start": a worker's delayed start. "ready": its start took too long. "timeout": the attempt took
     too long. "leave": the worker's machine is about to go. Without a worker: "idle": the pool may
-    have been idle for long enough; "retry": items of the task may run again.
+    have been idle for long enough; "retry": items of the task may run again; "leave" and "gone":
+    the times of a `PoolLeaving`.
     """
 
     at: float
@@ -268,7 +285,7 @@ class SetTimer(NamedTuple):
 
 
 class BreakPool(NamedTuple):
-    """No place is left; the tasks that end after this have failed because of it."""
+    """No place is left, or none for long; tasks that end after this have failed because of it."""
 
 
 class ClosePool(NamedTuple):

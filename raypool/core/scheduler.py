@@ -41,6 +41,7 @@ STORY_LENGTH = 200
 DEFAULT_START_TIMEOUT_S = 60.0
 
 OPEN = PoolState.OPEN  # looking up a member of an enum is slow in Python 3.11
+GOING_ON = (PoolState.OPEN, PoolState.CLOSING)
 
 
 class Scheduler:
@@ -56,6 +57,7 @@ class Scheduler:
         self, start_timeout_s: float = DEFAULT_START_TIMEOUT_S, idle_timeout_s: float | None = None
     ) -> None:
         self.state = PoolState.OPEN
+        self.leaving: m.PoolLeaving | None = None  # while no node of the pool stays
         self.backlog = Backlog()
         self.workers = Workers(start_timeout_s)
         self.outcomes = Outcomes(self.backlog, self.workers)
@@ -80,6 +82,8 @@ class Scheduler:
             m.WorkerReady: self._on_worker_ready,
             m.WorkerLost: self._on_worker_lost,
             m.PlaceLeaving: self._on_place_leaving,
+            m.PoolLeaving: self._on_pool_leaving,
+            m.PoolResumed: self._on_pool_resumed,
             m.PlaceLost: self._on_place_lost,
             m.AttemptFinished: self._on_attempt_finished,
             m.AttemptNarrowed: self._on_attempt_narrowed,
@@ -100,7 +104,7 @@ class Scheduler:
         self._handlers[type(event)](event)
         if self.workers.spent:
             self._out += self.workers.renew_spent(now)
-        work = self._dispatcher.give_out(now)
+        work = self._dispatcher.give_out(now) if self.leaving is None else []
         if self.workers.lanes_lost:
             # no remaining worker may run what waits there
             for lane in self.workers.lanes_lost:
@@ -109,6 +113,8 @@ class Scheduler:
             self.workers.lanes_lost.clear()
         if not self.backlog.tasks or not self.workers.places:
             self._close_if_done()
+        if self.leaving is not None and self.leaving.is_final:
+            self._break_if_left(self.leaving)
         if self._idleness is not None:
             if self.backlog.tasks or not self.workers.is_awake:
                 self._idleness.end()
@@ -254,14 +260,7 @@ class Scheduler:
     def _on_timer_fired(self, event: m.TimerFired) -> None:
         worker = self._worker(event)
         if worker is None:
-            idleness, task = self._idleness, self.backlog.tasks.get(event.task_id)
-            if event.kind == "idle" and idleness is not None and idleness.has_lasted(self._now):
-                idleness.end()
-                if self.workers.is_at_rest:  # else wait for those that are starting
-                    self._out += self.workers.park()
-            elif event.kind == "retry" and task is not None:
-                self.backlog.rouse(task)
-                self.outcomes.go_on(task)
+            self._on_pool_timer(event)
         elif event.kind == "timeout":
             self._losses.time_out(worker, event.attempt_id)
         elif event.kind == "leave":
@@ -272,6 +271,20 @@ class Scheduler:
             self._out += self.workers.launch(worker, self._now)
         else:
             self._lose(worker, LossReason.START, was_idle=False)
+
+    def _on_pool_timer(self, event: m.TimerFired) -> None:
+        idleness, task = self._idleness, self.backlog.tasks.get(event.task_id)
+        if event.kind == "idle" and idleness is not None and idleness.has_lasted(self._now):
+            idleness.end()
+            if self.workers.is_at_rest:  # else wait for those that are starting
+                self._out += self.workers.park()
+        elif event.kind == "retry" and task is not None:
+            self.backlog.rouse(task)
+            self.outcomes.go_on(task)
+        elif event.kind == "leave" and event.worker_id < 0 and self.leaving is not None:
+            at = self.leaving.at
+            if at is not None and at <= self._now:  # else they were given more time
+                self._tell_all(m.Signal.CANCEL)
 
     def _on_worker_lost(self, event: m.WorkerLost) -> None:
         worker = self._worker(event)
@@ -289,18 +302,42 @@ class Scheduler:
 
     def _lose(self, worker: Worker, reason: LossReason, was_idle: bool) -> None:
         has_future = worker.worker_id not in self.workers.retiring
-        self._losses.lose(worker, reason, was_idle)
+        if self.leaving is not None and self.leaving.is_final:  # no other worker starts there
+            self._losses.lose_place(worker, reason, was_idle)
+        else:
+            self._losses.lose(worker, reason, was_idle)
         if has_future and not self.workers.places:
             self._break()
 
     def _on_place_leaving(self, event: m.PlaceLeaving) -> None:
         worker = self._worker_in(event.place)
-        if worker is None:
-            return
-        if event.is_kept:
-            self.outcomes.send_elsewhere(worker, m.Signal.LEAVE)
-        else:
+        if worker is not None:
             self._losses.announce(worker, event.at)
+
+    def _on_pool_leaving(self, event: m.PoolLeaving) -> None:
+        if self.state not in GOING_ON:
+            return
+        self.leaving = event
+        self._losses.take_back_unsent()
+        is_due = event.at is not None and event.at <= self._now
+        self._tell_all(m.Signal.CANCEL if is_due else m.Signal.LEAVE)
+        for kind, at in (("leave", event.at), ("gone", event.gone_at)):
+            if at is not None and at > self._now:
+                self._out.append(SetTimer(at, kind, -1))
+
+    def _on_pool_resumed(self, _: m.PoolResumed) -> None:
+        if self.state in GOING_ON:
+            self.leaving = None
+
+    def _tell_all(self, signal: m.Signal) -> None:
+        for worker in self.workers.by_id.values():
+            self.outcomes.send_elsewhere(worker, signal)
+
+    def _break_if_left(self, leaving: m.PoolLeaving) -> None:
+        """End the pool once nothing runs any more, or what runs has no time left."""
+        is_over = leaving.gone_at is not None and leaving.gone_at <= self._now
+        if is_over or all(w.state is not WorkerState.BUSY for w in self.workers.by_id.values()):
+            self._break()
 
     def _on_place_lost(self, event: m.PlaceLost) -> None:
         worker = self._worker_in(event.place)
@@ -342,7 +379,7 @@ class Scheduler:
     def _on_shutdown_requested(self, event: m.ShutdownRequested) -> None:
         if self.state is PoolState.BROKEN:
             self._tell_closed()
-        if self.state not in (PoolState.OPEN, PoolState.CLOSING):
+        if self.state not in GOING_ON:
             return
         self.state = PoolState.CLOSING
         for task in list(self.backlog.tasks.values()):
@@ -364,6 +401,8 @@ class Scheduler:
             self._tell_closed()
 
     def _break(self) -> None:
+        if self.state not in GOING_ON:
+            return
         is_closing = self.state is PoolState.CLOSING
         self.state = PoolState.BROKEN
         self._out.append(m.BreakPool())
@@ -572,9 +611,16 @@ class Losses:
         if leaving is not None and leaving.at <= self._outcomes.now:
             self._outcomes.send_elsewhere(worker, m.Signal.CANCEL)
 
-    def lose_place(self, worker: Worker, reason: LossReason) -> None:
+    def take_back_unsent(self) -> None:
+        """Queue again what was to be sent to workers that are still starting."""
+        for worker in self._workers.by_id.values():
+            if worker.state is not WorkerState.BUSY:
+                self._run_elsewhere(worker, LossReason.PREEMPTED, was_idle=True)
+                worker.attempts.clear()
+
+    def lose_place(self, worker: Worker, reason: LossReason, was_idle: bool = False) -> None:
         """Remove a worker and its place."""
-        was_idle = worker.state is not WorkerState.BUSY
+        was_idle = was_idle or worker.state is not WorkerState.BUSY
         reason = self._in_the_end(worker, reason)
         self._outcomes.out += self._workers.remove(worker, Departure(reason))
         self._run_elsewhere(worker, reason, was_idle)

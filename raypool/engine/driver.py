@@ -39,7 +39,13 @@ from raypool.engine.in_flight import Call, InFlight, Sent
 from raypool.engine.inbox import Inbox, Message
 from raypool.engine.trace import TraceWriter
 from raypool.engine.work import GangWork, Work
-from raypool.errors import LossReason, PoolBrokenError, PoolClosedError, WorkerLostError
+from raypool.errors import (
+    LossReason,
+    PoolBrokenError,
+    PoolClosedError,
+    PoolPreemptedError,
+    WorkerLostError,
+)
 from raypool.futures import Future
 
 CLOSED = "The pool is closed. Open another with parpool()."
@@ -91,6 +97,7 @@ class Driver:
             m.WorkerReady: self._note_ready,
             m.WorkerLost: self._note_lost,
             m.PlaceLeaving: self._note_going,
+            m.PoolLeaving: self._note_all_going,
             m.PlaceLost: self._note_going,
             m.AttemptFinished: self._returns.take,
             m.AttemptNarrowed: self._returns.take_part,
@@ -230,6 +237,17 @@ class Driver:
         """Return the error for those who still want something of a failed driver."""
         return explanations.driver_failed(self.crash)
 
+    def preempted_error(self) -> PoolPreemptedError | None:
+        """Return the error for a pool all of whose nodes are about to go for good."""
+        leaving, now = self.scheduler.leaving, self._inbox.now()
+        if leaving is None or not leaving.is_final:
+            return None
+        return explanations.pool_preempted(
+            self._losses.all_leaving,
+            None if leaving.gone_at is None else leaving.gone_at - now,
+            self.scheduler.counts,
+        )
+
     def _give_up(self, error: BaseException) -> None:
         self.crash = error  # a mistake of raypool's own: nobody may be left waiting
         self._close()
@@ -326,10 +344,11 @@ class Driver:
         turn.worker = self._info_of(worker.worker_id)
         self._losses.words = self._losses.leaving[event.place] = words or reason.value
         # else it has its time
-        if isinstance(event, m.PlaceLost) or not (
-            event.is_kept or worker.state is WorkerState.BUSY
-        ):
+        if isinstance(event, m.PlaceLost) or worker.state is not WorkerState.BUSY:
             self._bury(worker, reason, turn)
+
+    def _note_all_going(self, _: m.PoolLeaving, words: str, __: Turn) -> None:
+        self._losses.all_leaving = words
 
     def _bury(self, worker: Worker, reason: LossReason, turn: Turn, was_idle: bool = False) -> None:
         turn.worker = self._info_of(worker.worker_id)
@@ -388,7 +407,7 @@ class Driver:
         holder = self.works[command.task_id].holder
         # one that has to leave its machine runs again: nobody has cancelled it
         is_moving = getattr(turn.event, "kind", None) == "leave" or isinstance(
-            turn.event, m.PlaceLeaving
+            turn.event, (m.PlaceLeaving, m.PoolLeaving)
         )
         if command.signal is m.Signal.CANCEL and isinstance(holder, Future) and not is_moving:
             self._returns.stopping.setdefault(command.attempt_id, []).append(holder)
@@ -456,8 +475,11 @@ class Driver:
         self.works[items.task_id].settle(items, turn.result(items), turn.worker)
 
     def _end(self, task_id: int, state: TaskState) -> None:
-        is_broken = state is TaskState.FAILED and self.scheduler.state is PoolState.BROKEN
-        error = explanations.pool_broken(self._losses.words) if is_broken else None
+        error: PoolBrokenError | None = None
+        if state is TaskState.FAILED:
+            error = self.preempted_error()
+            if error is None and self.scheduler.state is PoolState.BROKEN:
+                error = explanations.pool_broken(self._losses.words)
         self.works.pop(task_id).end(state, error)
 
 
@@ -591,6 +613,7 @@ class LossRecord:
     def __init__(self, scheduler: Scheduler) -> None:
         self.words = ""  # the text about the newest loss
         self.leaving: dict[int, str] = {}  # by place: the text about its end
+        self.all_leaving = ""  # the text about nodes that are about to go, if none stays
         self.vacated = NOBODY  # who was in the place that was given back last
         self._scheduler = scheduler
 
@@ -764,6 +787,8 @@ class Timers:
             return True
         if timer.kind in ("retry", "look"):
             return timer.task_id in self._scheduler.backlog.tasks
+        if timer.worker_id < 0:
+            return self._scheduler.leaving is not None
         worker = self._scheduler.workers.by_id.get(timer.worker_id)
         if worker is None or timer.kind == "leave":
             return worker is not None

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from raypool.channel.feed import TEXT_BYTES, Feed, Last, LoopFeed, Row, text_of_file
+from raypool.channel.gpu_usage import GPU_USAGE, GpuSample, line_of
 from raypool.channel.records import Function, LocalValues, Missing, SliceResult, WorkerInfo
 from raypool.core.model import Slice, TaskState
 from raypool.engine.loop import LoopOptions, LoopWork, Lost, Restored, Segment
@@ -198,6 +199,10 @@ class DurableLoop(LoopWork):
             return super().diary(index)
         return text_of_file(self._journal.run_dir / "items" / self.keys[index] / DIARY)
 
+    def keep_gpus(self, sample: GpuSample) -> None:
+        """Have it written."""
+        self._recorder.put(partial(self._write_gpus, sample))
+
     def close(self) -> None:
         """Write what is left, and release the folder."""
         self._recorder.close()
@@ -290,6 +295,11 @@ class DurableLoop(LoopWork):
                     self.first_error.add_note(f"raypool: {trouble}")
             state, error = TaskState.FAILED, error or trouble
         self._wake(state, error)
+
+    def _write_gpus(self, sample: GpuSample) -> Step:
+        with contextlib.suppress(OSError):  # a full disk: no result depends on it
+            append(self._journal.run_dir / GPU_USAGE, line_of(sample), is_lines=True)
+        return Step()
 
     def _give_up(self, error: BaseException) -> None:
         mistake = InternalError(

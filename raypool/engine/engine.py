@@ -164,11 +164,12 @@ class Engine:
 
         Raises:
             PoolClosedError: The pool was shut down, or its driver has ended.
+            PoolBrokenError: No worker is left.
         """
         if self.driver.crash is not None:
             raise self.driver.crash_error()
         if self.driver.scheduler.state is PoolState.BROKEN:
-            raise PoolBrokenError(
+            raise self.driver.preempted_error() or PoolBrokenError(
                 "No worker of the pool is left that could be started again. Open another with"
                 " parpool()."
             )

@@ -7,9 +7,11 @@ from typing import NamedTuple
 
 from raypool.channel.records import Refusal, WorkerInfo, where
 from raypool.channel.users_code import folder_of, is_installed
+from raypool.core.model import Counts
 from raypool.errors import (
     LossReason,
     PoolBrokenError,
+    PoolPreemptedError,
     SerializationError,
     TaskError,
     TaskTimeoutError,
@@ -135,6 +137,16 @@ def pool_broken(words: str) -> PoolBrokenError:
     return PoolBrokenError(
         f"No worker is left that could be started again; the last one said: {words}. Open a new"
         " pool with parpool()."
+    )
+
+
+def pool_preempted(words: str, left_s: float | None, counts: Counts) -> PoolPreemptedError:
+    """Return the error for tasks of a pool whose nodes go; `words` say which, `left_s` how soon."""
+    until = "" if left_s is None else f", in {max(left_s, 0):.0f} s"
+    return PoolPreemptedError(
+        f"The pool has ended: {words}{until}, and no other node can come. {counts.finished:,} of"
+        f" {counts.submitted:,} items have finished. Make the same call with the same run_dir on"
+        " other nodes to continue."
     )
 
 

@@ -11,6 +11,7 @@ from time import time
 from typing import Any, NamedTuple, cast
 
 from raypool.channel.feed import Feed, LoopFeed
+from raypool.channel.gpu_usage import GpuSample
 from raypool.channel.records import Function, Part, SliceResult, WorkerInfo, named
 from raypool.core.model import Slice, TaskState
 from raypool.engine.in_flight import Call
@@ -159,6 +160,9 @@ class LoopWork:
             self.keys.append(self._name(item, len(items)))
         items.append(item)
         return 1
+
+    def keep_gpus(self, sample: GpuSample) -> None:
+        """Keep a sample of a GPU on the disk, if there is a place for it. From any thread."""
 
     def close(self) -> None:
         """Close the files of the loop. From any thread, when nobody waits for it."""

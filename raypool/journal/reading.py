@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from raypool.channel.feed import Feed, text_of_file
 from raypool.channel.feed import Row as Report
+from raypool.channel.gpu_usage import samples_in
 from raypool.errors import JournalError
 from raypool.journal.files import Damaged, is_trusted
 from raypool.journal.lock import bare, is_in_use, is_running, noted_outcomes
@@ -49,7 +50,7 @@ from raypool.journal.rows import (
 )
 from raypool.journal.salvage import carve
 from raypool.journal.schema import checksum, numbers_of
-from raypool.results import Miss, Results, Row, collector_paused
+from raypool.results import Miss, Results, Row, collector_paused, run_name
 
 
 class ItemRecord(NamedTuple):
@@ -131,6 +132,8 @@ def _load(folder: Path) -> Results[Any]:
         functools.cache(lambda: _feed_of(folder, keys)),
         lambda: _misses(contents, entries),
         lambda index: text_of_file(folder / "items" / keys[index] / "diary.txt"),
+        run_name(str(max(contents["runs"], default=(0, "run"))[1]).rpartition(".")[2], folder),
+        functools.partial(samples_in, folder),
     )
 
 

@@ -22,10 +22,13 @@ from raypool.engine.in_flight import Call
 from raypool.engine.work import Pack, described
 from raypool.errors import (
     InvalidValueError,
+    LossReason,
+    PoolPreemptedError,
     ResourceError,
     TaskError,
     TaskTimeoutError,
     checked_count,
+    reason_of,
     whole_number,
 )
 from raypool.futures import Future
@@ -252,6 +255,10 @@ class SpmdWork:
             for failure in failures:
                 if isinstance(failure.error, KeyboardInterrupt):  # Ctrl-C in the user's own thread
                     return failure.error
+        if isinstance(error, PoolPreemptedError):
+            # ranks that were told have returned, and others were interrupted because of that
+            told = (LossReason.PREEMPTED.value, LossReason.STOPPED.value)
+            failures = [failure for failure in failures if reason_of(failure.error) not in told]
         if failures:
             return spmd_error(name, size, failures, self._timeout_s if self._is_late else None)
         if error is not None:

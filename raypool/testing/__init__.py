@@ -172,6 +172,9 @@ class SimBackend(InlineBackend):
         """Run a call now; its answer, or the loss of its worker, arrives later. Ranks run when the
         first has come, the last.
         """
+        if preemption := self._dice.preemption(self._clock.now()):
+            seconds, leaving = preemption
+            self._clock.put_later(seconds, (leaving, "its simulated nodes are about to go"))
         item_s = self._dice.item_s() / self._dice.plan.speed(self._workers[worker_id].index)
         is_lost = self._dice.happens(self._dice.plan.p_loss)
         call = _Call(

@@ -39,6 +39,9 @@ class FaultPlan:
         speeds: How fast the workers are: the first in place 0, and so on, then from the beginning
             again.
         submit_s: When the tasks are handed in [s]; for `simulate`.
+        preempted_s: How long after the first call all nodes are announced to go, with no other to
+            come [s]; None: never. What runs is interrupted `grace_s` later, and the pool ends
+            `grace_s` after that.
     """
 
     seed: int = 0
@@ -53,6 +56,7 @@ class FaultPlan:
     spread: float = 0.5
     speeds: tuple[float, ...] = (1.0,)
     submit_s: float = 0.0
+    preempted_s: float | None = None
 
     def speed(self, place: int) -> float:
         """Return how fast the worker in a place is."""
@@ -78,6 +82,7 @@ class Dice:
     def __init__(self, plan: FaultPlan) -> None:
         self.plan = plan
         self._random = random.Random(plan.seed)
+        self._has_begun = False
         # by worker
         self._courses: defaultdict[int, deque[Course]] = defaultdict(
             lambda: deque(maxlen=MAX_IN_FLIGHT)
@@ -86,6 +91,15 @@ class Dice:
     def happens(self, probability: float) -> bool:
         """Decide whether something happens."""
         return self._random.random() < probability
+
+    def preemption(self, now: float) -> tuple[float, m.PoolLeaving] | None:
+        """Return how long after the first call, which is now, all nodes are to go [s]."""
+        delay_s, grace_s = self.plan.preempted_s, self.plan.grace_s
+        if delay_s is None or self._has_begun:
+            return None
+        self._has_begun = True
+        at = now + delay_s + grace_s
+        return delay_s, m.PoolLeaving(is_final=True, at=at, gone_at=at + grace_s)
 
     def item_s(self) -> float:
         """Decide how long an item takes [s]."""
@@ -210,6 +224,8 @@ class _Simulation:
         for call in command.runs if isinstance(command, m.RunGang) else ():
             self._carry_out(call)
         if isinstance(command, m.RunTasks):
+            if preemption := self._dice.preemption(self._now):
+                self._later(*preemption)
             seconds, event = self._outcome(command)
             self._dice.note(
                 command.worker_id,

@@ -379,14 +379,19 @@ class ManagedAttempt:
         )
         self._loan.whole = self._future
         self._loan.add_done_callback(lambda _: lent.put(None))
-        # the user, or the end of the pool, may cancel it
-        self._loan.add_done_callback(lambda loan: loan.cancelled() and self._future.cancel())
+        self._loan.add_done_callback(lambda _: self._on_loan_over())
         thread = threading.Thread(
             target=self._run, args=(lent,), name=f"raypool-managed-{self._plan.name}", daemon=True
         )
         engine.helpers.add(thread)  # the end of the pool waits for it
         thread.start()
         return self._future
+
+    def _on_loan_over(self) -> None:
+        if self._loan.cancelled():  # by the user, or by the end of the pool
+            self._future.cancel()
+        elif self._loan.exception() is not None:  # the pool's nodes are about to go
+            self._end()
 
     def _run(self, lent: queue.SimpleQueue[Any]) -> None:
         members = lent.get()
@@ -531,7 +536,8 @@ class ManagedAttempt:
         """Give the workers back to the pool; those whose GPU is taken by now are lost."""
         driver, lost = self._managed.engine.driver, {}
         try:
-            if self._is_lent:
+            # nothing can be claimed on nodes that are about to go
+            if self._is_lent and driver.preempted_error() is None:
                 lost = self._managed.backend.take_back([worker for _, worker in members])
         except Exception as error:
             if not ray.is_initialized():  # Ray has ended, and the pool with it
@@ -563,6 +569,9 @@ class ManagedAttempt:
             return [self._opened(rank) for rank in sorted(self._ends)]
         if self._is_late:
             raise self._late()
+        preempted = self._managed.engine.driver.preempted_error()
+        if preempted is not None and not self._failures:
+            raise preempted
         if outcome is None:
             raise self._loan.exception() or InternalError(
                 f"{name} has ended before it began.", story=()

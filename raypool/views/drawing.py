@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from raypool.channel.feed import fields_of
@@ -29,6 +29,12 @@ COLORS = {
     "cancelled": "#8d99ae",
 }
 """The statuses of attempts in legend order, with colors that color-blind people can tell apart."""
+
+PALETTE = (
+    *("#2a9d8f", "#d1495b", "#3d6fb6", "#edae49", "#8d5a97"),
+    *("#6a994e", "#c2703d", "#1b9aaa", "#a44a7f", "#7f7f7f"),
+)
+"""The colors of lines that differ in what is not a number."""
 
 
 class TimelineRow(NamedTuple):
@@ -59,12 +65,15 @@ class TimelineRow(NamedTuple):
 class Timeline(NamedTuple):
     """The attempts of all workers on one time axis.
 
-    `lanes`: the workers, by host and number. `attempts`: those of known time, with the additional
-    columns `lane` (a position in `lanes`), `start_s` and `end_s` (on the time axis). `num_untimed`:
-    the number of others. `breaks_s`: the starts of further calls. `wall_s`: the length of the axis.
-    `item_s`: the sum of the durations of attempts with an outcome.
+    `calls`: the start of each call with attempts on it, and its first and last time (Unix time
+    [s]), by the number of the run. `lanes`: the workers, by host and number. `attempts`: those of
+    known time, with the additional columns `lane` (a position in `lanes`), `start_s` and `end_s`
+    (on the time axis). `num_untimed`: the number of others. `breaks_s`: the starts of further
+    calls. `wall_s`: the length of the axis. `item_s`: the sum of the durations of attempts with an
+    outcome.
     """
 
+    calls: Mapping[int, tuple[float, float, float]]
     lanes: list[TimelineRow]
     attempts: pd.DataFrame
     num_untimed: int
@@ -145,8 +154,9 @@ def plan(attempts: pd.DataFrame) -> Timeline:
         for (host, worker), rows in groups
     ]
     breaks_s = calls["offset_s"].iloc[1:].astype(float).tolist()
+    spans = dict(zip(calls.index, calls[["offset_s", "first", "last"]].to_numpy(), strict=True))
     wall_s, item_s = float(calls["wall_s"].sum()), float(own["duration_s"].sum())
-    return Timeline(lanes, timed, int((~is_timed).sum()), breaks_s, wall_s, item_s)
+    return Timeline(spans, lanes, timed, int((~is_timed).sum()), breaks_s, wall_s, item_s)
 
 
 def _lane(
@@ -412,7 +422,10 @@ def is_numeric(values: Iterable[Cell]) -> bool:
 
 
 MAX_CURVES = 200
-"""The most curves; more could not be told apart."""
+"""The most curves in a report."""
+
+MAX_BEST_CURVES = 100
+"""How many of these are of the best items, if there is a choice."""
 
 MAX_POINTS = 200
 """The most points of a curve."""
@@ -424,11 +437,14 @@ STEPS = ("step", "global_step", "epoch", "iteration", "batch")
 """Usual names of metrics that count reports."""
 
 
-def curves_of(metrics: pd.DataFrame) -> tuple[dict[str, Any], dict[str, str]]:
+def curves_of(
+    metrics: pd.DataFrame, best_first: Sequence[int] = ()
+) -> tuple[dict[str, Any], dict[str, str]]:
     """Return curves as the report draws them, and notes on those left out.
 
     `items` has the number of each curve's item, `starts` its begin in the `columns` of all metrics
-    (and the last one's end). An empty cell separates two attempts at an item.
+    (and the last one's end). An empty cell separates two attempts at an item. The first
+    `num_ranked` curves are of items in `best_first`, in this order; the others follow by number.
 
     Example:
         >>> import pandas as pd
@@ -439,6 +455,8 @@ def curves_of(metrics: pd.DataFrame) -> tuple[dict[str, Any], dict[str, str]]:
         ([0, 1], [0, 2, 3], [3.0, 2.0, 4.0])
         >>> curves["metrics"], curves["steps"]
         (['loss'], ['epoch'])
+        >>> curves_of(metrics, best_first=[1, 0])[0]["items"]
+        [1, 0]
     """
     names = [str(name) for name in metrics.columns if name not in ("time", "item", "attempt")]
     numeric = [name for name in names if _has_numbers(metrics[name])]
@@ -454,11 +472,14 @@ def curves_of(metrics: pd.DataFrame) -> tuple[dict[str, Any], dict[str, str]]:
     items, starts = [], [0]
     indices: dict[Any, Any] = metrics.groupby("item").indices if chosen else {}
     groups = {int(item): rows for item, rows in indices.items()}
-    drawn = _evenly(sorted(groups), MAX_CURVES)
+    ranked = [item for item in best_first if item in groups]
+    order = list(dict.fromkeys([*ranked, *sorted(groups)]))
+    num_best = min(MAX_BEST_CURVES, len(ranked)) if len(order) > MAX_CURVES else 0
+    drawn = order[:num_best] + evenly(order[num_best:], MAX_CURVES - num_best)
     is_thinned = False
     for item in drawn:
         rows = [int(row) for row in groups[item]]
-        kept = _evenly(rows, MAX_POINTS)
+        kept = evenly(rows, MAX_POINTS)
         is_thinned = is_thinned or len(kept) < len(rows)
         previous = None
         for row in kept:
@@ -470,13 +491,16 @@ def curves_of(metrics: pd.DataFrame) -> tuple[dict[str, Any], dict[str, str]]:
         items.append(item)
         starts.append(len(next(iter(columns.values()))))
     if len(drawn) < len(groups):
+        chosen_how = f"those of the {num_best} best, and others" if num_best else "they are"
         notes.append(
-            f"Curves of {len(drawn):,} of {len(groups):,} items are drawn, chosen evenly by number."
+            f"This page has the curves of {len(drawn):,} of {len(groups):,} items: {chosen_how}"
+            " chosen evenly."
         )
     if is_thinned:
         notes.append(f"Of longer curves {MAX_POINTS} points are drawn, chosen evenly.")
+    num_ranked = len(set(ranked).intersection(drawn))
     curves: dict[str, Any] = {"items": items, "starts": starts, "columns": columns}
-    curves |= {"metrics": chosen, "steps": steps}
+    curves |= {"metrics": chosen, "steps": steps, "num_ranked": num_ranked}
     return curves, ({"curves": " ".join(notes)} if notes else {})
 
 
@@ -487,11 +511,11 @@ def _has_numbers(column: pd.Series[Any]) -> bool:
     return is_numeric([cell(value) for value in column.tolist()])
 
 
-def _evenly(entries: list[int], most: int) -> list[int]:
+def evenly(entries: list[int], most: int) -> list[int]:
     """Return at most `most` entries, with the first and the last.
 
     Example:
-        >>> _evenly([1, 2, 3, 4, 5], 3)
+        >>> evenly([1, 2, 3, 4, 5], 3)
         [1, 3, 5]
     """
     if len(entries) <= most:

@@ -98,7 +98,7 @@ def watched(
         backend: Tells the memory of the workers' GPUs.
         is_serial: Whether the loop runs in the thread that waits for it.
     """
-    status = LoopStatus(label, backend.gpu_memory)
+    status = LoopStatus(label, backend.gpu_readings)
     view = _view(progress, is_serial)  # last: only its `end` releases the terminal
     if view is None:
         yield None

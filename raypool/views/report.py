@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import html
 import json
+import logging
+import math
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -15,22 +17,29 @@ from raypool.errors import InvalidValueError, RemoteTraceback
 from raypool.journal.files import write_file
 from raypool.views.drawing import (
     COLORS,
+    MAX_TEXT,
+    PALETTE,
     Timeline,
     at_once,
     columns,
     curves_of,
+    evenly,
     is_numeric,
     last_of,
     merged,
     number_column,
     plan,
+    short,
     took,
     unit_of,
 )
-from raypool.views.words import describe_error, describe_item
+from raypool.views.importance import Importance, importance_of
+from raypool.views.words import describe_error, describe_item, printable
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from raypool.channel.gpu_usage import GpuSample
 
 
 PAGE = Path(__file__).with_name("page")
@@ -42,17 +51,25 @@ MAX_FAILURES = 50
 """The most failures in a report."""
 
 MAX_TRACEBACK = 20_000
-"""The length to which the end of a traceback is cut [characters]."""
+"""The length to which an error's text, or the end of its traceback, is cut [characters]."""
+
+MAX_ERRORS = 2_000_000
+"""About the most text of errors in the table; with many errors each is cut [characters]."""
 
 MAX_NUMBERS = 200
 """The most items named for a failure."""
+
+MAX_FIELDS = 12
+"""The most fields whose importance is shown."""
+
+logger = logging.getLogger("raypool")
 
 
 class Story(NamedTuple):
     """The tables of a loop: `Results.to_frame`, `.attempts`, `.metrics`, `.errors`.
 
-    `configs` and `run` are columns of `frame`: those of configurations, and raypool's own. `metric`
-    names the column by which one item is the best, whose number is `best`.
+    `configs` and `run` are columns of `frame`: those of configurations, and raypool's own.
+    `scores` are the numbers of finished items in `metric`, the best first.
     """
 
     frame: pd.DataFrame
@@ -61,12 +78,13 @@ class Story(NamedTuple):
     configs: list[str]
     run: Sequence[str]
     errors: Mapping[int, BaseException]
-    metric: str | None = None
-    best: int | None = None
+    metric: str | None
+    scores: Mapping[int, Any]
+    gpus: Sequence[GpuSample]
 
 
 class FailureGroup(NamedTuple):
-    """Items that failed in the same way."""
+    """Items that failed in the same way; `text` is the error of the first one."""
 
     text: str
     items: list[int]
@@ -82,13 +100,13 @@ def check_suffix(path: Path) -> None:
         )
 
 
-def write(story: Story, path: Path, title: str | None) -> None:
+def write(story: Story, path: Path, title: str) -> None:
     """Write the page; raise OSError if that fails."""
     write_file(path, page(story, title).encode("utf-8", "replace"))  # texts may have surrogates
 
 
-def page(story: Story, title: str | None) -> str:
-    """Return the page."""
+def page(story: Story, title: str) -> str:
+    """Return the page; without a title, it counts the items."""
     import itables
     import jinja2
     from plotly.offline import get_plotlyjs
@@ -107,26 +125,28 @@ def page(story: Story, title: str | None) -> str:
     environment.filters["took"] = took
     data, notes = _data(story, shown)
     unit_s, unit = unit_of(min(shown.wall_s, 1.0))  # seconds add up by eye, minutes do not
-    if title is None:
-        title = f"Results of {num_items:,} item{'s' if num_items != 1 else ''}"
     # within the page, no `<` of the data can end the script
     json_data = json.dumps(data, cls=PlotlyJSONEncoder, separators=(",", ":"))
     return environment.get_template("report.html.j2").render(
-        title=title,
+        title=title or f"Results of {num_items:,} item{'s' if num_items != 1 else ''}",
         written_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         num_items=num_items,
         counts=story.frame["status"].value_counts().to_dict(),
         colors=MARKS,
         shown=shown,
         best=_best(story),
+        importance=_importance(story),
+        max_fields=MAX_FIELDS,
         unit_s=unit_s,
         unit=unit,
+        timeline_height=data["timeline"]["layout"]["height"] if shown.lanes else 0,
         num_again=int(story.attempts["status"].isin(["lost", "retried"]).sum()),
-        failures=list(_failures(story.errors)),
+        failures=list(_failures(story)),
         max_failures=MAX_FAILURES,
         max_numbers=MAX_NUMBERS,
         has_curves=bool(data["curves"]["metrics"]),
         has_coordinates=data["table"]["has_coordinates"],
+        has_gpus="gpus" in data,
         notes=notes,
         data=json_data.replace("<", "\\u003c"),
         plotly=get_plotlyjs(),
@@ -137,28 +157,39 @@ def page(story: Story, title: str | None) -> str:
 
 def _best(story: Story) -> dict[str, Any] | None:
     """Return what the page says of the best item, if one is known to be."""
-    if story.metric is None or story.best is None:
+    if not story.scores:
         return None
-    table = {**columns(story.frame, map(str, story.frame))}
+    item, score = next(iter(story.scores.items()))
+    config, value = columns(story.frame, story.configs), short(score)
     return {
-        "item": story.best,
+        "item": item,
         "metric": story.metric,
-        "value": describe_item(table[story.metric][story.best]),
-        "config": {
-            name: describe_item(table[name][story.best])
-            for name in columns(story.frame, story.configs)
-        },
+        "value": f"{value:.5g}" if isinstance(value, float) else value,  # as in the table
+        "config": {name: describe_item(cells[item]) for name, cells in config.items()},
     }
+
+
+def _importance(story: Story) -> Importance | None:
+    """Return which fields moved the metric; None if that is not known."""
+    try:
+        return importance_of(columns(story.frame, story.configs), story.scores)
+    except Exception as error:  # of a library: no reason to be without a report
+        text = "The report says nothing of hyperparameter importance: %s."
+        logger.warning(text, describe_error(error))
+        return None
 
 
 def _data(story: Story, shown: Timeline) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the data for the page's scripts, and notes on data left out."""
     table = _table(story)
-    curves, notes = curves_of(story.metrics)
-    data: dict[str, Any] = {"table": table, "curves": curves, "colors": MARKS}
+    curves, notes = curves_of(story.metrics, list(story.scores))
+    curves["ranked_by"] = story.metric
+    data: dict[str, Any] = {"table": table, "curves": curves, "colors": MARKS, "palette": PALETTE}
     if shown.lanes:
         data["timeline"], num_bars = timeline(shown)
         data["concurrency"] = concurrency(shown.attempts, shown.wall_s, len(shown.lanes))
+        if (gpus := gpu_usage(shown, story.gpus)) is not None:
+            data["gpus"] = gpus
         if num_bars < len(shown.attempts):
             notes["timeline"] = (
                 f"{len(shown.attempts):,} attempts are drawn as {num_bars:,} bars: "
@@ -185,6 +216,9 @@ def _table(story: Story) -> dict[str, Any]:
     )
     (status, statuses), *others = columns(about, about.columns).items()
     run = {name: cells for name, cells in others if set(cells) != {None}}
+    if story.errors:
+        most = min(MAX_TRACEBACK, max(MAX_ERRORS // len(story.errors), MAX_TEXT))
+        run["error"] = [_cut(text, most) for text in frame["error"]]
     kinds = {"config": config, "value": value, "reported": reported, "run": run}
     number = number_column({status}.union(*kinds.values()))
     entries: list[tuple[str, str, list[Any]]] = [
@@ -206,13 +240,23 @@ def _table(story: Story) -> dict[str, Any]:
     }
 
 
-def _failures(errors: Mapping[int, BaseException]) -> Iterator[FailureGroup]:
+def _cut(text: Any, most: int) -> str | None:
+    """Return an error's text as the page shows it; None if a cell has none."""
+    if not isinstance(text, str):
+        return None
+    shown = printable(text)
+    return shown if len(shown) <= most else f"{shown[:most]}[...]"
+
+
+def _failures(story: Story) -> Iterator[FailureGroup]:
     """Yield groups of failures, the most frequent first."""
     groups: dict[str, list[int]] = {}
-    for index, error in errors.items():
+    for index, error in story.errors.items():
         groups.setdefault(describe_error(error), []).append(index)
-    for text, items in sorted(groups.items(), key=lambda group: -len(group[1])):
-        yield FailureGroup(text, items, _traceback(errors[items[0]]))
+    for items in sorted(groups.values(), key=lambda items: -len(items)):
+        first = items[0]
+        text = _cut(story.frame["error"].iloc[first], MAX_TRACEBACK) or ""
+        yield FailureGroup(text, items, _traceback(story.errors[first]))
 
 
 def _traceback(error: BaseException) -> str:
@@ -229,7 +273,7 @@ def _traceback(error: BaseException) -> str:
     return whole if len(whole) <= MAX_TRACEBACK else f"[...]{whole[-MAX_TRACEBACK:]}"
 
 
-# --- static charts: timeline and concurrency ------------------------------------------------------
+# --- static charts: timeline, concurrency and GPUs ------------------------------------------------
 
 
 MAX_BARS = 2000
@@ -324,6 +368,66 @@ def concurrency(attempts: pd.DataFrame, wall_s: float, num_workers: int) -> dict
         yaxis_title_text="items at once",
         yaxis_range=[0, num_workers * 1.1],
         yaxis_automargin=True,
+    )
+    chart: dict[str, Any] = figure.to_plotly_json()
+    return chart
+
+
+MAX_GPU_POINTS = 400
+"""The most points of a GPU's line."""
+
+
+def gpu_usage(shown: Timeline, samples: Sequence[GpuSample]) -> dict[str, Any] | None:
+    """Return the chart of the GPUs over time; None if too little is known for a line."""
+    import plotly.graph_objects as go
+
+    unit_s, symbol = unit_of(shown.wall_s)
+    lines: dict[tuple[str, int], list[tuple[float, GpuSample]]] = {}
+    for sample in samples:
+        offset_s, first, last = shown.calls.get(sample.run, (0.0, math.inf, 0.0))
+        if first <= sample.time <= last:  # before and after, no item ran
+            at_s = float(offset_s + sample.time - first)
+            lines.setdefault((sample.host, sample.gpu), []).append((at_s, sample))
+    if max(map(len, lines.values()), default=0) < 2:
+        return None
+    is_one_host = len({host for host, _ in lines}) == 1
+    most_bytes = max((sample.total_bytes or sample.used_bytes) for sample in samples)
+    figure = go.Figure()
+    for number, (title, field, unit, top) in enumerate(
+        (
+            ("utilization [%]", "utilisation", 0.01, 1.0),
+            ("memory [GiB]", "used_bytes", 2**30, most_bytes),
+        )
+    ):
+        axis = "yaxis2" if number else "yaxis"
+        for place, ((host, gpu), points) in enumerate(sorted(lines.items())):
+            label = f"GPU {gpu}" if is_one_host else f"{html.escape(host)}: GPU {gpu}"
+            kept = [points[at] for at in evenly(list(range(len(points))), MAX_GPU_POINTS)]
+            values = [getattr(sample, field) for _, sample in kept]
+            figure.add_scatter(
+                x=[at_s / unit_s for at_s, _ in kept],
+                y=[None if value is None else float(f"{value / unit:.4g}") for value in values],
+                mode="lines",
+                line={"color": PALETTE[place % len(PALETTE)], "width": 1.5},
+                name=label,
+                legendgroup=label,
+                showlegend=number == 0,
+                yaxis=axis.replace("axis", ""),
+                hovertemplate=f"{label}: %{{y:.3~g}}<extra></extra>",
+            )
+        figure.layout[axis] = {
+            "title": {"text": title},
+            "range": [0, 1.05 * top / unit],
+            "domain": [0.0, 0.44] if number else [0.56, 1.0],
+            "automargin": True,
+        }
+    figure.update_layout(
+        height=420,
+        margin={"l": 10, "r": 10, "t": 20, "b": 70},
+        legend={"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0},
+        xaxis_title_text=f"time since the start [{symbol}]",
+        xaxis_range=[0, shown.wall_s / unit_s or 1],
+        xaxis_anchor="y2",
     )
     chart: dict[str, Any] = figure.to_plotly_json()
     return chart

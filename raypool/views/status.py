@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from raypool.channel.records import named
+from raypool.channel.records import GpuReading, named
 from raypool.core.model import TaskState
 from raypool.views.words import (
     describe_error,
@@ -19,11 +19,10 @@ from raypool.views.words import (
 )
 
 if TYPE_CHECKING:
-    from raypool.channel.records import GpuMemory
+    from raypool.channel.gpu_usage import AskGpus
+    from raypool.channel.records import NodeGpus
     from raypool.core.model import Slice
     from raypool.engine.loop import LoopWork
-
-    AskMemory = Callable[[Callable[[dict[int, GpuMemory]], object]], object]
 
 MAX_ROWS = 16
 """The most lines of workers; further workers share one."""
@@ -79,7 +78,7 @@ class LoopStatus:
     def __init__(
         self,
         label: str,
-        ask_memory: AskMemory | None = None,
+        ask_memory: AskGpus | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.label = one_line(label)
@@ -248,11 +247,11 @@ class Tally:
 class MemoryBoard:
     """The last known memory of each worker's GPUs."""
 
-    def __init__(self, ask: AskMemory | None, clock: Callable[[], float]) -> None:
+    def __init__(self, ask: AskGpus | None, clock: Callable[[], float]) -> None:
         self._ask = ask
         self._clock = clock
         self._asked_at = 0.0
-        self._known: dict[int, tuple[float, GpuMemory]] = {}
+        self._known: dict[int, tuple[float, GpuReading]] = {}
 
     def look(self) -> None:
         """Ask again, if it is time."""
@@ -261,9 +260,14 @@ class MemoryBoard:
             self._asked_at = now
             self._ask(self._take)  # answers arrive later, in another thread: no view waits
 
-    def _take(self, found: dict[int, GpuMemory]) -> None:
+    def _take(self, node: NodeGpus) -> None:
         now = self._clock()
-        self._known = self._known | {index: (now, memory) for index, memory in found.items()}
+        known = {
+            worker: (now, sum_of([node.readings[gpu] for gpu in gpus]))
+            for worker, gpus in node.workers.items()
+            if node.readings.keys() >= set(gpus)
+        }
+        self._known = self._known | known
 
     def of(self, worker: int) -> str:
         """Return the memory in use on a worker's GPUs as text; empty if unknown."""
@@ -271,3 +275,15 @@ class MemoryBoard:
         if memory is None or self._clock() - said_at > MEMORY_TRUE_S:
             return ""
         return gibibytes(memory.used_bytes, memory.total_bytes)
+
+
+def sum_of(readings: Sequence[GpuReading]) -> GpuReading:
+    """Return the memory of several GPUs together.
+
+    Example:
+        >>> sum_of([GpuReading(1, 8), GpuReading(2, 8)])[:2], sum_of([GpuReading(1, None)])[:2]
+        ((3, 16), (1, None))
+    """
+    totals = [reading.total_bytes for reading in readings]
+    total = None if None in totals else sum(filter(None, totals))
+    return GpuReading(sum(reading.used_bytes for reading in readings), total)

@@ -4,6 +4,7 @@ machine's own.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import shutil
@@ -34,6 +35,13 @@ def browser() -> Iterator[Any]:
     """Give a Chromium; the tests are skipped where there is none."""
     if CHROMIUM is None or DRIVER is None:
         pytest.skip("there is no Chromium with its driver here")
+    with started() as driver:
+        yield driver
+
+
+@contextlib.contextmanager
+def started() -> Iterator[Any]:
+    """Give a new Chromium."""
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
 

@@ -16,14 +16,16 @@ import subprocess
 import sys
 import termios
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from raypool import parpool
-from raypool.channel.records import GpuMemory
+from raypool import load_results, parpool
+from raypool.channel.gpu_usage import samples_in
+from raypool.channel.records import GpuReading, NodeGpus
 from raypool.gpus.simulated import CONTEXT_BYTES, SimulatedGpus
 
 GIBIBYTE = 2**30
@@ -342,12 +344,12 @@ def gpus(tmp_path_factory: pytest.TempPathFactory, by_value: None) -> Cards:
 def test_the_memory_of_the_gpus_as_it_is(
     gpus: Cards, eventually: Callable[..., bool], make_gate: Any
 ) -> None:
-    """By worker, from what the agents see once a second; nobody waits for them, and none is asked
-    twice at a time.
+    """From what the agents see once a second; nobody waits for them, and none is asked twice at a
+    time.
     """
-    told: list[dict[int, GpuMemory]] = []
+    told: list[NodeGpus] = []
     with parpool(2, gpus=[0, 1], inventory=gpus, quiet=True) as pool:
-        ask = pool._engine.backend.gpu_memory
+        ask = pool._engine.backend.gpu_readings
         held, end = make_gate(), make_gate()
 
         def hold() -> None:
@@ -361,17 +363,18 @@ def test_the_memory_of_the_gpus_as_it_is(
 
         def is_seen() -> bool:
             ask(told.append)
-            return bool(told) and told[-1] == {
-                0: GpuMemory(0, 16 * GIBIBYTE),
-                1: GpuMemory(2 * GIBIBYTE + CONTEXT_BYTES, 16 * GIBIBYTE),
+            return bool(told) and told[-1].readings == {
+                0: GpuReading(0, 16 * GIBIBYTE, 0.0),
+                1: GpuReading(2 * GIBIBYTE + CONTEXT_BYTES, 16 * GIBIBYTE, 0.0),
             }
 
         assert eventually(is_seen), told
+        assert dict(told[-1].workers) == {0: (0,), 1: (1,)}
         end.open()
         future.result(300)
         (gpus._folder / "hangs").touch()
         try:
-            assert eventually(lambda: ask(told.append) or told[-1] == {}), (
+            assert eventually(lambda: ask(told.append) or told[-1].readings == {}), (
                 "what was seen long ago is not how it is now"
             )
         finally:
@@ -379,3 +382,33 @@ def test_the_memory_of_the_gpus_as_it_is(
     length = len(told)
     ask(told.append)
     assert len(told) == length, "a pool that has ended says nothing"
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_the_report_of_a_run_has_its_gpus_over_time(gpus: Cards, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def train(item: int) -> None:
+        kept = gpus.allocate((2 + 2 * item) * GIBIBYTE)
+        gives_up_at = time.monotonic() + 300
+        with gpus.computing(0.5):
+            while time.monotonic() < gives_up_at and min(num_points(run).values()) < 3:
+                time.sleep(0.05)
+        del kept
+
+    def num_points(run: Path) -> dict[int, int]:
+        gpus = [sample.gpu for sample in samples_in(run)]
+        return {gpu: gpus.count(gpu) for gpu in (0, 1)}
+
+    with parpool(2, gpus=[0, 1], inventory=gpus, quiet=True) as pool:
+        pool.parfor(train, [0, 1], run_dir=run)
+    page = load_results(run).report(tmp_path / "page.html").read_text()
+
+    found = re.search(r'<script type="application/json" id="story">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    lines = json.loads(found[1])["gpus"]["data"]
+    assert [line["name"] for line in lines] == ["GPU 0", "GPU 1"] * 2
+    assert max(lines[0]["y"]) == max(lines[1]["y"]) == 50.0
+    context = CONTEXT_BYTES / GIBIBYTE
+    most = sorted(max(line["y"]) for line in lines[2:])
+    assert most == [pytest.approx(2 + context, 0.001), pytest.approx(4 + context, 0.001)]

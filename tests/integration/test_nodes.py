@@ -7,6 +7,7 @@ own.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import textwrap
 from collections.abc import Callable
@@ -150,6 +151,103 @@ def test_tasks_leave_a_node_that_is_about_to_go_and_the_pool_grows_again(on_clus
     assert facts["groups"] == []
     assert "is about to go, in" in words
     assert "The pool grows again: 1 more worker on" in words
+
+
+def test_where_all_nodes_go_the_pool_ends_and_the_same_call_resumes_elsewhere(
+    on_cluster: Any, tmp_path: Any
+) -> None:
+    """One after the other, as Slurm preempts a job: what runs on either is told and saves, and
+    nothing starts instead.
+    """
+    facts, words = on_cluster(
+        f"""
+    from raypool import load_checkpoint, save_checkpoint, PoolPreemptedError
+    nodes = [add(num_cpus=1) for _ in range(2)]
+
+    def work(item):
+        done = load_checkpoint() or 0
+        mark(f"{{item}} on {{node_of()}}, {{done}} done")
+        eventually(lambda: marked("door") or current_task().should_stop)
+        if not marked("door"):
+            save_checkpoint(done + 1)
+            mark(f"{{item}} was told")
+        return item
+
+    def begun(done):
+        return sorted(int(path.name.split()[0]) for path in folder.glob(f"* on *, {{done}} done"))
+
+    def take_back():
+        eventually(lambda: len(begun(0)) == 2)
+        watched(3)  # one on each node: those that are about to go take no new ones
+        for number, node in enumerate(nodes, 1):
+            drain(node, 600)
+            eventually(lambda: len(list(folder.glob("* was told"))) == number)
+
+    def loop(pool):
+        return pool.parfor(work, range(5), run_dir={str(tmp_path / "run")!r}, on_error="collect")
+
+    threading.Thread(target=take_back, daemon=True).start()
+    with parpool(2, address=cluster.address, quiet=True) as pool:
+        try:
+            loop(pool)
+        except PoolPreemptedError as error:
+            facts["ended"] = str(error)
+            facts["status"] = error.results.to_frame()["status"].tolist()
+        facts["begun"] = begun(0)
+        try:
+            pool.parfeval(work, 0)
+        except PoolPreemptedError:
+            facts["refused"] = True
+    nodes = [add(num_cpus=2)]
+    mark("door")
+    with parpool(2, address=cluster.address, quiet=True) as pool:
+        facts["values"] = list(loop(pool))
+    facts["resumed"] = begun(1)
+    end()
+    """,
+        cores=0,
+    )
+    ended = re.search(r"is about to go, in (\d+) s, and no other node can come", facts["ended"])
+    assert ended
+    assert int(ended[1]) > 0, "the time was up"
+    assert "0 of 5 items have finished" in facts["ended"]
+    assert facts["status"] == ["cancelled"] * 5
+    assert facts["begun"] == facts["resumed"] == [0, 1]
+    assert facts["refused"]
+    assert facts["values"] == [0, 1, 2, 3, 4]
+    assert "It ends when its tasks have." in words
+
+
+def test_where_the_node_of_the_script_goes_too_its_values_are_there_until_it_ends(
+    on_cluster: Any, tmp_path: Any
+) -> None:
+    """Ray ends its processes on such a node as soon as nobody uses it."""
+    facts, _ = on_cluster(f"""
+    import torch
+    from raypool import PoolPreemptedError, RunOptions, TrainingOptions
+    nodes = [cluster.head_node, add(num_cpus=1)]
+
+    class Model(torch.nn.Linear):
+        def forward(self, inputs):
+            time.sleep(0.05)  # it has to be told before it ends
+            return super().forward(inputs)
+
+    data = torch.ones(4000, 1), torch.ones(4000, 1)
+    options = TrainingOptions(max_epochs=1000, mini_batch_size=4, report_every=1)
+    with parpool(2, address=cluster.address, quiet=True) as pool:
+        large = pool.parfeval(lambda: bytes(1_000_000))
+        eventually(large.done)
+        run = pool.fit(Model(1, 1), data, torch.nn.functional.mse_loss, options, run_options=RunOptions(run_dir={str(tmp_path / "run")!r}))
+        eventually(lambda: len(run.metrics))
+        watched(2)
+        for node in nodes:
+            drain(node, 600)
+        facts["ended"] = type(run.exception(300)).__name__
+        facts["bytes"] = len(large.result(300))
+    end()
+    """)
+    assert facts == {"ended": "PoolPreemptedError", "bytes": 1_000_000}
+    assert list((tmp_path / "run").glob("checkpoint_*.json")), "it has saved nothing"
 
 
 @pytest.mark.long

@@ -64,7 +64,7 @@ def test_the_ten_lines_at_a_prompt(tmp_path: Path) -> None:
 def test_resume_and_fit(tmp_path: Path) -> None:
     printed = run("-c", f"{TEN_LINES}\n{RESUME}\n{FIT}", cwd=tmp_path)
     assert re.search(r"^loss +0\.0\d+$", printed, re.MULTILINE)
-    assert "Results of 9 items" in (tmp_path / "first.html").read_text()
+    assert "<h1>train in first</h1>" in (tmp_path / "first.html").read_text()
     assert "torch.Size([512, 1])" in printed
 
 

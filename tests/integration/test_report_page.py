@@ -5,6 +5,7 @@ asks nobody for anything.
 from __future__ import annotations
 
 import base64
+import functools
 import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -73,6 +74,11 @@ def open_page(browser: Any, path: Path) -> None:
             browser.execute_script("return document.querySelectorAll('#items tbody tr').length") > 0
         )
     )
+    for chart in browser.execute_script(
+        "return [...document.querySelectorAll('.chart')].map((chart) => chart.id)"
+    ):
+        browser.execute_script("document.getElementById(arguments[0]).scrollIntoView()", chart)
+        assert eventually(functools.partial(is_drawn, browser, chart))
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +107,13 @@ def test_it_loads_without_a_complaint_and_asks_nobody(browser: Any, written: Pat
     assert (
         browser.execute_script("return document.querySelectorAll('[data-title*=hare]').length") == 0
     ), "nothing sends data away"
+
+
+def is_drawn(browser: Any, chart: str) -> bool:
+    found: bool = browser.execute_script(
+        "return document.getElementById(arguments[0]).classList.contains('js-plotly-plot')", chart
+    )
+    return found
 
 
 EXTENTS = """
@@ -170,6 +183,15 @@ def test_numbers_sort_as_numbers(page: Any) -> None:
 def curves_drawn(page: Any) -> int:
     count: int = page.execute_script("return document.getElementById('curves').data.length")
     return count
+
+
+def choose(page: Any, name: str, value: str) -> None:
+    page.execute_script(
+        "const field = document.getElementById(arguments[0]); field.value = arguments[1];"
+        " for (const kind of ['input', 'change']) field.dispatchEvent(new Event(kind));",
+        name,
+        value,
+    )
 
 
 def test_the_search_filters_the_table_and_the_charts(page: Any) -> None:
@@ -249,11 +271,7 @@ def test_it_fits_into_the_window_light_and_dark(page: Any, width: int) -> None:
 
 
 def test_another_metric_can_be_chosen(page: Any) -> None:
-    page.execute_script("""
-        const choice = document.getElementById("coordinates-metric");
-        choice.value = "duration_s";
-        choice.dispatchEvent(new Event("change"));
-        """)
+    choose(page, "coordinates-metric", "duration_s")
     labels = page.execute_script(
         "return document.getElementById('coordinates').data[0].dimensions.map((axis) => axis.label)"
     )
@@ -262,6 +280,90 @@ def test_another_metric_can_be_chosen(page: Any) -> None:
 
 
 # --- other pages ----------------------------------------------------------------------------------
+
+
+def test_a_chart_below_the_window_is_drawn_when_somebody_gets_near_it(
+    browser: Any, written: Path
+) -> None:
+    """All charts at once, and plotly itself, would keep the table of a large page for seconds."""
+    browser.get(written.as_uri())
+    assert eventually(lambda: browser.execute_script("return window.Plotly !== undefined"))
+    browser.execute_async_script(  # what is near the window is drawn by then
+        "requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(arguments[0])))"
+    )
+    assert not is_drawn(browser, "concurrency")
+    browser.execute_script("document.getElementById('concurrency').scrollIntoView()")
+    assert eventually(lambda: is_drawn(browser, "concurrency"))
+    assert complaints(browser) == []
+
+
+BOXES = """
+for (const details of document.querySelectorAll("details")) details.open = true;
+const table = document.querySelector("div.dt-scroll-body");
+table.scrollLeft = table.scrollWidth;
+return [...document.querySelectorAll("#items .error, summary .error, pre")].map((box) => ({
+  text: box.textContent,
+  hidden: box.scrollWidth - box.clientWidth,
+  right: box.getBoundingClientRect().right,
+  scrolls: getComputedStyle(box).overflowY === "auto",
+}));
+"""
+"""The boxes that have the text of an error: in the table, and in the list of failures twice."""
+
+
+def test_no_error_is_cut_however_long_and_narrow(browser: Any, tmp_path: Path) -> None:
+    text = "begin " + "x" * 1500 + "\n" + "words and lines\n" * 200 + "end"
+
+    def fail(item: int) -> None:
+        raise ValueError(text)
+
+    with parpool(1, profile="inline", quiet=True) as pool:
+        found = pool.parfor(fail, [1], on_error="collect")
+    path = found.report(tmp_path / "page.html")
+    try:
+        for width in (1280, 390):
+            window = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+            browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", window)
+            open_page(browser, path)
+            boxes = browser.execute_script(BOXES)
+            assert len(boxes) == 3
+            for box in boxes:
+                assert f"ValueError: {text}" in box["text"]
+                assert box["scrolls"]
+                assert box["hidden"] <= 0
+                assert box["right"] <= width
+            assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert complaints(browser) == []
+
+
+def items_drawn(page: Any) -> list[int]:
+    found: list[str] = page.execute_script(
+        "return document.getElementById('curves').data.map((line) => line.hovertemplate ?? '')"
+    )
+    return [int(text.split()[1].strip(":")) for text in found if text]
+
+
+def test_the_ten_best_curves_are_drawn_until_others_are_chosen(
+    browser: Any, tmp_path: Path
+) -> None:
+    def descend(rate: float) -> dict[str, float]:
+        report(loss=1.0)
+        report(loss=1 - rate)
+        return {"loss": 1 - rate}
+
+    with parpool(1, profile="inline", quiet=True) as pool:
+        found = pool.parfor(descend, [item / 100 for item in range(24)])
+    open_page(browser, found.report(tmp_path / "page.html"))
+
+    assert items_drawn(browser) == list(range(23, 13, -1))
+    for choice, drawn in (("-10", range(9, -1, -1)), ("24", range(23, -1, -1)), ("named", ())):
+        choose(browser, "curve-items", choice)
+        assert items_drawn(browser) == list(drawn)
+    choose(browser, "curve-numbers", "3, 7-9 x 99")
+    assert items_drawn(browser) == [9, 8, 7, 3]
+    assert complaints(browser) == []
 
 
 def test_the_page_of_an_empty_run_loads_without_a_complaint(browser: Any, tmp_path: Path) -> None:

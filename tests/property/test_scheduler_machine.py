@@ -33,7 +33,11 @@ DELAYS = st.sampled_from([0.0, 0.0, 7.0, 200.0])
 IDLE_S = 40.0
 # that one the scheduler finds by itself
 LOSSES = [reason for reason in LossReason if reason is not LossReason.FAULTY]
-MOVES = (m.PlaceLeaving, m.TimerFired)  # after these, what runs may be interrupted to run elsewhere
+MOVES = (
+    m.PlaceLeaving,
+    m.PoolLeaving,
+    m.TimerFired,
+)  # after these, what runs may be interrupted to run elsewhere
 
 
 @dataclass
@@ -122,6 +126,7 @@ class World(RuleBasedStateMachine):
         self.moved: set[tuple[int, int]] = set()
         # places that are to go, and when what is there is interrupted
         self.leaving: dict[int, float] = {}
+        self.all_leaving: m.PoolLeaving | None = None  # nothing may start
         # (task, item) -> attempt, that was lost for no fault of its own
         self.pardoned: dict[tuple[int, int], int] = {}
         self.timers: list[m.SetTimer] = []
@@ -494,13 +499,28 @@ class World(RuleBasedStateMachine):
             "a place that nothing runs in goes at once"
         )
 
-    @precondition(lambda self: self.places)
-    @rule(pick=PICK)
-    def warn(self, pick: int) -> None:
-        """Say that a place will be somewhere else one day."""
-        before = dict(self.places)
-        self.tell(m.PlaceLeaving(picked(list(self.places), pick), is_kept=True))
+    @precondition(lambda self: not (self.is_broken or self.is_closed))
+    @rule(
+        is_final=st.sampled_from([False, False, False, True]),
+        delay_s=st.sampled_from([None, -1.0, 15.0, 60.0]),
+    )
+    def announce_all(self, is_final: bool, delay_s: float | None) -> None:
+        """Say that all places will be gone soon, and whether others can come."""
+        at = None if delay_s is None else self.now + delay_s
+        gone_at = None if at is None or not is_final else at + 5.0
+        before, runs_something = dict(self.places), bool(self.running())
+        self.all_leaving = m.PoolLeaving(is_final, at if is_final else None, gone_at)
+        self.tell(self.all_leaving)
         assert self.places == before
+        is_over = gone_at is not None and gone_at <= self.now
+        assert self.is_broken == (is_final and (is_over or not runs_something))
+
+    @rule()
+    def resume(self) -> None:
+        """Let a node come that stays."""
+        if not self.is_broken:
+            self.all_leaving = None
+        self.tell(m.PoolResumed())
 
     @precondition(lambda self: self.places)
     @rule(pick=PICK, reason=st.sampled_from([LossReason.NODE, LossReason.PREEMPTED]))
@@ -560,6 +580,7 @@ class World(RuleBasedStateMachine):
                 getattr(self, f"on_{type(command).__name__}")(command)
         runs = [call for command in commands for call in calls_in(command)]
         assert not (runs and was_over)
+        assert not (runs and self.all_leaving), "started where nothing stays"
         self.check_order(runs)
         self.check_overtaking(runs)
         self.check_signals(commands)
@@ -770,10 +791,10 @@ class World(RuleBasedStateMachine):
         if command.signal is m.Signal.STOP:
             assert isinstance(event, m.StopRequested)
         elif command.signal is m.Signal.LEAVE:
-            assert isinstance(event, m.PlaceLeaving)
-            job = self.jobs[command.task_id]
+            assert isinstance(event, (m.PlaceLeaving, m.PoolLeaving))
+            job, place = self.jobs[command.task_id], self.hands[call.worker_id].place
             assert job.spec.is_gang or (
-                job.spec.retries > 0 and self.hands[call.worker_id].place == event.place
+                job.spec.retries > 0 and getattr(event, "place", place) == place
             )
             assert (call.attempt_id, command.task_id) not in self.signals, "it has to end anyway"
         elif (
@@ -782,7 +803,9 @@ class World(RuleBasedStateMachine):
             and isinstance(event, MOVES)
         ):
             job = self.jobs[command.task_id]
-            assert self.leaving[self.hands[call.worker_id].place] <= self.now, "too early"
+            pool_at = self.all_leaving.at if self.all_leaving is not None else None
+            at = min(self.leaving.get(self.hands[call.worker_id].place, inf), pool_at or inf)
+            assert at <= self.now, "too early"
             assert job.spec.is_gang or job.spec.retries > 0, (
                 "what may run once only was interrupted"
             )
@@ -927,15 +950,20 @@ class World(RuleBasedStateMachine):
         )
 
     def on_BreakPool(self, command: m.BreakPool) -> None:
-        assert not self.places
+        assert not self.places or self.is_left
         assert not self.is_broken
         assert not self.is_closed
         self.is_broken = True
 
+    @property
+    def is_left(self) -> bool:
+        """Whether no other node can come for those that are about to go."""
+        return self.all_leaving is not None and self.all_leaving.is_final
+
     def on_ClosePool(self, command: m.ClosePool) -> None:
         assert self.shutdown_asked
         assert not self.is_closed
-        assert not self.places
+        assert not self.places or (self.is_broken and self.is_left)
         assert all(job.end is not None for job in self.jobs.values())
         self.is_closed = True
 
@@ -958,6 +986,8 @@ class World(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Let everything go well from now on: every task must end, and the pool close."""
+        if not self.is_left:
+            self.resume()
         self.shutdown(cancel_queued=False, cancel_running=False)
         while any(job.is_open for job in self.jobs.values()):
             self.add_items(0, 1, stays_open=False)
@@ -973,7 +1003,7 @@ class World(RuleBasedStateMachine):
             self.all_is_well_inside()
         assert self.is_closed
         assert all(job.end is not None for job in self.jobs.values())
-        assert not self.hands
+        assert not self.hands or self.is_broken
 
 
 def calls_in(command: m.Command) -> tuple[m.RunTasks, ...]:

@@ -26,6 +26,7 @@ plans = st.builds(
     p_stubborn=st.sampled_from([0.0, 0.5]),
     p_straggler=st.sampled_from([0.0, 0.1]),
     item_s=st.sampled_from([0.001, 0.02, 1.0]),
+    preempted_s=st.sampled_from([None, None, 0.0, 3.0]),
 )
 kinds = st.fixed_dictionaries(
     {

@@ -9,8 +9,9 @@ from typing import Any
 from raypool.channel.records import (
     Failure,
     Function,
-    GpuMemory,
+    GpuReading,
     LocalValues,
+    NodeGpus,
     SliceResult,
     WorkerInfo,
 )
@@ -27,7 +28,7 @@ class FakeLoop:
 
     def __init__(self, items: Any = range(13), label: str = "train") -> None:
         self.now = 1000.0
-        self.memory: dict[int, GpuMemory] = {}
+        self.memory: dict[int, GpuReading] = {}
         self.num_asked = 0
         self.status = LoopStatus(label, self._ask_memory, clock=lambda: self.now)
         self.work = LoopWork(Function(0, None, label), items, LoopOptions(label))
@@ -35,9 +36,9 @@ class FakeLoop:
         self._calls: dict[int, dict[Slice, Call]] = {}  # of each worker, in their order
         self._num_sent = 0
 
-    def _ask_memory(self, take: Callable[[dict[int, GpuMemory]], object]) -> None:
+    def _ask_memory(self, take: Callable[[NodeGpus], object]) -> None:
         self.num_asked += 1
-        take(self.memory)
+        take(NodeGpus("here", self.memory, {worker: (worker,) for worker in self.memory}))
 
     def run(self, worker: int, start: int, stop: int | None = None, attempt: int = 1) -> Slice:
         """Send a worker some items, which it begins when it has none."""

@@ -13,6 +13,7 @@ from raypool import (
     InvalidValueError,
     JournalError,
     PoolBrokenError,
+    PoolPreemptedError,
     ResourceError,
     Results,
     StartupError,
@@ -30,6 +31,7 @@ ENDS = [
     (JournalError("no", run_dir="run", results=Results([], [], list, {})), 1),
     (StartupError("no"), 1),
     (PoolBrokenError("no"), 1),
+    (PoolPreemptedError("no"), 75),
 ]
 
 

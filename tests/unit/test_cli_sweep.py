@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 from raypool import Results, load_results
 from raypool.cli.main import main
 from raypool.journal.lock import is_in_use
+from raypool.testing import FaultPlan, sim_pool
 from raypool.views.words import CONTROLS
 
 MODULE = """
@@ -222,6 +223,22 @@ def test_ctrl_c_keeps_what_has_finished_and_says_how_to_go_on(folder: Path) -> N
     )
     assert load_results("run")[0] == 8
     assert not is_in_use(folder / "run")
+
+
+def test_where_all_machines_go_the_same_command_resumes_elsewhere(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = FaultPlan(item_s=1.0, preempted_s=0.0)
+    monkeypatch.setattr("raypool.pool.parpool", lambda *_, **__: sim_pool(1, plan))
+    for number in (1, 2):
+        done = sweep("other", "bad.csv")
+        assert (done.exit_code, done.stdout) == (75, "")
+        assert (
+            done.stderr.splitlines()[-1]
+            == f"Preempted: {number} of 3 have finished, and are kept in run; run the same command"
+            " on other machines to resume."
+        )
+    assert sweep("other", "bad.csv").exit_code == 0
 
 
 WRONG_USE = [

@@ -4,6 +4,7 @@ and of those that are lost.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,9 +14,11 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from raypool import Future, ParallelPool, PoolBrokenError, Results, wait
+from raypool import Future, ParallelPool, PoolBrokenError, PoolPreemptedError, Results, wait
+from raypool.core import messages as m
 from raypool.core.messages import Signal
 from raypool.errors import LossReason
+from raypool.testing import FaultPlan, sim_pool
 from tests.unit.scripted import Call, News, Workers, done, scripted
 
 
@@ -393,3 +396,57 @@ def test_a_connection_that_breaks_is_no_mistake_of_raypools(error: Exception, wo
     with pytest.raises(PoolBrokenError, match=words) as caught:
         future.result(0)
     assert caught.value.__cause__ is error
+
+
+# --- pools all of whose nodes go ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_error", ["collect", "raise", "stop"])
+def test_a_loop_whose_nodes_all_go_ends_with_what_it_has(on_error: str) -> None:
+    with sim_pool(2, FaultPlan(item_s=1.0, preempted_s=2.5)) as pool:
+        with pytest.raises(PoolPreemptedError) as caught:
+            pool.parfor(abs, range(8), on_error=on_error, progress=False)
+        assert re.fullmatch(
+            r"The pool has ended: its simulated nodes are about to go, in \d s, and no other node can"
+            r" come\. 6 of 8 items have finished\. Make the same call with the same run_dir on other"
+            r" nodes to continue\.",
+            str(caught.value),
+        )
+        results: Results = caught.value.results  # type: ignore[attr-defined]
+        assert rows(results, "finished") == list(range(6))
+        assert list(results) == [*range(6), None, None]
+        for use in (lambda: pool.parfeval(abs, 1), lambda: pool.parfor(abs, [1])):
+            with pytest.raises(PoolPreemptedError, match="6 of 8 items"):
+                use()
+
+
+def test_futures_of_a_pool_whose_nodes_all_go() -> None:
+    """One that was told and came back, one that was not told and had all the time that there was,
+    and one that waited.
+    """
+    pool, workers = scripted(2)
+    workers.script = lambda call: ()
+    told, once = pool.parfeval(train, 0), pool.options(retries=0).parfeval(train, 1)
+    call = workers.calls[0]
+    leaving = m.PoolLeaving(is_final=True, at=50.0, gone_at=60.0)
+    workers.later(
+        (1, leaving, "its node is about to go"),
+        call.finished(done(call.parts[0], 0), after_s=2),
+    )
+    waiting = pool.parfeval(train, 2)
+    for future in (told, once, waiting):
+        with pytest.raises(PoolPreemptedError, match=r"about to go, in 0 s.* 0 of 3 items"):
+            future.result(0)
+        assert future.reason == "node preempted"
+    assert len(workers.calls) == 2
+    assert [(signal.attempt_id, signal.signal) for signal in workers.signals] == [
+        (0, Signal.LEAVE),
+        (1, Signal.CANCEL),
+    ]
+
+
+def test_a_call_on_all_workers_whose_nodes_all_go() -> None:
+    """Its ranks come back when they are told, and wait for each other no longer."""
+    pool = sim_pool(2, FaultPlan(item_s=100.0, preempted_s=1.0))
+    with pool, pytest.raises(PoolPreemptedError):
+        pool.spmd(lambda context: context.rank)

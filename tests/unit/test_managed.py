@@ -25,7 +25,14 @@ from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from raypool.backends.ray.packing import pack_error
 from raypool.channel.records import WorkerInfo
-from raypool.errors import LossReason, ResourceError, SpmdError, TrainingError, WorkerLostError
+from raypool.errors import (
+    LossReason,
+    PoolPreemptedError,
+    ResourceError,
+    SpmdError,
+    TrainingError,
+    WorkerLostError,
+)
 from raypool.options import Options
 from raypool.train import managed
 from raypool.train.checkpoints import TrainingAttempt, commit, list_kept, open_partial
@@ -150,3 +157,17 @@ def test_who_was_late(attempt: Any) -> None:
     error = attempt._late()
     assert (error.first_rank, set(error.failures)) == (0, {0, 2})
     assert "timeout_s=1.5" in str(error)
+
+
+def test_what_ends_because_all_nodes_go_has_the_error_of_the_pool(attempt: Any) -> None:
+    """Unless a rank has failed by itself."""
+    gone = PoolPreemptedError("The pool has ended.")
+    attempt._managed.engine = types.SimpleNamespace(
+        driver=types.SimpleNamespace(preempted_error=lambda: gone)
+    )
+    attempt._outcome = ControllerError(rx.ActorDiedError())
+    with pytest.raises(PoolPreemptedError):
+        attempt._result()
+    attempt._failures = {2: (False, pack_error(KeyError("x")), 2.0)}
+    with pytest.raises(SpmdError, match="KeyError"):
+        attempt._result()

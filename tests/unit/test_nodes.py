@@ -11,8 +11,15 @@ from typing import Any
 
 import pytest
 
-from raypool.backends.ray.nodes import LAST_S, MARGIN_S, Nodes, NodeWatch
-from raypool.core.messages import PlaceLeaving, PlaceLost, ResizeRequested, WorkerLost
+from raypool.backends.ray.nodes import LAST_S, MARGIN_S, OVERDUE_S, Nodes, NodeWatch
+from raypool.core.messages import (
+    PlaceLeaving,
+    PlaceLost,
+    PoolLeaving,
+    PoolResumed,
+    ResizeRequested,
+    WorkerLost,
+)
 from raypool.errors import LossReason, ResourceError
 
 GRACE_S = 3.0
@@ -21,7 +28,9 @@ GRACE_S = 3.0
 class Land:
     """Nodes, and the places of a pool on them."""
 
-    def __init__(self, *homes: str) -> None:
+    def __init__(self, *homes: str, may_grow: bool = False) -> None:
+        self.may_grow = may_grow
+        self.fitting: set[str] = set()  # nodes besides its own with room for workers
         self.where: dict[int, str | None] = dict(enumerate(homes))
         self.alive = {"here": "laptop", **{home: f"host-{home}" for home in homes}}
         self.draining: dict[str, float] = {}
@@ -34,6 +43,9 @@ class Land:
             {node: at for node, at in self.draining.items() if node in self.alive},
             "here",
         )
+
+    def may_move(self, staying: set[str]) -> bool:
+        return self.may_grow or not self.fitting.isdisjoint(staying)
 
     def places(self) -> dict[int, str | None]:
         return dict(self.where)
@@ -144,8 +156,60 @@ def test_half_of_a_short_notice_is_for_saving() -> None:
     assert 25 / 2 <= left_s <= (25 + time.monotonic() - before) / 2
 
 
-def test_where_no_node_stays_what_runs_is_told_shortly_before_the_end() -> None:
-    land = Land("b", "b")
+WAITS = PoolLeaving(is_final=False)
+
+
+def ends(gone_at: float) -> PoolLeaving:
+    """Expect that all nodes go, and that no other can come."""
+    soon = pytest.approx
+    return PoolLeaving(True, soon(gone_at - GRACE_S - MARGIN_S), soon(gone_at - MARGIN_S))
+
+
+def test_where_all_nodes_go_and_no_other_can_come_the_pool_ends(caplog: Any) -> None:
+    """Before the first of them has gone; a node that went seconds before was left for the other."""
+    land = Land("a", "b", "c")
+    watch, told = watch_over(land)
+    first = land.draining["a"] = time.monotonic() + 600
+    watch.check()
+    assert told.news() == [PlaceLeaving(0, pytest.approx(first - GRACE_S - MARGIN_S))]
+    del land.where[0]
+    land.draining |= {"b": first + 7, "c": first + 3}
+    watch.check()
+    watch.check()
+    assert told == [(ends(first + 3), "its nodes host-b, host-c are about to go")]
+    assert re.search(r"about to go, in (60\d|59\d) s\. It ends when its tasks have", caplog.text)
+    told.clear()
+    land.draining["b"] = first - 300
+    watch.check()
+    assert told.news() == [ends(first - 300)]
+    assert caplog.text.count("It ends") == 1
+
+
+def test_a_node_beside_the_pool_that_has_room_is_waited_for() -> None:
+    """It may come when the others go already; then it may go, too."""
+    land = Land("a")
+    watch, told = watch_over(land)
+    gone_at = land.draining["a"] = time.monotonic() + 60
+    watch.check()
+    land.alive["c"], land.fitting = "host-c", {"c"}
+    watch.check()
+    land.draining["c"] = gone_at
+    watch.check()
+    assert told.news() == [ends(gone_at), WAITS, ends(gone_at)]
+
+
+def test_without_a_deadline_it_ends_when_its_tasks_have() -> None:
+    land = Land(*"abcdef")
+    watch, told = watch_over(land)
+    land.draining = dict.fromkeys("abcdef", math.inf)
+    watch.check()
+    watch.check()
+    words = "its nodes host-a, host-b, host-c, host-d and 2 more are about to go"
+    assert told == [(PoolLeaving(is_final=True), words)]
+
+
+def test_where_other_nodes_may_come_those_that_go_are_used_until_shortly_before() -> None:
+    land = Land("b", "b", may_grow=True)
     watch, told = watch_over(land)
     for gone_in in (math.inf, 3600):
         land.draining["b"] = time.monotonic() + gone_in
@@ -154,24 +218,59 @@ def test_where_no_node_stays_what_runs_is_told_shortly_before_the_end() -> None:
     land.draining["b"] = time.monotonic() + LAST_S - 1
     watch.check()
     watch.check()
-    assert re.fullmatch(r"its node host-b is about to go, in (1[01]|9|8)\d s", told[0][1])
-    assert told.news() == [PlaceLeaving(place, is_kept=True) for place in (0, 1)]
+    assert told == [(WAITS, "its node host-b is about to go")]
 
 
-def test_what_runs_is_told_of_each_machine_that_goes() -> None:
+def test_the_first_to_go_is_left_for_those_that_go_much_later() -> None:
+    land = Land("a", "b", may_grow=True)
+    watch, told = watch_over(land)
+    land.draining = {"a": time.monotonic() + 60, "b": time.monotonic() + 3600}
+    watch.check()
+    assert [event.place for event in told.news()] == [0]
+
+
+def test_a_node_that_was_to_go_and_does_not_is_used_again() -> None:
+    land = Land("b", may_grow=True)
+    watch, told = watch_over(land)
+    land.draining["b"] = time.monotonic() - OVERDUE_S + 30
+    watch.check()
+    land.draining["b"] -= 30
+    watch.check()
+    assert told.news() == [WAITS, PoolResumed()]
+
+
+def test_the_pool_waits_on_each_machine_that_goes() -> None:
     """A pool on one spot machine starts again on the next, which is taken back too."""
-    land = Land("b")
+    land = Land("b", may_grow=True)
     watch, told = watch_over(land)
     land.draining["b"] = time.monotonic() + 60
     watch.check()
-    assert told.news() == [PlaceLeaving(0, is_kept=True)]
     del land.alive["b"]
+    watch.check()
+    assert told.news() == [WAITS], "nothing has come yet"
     land.alive["c"], land.moved[0] = "host-c", "c"
     watch.check()
+    assert told.news() == [PoolResumed()]
     land.draining["c"] = time.monotonic() + 60
     watch.check()
-    assert told[0][1].startswith("its node host-c is about to go")
-    assert told.news() == [PlaceLeaving(0, is_kept=True)]
+    assert told == [(WAITS, "its node host-c is about to go")]
+
+
+def test_a_node_that_comes_before_the_others_have_gone_takes_their_work(eventually: Any) -> None:
+    land = Land("b", "b", may_grow=True)
+    watch, told = watch_over(land)
+    land.draining["b"] = time.monotonic() + 60
+    watch.check()
+    land.alive["c"], land.room = "host-c", ["c"] * 5
+    watch.check()
+    assert eventually(lambda: ResizeRequested(add=(2, 3)) in [event for event, _ in told])
+    told.clear()
+    watch.check()
+    *left, resumed = told.news()
+    assert [event.place for event in left] == [0, 1]
+    assert resumed == PoolResumed(), "else it would start where nothing stays"
+    watch.check()
+    assert told.news() == [], "it grew beyond what it had"
 
 
 def test_a_node_that_is_lost_is_told_of_once() -> None:
@@ -292,6 +391,7 @@ def test_a_worker_that_dies_by_itself_on_a_node_that_is_about_to_go_has_died_by_
     watch, told = watch_over(land)
     land.draining["a"] = math.inf
     watch.check()
+    told.clear()
 
     watch.tell_lost(WorkerLost(0, LossReason.EXIT, was_idle=True), "exit code 1", "a")
     watch.tell_lost(WorkerLost(1, LossReason.OUT_OF_MEMORY), "killed", None)

@@ -11,7 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from raypool import InvalidTypeError, InvalidValueError, Profile, Slurm, Tls, WorkerResources, parpool
+from raypool import (
+    InvalidTypeError,
+    InvalidValueError,
+    Profile,
+    Slurm,
+    Tls,
+    WorkerResources,
+    parpool,
+)
 from raypool.profile_files import line_of, named_profile, resolve_profile
 
 Write = Callable[..., Path]

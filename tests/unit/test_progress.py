@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from raypool.channel.capture import listening
-from raypool.channel.records import Function, GpuMemory
+from raypool.channel.records import Function, GpuReading
 from raypool.core.model import TaskState
 from raypool.engine.loop import LoopOptions, LoopWork
 from raypool.errors import LossReason, WorkerLostError
@@ -160,7 +160,7 @@ def test_whatever_was_reported_fits_on_a_line() -> None:
 
 
 def test_shows_the_memory_of_the_gpus_where_there_is_room(terminal: Terminal) -> None:
-    terminal.memory = {0: GpuMemory(33_500_000_000, 80 * 2**30), 1: GpuMemory(0, None)}
+    terminal.memory = {0: GpuReading(33_500_000_000, 80 * 2**30), 1: GpuReading(0, None)}
     terminal.run(0, 0)
     terminal.finish(2, terminal.run(2, 2))
     terminal.finish(1, terminal.run(1, 1))
@@ -181,7 +181,7 @@ def test_shows_the_memory_of_the_gpus_where_there_is_room(terminal: Terminal) ->
 
 def test_the_memory_makes_way_on_a_narrow_terminal() -> None:
     terminal = Terminal(width=60)
-    terminal.memory = {0: GpuMemory(1, 2)}
+    terminal.memory = {0: GpuReading(1, 2)}
     with terminal:
         terminal.run(0, 0)
         assert "GiB" not in terminal.at(1)[1]
@@ -402,7 +402,7 @@ def test_a_picture_that_cannot_be_made_does_not_keep_the_terminal(
         raise MemoryError("no room")
 
     look_at(Screen(), monkeypatch)
-    machine: Any = types.SimpleNamespace(gpu_memory=None)
+    machine: Any = types.SimpleNamespace(gpu_readings=None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(name, fail)
         with (

@@ -21,7 +21,7 @@ from rich.text import Text
 from tqdm import tqdm
 
 from raypool import InvalidTypeError, ParallelPool, current_task, parpool
-from raypool.channel.records import GpuMemory
+from raypool.channel.records import GpuReading
 from raypool.core.model import TaskState
 from raypool.errors import WorkerLostError
 from raypool.views import notebook, progress
@@ -183,7 +183,7 @@ def words_of(html: str) -> str:
 
 
 def test_a_page_has_all_that_the_terminal_has(loop: FakeLoop) -> None:
-    loop.memory = {0: GpuMemory(2**31, 2**34)}
+    loop.memory = {0: GpuReading(2**31, 2**34)}
     loop.finish(0, loop.run(0, 0), ValueError("bad"))
     loop.run(0, 1, attempt=2)
     loop.report(1, attempt=2, epoch=3, loss=0.41234567)

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import os
+import pickle
 import re
 import stat
 from importlib import util
@@ -17,8 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raypool import InvalidValueError, Results, WorkerLostError
+from raypool import InvalidValueError, Results, WorkerLostError, load_results, parpool
 from raypool.channel.feed import Feed
+from raypool.channel.gpu_usage import GpuSample
 from raypool.errors import LossReason
 from raypool.results import Miss, Row
 from raypool.views.drawing import at_once, plan
@@ -116,6 +118,119 @@ def test_the_best_item_has_a_card(tmp_path: Path) -> None:
         assert 'id="best"' not in page
 
 
+# --- hyperparameter importance --------------------------------------------------------------------
+
+
+def importance_in(path: Path) -> tuple[str, list[tuple[str, str]]] | None:
+    """Return what the card says, and its fields with their numbers; None if there is none."""
+    text = own_markup(path.read_text())
+    card = re.search(r'<section id="importance">(.*?)</section>', text, re.DOTALL)
+    if card is None:
+        return None
+    bars = re.findall(r"<span>(.*?)</span><i .*?></i><b>(.*?)</b>", card[1])
+    return " ".join(
+        re.sub("<[^>]*>", " ", card[1].partition('<div class="bars">')[0]).split()
+    ), bars
+
+
+ODD = [
+    *(None, math.nan, math.inf, 10**400, 1.5, True, "auto"),
+    *([1, 2], {"a": {1}}, np.zeros(3), object, Rude()),
+]
+
+
+def sweep_of(num_items: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Return configurations with all kinds of fields, drawn at random."""
+    random = np.random.default_rng(seed)
+    return [
+        {
+            "lr": float(random.random()),
+            "net": {"kind": str(random.choice(["cnn", "mlp", "vit"])), "depth": 3},
+            "odd": ODD[random.integers(len(ODD))],
+            "name": f"run {item}",
+            "rare": 1 if item == 7 else None,
+            "fixed": [1, 2],
+        }
+        for item in range(num_items)
+    ]
+
+
+@pytest.mark.parametrize("has_forest", [True, False])
+def test_the_field_that_moved_the_metric_is_the_most_important_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_forest: bool
+) -> None:
+    """The best learning rate is 0.5: only a forest sees that. One item has diverged."""
+    if not has_forest:
+        monkeypatch.setattr("raypool.views.importance.find_spec", lambda _: None)
+    items = sweep_of(200)
+    losses = [
+        abs(item["lr"] - 0.5) + {"cnn": 0.0, "vit": 0.1, "mlp": 0.2}[item["net"]["kind"]]
+        for item in items
+    ]
+    losses[3] = 1e300
+
+    path = made(items, [{"loss": loss} for loss in losses]).report(tmp_path / "page.html")
+
+    found = importance_in(path)
+    assert found is not None
+    says, bars = found
+    assert {name for name, _ in bars} == {"lr", "net.kind", "odd", "rare"}, "others do not vary"
+    if has_forest:
+        assert "Random forest (scikit-learn) on 200 items" in says
+        assert [name for name, _ in bars][:2] == ["lr", "net.kind"]
+    else:
+        assert "Correlation on 200 items" in says
+        assert (bars[0][0], float(bars[0][1]) > 0.3) == ("net.kind", True)
+
+
+def test_chance_is_not_taken_for_importance(tmp_path: Path) -> None:
+    random = np.random.default_rng(1)
+    losses = [{"loss": float(loss)} for loss in random.random(60)]
+    found = importance_in(made(sweep_of(60), losses).report(tmp_path / "noise.html"))
+    assert found is not None
+    assert "No field has moved loss enough to show" in found[0]
+    assert found[1] == []
+    for num_items, values in ((19, losses), (60, [{"loss": 0.5}] * 60), (60, [{"x": 1}] * 60)):
+        path = made(sweep_of(num_items), values[:num_items]).report(tmp_path / "page.html")
+        assert importance_in(path) is None
+    failed: dict[int, BaseException] = {item: ValueError() for item in range(41)}
+    values = [None if item in failed else loss for item, loss in enumerate(losses)]
+    path = made(sweep_of(60), values, errors=failed).report(tmp_path / "page.html")
+    assert importance_in(path) is None, "19 have finished"
+
+
+def test_no_report_is_lost_over_its_importance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("built for another NumPy")
+
+    monkeypatch.setattr("sklearn.ensemble.RandomForestRegressor", broken)
+    losses = [{"loss": item["lr"]} for item in sweep_of(30)]
+    assert importance_in(made(sweep_of(30), losses).report(tmp_path / "page.html")) is None
+    assert "nothing of hyperparameter importance: RuntimeError: built for" in caplog.text
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+
+def titles_of(path: Path) -> set[str]:
+    return set(re.findall(r"<(?:title|h1)>(.*?)</", own_markup(path.read_text())))
+
+
+def test_the_title_names_the_function_and_the_run(tmp_path: Path) -> None:
+    def train(item: int) -> int:
+        return item
+
+    run, page = tmp_path / "lr", tmp_path / "page.html"
+    with parpool(1, profile="inline", quiet=True) as pool:
+        durable, other = pool.parfor(train, [1], run_dir=run), pool.parfor(train, [1], name="<lr>")
+    assert titles_of(durable.report(page)) == {"train in lr"}
+    assert titles_of(load_results(run).report(page)) == {"train in lr"}
+    assert titles_of(pickle.loads(pickle.dumps(other)).report(page)) == {"&lt;lr&gt;"}
+    assert titles_of(other.report(page, title="Mine")) == {"Mine"}
+
+
 def test_the_page_loads_nothing(tmp_path: Path) -> None:
     page = made([1, 2], [3, 4]).report(tmp_path / "page.html").read_text()
 
@@ -205,8 +320,44 @@ def test_curves_are_of_what_was_reported(tmp_path: Path) -> None:
         "columns": {"epoch": [0, 1, 0], "loss": [2.0, 1.0, 3.0]},
         "metrics": ["loss"],
         "steps": ["epoch"],
+        "num_ranked": 2,
+        "ranked_by": "last loss",
     }
     assert column(story, "last loss") == [1.0, 3.0]
+
+
+def test_the_curves_of_the_best_items_come_first(tmp_path: Path) -> None:
+    items = list(range(300))
+    feed = told([(item, {"loss": float(item % 150), "step": 0}) for item in items])
+    values = [{"acc": item / 1000} if item != 299 else None for item in items]
+    results = made(items, values, errors={299: ValueError("diverged")}, get_feed=lambda: feed)
+
+    curves = story_of(results.report(tmp_path / "page.html"))["curves"]
+
+    assert curves["items"][:100] == list(range(298, 198, -1)), "the returned metric counts"
+    assert (curves["items"][100], curves["items"][-1]) == (198, 299)
+    assert (len(curves["items"]), curves["num_ranked"], curves["ranked_by"]) == (200, 199, "acc")
+
+
+def test_without_a_returned_metric_the_last_report_says_which_item_is_the_best(
+    tmp_path: Path,
+) -> None:
+    feed = told(
+        [
+            (0, {"epoch": 0, "val_loss": 1.0}),
+            (0, {"epoch": 1, "val_loss": 3.0}),
+            (1, {"epoch": 0, "val_loss": 4.0}),
+            (1, {"epoch": 1, "val_loss": 2.0}),
+            (2, {"epoch": 1, "val_loss": 0.5}),
+        ]
+    )
+    errors: dict[int, BaseException] = {2: ValueError("diverged")}
+    results = made([1, 2, 3], [None] * 3, errors=errors, get_feed=lambda: feed)
+
+    path = results.report(tmp_path / "page.html")
+
+    assert "<b>last val_loss = 2</b>" in own_markup(path.read_text())
+    assert story_of(path)["curves"]["items"] == [1, 0, 2], "an item that failed is not ranked"
 
 
 def test_the_page_says_what_it_leaves_out(tmp_path: Path) -> None:
@@ -217,7 +368,7 @@ def test_the_page_says_what_it_leaves_out(tmp_path: Path) -> None:
 
     page = results.report(tmp_path / "page.html").read_text()
 
-    assert "Curves of 200 of 500 items are drawn" in page
+    assert "This page has the curves of 200 of 500 items: those of the 100 best, and others" in page
     assert re.search(r"5,000 attempts are drawn as [\d,]+ bars", page)
 
 
@@ -290,6 +441,36 @@ def test_without_the_extra_nothing_begins(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(ModuleNotFoundError, match=r'matplotlib.*pip install "raypool\[plots\]"'):
         made([1], [1]).timeline(tmp_path / "timeline.png")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_gpus_have_a_line_each_on_the_time_axis_of_the_items(tmp_path: Path) -> None:
+    rows = [
+        Row("finished", 10.0, START, 0, 0, 1, host="a"),
+        Row("finished", 10.0, START + 86_400, 0, 0, 1, host="a", run=2),
+    ]
+    gib = 2**30
+    samples = [
+        GpuSample(START - 5, 1, "a", 0, 15 * gib, 16 * gib, 1.0),  # nothing ran yet
+        GpuSample(START + 2, 1, "a", 0, gib, 16 * gib, 0.25),
+        GpuSample(START + 2, 1, "b", 0, 3 * gib, 16 * gib, None),
+        GpuSample(START + 86_404, 2, "a", 0, 2 * gib, 16 * gib, 0.75),
+        GpuSample(START + 2, 3, "a", 0, gib, 16 * gib, 0.5),  # of a call without attempts
+    ]
+    results = Results([1, 2], [1, 2], lambda: rows, {}, get_gpus=lambda: samples)
+
+    path = pickle.loads(pickle.dumps(results)).report(tmp_path / "page.html")
+
+    chart = story_of(path)["gpus"]
+    assert [(line["name"], line["yaxis"], line["x"], line["y"]) for line in chart["data"]] == [
+        ("a: GPU 0", "y", [2.0, 14.0], [25.0, 75.0]),
+        ("b: GPU 0", "y", [2.0], [None]),
+        ("a: GPU 0", "y2", [2.0, 14.0], [1.0, 2.0]),
+        ("b: GPU 0", "y2", [2.0], [3.0]),
+    ]
+    assert chart["layout"]["yaxis2"]["range"][1] >= 16
+    for few in ([], samples[:2]):
+        results = Results([1, 2], [1, 2], lambda: rows, {}, get_gpus=lambda few=few: few)  # type: ignore[misc]
+        assert 'id="gpus"' not in results.report(tmp_path / "page.html").read_text()
 
 
 # --- the timeline ---------------------------------------------------------------------------------

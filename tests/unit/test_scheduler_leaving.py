@@ -11,6 +11,8 @@ from raypool.core.messages import (
     EndTask,
     PlaceLeaving,
     PlaceLost,
+    PoolLeaving,
+    PoolResumed,
     RunGang,
     SetTimer,
     Signal,
@@ -110,28 +112,6 @@ def test_what_is_cancelled_already_is_told_nothing_more(pool_of):
     pool.submit(0)
     pool.cancel(0)
     assert pool.tell(PlaceLeaving(0, 30.0)) == [SetTimer(30.0, "leave", 0)]
-
-
-def test_where_there_is_nowhere_else_it_saves_what_it_has_and_goes_on(pool_of):
-    pool = pool_of(1)
-    pool.submit(0, retries=0)
-    pool.submit(1)
-    assert pool.tell(PlaceLeaving(0, is_kept=True)) == [], "it may run once only"
-    pool.finish(0)
-    assert pool.tell(PlaceLeaving(0, is_kept=True)) == [pool.signals(0, 1, 1, LEAVE)]
-    assert pool.finish(1, Report(0)) == [pool.runs(0, 2, (1, 0, 1, 1))]
-    assert pool.finish(2)[-1] == EndTask(1, FINISHED)
-    assert pool.tell(PlaceLeaving(0, is_kept=True)) == []
-    assert pool.lose(0, PREEMPTED)[0].place == 0, "another worker starts there"
-
-
-def test_what_waits_for_a_process_of_its_own_is_told_nothing(pool_of):
-    pool = pool_of(1)
-    pool.submit(0)
-    pool.finish(0)
-    assert pool.submit(1, is_fresh=True) == pool.starts(1, place=0)
-    assert pool.tell(PlaceLeaving(0, is_kept=True)) == [], "it was not sent yet"
-    assert pool.ready(1) == [pool.runs(1, 1, (1, 0, 1))]
 
 
 def test_what_ends_although_it_was_interrupted_counts(pool_of):
@@ -295,6 +275,152 @@ def test_a_place_that_has_gone_is_no_news(pool_of):
     pool = pool_of(1)
     assert pool.tell(PlaceLeaving(5, 1.0)) == []
     assert pool.tell(PlaceLost(5, NODE)) == []
+
+
+# --- all places -----------------------------------------------------------------------------------
+
+
+WAITS = PoolLeaving(is_final=False)
+
+
+def ends(at=25.0, gone_at=30.0):
+    """Say that all places are about to go, and no other can come."""
+    return PoolLeaving(True, at, gone_at)
+
+
+def broken(*tasks):
+    """Expect the pool to end, with its tasks, and to keep its places until it is closed."""
+    return [BreakPool(), *(EndTask(task, FAILED) for task in tasks)]
+
+
+def test_where_no_node_stays_nothing_starts_until_one_does(pool_of):
+    """Neither what waits, nor what was told and came back, nor what is handed in or would run again
+    after an error.
+    """
+    pool = pool_of(2)
+    pool.submit(0)
+    pool.submit(1, retry_delay_s=7.0)
+    pool.submit(2)
+    assert pool.tell(WAITS) == [pool.signals(0, 0, 0, LEAVE), pool.signals(1, 1, 1, LEAVE)]
+    assert pool.finish(0, Report(0)) == []
+    pool.finish(1, Report(1, failed=1, retry=(0,)))
+    pool.now = 7.0
+    assert pool.fire("retry", task_id=1) == []
+    assert pool.submit(3) == []
+    assert pool.lose(0, PREEMPTED) == pool.starts(2, place=0), "Ray moves the place"
+    assert pool.ready(2) == []
+    resumed = pool.tell(PoolResumed())
+    assert resumed == [pool.runs(2, 2, (0, 0, 1, 1)), pool.runs(1, 3, (1, 0, 1, 2))]
+
+
+def test_where_no_other_can_come_the_pool_ends_when_the_last_has_come_back(pool_of):
+    pool = pool_of(2)
+    pool.submit(0, size=4)
+    pool.tell(ends())
+    assert pool.finish(0, Report(0)) == []
+    assert pool.finish(1) == [pool.settles(1, (0, 1, 2)), *broken(0)]
+    assert pool.state is PoolState.BROKEN
+    assert pool.places == [0, 1]
+    assert pool.submit(1) == [EndTask(1, FAILED)]
+    assert pool.shutdown() == [ClosePool()]
+
+
+def test_a_pool_at_rest_ends_at_once(pool_of):
+    assert pool_of(1).tell(ends())[-1:] == broken()
+
+
+def test_what_left_another_node_before_does_not_start_either(pool_of):
+    """Two nodes that go one after the other: what runs on the first is told again, and waits."""
+    pool = pool_of(2)
+    pool.submit(0, size=3)
+    pool.tell(PlaceLeaving(0, 20.0))
+    assert pool.tell(ends())[:2] == [pool.signals(0, 0, 0, LEAVE), pool.signals(1, 1, 0, LEAVE)]
+    assert pool.finish(0, Report(0)) == gone(0)
+    assert pool.finish(1, Report(0)) == broken(0)
+
+
+def test_what_was_sent_and_has_not_begun_is_told_too(pool_of):
+    pool = pool_of(1)
+    pool.get_used_to(0, task_id=0)
+    pool.submit(1, size=5)
+    pool.submit(2, size=5)
+    assert pool.tell(ends())[:2] == [pool.signals(0, 1, 1, LEAVE), pool.signals(0, 2, 2, LEAVE)]
+
+
+def test_what_waits_for_a_process_of_its_own_is_taken_back(pool_of):
+    pool = pool_of(2)
+    for task_id in (0, 1):
+        pool.submit(task_id)
+        pool.finish(task_id)
+    assert pool.submit(2, is_fresh=True) == pool.starts(2, place=0)
+    pool.submit(3)
+    pool.tell(WAITS)
+    assert pool.ready(2) == []
+    assert pool.tell(PoolResumed()) == [pool.runs(2, 4, (2, 0, 1))]
+
+
+def test_what_still_runs_is_interrupted_and_then_ends_with_the_pool(pool_of):
+    """What may run once only is told nothing, and has all the time that there is."""
+    pool = pool_of(2)
+    pool.submit(0)
+    pool.submit(1, retries=0)
+    told = [pool.signals(0, 0, 0, LEAVE), SetTimer(25.0, "leave", -1), SetTimer(30.0, "gone", -1)]
+    assert pool.tell(ends()) == told
+    pool.now = 25.0
+    assert pool.fire("leave") == [pool.signals(0, 0, 0)]
+    assert pool.lose(0, STOPPED) == gone(0, STOPPED), "another worker starts there"
+    pool.now = 30.0
+    first, *others = pool.fire("gone")
+    assert first == BreakPool()
+    assert set(others) == {pool.signals(1, 1, 1), EndTask(0, FAILED), EndTask(1, FAILED)}
+
+
+def test_a_later_end_of_all_counts_instead_of_an_earlier_one(pool_of):
+    pool = pool_of(1)
+    pool.submit(0)
+    pool.tell(ends())
+    pool.tell(ends(50.0, 60.0))
+    pool.now = 30.0
+    assert pool.fire("leave") == pool.fire("gone") == []
+    pool.now = 50.0
+    assert pool.fire("leave") == [pool.signals(0, 0, 0)]
+
+
+def test_an_end_that_is_too_close_is_now(pool_of):
+    pool = pool_of(1)
+    pool.submit(0)
+    assert pool.tell(ends(0.0, 5.0)) == [pool.signals(0, 0, 0), SetTimer(5.0, "gone", -1)]
+    assert pool.tell(ends(0.0, 0.0))[1:] == [BreakPool(), pool.signals(0, 0, 0), *broken(0)[1:]]
+
+
+def test_what_is_bound_to_places_and_gangs_wait_and_end_with_the_pool(pool_of):
+    pool = pool_of(2)
+    pool.submit(0)
+    pool.submit(1, place=0)
+    pool.submit(2, size=2, is_gang=True)
+    assert pool.tell(ends())[0] == pool.signals(0, 0, 0, LEAVE)
+    assert pool.finish(0, Report(0)) == broken(0, 1, 2)
+
+
+def test_a_gang_whose_ranks_come_back_ends_before_the_pool(pool_of):
+    pool = pool_of(2)
+    pool.submit(0, size=2, is_gang=True)
+    assert pool.tell(ends())[:2] == [pool.signals(0, 0, 0, LEAVE), pool.signals(1, 1, 0, LEAVE)]
+    pool.finish(0, Report(0))
+    failed = [pool.fails((0, 1, 2), STOPPED), EndTask(0, FAILED)]
+    assert pool.finish(1, Report(0)) == [*failed, BreakPool()]
+
+
+def test_a_node_that_stays_may_come_before_the_end(pool_of):
+    """One that was not foreseen: where somebody adds it, the pool goes on."""
+    pool = pool_of(1)
+    pool.submit(0, size=2)
+    pool.tell(ends())
+    pool.resize(add=[1])
+    assert pool.ready(1) == []
+    assert pool.tell(PoolResumed()) == [pool.runs(1, 1, (0, 1, 2))]
+    pool.now = 30.0
+    assert pool.fire("leave") == pool.fire("gone") == []
 
 
 # --- gangs ----------------------------------------------------------------------------------------

@@ -25,12 +25,12 @@ from raypool.backends.ray.node_agent import OFFERED, NodeAgent
 from raypool.backends.ray.nodes import LOOK_S
 from raypool.backends.ray.packing import snapshot
 from raypool.backends.ray.session import is_up
-from raypool.backends.ray.telemetry import Usage, sum_of
+from raypool.backends.ray.telemetry import Usage
 from raypool.backends.ray.worker import Introduction
 from raypool.channel.exchange import POOL_ENDED
 from raypool.channel.hub import Hub
 from raypool.channel.queues import offer
-from raypool.channel.records import GpuMemory, NodeDevices, WorkerInfo
+from raypool.channel.records import NodeDevices, NodeGpus, WorkerInfo
 from raypool.core.messages import Signal
 from raypool.errors import PoolClosedError, WorkerLostError
 from raypool.gpus.devices import Inventory
@@ -116,7 +116,8 @@ class Agents:
         self._introductions: dict[int, Introduction] = {}  # the last one of each place
         self._tokens: dict[str, str | OSError] = {}  # of folders of this machine, if it is far
         self._warned: set[str] = set()
-        self._asked_memory: set[str] = set()  # nodes that were asked and have not answered yet
+        # who waits for the GPUs of nodes that were asked and have not answered yet
+        self._waiting_for_gpus: dict[str, list[Callable[[NodeGpus], object]]] = {}
         self._making = threading.Lock()  # any thread may ask for an agent; each node has one
         self._is_closed = False
         self._pid = os.getpid()  # a forked child has neither Ray's threads nor the one below
@@ -236,33 +237,35 @@ class Agents:
             for node_id, infos in workers.items()
         ]
 
-    def gpu_memory(self, take: Callable[[dict[int, GpuMemory]], object]) -> None:
-        """Pass GPU memory in use, by worker, to `take`; in the agents' thread, for each node."""
-        nodes: dict[str, dict[int, Sequence[int]]] = {}
+    def gpu_readings(self, take: Callable[[NodeGpus], object]) -> None:
+        """Pass the last readings of GPUs to `take`; in the agents' thread, for each node."""
+        nodes: dict[str, list[WorkerInfo]] = {}
         for introduction in list(self._introductions.values()):
-            if gpus := introduction.info.gpus:
-                nodes.setdefault(introduction.node_id, {})[introduction.info.index] = gpus
-        for node_id, by_worker in nodes.items():
-            self.later(functools.partial(self._ask_memory, node_id, by_worker, take))
+            if introduction.info.gpus:
+                nodes.setdefault(introduction.node_id, []).append(introduction.info)
+        for node_id, workers in nodes.items():
+            self.later(functools.partial(self._ask_gpus, node_id, workers, take))
 
-    def _ask_memory(
-        self,
-        node_id: str,
-        gpus: dict[int, Sequence[int]],
-        take: Callable[[dict[int, GpuMemory]], object],
+    def _ask_gpus(
+        self, node_id: str, workers: Sequence[WorkerInfo], take: Callable[[NodeGpus], object]
     ) -> None:
         agent = self._agents.get(node_id)
-        if agent is None or node_id in self._asked_memory or not is_up():
+        if agent is None or not is_up():
             return
-        self._asked_memory.add(node_id)
+        # a node that has not answered is not asked again: its answer is for all who wait
+        waiting = self._waiting_for_gpus.setdefault(node_id, [])
+        is_asked = bool(waiting)
+        if take not in waiting:
+            waiting.append(take)
+        if is_asked:
+            return
 
         def pass_on(answer: Any) -> None:
-            self._asked_memory.discard(node_id)
-            if isinstance(answer, dict):  # else the agent has gone
-                known = {worker: on for worker, on in gpus.items() if answer.keys() >= set(on)}
-                take({worker: sum_of([answer[gpu] for gpu in on]) for worker, on in known.items()})
+            for each in self._waiting_for_gpus.pop(node_id):
+                if isinstance(answer, dict):  # else the agent has gone
+                    each(NodeGpus(workers[0].host, answer, {on.index: on.gpus for on in workers}))
 
-        self._answered(agent.gpu_memory.remote(), pass_on)
+        self._answered(agent.gpu_readings.remote(), pass_on)
 
     def _agent_on(self, node_id: str) -> Any:
         with self._making:

@@ -90,13 +90,14 @@ class RayBackend:
         self._traffic = traffic
         hub.on_early = self._on_early
         self._placement = Placement(profile)
+        self.may_move = self._placement.may_move
         self._slots: dict[int, Slot] = {}
         self._by_worker: dict[int, Slot] = {}
         self._actor_class = ray.remote(PoolWorker)
         self._nodes = NodeWatch(self, post, profile.cancel_grace_s)
         self._agents = Agents(hub, profile.cancel_grace_s, self._nodes.stays, profile.inventory)
         add_source(self._agents)
-        self.gpu_memory = self._agents.gpu_memory
+        self.gpu_readings = self._agents.gpu_readings
         self._cards: SharedGpus | None = None
         if profile.workers_per_gpu == "auto":
 

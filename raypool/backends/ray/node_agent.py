@@ -25,7 +25,7 @@ import ray
 from raypool.backends.ray.mps import Mps, MpsState
 from raypool.backends.ray.telemetry import Telemetry, Usage
 from raypool.channel.exchange import Exchange
-from raypool.channel.records import GpuMemory
+from raypool.channel.records import GpuReading
 from raypool.core.messages import Signal
 from raypool.gpus.devices import GpuDevice, Inventory
 from raypool.worker.checkpoint_folders import token_of
@@ -300,8 +300,8 @@ class NodeAgent:
         """Return all GPUs of this node, whoever may use them."""
         return await self._telemetry.devices()
 
-    async def gpu_memory(self) -> dict[int, GpuMemory]:
-        """Return the memory in use of the workers' GPUs, by the last reading."""
+    async def gpu_readings(self) -> dict[int, GpuReading]:
+        """Return the last readings of the workers' GPUs."""
         return self._telemetry.newest()
 
     async def usage(self, gpu: int, since: float, until: float) -> Usage | None:

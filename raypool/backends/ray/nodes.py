@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
@@ -20,7 +20,14 @@ import ray
 from raypool.backends.base import Post
 from raypool.backends.ray.client import ask_inside
 from raypool.cluster.connect import host_and_port
-from raypool.core.messages import PlaceLeaving, PlaceLost, ResizeRequested, WorkerLost
+from raypool.core.messages import (
+    PlaceLeaving,
+    PlaceLost,
+    PoolLeaving,
+    PoolResumed,
+    ResizeRequested,
+    WorkerLost,
+)
 from raypool.errors import LossReason, RaypoolError
 from raypool.ray_private import state, worker
 
@@ -37,7 +44,13 @@ NEWS_S = 1.0
 """A node's announced end is reported again if it changes by more than this [s]."""
 
 LAST_S = 120.0
-"""How long before the end tasks hear of it, if no node of the pool stays for them [s]."""
+"""How long before their end nodes are left, if others may come but none stays [s]."""
+
+OVERDUE_S = 60.0
+"""A node that is there so long after its announced end stays, if others may come but do not [s]."""
+
+MOST_NAMES = 4
+"""So many nodes are named in a message."""
 
 GROW_S = 5.0
 """How often to look for room for lost workers, besides when a node arrives [s]."""
@@ -79,8 +92,10 @@ class NodeWatch:
         # places that the driver knows to be about to go, and the time that it was told
         self._leaving: dict[int, float] = {}
         self._lost: set[int] = set()  # those that it knows to be gone
-        # those that are kept, with the nodes on which they were told
-        self._warned: set[tuple[int, str]] = set()
+        # that all nodes of the pool are to go, as the driver knows it: whether no other can come,
+        # and when the first goes
+        self._all_leaving: tuple[bool, float] | None = None
+        self._num_held = 0  # places that are to go, and are kept until others come
         self._num_lost = 0  # workers, with their nodes; written by the thread that looks only
         # so many of them are there again, or not wanted any more; guarded by `_growing`
         self._num_made_up = 0
@@ -141,12 +156,23 @@ class NodeWatch:
         self._going = frozenset(node for node in self._names if not nodes.stays(node))
         self._preempted.update(nodes.draining, nodes.taken)
         where = self._where_now(nodes)
-        # else they keep their claims, and start again where Ray finds room for these
-        if any(map(nodes.stays, where.values())):
-            self._leave_those_that_go(nodes, where)
+        ours = {node for node in where.values() if node is not None and node in nodes.alive}
+        steady = {node for node in nodes.alive if nodes.stays(node)}
+        staying, is_final = ours & steady, False
+        if ours and not staying:
+            is_final = not self._backend.may_move(steady)
+            left_s = {node: nodes.draining[node] - time.monotonic() for node in ours}
+            used = {node for node in ours if not -OVERDUE_S < left_s[node] < LAST_S}
+            staying = set() if is_final else used
+        if staying:
+            self._num_held = 0
+            self._leave_those_that_go(nodes, where, staying)
+            if self._all_leaving is not None:  # not before: nothing is to start on the others
+                self._all_leaving = None
+                self._post(PoolResumed(), None)
             self._make_up(nodes)
         else:
-            self._warn_all(nodes, where)
+            self._leave_all(nodes, where, is_final)
 
     def stays(self, node: str) -> bool:
         """Whether a node is there and not about to go, by the last look."""
@@ -166,40 +192,66 @@ class NodeWatch:
                 where[place] = self._backend.find(place) or node
         return where
 
-    def _leave_those_that_go(self, nodes: Nodes, where: Mapping[int, str | None]) -> None:
+    def _leave_those_that_go(
+        self, nodes: Nodes, where: Mapping[int, str | None], staying: set[str]
+    ) -> None:
         for place, node in where.items():
-            if node is None or nodes.stays(node) or place in self._lost:
+            if node is None or node in staying or place in self._lost:
                 continue
             if node not in nodes.alive:
                 self._lose(place, node)
                 continue
             told, gone_at = self._leaving.get(place), nodes.draining[node]
-            # two infinities are equal, though their difference is no number
-            if told is None or (told != gone_at and abs(told - gone_at) > NEWS_S):
+            if told is None or _is_news(told, gone_at):
                 self._leave(place, node, gone_at)
 
     def _leave(self, place: int, node: str, gone_at: float) -> None:
         self._num_lost += place not in self._leaving
         self._leaving[place] = gone_at
+        self._post(PlaceLeaving(place, self._interrupt_at(gone_at)), self._notice([node], gone_at))
+
+    def _interrupt_at(self, gone_at: float) -> float | None:
+        if math.isinf(gone_at):
+            return None
         now = time.monotonic()
         left_s = gone_at - now
-        at = None
-        if math.isfinite(gone_at):
-            # if time is short, half of it is left to tasks before they are interrupted
-            at = now + max(left_s - min(self._grace_s, left_s / 2) - MARGIN_S, 0)
-        self._post(PlaceLeaving(place, at), self._notice(node, left_s))
+        # if time is short, half of it is left to tasks before they are interrupted
+        return now + max(left_s - min(self._grace_s, left_s / 2) - MARGIN_S, 0)
 
-    def _notice(self, node: str, left_s: float) -> str:
+    def _notice(self, nodes: Iterable[str], gone_at: float = math.inf) -> str:
+        left_s = gone_at - time.monotonic()
         until = f", in {left_s:.0f} s" if math.isfinite(left_s) else ""
-        return f"its node {self._names[node]} is about to go{until}"
+        names = list(dict.fromkeys(self._names[node] for node in nodes))
+        more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+        which = ", ".join(names[:MOST_NAMES]) + more
+        are = "s {} are" if len(names) > 1 else " {} is"
+        return f"its node{are.format(which)} about to go{until}"
 
-    def _warn_all(self, nodes: Nodes, where: Mapping[int, str | None]) -> None:
-        """Let tasks that have nowhere else to run save their work; they run while they can."""
-        for place, node in where.items():
-            left_s = nodes.draining.get(node or "", math.inf) - time.monotonic()
-            if node is not None and left_s < LAST_S and (place, node) not in self._warned:
-                self._warned.add((place, node))
-                self._post(PlaceLeaving(place, is_kept=True), self._notice(node, left_s))
+    def _leave_all(self, nodes: Nodes, where: Mapping[int, str | None], is_final: bool) -> None:
+        """Start nothing more: the pool ends, unless it may go on with other nodes."""
+        going = {
+            place: node
+            for place, node in where.items()
+            if node is not None and node in nodes.alive and node in nodes.draining
+        }
+        self._num_held = len(going.keys() - self._leaving.keys())
+        if not going:  # all are lost: the places start again where Ray finds room for them
+            return
+        gone_at = min(nodes.draining[node] for node in going.values())
+        told = self._all_leaving
+        if told is None or told[0] != is_final or _is_news(told[1], gone_at):
+            self._all_leaving = is_final, gone_at
+            at = self._interrupt_at(gone_at) if is_final else None
+            end_at = None if at is None else max(gone_at - MARGIN_S, at)
+            self._post(PoolLeaving(is_final, at, end_at), self._notice(going.values()))
+        if told is None or told[0] != is_final:
+            logger.warning(
+                "Nothing more starts in the pool: %s. %s",
+                self._notice(going.values(), gone_at),
+                "It ends when its tasks have." if is_final else "It waits for other nodes.",
+            )
+        if not is_final:
+            self._make_up(nodes)
 
     def _lose(self, place: int, node: str) -> None:
         self._lost.add(place)
@@ -234,16 +286,20 @@ class NodeWatch:
     def _make_up(self, nodes: Nodes) -> None:
         """Try to grow when a node arrives, and now and then, when others may have left."""
         has_news, self._alive = nodes.alive.keys() != self._alive, set(nodes.alive)
-        if self._num_lost > self._num_made_up and (has_news or time.monotonic() > self._grow_at):
+        if self._num_owed > 0 and (has_news or time.monotonic() > self._grow_at):
             self._grow_at = time.monotonic() + GROW_S
             threading.Thread(target=self._grow, name="raypool-grow", daemon=True).start()
+
+    @property
+    def _num_owed(self) -> int:
+        return self._num_lost + self._num_held - self._num_made_up
 
     def _grow(self) -> None:
         """Claim as much of what was lost as there is room for now."""
         try:
             with self._growing:
-                owed = self._num_lost - self._num_made_up
-                if not owed or self._num_sizing or self._closed.is_set():
+                owed = self._num_owed
+                if owed <= 0 or self._num_sizing or self._closed.is_set():
                     return
                 places = self._backend.grow(owed)
                 self._num_made_up += len(places)
@@ -260,6 +316,11 @@ class NodeWatch:
             pass  # the pool ends
         except Exception:  # whatever it is: the next look tries again
             logger.debug("The pool could not grow.", exc_info=True)
+
+
+def _is_news(told: float, gone_at: float) -> bool:
+    # two infinities are equal, though their difference is no number
+    return told != gone_at and abs(told - gone_at) > NEWS_S
 
 
 # --- questions to Ray -----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 
 from raypool.backends.ray import shortages
@@ -32,7 +32,16 @@ from raypool.backends.ray.claims import (
     wait_released,
 )
 from raypool.backends.ray.client import is_outside
-from raypool.backends.ray.demand import Demand, Need, Node, demand_of, gpus_of, growth, living_nodes
+from raypool.backends.ray.demand import (
+    NONE,
+    Demand,
+    Need,
+    Node,
+    demand_of,
+    gpus_of,
+    growth,
+    living_nodes,
+)
 from raypool.errors import PoolClosedError, RaypoolError, ResourceError
 from raypool.gpus.devices import usable_cores
 from raypool.profiles import Profile, WorkerResources
@@ -89,6 +98,14 @@ class Placement:
         if any(map(gpus_of, there)):
             return there
         return [*there, *(node for node, _ in self._growth().kinds)]
+
+    def may_move(self, staying: Set[str]) -> bool:
+        """Whether workers could run on these nodes, or an autoscaler may bring others."""
+        if isinstance(self._profile.gpus, tuple):  # chosen GPUs of this machine
+            return False
+        others = [node for node in living_nodes() if node["NodeID"] in staying]
+        has_room = any(demand.fits(node) for node in others for demand in self.demands)
+        return has_room or self._growth() != NONE
 
     # --- new places -------------------------------------------------------------------------------
 

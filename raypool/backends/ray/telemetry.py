@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import NamedTuple
 
-from raypool.channel.records import GpuMemory
+from raypool.channel.records import GpuReading
 from raypool.gpus.devices import GpuDevice, Inventory
 from raypool.gpus.table import gpus_here
 
@@ -35,18 +35,6 @@ class Reading(NamedTuple):
     utilisation: float | None
     used_bytes: int | None
     total_bytes: int | None = None
-
-
-def sum_of(memories: Sequence[GpuMemory]) -> GpuMemory:
-    """Return the memory of several GPUs together.
-
-    Example:
-        >>> sum_of([GpuMemory(1, 8), GpuMemory(2, 8)]), sum_of([GpuMemory(1, None)])
-        (GpuMemory(used_bytes=3, total_bytes=16), GpuMemory(used_bytes=1, total_bytes=None))
-    """
-    totals = [memory.total_bytes for memory in memories]
-    total = None if None in totals else sum(filter(None, totals))
-    return GpuMemory(sum(memory.used_bytes for memory in memories), total)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,12 +117,12 @@ class Telemetry:
         """Add a reading of a GPU."""
         self._readings.setdefault(gpu, deque(maxlen=KEPT)).append(reading)
 
-    def newest(self) -> dict[int, GpuMemory]:
-        """Return the memory of each GPU by its last reading, unless that is stale."""
+    def newest(self) -> dict[int, GpuReading]:
+        """Return the last reading of each GPU, unless that is stale."""
         since = time.time() - STALE_S
         newest = {gpu: readings[-1] for gpu, readings in self._readings.items()}
         return {
-            gpu: GpuMemory(reading.used_bytes, reading.total_bytes)
+            gpu: GpuReading(reading.used_bytes, reading.total_bytes, reading.utilisation)
             for gpu, reading in newest.items()
             if reading.taken_at >= since and reading.used_bytes is not None
         }

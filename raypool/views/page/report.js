@@ -1,5 +1,5 @@
 "use strict";
-// Draws the charts, and draws them again when another metric is chosen, the table is filtered, or the colors of the system change.
+// Draws each chart when it comes near the window, and again when another metric is chosen, the table is filtered, or the colors of the system change.
 
 const story = JSON.parse(document.getElementById("story").textContent);
 const byId = (id) => document.getElementById(id);
@@ -10,7 +10,7 @@ const plain = (text) => String(text).replace(/[&<>]/g, (sign) => markup[sign]); 
 const shorter = (text, most) => (text.length > most ? text.slice(0, most - 1) + "…" : text);
 const written = (value) => (typeof value === "number" && !Number.isInteger(value) ? String(Number(value.toPrecision(4))) : String(value));
 const distinct = (cells) => [...new Set(cells)].filter((cell) => cell !== null);
-const PALETTE = ["#2a9d8f", "#d1495b", "#3d6fb6", "#edae49", "#8d5a97", "#6a994e", "#c2703d", "#1b9aaa", "#a44a7f", "#7f7f7f"];
+const PALETTE = story.palette;
 const SCALE = [[0, "#3b4cc0"], [0.25, "#3d8fc4"], [0.5, "#2a9d8f"], [0.75, "#c2a83e"], [1, "#e07a1f"]];
 const WIDE = 20; // from this ratio of the largest to the smallest value on, an axis is logarithmic
 const systemIsDark = matchMedia("(prefers-color-scheme: dark)");
@@ -23,17 +23,17 @@ function draw(id, traces, layout) {
   const axis = { gridcolor: line, zerolinecolor: line, linecolor: line };
   const themed = { ...layout, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: text, size: 12 },
     modebar: { bgcolor: "rgba(0,0,0,0)", color: style.getPropertyValue("--quiet") }, template: {} };
-  for (const name of ["xaxis", "yaxis"]) themed[name] = { ...axis, ...(layout[name] || {}) };
+  for (const name of ["xaxis", "yaxis", "yaxis2"]) if (name !== "yaxis2" || layout[name]) themed[name] = { ...axis, ...layout[name] };
   return Plotly.react(id, traces, themed, {
     displaylogo: false, responsive: true, modeBarButtonsToRemove: ["lasso2d", "select2d", "sendChartToCloud"],
     showSendToCloud: false, plotlyServerURL: "", // what is on this page goes nowhere
   });
 }
 
-function offer(id, names, redraw) {
+function offer(id, names, chart) {
   const select = byId(id);
   for (const name of names) select.add(new Option(shorter(name, 60), name));
-  select.addEventListener("change", redraw);
+  select.addEventListener("change", () => drawAgain(chart));
 }
 
 function configOf(item) {
@@ -67,10 +67,41 @@ function blend(share) {
   return `rgb(${a.map((part, i) => Math.round(part + (b[i] - part) * weight)).join(",")})`;
 }
 
+const FEW = 10, MORE = 50; // how many of the best curves can be chosen
+const NAMED = "named";
+
+// The curves that are chosen, of those whose items the table shows.
+function chosenCurves() {
+  const { items, num_ranked } = story.curves;
+  const choice = byId("curve-items").value;
+  const ofTable = items.map((item, at) => ({ item, at })).filter(({ item }) => shownItems === null || shownItems.has(item));
+  if (choice === NAMED) {
+    const spans = byId("curve-numbers").value.split(/[\s,;]+/).map((span) => /^(\d+)(?:[-–](\d+))?$/.exec(span)).filter((span) => span !== null);
+    return ofTable.filter(({ item }) => spans.some(([, first, last]) => Number(first) <= item && item <= Number(last ?? first)));
+  }
+  const most = Number(choice);
+  return most < 0 ? ofTable.filter(({ at }) => at < num_ranked).slice(most) : ofTable.slice(0, most);
+}
+
+function offerItems() {
+  const { items, num_ranked, ranked_by } = story.curves, select = byId("curve-items");
+  const what = num_ranked ? "best" : "first", by = num_ranked ? ` by ${shorter(ranked_by, 40)}` : "";
+  for (const most of [FEW, MORE].filter((most) => most < items.length)) select.add(new Option(`the ${most} ${what}${by}`, most));
+  if (num_ranked > FEW) select.add(new Option(`the ${FEW} worst${by}`, -FEW));
+  select.add(new Option(`all ${items.length}`, items.length));
+  select.add(new Option("by item number", NAMED));
+  select.addEventListener("change", () => {
+    byId("curve-named").hidden = select.value !== NAMED;
+    drawAgain("curves");
+  });
+  byId("curve-numbers").addEventListener("input", () => drawAgain("curves"));
+  select.closest("label").hidden = items.length <= FEW; // all are drawn: the table is choice enough
+}
+
 function drawCurves() {
-  const { items, starts, columns } = story.curves;
+  const { starts, columns } = story.curves;
   const metric = byId("curve-metric").value, step = byId("curve-step").value, by = byId("curve-color").value;
-  const drawn = items.map((item, at) => ({ item, at })).filter(({ item }) => shownItems === null || shownItems.has(item));
+  const drawn = chosenCurves();
   const colors = colorsBy(by, drawn.map(({ item }) => item));
   const named = new Set();
   const traces = drawn.map(({ item, at }) => {
@@ -86,7 +117,7 @@ function drawCurves() {
     };
   });
   if (colors.bar !== null) traces.push(colorBar(by, colors.bar));
-  byId("curves-note").textContent = [byId("curves-note").dataset.always, drawn.length ? "" : "No item in the table has reported this."].join(" ").trim();
+  byId("curves-note").textContent = [byId("curves-note").dataset.always, drawn.length ? "" : "This page has no curve of a chosen item that the table shows."].join(" ").trim();
   draw("curves", traces, {
     height: 420, margin: { l: 10, r: 10, t: 20, b: 40 }, hovermode: "closest", legend: { title: { text: plain(shorter(by, 40)) } },
     xaxis: { title: { text: plain(step || "report") }, automargin: true },
@@ -164,33 +195,60 @@ function drawCoordinates() {
   else Plotly.purge("coordinates"); // a chart without a line has axes that are nowhere
 }
 
-function drawAll() {
+// --- when to draw: a chart takes up to a second, and most are below the window at first --------------------------------------------
+
+const charts = { curves: drawCurves, coordinates: drawCoordinates };
+for (const id of ["timeline", "concurrency", "gpus"]) charts[id] = () => draw(id, story[id].data, story[id].layout);
+const isDrawn = new Set();
+
+function drawFirst(id) {
+  if (isDrawn.has(id)) return;
+  isDrawn.add(id);
+  charts[id]();
+}
+
+function drawAgain(...ids) {
+  for (const id of ids) if (isDrawn.has(id)) charts[id]();
+}
+
+function begin() {
+  const script = document.createElement("script");
+  script.textContent = byId("plotly").textContent; // runs at once, unlike a script that the browser finds
+  document.head.append(script);
+  const there = Object.keys(charts).filter((id) => byId(id) !== null);
+  const watch = new IntersectionObserver((entries) => {
+    for (const { target } of entries.filter((entry) => entry.isIntersecting)) drawFirst(target.id);
+  }, { rootMargin: "300px" });
+  for (const id of there) watch.observe(byId(id));
+  addEventListener("beforeprint", () => there.forEach(drawFirst));
+}
+
+function useColors() {
   document.documentElement.classList.toggle("dark", systemIsDark.matches);
-  if (story.curves.metrics.length) drawCurves();
-  if (story.table.has_coordinates) drawCoordinates();
-  for (const id of ["timeline", "concurrency"]) if (story[id]) draw(id, story[id].data, story[id].layout);
+  drawAgain(...isDrawn);
 }
 
 function showItems(items) {
   shownItems = items;
-  if (story.curves.metrics.length) drawCurves();
-  if (story.table.has_coordinates) drawCoordinates();
+  drawAgain("curves", "coordinates");
 }
 
 if (story.curves.metrics.length) {
-  offer("curve-metric", story.curves.metrics, drawCurves);
+  offer("curve-metric", story.curves.metrics, "curves");
   const steps = [...story.curves.steps, "", ...story.curves.metrics];
-  offer("curve-step", steps, drawCurves);
+  offer("curve-step", steps, "curves");
   for (const option of byId("curve-step").options) if (option.value === "") option.text = "number of the report";
   const varying = ofKind("config").filter((name) => distinct(column[name].cells).length > 1);
   const colors = [...varying, story.table.number, "status", ...ofKind("value", "reported").filter((name) => column[name].is_numeric)];
-  offer("curve-color", colors, drawCurves);
-  byId("curve-log").addEventListener("change", drawCurves);
+  offer("curve-color", colors, "curves");
+  offerItems();
+  byId("curve-log").addEventListener("change", () => drawAgain("curves"));
 }
 if (story.table.has_coordinates) {
   const numeric = [...ofKind("value", "reported"), "duration_s"].filter((name) => column[name] && column[name].is_numeric);
-  offer("coordinates-metric", numeric.length ? numeric : [""], drawCoordinates);
+  offer("coordinates-metric", numeric.length ? numeric : [""], "coordinates");
   byId("coordinates-metric").closest("p").hidden = !numeric.length; // nothing has finished: there is no choice
 }
-systemIsDark.addEventListener("change", drawAll);
-drawAll();
+systemIsDark.addEventListener("change", useColors);
+useColors();
+addEventListener("load", () => requestAnimationFrame(() => setTimeout(begin))); // the table is painted first

@@ -2,6 +2,7 @@
 const text = DataTable.render.text().display;
 const short = (value) => (typeof value === "number" && !Number.isInteger(value) ? String(Number(value.toPrecision(5))) : String(value));
 const render = (value, type) => (value === null ? "" : type === "display" ? text(short(value)) : value);
+const renderError = (value, type) => (value !== null && type === "display" ? `<div class="error">${text(value)}</div>` : render(value, type));
 const about = story.table.columns, cells = story.table.cells;
 const statusAt = about.findIndex(({ name, kind }) => name === "status" && kind === "run");
 
@@ -10,9 +11,11 @@ for (const { name } of about) headings.append(Object.assign(document.createEleme
 
 const table = new DataTable("#items", {
   data: cells[0].map((_, row) => cells.map((column) => column[row])),
-  columns: about.map(({ kind, is_numeric }, i) => ({
-    data: i, className: kind + (i === 0 ? " mark" : ""), type: is_numeric ? "num" : "string", render,
-  })),
+  columns: about.map(({ name, kind, is_numeric }, i) => {
+    const isError = kind === "run" && name === "error";
+    const className = [kind, ...(i === 0 ? ["mark"] : []), ...(isError ? ["message"] : [])].join(" ");
+    return { data: i, className, type: is_numeric ? "num" : "string", render: isError ? renderError : render };
+  }),
   columnControl: [{ target: 1, content: ["search"] }],
   titleRow: 0,
   order: [],
