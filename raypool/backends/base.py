@@ -83,16 +83,11 @@ class Backend(Protocol):
     def devices(self) -> list[NodeDevices]:
         """Return the GPUs of the machines that have workers, within seconds; from any thread."""
 
-<<<<<<< HEAD
     def node_of(self, place: int) -> str | None:
         """Return the node of a place; None if there is only this machine."""
 
-    def gpu_memory(self, take: Callable[[dict[int, GpuMemory]], object]) -> None:
-        """Pass the latest GPU memory use, by worker, to `take`; from any thread.
-=======
     def gpu_readings(self, take: Callable[[NodeGpus], object]) -> None:
         """Pass the last readings of the workers' GPUs to `take`; from any thread.
->>>>>>> main
 
         `take` is called in another thread, once for each machine with GPUs that answers.
         """

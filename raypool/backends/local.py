@@ -148,15 +148,11 @@ class InlineBackend:
             )
         ]
 
-<<<<<<< HEAD
     def node_of(self, place: int) -> str | None:
         """Return None: there is only this machine."""
         return None
 
-    def gpu_memory(self, take: Callable[[dict[int, GpuMemory]], object]) -> None:
-=======
     def gpu_readings(self, take: Callable[[NodeGpus], object]) -> None:
->>>>>>> main
         """Do nothing: nobody knows which GPU a worker uses."""
 
     def _way_of_own(self) -> ExchangeClient:
