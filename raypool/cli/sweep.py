@@ -236,10 +236,10 @@ def show(run_dir: Path, sort: str | None, top: int | None, **options: Any) -> No
     default (--top changes that); files and JSON have all rows.
     """
     from raypool.journal.reading import load_results
-    from raypool.results import ranked
+    from raypool.results import collector_paused, ranked
     from raypool.views import tables
 
-    with errors_said():
+    with errors_said(), collector_paused():
         frame = load_results(run_dir).to_frame()
         if options["is_failed"]:
             frame = frame[frame["status"] == "failed"]
@@ -247,22 +247,22 @@ def show(run_dir: Path, sort: str | None, top: int | None, **options: Any) -> No
             frame = ranked(frame, sort)
         usual = tables.columns_of(frame) + ["error"] * options["is_failed"]
         chosen = _named(frame, options["columns"])
-    if top is not None:
-        frame = frame.head(top)
-    everything = frame[chosen or [*frame]]
-    files = {name: options[name] for name in ("csv", "parquet") if options[name] is not None}
-    for kind, path in files.items():
-        try:
-            getattr(tables.as_file_columns(everything), f"to_{kind}")(path)
-        except (OSError, ImportError) as error:
-            raise click.ClickException(f"{path} could not be written: {error}.") from error
-    if options["is_json"]:
-        echo(tables.sweep_as_json(everything))
-    elif not files:
-        shown = frame.head(top or MOST_ROWS)
-        tables.show(tables.sweep_as_table(shown[chosen or usual]))
-        if rest := len(frame) - len(shown):
-            echo(f"and {rest:,} more: --top {len(frame)} shows all.", err=True)
+        if top is not None:
+            frame = frame.head(top)
+        everything = frame[chosen or [*frame]]
+        files = {name: options[name] for name in ("csv", "parquet") if options[name] is not None}
+        for kind, path in files.items():
+            try:
+                getattr(tables.as_file_columns(everything), f"to_{kind}")(path)
+            except (OSError, ImportError) as error:
+                raise click.ClickException(f"{path} could not be written: {error}.") from error
+        if options["is_json"]:
+            echo(tables.sweep_as_json(everything))
+        elif not files:
+            shown = frame.head(top or MOST_ROWS)
+            tables.show(tables.sweep_as_table(shown[chosen or usual]))
+            if rest := len(frame) - len(shown):
+                echo(f"and {rest:,} more: --top {len(frame)} shows all.", err=True)
 
 
 def _named(frame: pd.DataFrame, columns: str | None) -> list[str]:

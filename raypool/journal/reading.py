@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import operator
 import os
 import pickle
 import shutil
@@ -96,11 +97,18 @@ def _load(folder: Path) -> Results[Any]:
     contents = read_contents(folder)
     entries = entries_of(contents)
     items = _opened(folder, [(entry.key, entry.item) for entry in entries])
-    places: list[tuple[str, StoredAt | None]] = []
-    for key, _, stored in entries:
-        is_finished = stored is not None and stored.status == "finished"
-        places.append((key, StoredAt(*stored[5:10]) if stored and is_finished else None))
-    values = _opened(folder, places)
+    values = _opened(
+        folder,
+        [
+            (
+                key,
+                StoredAt._make(stored[5:10])
+                if stored is not None and stored.status == "finished"
+                else None,
+            )
+            for key, _, stored in entries
+        ],
+    )
     unreadable = {index for index, value in enumerate(values) if type(value) is Damaged}
     if unreadable:
         first = values[min(unreadable)]
@@ -166,10 +174,8 @@ def _opened(folder: Path, places: Sequence[tuple[str, StoredAt | None]]) -> list
 
 def entries_of(contents: Contents) -> list[ItemRecord]:
     """Return the items of the newest call in its order, then the others."""
-    newest: dict[str, Stored] = {}
-    for row in sorted(contents["attempts"], key=lambda row: (row[2], row[0])):
-        if row[4] in ("finished", "failed"):
-            newest[row[1]] = Stored._make(row)
+    outcomes = map(Stored._make, sorted(contents["attempts"], key=operator.itemgetter(2, 0)))
+    newest = {stored.key: stored for stored in outcomes if stored.status in ("finished", "failed")}
     items = {row[0]: row for row in contents["items"]}
     numbers = dict.fromkeys(positions_of(contents, newest_run(contents)).values())
     ordered = [
@@ -177,7 +183,7 @@ def entries_of(contents: Contents) -> list[ItemRecord]:
         for number in [*numbers, *(number for number in items if number not in numbers)]
         if number in items
     ]
-    known = {row[1]: StoredAt(*row[3:8]) for row in ordered}
+    known = {row[1]: StoredAt._make(row[3:8]) for row in ordered}
     return [
         ItemRecord(key, known.get(key), newest.get(key)) for key in dict.fromkeys([*known, *newest])
     ]

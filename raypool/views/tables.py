@@ -16,7 +16,6 @@ from rich import filesize
 from rich.table import Table
 from rich.text import Text
 
-from raypool.cluster.machines import Catalogue, one_of
 from raypool.views.console import SafeConsole
 from raypool.views.drawing import number_column
 from raypool.views.words import describe_item, one_line
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
+    from raypool.cluster.machines import Catalogue
     from raypool.journal.reading import RunSummary
 
 # --- sweeps ---------------------------------------------------------------------------------------
@@ -185,6 +185,8 @@ def runs_as_json(summaries: Sequence[RunSummary]) -> str:
 
 def machines_as_table(catalogue: Catalogue, gpu: str | None) -> Table:
     """Return a table of machines; `gpu` selects those that can have GPUs of this kind."""
+    from raypool.cluster.machines import one_of  # here: tables of sweeps do not need its YAML
+
     table = Table(box=None, pad_edge=False)
     for heading in ("machine", "vCPUs", "memory", "GPUs"):
         table.add_column(heading, justify="right" if heading in ("vCPUs", "memory") else "left")
