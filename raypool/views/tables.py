@@ -132,15 +132,16 @@ def _cell(value: Any) -> Text:
 
 # --- saved runs -----------------------------------------------------------------------------------
 #
-#     run       function     items  finished  failed  state     started           size
-#     digits/a  train.main      24        23       1  finished  2026-11-26 09:12  1.2 MiB
+#     run       function    items  state                              started              size
+#     digits/a  train.main     24  finished, 1 failed                 2026-11-26 09:12   1.2 MB
+#     digits/b  train.main     24  stopped after 12 of 24, 2 failed   2026-11-25 18:40  590.1 kB
 
 
 def runs_as_table(summaries: Sequence[RunSummary], folder: Path) -> Table:
     """Return a table of saved runs, each by its path from a folder."""
     table = Table(box=None, pad_edge=False)
-    for heading in ("run", "function", "items", "finished", "failed", "state", "started", "size"):
-        is_right = heading in ("items", "finished", "failed", "size")
+    for heading in ("run", "function", "items", "state", "started", "size"):
+        is_right = heading in ("items", "size")
         table.add_column(heading, justify="right" if is_right else "left", no_wrap=True)
     for run in summaries:
         started = datetime.fromtimestamp(run.started_at).astimezone()
@@ -148,8 +149,6 @@ def runs_as_table(summaries: Sequence[RunSummary], folder: Path) -> Table:
             Text(one_line(os.path.relpath(run.folder, folder))),
             Text(one_line(run.function)),
             f"{run.items:,}",
-            f"{run.finished:,}",
-            Text(f"{run.failed:,}", style="red" if run.failed else ""),
             _state(run),
             f"{started:%Y-%m-%d %H:%M}",
             filesize.decimal(run.num_bytes),
@@ -157,10 +156,15 @@ def runs_as_table(summaries: Sequence[RunSummary], folder: Path) -> Table:
     return table
 
 
-def _state(run: RunSummary) -> str:
+def _state(run: RunSummary) -> Text:
+    done = run.finished + run.failed
     if run.is_running:
-        return "running"
-    return "finished" if run.finished == run.items else "incomplete"
+        state = Text(f"running, {done:,} of {run.items:,} done")
+    elif done == run.items:
+        state = Text("finished")
+    else:  # Ctrl-C, a crash, or the first failure: the journal does not say which
+        state = Text(f"stopped after {done:,} of {run.items:,}")
+    return state.append(f", {run.failed:,} failed", style="red") if run.failed else state
 
 
 def runs_as_json(summaries: Sequence[RunSummary]) -> str:
