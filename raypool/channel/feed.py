@@ -12,6 +12,7 @@ import math
 import os
 import pickle
 import sys
+import tempfile
 import threading
 import weakref
 from collections import deque
@@ -59,8 +60,6 @@ class TemporaryFile:
     """A file without a name, written at its end; it goes with the last piece that is held."""
 
     def __init__(self) -> None:
-        import tempfile
-
         self.file = tempfile.TemporaryFile(prefix="raypool-", buffering=0)  # noqa: SIM115
         weakref.finalize(self, self.file.close)
         self.size = 0
