@@ -7,6 +7,7 @@ import itertools
 import os
 import shlex
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -145,19 +146,29 @@ def _show_best(results: Results[Any], run_dir: str) -> None:
     from raypool.results import best_first
     from raypool.views import tables
 
-    frame = results.to_frame()
+    is_short = len(results) <= FEW_ROWS
+    frame, metric = (results.to_frame(), None) if is_short else best_first(results)
     columns = tables.columns_of(frame)
-    if len(frame) <= FEW_ROWS:
-        tables.show(tables.sweep_as_table(frame[columns]))
-        return
-    frame, metric = best_first(results)
-    which = f"The first {FEW_ROWS}" if metric is None else f"The {FEW_ROWS} best by {metric}"
-    tables.show(tables.sweep_as_table(frame[columns].head(FEW_ROWS)))
-    echo(
-        f"{which}, of {len(frame):,} items. {shlex.join(['raypool', 'show', run_dir])} shows the"
-        " others.",
-        err=True,
-    )
+    kept = () if metric is None else (metric,)
+    _show_fitting(frame[columns].head(FEW_ROWS), kept)
+    if not is_short:
+        which = f"The first {FEW_ROWS}" if metric is None else f"The {FEW_ROWS} best by {metric}"
+        echo(
+            f"{which}, of {len(frame):,} items. {shlex.join(['raypool', 'show', run_dir])} shows"
+            " the others.",
+            err=True,
+        )
+
+
+def _show_fitting(frame: pd.DataFrame, kept: Collection[str]) -> None:
+    """Print a table of results; in a narrow terminal some columns are left out, not these."""
+    from raypool.results import RUN_COLUMNS
+    from raypool.views import tables
+
+    names = sorted(map(str, frame), key=RUN_COLUMNS.__contains__)
+    leaving = [name for name in names[::-1] if name not in kept]
+    if left_out := tables.show_sweep(frame, leaving):
+        echo(f"The terminal is too narrow for {', '.join(left_out[::-1])}.", err=True)
 
 
 def _say_failures(errors: dict[int, BaseException], items: list[Config], run_dir: str) -> None:
@@ -207,7 +218,7 @@ def ls(folder: Path, is_json: bool) -> None:
     if is_json:
         echo(tables.runs_as_json(summaries))
     elif summaries:
-        tables.show(tables.runs_as_table(summaries, folder))
+        tables.show_runs(summaries, folder)
     else:
         echo(f"There is no saved run below {folder}.", err=True)
 
@@ -245,7 +256,9 @@ def show(run_dir: Path, sort: str | None, top: int | None, **options: Any) -> No
             frame = frame[frame["status"] == "failed"]
         if sort is not None:
             frame = ranked(frame, sort)
-        usual = tables.columns_of(frame) + ["error"] * options["is_failed"]
+        usual = tables.columns_of(frame)
+        if options["is_failed"]:
+            usual = [name for name in usual if name != "status"] + ["error"]
         chosen = _named(frame, options["columns"])
         if top is not None:
             frame = frame.head(top)
@@ -260,7 +273,8 @@ def show(run_dir: Path, sort: str | None, top: int | None, **options: Any) -> No
             echo(tables.sweep_as_json(everything))
         elif not files:
             shown = frame.head(top or MOST_ROWS)
-            tables.show(tables.sweep_as_table(shown[chosen or usual]))
+            kept = chosen or ["error", (sort or "").removeprefix("-")]
+            _show_fitting(shown[chosen or usual], kept)
             if rest := len(frame) - len(shown):
                 echo(f"and {rest:,} more: --top {len(frame)} shows all.", err=True)
 
