@@ -115,12 +115,12 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
                 )
         except KeyboardInterrupt as interrupt:
             if (partial := getattr(interrupt, "results", None)) is None:
-                echo("Interrupted before anything had begun.", err=True)
+                echo("Interrupted before any item ran.", err=True)
             else:
                 finished = int((partial.to_frame()["status"] == "finished").sum())
                 echo(
-                    f"Interrupted: {finished} of {len(items)} have finished, and are kept in"
-                    f" {run_dir}. The same command goes on from there.",
+                    f"Interrupted: {finished} of {len(items)} items finished; their results are in"
+                    f" {run_dir}. Run the same command again to continue from there.",
                     err=True,
                 )
             raise SystemExit(INTERRUPTED) from None
@@ -134,8 +134,8 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
     _say_failures(results.errors, items, run_dir)
     num_failed = len(results.errors)
     echo(
-        f"{len(items) - num_failed} of {len(items)} finished, {num_failed} failed. The run is in"
-        f" {run_dir}.",
+        f"{len(items) - num_failed} of {len(items)} finished, {num_failed} failed. The results"
+        f" are in {run_dir}.",
         err=True,
     )
     raise SystemExit(1 if num_failed else 0)
@@ -213,14 +213,14 @@ def ls(folder: Path, is_json: bool) -> None:
         try:
             summaries.append(summary_of(run))
         except JournalError as error:
-            echo(f"{run} is left out: {error}", err=True)
+            echo(f"{run} was skipped: {error}", err=True)
     summaries.sort(key=lambda summary: summary.started_at, reverse=True)
     if is_json:
         echo(tables.runs_as_json(summaries))
     elif summaries:
         tables.show_runs(summaries, folder)
     else:
-        echo(f"There is no saved run below {folder}.", err=True)
+        echo(f"There are no saved runs below {folder}.", err=True)
 
 
 @click.command()

@@ -217,10 +217,10 @@ class Engine:
         found = generators_of(fn)
         if found:
             logger.warning(
-                "%s draws from %s, and each worker has its own copy of that: items on different"
-                " workers get the same random numbers, and the next run gives others. Use parfor"
-                " with seed=0, which seeds it for each item, or make the generator in the function,"
-                " from its item.",
+                "%s draws from %s, and each worker has its own copy of it: items on different"
+                " workers get the same random numbers, and the next run gets others. Use parfor"
+                " with seed=0, which seeds it for each item, or create the generator in the"
+                " function, from its item.",
                 name,
                 ", ".join(
                     dict.fromkeys(f"the generator {generator.name}".rstrip() for generator in found)
@@ -276,7 +276,7 @@ class Engine:
         self.driver.arrivals.let_go(failed)  # they are tried again: what becomes of that is news
         for place, why in failed.items():
             logger.warning(
-                "Worker %d did not start: %s. The pool has %d.",
+                "Worker %d did not start: %s. The number of workers is %d.",
                 place,
                 why,
                 self.driver.scheduler.workers.size,

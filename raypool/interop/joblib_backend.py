@@ -767,8 +767,8 @@ class PoolSource:
     def note_forked(self) -> None:
         """Warn that everything runs in turn, as joblib's own backends do in such a process."""
         warnings.warn(
-            "Loops on raypool cannot run in a process that was forked from one that uses Ray, or"
-            " from the one with the pool: setting n_jobs=1. Start the process by spawn, or use"
+            "raypool cannot run joblib's calls in a process that was forked from one that uses"
+            " Ray or has the pool: setting n_jobs=1. Start the process with spawn, or use"
             " joblib's threading backend in it.",
             stacklevel=_level_of_the_user(),
         )
@@ -778,8 +778,8 @@ class PoolSource:
         if not self._has_noted:  # no error: no result depends on it
             self._has_noted = True
             warnings.warn(
-                f"n_jobs={n_jobs} is more than the number of workers that the pool has, {size}: all"
-                " of them are used. Open the pool with more, or leave n_jobs out.",
+                f"n_jobs={n_jobs} is more than the pool's number of workers, {size}: all of them"
+                " are used. Open a larger pool, or leave out n_jobs.",
                 stacklevel=_level_of_the_user(),
             )
 

@@ -167,7 +167,9 @@ class Journal:
                     try:
                         place = put_away(item, "item", self.folder(key))
                     except SerializationError as error:
-                        logger.warning("Item %s cannot be stored, its outcome can: %s", key, error)
+                        logger.warning(
+                            "Item %s cannot be saved, but its result can: %s", key, error
+                        )
                         place = NOWHERE
                     items.append((known, key, self.run, *place))
                 positions.append((position, known))
@@ -338,7 +340,7 @@ class Journal:
         """
         # another program took this process for gone, and has merged and removed the log
         logger.warning(
-            "Another program has removed the log of %s, which is in use; it is opened again.",
+            "Another program removed the log of %s, which is in use; the journal is reopened.",
             self._database,
         )
         self._log = NO_LOG
@@ -424,9 +426,9 @@ def check_held(folder: Path, contents: Contents, source: FunctionSource | None) 
         )
     if known.held is not None and source.held is not None and known.held != source.held:
         logger.warning(
-            "%s holds other values (in a partial, a closure, defaults, or the object that it"
-            " belongs to) than when %s was made, or is another lambda. What is there stays as it"
-            " is: rerun='all' or another folder gives new results.",
+            "%s holds other values (in a partial, a closure, defaults, or its object) than when"
+            " %s was written, or is another lambda. Saved results are kept: rerun='all' or"
+            " another folder gives new ones.",
             source.function,
             folder,
         )

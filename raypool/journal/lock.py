@@ -87,7 +87,7 @@ class RunLock:
                     run_dir=str(folder),
                 ) from None
             logger.warning(
-                "%s cannot be locked (%s): make sure that nobody else uses it.",
+                "%s cannot be locked (%s): make sure that no other process uses it.",
                 folder,
                 error.strerror,
             )

@@ -171,8 +171,8 @@ def _checked(connection: sqlite3.Connection, rest: bytes) -> Contents:
         _append_found(connection, contents, rest)
         if is_cut(rest, num_frames):
             logger.warning(
-                "The log of the journal is damaged near its end: what was written last may be lost,"
-                " and runs again."
+                "The log of the journal is damaged near its end: the last results may be lost,"
+                " and their items run again."
             )
     return contents
 
@@ -214,7 +214,7 @@ def _append_found(connection: sqlite3.Connection, contents: Contents, rest: byte
     contents.update(both)
     if sum(lost.values()):
         logger.warning(
-            "The log of the journal is damaged: %s. What they were about runs again.",
+            "The log of the journal is damaged: %s. The items concerned run again.",
             what_is_lost(lost),
         )
 
@@ -269,11 +269,11 @@ def what_is_left(path: Path, data: bytes, contents: Contents) -> str:
     # in SQLite's header: the size of a page, and the number of pages
     page, pages = int.from_bytes(data[16:18], "big"), int.from_bytes(data[28:32], "big")
     if not data.startswith(b"SQLite format 3\0"):
-        cause = "its beginning is not that of a journal"
+        cause = "it does not begin like a journal"
     elif len(data) < page * pages:
-        cause = f"it was cut off, {len(data):,} of {page * pages:,} bytes are there"
+        cause = f"it was cut off after {len(data):,} of {page * pages:,} bytes"
     else:
-        cause = "not all in it is what was written"
+        cause = "parts of it have changed"
     return (
         f"{path} is damaged ({cause}): {count:,} results of {len(contents['items']):,} items could"
         f" be read, {what_is_lost(lost_of(contents))}."
@@ -350,9 +350,7 @@ def _salvaged(folder: Path, rest: bytes) -> tuple[sqlite3.Connection, Contents]:
     temporary.replace(folder / SALVAGED)
     sync_folder(folder)
     _finish_salvage(folder)
-    logger.warning(
-        "%s What is missing runs again. The damaged file is kept as %s.", said, kept.name
-    )
+    logger.warning("%s Missing items run again. The damaged file is kept as %s.", said, kept.name)
     return connect(path), contents
 
 

@@ -113,7 +113,7 @@ def _load(folder: Path) -> Results[Any]:
     if unreadable:
         first = values[min(unreadable)]
         logger.warning(
-            "%s of %s values cannot be had back; a call with this run_dir runs them again. %s",
+            "%s of %s values cannot be read; a call with this run_dir runs their items again. %s",
             len(unreadable),
             len(values),
             first,
@@ -330,8 +330,8 @@ def _left(path: Path) -> Contents:
         )
     said = what_is_left(path, data, found)
     logger.warning(
-        "%s Call parfor with this run_dir again: it keeps the damaged file, and runs what is"
-        " missing.",
+        "%s Call parfor with this run_dir again: it keeps the damaged file and runs the missing"
+        " items.",
         said,
     )
     return found
@@ -432,8 +432,7 @@ def _feed_of(folder: Path, keys: Sequence[str]) -> Feed:
     if lost:
         count, first = sum(lost.values()), next(iter(lost))
         logger.warning(
-            "Reports of items that were cut off or changed, and are left out (lines): %s, the first"
-            " in %s.",
+            "Lines with reports of items are damaged and were left out: %s, the first in %s.",
             count,
             first,
         )

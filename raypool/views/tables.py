@@ -303,8 +303,8 @@ def _choices(catalogue: Catalogue, gpu: str | None) -> dict[str, dict[str, tuple
 
 
 NO_GPU = (
-    "No GPU: no NVIDIA driver answers, and Ray knows of no other maker's. Pools run on this"
-    " machine's cores. If there is a GPU in it, nvidia-smi says what keeps its driver from working."
+    "No GPU found: no NVIDIA driver responds, and Ray knows no GPU of another vendor. Pools run"
+    " on CPU cores. If this machine has a GPU, nvidia-smi says why its driver does not work."
 )
 
 UNKNOWN = "unknown"
@@ -355,20 +355,18 @@ def legend(frame: pd.DataFrame, environ: Mapping[str, str]) -> str:
     selected = frame["is_selected"]
     if selected.isna().any():
         return (
-            f"? is not known to be visible here: {said or 'the environment'} does not say which"
+            f"? may be visible here or not: {said or 'the environment'} does not say which GPUs"
             " these are."
         )
     if not selected.any():
         return (
-            f"None of them is visible here, by {said or 'the environment'}: change it, and start"
-            " anew whatever uses GPUs."
+            f"None of them is visible here: {said or 'the environment'} hides them. Change that,"
+            " and restart the programs that use GPUs."
         )
     if said:
-        return f"* is visible here, by {said}."
+        return f"* is visible here, because of {said}."
     return "* is visible here: " + (
-        "all are."
-        if selected.all()
-        else "of a GPU that is divided, one instance, and then no other GPU."
+        "all are." if selected.all() else "one instance of a divided GPU (MIG), and no other GPU."
     )
 
 

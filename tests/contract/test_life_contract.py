@@ -181,7 +181,7 @@ def test_a_teardown_that_hangs_is_given_up(
     with make_pool(1, teardown=gate.wait) as pool:
         assert pool.parfeval(abs, -1).result(300) == 1
     assert "worker 0" in caplog.text
-    assert "had not ended after 0.5 s" in caplog.text
+    assert "did not end within 0.5 s" in caplog.text
     gate.open()
 
 

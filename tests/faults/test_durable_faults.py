@@ -246,7 +246,7 @@ def test_ctrl_c_leaves_what_was_done_and_says_so(
     assert done.returncode == 0, done.stderr
     assert lines[0] == "[0, -1, -2, None, None, None]"
     assert (
-        f"and in {tmp_path / 'run'}: the same call goes on from there" in lines[1]
+        f"and in {tmp_path / 'run'}: run the same call again to continue from there" in lines[1]
         or profile == "inline"
     )
     assert lines[-1] == "[0, -1, -2, -3, -4, -5]"
@@ -379,7 +379,7 @@ def test_an_error_while_the_disk_is_full_says_what_is_not_kept(
 
     notes = " ".join(caught.value.__notes__)
     assert "could not be written to" in notes
-    assert "goes on from there" not in notes
+    assert "to continue from there" not in notes
     num_there = num_finished(small_disk / "run")
     num_had = sum(value is not None for value in caught.value.results)  # type: ignore[attr-defined]
     assert num_there < num_had

@@ -81,13 +81,13 @@ def test_the_state_of_a_run_that_goes_on_or_was_stopped(tmp_path: Path) -> None:
 
 
 def test_what_is_no_run_is_said(saved: Path, tmp_path: Path) -> None:
-    assert "no saved run below" in raypool("ls", str(tmp_path)).stderr
+    assert "no saved runs below" in raypool("ls", str(tmp_path)).stderr
     shutil.copytree(saved / "older", tmp_path / "good")
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "journal.sqlite").touch()
     done = raypool("ls", str(tmp_path))
     assert "good" in done.stdout
-    assert f"{tmp_path / 'bad'} is left out: " in done.stderr
+    assert f"{tmp_path / 'bad'} was skipped: " in done.stderr
     for place in (tmp_path, tmp_path / "bad"):
         done = raypool("show", str(place))
         assert done.exit_code == 2

@@ -445,7 +445,7 @@ def test_a_log_that_is_removed_in_the_midst_costs_nothing(tmp_path, caplog):
             {"attempts": [(2, *to_row(Outcome("b", 1, "finished", value=2), 1, tmp_path))]}
         )
     assert list(load_results(tmp_path)) == [1, 2]
-    assert "is opened again" in caplog.text
+    assert "is reopened" in caplog.text
 
 
 def multiply(x: int, by: int = 2) -> int:
