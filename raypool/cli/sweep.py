@@ -180,7 +180,7 @@ def _say_failures(errors: dict[int, BaseException], items: list[Config], run_dir
         echo(what + _hint(error, items[index]), err=True, color="red")
         echo(f"  {shlex.join(['raypool', 'replay', run_dir, str(index), '--debug'])}", err=True)
     if len(errors) > MOST_FAILURES:
-        echo(f"and {len(errors) - MOST_FAILURES:,} more failures: --json prints all.", err=True)
+        echo(f"and {len(errors) - MOST_FAILURES:,} more failures: --json prints them all.", err=True)
 
 
 def _hint(error: BaseException, config: Config) -> str:
@@ -244,7 +244,8 @@ def show(run_dir: Path, sort: str | None, top: int | None, **options: Any) -> No
     """Show the table of a saved run, which may still be running.
 
     RUN_DIR is the folder given to `raypool sweep` or parfor. On a terminal the table has 50 rows by
-    default (--top changes that); files and JSON have all rows.
+    default (--top changes that), and the columns that fit. Pipes, files and JSON have all columns,
+    files and JSON also all rows.
     """
     from raypool.journal.reading import load_results
     from raypool.results import collector_paused, ranked
@@ -276,7 +277,7 @@ def show(run_dir: Path, sort: str | None, top: int | None, **options: Any) -> No
             kept = chosen or ["error", (sort or "").removeprefix("-")]
             _show_fitting(shown[chosen or usual], kept)
             if rest := len(frame) - len(shown):
-                echo(f"and {rest:,} more: --top {len(frame)} shows all.", err=True)
+                echo(f"and {rest:,} more: --top {len(frame)} shows them all.", err=True)
 
 
 def _named(frame: pd.DataFrame, columns: str | None) -> list[str]:

@@ -97,7 +97,7 @@ def test_what_is_no_run_is_said(saved: Path, tmp_path: Path) -> None:
 def test_the_table_of_a_run() -> None:
     done = raypool("show", "deep/newer")
     assert len(done.stdout.splitlines()) == 51
-    assert "and 10 more: --top 60 shows all." in done.stderr
+    assert "and 10 more: --top 60 shows them all." in done.stderr
     assert len(rows("show", "deep/newer", "--top", "60")) == 61
     best = rows("show", "deep/newer", "--sort", "loss", "--top", "3", "--columns", "lr,loss")
     assert best == [["item", "lr", "loss"], ["5", "5", "0"], ["4", "4", "1"], ["6", "6", "1"]]

@@ -188,7 +188,7 @@ def test_many_failures_are_counted(folder: Path) -> None:
     (folder / "many.csv").write_text("width\n" + "36\n" * 60)
     done = sweep("train", "many.csv")
     assert done.stderr.count("Failed: ") == 20
-    assert "and 40 more failures: --json prints all." in done.stderr
+    assert "and 40 more failures: --json prints them all." in done.stderr
     assert len(done.stdout.splitlines()) == 11
     assert "The first 10, of 60 items. raypool show run shows the others." in done.stderr
 
