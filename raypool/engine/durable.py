@@ -97,7 +97,7 @@ class DurableLoop(LoopWork):
             self._stored = {} if self._rerun == "all" else self._journal.stored()
         except OSError as error:
             raise JournalError(
-                f"{self.run_dir} cannot be written: {error}. Make room on that disk, or give"
+                f"{self.run_dir} cannot be written: {error}. Free some space on that disk, or use"
                 " another folder.",
                 run_dir=str(self.run_dir),
             ) from error

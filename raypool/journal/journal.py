@@ -395,14 +395,14 @@ def check_same(folder: Path, contents: Contents, function: str, seed: int | None
     known_seed = json.loads(known_seed)
     if known_function != function[:MAX_TEXT_BYTES]:
         raise JournalError(
-            f"{folder} holds what became of {known_function}; this call is for {function}. Give"
-            " each function its own folder.",
+            f"{folder} belongs to {known_function}; this call runs {function}. Use a folder of"
+            " its own for each function.",
             run_dir=str(folder),
         )
     if known_seed != seed:
         raise JournalError(
             f"{folder} was made with seed={known_seed}; this call has seed={seed}, which gives"
-            f" other values. Give seed={known_seed}, or another folder.",
+            f" other results. Use seed={known_seed}, or another folder.",
             run_dir=str(folder),
         )
 
@@ -419,9 +419,9 @@ def check_held(folder: Path, contents: Contents, source: FunctionSource | None) 
     known = FunctionSource.from_text(texts[-1])
     if known.given is not None and source.given is not None and known.given != source.given:
         raise JournalError(
-            f"{folder} was made by {source.function} with {known.words or 'no arguments'} given by"
-            f" functools.partial; this call gives it {source.words or 'none'}. Give another folder;"
-            " load_results reads what is in this one.",
+            f"{folder} was made by {source.function} with {known.words or 'no arguments'} from"
+            f" functools.partial; this call passes {source.words or 'none'}. Use another folder;"
+            " load_results still reads this one.",
             run_dir=str(folder),
         )
     if known.held is not None and source.held is not None and known.held != source.held:

@@ -112,8 +112,8 @@ def cannot_write(folder: Path, error: Exception) -> JournalError:
     """Return the error for a journal that cannot be written."""
     reason = getattr(error, "strerror", None) or error
     return JournalError(
-        f"The journal in {folder} cannot be written ({reason}). Make room, or give a folder that"
-        " belongs to you.",
+        f"The journal in {folder} cannot be written ({reason}). Free some space, or use a folder"
+        " that belongs to you.",
         run_dir=str(folder),
     )
 
@@ -260,7 +260,7 @@ def what_is_lost(lost: dict[str, int]) -> str:
     counts = [(lost["attempts"], "results"), (lost["items"], "items")]
     counts.append((lost["orders"] + lost["runs"], "other records"))
     said = " and ".join(f"{count:,} {name}" for count, name in counts if count)
-    return f"at least {said} are lost" if said else "how many are lost is not known"
+    return f"at least {said} are lost" if said else "the number of lost ones is unknown"
 
 
 def what_is_left(path: Path, data: bytes, contents: Contents) -> str:
@@ -288,7 +288,7 @@ def lost_with_log(folder: Path, noted: int, contents: Contents) -> str | None:
     return (
         f"{lost:,} of {noted:,} results of the run in {folder} are lost: the log of its journal,"
         f" {DATABASE}-wal, is missing or was cut off. If the folder is a copy, copy the log too;"
-        " else call parfor with this run_dir again, which runs them again."
+        " otherwise call parfor with this run_dir again to rerun their items."
     )
 
 
@@ -313,7 +313,7 @@ def rescued(path: Path, data: bytes, rest: bytes) -> Contents:
         )
     if not any(contents.values()) and not is_ours and _is_sound(data, path):
         raise JournalError(
-            f"{path} is not a journal of raypool's. Give another folder.", run_dir=str(path.parent)
+            f"{path} is not a raypool journal. Use another folder.", run_dir=str(path.parent)
         )
     return contents
 

@@ -274,7 +274,7 @@ def read_contents(folder: Path) -> Contents:
         if noted or (folder / "items").exists():
             raise JournalError(
                 f"0 results could be read: {path} is missing or empty, but there was a run in this"
-                " folder. If it is a copy, copy the journal too; else call parfor with this"
+                " folder. If it is a copy, copy the journal too; otherwise call parfor with this"
                 " run_dir again, which runs all items.",
                 run_dir=str(folder),
             )

@@ -222,7 +222,7 @@ def test_idle_workers_end_and_are_started_again(
             "before the pool ends what still runs"
         )
     line = (
-        "raypool: idle; 2 workers have ended, and their memory is free; the next call starts them"
+        "raypool: idle; 2 workers have exited and freed their memory; the next call starts them"
         " again"
     )
     assert capfd.readouterr().out.count(line) == (1 if make_pool.is_in_processes else 0)

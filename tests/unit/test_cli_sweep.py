@@ -266,9 +266,8 @@ def test_the_folder_of_another_sweep_is_wrong_use(folder: Path) -> None:
     assert sweep("train", "good.csv").exit_code == 0
     done = sweep("other", "good.csv")
     assert done.exit_code == 2
-    assert (
-        "holds what became of module_of_sweep.train; this call is for module_of_sweep.other"
-        in " ".join(done.stderr.split())
+    assert "belongs to module_of_sweep.train; this call runs module_of_sweep.other" in " ".join(
+        done.stderr.split()
     )
     assert len(load_results("run")) == 2
 

@@ -218,8 +218,8 @@ NO_YAML = [
     ("- a: 1\n- b: \x07\n", "line 2: this is not valid YAML: the character 0x07 is not allowed"),
     ("- a: 1\n- lr: 0.1\n  lr: 0.2\n", "line 2: the name 'lr' appears twice"),
     ("- net: {width: 8, width: 16}\n", "line 1: the name 'width' appears twice"),
-    ("[" * 100_000, "is not YAML: maximum recursion depth"),
-    ("- lr: !!int ten\n", "is not YAML: invalid literal for int"),
+    ("[" * 100_000, "is not valid YAML: maximum recursion depth"),
+    ("- lr: !!int ten\n", "is not valid YAML: invalid literal for int"),
     ("[]\n", "contains no configurations"),
     ("# nothing\n", "contains no configurations"),
 ]
