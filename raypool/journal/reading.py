@@ -184,9 +184,8 @@ def entries_of(contents: Contents) -> list[ItemRecord]:
         if number in items
     ]
     known = {row[1]: StoredAt._make(row[3:8]) for row in ordered}
-    return [
-        ItemRecord(key, known.get(key), newest.get(key)) for key in dict.fromkeys([*known, *newest])
-    ]
+    keys = list(dict.fromkeys([*known, *newest]))
+    return list(map(ItemRecord, keys, map(known.get, keys), map(newest.get, keys)))
 
 
 def newest_run(contents: Contents) -> int:
