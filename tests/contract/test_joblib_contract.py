@@ -218,7 +218,8 @@ def test_fewer_jobs_than_workers_run_at_once(
 
 def test_more_jobs_than_workers_mean_all_workers_and_one_warning(config: Any) -> None:
     with pytest.warns(
-        UserWarning, match=r"n_jobs=40 is more than the pool.s number of workers, 3: all of them are used"
+        UserWarning,
+        match=r"n_jobs=40 is more than the pool.s number of workers, 3: all of them are used",
     ):
         assert Parallel(n_jobs=40)(delayed(square)(x) for x in range(5)) == [0, 1, 4, 9, 16]
     # and says nothing
