@@ -125,8 +125,8 @@ def test_ray_and_torch_are_imported_only_where_they_may() -> None:
 
 
 def test_users_and_workers_do_not_wait_for_imports_that_they_do_not_need() -> None:
-    heavy = """ray torch pandas numpy rich click psutil cloudpickle argparse asyncio hashlib html
-        http importlib.metadata json multiprocessing socket sqlite3 ssl subprocess tomllib urllib.request"""
+    heavy = """ray torch pandas numpy rich click psutil cloudpickle argparse asyncio hashlib html http
+        importlib.metadata multiprocessing socket sqlite3 ssl subprocess tomllib urllib.request"""
     for needed, unneeded in (
         ("from raypool import parpool", heavy),
         ("import raypool.backends.ray.worker", "raypool.pool raypool.core.scheduler"),
