@@ -162,18 +162,18 @@ def init(
         if wishes["provider"] not in ONLY.get(option.name or "", PROVIDERS)
     ]:
         raise click.UsageError(
-            f"{', '.join(strange)} does not go with --provider {wishes['provider']}."
+            f"{', '.join(strange)} cannot be used with --provider {wishes['provider']}."
         )
     if out.exists() and not is_forced:
         raise click.UsageError(
-            f"{out} is there already. Say --force to write over it, or --out with another name."
+            f"{out} already exists. Overwrite it with --force, or choose another file with --out."
         )
     try:
         text = text_of(Draft(**wishes).plan(), _command(context, given), out.name, job, warn=_warn)
         save(text, out, is_forced)
     except RaypoolError as error:
         raise click.UsageError(str(error)) from error
-    echo(f"Wrote {out}. Its first lines say what comes next.")
+    echo(f"Wrote {out}. The comments at its top list the next steps.")
 
 
 def _warn(text: str) -> None:
@@ -215,7 +215,7 @@ def validate(files: tuple[Path, ...]) -> None:
         except RaypoolError as error:
             problems.append(str(error))
         else:
-            echo(f"{file}: nothing is wrong with it.")
+            echo(f"{file}: no mistakes found.")
     if problems:
         echo("\n".join(problems), err=True)
         raise SystemExit(2)
@@ -260,13 +260,14 @@ def up(file: Path, yes: bool) -> None:
     with _failures():
         if not yes and launcher.is_running(file):
             click.confirm(
-                f"The cluster of {file} runs already. Start its Ray anew, and end all that runs"
-                " there?",
+                f"The cluster of {file} is already running. Restart its Ray, and end everything"
+                " that runs there?",
                 abort=True,
             )
         launcher.up(file)
     echo(
-        f"The head runs. Next: raypool cluster connect {file}; at last: raypool cluster down {file}"
+        f"The head is running. Next: raypool cluster connect {file}; when you are done: raypool"
+        f" cluster down {file}"
     )
 
 
@@ -294,7 +295,9 @@ def down(file: Path, yes: bool) -> None:
     from raypool.cluster import launcher
 
     if not yes:
-        click.confirm(f"End the cluster of {file}, and all that runs there?", abort=True)
+        click.confirm(
+            f"Shut down the cluster of {file}, and everything that runs there?", abort=True
+        )
     with _failures():
         launcher.down(file)
 

@@ -219,7 +219,7 @@ def _submission(context: click.Context, given: dict[str, Any]) -> Submission:
         )
     if len(documents) != 1:
         raise CloudError(
-            f"{given['config']}: {len(documents)} documents are in it. A training job is one."
+            f"{given['config']} has {len(documents)} YAML documents. A training job is one."
         )
     options = {
         option: ((job_files.INPUT, *keys), value)
@@ -230,7 +230,7 @@ def _submission(context: click.Context, given: dict[str, Any]) -> Submission:
     script = given["script"] or training.module
     if script is None:
         raise CloudError(
-            "What to run is not said. Name a script, train.py, or a module, trainer.task."
+            "There is nothing to run. Name a script (train.py) or a module (trainer.task)."
         )
     found = find_script(script, given["package_path"])
     args = context.meta[ARGS]
@@ -274,12 +274,12 @@ def _target(
 def _check_for_real(given: dict[str, Any], training: Training) -> None:
     if given["project"] is None:
         raise CloudError(
-            "Which project pays is not said. Give --project, or set GOOGLE_CLOUD_PROJECT."
+            "There is no project to bill. Give --project, or set GOOGLE_CLOUD_PROJECT."
         )
     if training.job_dir is not None and "://" not in training.job_dir and not given["is_kept"]:
         raise CloudError(
-            f"--job-dir {training.job_dir} is on a disk of the cluster, which goes with it. Give"
-            " gs://BUCKET/..., or --keep."
+            f"--job-dir {training.job_dir} is on a disk of the cluster, which is deleted with it."
+            " Give gs://BUCKET/..., or --keep."
         )
 
 
@@ -309,6 +309,6 @@ def _text(
             f"--scale-tier custom --{role}-machine-type n1-standard-8 --{role}-accelerator"
             " count=1,type=nvidia-tesla-t4"
         )
-        raise CloudError(f"{error} Options win over the file: {words}") from error
+        raise CloudError(f"{error} Options override the file: {words}") from error
     command = shlex.join(["raypool", "submit", *context.meta[WORDS]])
     return text_of(plan, command, file, warn=lambda text: echo(f"warning: {text}", err=True))

@@ -140,8 +140,8 @@ def save(text: str, file: Path, is_forced: bool = False) -> None:
         else:
             os.link(draft, file)  # unlike `replace`, fails if it exists
     except FileExistsError:
-        end = "perhaps as that of a cluster that runs. Give --out with another name"
-        raise CloudError(f"{file} is there already, {end}.") from None
+        end = "perhaps for a running cluster. Choose another file with --out"
+        raise CloudError(f"{file} already exists, {end}.") from None
     except OSError as error:
         raise CloudError(
             f"{file} could not be written: {error.strerror}. Give --out with another place."

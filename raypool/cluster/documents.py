@@ -93,9 +93,9 @@ def documents_of(text: str, name: str) -> list[Document]:
             documents.append(Document(name, loader.construct_document(node), node))
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
-        raise CloudError(f"{name}{line}: this is not YAML: {error.problem}.") from None
+        raise CloudError(f"{name}{line}: this is not valid YAML: {error.problem}.") from None
     except (yaml.YAMLError, ValueError) as error:
-        raise CloudError(f"{name} is not YAML: {error}.") from None
+        raise CloudError(f"{name} is not valid YAML: {error}.") from None
     except RecursionError:
         raise CloudError(f"{name}: entries are nested too deep.") from None
     finally:

@@ -711,7 +711,7 @@ NO_CLUSTERS = [
     ("# only a comment\n", "there is nothing in it"),
     ("- a\n- b\n", "line 1: a mapping is wanted"),
     ("something: else\n", "what this is cannot be seen"),
-    ("provider: {type: gcp}\n  auth: x\n", "this is not YAML"),
+    ("provider: {type: gcp}\n  auth: x\n", "this is not valid YAML"),
     ("provider: [gcp]\ncluster_name: x\n", "line 1: provider: ['gcp'] is not of type 'object'"),
     ("provider:\ncluster_name: x\n", "line 1: provider: None is not of type 'object'"),
     ("cluster_name: x\n", "'provider' is a required property"),
@@ -749,7 +749,7 @@ def test_the_command_says_which_file_and_ends_with_2(tmp_path: Path) -> None:
     bad.write_text(GCP.replace("GPU: 4", "GPU: 0.5"))
     done = CliRunner().invoke(main, ["cluster", "validate", str(good), str(bad)])
     assert done.exit_code == 2
-    assert f"{good}: nothing is wrong with it." in done.stdout
+    assert f"{good}: no mistakes found." in done.stdout
     assert "GPU: 0.5 is not of type 'integer'" in done.stderr
     good.write_text(GCP.replace("us-central1", "us-east5"))
     done = CliRunner().invoke(main, ["cluster", "validate", str(good)])

@@ -117,7 +117,7 @@ def test_a_file_that_is_there_is_kept(tmp_path: Path, monkeypatch: pytest.Monkey
     Path("cluster.yaml").write_text("mine")
     done = CliRunner().invoke(main, ["cluster", "init", "--provider", "gcp"])
     assert done.exit_code == 2
-    assert "cluster.yaml is there already" in done.stderr
+    assert "cluster.yaml already exists" in done.stderr
     assert Path("cluster.yaml").read_text() == "mine"
     assert (
         CliRunner().invoke(main, ["cluster", "init", "--provider", "gcp", "--force"]).exit_code == 0
@@ -136,15 +136,15 @@ IMPOSSIBLE = [
     ("--provider gcp --machine n1-standard-33", "There is no machine 'n1-standard-33'"),
     ("--provider aws --gpu H100 --gpus 3", "No machine has 3 H100"),
     ("--provider gcp --min 5 --max 4", "at least 5 workers and at most 4"),
-    ("--provider gcp --job x", "--job does not go with --provider gcp"),
-    ("--provider gcp --host a", "--host does not go with --provider gcp"),
+    ("--provider gcp --job x", "--job cannot be used with --provider gcp"),
+    ("--provider gcp --host a", "--host cannot be used with --provider gcp"),
     (
         "--provider on-prem --host a --gpu T4 --max 5 --on-demand",
-        "--gpu, --max, --spot does not go with --provider on-prem",
+        "--gpu, --max, --spot cannot be used with --provider on-prem",
     ),
     (
         "--provider kubernetes --project p --machine m",
-        "--project, --machine does not go with --provider kubernetes",
+        "--project, --machine cannot be used with --provider kubernetes",
     ),
     (
         "--provider gcp --out no/such/dir/a.yaml",

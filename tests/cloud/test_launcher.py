@@ -219,7 +219,7 @@ def test_a_cluster_that_runs_is_not_started_anew_unasked(file: Path, home: Path)
         main, ["cluster", "up", str(machine(file, home, RUNS.format(home)))], input="n\n"
     )
     assert done.exit_code == 1
-    assert "runs already. Start its Ray anew, and end all that runs there?" in done.output
+    assert "is already running. Restart its Ray, and end everything that runs there?" in done.output
     assert not (home / ".ray").exists()
 
 

@@ -165,10 +165,10 @@ def test_a_cluster_is_started_used_and_ended(
     """All GPUs are used from the laptop, a training survives the loss of a machine, and nothing is
     left at the end.
     """
-    assert "The head runs" in raypool(lab, "cluster", "up", str(file))
+    assert "The head is running" in raypool(lab, "cluster", "up", str(file))
     # where Ray's launcher has noted down that there is a cluster
     lab.run("laptop", "rm", "/tmp/ray/cluster-lab.state")
-    with pytest.raises(AssertionError, match="runs already"):
+    with pytest.raises(AssertionError, match="is already running"):
         raypool(lab, "cluster", "up", str(file))
     assert eventually(lambda: "/6.0 GPU" in raypool(lab, "cluster", "status", str(file)), 120)
     for name in HOSTS:

@@ -181,7 +181,7 @@ def test_a_project_may_be_filled_in_later_but_not_when_machines_are_made(folder:
     )
     with pytest.raises(CloudError, match="<your project>"):
         check_file("train-cluster.yaml")
-    assert "Which project pays is not said" in refused(
+    assert "There is no project to bill" in refused(
         "--config", "config.yaml", "--region", "us-east1", "train.py"
     )
 
@@ -235,7 +235,7 @@ CANNOT_WORK: list[tuple[tuple[str, ...], str]] = [
     ),
     (
         (*FILE, *HERE, "--job-dir", "/mnt/run", "train.py"),
-        "/mnt/run is on a disk of the cluster, which goes with it",
+        "/mnt/run is on a disk of the cluster, which is deleted with it",
     ),
     (
         (*FILE, *HERE, "--scale-tier", "basic-gpu", "train.py"),
@@ -252,7 +252,7 @@ CANNOT_WORK: list[tuple[tuple[str, ...], str]] = [
         (*FILE, "--project", "my-project", "train.py"),
         "Neither region nor zone is said. Give --region",
     ),
-    ((*FILE, *HERE), "What to run is not said. Name a script"),
+    ((*FILE, *HERE), "There is nothing to run. Name a script"),
     ((*FILE, *HERE, "trian.py"), "There is no file trian.py"),
     ((*FILE, *HERE, "trainer.tusk"), "There is no module trainer.tusk to run in"),
     (
@@ -265,7 +265,7 @@ CANNOT_WORK: list[tuple[tuple[str, ...], str]] = [
     ),
     (
         (*FILE, *HERE, "--out", "config.yaml", "train.py"),
-        "config.yaml is there already, perhaps as that of a cluster that runs",
+        "config.yaml already exists, perhaps for a running cluster",
     ),
     (
         (*HERE, "--scale-tier", "basic-gpu", "train.py"),
@@ -291,7 +291,7 @@ def test_what_cannot_work_is_refused_before_anything_is_made(folder: Path) -> No
 
 def test_a_file_with_two_documents_is_refused(folder: Path) -> None:
     (folder / "config.yaml").write_text(f"{DOCUMENTED}---\n{DOCUMENTED}")
-    assert "2 documents are in it" in refused(*FILE, *HERE, "train.py")
+    assert "config.yaml has 2 YAML documents" in refused(*FILE, *HERE, "train.py")
 
 
 def test_a_module_of_an_installed_package_is_taken_and_its_name_may_stand_in_the_file(
