@@ -118,8 +118,8 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
                 echo("Interrupted before any item ran.", err=True)
             else:
                 echo(
-                    f"Interrupted: {_num_finished(partial)} of {len(items)} items finished; their results are"
-                    f" in {run_dir}. Run the same command again to continue from there.",
+                    f"Interrupted: {_num_finished(partial)} of {len(items)} items finished; their"
+                    f" results are in {run_dir}. Run the same command again to continue from there.",
                     err=True,
                 )
             raise SystemExit(INTERRUPTED) from None

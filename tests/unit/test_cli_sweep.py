@@ -235,8 +235,8 @@ def test_where_all_machines_go_the_same_command_resumes_elsewhere(
         assert (done.exit_code, done.stdout) == (75, "")
         assert (
             done.stderr.splitlines()[-1]
-            == f"Preempted: {number} of 3 have finished, and are kept in run; run the same command"
-            " on other machines to resume."
+            == f"Preempted: {number} of 3 items finished; their results are in run. Run the same"
+            " command again to continue on other machines."
         )
     assert sweep("other", "bad.csv").exit_code == 0
 
