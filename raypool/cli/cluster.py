@@ -124,7 +124,7 @@ def machines(gpu: str | None, name: str, is_json: bool) -> None:
     "--package",
     "packages",
     multiple=True,
-    help="Package that pip installs there instead of raypool and Ray; may be repeated.",
+    help="Package to install there besides raypool and what it needs; may be repeated.",
 )
 @click.option("--python", help="Python version there, such as 3.11. Default: the local one.")
 @click.option(
@@ -169,8 +169,9 @@ def init(
             f"{out} is there already. Say --force to write over it, or --out with another name."
         )
     try:
-        text = text_of(Draft(**wishes).plan(), _command(context, given), out.name, job, warn=_warn)
-        save(text, out, is_forced)
+        plan = Draft(**wishes).plan()
+        text = text_of(plan, _command(context, given), out.name, job, warn=_warn)
+        save(text, out, plan, is_forced)
     except RaypoolError as error:
         raise click.UsageError(str(error)) from error
     echo(f"Wrote {out}. Its first lines say what comes next.")

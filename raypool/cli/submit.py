@@ -15,6 +15,7 @@ from raypool.errors import CloudError, RaypoolError
 
 if TYPE_CHECKING:
     from raypool.cluster.job_files import Training
+    from raypool.cluster.plan import ClusterPlan
     from raypool.cluster.training_jobs import Submission
     from raypool.profiles import Profile
 
@@ -250,7 +251,7 @@ def _target(
     """Return the cluster to run on; or the file of the one that is to be made, which is written."""
     from dataclasses import replace
 
-    from raypool.cluster.cluster_file import save
+    from raypool.cluster.cluster_file import save, text_of
     from raypool.cluster.training_jobs import own_name
     from raypool.profile_files import named_profile
     from raypool.profiles import Profile
@@ -263,7 +264,10 @@ def _target(
     # two jobs that share a script, or a name, share no machines
     cluster = own_name(submission.name)
     file = given["out"] or Path(f"{cluster}.yaml")
-    save(_text(context, given, submission.training, cluster, file.name), file)
+    plan = _plan(given, submission.training, cluster)
+    command = shlex.join(["raypool", "submit", *context.meta[WORDS]])
+    warn = lambda text: submission.say(f"warning: {text}")  # noqa: E731
+    save(text_of(plan, command, file.name, warn=warn), file, plan)
     size = (
         f"{submission.training.machines} machine(s) with {submission.training.gpus} GPU(s) in all"
     )
@@ -283,14 +287,11 @@ def _check_for_real(given: dict[str, Any], training: Training) -> None:
         )
 
 
-def _text(
-    context: click.Context, given: dict[str, Any], training: Training, name: str, file: str
-) -> str:
-    """Return the file of the cluster that a job wants, which has been checked."""
-    from raypool.cluster.cluster_file import text_of, write
+def _plan(given: dict[str, Any], training: Training, name: str) -> ClusterPlan:
+    """Return the cluster that a job wants."""
+    from raypool.cluster.cluster_file import write
     from raypool.cluster.gcp import why_no_project
     from raypool.cluster.machines import choose_zone
-    from raypool.cluster.training_jobs import packages_with
 
     if given["project"] is not None and (wrong := why_no_project(given["project"])) is not None:
         raise CloudError(f"--project is {wrong}")
@@ -299,7 +300,7 @@ def _text(
         project=given["project"],
         zone=choose_zone(training.kinds, training.region, given["zone"]),
         spot=given["is_spot"],
-        packages=packages_with(given["packages"]),
+        packages=given["packages"],
     )
     try:
         write(plan)
@@ -310,5 +311,4 @@ def _text(
             " count=1,type=nvidia-tesla-t4"
         )
         raise CloudError(f"{error} Options win over the file: {words}") from error
-    command = shlex.join(["raypool", "submit", *context.meta[WORDS]])
-    return text_of(plan, command, file, warn=lambda text: echo(f"warning: {text}", err=True))
+    return plan

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from raypool.cluster import launcher_file
+from raypool.cluster import launcher_file, software
 from raypool.cluster.documents import PLACEHOLDER, Findings, Keys, nearest
 from raypool.cluster.machines import catalogue
 from raypool.cluster.plan import ClusterPlan, NodeGroup
@@ -27,19 +27,15 @@ KEY = "<your key pair>"
 SUBNETS = "SubnetIds"  # of node_config, Ray's own: it tries them in turn
 MARKETS = ("spot", "capacity-block")
 
-FIND_IMAGE = (
-    "aws ssm get-parameter --region REGION --query Parameter.Value --output text",
-    (
-        "--name /aws/service/deeplearning/ami/x86_64"
-        "/base-oss-nvidia-driver-gpu-ubuntu-24.04/latest/ami-id"
-    ),
-)
-"""The command, in two lines, that prints the image to fill in."""
+FIND_IMAGE = "aws ssm get-parameter --region {} --query Parameter.Value --output text"
+"""The command that prints the image to fill in, but for the parameter's name."""
 
 
 def header(plan: ClusterPlan) -> list[str]:
     """Return the comment at the top of the file, on the entries to fill in."""
-    ask, name = FIND_IMAGE
+    image = software.image("aws", [group.gpu for group in plan.groups if group.gpu])
+    parameter = image["name"] if image.get("install_driver") else f"{image['name']}/latest/ami-id"
+    has = "without" if image.get("install_driver") else "with"
     key = [f"{KEY}: the name that EC2 knows {plan.ssh_key} by."] if plan.ssh_key else []
     return [
         (
@@ -48,11 +44,11 @@ def header(plan: ClusterPlan) -> list[str]:
         ),
         "else. Were it left out, Ray would make one that opens SSH to the whole internet.",
         (
-            f"{IMAGE}: the ID (ami-...) of an Ubuntu with NVIDIA's driver, of the region. This"
+            f"{IMAGE}: the ID (ami-...) of an Ubuntu {has} NVIDIA's driver, of the region. This"
             " prints the newest:"
         ),
-        f"    {ask.replace('REGION', plan.region or 'REGION')} \\",
-        f"        {name}",
+        f"    {FIND_IMAGE.format(plan.region)} \\",
+        f"        --name /aws/service/{parameter}",
         *key,
         (
             "Workers have no role: for s3://, put `IamInstanceProfile: {Name: ...}` into their"

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from jsonschema import Draft7Validator
 
-from raypool.cluster import aws, gcp, job_files, kubernetes, on_prem
+from raypool.cluster import aws, gcp, job_files, kubernetes, on_prem, packages
 from raypool.cluster.documents import (
     PLACEHOLDER,
     Document,
@@ -32,6 +32,7 @@ from raypool.cluster.documents import (
     Keys,
     nearest,
     read_documents,
+    texts,
 )
 from raypool.cluster.launcher_file import START, TOKEN
 from raypool.errors import CloudError
@@ -78,6 +79,12 @@ def check_file(path: str | Path) -> tuple[str, ...]:
         except CloudError as error:
             problems.append(str(error))
             warnings += vars(error)["warnings"]
+        lock = Findings(document).at(("file_mounts", packages.LOCK))
+        if isinstance(lock, str):
+            try:
+                packages.lock_lines(Path(path).parent / lock)
+            except CloudError as error:
+                problems.append(str(error))
     if problems:
         raise CloudError("\n".join(problems), warnings=tuple(warnings))
     return (*warnings, *(kubernetes.ask(path) if is_for_kubernetes else ()))
@@ -87,6 +94,9 @@ def check(document: Document) -> tuple[str, ...]:
     """Check a document of any kind, and return warnings, as `check_file` does."""
     content = document.content
     findings = Findings(document)
+    for keys, text in texts(content):
+        if packages.takes_raypool_by_name(text):
+            findings.add(keys, packages.BY_NAME)
     if not isinstance(content, dict):
         findings.add((), f"a mapping is wanted (`name: value`), not {type(content).__name__}.")
     elif kubernetes.is_manifest(content):
@@ -134,11 +144,7 @@ def _check_launcher(findings: Findings) -> None:
             )
             findings.add(("available_node_types", name, "min_workers"), text)
     _check_login(findings)
-    for away, here in (findings.at(("file_mounts",)) or {}).items():
-        is_made = here == TOKEN  # with the cluster
-        if not (is_made or here.startswith(PLACEHOLDER) or Path(here).expanduser().exists()):
-            text = f"{away} is to be copied from {here}, and there is no such file or folder here."
-            findings.add(("file_mounts", away), text)
+    _check_mounts(findings)
     _check_commands(findings)
     if provider in PROVIDERS:
         PROVIDERS[provider](findings)
@@ -157,6 +163,19 @@ def _schema() -> Draft7Validator:
     known["min_workers"] = {"type": "integer", "minimum": 0}  # goes with machines on premises
     known["file_mounts"] = {"type": "object", "additionalProperties": {"type": "string"}}
     return Draft7Validator(schema)
+
+
+def _check_mounts(findings: Findings) -> None:
+    """Check that the files to copy to the machines exist."""
+    folder = Path(findings.document.name).parent
+    for away, here in (findings.at(("file_mounts",)) or {}).items():
+        # `raypool cluster up` makes the first two, and `check_file` reads the lock file
+        is_known = here == TOKEN or here.startswith(packages.CACHE) or away == packages.LOCK
+        if is_known or here.startswith(PLACEHOLDER):
+            continue
+        if not (folder / Path(here).expanduser()).exists():
+            text = f"{away} is to be copied from {here}, and there is no such file or folder here."
+            findings.add(("file_mounts", away), text)
 
 
 def _check_login(findings: Findings) -> None:

@@ -7,12 +7,13 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from raypool.cluster import aws, checks, gcp, kubernetes, on_prem
+from raypool.cluster import aws, checks, gcp, kubernetes, on_prem, packages
 from raypool.cluster.documents import PLACEHOLDER, documents_of, texts
 from raypool.cluster.plan import ClusterPlan, Provider
 from raypool.errors import CloudError
@@ -87,17 +88,18 @@ def text_of(
             "A file that has its job in it is for Kubernetes. Elsewhere `raypool submit` makes a"
             " cluster for a job."
         )
+    plan = replace(plan, lock=lock_of(Path(file)).name)
     content = write(plan) if job is None else kubernetes.write_job(plan, job)
     names = dict.fromkeys(
         name
         for _, text in texts(content)
         for name in re.findall(rf"{PLACEHOLDER}[a-z][^<>]*>", text)
     )
-    fill_in = (
-        [f"Fill in {', '.join(names)}.", *(aws.header(plan) if plan.provider == "aws" else [])]
-        if names
-        else []
-    )
+    fill_in = [f"Fill in {', '.join(names)}."] if names else []
+    if names and plan.provider == "aws":
+        fill_in += aws.header(plan)
+    if kubernetes.RAYPOOL in names:
+        fill_in.append("The wheel: `pip wheel --no-deps .` in raypool's folder; `sha256sum` of it.")
     header = [
         WHAT[plan.provider],
         "Made by:",
@@ -124,9 +126,15 @@ def text_of(
     return text
 
 
-def save(text: str, file: Path, is_forced: bool = False) -> None:
-    """Write a file. An existing one is replaced only if forced: it may be needed to end a running
-    cluster.
+def lock_of(file: Path) -> Path:
+    """Return the lock file that belongs to a cluster's file."""
+    return file.with_suffix(".lock.txt")
+
+
+def save(text: str, file: Path, plan: ClusterPlan, is_forced: bool = False) -> None:
+    """Write a cluster's file, and its lock file if it has one.
+
+    An existing file is replaced only if forced: it may be needed to end a running cluster.
 
     Raises:
         CloudError: It exists already, or cannot be written.
@@ -139,6 +147,8 @@ def save(text: str, file: Path, is_forced: bool = False) -> None:
             draft.replace(file)
         else:
             os.link(draft, file)  # unlike `replace`, fails if it exists
+        if lock_of(file).name in text:
+            lock_of(file).write_text(packages.lock_text(plan.packages, file.name), encoding="utf-8")
     except FileExistsError:
         end = "perhaps as that of a cluster that runs. Give --out with another name"
         raise CloudError(f"{file} is there already, {end}.") from None

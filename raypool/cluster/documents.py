@@ -22,6 +22,9 @@ Keys = tuple[str | int, ...]
 PLACEHOLDER = "<"
 """The beginning of a placeholder: "<your project>"."""
 
+WITHIN = re.compile(r"<(your|address of) [^<>]*>")
+"""A placeholder within a text, such as a command."""
+
 DEEPEST = 100  # levels of entries in each other
 
 OPEN = "is still to be filled in."
@@ -183,8 +186,9 @@ class Findings:
     def check_filled_in(self) -> None:
         """Note each placeholder."""
         for keys, text in texts(self.document.content):
-            if text.startswith(PLACEHOLDER):
-                self.add(keys, f"{text} {OPEN}")
+            names = {found[0] for found in WITHIN.finditer(text)}
+            for name in {text} if text.startswith(PLACEHOLDER) else names:
+                self.add(keys, f"{name} {OPEN}")
 
     def check_form(self, keys: Keys, form: str, text: str) -> None:
         """Note an entry that has not this form and is no placeholder; {} in `text` is the entry."""

@@ -37,7 +37,7 @@ class Draft:
         hosts: Addresses of machines on premises, the head's first.
         ssh_user: Who logs in on the machines.
         ssh_key: The file with that user's private key.
-        packages: The packages to install on the machines; none: raypool and Ray as here.
+        packages: Packages to install on the machines besides raypool and what it needs.
         python: The version of Python there; None: as here.
 
     Example:
@@ -88,7 +88,7 @@ class Draft:
             hosts=self.hosts,
             ssh_user=self.ssh_user,
             ssh_key=self.ssh_key,
-            packages=self.packages or default_packages(),
+            packages=default_packages(self.provider, self.packages),
         )
         return plan if self.python is None else replace(plan, python=self.python)
 

@@ -16,18 +16,14 @@ from typing import Any
 
 from jsonschema import Draft7Validator
 
-from raypool.cluster import launcher_file
+from raypool.cluster import launcher_file, software
 from raypool.cluster.documents import PLACEHOLDER, Findings, Keys, texts
 from raypool.cluster.machines import Gpu, catalogue, region_of
 from raypool.cluster.plan import ClusterPlan, NodeGroup
 from raypool.errors import CloudError
 
 HEAD_IMAGE = "projects/ubuntu-os-cloud/global/images/family/ubuntu-2404-lts-amd64"
-GPU_IMAGE = (
-    "projects/deeplearning-platform-release/global/images/family"
-    "/common-cu129-ubuntu-2404-nvidia-580"
-)
-"""Ubuntu with NVIDIA's driver; newer drivers do not support the K80."""
+GPU_IMAGES = "projects/deeplearning-platform-release/global/images/family/"
 
 # Families of machines that boot from these disks only. Others get pd-balanced: Compute Engine's own
 # default is a spinning disk, which takes minutes to read, and which newer machines do not have.
@@ -94,7 +90,11 @@ def _instance(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
     disk = {
         "diskSizeGb": group.disk_gb,
         "diskType": f"zones/{plan.zone}/diskTypes/{kind}",
-        "sourceImage": GPU_IMAGE if group.gpus else HEAD_IMAGE,
+        "sourceImage": (
+            f"{GPU_IMAGES}{software.image('gcp', [group.gpu or ''])['name']}"
+            if group.gpus
+            else HEAD_IMAGE
+        ),
     }
     instance: dict[str, Any] = {
         "machineType": group.machine,
@@ -268,7 +268,20 @@ def _check_gpus(findings: Findings, keys: Keys, zone: str | None) -> None:
             findings.add((*config, "guestAccelerators"), str(error))
     if (shape is not None or is_made_to_measure) and (attached is None or kind is not None):
         launcher_file.check_resources(findings, keys, shape, kind.name if kind else None, gpus)
+    if kind is not None:
+        _check_images(findings, config, kind.name)
     _check_scheduling(findings, config, gpus > 0)
+
+
+def _check_images(findings: Findings, config: Keys, gpu: str) -> None:
+    """Note a boot image whose driver does not go with a GPU."""
+    for at, text in texts(findings.at((*config, "disks"))):
+        driver = re.search(r"/images/.*-nvidia-(\d+)", text)
+        if driver and (why := software.why_no_driver(gpu, int(driver[1]))):
+            right = software.image("gcp", [gpu])["name"]
+            findings.add((*config, "disks", *at), f"{why}. The family {right} has one.")
+        elif "ubuntu-os-cloud" in text:
+            findings.doubt((*config, "disks", *at), f"this image has no driver for {gpu} GPUs.")
 
 
 def _gpu(findings: Findings, keys: Keys, accelerator: str) -> Gpu | None:

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raypool.cluster.documents import Document, Findings, Keys, documents_of, nearest
+from raypool.cluster.launcher_file import default_packages
 from raypool.cluster.machines import Catalogue, Machine, catalogue, why_no_zone
 from raypool.cluster.plan import ClusterPlan, NodeGroup
 from raypool.errors import CloudError
@@ -174,7 +175,7 @@ class Training:
             project: The project that pays; None: to be filled in.
             zone: Where; see `raypool.cluster.machines.choose_zone`.
             spot: Whether the provider may take machines back; never the master's.
-            packages: What is installed on every machine.
+            packages: What is installed on every machine besides raypool and what it needs.
         """
         head, *workers = self.groups
         return ClusterPlan(
@@ -184,7 +185,7 @@ class Training:
             workers=tuple(replace(group, spot=spot) for group in workers),
             project=project,
             zone=zone,
-            packages=packages,
+            packages=default_packages("gcp", packages),
         )
 
 

@@ -22,7 +22,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from raypool.cluster.documents import OPEN, Findings, Keys, nearest
+from raypool.cluster import packages, software
+from raypool.cluster.documents import Findings, Keys, nearest
 from raypool.cluster.launcher_file import (
     ACCELERATOR,
     CLIENT_PORT,
@@ -39,6 +40,9 @@ API = "ray.io/v1"
 GPU = "nvidia.com/gpu"  # what NVIDIA's device plugin calls the GPUs of a node
 # so long `ray start --block` drains after SIGTERM [s]
 DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+
+RAYPOOL = "<address of a wheel of raypool: https://...#sha256=...>"
+"""To be filled in where raypool was installed from a folder: no file can travel to a pod."""
 
 CODE = "<address of a zip of your code: https://...>"
 """To be filled in for a job: pods cannot see the folder that it is submitted from."""
@@ -195,8 +199,7 @@ def _template(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
         amounts[GPU] = str(group.gpus)
     # The operator appends `&& ulimit ...; ray start ...`: without the exit, Ray would start even
     # if nothing could be installed, and fail later, without saying why.
-    packages = " ".join(shlex.quote(package) for package in plan.packages)
-    install = {"args": [f"pip install --no-cache-dir {packages} || exit 1"]} if packages else {}
+    install = {"args": [f"{_install(plan)} || exit 1"]} if plan.packages else {}
     container = {
         "name": "ray",
         "image": image(plan, group),
@@ -213,6 +216,20 @@ def _template(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
             "containers": [container],
         }
     }
+
+
+def _install(plan: ClusterPlan) -> str:
+    """Return the command that installs a plan's packages in a pod."""
+    torch = packages.version_of("torch", plan.packages)
+    build = software.torch_build([group.gpu for group in plan.groups if group.gpu], torch)
+    lines = list(plan.packages)
+    index = ""
+    if build != software.AUTO:
+        index = f"--extra-index-url https://download.pytorch.org/whl/{build} "
+        lines = [f"{line}+{build}" if line == f"torch=={torch}" else line for line in lines]
+    if packages.ships_wheel(lines):
+        lines.append(packages.address() or f"raypool @ {RAYPOOL}")
+    return f"pip install --no-cache-dir {index}{' '.join(map(shlex.quote, lines))}"
 
 
 def image(plan: ClusterPlan, group: NodeGroup) -> str:
@@ -322,9 +339,7 @@ def _check_job(findings: Findings) -> None:
         )
     environment = str(findings.at(("spec", "runtimeEnvYAML")))
     folder = re.search(r"^\s*working_dir:\s*[\"']?([^\"'\n]+)", environment, re.MULTILINE)
-    if CODE in environment:
-        findings.add(("spec", "runtimeEnvYAML"), f"{CODE} {OPEN}")
-    elif folder and not re.match(r"\w+://|/", folder[1]):
+    if folder and not re.match(r"\w+://|/|<", folder[1]):
         text = (
             f"working_dir is {folder[1]!r}, which pods do not have; it must be the address of a"
             " zip, or a folder of the image."

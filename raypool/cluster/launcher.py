@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
+import re
 import shlex
 import signal
 import socket
@@ -23,6 +25,7 @@ from typing import Any
 
 import click
 
+from raypool.cluster import packages
 from raypool.cluster.checks import check_file
 from raypool.cluster.connect import make_token
 from raypool.cluster.documents import read_documents
@@ -59,16 +62,44 @@ def up(path: str | Path) -> None:
     """
     from ray.autoscaler import sdk
 
+    content = _content(path)
     check_file(path)
-    if token := _token(_content(path)):
+    for warning in _prepare_packages(path, content):
+        click.echo(f"warning: {warning}", err=True)
+    if token := _token(content):
         make_token(token)
         if "RAY_AUTH_TOKEN" in os.environ:
             click.echo(
                 f"RAY_AUTH_TOKEN is not taken: the token of the cluster is the one in {token}.",
                 err=True,
             )
-    with _launching(path):
-        sdk.create_or_update_cluster(str(path), no_config_cache=True)
+    file = Path(path).resolve()
+    # the files that it copies are named as seen from its folder
+    with _launching(path), contextlib.chdir(file.parent):
+        sdk.create_or_update_cluster(str(file), no_config_cache=True)
+
+
+def _prepare_packages(path: str | Path, content: dict[str, Any]) -> Iterator[str]:
+    """Make sure that a cluster's packages can be installed, make the wheel, and yield warnings."""
+    mounts = content.get("file_mounts") or {}
+    if (lock := mounts.get(packages.LOCK)) is None:
+        return
+    wheel = None
+    for here in mounts.values():
+        if here.startswith(f"{packages.CACHE}/"):
+            wheel = packages.make_wheel()
+            if (wanted := Path(here).name) != wheel.name:
+                raise CloudError(
+                    f"{path} installs {wanted}, and this machine has {wheel.name}: both must be the"
+                    " same. Write the file anew with `raypool cluster init --force`."
+                )
+    commands = "\n".join(content.get("setup_commands") or ())
+    python = re.search(r"uv venv\b.* --python (\S+)", commands)
+    warning = packages.check_installable(
+        Path(path).parent / lock, wheel, python[1] if python else platform.python_version()
+    )
+    if warning:
+        yield warning
 
 
 def is_running(path: str | Path) -> bool:

@@ -10,11 +10,12 @@ shell) and the page "Cluster YAML Configuration Options" of its documentation.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping
-from importlib.metadata import version
 from typing import Any
 
+from raypool.cluster import packages, software
 from raypool.cluster.documents import Findings, Keys
 from raypool.cluster.machines import OF_PROVIDERS, Machine, catalogue
 from raypool.cluster.plan import ClusterPlan, NodeGroup
@@ -24,6 +25,13 @@ TOKEN = "~/.ray/auth_token"  # where Ray looks for it, on every machine
 PORT = 6379  # of the head, which the workers join
 CLIENT_PORT = 10001  # of the head, for Ray Client; Ray's own choice
 DASHBOARD_PORT = 8265  # of the head, on its loopback only: jobs, through a tunnel
+
+INSTALL_DRIVER = (
+    "! grep -qs 0x10de /sys/bus/pci/devices/*/vendor || nvidia-smi -L || (sudo apt-get update -qq"
+    " && sudo apt-get install -yq linux-modules-nvidia-{0}-server-$(uname -r)"
+    " nvidia-headless-no-dkms-{0}-server nvidia-utils-{0}-server && sudo modprobe nvidia)"
+)
+"""Installs NVIDIA's driver, of a branch, on an Ubuntu that has a GPU (0x10de) and no driver."""
 
 START = "ray start"  # what a command that starts Ray has in it
 
@@ -43,7 +51,7 @@ UV = "0.13.9"
 packages into it.
 """
 
-LAUNCHER_NEEDS = {"gcp": ("google-api-python-client>=2",), "aws": ("boto3",)}
+LAUNCHER_NEEDS = {"gcp": ("google-api-python-client",), "aws": ("boto3",)}
 """The packages that Ray's launcher needs for a provider, also on the head."""
 
 # By default Ray takes 65 s to notice that a machine does not answer any more (5 times 3 s + 10 s);
@@ -55,10 +63,10 @@ HEALTH_CHECKS = {
 }
 
 
-def default_packages() -> tuple[str, ...]:
-    """Return the default packages of machines: raypool and Ray, in the versions of this machine."""
-    # Both ends of a connection must have the same version of Ray.
-    return f"raypool=={version('raypool')}", f"ray[client,default,train]=={version('ray')}"
+def default_packages(provider: str, more: Iterable[str] = ()) -> tuple[str, ...]:
+    """Return what a provider's machines get: what raypool and the launcher need, and more."""
+    needs = map(packages.pinned, LAUNCHER_NEEDS.get(provider, ()))
+    return packages.requirements([*needs, *more])
 
 
 def launcher_file(
@@ -130,10 +138,10 @@ def commands(plan: ClusterPlan, flags: Iterable[str] = ()) -> dict[str, Any]:
     # Empty entries stay: for a missing one, Ray takes defaults that open the dashboard to everybody
     # and install an old version.
     return {
-        "file_mounts": {TOKEN: TOKEN},
+        "file_mounts": {TOKEN: TOKEN, **_packages(plan)},
         "initialization_commands": [],
         "setup_commands": setup_commands(plan),
-        "head_setup_commands": _install(plan, LAUNCHER_NEEDS.get(plan.provider, ())),
+        "head_setup_commands": [],
         "worker_setup_commands": [],
         "head_start_ray_commands": head_commands(flags),
         "worker_start_ray_commands": worker_commands(plan, flags),
@@ -144,6 +152,16 @@ def setup_commands(plan: ClusterPlan) -> list[str]:
     """Return the commands that install a plan's packages; they may run again on a machine."""
     if not plan.packages:
         return []  # Ray has to be there, and on the PATH
+    kinds = [group.gpu for group in plan.groups if group.gpu]
+    driver = software.image(plan.provider, kinds) if plan.provider in OF_PROVIDERS else {}
+    build = software.torch_build(kinds, packages.version_of("torch", plan.packages))
+    install = [
+        f"~/.local/bin/uv pip install --python {ENVIRONMENT}/bin/python",
+        f"--torch-backend={build}",
+        # the wheel may have changed under the same version
+        f"--reinstall-package raypool -r {packages.LOCK}",
+        *(there for there in _packages(plan) if there != packages.LOCK),
+    ]
     path = f'export PATH="{ENVIRONMENT.replace("~", "$HOME")}/bin:$PATH"'
     return [
         (
@@ -151,18 +169,22 @@ def setup_commands(plan: ClusterPlan) -> list[str]:
             f" https://astral.sh/uv/{UV}/install.sh | sh"
         ),
         f"~/.local/bin/uv venv --allow-existing --python {shlex.quote(plan.python)} {ENVIRONMENT}",
-        *_install(plan, plan.packages),
+        *([INSTALL_DRIVER.format(driver["driver"])] if driver.get("install_driver") else []),
+        " ".join(install),
         f"grep -qxF {shlex.quote(path)} ~/.bashrc || echo {shlex.quote(path)} >> ~/.bashrc",
     ]
 
 
-def _install(plan: ClusterPlan, packages: Iterable[str]) -> list[str]:
-    names = " ".join(shlex.quote(package) for package in packages)
-    return (
-        [f"~/.local/bin/uv pip install --python {ENVIRONMENT}/bin/python {names}"]
-        if plan.packages and names
-        else []
-    )
+def _packages(plan: ClusterPlan) -> dict[str, str]:
+    """Return the mounts of the lock file and, unless it names another raypool, the wheel."""
+    if not plan.packages:
+        return {}
+    wheel = packages.wheel_name()
+    ships = packages.ships_wheel(plan.packages)
+    return {
+        packages.LOCK: plan.lock,
+        **({f"{packages.FOLDER}/{wheel}": f"{packages.CACHE}/{wheel}"} if ships else {}),
+    }
 
 
 def head_commands(flags: Iterable[str] = ()) -> list[str]:
@@ -247,7 +269,24 @@ def check_resources(
             " that many at most."
         )
         findings.add((*keys, "resources", "CPU"), text)
+    if gpu:
+        _check_torch(findings, keys, gpu)
     label = findings.at((*keys, "labels", ACCELERATOR))
     if label is not None and label != gpu:
         right = f"it must be {gpu}" if gpu else "the machine has no GPU"
         findings.add((*keys, "labels", ACCELERATOR), f"the label is {label!r}; {right}.")
+
+
+def _check_torch(findings: Findings, keys: Keys, gpu: str) -> None:
+    """Note a build of torch without kernels for a GPU."""
+    for number, command in enumerate(findings.at(("setup_commands",)) or ()):
+        named = re.search(r"(?:--torch-backend[= ]|/whl/)(cu\d+)", command)
+        if named and (why := software.why_no_kernels(gpu, named[1])):
+            build = "`raypool cluster init` chooses the right one"
+            findings.add(("setup_commands", number), f"{why}; {build}.")
+        elif "pip install" in command and not named and software.why_no_kernels(gpu, "cu130"):
+            text = (
+                f"torch from PyPI has no kernels for {gpu} GPUs. Add --torch-backend=cu126 (uv), or"
+                " --extra-index-url https://download.pytorch.org/whl/cu126 (pip)."
+            )
+            findings.doubt((*keys, "node_config"), text)

@@ -57,8 +57,9 @@ class ClusterPlan:
         hosts: Addresses of the machines of a cluster on premises, the head's first.
         ssh_user: Who logs in on the machines.
         ssh_key: The file with that user's private key; None: SSH's own choice, or the launcher's.
-        packages: What `pip` installs on every machine, raypool and Ray included; none: all is there
-            already.
+        packages: What is installed on every machine (see `raypool.cluster.packages`), besides the
+            raypool of this machine; none: everything is installed already.
+        lock: The file beside the cluster's that lists them.
         python: The version of Python that it is installed for ("3.11"); the one here: Ray wants it
             the same at both ends.
         idle_minutes: After so long without work a machine is given back [min].
@@ -74,6 +75,7 @@ class ClusterPlan:
     ssh_user: str = "ubuntu"
     ssh_key: str | None = None
     packages: tuple[str, ...] = ()
+    lock: str = "cluster.lock.txt"
     python: str = f"{sys.version_info.major}.{sys.version_info.minor}"
     idle_minutes: float = 10
 

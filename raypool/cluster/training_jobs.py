@@ -16,7 +16,6 @@ from raypool.cluster import launcher
 from raypool.cluster.gcp import NAME_LIMIT
 from raypool.cluster.job_files import Training
 from raypool.cluster.jobs import Jobs
-from raypool.cluster.launcher_file import default_packages
 from raypool.errors import CloudError
 from raypool.profiles import Profile
 
@@ -150,25 +149,6 @@ def command(python: str, training: Training, script: Script, args: Sequence[str]
         *folder,
         *args,
     ]
-
-
-def packages_with(packages: Sequence[str]) -> tuple[str, ...]:
-    """Return what is installed on machines: these packages, and raypool and Ray as here, unless
-    they are among them.
-
-    Example:
-        >>> packages_with(["raypool @ git+https://host/fork.git", "timm"])[1:]
-        ('raypool @ git+https://host/fork.git', 'timm')
-    """
-    named = {_project_of(package) for package in packages}
-    return (
-        *(package for package in default_packages() if _project_of(package) not in named),
-        *packages,
-    )
-
-
-def _project_of(package: str) -> str:
-    return re.split(r"[^A-Za-z0-9._-]", package, maxsplit=1)[0].lower()
 
 
 @dataclass(frozen=True, kw_only=True)

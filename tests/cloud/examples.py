@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from raypool.cluster.cluster_file import text_of
+from raypool.cluster import packages
+from raypool.cluster.cluster_file import lock_of, text_of
 from raypool.cluster.drafts import Draft
 
 ROOT = Path(__file__).parents[2]
@@ -35,11 +36,14 @@ PLANS = {
 
 
 def texts() -> dict[str, str]:
-    """Return what stands in each file."""
-    return {
-        name: text_of(draft.plan(), command, Path(name).name, job)
-        for name, (draft, command, job) in PLANS.items()
-    }
+    """Return what stands in each file, and in the lock file beside it."""
+    found = {}
+    for name, (draft, command, job) in PLANS.items():
+        file, plan = Path(name), draft.plan()
+        found[name] = text_of(plan, command, file.name, job)
+        if lock_of(file).name in found[name]:
+            found[str(lock_of(file))] = packages.lock_text(plan.packages, file.name)
+    return found
 
 
 if __name__ == "__main__":

@@ -28,11 +28,13 @@ LOCAL = cluster_file.text_of(
 )
 KUBERNETES = cluster_file.text_of(
     Draft(provider="kubernetes", gpu="T4").plan(), "raypool", "kubernetes.yaml"
-)
+).replace(kubernetes.RAYPOOL, "https://example.org/raypool.whl#sha256=1a")
 JOB = cluster_file.text_of(
     Draft(provider="kubernetes", gpu="T4").plan(), "raypool", "job.yaml", "python train.py"
 )
-JOB = JOB.replace(kubernetes.CODE, "https://example.org/code.zip")
+JOB = JOB.replace(kubernetes.CODE, "https://example.org/code.zip").replace(
+    kubernetes.RAYPOOL, "https://example.org/raypool.whl#sha256=1a"
+)
 TRAINING = """\
 trainingInput:
   scaleTier: CUSTOM
@@ -197,7 +199,7 @@ LAUNCHER = {
     ),
     "a token that is not copied": (
         TOKEN_MOUNT,
-        "file_mounts: {}\n",
+        "file_mounts:\n",
         "- ulimit",
         "none is copied to the machines",
     ),
@@ -224,6 +226,12 @@ LAUNCHER = {
         "\ncluster_synced_files:",
         "cluster_name",
         "setup_commands is missing: Ray would take",
+    ),
+    "raypool from an index": (
+        "--reinstall-package raypool",
+        "-U raypool>=0.1",
+        "--python ~/raypool-venv",
+        "whoever registers its name there would run code",
     ),
     "something left open": (
         "my-project",
@@ -746,6 +754,7 @@ def test_a_secret_may_stand_beside_a_cluster(tmp_path: Path) -> None:
 def test_the_command_says_which_file_and_ends_with_2(tmp_path: Path) -> None:
     good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
     good.write_text(GCP)
+    (tmp_path / "gcp.lock.txt").touch()
     bad.write_text(GCP.replace("GPU: 4", "GPU: 0.5"))
     done = CliRunner().invoke(main, ["cluster", "validate", str(good), str(bad)])
     assert done.exit_code == 2

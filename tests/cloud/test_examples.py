@@ -26,12 +26,14 @@ FILLED_IN = {
     "<address of the head>": "10.0.0.1",
     "<address of a worker>": "10.0.0.2",
     "<address of a zip of your code: https://...>": "https://example.org/code.zip",
+    "<address of a wheel of raypool: https://...#sha256=...>": "https://example.org/a.whl#sha256=1a",
 }
 
 
 def test_files_are_what_the_generator_writes() -> None:
-    there = {name: (examples.ROOT / name).read_text() for name in examples.PLANS}
-    assert there == examples.texts(), "python -m tests.cloud.examples writes them anew"
+    texts = examples.texts()
+    there = {name: (examples.ROOT / name).read_text() for name in texts}
+    assert there == texts, "python -m tests.cloud.examples writes them anew"
 
 
 def test_there_are_no_other_files() -> None:
@@ -103,7 +105,7 @@ def test_cluster_yaml_is_what_it_is_said_to_be() -> None:
     assert "--dashboard-host=127.0.0.1" in head_start
     assert "RAY_health_check_period_ms=1000" in head_start
     assert "python -m raypool.cluster.preemption --cloud gcp" in worker_start
-    assert content["file_mounts"] == {"~/.ray/auth_token": "~/.ray/auth_token"}
+    assert content["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
 
 
 def test_what_stands_in_the_header_stays_there() -> None:

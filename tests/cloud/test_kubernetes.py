@@ -38,7 +38,7 @@ def plan(*workers: NodeGroup, head: NodeGroup = HEAD, **changes: Any) -> Cluster
         provider="kubernetes",
         head=head,
         workers=workers,
-        packages=default_packages(),
+        packages=default_packages("kubernetes", ["raypool @ https://a.org/a.whl#sha256=1a"]),
         **changes,
     )
 
@@ -194,7 +194,7 @@ def plans(draw: Callable[..., Any]) -> ClusterPlan:
         provider="kubernetes",
         head=HEAD,
         workers=tuple(workers),
-        packages=("a b'c",),
+        packages=("a>1", "raypool @ https://a.org/a'b.whl#sha256=1a"),
         idle_minutes=idle_minutes,
     )
 
