@@ -28,6 +28,13 @@ ONLY = {
 """Options of `init` that only some providers use."""
 
 
+TRUST = click.option(
+    "--trust",
+    is_flag=True,
+    help="Do not warn of machines, GPUs and zones that raypool's dated catalogues do not list.",
+)
+
+
 @click.group()
 def cluster() -> None:
     """Create, check, start and stop clusters of machines with GPUs."""
@@ -140,9 +147,16 @@ def machines(gpu: str | None, name: str, is_json: bool) -> None:
     help="The file to write.",
 )
 @click.option("--force", "is_forced", is_flag=True, help="Overwrite an existing file.")
+@TRUST
 @click.pass_context
 def init(
-    context: click.Context, /, out: Path, job: str | None, is_forced: bool, **wishes: Any
+    context: click.Context,
+    /,
+    out: Path,
+    job: str | None,
+    is_forced: bool,
+    trust: bool,
+    **wishes: Any,
 ) -> None:
     """Write a cluster file, to be reviewed and started.
 
@@ -170,7 +184,8 @@ def init(
         )
     try:
         plan = Draft(**wishes).plan()
-        text = text_of(plan, _command(context, given), out.name, job, warn=_warn)
+        command = _command(context, given)
+        text = text_of(plan, command, out.name, job, warn=_warn, trust=trust)
         save(text, out, plan, is_forced)
     except RaypoolError as error:
         raise click.UsageError(str(error)) from error
@@ -185,7 +200,7 @@ def _command(context: click.Context, given: list[click.Parameter]) -> str:
     """Return the command that was given, with the options that say what to write."""
     words = ["raypool", "cluster", "init"]
     for option in given:
-        if option.name in ("out", "is_forced"):
+        if option.name in ("out", "is_forced", "trust"):
             continue
         value = context.params[option.name or ""]
         if isinstance(value, bool):
@@ -200,7 +215,8 @@ def _command(context: click.Context, given: list[click.Parameter]) -> str:
 @click.argument(
     "files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path)
 )
-def validate(files: tuple[Path, ...]) -> None:
+@TRUST
+def validate(files: tuple[Path, ...], trust: bool) -> None:
     """Check files of clusters and training jobs before anything is billed.
 
     Each of FILES may be for Ray's launcher (Google Cloud, AWS, on premises), for KubeRay, or the
@@ -212,29 +228,31 @@ def validate(files: tuple[Path, ...]) -> None:
     problems = []
     for file in files:
         try:
-            _check(file)
+            warnings = _check(file, trust)
         except RaypoolError as error:
             problems.append(str(error))
         else:
-            echo(f"{file}: nothing is wrong with it.")
+            how = f"valid, {len(warnings)} warnings" if warnings else "nothing is wrong with it"
+            echo(f"{file}: {how}.")
     if problems:
         echo("\n".join(problems), err=True)
         raise SystemExit(2)
 
 
-def _check(file: Path) -> None:
+def _check(file: Path, trust: bool) -> tuple[str, ...]:
     """Check a file, and print warnings of entries that may not work."""
     from raypool.cluster.checks import check_file
 
     warnings: tuple[str, ...] = ()
     try:
-        warnings = check_file(file)
+        warnings = check_file(file, trust=trust)
     except RaypoolError as error:
         warnings = getattr(error, "warnings", ())
         raise
     finally:
         for warning in warnings:
             _warn(warning)
+    return warnings
 
 
 FILE = click.argument(
@@ -244,8 +262,31 @@ FILE = click.argument(
 
 @cluster.command()
 @FILE
+def harden(file: Path) -> None:
+    """Close FILE (default: cluster.yaml), a file for Ray's launcher that anybody wrote.
+
+    Adds a token to all that starts Ray, binds the dashboard to the loopback, and lets Ray notice a
+    lost machine within 8 s. Comments and everything else stay as they are. Prints the changes.
+    """
+    import difflib
+
+    from raypool.cluster.hardening import hardened
+
+    with _failures():
+        before = file.read_text(encoding="utf-8")
+        after = hardened(before, str(file))
+    file.write_text(after, encoding="utf-8")
+    changes = difflib.unified_diff(
+        before.splitlines(), after.splitlines(), str(file), str(file), n=0, lineterm=""
+    )
+    echo("\n".join(changes) or f"{file}: nothing is to be changed.")
+
+
+@cluster.command()
+@FILE
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
-def up(file: Path, yes: bool) -> None:
+@TRUST
+def up(file: Path, yes: bool, trust: bool) -> None:
     """Start the cluster defined in FILE (default: cluster.yaml), or update a running one.
 
     The file is checked first. On a running cluster Ray is restarted, which ends everything that
@@ -255,7 +296,7 @@ def up(file: Path, yes: bool) -> None:
     from raypool.cluster import launcher
 
     try:
-        _check(file)
+        _check(file, trust)
     except RaypoolError as error:
         raise click.UsageError(str(error)) from error
     with _failures():

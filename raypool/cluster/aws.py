@@ -130,7 +130,7 @@ def check(findings: Findings) -> None:
             " rules stand here. Make one yourself and give its ID in each node_config, as"
             " SecurityGroupIds."
         )
-        findings.add(("provider", "security_group"), text)
+        findings.doubt(("provider", "security_group"), text)
     if _validator() is None:
         findings.doubt(
             ("provider",),
@@ -162,7 +162,7 @@ def _check_machine(findings: Findings, keys: Keys) -> None:
             gpus = [shape.gpu] if shape.gpu else []
             catalogue("aws").check_place(str(findings.at(("provider", "region"))), *gpus)
         except CloudError as error:
-            findings.doubt(at, str(error))
+            findings.unlisted(at, str(error))
 
 
 def _check_entries(findings: Findings, config: Keys) -> None:
@@ -236,14 +236,14 @@ def _check_instance(findings: Findings, config: Keys) -> None:
         findings.add((*config, "KeyName"), text)
     if there("ImageId") in (None, "latest_dlami"):
         find = "`raypool cluster init --provider aws` writes the command that finds one"
-        findings.add(
+        findings.doubt(
             config,
-            f"ImageId is missing in node_config: Ray would take an Ubuntu 18.04 of 2022; {find}.",
+            f"ImageId is missing in node_config: Ray takes an Ubuntu 18.04 of 2022; {find}.",
         )
     if not there("SecurityGroupIds") and there("NetworkInterfaces") is None:
         text = (
-            "SecurityGroupIds is missing in node_config: Ray would make a group that opens SSH to"
+            "SecurityGroupIds is missing in node_config: Ray makes a group that opens SSH to"
             " the whole internet. Give one that lets in its own members, and your address at"
             " port 22."
         )
-        findings.add(config, text)
+        findings.doubt(config, text)

@@ -45,10 +45,14 @@ PROVIDERS: dict[str, Callable[[Findings], None]] = {
 HEAD, WORKER = "head_start_ray_commands", "worker_start_ray_commands"
 
 
-def check_file(path: str | Path) -> tuple[str, ...]:
+def check_file(path: str | Path, *, trust: bool = False) -> tuple[str, ...]:
     """Check the documents of a file, as far as this machine can know.
 
     The cluster that `kubectl` reaches checks a manifest for Kubernetes, in a dry run.
+
+    Args:
+        path: The file.
+        trust: Leave out warnings of machines, GPUs and zones that raypool's catalogues lack.
 
     Returns:
         Warnings: machines that the (dated) catalogue lacks, and checks that could not be made.
@@ -75,7 +79,7 @@ def check_file(path: str | Path) -> tuple[str, ...]:
         ):
             continue  # an object of Kubernetes itself beside the cluster: a Secret, a Service
         try:
-            warnings += check(document)
+            warnings += check(document, trust=trust)
         except CloudError as error:
             problems.append(str(error))
             warnings += vars(error)["warnings"]
@@ -90,10 +94,10 @@ def check_file(path: str | Path) -> tuple[str, ...]:
     return (*warnings, *(kubernetes.ask(path) if is_for_kubernetes else ()))
 
 
-def check(document: Document) -> tuple[str, ...]:
+def check(document: Document, *, trust: bool = False) -> tuple[str, ...]:
     """Check a document of any kind, and return warnings, as `check_file` does."""
     content = document.content
-    findings = Findings(document)
+    findings = Findings(document, trust)
     for keys, text in texts(content):
         if packages.takes_raypool_by_name(text):
             findings.add(keys, packages.BY_NAME)
@@ -103,7 +107,7 @@ def check(document: Document) -> tuple[str, ...]:
         findings.check_filled_in()
         kubernetes.check(findings)
     elif job_files.is_training(content):
-        return job_files.check(document)
+        return job_files.read(document, trust=trust).notes
     elif "provider" in content or "cluster_name" in content:
         _check_launcher(findings)
     else:
@@ -143,7 +147,8 @@ def _check_launcher(findings: Findings) -> None:
                 " at most the other."
             )
             findings.add(("available_node_types", name, "min_workers"), text)
-    _check_login(findings)
+    if provider in PROVIDERS:
+        _check_login(findings)
     _check_mounts(findings)
     _check_commands(findings)
     if provider in PROVIDERS:
@@ -180,6 +185,8 @@ def _check_mounts(findings: Findings) -> None:
 
 def _check_login(findings: Findings) -> None:
     """Check user and key of the login."""
+    if findings.at(("auth",)) is None:
+        return  # Ray's own, which fits the provider's images
     user = findings.at(("auth", "ssh_user")) or ""
     if not re.fullmatch(rf"{PLACEHOLDER}.*|[A-Za-z_][-A-Za-z0-9_.@]*", user):
         findings.add(
@@ -205,10 +212,10 @@ def _check_commands(findings: Findings) -> None:
     for name in ("setup_commands", HEAD, WORKER):
         if findings.at((name,)) is None:
             text = (
-                f"{name} is missing: Ray would take its own, which installs an old version and"
-                " opens the dashboard to everybody. `raypool cluster init` writes good ones."
+                f"{name} is missing: Ray takes its own, which install an old version and open the"
+                " dashboard to everybody. `raypool cluster harden` adds those that start Ray."
             )
-            findings.add((), text)
+            findings.doubt((), text)
     ports = {}
     for name in (HEAD, WORKER):
         commands = findings.at((name,)) or ()
@@ -237,6 +244,10 @@ def _check_commands(findings: Findings) -> None:
 
 def _check_token(findings: Findings, keys: Keys, command: str) -> None:
     """Check that Ray asks for a token where a command starts it, and has one."""
+    host = re.search(r"--dashboard-host[= ](\S+)", command)
+    if host and host[1] not in ("127.0.0.1", "localhost"):
+        text = f"the dashboard, which takes jobs, listens at {host[1]}: it is open to the network."
+        findings.doubt(keys, f"{text} `raypool cluster harden` closes it.")
     # each command has its own shell: what another one sets does not count
     before = command.partition(START)[0]
     modes = re.findall(r"\bRAY_AUTH_MODE=[\"']?(\w*)", before)
@@ -248,10 +259,10 @@ def _check_token(findings: Findings, keys: Keys, command: str) -> None:
     is_unset = re.search(r"\bunset\b[^;&|]*\bRAY_AUTH", before)
     if modes[-1:] != ["token"] or not is_exported or is_unset:
         text = (
-            "Ray is started without a token: whoever reaches it can run code. Put `export"
-            " RAY_AUTH_MODE=token;` before `ray start`, into the same command."
+            "Ray is started without a token: whoever reaches it can run code. `raypool cluster"
+            " harden` adds one (`export RAY_AUTH_MODE=token;` in the same command)."
         )
-        findings.add(keys, text)
+        findings.doubt(keys, text)
     elif TOKEN not in (findings.at(("file_mounts",)) or {}) and "RAY_AUTH_TOKEN" not in command:
         text = (
             f"Ray wants a token, and none is copied to the machines. Put `{TOKEN}: {TOKEN}` under"

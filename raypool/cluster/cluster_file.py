@@ -69,6 +69,7 @@ def text_of(
     file: str,
     job: str | None = None,
     warn: Callable[[str], object] = lambda text: None,
+    trust: bool = False,
 ) -> str:
     """Return the file of a cluster.
 
@@ -77,7 +78,8 @@ def text_of(
         command: The command that makes it.
         file: Its future name.
         job: On Kubernetes, a command: the cluster is made for it, and taken down after it.
-        warn: Takes warnings on machines that the (dated) catalogues do not have.
+        warn: Takes warnings, such as on machines that the (dated) catalogues do not have.
+        trust: Leave out those.
 
     Raises:
         CloudError: The plan cannot be carried out there, or something is wrong with the file, but
@@ -115,7 +117,7 @@ def text_of(
         text = render([content], [*header, f"    kubectl apply -f {shlex.quote(file)}", *end])
     [document] = documents_of(text, file)
     try:
-        warnings = checks.check(document)
+        warnings = checks.check(document, trust=trust)
     except CloudError as error:
         found = vars(error)
         if wrong := [problem.text for problem in found["problems"] if not problem.is_open]:

@@ -150,8 +150,11 @@ class Problem:
 class Findings:
     """The mistakes and doubts that a check finds in a document.
 
-    All mistakes are raised together. Doubts are warnings: a machine may be newer than the catalogue
-    of machines.
+    All mistakes are raised together: what cannot work. Doubts are warnings.
+
+    Args:
+        document: The document.
+        trusts: Whether machines, GPUs and zones that the dated catalogues lack are no doubt.
 
     Example:
         >>> [document] = documents_of("workers: -1", "some.yaml")
@@ -162,8 +165,9 @@ class Findings:
         raypool.errors.CloudError: some.yaml, line 1: workers is -1; 0 or more would do.
     """
 
-    def __init__(self, document: Document) -> None:
+    def __init__(self, document: Document, trusts: bool = False) -> None:
         self.document = document
+        self._trusts = trusts
         self.problems: list[Problem] = []
         self.doubts: list[Problem] = []
 
@@ -175,6 +179,11 @@ class Findings:
     def doubt(self, keys: Keys, text: str) -> None:
         """Note a possible mistake in an entry."""
         self.doubts.append(Problem(keys, text))
+
+    def unlisted(self, keys: Keys, text: str) -> None:
+        """Note an entry that a dated catalogue lacks: it may be newer."""
+        if not self._trusts:
+            self.doubt(keys, text)
 
     def check_keys(self, keys: Keys, known: Iterable[str]) -> None:
         """Note unknown names in the mapping at `keys`."""

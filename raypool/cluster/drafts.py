@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from raypool.cluster.launcher_file import default_packages
+from raypool.cluster.documents import nearest
+from raypool.cluster.launcher_file import CPUS_PER_GPU, default_packages
 from raypool.cluster.machines import OF_PROVIDERS, Catalogue, Machine, catalogue, one_of
 from raypool.cluster.plan import ClusterPlan, NodeGroup, Provider
 from raypool.errors import CloudError
@@ -13,8 +14,6 @@ from raypool.errors import CloudError
 HEADS = {"gcp": "n2-standard-4", "aws": "m5.xlarge"}
 PLACES = {"gcp": ("us-central1-a",), "aws": ("us-west-2",)}
 """The default places of clusters, if the GPUs are available there."""
-
-CPUS_PER_GPU = 4  # to load and prepare data for a GPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +105,15 @@ class Draft:
     def _machine(self) -> tuple[str, str, int]:
         """Return the kind of machine that workers are, and the kind and number of its GPUs."""
         known = catalogue(OF_PROVIDERS[self.provider])
-        shape = known.machine(self.machine) if self.machine else None
+        shape = known.machines.get(self.machine or "")
+        if self.machine and shape is None:
+            if self.gpu is None or self.gpus is None:
+                raise CloudError(
+                    f"There is no machine {self.machine!r} in the catalogue of {known.date}"
+                    f"{nearest(self.machine, known.machines)} If it is newer, say what it has, too:"
+                    " --gpu and --gpus."
+                )
+            return self.machine, self.gpu, self.gpus
         gpu = known.gpu(self.gpu or (shape and shape.gpu) or "T4").name
         gpus = self.gpus or (shape and shape.gpus) or 1
         machine = shape.name if shape else smallest(known, gpu, gpus).name
@@ -118,6 +125,8 @@ class Draft:
         if self.provider not in OF_PROVIDERS or worker.gpu is None:
             return None
         known = catalogue(OF_PROVIDERS[self.provider])
+        if worker.gpu not in known.gpus:
+            return None
         places = known.zones(worker.gpu) if self.provider == "gcp" else known.regions(worker.gpu)
         place = next(
             (place for place in (*PLACES[self.provider], *places) if place in places), None

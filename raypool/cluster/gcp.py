@@ -100,10 +100,11 @@ def _instance(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
         "machineType": group.machine,
         "disks": [{"boot": True, "autoDelete": True, "initializeParams": disk}],
     }
-    gpu = catalogue("gce").gpu(group.gpu) if group.gpu else None
-    if gpu and catalogue("gce").machine(group.machine).gpu is None:
+    shape = catalogue("gce").machines.get(group.machine)
+    if group.gpu and shape and shape.gpu is None:
+        accelerator = catalogue("gce").gpu(group.gpu).accelerator
         instance["guestAccelerators"] = [
-            {"acceleratorType": gpu.accelerator, "acceleratorCount": group.gpus}
+            {"acceleratorType": accelerator, "acceleratorCount": group.gpus}
         ]
     if group.spot:
         instance["scheduling"] = {
@@ -190,6 +191,11 @@ def why_no_project(project: str) -> str | None:
 def _check_type(findings: Findings, keys: Keys, zone: str | None) -> None:
     """Check a node type."""
     config = (*keys, "node_config")
+    scheduling = findings.at((*config, "scheduling"))
+    if isinstance(scheduling, list):  # as in Ray's own examples
+        text = "Google describes scheduling as a mapping, not a list; write it without the dash."
+        findings.doubt((*config, "scheduling"), text)
+        return
     findings.check_schema(_schema() or SHAPE, config)
     if not SHAPE.is_valid(findings.at(config)):
         return  # the next checks rely on it
@@ -260,7 +266,7 @@ def _check_gpus(findings: Findings, keys: Keys, zone: str | None) -> None:
             gce.check_place(zone, kind.name)
     except CloudError as error:
         place: Keys = ("provider", "availability_zone")
-        findings.doubt((*config, "machineType") if shape is None else place, str(error))
+        findings.unlisted((*config, "machineType") if shape is None else place, str(error))
     if shape is not None and kind is not None:
         try:
             gce.check(machine, kind.name, gpus)
@@ -291,7 +297,7 @@ def _gpu(findings: Findings, keys: Keys, accelerator: str) -> Gpu | None:
     except CloudError as error:
         # one that the catalogue has as gone is a mistake; any other may be newer than the catalogue
         is_gone = any(each.accelerator == accelerator for each in catalogue("gce").gpus.values())
-        (findings.add if is_gone else findings.doubt)(keys, str(error))
+        (findings.add if is_gone else findings.unlisted)(keys, str(error))
         return None
     if gpu.accelerator != accelerator:
         findings.add(

@@ -201,17 +201,7 @@ def is_training(content: Any) -> bool:
     return isinstance(content, dict) and (INPUT in content or not KNOWN.isdisjoint(content))
 
 
-def check(document: Document) -> tuple[str, ...]:
-    """Make sure that a file describes a training job that can run, and return what is not used, and
-    what may not be had.
-
-    Raises:
-        CloudError: It does not; says all that is wrong, where, and what would be right.
-    """
-    return read(document).notes
-
-
-def read(document: Document) -> Training:
+def read(document: Document, *, trust: bool = False) -> Training:
     """Return the training job that a file describes.
 
     Machines and GPUs are those of AI Platform Training; in a file that names any which it never
@@ -228,7 +218,7 @@ def read(document: Document) -> Training:
         >>> [(group.name, group.machine, group.gpus, group.most) for group in training.groups]
         [('head', 'n1-standard-16', 4, 0), ('worker', 'n1-standard-4', 0, 2)]
     """
-    findings = Findings(document)
+    findings = Findings(document, trust)
     _check_outside(findings)
     findings.finish()  # what is not where it belongs says nothing
     findings.check_keys((INPUT,), KNOWN)
@@ -242,7 +232,7 @@ def read(document: Document) -> Training:
         args=_args(findings),
     )
     if (why := why_no_zone(training.kinds, training.region)) is not None:
-        findings.doubt((INPUT, "region") if training.region is not None else (INPUT,), why)
+        findings.unlisted((INPUT, "region") if training.region is not None else (INPUT,), why)
     if training.job_dir is not None and (wrong := _why_no_job_dir(training.job_dir)) is not None:
         findings.add((INPUT, "jobDir"), wrong)
     for name, why in UNUSED.items():
@@ -368,11 +358,14 @@ def _group(findings: Findings, role: str, have: Catalogue) -> Iterator[NodeGroup
         findings.add(at, f"{role}Type is missing: the kind of machine, such as n1-highcpu-16.")
         return
     _check_config(findings, role)
-    try:
-        machine = have.machine(str(name))
-    except CloudError as error:
-        findings.add((INPUT, f"{role}Type"), str(error))
+    if not isinstance(name, str):
+        findings.add((INPUT, f"{role}Type"), f"{role}Type is {_shown(name)}, not a text.")
         return
+    machine = have.shape(name)
+    try:
+        have.machine(name)
+    except CloudError as error:
+        findings.unlisted((INPUT, f"{role}Type"), str(error))
     gpu, gpus = _gpus(findings, role, machine, have)
     always = 0 if role == "master" else size
     kind = machine.compute or machine.name
@@ -457,7 +450,8 @@ def _gpus(
         if gpu is None:
             return None, 0
     try:
-        have.check(machine.name, gpu, gpus)
+        if machine.name in have.machines:
+            have.check(machine.name, gpu, gpus)
     except CloudError as error:
         findings.add((INPUT, f"{role}Type") if given is None else keys, str(error))
         return None, 0

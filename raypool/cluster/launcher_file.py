@@ -26,6 +26,8 @@ PORT = 6379  # of the head, which the workers join
 CLIENT_PORT = 10001  # of the head, for Ray Client; Ray's own choice
 DASHBOARD_PORT = 8265  # of the head, on its loopback only: jobs, through a tunnel
 
+CPUS_PER_GPU = 4  # to load and prepare data for a GPU
+
 INSTALL_DRIVER = (
     "! grep -qs 0x10de /sys/bus/pci/devices/*/vendor || nvidia-smi -L || (sudo apt-get update -qq"
     " && sudo apt-get install -yq linux-modules-nvidia-{0}-server-$(uname -r)"
@@ -86,6 +88,8 @@ def launcher_file(
     """
     known = catalogue(OF_PROVIDERS[plan.provider])
     for group in plan.groups:
+        if group.machine not in known.machines:
+            continue  # a newer one, of which the check of the file warns
         try:
             known.check(group.machine, group.gpu, group.gpus)
         except CloudError as error:
@@ -120,7 +124,8 @@ def _resources(plan: ClusterPlan, group: NodeGroup) -> dict[str, int]:
         return {"CPU": 0}  # tasks stay off the head
     cpus = group.cpus
     if cpus is None:
-        cpus = catalogue(OF_PROVIDERS[plan.provider]).machine(group.machine).vcpus
+        shape = catalogue(OF_PROVIDERS[plan.provider]).shape(group.machine)
+        cpus = shape.vcpus or CPUS_PER_GPU * max(group.gpus, 1)
     if not group.gpus:
         return {"CPU": cpus}
     # the machine says so itself, but only once it is there
@@ -144,7 +149,7 @@ def commands(plan: ClusterPlan, flags: Iterable[str] = ()) -> dict[str, Any]:
         "head_setup_commands": [],
         "worker_setup_commands": [],
         "head_start_ray_commands": head_commands(flags),
-        "worker_start_ray_commands": worker_commands(plan, flags),
+        "worker_start_ray_commands": worker_commands(plan.provider, flags),
     }
 
 
@@ -209,10 +214,10 @@ def head_commands(flags: Iterable[str] = ()) -> list[str]:
     return ["ray stop", _start(settings, ["--head", *options, *flags])]
 
 
-def worker_commands(plan: ClusterPlan, flags: Iterable[str] = ()) -> list[str]:
+def worker_commands(provider: str, flags: Iterable[str] = ()) -> list[str]:
     """Return the commands that start Ray on a worker, and the watcher for preemption notices."""
     start = ["ray stop", _start([], [f"--address=$RAY_HEAD_IP:{PORT}", *flags])]
-    return [*start, watcher(plan.provider)] if plan.provider in ("gcp", "aws") else start
+    return [*start, watcher(provider)] if provider in ("gcp", "aws") else start
 
 
 def _start(settings: Iterable[str], options: Iterable[str]) -> str:

@@ -131,6 +131,16 @@ class Catalogue:
             raise CloudError(f"There is no machine {name!r} in the catalogue of {self.date}{end}")
         return self.machines[name]
 
+    def shape(self, name: str) -> Machine:
+        """Return the machine of that name; one that is not listed has what its name says.
+
+        Example:
+            >>> catalogue("gce").shape("n9-standard-16").vcpus
+            16
+        """
+        number = re.search(r"-(\d+)$", name)  # Google's names end with the number of vCPUs
+        return self.machines.get(name) or Machine(name, int(number[1]) if number else 0, 0)
+
     def gpu(self, name: str) -> Gpu:
         """Return the GPU of that name, in any of its spellings.
 
@@ -278,9 +288,9 @@ class Catalogue:
             known = kind.regions if place in regions or not kind.zones else kind.zones
             if known and place not in known:
                 near = [each for each in known if each[:-2] == place[:-2]]
-                where = (
-                    f"Near it are {', '.join(near)}" if near else f"They are in {', '.join(known)}"
-                )
+                # all of them are dozens
+                command = f"raypool cluster machines --catalogue {self.name} --gpu {kind.name}"
+                where = f"Near it are {', '.join(near)}" if near else f"`{command}` lists where"
                 raise CloudError(f"As of {self.date}, {place} has no {kind.name} GPUs. {where}.")
 
 

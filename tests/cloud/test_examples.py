@@ -198,6 +198,41 @@ def test_what_may_not_be_had_is_written_with_a_warning(
     assert Path("cluster.yaml").exists()
 
 
+NEWER = [
+    ("--provider gcp --zone us-central1-b --gpu RTX-PRO-6000", "g4-standard-48", None),
+    (
+        "--provider gcp --zone us-central1-b --machine a9-standard-96 --gpu X1 --gpus 8",
+        "a9-sta",
+        96,
+    ),
+    (
+        "--provider gcp --zone us-central1-b --machine a9-highgpu-2g --gpu T4 --gpus 2",
+        "a9-highgpu",
+        8,
+    ),
+    ("--provider aws --zone us-west-2a --machine g99.xlarge --gpu X1 --gpus 1", "g99.xlarge", 4),
+]
+
+
+def test_a_machine_newer_than_the_catalogue_is_written_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words, machine, cpus in NEWER:
+        done = CliRunner().invoke(main, ["cluster", "init", "--force", *words.split()])
+        assert done.exit_code == 0, done.output
+        text = Path("cluster.yaml").read_text()
+        assert machine in text
+        if cpus is not None:
+            assert "in the catalogue of 2026-" in done.stderr
+            worker = yaml.safe_load(text)["available_node_types"]["worker"]
+            assert worker["resources"]["CPU"] == cpus
+        trusting = CliRunner().invoke(
+            main, ["cluster", "init", "--force", "--trust", *words.split()]
+        )
+        assert "catalogue" not in trusting.stderr
+
+
 SMALLEST = [
     ("--provider gcp", "n1-standard-4", 1),
     ("--provider gcp --gpus 4", "n1-standard-16", 4),

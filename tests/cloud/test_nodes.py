@@ -67,9 +67,9 @@ def test_nothing_is_installed_where_all_is_there() -> None:
 
 
 def test_the_watcher_outlives_the_shell_where_machines_are_taken_back(home: Path) -> None:
-    *_, last = launcher_file.worker_commands(replace(PLAN, provider="on-prem"))
+    *_, last = launcher_file.worker_commands("on-prem")
     assert "ray start" in last
-    *_, last = launcher_file.worker_commands(replace(PLAN, provider="gcp"))
+    *_, last = launcher_file.worker_commands("gcp")
     script = '#!/bin/sh\necho "$@"\nwhile [ ! -e ~/end ]; do sleep 0.05; done\n'
     (home / "raypool-venv/bin").mkdir(parents=True)
     (home / "raypool-venv/bin/python").write_text(script)
@@ -97,7 +97,7 @@ def test_ray_knows_all_options_that_it_is_started_with() -> None:
     }
     for command in (
         launcher_file.head_commands()[-1],
-        launcher_file.worker_commands(replace(PLAN, provider="on-prem"))[-1],
+        launcher_file.worker_commands("on-prem")[-1],
     ):
         used = set(re.findall(r"--[a-z-]+", command))
         assert len(used) > 1

@@ -225,10 +225,6 @@ CANNOT_WORK: list[tuple[tuple[str, ...], str]] = [
         "--worker-count: workerCount is -1; a whole number, 0 or more",
     ),
     (
-        (*FILE, *HERE, "--worker-machine-type", "n1-highcpu-17", "train.py"),
-        "--worker-machine-type: There is no machine",
-    ),
-    (
         (*FILE, *HERE, "--job-dir", "bucket/run", "train.py"),
         "--job-dir: 'bucket/run' is neither gs://BUCKET/...",
     ),
