@@ -19,7 +19,7 @@ PROVIDERS = ("gcp", "aws", "on-prem", "kubernetes")
 MADE = ("gcp", "aws")  # whose machines are made
 ONLY = {
     "project": ("gcp",),
-    **dict.fromkeys(("zone", "machine", "head_machine"), MADE),
+    **dict.fromkeys(("zone", "machine", "head_machine", "idle_shutdown_minutes"), MADE),
     **dict.fromkeys(("gpu", "gpus", "least", "most", "spot"), (*MADE, "kubernetes")),
     **dict.fromkeys(("ssh_user", "ssh_key"), (*MADE, "on-prem")),
     "hosts": ("on-prem",),
@@ -134,6 +134,13 @@ def machines(gpu: str | None, name: str, is_json: bool) -> None:
     help="Package to install there besides raypool and what it needs; may be repeated.",
 )
 @click.option("--python", help="Python version there, such as 3.11. Default: the local one.")
+@click.option(
+    "--idle-shutdown-minutes",
+    type=click.FloatRange(min=0),
+    default=60,
+    show_default=True,
+    help="Delete the whole cluster when no job, pool or client has used it for so long; 0: never.",
+)
 @click.option(
     "--job",
     metavar="COMMAND",

@@ -102,6 +102,12 @@ def _instance(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
     return instance
 
 
+def rented(config: dict[str, Any]) -> tuple[str, str | None, int, bool]:
+    """Return what a node_config rents: machine, kind and number of GPUs, and if it is spot."""
+    shape = catalogue("aws").shape(str(config["InstanceType"]))
+    return shape.name, shape.gpu, shape.gpus, "InstanceMarketOptions" in config
+
+
 def check(findings: Findings) -> None:
     """Note what EC2 would refuse, and what would silently cost money or safety."""
     findings.check_form(

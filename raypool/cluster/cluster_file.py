@@ -39,8 +39,9 @@ COMMENTS = {
         "What is installed, and how: in an environment of its own, the same on every machine."
     ),
     "head_start_ray_commands": (
-        "Ray, with the token; its dashboard on the loopback only; who is silent for 8 s is"
-        " given up."
+        "Ray, with the token; its dashboard on the loopback only; a machine that is silent for 8 s"
+        " is given up. In a cloud, a watcher deletes all machines, this one too, when no job, pool"
+        " or client has used them for so many minutes."
     ),
     "worker_start_ray_commands": "What runs on each worker.",
 }

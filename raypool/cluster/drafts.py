@@ -38,6 +38,7 @@ class Draft:
         ssh_key: The file with that user's private key.
         packages: Packages to install on the machines besides raypool and what it needs.
         python: The version of Python there; None: as here.
+        idle_shutdown_minutes: After so long unused the whole cluster is deleted [min]; 0: never.
 
     Example:
         >>> plan = Draft(provider="gcp", gpu="A100", gpus=8, most=2).plan()
@@ -61,6 +62,7 @@ class Draft:
     ssh_key: str | None = None
     packages: tuple[str, ...] = ()
     python: str | None = None
+    idle_shutdown_minutes: float = 60
 
     def plan(self) -> ClusterPlan:
         """Return the plan of the cluster.
@@ -88,6 +90,7 @@ class Draft:
             ssh_user=self.ssh_user,
             ssh_key=self.ssh_key,
             packages=default_packages(self.provider, self.packages),
+            idle_shutdown_minutes=self.idle_shutdown_minutes,
         )
         return plan if self.python is None else replace(plan, python=self.python)
 

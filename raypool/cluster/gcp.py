@@ -120,6 +120,18 @@ def _instance(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
     return instance
 
 
+def rented(config: dict[str, Any]) -> tuple[str, str | None, int, bool]:
+    """Return what a node_config rents: machine, kind and number of GPUs, and if it is spot."""
+    machine = str(config["machineType"]).rpartition("/")[2]
+    scheduling = config.get("scheduling") or {}
+    spot = scheduling.get("provisioningModel") == "SPOT" or scheduling.get("preemptible") is True
+    for attached in config.get("guestAccelerators") or ():
+        kind = catalogue("gce").gpu(attached["acceleratorType"].rpartition("/")[2])
+        return machine, kind.name, attached["acceleratorCount"], spot
+    shape = catalogue("gce").shape(machine)
+    return machine, shape.gpu, shape.gpus, spot
+
+
 def check(findings: Findings) -> None:
     """Note entries that Compute Engine would refuse, or accept although they cannot work."""
     findings.check_form(

@@ -7,6 +7,7 @@ Source: `ray.autoscaler.sdk`; Ray's `autoscaler/_private/{commands,command_runne
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
 import os
@@ -25,11 +26,12 @@ from typing import Any
 
 import click
 
-from raypool.cluster import packages
+from raypool.cluster import aws, gcp, packages
 from raypool.cluster.checks import check_file
 from raypool.cluster.connect import make_token
 from raypool.cluster.documents import read_documents
 from raypool.cluster.launcher_file import CLIENT_PORT, DASHBOARD_PORT, TOKEN
+from raypool.cluster.machines import OF_PROVIDERS, catalogue
 from raypool.errors import CloudError
 from raypool.profiles import Profile
 
@@ -141,7 +143,48 @@ def status(path: str | Path) -> str:
         return done.stdout
     with _launching(path):
         said = sdk.run_on_cluster(str(path), cmd=f"{TOKEN_MODE}; ray status", with_output=True)
-    return said.decode() if isinstance(said, bytes) else str(said)
+    text = said.decode() if isinstance(said, bytes) else str(said)
+    return f"{text.strip()}\n\n{_cost(path, content)}"
+
+
+def _cost(path: str | Path, content: dict[str, Any]) -> str:
+    """Return a sentence on what the machines that run now cost, as far as the catalogue knows."""
+    from ray.autoscaler.tags import TAG_RAY_USER_NODE_TYPE
+
+    from raypool.ray_private import _get_node_provider, prepare_config
+
+    cloud = content["provider"].get("type")
+    rented = {"gcp": gcp.rented, "aws": aws.rented}.get(cloud)
+    if rented is None:
+        return f"raypool has no prices of {cloud}."
+    known = catalogue(OF_PROVIDERS[cloud])
+    with _launching(path):
+        config = prepare_config(content)
+        provider = _get_node_provider(config["provider"], config["cluster_name"])
+        counts = collections.Counter(
+            provider.node_tags(node).get(TAG_RAY_USER_NODE_TYPE, "")
+            for node in provider.non_terminated_nodes({})
+        )
+    total, parts, unknown = 0.0, [], []
+    for name, count in counts.items():
+        machine, gpu, gpus, spot = rented(config["available_node_types"][name]["node_config"])
+        has = f" with {gpus} {gpu}" if gpu else ""
+        what = f"{count} {name} ({machine}{has}{', spot' if spot else ''})"
+        price = known.price(machine, gpu, gpus, spot)
+        if price is None:
+            unknown.append(what)
+        else:
+            total += count * price
+            parts.append(what)
+    lines = [f"No price is known for {', '.join(unknown)}."] if unknown else []
+    if parts:
+        prices = known.prices
+        lines.insert(
+            0,
+            f"About ${total:.2f} an hour for {', '.join(parts)}: list prices of {prices['date']} in"
+            f" {prices['region']}, without disks and traffic.",
+        )
+    return "\n".join(lines)
 
 
 def down(path: str | Path) -> None:

@@ -148,7 +148,7 @@ def commands(plan: ClusterPlan, flags: Iterable[str] = ()) -> dict[str, Any]:
         "setup_commands": setup_commands(plan),
         "head_setup_commands": [],
         "worker_setup_commands": [],
-        "head_start_ray_commands": head_commands(flags),
+        "head_start_ray_commands": [*head_commands(flags), *_idle_watcher(plan)],
         "worker_start_ray_commands": worker_commands(plan.provider, flags),
     }
 
@@ -220,6 +220,13 @@ def worker_commands(provider: str, flags: Iterable[str] = ()) -> list[str]:
     return [*start, watcher(provider)] if provider in ("gcp", "aws") else start
 
 
+def _idle_watcher(plan: ClusterPlan) -> list[str]:
+    """Return the command that starts the watcher for an unused cluster, where machines cost."""
+    if plan.provider not in OF_PROVIDERS or not plan.idle_shutdown_minutes:
+        return []
+    return [_in_background("idle", f"--minutes {plan.idle_shutdown_minutes:g}")]
+
+
 def _start(settings: Iterable[str], options: Iterable[str]) -> str:
     exports = " ".join(["RAY_AUTH_MODE=token", *settings])
     # Without the first option Ray asks a person at the terminal whether it may report how it is
@@ -232,10 +239,14 @@ def _start(settings: Iterable[str], options: Iterable[str]) -> str:
 
 def watcher(cloud: str) -> str:
     """Return the command that starts the watcher; `cloud` is "gcp" or "aws"."""
-    # setsid and nohup: the shell ends, and the watcher stays until the node ends.
+    return _in_background("preemption", f"--cloud {cloud}")
+
+
+def _in_background(module: str, options: str) -> str:
+    # setsid and nohup: the shell ends, and the program stays
     return (
-        f"setsid nohup python -m raypool.cluster.preemption --cloud {cloud} </dev/null"
-        " >~/raypool-preemption.log 2>&1 &"
+        f"setsid nohup python -m raypool.cluster.{module} {options} </dev/null"
+        f" >~/raypool-{module}.log 2>&1 &"
     )
 
 

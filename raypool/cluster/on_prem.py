@@ -43,7 +43,7 @@ def write(plan: ClusterPlan, flags: Iterable[str] = ()) -> dict[str, Any]:
     """
     head, *workers = plan.hosts or ("<address of the head>", "<address of a worker>")
     commands = launcher_file.commands(plan, flags)
-    stop, start = commands["head_start_ray_commands"]
+    stop, start = commands["head_start_ray_commands"]  # no machines to delete, so no more
     return {
         "cluster_name": plan.name,
         "provider": {"type": "local", "head_ip": head, "worker_ips": workers},

@@ -63,6 +63,8 @@ class ClusterPlan:
         python: The version of Python that it is installed for ("3.11"); the one here: Ray wants it
             the same at both ends.
         idle_minutes: After so long without work a machine is given back [min].
+        idle_shutdown_minutes: After so long without any job, pool or client, all machines are
+            deleted, also the head [min]; 0: never. In clouds only.
     """
 
     name: str
@@ -78,6 +80,7 @@ class ClusterPlan:
     lock: str = "cluster.lock.txt"
     python: str = f"{sys.version_info.major}.{sys.version_info.minor}"
     idle_minutes: float = 10
+    idle_shutdown_minutes: float = 60
 
     @property
     def groups(self) -> tuple[NodeGroup, ...]:

@@ -134,9 +134,18 @@ def test_a_cluster_in_a_cloud_is_there_when_its_head_is(
     with pytest.raises(CloudError, match=f"`raypool cluster up {file}` starts it"):
         launcher.status(file)
     make_token()
-    Cluster(yaml.safe_load(file.read_text())).up(file, shell)
-    assert len(gce.instances) == 1
+    cluster = Cluster(yaml.safe_load(file.read_text()))
+    cluster.up(file, shell)
+    cluster.add_workers("worker", 2)
+    assert len(gce.instances) == 3
     assert launcher.is_running(file)
+    with monkeypatch.context() as patched:
+        patched.setattr("ray.autoscaler.sdk.run_on_cluster", lambda *_, **__: b"Resources")
+        said = launcher.status(file)
+    # a head of 4 vCPUs and 16 GB; a T4, 4 vCPUs and 15 GB as a spot machine
+    hourly = 4 * 0.031611 + 16 * 0.004237 + 2 * (0.175 + 4 * 0.006655 + 15 * 0.000892)
+    assert said.startswith(f"Resources\n\nAbout ${hourly:.2f} an hour for 1 head (n2-standard-4), ")
+    assert "2 worker (n1-standard-4 with 1 T4, spot): list prices of 2025-03-02 in us-c" in said
 
 
 # A machine for as long as a connection: its own processes, and an SSH server that knows the key.

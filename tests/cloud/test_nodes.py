@@ -66,6 +66,16 @@ def test_nothing_is_installed_where_all_is_there() -> None:
     assert [commands[name] for name in ("setup_commands", "head_setup_commands")] == [[], []]
 
 
+def test_a_head_that_costs_is_watched_and_others_are_not() -> None:
+    def started(**changes: object) -> str:
+        return launcher_file.commands(replace(PLAN, **changes))["head_start_ray_commands"][-1]
+
+    assert "-m raypool.cluster.idle --minutes 60 </dev/null" in started()
+    assert "--minutes 90 " in started(provider="aws", idle_shutdown_minutes=90)
+    for changes in ({"idle_shutdown_minutes": 0}, {"provider": "on-prem"}):
+        assert "ray start" in started(**changes)
+
+
 def test_the_watcher_outlives_the_shell_where_machines_are_taken_back(home: Path) -> None:
     *_, last = launcher_file.worker_commands("on-prem")
     assert "ray start" in last
