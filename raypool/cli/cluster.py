@@ -19,7 +19,7 @@ PROVIDERS = ("gcp", "aws", "on-prem", "kubernetes")
 MADE = ("gcp", "aws")  # whose machines are made
 ONLY = {
     "project": ("gcp",),
-    **dict.fromkeys(("zone", "machine", "head_machine", "idle_shutdown_minutes"), MADE),
+    **dict.fromkeys(("zone", "machine", "head_machine", "idle_shutdown_minutes", "fallback"), MADE),
     **dict.fromkeys(("gpu", "gpus", "least", "most", "spot"), (*MADE, "kubernetes")),
     **dict.fromkeys(("ssh_user", "ssh_key"), (*MADE, "on-prem")),
     "hosts": ("on-prem",),
@@ -86,7 +86,11 @@ def machines(gpu: str | None, name: str, is_json: bool) -> None:
 @click.option("--name", default="raypool", show_default=True, help="Name of the cluster.")
 @click.option("--project", help="Google Cloud project to bill (GCP).")
 @click.option(
-    "--zone", help="Zone: us-central1-a (GCP), us-west-2a (AWS). Default: one that has the GPUs."
+    "--zone",
+    help=(
+        "Zone: us-central1-a (GCP), us-west-2a or us-west-2a,us-west-2b (AWS, tried in turn)."
+        " Default: one that has the GPUs."
+    ),
 )
 @click.option("--gpu", help="GPU type of the workers. Default: the GPU of --machine, else T4.")
 @click.option("--gpus", type=click.IntRange(min=1), help="Number of GPUs per worker.  [default: 1]")
@@ -116,6 +120,11 @@ def machines(gpu: str | None, name: str, is_json: bool) -> None:
     default=True,
     show_default=True,
     help="Whether workers are spot machines: cheaper, may be preempted.",
+)
+@click.option(
+    "--fallback",
+    is_flag=True,
+    help="With --spot: use on-demand machines while no spot machine can be had.",
 )
 @click.option(
     "--host",

@@ -33,6 +33,7 @@ class Draft:
         least: So many workers are always there.
         most: So many at most.
         spot: Whether the provider may take the workers back: cheap.
+        fallback: Whether workers are made on demand while no spot machine can be had.
         hosts: Addresses of machines on premises, the head's first.
         ssh_user: Who logs in on the machines.
         ssh_key: The file with that user's private key.
@@ -57,6 +58,7 @@ class Draft:
     least: int = 0
     most: int = 4
     spot: bool = True
+    fallback: bool = False
     hosts: tuple[str, ...] = ()
     ssh_user: str = "ubuntu"
     ssh_key: str | None = None
@@ -78,12 +80,21 @@ class Draft:
             )
         if self.python is not None and not re.fullmatch(r"3\.\d+(\.\d+)?", self.python):
             raise CloudError(f"{self.python!r} is no version of Python; one is like 3.11.")
+        if self.fallback and not self.spot:
+            raise CloudError("A fallback is for spot machines; leave it out, or --on-demand.")
         worker = self._worker()
+        workers: tuple[NodeGroup, ...] = (worker,)
+        if self.fallback:
+            # of two groups that would do, Ray takes the one with the higher priority, and then the
+            # other one for a while if that could not be had
+            on_demand = replace(worker, name="worker-on-demand", least=0, spot=False)
+            workers = (replace(worker, priority=1), on_demand)
         plan = ClusterPlan(
             name=self.name,
             provider=self.provider,
             head=NodeGroup(name="head", machine=self.head_machine or HEADS.get(self.provider, "")),
-            workers=(worker,),
+            workers=workers,
+            most=worker.most if self.fallback else None,
             project=self.project,
             zone=self.zone or self._place(worker),
             hosts=self.hosts,

@@ -76,6 +76,11 @@ def write(plan: ClusterPlan) -> dict[str, Any]:
             f"The plan of {plan.name} does not say in which zone. `raypool cluster machines --gpu"
             " T4` lists zones."
         )
+    if "," in plan.zone:
+        raise CloudError(
+            f"{plan.zone} are several zones, and Ray's launcher makes all machines of a cluster on"
+            " Google Cloud in one. Give one; `--provider sky` tries several."
+        )
     provider = {
         "type": "gcp",
         "project_id": plan.project or "<your project>",

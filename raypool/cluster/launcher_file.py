@@ -101,7 +101,9 @@ def launcher_file(
             {"ssh_user": plan.ssh_user}
             | ({"ssh_private_key": plan.ssh_key} if plan.ssh_key else {})
         ),
-        "max_workers": sum(group.most for group in plan.workers),
+        "max_workers": (
+            sum(group.most for group in plan.workers) if plan.most is None else plan.most
+        ),
         "idle_timeout_minutes": plan.idle_minutes,
         "head_node_type": plan.head.name,
         "available_node_types": {
@@ -110,6 +112,7 @@ def launcher_file(
                 "labels": {ROLE: group.name} | ({ACCELERATOR: group.gpu} if group.gpu else {}),
                 "min_workers": group.least,
                 "max_workers": group.most,
+                **({"priority": group.priority} if group.priority else {}),
                 "node_config": node_config(group),
             }
             for group in plan.groups

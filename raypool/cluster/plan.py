@@ -29,6 +29,7 @@ class NodeGroup:
         spot: Whether the provider may take them back: cheap, with half a minute's or two minutes'
             notice.
         disk_gb: Size of the disk of each [GB].
+        priority: Of groups that would do equally well, Ray makes machines of the highest first.
     """
 
     name: str
@@ -41,6 +42,7 @@ class NodeGroup:
     most: int = 0
     spot: bool = False
     disk_gb: int = 200
+    priority: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +54,10 @@ class ClusterPlan:
         provider: Who has the machines.
         head: The machine that everything else joins.
         workers: The machines that the work is done on.
+        most: So many of them at most together; None: as many as the groups allow.
         project: The project that pays (GCP).
-        zone: Where ("us-central1-a"; on AWS an availability zone, "us-west-2a").
+        zone: Where ("us-central1-a"; on AWS an availability zone, or several that are tried in
+            turn, "us-west-2a,us-west-2b").
         hosts: Addresses of the machines of a cluster on premises, the head's first.
         ssh_user: Who logs in on the machines.
         ssh_key: The file with that user's private key; None: SSH's own choice, or the launcher's.
@@ -71,6 +75,7 @@ class ClusterPlan:
     provider: Provider
     head: NodeGroup
     workers: tuple[NodeGroup, ...]
+    most: int | None = None
     project: str | None = None
     zone: str | None = None
     hosts: tuple[str, ...] = ()
@@ -99,6 +104,6 @@ class ClusterPlan:
         """
         if self.zone is None:
             return None
-        return (
-            self.zone.rpartition("-")[0] if self.provider == "gcp" else self.zone.rstrip("abcdef")
-        )
+        if self.provider == "gcp":
+            return self.zone.rpartition("-")[0]
+        return self.zone.partition(",")[0].rstrip("abcdef")

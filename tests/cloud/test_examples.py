@@ -137,6 +137,11 @@ IMPOSSIBLE = [
     ),
     ("--provider gcp --machine n1-standard-33", "There is no machine 'n1-standard-33'"),
     ("--provider aws --gpu H100 --gpus 3", "No machine has 3 H100"),
+    (
+        "--provider gcp --zone us-central1-a,us-central1-b",
+        "makes all machines of a cluster on Google",
+    ),
+    ("--provider gcp --fallback --on-demand", "A fallback is for spot machines"),
     ("--provider gcp --min 5 --max 4", "at least 5 workers and at most 4"),
     ("--provider gcp --job x", "--job does not go with --provider gcp"),
     ("--provider gcp --host a", "--host does not go with --provider gcp"),
@@ -231,6 +236,52 @@ def test_a_machine_newer_than_the_catalogue_is_written_with_a_warning(
             main, ["cluster", "init", "--force", "--trust", *words.split()]
         )
         assert "catalogue" not in trusting.stderr
+
+
+@pytest.mark.parametrize("provider", ["gcp", "aws"])
+def test_ray_makes_machines_on_demand_only_while_no_spot_machine_can_be_had(
+    provider: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray.autoscaler.v2.event_logger import AutoscalerEventLogger
+    from ray.autoscaler.v2.instance_manager.config import AutoscalingConfig
+    from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingRequest
+    from ray.autoscaler.v2.utils import ResourceRequestUtil
+
+    monkeypatch.chdir(tmp_path)
+    words = ["cluster", "init", "--provider", provider, "--fallback", "--max", "3"]
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 0, done.output
+    content = yaml.safe_load(filled_in(Path("cluster.yaml").read_text()))
+    assert content["max_workers"] == 3
+    assert not checks.check(documents_of(yaml.safe_dump(content), "cluster.yaml")[0])
+    configs = AutoscalingConfig(content, skip_content_hash=True).get_node_type_configs()
+    gpus = ResourceRequestUtil.group_by_count([ResourceRequestUtil.make({"GPU": 1})] * 2)
+
+    def made(**availability: float) -> dict[str, int]:
+        request = SchedulingRequest(
+            disable_launch_config_check=True,
+            node_type_configs=configs,
+            max_num_nodes=4,
+            resource_requests=gpus,
+            recoverable_resource_availabilities=availability,
+        )
+        scheduler = ResourceDemandScheduler(AutoscalerEventLogger(None))
+        launched = scheduler.schedule(request).to_launch
+        return {each.instance_type: each.count for each in launched if each.instance_type != "head"}
+
+    assert made() == {"worker": 2}
+    assert made(worker=0.0) == {"worker-on-demand": 2}
+
+
+def test_several_zones_are_written_where_ray_tries_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    zones = "us-east-1a,us-east-1b"
+    done = CliRunner().invoke(main, ["cluster", "init", "--provider", "aws", "--zone", zones])
+    assert done.exit_code == 0, done.output
+    provider = yaml.safe_load(Path("cluster.yaml").read_text())["provider"]
+    assert (provider["region"], provider["availability_zone"]) == ("us-east-1", zones)
 
 
 SMALLEST = [
