@@ -97,7 +97,7 @@ def _instance(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
         "diskType": f"zones/{plan.zone}/diskTypes/{kind}",
         "sourceImage": (
             f"{GPU_IMAGES}{software.image('gcp', [group.gpu or ''])['name']}"
-            if group.gpus
+            if group.gpus or plan.image  # these have Docker, too
             else HEAD_IMAGE
         ),
     }

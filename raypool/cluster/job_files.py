@@ -29,6 +29,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raypool.cluster.documents import Document, Findings, Keys, documents_of, nearest
+from raypool.cluster.drafts import smallest
 from raypool.cluster.launcher_file import default_packages
 from raypool.cluster.machines import Catalogue, Machine, catalogue, why_no_zone
 from raypool.cluster.plan import ClusterPlan, NodeGroup
@@ -58,7 +59,6 @@ UNUSED = {
     "runtimeVersion": "machines get the versions that are installed here",
     "pythonVersion": "machines get the Python that runs here",
     "enableWebAccess": "`raypool cluster connect` opens the dashboard",
-    "useChiefInTfConfig": "there is no TF_CONFIG",
 }
 """Settings that change nothing, and why."""
 
@@ -80,10 +80,8 @@ UNABLE = {
 }
 """Settings that cannot be supported, and what to do instead."""
 
-UNABLE_OF_ROLES = dict.fromkeys(
-    ("imageUri", "containerCommand", "containerArgs", "tpuTfVersion"),
-    "Machines run what --package installs, in no container.",
-)
+UNABLE_OF_ROLES = {"tpuTfVersion": "There are no TPUs here."}
+OF_CONTAINERS = ("imageUri", "containerCommand", "containerArgs")
 
 KNOWN = frozenset(
     {
@@ -92,6 +90,7 @@ KNOWN = frozenset(
         "jobDir",
         "pythonModule",
         "args",
+        "useChiefInTfConfig",
         *TYPES,
         *COUNTS,
         *CONFIGS,
@@ -125,6 +124,9 @@ class Training:
         job_dir: Where its outputs go; None: nobody has said.
         module: The Python module to run; None: nobody has said.
         args: What that is given.
+        image: The Docker image that everything runs in; None: the machines themselves.
+        container_command: What to run in it, if no module is said.
+        chief: TensorFlow's name of the master in TF_CONFIG; None: that is not set.
         notes: Which of its settings change nothing, and why.
     """
 
@@ -134,6 +136,9 @@ class Training:
     job_dir: str | None = None
     module: str | None = None
     args: tuple[str, ...] = ()
+    image: str | None = None
+    container_command: tuple[str, ...] = ()
+    chief: str | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -185,7 +190,8 @@ class Training:
             workers=tuple(replace(group, spot=spot) for group in workers),
             project=project,
             zone=zone,
-            packages=default_packages("gcp", packages),
+            packages=default_packages("gcp", packages, is_image=self.image is not None),
+            image=self.image,
         )
 
 
@@ -229,7 +235,13 @@ def read(document: Document, *, trust: bool = False) -> Training:
         name=_text(findings, ("jobId",)),
         job_dir=_text(findings, (INPUT, "jobDir")),
         module=_text(findings, (INPUT, "pythonModule")),
-        args=_args(findings),
+        args=_texts(findings, (INPUT, "args")),
+        image=_image(findings),
+        container_command=(
+            *_texts(findings, (INPUT, "masterConfig", "containerCommand")),
+            *_texts(findings, (INPUT, "masterConfig", "containerArgs")),
+        ),
+        chief=_chief(findings),
     )
     if (why := why_no_zone(training.kinds, training.region)) is not None:
         findings.unlisted((INPUT, "region") if training.region is not None else (INPUT,), why)
@@ -294,6 +306,32 @@ def _why_no_job_dir(job_dir: str) -> str | None:
     if job_dir.startswith("/"):
         return None
     return f"{job_dir!r} is neither gs://BUCKET/..., s3://BUCKET/... nor a path that begins with /."
+
+
+def todays_options(training: Training) -> list[str]:
+    """Return the options that give each machine of a job, of those that can be had today.
+
+    Example:
+        >>> head = NodeGroup(name="head", machine="n1-standard-8", gpu="K80", gpus=1)
+        >>> " ".join(todays_options(Training(groups=(head,)))[2:])
+        '--master-machine-type n1-standard-8 --master-accelerator count=1,type=nvidia-tesla-t4'
+    """
+    gce = catalogue("gce")
+    roles = {group: role for role, group in GROUPS.items()}
+    words = ["--scale-tier", "custom"]
+    for group in training.groups:
+        machine, gpu, gpus = group.machine, group.gpu, group.gpus
+        try:
+            gce.check(machine, gpu, gpus)
+        except CloudError:
+            gpu, gpus = "T4", next((n for n in (1, 2, 4) if n >= gpus), 4)
+            if machine not in gce.machines or gpus not in gce.allowed(machine, gpu):
+                machine = smallest(gce, gpu, gpus).name
+        role = re.sub("[A-Z]", lambda letter: f"-{letter[0].lower()}", roles[group.name])
+        words += [f"--{role}-machine-type", machine]
+        if gpu and (accelerator := gce.gpu(gpu).accelerator):
+            words += [f"--{role}-accelerator", f"count={gpus},type={accelerator}"]
+    return words
 
 
 # --- machines -------------------------------------------------------------------------------------
@@ -411,7 +449,8 @@ def _check_config(findings: Findings, role: str) -> None:
             keys, f"{role}Config is {_shown(config)}; it should have acceleratorConfig: {EXAMPLE}."
         )
         return
-    findings.check_keys(keys, ("acceleratorConfig", "diskConfig", *UNABLE_OF_ROLES))
+    known = ("acceleratorConfig", "diskConfig", *OF_CONTAINERS, *UNABLE_OF_ROLES)
+    findings.check_keys(keys, known)
     _check_unable(findings, keys, UNABLE_OF_ROLES)
     if isinstance(findings.at((*keys, "diskConfig")), dict):
         findings.check_keys((*keys, "diskConfig"), ("bootDiskSizeGb", "bootDiskType"))
@@ -516,15 +555,36 @@ def _text(findings: Findings, keys: Keys) -> str | None:
     return None
 
 
-def _args(findings: Findings) -> tuple[str, ...]:
-    keys = (INPUT, "args")
+def _image(findings: Findings) -> str | None:
+    """Return the image of the master, which all machines run."""
+    image = _text(findings, (INPUT, "masterConfig", "imageUri"))
+    for role in GROUPS:
+        other = findings.at((INPUT, f"{role}Config", "imageUri"))
+        if other is not None and other != image:
+            text = f"imageUri is {_shown(other)}, and the master's {_shown(image)}: it must be one."
+            findings.add((INPUT, f"{role}Config", "imageUri"), text)
+        for name in OF_CONTAINERS[1:] if role != "master" else ():
+            if findings.at((INPUT, f"{role}Config", name)) is not None:
+                text = f"{name} is not used: the job runs on the master, and reaches the others."
+                findings.doubt((INPUT, f"{role}Config", name), text)
+    return image
+
+
+def _chief(findings: Findings) -> str | None:
+    given = findings.at((INPUT, "useChiefInTfConfig"))
+    if given is not None and not isinstance(given, bool):
+        findings.add((INPUT, "useChiefInTfConfig"), f"it is {_shown(given)}, not true or false.")
+    return None if given is None else "chief" if given else "master"
+
+
+def _texts(findings: Findings, keys: Keys) -> tuple[str, ...]:
     given = findings.at(keys)
     if given is not None and (
         not isinstance(given, list) or not all(isinstance(each, str) for each in given)
     ):
         findings.add(
             keys,
-            f'args is {_shown(given)}, not a list of texts. Numbers need quotes: ["--steps",'
+            f'{keys[-1]} is {_shown(given)}, not a list of texts. Numbers need quotes: ["--steps",'
             ' "100"].',
         )
         return ()

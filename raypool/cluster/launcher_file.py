@@ -65,10 +65,17 @@ HEALTH_CHECKS = {
 }
 
 
-def default_packages(provider: str, more: Iterable[str] = ()) -> tuple[str, ...]:
-    """Return what a provider's machines get: what raypool and the launcher need, and more."""
-    needs = map(packages.pinned, LAUNCHER_NEEDS.get(provider, ()))
-    return packages.requirements([*needs, *more])
+def default_packages(
+    provider: str, more: Iterable[str] = (), is_image: bool = False
+) -> tuple[str, ...]:
+    """Return what a provider's machines get: what raypool and the launcher need, and more.
+
+    An image of the user's keeps its own torch and NumPy; only Ray must be the same as here.
+    """
+    more = [*map(packages.pinned, LAUNCHER_NEEDS.get(provider, ())), *more]
+    if is_image:
+        return (packages.pinned("ray"), *more)
+    return packages.requirements(more)
 
 
 def launcher_file(
@@ -117,8 +124,13 @@ def launcher_file(
             }
             for group in plan.groups
         },
+        **({"docker": _docker(plan.image)} if plan.image else {}),
         **commands(plan),
     }
+
+
+def _docker(image: str) -> dict[str, Any]:
+    return {"image": image, "container_name": "raypool", "pull_before_run": True}
 
 
 def _resources(plan: ClusterPlan, group: NodeGroup) -> dict[str, int]:
@@ -147,7 +159,7 @@ def commands(plan: ClusterPlan, flags: Iterable[str] = ()) -> dict[str, Any]:
     # and install an old version.
     return {
         "file_mounts": {TOKEN: TOKEN, **_packages(plan)},
-        "initialization_commands": [],
+        "initialization_commands": _open_docker(plan.image) if plan.image else [],
         "setup_commands": setup_commands(plan),
         "head_setup_commands": [],
         "worker_setup_commands": [],
@@ -160,6 +172,8 @@ def setup_commands(plan: ClusterPlan) -> list[str]:
     """Return the commands that install a plan's packages; they may run again on a machine."""
     if not plan.packages:
         return []  # Ray has to be there, and on the PATH
+    if plan.image:
+        return [f"python -m pip install -r {' '.join(_packages(plan))}"]
     kinds = [group.gpu for group in plan.groups if group.gpu]
     driver = software.image(plan.provider, kinds) if plan.provider in OF_PROVIDERS else {}
     build = software.torch_build(kinds, packages.version_of("torch", plan.packages))
@@ -180,6 +194,16 @@ def setup_commands(plan: ClusterPlan) -> list[str]:
         *([INSTALL_DRIVER.format(driver["driver"])] if driver.get("install_driver") else []),
         " ".join(install),
         f"grep -qxF {shlex.quote(path)} ~/.bashrc || echo {shlex.quote(path)} >> ~/.bashrc",
+    ]
+
+
+def _open_docker(image: str) -> list[str]:
+    """Return the commands that let the user of a machine run Docker, and pull from a registry."""
+    registry = image.partition("/")[0]
+    login = f"gcloud auth configure-docker --quiet {shlex.quote(registry)}"
+    return [
+        "sudo chmod a+rw /var/run/docker.sock",  # there is one user
+        *([login] if registry.endswith(("gcr.io", "pkg.dev")) else []),
     ]
 
 
@@ -298,6 +322,8 @@ def check_resources(
 
 def _check_torch(findings: Findings, keys: Keys, gpu: str) -> None:
     """Note a build of torch without kernels for a GPU."""
+    if findings.at(("docker", "image")):
+        return  # it may have its own
     for number, command in enumerate(findings.at(("setup_commands",)) or ()):
         named = re.search(r"(?:--torch-backend[= ]|/whl/)(cu\d+)", command)
         if named and (why := software.why_no_kernels(gpu, named[1])):

@@ -64,6 +64,7 @@ class ClusterPlan:
         packages: What is installed on every machine (see `raypool.cluster.packages`), besides the
             raypool of this machine; none: everything is installed already.
         lock: The file beside the cluster's that lists them.
+        image: The Docker image that everything runs in; None: the machines themselves.
         python: The version of Python that it is installed for ("3.11"); the one here: Ray wants it
             the same at both ends.
         idle_minutes: After so long without work a machine is given back [min].
@@ -83,6 +84,7 @@ class ClusterPlan:
     ssh_key: str | None = None
     packages: tuple[str, ...] = ()
     lock: str = "cluster.lock.txt"
+    image: str | None = None
     python: str = f"{sys.version_info.major}.{sys.version_info.minor}"
     idle_minutes: float = 10
     idle_shutdown_minutes: float = 60

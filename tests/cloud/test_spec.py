@@ -91,9 +91,8 @@ def test_the_documented_job_is_thirteen_machines_with_forty_gpus() -> None:
 
 def test_the_settings_that_we_know_are_googles_and_none_is_missing() -> None:
     assert set(api()["TrainingInput"]) == job_files.KNOWN
-    assert {"acceleratorConfig", "diskConfig", *job_files.UNABLE_OF_ROLES} == set(
-        api()["ReplicaConfig"]
-    )
+    known = {*job_files.OF_CONTAINERS, *job_files.UNABLE_OF_ROLES}
+    assert {"acceleratorConfig", "diskConfig", *known} == set(api()["ReplicaConfig"])
     assert set(job_files.OUTSIDE) <= set(api()["Job"])
     assert {"CUSTOM", *job_files.TIERS} < set(api()["TrainingInput"]["scaleTier"]["enum"])
 
@@ -348,10 +347,10 @@ REFUSED = {
         1,
         "masterConfig is [1]; it should have acceleratorConfig",
     ),
-    "a container": (
-        custom(masterConfig={"imageUri": "gcr.io/a/b"}),
+    "two containers": (
+        custom(masterConfig={"imageUri": "a"}, workerConfig={"imageUri": "b"}),
         1,
-        "imageUri is nothing that raypool can keep",
+        "imageUri is 'b', and the master's 'a': it must be one",
     ),
     "GPUs on a legacy machine": (
         custom(masterType="standard_gpu", masterConfig=gpus(1)),

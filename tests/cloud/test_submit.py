@@ -5,6 +5,7 @@ code.
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -194,6 +195,72 @@ def test_packages_come_on_top_of_raypool_and_ray(folder: Path) -> None:
     lines = Path("train-cluster.lock.txt").read_text().splitlines()
     assert "timm>=1" in lines
     assert any(line.startswith("torch==") for line in lines)
+
+
+PASTED = [
+    *("my_job", "--package-path", "trainer", "--module-name", "trainer.task"),
+    *("--region", "us-central1", "--scale-tier", "custom", "--master-machine-type"),
+    *("n1-highcpu-16", "--master-accelerator", "count=4,type=nvidia-tesla-t4"),
+    *("--runtime-version", "2.1", "--python-version", "3.7", "--project", fake_gce.PROJECT),
+]
+"""What stood behind `gcloud ai-platform jobs submit training`."""
+
+
+def test_a_line_for_gcloud_can_be_pasted(folder: Path) -> None:
+    done = submit(*PASTED, "--dry-run", "--", "--epochs", "3")
+    assert done.exit_code == 0, done.output
+    assert len(list(folder.glob("my-job-*.yaml"))) == 1
+    assert "runtimeVersion is not used: machines get the versions that are" in done.output
+    assert "pythonVersion is not used" in done.output
+
+
+OLD_MACHINES = [
+    "{scaleTier: BASIC_GPU}",
+    (
+        "{scaleTier: CUSTOM, masterType: complex_model_l_gpu, workerType: standard_gpu,"
+        " workerCount: 2, parameterServerType: large_model, parameterServerCount: 1}"
+    ),
+    (
+        "{scaleTier: CUSTOM, masterType: n1-standard-4, workerType: n1-standard-8, workerCount: 1,"
+        " masterConfig: {acceleratorConfig: {count: 2, type: NVIDIA_TESLA_K80}},"
+        " workerConfig: {acceleratorConfig: {count: 1, type: NVIDIA_TESLA_P100}}}"
+    ),
+]
+
+
+@pytest.mark.parametrize("text", OLD_MACHINES)
+def test_the_advice_for_machines_that_are_gone_works_as_it_is(folder: Path, text: str) -> None:
+    (folder / "config.yaml").write_text(f"trainingInput: {text}")
+    why = refused("--config", "config.yaml", *HERE, "--dry-run", *OUT, "train.py")
+    assert "K80 GPUs cannot be had any more" in why
+    advice = shlex.split(why.partition("Options win over the file: ")[2])
+    done = submit("--config", "config.yaml", *HERE, *advice, "--dry-run", *OUT, "train.py")
+    assert done.exit_code == 0, done.output
+    check_file("train-cluster.yaml")
+
+
+def test_a_container_runs_on_all_machines_with_its_own_packages(folder: Path) -> None:
+    image = "us-docker.pkg.dev/p/r/train:1"
+    config = (
+        f"trainingInput: {{scaleTier: CUSTOM, masterType: n1-standard-4, workerType: n1-standard-8,"
+        f" workerCount: 1, masterConfig: {{imageUri: '{image}', containerCommand: [run, fast]}},"
+        f" workerConfig: {{imageUri: '{image}'}}}}"
+    )
+    (folder / "config.yaml").write_text(config)
+    done = submit("--config", "config.yaml", *HERE, "--dry-run", *OUT)
+    assert done.exit_code == 0, done.output
+    check_file("train-cluster.yaml")
+    content = yaml.safe_load(Path("train-cluster.yaml").read_text())
+    assert content["docker"]["image"] == image
+    assert "us-docker.pkg.dev" in content["initialization_commands"][-1]
+    assert content["setup_commands"][0].startswith("python -m pip install ")
+    lock = Path("train-cluster.lock.txt").read_text()
+    assert "ray[client,default,train]==" in lock
+    assert "torch" not in lock, "the image has its own"
+    (folder / "config.yaml").write_text(config.replace(", containerCommand: [run, fast]", ""))
+    assert "of an image, its containerCommand" in refused(
+        "--config", "config.yaml", *HERE, "--dry-run"
+    )
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -416,6 +483,28 @@ def test_a_folder_that_cannot_be_written_to_ends_the_job_before_the_script_begin
     assert done.returncode == 1
     assert "cannot be written to from this machine" in done.stdout, done.stderr
     assert "it runs" not in done.stdout
+
+
+@pytest.mark.long
+def test_machines_that_a_script_leaves_idle_are_named(on_lab: list[str], folder: Path) -> None:
+    (folder / "train.py").write_text("print('alone')")
+    work = """
+        import ray
+
+        @ray.remote(num_gpus=1)
+        def one():
+            return [1]
+
+        print(ray.get(one.remote()))
+    """
+    (folder / "work.py").write_text(textwrap.dedent(work))
+    machines = ["--scale-tier", "custom", "--master-machine-type", "n1-standard-4"]
+    machines += ["--worker-machine-type", "n1-standard-4", "--worker-count", "1"]
+    machines += ["--worker-accelerator", "count=1,type=nvidia-tesla-t4", *HERE]
+    alone, busy = (run(*on_lab, *machines, script) for script in ("train.py", "work.py"))
+    assert "Nothing ran on 1 other machine(s)" in alone.stderr, alone.stderr
+    assert "[1]" in busy.stdout, busy.stderr
+    assert "Nothing ran on" not in busy.stderr
 
 
 @pytest.mark.long
