@@ -14,16 +14,18 @@ from click.core import ParameterSource
 from raypool.cli.output import echo
 from raypool.errors import RaypoolError
 
-PROVIDERS = ("gcp", "aws", "on-prem", "kubernetes")
+PROVIDERS = ("gcp", "aws", "on-prem", "kubernetes", "sky")
 
 MADE = ("gcp", "aws")  # whose machines are made
 ONLY = {
     "project": ("gcp",),
-    **dict.fromkeys(("zone", "machine", "head_machine", "idle_shutdown_minutes", "fallback"), MADE),
-    **dict.fromkeys(("gpu", "gpus", "least", "most", "spot"), (*MADE, "kubernetes")),
+    **dict.fromkeys(("zone", "machine", "head_machine", "fallback"), MADE),
+    "idle_shutdown_minutes": (*MADE, "sky"),
+    "least": (*MADE, "kubernetes"),
+    **dict.fromkeys(("gpu", "gpus", "most", "spot"), (*MADE, "kubernetes", "sky")),
     **dict.fromkeys(("ssh_user", "ssh_key"), (*MADE, "on-prem")),
     "hosts": ("on-prem",),
-    "job": ("kubernetes",),
+    "job": ("kubernetes", "sky"),
 }
 """Options of `init` that only some providers use."""
 
@@ -153,7 +155,10 @@ def machines(gpu: str | None, name: str, is_json: bool) -> None:
 @click.option(
     "--job",
     metavar="COMMAND",
-    help="Kubernetes: a cluster for this command only, deleted when it ends.",
+    help=(
+        "Kubernetes: a cluster for this command only, deleted when it ends. SkyPilot: the command"
+        " that the task runs."
+    ),
 )
 @click.option(
     "--out",

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from jsonschema import Draft7Validator
 
-from raypool.cluster import aws, gcp, job_files, kubernetes, on_prem, packages
+from raypool.cluster import aws, gcp, job_files, kubernetes, on_prem, packages, skypilot
 from raypool.cluster.documents import (
     PLACEHOLDER,
     Document,
@@ -106,6 +106,8 @@ def check(document: Document, *, trust: bool = False) -> tuple[str, ...]:
     elif kubernetes.is_manifest(content):
         findings.check_filled_in()
         kubernetes.check(findings)
+    elif skypilot.is_task(content):
+        skypilot.check(findings)
     elif job_files.is_training(content):
         return job_files.read(document, trust=trust).notes
     elif "provider" in content or "cluster_name" in content:
@@ -114,7 +116,7 @@ def check(document: Document, *, trust: bool = False) -> tuple[str, ...]:
         findings.add(
             (),
             "what this is cannot be seen: a cluster for Ray's launcher has a provider, one on"
-            " Kubernetes an apiVersion, a training job a trainingInput.",
+            " Kubernetes an apiVersion, a training job a trainingInput, a task for SkyPilot a run.",
         )
     return findings.finish()
 

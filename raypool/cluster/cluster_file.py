@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from raypool.cluster import aws, checks, gcp, kubernetes, on_prem, packages
+from raypool.cluster import aws, checks, gcp, kubernetes, on_prem, packages, skypilot
 from raypool.cluster.documents import PLACEHOLDER, documents_of, texts
 from raypool.cluster.plan import ClusterPlan, Provider
 from raypool.errors import CloudError
@@ -32,9 +32,13 @@ COMMENTS = {
         "Kinds of machines: what Ray may give away of each, how many there are, and what they are."
     ),
     "file_mounts": (
-        "Everybody who connects has to show this token; it is copied to each machine, readable by"
-        " its user only."
+        "Copied to each machine: what is installed there and, for Ray's launcher, the token that"
+        " everybody who connects has to show."
     ),
+    "num_nodes": "So many machines, all of one kind.",
+    "secrets": "The token that everybody shows who connects to Ray; `sky launch --secret` has it.",
+    "setup": "What is installed, and how: in an environment of its own, the same on every machine.",
+    "run": "Ray, with the token, beside SkyPilot's own; then the command, on the first machine.",
     "initialization_commands": (
         "What is installed, and how: in an environment of its own, the same on every machine."
     ),
@@ -52,6 +56,7 @@ WHAT = {
     "aws": "A cluster of machines with GPUs on AWS, for Ray's launcher.",
     "on-prem": "A cluster of machines that are there already, for Ray's launcher.",
     "kubernetes": "A cluster of pods with GPUs, for KubeRay.",
+    "sky": "A task on machines with GPUs, in any cloud that SkyPilot knows.",
 }
 
 WRITERS: dict[Provider, Callable[[ClusterPlan], dict[str, Any]]] = {
@@ -59,6 +64,7 @@ WRITERS: dict[Provider, Callable[[ClusterPlan], dict[str, Any]]] = {
     "aws": aws.write,
     "on-prem": on_prem.write,
     "kubernetes": kubernetes.write,
+    "sky": lambda plan: skypilot.write(plan, skypilot.COMMAND),
 }
 
 WIDTH = 128
@@ -86,13 +92,18 @@ def text_of(
         CloudError: The plan cannot be carried out there, or something is wrong with the file, but
             for what is to be filled in.
     """
-    if job is not None and plan.provider != "kubernetes":
+    if job is not None and plan.provider not in ("kubernetes", "sky"):
         raise CloudError(
-            "A file that has its job in it is for Kubernetes. Elsewhere `raypool submit` makes a"
-            " cluster for a job."
+            "A file that has its job in it is for Kubernetes and SkyPilot. Elsewhere `raypool"
+            " submit` makes a cluster for a job."
         )
     plan = replace(plan, lock=lock_of(Path(file)).name)
-    content = write(plan) if job is None else kubernetes.write_job(plan, job)
+    if job is None:
+        content = write(plan)
+    else:
+        content = (kubernetes.write_job if plan.provider == "kubernetes" else skypilot.write)(
+            plan, job
+        )
     names = dict.fromkeys(
         name
         for _, text in texts(content)
@@ -111,7 +122,10 @@ def text_of(
         "Then:",
         f"    raypool cluster validate {shlex.quote(file)}",
     ]
-    if plan.provider != "kubernetes":
+    if plan.provider == "sky":
+        launch = f"sky launch {shlex.quote(file)} --secret {skypilot.TOKEN}=$(openssl rand -hex 32)"
+        text = render([content], [*header, f"    {launch}"])
+    elif plan.provider != "kubernetes":
         text = render([content], [*header, f"    raypool cluster up {shlex.quote(file)}"])
     else:
         end = [] if job else kubernetes.how_to_connect(plan.name)
@@ -152,6 +166,8 @@ def save(text: str, file: Path, plan: ClusterPlan, is_forced: bool = False) -> N
             os.link(draft, file)  # unlike `replace`, fails if it exists
         if lock_of(file).name in text:
             lock_of(file).write_text(packages.lock_text(plan.packages, file.name), encoding="utf-8")
+        if plan.provider == "sky" and packages.ships_wheel(plan.packages):
+            packages.make_wheel()  # nothing of raypool's runs when the task is launched
     except FileExistsError:
         end = "perhaps as that of a cluster that runs. Give --out with another name"
         raise CloudError(f"{file} is there already, {end}.") from None

@@ -112,6 +112,8 @@ class Draft:
         most = max(len(self.hosts) - 1, 0) if self.provider == "on-prem" else self.most
         least = most if self.provider == "on-prem" else self.least
         spot = self.spot and self.provider != "on-prem"
+        if self.provider == "sky":
+            gpu = gpu or "T4"
         return NodeGroup(
             name="worker", machine=machine, gpu=gpu, gpus=gpus, least=least, most=most, spot=spot
         )

@@ -158,7 +158,7 @@ def commands(plan: ClusterPlan, flags: Iterable[str] = ()) -> dict[str, Any]:
     # Empty entries stay: for a missing one, Ray takes defaults that open the dashboard to everybody
     # and install an old version.
     return {
-        "file_mounts": {TOKEN: TOKEN, **_packages(plan)},
+        "file_mounts": {TOKEN: TOKEN, **package_mounts(plan)},
         "initialization_commands": _open_docker(plan.image) if plan.image else [],
         "setup_commands": setup_commands(plan),
         "head_setup_commands": [],
@@ -173,16 +173,18 @@ def setup_commands(plan: ClusterPlan) -> list[str]:
     if not plan.packages:
         return []  # Ray has to be there, and on the PATH
     if plan.image:
-        return [f"python -m pip install -r {' '.join(_packages(plan))}"]
+        return [f"python -m pip install -r {' '.join(package_mounts(plan))}"]
     kinds = [group.gpu for group in plan.groups if group.gpu]
     driver = software.image(plan.provider, kinds) if plan.provider in OF_PROVIDERS else {}
     build = software.torch_build(kinds, packages.version_of("torch", plan.packages))
+    if plan.provider == "sky" and not any(software.why_no_kernels(gpu, "cu130") for gpu in kinds):
+        build = software.AUTO  # its images have drivers of several ages
     install = [
         f"~/.local/bin/uv pip install --python {ENVIRONMENT}/bin/python",
         f"--torch-backend={build}",
         # the wheel may have changed under the same version
         f"--reinstall-package raypool -r {packages.LOCK}",
-        *(there for there in _packages(plan) if there != packages.LOCK),
+        *(there for there in package_mounts(plan) if there != packages.LOCK),
     ]
     path = f'export PATH="{ENVIRONMENT.replace("~", "$HOME")}/bin:$PATH"'
     return [
@@ -207,7 +209,7 @@ def _open_docker(image: str) -> list[str]:
     ]
 
 
-def _packages(plan: ClusterPlan) -> dict[str, str]:
+def package_mounts(plan: ClusterPlan) -> dict[str, str]:
     """Return the mounts of the lock file and, unless it names another raypool, the wheel."""
     if not plan.packages:
         return {}

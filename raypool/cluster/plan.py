@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
-Provider = Literal["gcp", "aws", "on-prem", "kubernetes"]
+Provider = Literal["gcp", "aws", "on-prem", "kubernetes", "sky"]
 """The providers of machines."""
 
 

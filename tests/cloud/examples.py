@@ -22,6 +22,7 @@ PLANS = {
         f"{INIT} on-prem",
         None,
     ),
+    "cloud_examples/sky.yaml": (Draft(provider="sky", python="3.11"), f"{INIT} sky", None),
     "cloud_examples/kubernetes/raycluster.yaml": (
         Draft(provider="kubernetes", python="3.11"),
         f"{INIT} kubernetes",

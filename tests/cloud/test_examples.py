@@ -143,6 +143,7 @@ IMPOSSIBLE = [
     ),
     ("--provider gcp --fallback --on-demand", "A fallback is for spot machines"),
     ("--provider gcp --min 5 --max 4", "at least 5 workers and at most 4"),
+    ("--provider sky --min 1", "--min does not go with --provider sky"),
     ("--provider gcp --job x", "--job does not go with --provider gcp"),
     ("--provider gcp --host a", "--host does not go with --provider gcp"),
     (
