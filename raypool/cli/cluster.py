@@ -26,6 +26,7 @@ ONLY = {
     **dict.fromkeys(("ssh_user", "ssh_key"), (*MADE, "on-prem")),
     "hosts": ("on-prem",),
     "job": ("kubernetes", "sky"),
+    "working_dir": ("kubernetes",),
 }
 """Options of `init` that only some providers use."""
 
@@ -161,6 +162,11 @@ def machines(gpu: str | None, name: str, is_json: bool) -> None:
     ),
 )
 @click.option(
+    "--working-dir",
+    metavar="URL",
+    help="Kubernetes, with --job: a zip of the code (https://..., gs://..., s3://...).",
+)
+@click.option(
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),
     default="cluster.yaml",
@@ -174,7 +180,6 @@ def init(
     context: click.Context,
     /,
     out: Path,
-    job: str | None,
     is_forced: bool,
     trust: bool,
     **wishes: Any,
@@ -206,7 +211,7 @@ def init(
     try:
         plan = Draft(**wishes).plan()
         command = _command(context, given)
-        text = text_of(plan, command, out.name, job, warn=_warn, trust=trust)
+        text = text_of(plan, command, out.name, warn=_warn, trust=trust)
         save(text, out, plan, is_forced)
     except RaypoolError as error:
         raise click.UsageError(str(error)) from error

@@ -15,6 +15,7 @@ import yaml
 
 from raypool.cluster import aws, checks, gcp, kubernetes, on_prem, packages, skypilot
 from raypool.cluster.documents import PLACEHOLDER, documents_of, texts
+from raypool.cluster.launcher_file import FAST_NETWORKS
 from raypool.cluster.plan import ClusterPlan, Provider
 from raypool.errors import CloudError
 
@@ -64,8 +65,14 @@ WRITERS: dict[Provider, Callable[[ClusterPlan], dict[str, Any]]] = {
     "aws": aws.write,
     "on-prem": on_prem.write,
     "kubernetes": kubernetes.write,
-    "sky": lambda plan: skypilot.write(plan, skypilot.COMMAND),
+    "sky": skypilot.write,
 }
+
+NEXT = {
+    "kubernetes": "kubectl apply -f {}",
+    "sky": f"sky launch {{}} --secret {skypilot.TOKEN}=$(openssl rand -hex 32)",
+}
+"""The commands that start what a file describes, where that is not `raypool cluster up`."""
 
 WIDTH = 128
 
@@ -74,7 +81,6 @@ def text_of(
     plan: ClusterPlan,
     command: str,
     file: str,
-    job: str | None = None,
     warn: Callable[[str], object] = lambda text: None,
     trust: bool = False,
 ) -> str:
@@ -84,7 +90,6 @@ def text_of(
         plan: The cluster.
         command: The command that makes it.
         file: Its future name.
-        job: On Kubernetes, a command: the cluster is made for it, and taken down after it.
         warn: Takes warnings, such as on machines that the (dated) catalogues do not have.
         trust: Leave out those.
 
@@ -92,18 +97,8 @@ def text_of(
         CloudError: The plan cannot be carried out there, or something is wrong with the file, but
             for what is to be filled in.
     """
-    if job is not None and plan.provider not in ("kubernetes", "sky"):
-        raise CloudError(
-            "A file that has its job in it is for Kubernetes and SkyPilot. Elsewhere `raypool"
-            " submit` makes a cluster for a job."
-        )
     plan = replace(plan, lock=lock_of(Path(file)).name)
-    if job is None:
-        content = write(plan)
-    else:
-        content = (kubernetes.write_job if plan.provider == "kubernetes" else skypilot.write)(
-            plan, job
-        )
+    content = write(plan)
     names = dict.fromkeys(
         name
         for _, text in texts(content)
@@ -114,6 +109,8 @@ def text_of(
         fill_in += aws.header(plan)
     if kubernetes.RAYPOOL in names:
         fill_in.append("The wheel: `pip wheel --no-deps .` in raypool's folder; `sha256sum` of it.")
+    if any(group.machine.startswith(FAST_NETWORKS) for group in plan.groups):
+        fill_in.append("These machines exchange data by TCP: EFA and GPUDirect are not configured.")
     header = [
         WHAT[plan.provider],
         "Made by:",
@@ -121,15 +118,11 @@ def text_of(
         *fill_in,
         "Then:",
         f"    raypool cluster validate {shlex.quote(file)}",
+        f"    {NEXT.get(plan.provider, 'raypool cluster up {}').format(shlex.quote(file))}",
     ]
-    if plan.provider == "sky":
-        launch = f"sky launch {shlex.quote(file)} --secret {skypilot.TOKEN}=$(openssl rand -hex 32)"
-        text = render([content], [*header, f"    {launch}"])
-    elif plan.provider != "kubernetes":
-        text = render([content], [*header, f"    raypool cluster up {shlex.quote(file)}"])
-    else:
-        end = [] if job else kubernetes.how_to_connect(plan.name)
-        text = render([content], [*header, f"    kubectl apply -f {shlex.quote(file)}", *end])
+    if plan.provider == "kubernetes" and plan.job is None:
+        header += kubernetes.how_to_connect(plan.name)
+    text = render([content], header)
     [document] = documents_of(text, file)
     try:
         warnings = checks.check(document, trust=trust)

@@ -39,6 +39,8 @@ class Draft:
         ssh_key: The file with that user's private key.
         packages: Packages to install on the machines besides raypool and what it needs.
         python: The version of Python there; None: as here.
+        job: The command that a cluster on Kubernetes is for, and that SkyPilot runs.
+        working_dir: Where the code of a job on Kubernetes is.
         idle_shutdown_minutes: After so long unused the whole cluster is deleted [min]; 0: never.
 
     Example:
@@ -64,6 +66,8 @@ class Draft:
     ssh_key: str | None = None
     packages: tuple[str, ...] = ()
     python: str | None = None
+    job: str | None = None
+    working_dir: str | None = None
     idle_shutdown_minutes: float = 60
 
     def plan(self) -> ClusterPlan:
@@ -101,6 +105,8 @@ class Draft:
             ssh_user=self.ssh_user,
             ssh_key=self.ssh_key,
             packages=default_packages(self.provider, self.packages),
+            job=self.job,
+            working_dir=self.working_dir,
             idle_shutdown_minutes=self.idle_shutdown_minutes,
         )
         return plan if self.python is None else replace(plan, python=self.python)

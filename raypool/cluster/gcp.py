@@ -29,6 +29,11 @@ GPU_IMAGES = "projects/deeplearning-platform-release/global/images/family/"
 # default is a spinning disk, which takes minutes to read, and which newer machines do not have.
 HYPERDISK_ONLY = ("a3-ultragpu-", "a4-", "a4x-", "g4-", "n4-", "c4-", "c4a-", "c4d-")
 
+OS_LOGIN = (
+    "If SSH is refused, the project may enforce OS Login, which ignores the key that Ray makes: add"
+    " `metadata: {items: [{key: enable-oslogin, value: 'FALSE'}]}` to each node_config."
+)
+
 STORAGE = "https://www.googleapis.com/auth/devstorage.read_write"
 
 # Compute Engine takes 63 letters; Ray makes "ray-NAME-worker-12345678-compute" of the name

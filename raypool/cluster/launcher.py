@@ -77,8 +77,13 @@ def up(path: str | Path) -> None:
             )
     file = Path(path).resolve()
     # the files that it copies are named as seen from its folder
-    with _launching(path), contextlib.chdir(file.parent):
-        sdk.create_or_update_cluster(str(file), no_config_cache=True)
+    try:
+        with _launching(path), contextlib.chdir(file.parent):
+            sdk.create_or_update_cluster(str(file), no_config_cache=True)
+    except CloudError as error:
+        if content["provider"].get("type") == "gcp":
+            raise CloudError(f"{error} {gcp.OS_LOGIN}") from error
+        raise
 
 
 def _prepare_packages(path: str | Path, content: dict[str, Any]) -> Iterator[str]:

@@ -28,6 +28,9 @@ DASHBOARD_PORT = 8265  # of the head, on its loopback only: jobs, through a tunn
 
 CPUS_PER_GPU = 4  # to load and prepare data for a GPU
 
+FAST_NETWORKS = ("p4d.", "p4de.", "p5.", "p5e.", "p5en.", "p6-", "a3-", "a4-")
+"""Beginnings of the names of machines that have EFA or GPUDirect."""
+
 INSTALL_DRIVER = (
     "! grep -qs 0x10de /sys/bus/pci/devices/*/vendor || nvidia-smi -L || (sudo apt-get update -qq"
     " && sudo apt-get install -yq linux-modules-nvidia-{0}-server-$(uname -r)"

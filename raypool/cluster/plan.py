@@ -65,6 +65,9 @@ class ClusterPlan:
             raypool of this machine; none: everything is installed already.
         lock: The file beside the cluster's that lists them.
         image: The Docker image that everything runs in; None: the machines themselves.
+        job: The command that a cluster on Kubernetes is for, and that SkyPilot runs; None: none.
+        working_dir: Where the code of a job on Kubernetes is: the address of a zip, or a folder of
+            the image; None: to be filled in.
         python: The version of Python that it is installed for ("3.11"); the one here: Ray wants it
             the same at both ends.
         idle_minutes: After so long without work a machine is given back [min].
@@ -85,6 +88,8 @@ class ClusterPlan:
     packages: tuple[str, ...] = ()
     lock: str = "cluster.lock.txt"
     image: str | None = None
+    job: str | None = None
+    working_dir: str | None = None
     python: str = f"{sys.version_info.major}.{sys.version_info.minor}"
     idle_minutes: float = 10
     idle_shutdown_minutes: float = 60

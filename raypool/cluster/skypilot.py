@@ -43,19 +43,15 @@ python -m raypool.cluster.begin --machines "$SKYPILOT_NUM_NODES" -- -c pass
 """
 
 
-def write(plan: ClusterPlan, command: str) -> dict[str, Any]:
-    """Return the task of a plan, whose workers it has as machines, all of one kind.
-
-    Args:
-        plan: The cluster; its machines are the `most` of its one group of workers.
-        command: What the first machine runs.
+def write(plan: ClusterPlan) -> dict[str, Any]:
+    """Return the task of a plan: as many machines as its one group of workers has at most.
 
     Example:
         >>> from raypool.cluster.plan import NodeGroup
         >>> worker = NodeGroup(name="worker", gpu="T4", gpus=4, most=2, spot=True)
         >>> head = NodeGroup(name="head")
         >>> plan = ClusterPlan(name="lab", provider="sky", head=head, workers=(worker,))
-        >>> task = write(plan, "python train.py")
+        >>> task = write(plan)
         >>> task["num_nodes"], task["resources"]["accelerators"], task["resources"]["use_spot"]
         (2, {'T4': 4}, True)
     """
@@ -68,8 +64,8 @@ def write(plan: ClusterPlan, command: str) -> dict[str, Any]:
         resources["autostop"] = {"idle_minutes": minutes, "down": True}
     health = " ".join(f"{name}={value}" for name, value in launcher_file.HEALTH_CHECKS.items())
     mounts = launcher_file.package_mounts(plan)
-    *install, _path = launcher_file.setup_commands(plan)  # which SkyPilot's own shells keep
-    setup = ["set -e", *install]
+    # without the last command: SkyPilot's own shells keep their PATH
+    setup = ["set -e", *launcher_file.setup_commands(plan)[:-1]]
     return {
         "name": plan.name,
         "num_nodes": group.most,
@@ -78,7 +74,7 @@ def write(plan: ClusterPlan, command: str) -> dict[str, Any]:
         "file_mounts": mounts,
         "secrets": {TOKEN: None},
         "setup": "\n".join(setup) + "\n",
-        "run": RUN.format(port=launcher_file.PORT, health=health, command=command),
+        "run": RUN.format(port=launcher_file.PORT, health=health, command=plan.job or COMMAND),
     }
 
 

@@ -15,23 +15,20 @@ INIT = "raypool cluster init --provider"
 TRAIN = "python train.py"
 
 PLANS = {
-    "cluster.yaml": (Draft(provider="gcp", python="3.11"), f"{INIT} gcp", None),
-    "cloud_examples/aws.yaml": (Draft(provider="aws", python="3.11"), f"{INIT} aws", None),
+    "cluster.yaml": (Draft(provider="gcp", python="3.11"), f"{INIT} gcp"),
+    "cloud_examples/aws.yaml": (Draft(provider="aws", python="3.11"), f"{INIT} aws"),
     "cloud_examples/on_prem.yaml": (
         Draft(provider="on-prem", python="3.11"),
         f"{INIT} on-prem",
-        None,
     ),
-    "cloud_examples/sky.yaml": (Draft(provider="sky", python="3.11"), f"{INIT} sky", None),
+    "cloud_examples/sky.yaml": (Draft(provider="sky", python="3.11"), f"{INIT} sky"),
     "cloud_examples/kubernetes/raycluster.yaml": (
         Draft(provider="kubernetes", python="3.11"),
         f"{INIT} kubernetes",
-        None,
     ),
     "cloud_examples/kubernetes/rayjob.yaml": (
-        Draft(provider="kubernetes", python="3.11"),
+        Draft(provider="kubernetes", python="3.11", job=TRAIN),
         f"{INIT} kubernetes --job '{TRAIN}'",
-        TRAIN,
     ),
 }
 
@@ -39,9 +36,9 @@ PLANS = {
 def texts() -> dict[str, str]:
     """Return what stands in each file, and in the lock file beside it."""
     found = {}
-    for name, (draft, command, job) in PLANS.items():
+    for name, (draft, command) in PLANS.items():
         file, plan = Path(name), draft.plan()
-        found[name] = text_of(plan, command, file.name, job)
+        found[name] = text_of(plan, command, file.name)
         if lock_of(file).name in found[name]:
             found[str(lock_of(file))] = packages.lock_text(plan.packages, file.name)
     return found

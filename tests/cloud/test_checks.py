@@ -30,7 +30,7 @@ KUBERNETES = cluster_file.text_of(
     Draft(provider="kubernetes", gpu="T4").plan(), "raypool", "kubernetes.yaml"
 ).replace(kubernetes.RAYPOOL, "https://example.org/raypool.whl#sha256=1a")
 JOB = cluster_file.text_of(
-    Draft(provider="kubernetes", gpu="T4").plan(), "raypool", "job.yaml", "python train.py"
+    Draft(provider="kubernetes", gpu="T4", job="python train.py").plan(), "raypool", "job.yaml"
 )
 JOB = JOB.replace(kubernetes.CODE, "https://example.org/code.zip").replace(
     kubernetes.RAYPOOL, "https://example.org/raypool.whl#sha256=1a"

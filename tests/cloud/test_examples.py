@@ -285,6 +285,22 @@ def test_several_zones_are_written_where_ray_tries_them(
     assert (provider["region"], provider["availability_zone"]) == ("us-east-1", zones)
 
 
+def test_code_of_a_job_and_slow_networks_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["--provider", "kubernetes", "--job", "python a.py", "--working-dir", "gs://b/code.zip"]
+    done = CliRunner().invoke(main, ["cluster", "init", *words])
+    assert done.exit_code == 0, done.output
+    job = yaml.safe_load(Path("cluster.yaml").read_text())
+    assert yaml.safe_load(job["spec"]["runtimeEnvYAML"]) == {"working_dir": "gs://b/code.zip"}
+    for words in ("--provider aws --gpu H100 --gpus 8", "--provider gcp --machine a3-highgpu-8g"):
+        CliRunner().invoke(main, ["cluster", "init", "--force", *words.split()])
+        assert "EFA and GPUDirect are not configured" in Path("cluster.yaml").read_text()
+    CliRunner().invoke(main, ["cluster", "init", "--force", "--provider", "gcp"])
+    assert "EFA" not in Path("cluster.yaml").read_text()
+
+
 SMALLEST = [
     ("--provider gcp", "n1-standard-4", 1),
     ("--provider gcp --gpus 4", "n1-standard-16", 4),
