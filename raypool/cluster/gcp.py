@@ -170,12 +170,10 @@ def check(findings: Findings) -> None:
 
 def _check_place(findings: Findings) -> str | None:
     """Check project and zone; return the zone, None if not filled in."""
-    project, region, zone = (
-        findings.at(("provider", name)) for name in ("project_id", "region", "availability_zone")
-    )
-    for name, given in (("project_id", project), ("region", region), ("availability_zone", zone)):
-        if not given:
-            findings.add(("provider",), f"{name} is missing in provider.")
+    names = ("project_id", "region", "availability_zone")
+    project, region, zone = given = [findings.at(("provider", name)) for name in names]
+    for name in (name for name, value in zip(names, given, strict=True) if not value):
+        findings.add(("provider",), f"{name} is missing in provider.")
     is_given = isinstance(project, str) and not project.startswith(PLACEHOLDER)
     if is_given and (wrong := why_no_project(project)):
         findings.add(("provider", "project_id"), f"project_id is {wrong}")

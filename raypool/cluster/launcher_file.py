@@ -127,13 +127,9 @@ def launcher_file(
             }
             for group in plan.groups
         },
-        **({"docker": _docker(plan.image)} if plan.image else {}),
+        **({"docker": {"image": plan.image, "container_name": "raypool"}} if plan.image else {}),
         **commands(plan),
     }
-
-
-def _docker(image: str) -> dict[str, Any]:
-    return {"image": image, "container_name": "raypool", "pull_before_run": True}
 
 
 def _resources(plan: ClusterPlan, group: NodeGroup) -> dict[str, int]:
@@ -158,6 +154,8 @@ def commands(plan: ClusterPlan, flags: Iterable[str] = ()) -> dict[str, Any]:
         plan: The cluster.
         flags: More options of `ray start`, for all machines.
     """
+    is_watched = plan.provider in OF_PROVIDERS and plan.idle_shutdown_minutes > 0
+    idle = _in_background("idle", f"--minutes {plan.idle_shutdown_minutes:g}")
     # Empty entries stay: for a missing one, Ray takes defaults that open the dashboard to everybody
     # and install an old version.
     return {
@@ -166,7 +164,7 @@ def commands(plan: ClusterPlan, flags: Iterable[str] = ()) -> dict[str, Any]:
         "setup_commands": setup_commands(plan),
         "head_setup_commands": [],
         "worker_setup_commands": [],
-        "head_start_ray_commands": [*head_commands(flags), *_idle_watcher(plan)],
+        "head_start_ray_commands": [*head_commands(flags), *([idle] if is_watched else [])],
         "worker_start_ray_commands": worker_commands(plan.provider, flags),
     }
 
@@ -249,14 +247,8 @@ def head_commands(flags: Iterable[str] = ()) -> list[str]:
 def worker_commands(provider: str, flags: Iterable[str] = ()) -> list[str]:
     """Return the commands that start Ray on a worker, and the watcher for preemption notices."""
     start = ["ray stop", _start([], [f"--address=$RAY_HEAD_IP:{PORT}", *flags])]
-    return [*start, watcher(provider)] if provider in ("gcp", "aws") else start
-
-
-def _idle_watcher(plan: ClusterPlan) -> list[str]:
-    """Return the command that starts the watcher for an unused cluster, where machines cost."""
-    if plan.provider not in OF_PROVIDERS or not plan.idle_shutdown_minutes:
-        return []
-    return [_in_background("idle", f"--minutes {plan.idle_shutdown_minutes:g}")]
+    watcher = _in_background("preemption", f"--cloud {provider}")
+    return [*start, watcher] if provider in OF_PROVIDERS else start
 
 
 def _start(settings: Iterable[str], options: Iterable[str]) -> str:
@@ -267,11 +259,6 @@ def _start(settings: Iterable[str], options: Iterable[str]) -> str:
         f"ulimit -n 65536; export {exports}; ray start"
         f" {' '.join(['--disable-usage-stats', *options])}"
     )
-
-
-def watcher(cloud: str) -> str:
-    """Return the command that starts the watcher; `cloud` is "gcp" or "aws"."""
-    return _in_background("preemption", f"--cloud {cloud}")
 
 
 def _in_background(module: str, options: str) -> str:

@@ -446,12 +446,6 @@ ON_PREMISES = {
         "head_node_type",
         "machines that are made",
     ),
-    "the autoscaler that leaves one out": (
-        "RAY_enable_autoscaler_v2=0 ",
-        "",
-        "head_start",
-        "RAY_enable_autoscaler_v2=0",
-    ),
     "a setting of others": (
         "type: local",
         "type: local\n  region: x",
@@ -624,6 +618,14 @@ OPEN_ON_GCP = {
         "without the dash",
     ),
 }
+OPEN_ON_PREMISES = {
+    "the autoscaler that leaves one out": (
+        "RAY_enable_autoscaler_v2=0 ",
+        "",
+        "head_start",
+        "RAY_enable_autoscaler_v2=0",
+    ),
+}
 OPEN_ON_AWS = {
     "SSH for everybody": (GROUP, "", "node_config:", "SSH to the whole internet"),
     "rules that Ray widens": (
@@ -647,7 +649,10 @@ OPEN_ON_AWS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "doubts"), [("gcp", OPEN | OPEN_ON_GCP), ("aws", OPEN_ON_AWS)])
+@pytest.mark.parametrize(
+    ("kind", "doubts"),
+    [("gcp", OPEN | OPEN_ON_GCP), ("aws", OPEN_ON_AWS), ("local", OPEN_ON_PREMISES)],
+)
 def test_what_works_and_is_open_or_odd_is_warned_of_with_its_line(
     kind: str, doubts: dict[str, tuple[str, str, str, str]]
 ) -> None:

@@ -135,7 +135,12 @@ def restarts(instance: dict[str, Any]) -> None:
 
 @pytest.mark.ci
 def test_what_google_refuses_we_refuse_first(gce: FakeGce) -> None:
-    for spoil in (no_termination, as_ray_writes_it, misspelt, unknown_model, other_zone, restarts):
+    # Ray's own examples have a list there, and are said to work: that is a warning
+    content = copy.deepcopy(gcp.write(PLAN))
+    as_ray_writes_it(content["available_node_types"]["worker"]["node_config"])
+    [document] = documents_of(yaml.safe_dump(content, sort_keys=False), "cluster.yaml")
+    assert any("mapping, not a list" in warning for warning in checks.check(document))
+    for spoil in (no_termination, misspelt, unknown_model, other_zone, restarts):
         content = copy.deepcopy(gcp.write(PLAN))
         spoil(content["available_node_types"]["worker"]["node_config"])
         with pytest.raises(Exception, match=r"HttpError 400|onHostMaintenance|live migration"):

@@ -37,7 +37,10 @@ pip)
     for last; do :; done
     while [ "$1" != -r ]; do shift; done
     grep -q '^torch==' "$2"
-    {python} -m pip --python ~/raypool-venv/bin/python install -q --no-deps --no-index "$last" ;;
+    {python} -m pip --python ~/raypool-venv/bin/python install -q --no-deps --no-index "$last"
+    cd ~/raypool-venv/bin
+    printf '#!%s/python\nfrom ray.scripts.scripts import main\nmain()\n' "$PWD" > ray
+    chmod +x ray ;;
 esac
 """
 

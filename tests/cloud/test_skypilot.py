@@ -105,15 +105,11 @@ def test_what_it_runs_ends_in_a_pool(home: Path) -> None:
     (home / "raypool-packages").mkdir()
     for there, here in content["file_mounts"].items():
         shutil.copy(Path(here).expanduser(), Path(there).expanduser())
-    # which an installer would have put there
-    ray = f"#!{home}/raypool-venv/bin/python\nfrom ray.scripts.scripts import main\nmain()\n"
-    (home / "ray").write_text(ray)
-    (home / "ray").chmod(0o755)
     script = home / "task.sh"
     script.write_text(f"ip link set lo up\n({content['setup']})\n{content['run']}")
     variables = {
         "HOME": str(home),
-        "PATH": f"{home}:{os.environ['PATH']}",
+        "PATH": os.environ["PATH"],
         "RAY_AUTH_TOKEN": "a" * 64,
         "SKYPILOT_NODE_IPS": "127.0.0.1",
         "SKYPILOT_NODE_RANK": "0",
