@@ -104,7 +104,7 @@ def _instance(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
 
 def rented(config: dict[str, Any]) -> tuple[str, str | None, int, bool]:
     """Return what a node_config rents: machine, kind and number of GPUs, and if it is spot."""
-    shape = catalogue("aws").shape(str(config["InstanceType"]))
+    shape = catalogue("aws").shape(str(config.get("InstanceType")))  # else a template has it
     return shape.name, shape.gpu, shape.gpus, "InstanceMarketOptions" in config
 
 

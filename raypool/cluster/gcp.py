@@ -132,7 +132,7 @@ def _instance(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
 
 def rented(config: dict[str, Any]) -> tuple[str, str | None, int, bool]:
     """Return what a node_config rents: machine, kind and number of GPUs, and if it is spot."""
-    machine = str(config["machineType"]).rpartition("/")[2]
+    machine = str(config.get("machineType")).rpartition("/")[2]
     scheduling = config.get("scheduling") or {}
     spot = scheduling.get("provisioningModel") == "SPOT" or scheduling.get("preemptible") is True
     for attached in config.get("guestAccelerators") or ():

@@ -11,7 +11,6 @@ import collections
 import contextlib
 import json
 import os
-import platform
 import re
 import shlex
 import signal
@@ -102,10 +101,8 @@ def _prepare_packages(path: str | Path, content: dict[str, Any]) -> Iterator[str
                 )
     commands = "\n".join(content.get("setup_commands") or ())
     python = re.search(r"uv venv\b.* --python (\S+)", commands)
-    warning = packages.check_installable(
-        Path(path).parent / lock, wheel, python[1] if python else platform.python_version()
-    )
-    if warning:
+    lock = Path(path).parent / lock
+    if warning := packages.check_installable(lock, wheel, python[1] if python else None):
         yield warning
 
 
@@ -149,7 +146,11 @@ def status(path: str | Path) -> str:
     with _launching(path):
         said = sdk.run_on_cluster(str(path), cmd=f"{TOKEN_MODE}; ray status", with_output=True)
     text = said.decode() if isinstance(said, bytes) else str(said)
-    return f"{text.strip()}\n\n{_cost(path, content)}"
+    try:
+        cost = _cost(path, content)
+    except CloudError as error:
+        cost = f"What it costs is not known: {error}"
+    return f"{text.strip()}\n\n{cost}"
 
 
 def _cost(path: str | Path, content: dict[str, Any]) -> str:
@@ -172,6 +173,9 @@ def _cost(path: str | Path, content: dict[str, Any]) -> str:
         )
     total, parts, unknown = 0.0, [], []
     for name, count in counts.items():
+        if name not in config["available_node_types"]:  # of an earlier file
+            unknown.append(f"{count} {name}")
+            continue
         machine, gpu, gpus, spot = rented(config["available_node_types"][name]["node_config"])
         has = f" with {gpus} {gpu}" if gpu else ""
         what = f"{count} {name} ({machine}{has}{', spot' if spot else ''})"

@@ -242,8 +242,13 @@ def lock_lines(path: Path) -> list[str]:
     return lines
 
 
-def check_installable(lock: Path, wheel: Path | None, python: str) -> str | None:
+def check_installable(lock: Path, wheel: Path | None, python: str | None) -> str | None:
     """Let pip look up all packages of a lock file, without installing any.
+
+    Args:
+        lock: The lock file.
+        wheel: The wheel of raypool that is installed, too.
+        python: The version of Python that they are for ("3.11"); None: the one here.
 
     Returns:
         A warning if it could not, else None.
@@ -255,7 +260,8 @@ def check_installable(lock: Path, wheel: Path | None, python: str) -> str | None
     if importlib.util.find_spec("pip") is None:
         return f"{lock} was not looked up in the package index: pip is not installed here."
     flags = []
-    if python != f"{sys.version_info.major}.{sys.version_info.minor}":
+    here = f"{sys.version_info.major}.{sys.version_info.minor}"
+    if python not in (None, here):
         # for another Python pip looks at wheels only
         flags = [f"--python-version={python}", "--only-binary=:all:", f"--target={lock.parent}"]
         lines = [line for line in lines if Requirement(line).url is None]
@@ -276,6 +282,6 @@ def check_installable(lock: Path, wheel: Path | None, python: str) -> str | None
     said = [line for line in errors if "Ignored the following" not in line and "(from" not in line]
     words = " ".join(line.removeprefix("ERROR: ") for line in said) or done.stderr[-500:]
     raise CloudError(
-        f"{lock}: Python {python} cannot install these packages together, says pip: {words} Change"
-        " the file, or write it anew with `raypool cluster init --force`."
+        f"{lock}: Python {python or here} cannot install these packages together, says pip:"
+        f" {words} Change the file, or write it anew with `raypool cluster init --force`."
     )

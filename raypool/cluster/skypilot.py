@@ -9,7 +9,7 @@ SKYPILOT_NODE_...; its own Ray listens elsewhere and must not be stopped), `sky/
 
 from __future__ import annotations
 
-import importlib.util
+from importlib.util import find_spec
 from typing import Any
 
 from jsonschema import Draft7Validator
@@ -86,7 +86,7 @@ def is_task(content: object) -> bool:
 def check(findings: Findings) -> None:
     """Note what SkyPilot refuses in a task, and what leaves Ray open."""
     findings.check_filled_in()
-    if importlib.util.find_spec("sky") is None:
+    if find_spec("sky") is None:
         text = "skypilot is not installed here, so the names of its settings were not checked."
         findings.doubt((), text)
     else:
@@ -96,10 +96,11 @@ def check(findings: Findings) -> None:
     run = str(findings.at(("run",)))
     if launcher_file.START in run and "RAY_AUTH_MODE=token" not in run:
         findings.doubt(("run",), "Ray is started without a token: whoever reaches it can run code.")
-    for gpu in findings.at(("resources", "accelerators")) or ():
-        names = {theirs: ours for ours, theirs in GPUS.items()}
-        kind = names.get(str(gpu), str(gpu)).partition(":")[0]
-        setup = str(findings.at(("setup",)))
+    given, setup = findings.at(("resources", "accelerators")), str(findings.at(("setup",)))
+    names = {theirs: ours for ours, theirs in GPUS.items()}
+    for gpu in [given] if isinstance(given, str) else given if isinstance(given, dict) else ():
+        name = str(gpu).partition(":")[0]  # "A100:8" is one form of it
+        kind = names.get(name, name)
         if "--torch-backend=auto" in setup and software.why_no_kernels(kind, "cu130"):
             text = f"the newest torch has no kernels for {kind} GPUs; say --torch-backend=cu126."
             findings.doubt(("setup",), text)

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from raypool.cli.main import main
-from raypool.cluster import aws, checks, cluster_file, gcp, kubernetes, launcher_file
+from raypool.cluster import aws, checks, cluster_file, gcp, kubernetes, launcher_file, skypilot
 from raypool.cluster.documents import documents_of
 from raypool.cluster.drafts import Draft
 from raypool.errors import CloudError
@@ -50,7 +50,9 @@ trainingInput:
   parameterServerCount: 3
   parameterServerType: n1-highmem-8
 """
+SKY = cluster_file.text_of(Draft(provider="sky", gpu="T4").plan(), "raypool", "sky.yaml")
 TEXTS = {
+    "sky": SKY,
     "gcp": GCP,
     "aws": AWS,
     "local": LOCAL,
@@ -672,6 +674,13 @@ def test_what_works_and_is_open_or_odd_is_warned_of_with_its_line(
 # said.
 DATED = [
     (
+        "sky",
+        "T4: 1",
+        "V100: 1",
+        "setup: |",
+        "the newest torch has no kernels for V100 GPUs; say --torch-backend=cu126",
+    ),
+    (
         "gcp",
         "n1-standard-16",
         "a4x-highgpu-4g",
@@ -730,7 +739,7 @@ def test_what_raypool_does_not_know_is_warned_of_and_not_refused() -> None:
             for each in warnings
         ):
             wrong[new] = warnings
-        if kind != "gcp" or "azure" not in new:
+        if kind != "sky" and "azure" not in new:
             assert checks.check(document, trust=True) == ()
     assert not wrong
 
@@ -738,9 +747,11 @@ def test_what_raypool_does_not_know_is_warned_of_and_not_refused() -> None:
 def test_without_the_clients_of_clouds_it_is_said_that_names_were_not_looked_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(skypilot, "find_spec", lambda name: None)
     monkeypatch.setattr(aws, "_validator", lambda: None)
     monkeypatch.setattr(gcp, "_schema", lambda: None)
-    for text, client in ((AWS, "boto3"), (GCP, "google-api-python-client")):
+    clients = ((AWS, "boto3"), (GCP, "google-api-python-client"), (SKY, "skypilot"))
+    for text, client in clients:
         [document] = documents_of(text, "file.yaml")
         [said] = checks.check(document)
         assert f"{client} is not installed here" in said
