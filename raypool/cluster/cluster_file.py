@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import shlex
+import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -225,4 +226,5 @@ _Dumper.add_representer(str, _as_it_is_read)
 
 def _entry(key: str, value: Any) -> str:
     text = yaml.dump({key: value}, Dumper=_Dumper, sort_keys=False, width=WIDTH, allow_unicode=True)
-    return f"\n# {COMMENTS[key]}\n{text}" if key in COMMENTS else text
+    comment = textwrap.wrap(COMMENTS.get(key, ""), 100)
+    return "\n" * bool(comment) + "".join(f"# {line}\n" for line in comment) + text
