@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from raypool.cluster.documents import nearest
 from raypool.cluster.launcher_file import CPUS_PER_GPU, default_packages
 from raypool.cluster.machines import OF_PROVIDERS, Catalogue, Machine, catalogue, one_of
 from raypool.cluster.plan import ClusterPlan, NodeGroup, Provider
@@ -85,7 +84,9 @@ class Draft:
         if self.python is not None and not re.fullmatch(r"3\.\d+(\.\d+)?", self.python):
             raise CloudError(f"{self.python!r} is no version of Python; one is like 3.11.")
         if self.fallback and not self.spot:
-            raise CloudError("A fallback is for spot machines; leave it out, or --on-demand.")
+            raise CloudError(
+                "--fallback is for spot machines: leave out --fallback or --on-demand."
+            )
         worker = self._worker()
         workers: tuple[NodeGroup, ...] = (worker,)
         if self.fallback:
@@ -127,15 +128,12 @@ class Draft:
     def _machine(self) -> tuple[str, str, int]:
         """Return the kind of machine that workers are, and the kind and number of its GPUs."""
         known = catalogue(OF_PROVIDERS[self.provider])
-        shape = known.machines.get(self.machine or "")
-        if self.machine and shape is None:
-            if self.gpu is None or self.gpus is None:
-                raise CloudError(
-                    f"There is no machine {self.machine!r} in the catalogue of {known.date}"
-                    f"{nearest(self.machine, known.machines)} If it is newer, say what it has, too:"
-                    " --gpu and --gpus."
-                )
-            return self.machine, self.gpu, self.gpus
+        try:
+            shape = known.machine(self.machine) if self.machine else None
+        except CloudError as error:
+            if self.machine and self.gpu and self.gpus:  # newer than the catalogue
+                return self.machine, self.gpu, self.gpus
+            raise CloudError(f"{error} If it is newer than that, add --gpu and --gpus.") from error
         gpu = known.gpu(self.gpu or (shape and shape.gpu) or "T4").name
         gpus = self.gpus or (shape and shape.gpus) or 1
         machine = shape.name if shape else smallest(known, gpu, gpus).name

@@ -83,8 +83,8 @@ def write(plan: ClusterPlan) -> dict[str, Any]:
         )
     if "," in plan.zone:
         raise CloudError(
-            f"{plan.zone} are several zones, and Ray's launcher makes all machines of a cluster on"
-            " Google Cloud in one. Give one; `--provider sky` tries several."
+            f"{plan.zone} names several zones, and Ray's launcher puts all machines of a cluster on"
+            " Google Cloud into one. Name one, or use --provider sky, which tries several."
         )
     provider = {
         "type": "gcp",

@@ -162,7 +162,7 @@ def _cost(path: str | Path, content: dict[str, Any]) -> str:
     cloud = content["provider"].get("type")
     rented = {"gcp": gcp.rented, "aws": aws.rented}.get(cloud)
     if rented is None:
-        return f"raypool has no prices of {cloud}."
+        return f"raypool has no prices for {cloud}."
     known = catalogue(OF_PROVIDERS[cloud])
     with _launching(path):
         config = prepare_config(content)

@@ -1,6 +1,6 @@
 """What is installed on a cluster's machines: raypool as it is here, and the versions it runs with.
 
-raypool is on no package index: whoever registered its name there would run code on the machines.
+raypool is not on any package index: anybody who registers the name could run code on the machines.
 So its wheel is made from the package that runs here, and travels with the cluster's files. All
 other packages are pinned, in a lock file beside the cluster's file.
 """
@@ -36,7 +36,7 @@ CACHE = "~/.cache/raypool"
 RAY_EXTRAS = ("client", "default", "train")
 
 BY_NAME = (
-    "raypool is on no package index, and whoever registers its name there would run code on your"
+    "raypool is not on any package index: anybody who registers the name could run code on your"
     " machines. `raypool cluster init` writes files that install the raypool of this machine."
     " Another one needs its commit (raypool @ git+https://...@COMMIT) or its hash (raypool @"
     " https://...whl#sha256=...)."
@@ -60,7 +60,7 @@ def requirements(more: Iterable[str] = ()) -> tuple[str, ...]:
         True
         >>> requirements(["raypool"])
         Traceback (most recent call last):
-        raypool.errors.CloudError: raypool is on no package index, and whoever registers its name...
+        raypool.errors.CloudError: raypool is not on any package index: anybody who registers...
     """
     lines = {}
     for line in metadata.requires("raypool") or ():
@@ -101,7 +101,7 @@ def check_requirement(line: str) -> None:
     try:
         wanted = Requirement(line)
     except InvalidRequirement as error:
-        raise CloudError(f"{line!r} names no package for pip.") from error
+        raise CloudError(f"{line!r} is not a valid requirement for pip.") from error
     if wanted.name.lower() == "raypool" and (wanted.url is None or not is_sealed(wanted.url)):
         raise CloudError(BY_NAME)
 
@@ -258,7 +258,7 @@ def check_installable(lock: Path, wheel: Path | None, python: str | None) -> str
     """
     lines = lock_lines(lock)
     if importlib.util.find_spec("pip") is None:
-        return f"{lock} was not looked up in the package index: pip is not installed here."
+        return f"The packages of {lock} were not checked: pip is not installed here."
     flags = []
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
     if python not in (None, here):
@@ -277,7 +277,9 @@ def check_installable(lock: Path, wheel: Path | None, python: str | None) -> str
     if done.returncode == 0:
         return None
     if any(sign in done.stderr for sign in UNREACHABLE):
-        return f"{lock} was not looked up: this machine reaches no package index."
+        return (
+            f"The packages of {lock} were not checked: no package index can be reached from here."
+        )
     errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
     said = [line for line in errors if "Ignored the following" not in line and "(from" not in line]
     words = " ".join(line.removeprefix("ERROR: ") for line in said) or done.stderr[-500:]

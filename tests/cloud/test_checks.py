@@ -187,7 +187,7 @@ LAUNCHER = {
         "--reinstall-package raypool",
         "-U raypool>=0.1",
         "--python ~/raypool-venv",
-        "whoever registers its name there would run code",
+        "anybody who registers the name could run code",
     ),
     "something left open": (
         "my-project",

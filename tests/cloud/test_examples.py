@@ -139,9 +139,9 @@ IMPOSSIBLE = [
     ("--provider aws --gpu H100 --gpus 3", "No machine has 3 H100"),
     (
         "--provider gcp --zone us-central1-a,us-central1-b",
-        "makes all machines of a cluster on Google",
+        "puts all machines of a cluster on Google",
     ),
-    ("--provider gcp --fallback --on-demand", "A fallback is for spot machines"),
+    ("--provider gcp --fallback --on-demand", "--fallback is for spot machines"),
     ("--provider gcp --min 5 --max 4", "at least 5 workers and at most 4"),
     ("--provider sky --min 1", "--min does not go with --provider sky"),
     ("--provider gcp --job x", "--job does not go with --provider gcp"),

@@ -84,7 +84,7 @@ def test_it_names_what_travels_and_validates(home: Path) -> None:
     Path("cluster.lock.txt").write_text("raypool==0.1.0\n")
     done = CliRunner().invoke(main, ["cluster", "validate", "cluster.yaml"])
     assert done.exit_code == 2
-    assert "whoever registers its name" in done.stderr
+    assert "anybody who registers the name" in done.stderr
 
 
 CAN_UNSHARE = subprocess.run(["unshare", "-Urn", "true"], capture_output=True).returncode == 0
