@@ -4,12 +4,15 @@ that know the GPUs.
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -248,6 +251,14 @@ def test_a_torch_without_any_build_for_a_gpu_is_refused(home: Path) -> None:
     assert (
         "torch 2.15.0 has no build for V100 GPUs. torch 2.6 to before 2.15 has one" in done.stderr
     )
+
+
+def test_every_row_of_the_table_has_a_source_and_a_date() -> None:
+    file = resources.files("raypool.cluster").joinpath("catalogues", "software.toml")
+    for rows in tomllib.loads(file.read_text()).values():
+        for name, row in rows.items():
+            assert row["source"], name
+            assert isinstance(row["date"], datetime.date), name
 
 
 def test_every_gpu_of_the_catalogues_has_its_row() -> None:
