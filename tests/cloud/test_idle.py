@@ -1,9 +1,11 @@
-"""An unused cluster is deleted by its head, which takes itself for the last."""
+"""An unused cluster is deleted by its head, which goes last."""
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from raypool.cluster.drafts import Draft
 from raypool.errors import CloudError
 from tests.cloud import fake_gce
 from tests.cloud.ray_provider import Cluster
+from tests.cloud.test_skypilot import CAN_UNSHARE, MACHINE
 
 MINUTES = 0.001
 
@@ -96,3 +99,47 @@ def test_all_machines_are_deleted_and_the_head_last(
     assert not gce.instances
     assert left[-1] == {head}
     assert len(left) == 3
+
+
+PROVIDER = """
+class Provider:
+    def __init__(self, config, name):
+        self.name = name
+
+    def non_terminated_nodes(self, tags):
+        return ["head"] if tags else ["head", "one", "two"]
+
+    def terminate_nodes(self, nodes):
+        print("deleted", self.name, *nodes, flush=True)
+"""
+
+# Ray itself is not stopped: it ends with its namespace.
+HEAD = """
+set -e
+ip link set lo up
+{ray} start --head --disable-usage-stats --dashboard-host=127.0.0.1 --num-cpus=1 --object-store-memory=80000000 >/dev/null
+export PATH=$HOME:$PATH PYTHONPATH=$HOME:$PYTHONPATH
+exec {python} -m raypool.cluster.idle --minutes {minutes} --config $HOME/config.json
+"""
+
+
+@pytest.mark.ci
+@pytest.mark.skipif(not CAN_UNSHARE, reason="unshare -Urn is not allowed here")
+def test_on_a_real_head_the_watcher_is_let_in_and_deletes_what_nobody_uses(home: Path) -> None:
+    (home / ".ray").mkdir()
+    (home / ".ray/auth_token").write_text("a" * 64)
+    (home / "pretended.py").write_text(PROVIDER)
+    provider = {"type": "external", "module": "pretended.Provider"}
+    (home / "config.json").write_text(json.dumps({"cluster_name": "lab", "provider": provider}))
+    (home / "ray").write_text("#!/bin/sh\necho ray $@\n")
+    (home / "ray").chmod(0o755)
+    ray = f"{sys.executable} -m ray.scripts.scripts"
+    script = HEAD.format(ray=ray, python=sys.executable, minutes=MINUTES)
+    done = subprocess.run(
+        [*MACHINE, "bash", "-c", script],
+        env={**os.environ, "RAY_AUTH_MODE": "token"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-3:] == ["ray stop", "deleted lab one two", "deleted lab head"]
