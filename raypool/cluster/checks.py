@@ -24,7 +24,16 @@ from pathlib import Path
 
 from jsonschema import Draft7Validator
 
-from raypool.cluster import aws, gcp, job_files, kubernetes, on_prem, packages, skypilot
+from raypool.cluster import (
+    aws,
+    gcp,
+    hardening,
+    job_files,
+    kubernetes,
+    on_prem,
+    packages,
+    skypilot,
+)
 from raypool.cluster.documents import (
     PLACEHOLDER,
     Document,
@@ -246,20 +255,10 @@ def _check_commands(findings: Findings) -> None:
 
 def _check_token(findings: Findings, keys: Keys, command: str) -> None:
     """Check that Ray asks for a token where a command starts it, and has one."""
-    host = re.search(r"--dashboard-host[= ](\S+)", command)
-    if host and host[1] not in ("127.0.0.1", "localhost"):
-        text = f"the dashboard, which takes jobs, listens at {host[1]}: it is open to the network."
+    if host := hardening.open_host(command):
+        text = f"the dashboard, which takes jobs, listens at {host}: it is open to the network."
         findings.doubt(keys, f"{text} `raypool cluster harden` closes it.")
-    # each command has its own shell: what another one sets does not count
-    before = command.partition(START)[0]
-    modes = re.findall(r"\bRAY_AUTH_MODE=[\"']?(\w*)", before)
-    is_exported = re.search(
-        r"\bexport\s[^;&|\n]*RAY_AUTH_MODE"
-        r"|\bRAY_AUTH_MODE=[^\s;&|]+\s+([A-Za-z_]\w*=[^\s;&|]*\s+)*$",
-        before,
-    )
-    is_unset = re.search(r"\bunset\b[^;&|]*\bRAY_AUTH", before)
-    if modes[-1:] != ["token"] or not is_exported or is_unset:
+    if not hardening.asks_for_token(command):
         text = (
             "Ray is started without a token: whoever reaches it can run code. `raypool cluster"
             " harden` adds one (`export RAY_AUTH_MODE=token;` in the same command)."

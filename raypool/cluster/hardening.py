@@ -21,6 +21,9 @@ from raypool.cluster.launcher_file import (
 from raypool.cluster.on_prem import OLD_AUTOSCALER
 from raypool.errors import CloudError
 
+PREFIX = r"([A-Za-z_]\w*=[^\s;&|]*\s+)*"
+"""Variables that a shell's command sets for one program."""
+
 
 def hardened(text: str, name: str) -> str:
     r"""Return the text of a cluster's file that asks everybody for a token.
@@ -76,22 +79,46 @@ def _value(document: Document, entry: str) -> yaml.Node | None:
     return next((value for key, value in pairs if key.value == entry), None)
 
 
+def asks_for_token(command: str) -> bool:
+    """Whether Ray asks everybody for a token where a shell's command starts it.
+
+    Example:
+        >>> asks_for_token("export RAY_AUTH_MODE=token; ray start --head")
+        True
+        >>> asks_for_token("RAY_AUTH_MODE=token; ray start --head")
+        False
+    """
+    # Each command has its own shell: what another one sets does not count.
+    before = re.split(r"\bunset\b[^;&|]*\bRAY_AUTH", command.partition(START)[0])[-1]
+    modes = re.findall(r"\bRAY_AUTH_MODE=[\"']?(\w*)", before)
+    is_exported = re.search(
+        rf"\bexport\s[^;&|\n]*RAY_AUTH_MODE|\bRAY_AUTH_MODE=[^\s;&|]+\s+{PREFIX}$", before
+    )
+    return modes[-1:] == ["token"] and is_exported is not None
+
+
+def open_host(command: str) -> str | None:
+    """Return the address at which a dashboard listens, None for the loopback, Ray's own choice."""
+    host = re.search(r"--dashboard-host[= ](\S+)", command)
+    return host[1] if host and host[1] not in ("127.0.0.1", "localhost") else None
+
+
 def _closed(command: str, is_head: bool, is_local: bool) -> str:
     """Return a command that starts Ray with a token, and a head's dashboard on the loopback."""
-    wanted = ["RAY_AUTH_MODE=token"]
-    if is_head:
-        wanted += [f"{name}={value}" for name, value in HEALTH_CHECKS.items()]
-        command = re.sub(r"\s--dashboard-host[= ]\S+", "", command)
-        command = re.sub(r"(--head\b)", r"\1 --dashboard-host=127.0.0.1", command, count=1)
-    if is_local:
-        wanted.append(OLD_AUTOSCALER)
+    wanted = [] if asks_for_token(command) else ["RAY_AUTH_MODE=token"]
+    if open_host(command):
+        command = re.sub(r"(--dashboard-host[= ])\S+", r"\g<1>127.0.0.1", command)
     before, start, after = command.partition(START)
-    before = re.sub(r"\bRAY_AUTH_MODE=(?!token\b)\S*", "RAY_AUTH_MODE=token", before)
-    missing = [each for each in wanted if each.partition("=")[0] not in before]
-    if "RAY_AUTH_MODE" in before and "export" not in before:
-        missing.insert(0, wanted[0])
-    export = f"export {' '.join(missing)}; " if missing else ""
-    return f"{before}{export}{start}{after}"
+    if is_head:
+        settings = [f"{name}={value}" for name, value in HEALTH_CHECKS.items()]
+        settings += [OLD_AUTOSCALER] if is_local else []
+        wanted += [each for each in settings if each.partition("=")[0] not in before]
+    # Variables right before `ray start` are its own, and win over exported ones.
+    prefix = re.search(f"{PREFIX}$", before)
+    assert prefix is not None
+    own = re.sub(r"\bRAY_AUTH_MODE=\S+", "RAY_AUTH_MODE=token", prefix[0])
+    export = f"export {' '.join(wanted)}; " if wanted else ""
+    return f"{before[: prefix.start()]}{export}{own}{start}{after}"
 
 
 def _mount(document: Document, end: int) -> tuple[int, int, str]:

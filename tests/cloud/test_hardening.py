@@ -39,7 +39,7 @@ file_mounts:
     /data: /tmp
     # the end of them
 setup_commands: []
-worker_start_ray_commands: [RAY_AUTH_MODE=disabled ray start --address=$RAY_HEAD_IP:6379]  # all
+worker_start_ray_commands: [unset RAY_AUTH_MODE; A=1 RAY_AUTH_MODE=disabled ray start --address=$RAY_HEAD_IP:6379]  # all
 head_start_ray_commands:
     - ray stop
     # starts it
@@ -90,8 +90,24 @@ def test_any_form_of_an_entry_is_closed_and_comments_stay(tmp_path: Path) -> Non
     assert content["file_mounts"] == {"~/.ray/auth_token": "~/.ray/auth_token", "/data": "/tmp"}
     assert not open_ends(file)
     assert "RAY_enable_autoscaler_v2=0" in file.read_text(), "else Ray leaves out a worker"
+    [worker] = content["worker_start_ray_commands"]
+    assert worker.startswith(
+        "unset RAY_AUTH_MODE; export RAY_AUTH_MODE=token; A=1 RAY_AUTH_MODE=token"
+    )
     for comment in ("    # the end of them", "    # starts it", "]  # all"):
         assert comment in file.read_text()
+
+
+def test_a_file_of_raypools_own_stays_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "gcp.yaml"
+    done = CliRunner().invoke(
+        main,
+        ["cluster", "init", "--provider", "gcp", "--project", "my-project", "--out", str(file)],
+    )
+    assert done.exit_code == 0, done.output
+    text = file.read_text()
+    harden(file, text)
+    assert file.read_text() == text
 
 
 def test_no_file_for_the_launcher_is_left_alone(tmp_path: Path) -> None:
