@@ -14,18 +14,28 @@ from click.core import ParameterSource
 from raypool.cli.output import echo
 from raypool.errors import RaypoolError
 
-PROVIDERS = ("gcp", "aws", "on-prem", "kubernetes")
+PROVIDERS = ("gcp", "aws", "on-prem", "kubernetes", "sky")
 
 MADE = ("gcp", "aws")  # whose machines are made
 ONLY = {
     "project": ("gcp",),
-    **dict.fromkeys(("zone", "machine", "head_machine"), MADE),
-    **dict.fromkeys(("gpu", "gpus", "least", "most", "spot"), (*MADE, "kubernetes")),
+    **dict.fromkeys(("zone", "machine", "head_machine", "fallback"), MADE),
+    "idle_shutdown_minutes": (*MADE, "sky"),
+    "least": (*MADE, "kubernetes"),
+    **dict.fromkeys(("gpu", "gpus", "most", "spot"), (*MADE, "kubernetes", "sky")),
     **dict.fromkeys(("ssh_user", "ssh_key"), (*MADE, "on-prem")),
     "hosts": ("on-prem",),
-    "job": ("kubernetes",),
+    "job": ("kubernetes", "sky"),
+    "working_dir": ("kubernetes",),
 }
 """Options of `init` that only some providers use."""
+
+
+TRUST = click.option(
+    "--trust",
+    is_flag=True,
+    help="Do not warn of machines, GPUs and zones that raypool's dated catalogues do not list.",
+)
 
 
 @click.group()
@@ -79,7 +89,11 @@ def machines(gpu: str | None, name: str, is_json: bool) -> None:
 @click.option("--name", default="raypool", show_default=True, help="Name of the cluster.")
 @click.option("--project", help="Google Cloud project to bill (GCP).")
 @click.option(
-    "--zone", help="Zone: us-central1-a (GCP), us-west-2a (AWS). Default: one that has the GPUs."
+    "--zone",
+    help=(
+        "Zone: us-central1-a (GCP), us-west-2a or us-west-2a,us-west-2b (AWS, tried in turn)."
+        " Default: one that has the GPUs."
+    ),
 )
 @click.option("--gpu", help="GPU type of the workers. Default: the GPU of --machine, else T4.")
 @click.option("--gpus", type=click.IntRange(min=1), help="Number of GPUs per worker.  [default: 1]")
@@ -111,6 +125,11 @@ def machines(gpu: str | None, name: str, is_json: bool) -> None:
     help="Whether workers are spot machines: cheaper, may be preempted.",
 )
 @click.option(
+    "--fallback",
+    is_flag=True,
+    help="With --spot: use on-demand machines while no spot machine can be had.",
+)
+@click.option(
     "--host",
     "hosts",
     multiple=True,
@@ -124,13 +143,28 @@ def machines(gpu: str | None, name: str, is_json: bool) -> None:
     "--package",
     "packages",
     multiple=True,
-    help="Package that pip installs there instead of raypool and Ray; may be repeated.",
+    help="Package to install there besides raypool and what it needs; may be repeated.",
 )
 @click.option("--python", help="Python version there, such as 3.11. Default: the local one.")
 @click.option(
+    "--idle-shutdown-minutes",
+    type=click.FloatRange(min=0),
+    default=60,
+    show_default=True,
+    help="Delete the whole cluster when no job, pool or client has used it for so long; 0: never.",
+)
+@click.option(
     "--job",
     metavar="COMMAND",
-    help="Kubernetes: a cluster for this command only, deleted when it ends.",
+    help=(
+        "Kubernetes: a cluster for this command only, deleted when it ends. SkyPilot: the command"
+        " that the task runs."
+    ),
+)
+@click.option(
+    "--working-dir",
+    metavar="URL",
+    help="Kubernetes, with --job: a zip of the code (https://..., gs://..., s3://...).",
 )
 @click.option(
     "--out",
@@ -140,9 +174,15 @@ def machines(gpu: str | None, name: str, is_json: bool) -> None:
     help="The file to write.",
 )
 @click.option("--force", "is_forced", is_flag=True, help="Overwrite an existing file.")
+@TRUST
 @click.pass_context
 def init(
-    context: click.Context, /, out: Path, job: str | None, is_forced: bool, **wishes: Any
+    context: click.Context,
+    /,
+    out: Path,
+    is_forced: bool,
+    trust: bool,
+    **wishes: Any,
 ) -> None:
     """Write a cluster file, to be reviewed and started.
 
@@ -169,8 +209,10 @@ def init(
             f"{out} already exists. Overwrite it with --force, or choose another file with --out."
         )
     try:
-        text = text_of(Draft(**wishes).plan(), _command(context, given), out.name, job, warn=_warn)
-        save(text, out, is_forced)
+        plan = Draft(**wishes).plan()
+        command = _command(context, given)
+        text = text_of(plan, command, out.name, warn=_warn, trust=trust)
+        save(text, out, plan, is_forced)
     except RaypoolError as error:
         raise click.UsageError(str(error)) from error
     echo(f"Wrote {out}. The comments at its top list the next steps.")
@@ -184,7 +226,7 @@ def _command(context: click.Context, given: list[click.Parameter]) -> str:
     """Return the command that was given, with the options that say what to write."""
     words = ["raypool", "cluster", "init"]
     for option in given:
-        if option.name in ("out", "is_forced"):
+        if option.name in ("out", "is_forced", "trust"):
             continue
         value = context.params[option.name or ""]
         if isinstance(value, bool):
@@ -199,7 +241,8 @@ def _command(context: click.Context, given: list[click.Parameter]) -> str:
 @click.argument(
     "files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path)
 )
-def validate(files: tuple[Path, ...]) -> None:
+@TRUST
+def validate(files: tuple[Path, ...], trust: bool) -> None:
     """Check files of clusters and training jobs before anything is billed.
 
     Each of FILES may be for Ray's launcher (Google Cloud, AWS, on premises), for KubeRay, or the
@@ -211,29 +254,31 @@ def validate(files: tuple[Path, ...]) -> None:
     problems = []
     for file in files:
         try:
-            _check(file)
+            warnings = _check(file, trust)
         except RaypoolError as error:
             problems.append(str(error))
         else:
-            echo(f"{file}: no mistakes found.")
+            how = f"valid, {len(warnings)} warnings" if warnings else "no mistakes found"
+            echo(f"{file}: {how}.")
     if problems:
         echo("\n".join(problems), err=True)
         raise SystemExit(2)
 
 
-def _check(file: Path) -> None:
+def _check(file: Path, trust: bool) -> tuple[str, ...]:
     """Check a file, and print warnings of entries that may not work."""
     from raypool.cluster.checks import check_file
 
     warnings: tuple[str, ...] = ()
     try:
-        warnings = check_file(file)
+        warnings = check_file(file, trust=trust)
     except RaypoolError as error:
         warnings = getattr(error, "warnings", ())
         raise
     finally:
         for warning in warnings:
             _warn(warning)
+    return warnings
 
 
 FILE = click.argument(
@@ -243,8 +288,31 @@ FILE = click.argument(
 
 @cluster.command()
 @FILE
+def harden(file: Path) -> None:
+    """Close FILE (default: cluster.yaml), a file for Ray's launcher that anybody wrote.
+
+    Adds a token to all that starts Ray, binds the dashboard to the loopback, and lets Ray notice a
+    lost machine within 8 s. Comments and everything else stay as they are. Prints the changes.
+    """
+    import difflib
+
+    from raypool.cluster.hardening import hardened
+
+    with _failures():
+        before = file.read_text(encoding="utf-8")
+        after = hardened(before, str(file))
+    file.write_text(after, encoding="utf-8")
+    changes = difflib.unified_diff(
+        before.splitlines(), after.splitlines(), str(file), str(file), n=0, lineterm=""
+    )
+    echo("\n".join(changes) or f"{file}: nothing is to be changed.")
+
+
+@cluster.command()
+@FILE
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
-def up(file: Path, yes: bool) -> None:
+@TRUST
+def up(file: Path, yes: bool, trust: bool) -> None:
     """Start the cluster defined in FILE (default: cluster.yaml), or update a running one.
 
     The file is checked first. On a running cluster Ray is restarted, which ends everything that
@@ -254,7 +322,7 @@ def up(file: Path, yes: bool) -> None:
     from raypool.cluster import launcher
 
     try:
-        _check(file)
+        _check(file, trust)
     except RaypoolError as error:
         raise click.UsageError(str(error)) from error
     with _failures():
