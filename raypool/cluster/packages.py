@@ -169,8 +169,10 @@ def make_wheel() -> Path:
         for path in sorted(package.rglob("*"))
         if path.is_file() and "__pycache__" not in path.parts
     }
-    for name in ("METADATA", "entry_points.txt"):
-        files[f"{info}/{name}"] = (here.read_text(name) or "").encode()
+    # in the folder of the source, what is found is its .egg-info
+    told = here.read_text("METADATA") or here.read_text("PKG-INFO") or ""
+    files[f"{info}/METADATA"] = told.encode()
+    files[f"{info}/entry_points.txt"] = (here.read_text("entry_points.txt") or "").encode()
     tag = "Wheel-Version: 1.0\nGenerator: raypool\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     files[f"{info}/WHEEL"] = tag.encode()
     record = [f"{info}/RECORD,,"]

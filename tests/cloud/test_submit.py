@@ -258,7 +258,7 @@ def test_a_container_runs_on_all_machines_with_its_own_packages(folder: Path) ->
     assert "ray[client,default,train]==" in lock
     assert "torch" not in lock, "the image has its own"
     (folder / "config.yaml").write_text(config.replace(", containerCommand: [run, fast]", ""))
-    assert "of an image, its containerCommand" in refused(
+    assert "for an image, its containerCommand" in refused(
         "--config", "config.yaml", *HERE, "--dry-run"
     )
 
