@@ -12,6 +12,7 @@ import hashlib
 import importlib.util
 import itertools
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -182,7 +183,7 @@ def make_wheel() -> Path:
     files[f"{info}/RECORD"] = ("\n".join(record) + "\n").encode()
     path = Path(CACHE).expanduser() / wheel_name()
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".part")
+    draft = path.with_suffix(f".{os.getpid()}")  # another process may make it just now
     with zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in files.items():
             archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
