@@ -160,9 +160,13 @@ def search_path():
 
 
 def fresh_process(program, *arguments):
-    """Run a program in a new interpreter; return the last line that it prints."""
+    """Run a program in a new interpreter; return the last line that it prints.
+
+    Modules are compiled once, as those of an installed package are, whatever the shell says.
+    """
     command = [sys.executable, "-c", program, *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": search_path()}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     done = subprocess.run(
         command, env=environment, cwd=ROOT, text=True, stdout=subprocess.PIPE, check=True
     )

@@ -442,10 +442,14 @@ class LoopRun:
         count = work.num_settled - (work.interrupt is not None)  # without the item of the Ctrl-C
         of = f"of {self._total} items" if self._total is not None else "items"
         is_kept = work.run_dir is not None and work.trouble is None
-        kept = f", and in {work.run_dir}: the same call goes on from there" if is_kept else ""
+        kept = (
+            f", and in {work.run_dir}: run the same call again to continue from there"
+            if is_kept
+            else ""
+        )
         error.add_note(
             f"raypool: {count} {of} of {work.label} had finished; they are in the exception's"
-            f" .results (at a prompt: sys.last_value.results){kept}."
+            f" .results (interactively: sys.last_value.results){kept}."
         )
 
     def results(self) -> Results[Any]:

@@ -38,7 +38,6 @@ from raypool.engine.engine import (
     submit_call,
     submit_function,
 )
-from raypool.engine.overview import device_table, running
 from raypool.engine.work import Work
 from raypool.errors import (
     InvalidTypeError,
@@ -237,6 +236,8 @@ class PoolView(concurrent.futures.Executor):
             ...     list(pool.device_table().columns)[:3]
             ['host', 'index', 'name']
         """
+        from raypool.engine.overview import device_table, running
+
         if in_task():
             return device_table(serial_engine().backend.devices(), {}, [0])
         self._check_open()
@@ -1164,6 +1165,8 @@ class StaffedView(PoolView):
 
     def _repr_html_(self) -> str:
         import pandas as pd
+
+        from raypool.engine.overview import running
 
         workers = [] if self.is_closed else self._workers()
         work = running(self._engine.driver)

@@ -28,9 +28,7 @@ from __future__ import annotations
 import functools
 import operator
 import os
-import pkgutil
 import stat
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -175,6 +173,8 @@ def nearest_file() -> ProfileFile | None:
 
 
 def _read(path: Path, within: Keys) -> ProfileFile:
+    import tomllib  # in functions: most processes read no file
+
     try:
         text = path.read_text(encoding="utf-8")
         content: Any = tomllib.loads(text)
@@ -331,6 +331,8 @@ class ProfileFile:
                 keys,
                 f'{key}={entry!r} names no function. Write "module:function".',
             )
+        import pkgutil
+
         try:
             return pkgutil.resolve_name(entry)
         except Exception as error:  # it imports a module of the user's
@@ -356,6 +358,8 @@ def line_of(text: str, keys: Keys) -> int:
         >>> line_of("[a]\nb = 1\nc = [\n  2,\n]\n", ("a", "c"))
         3
     """
+    import tomllib
+
     # The parser does not tell lines. But the text up to the end of a statement is valid by itself,
     # and the first such piece that has the entry ends with the statement that made it.
     lines = text.split("\n")

@@ -94,6 +94,11 @@ NAMES = {
         "_NODE_PROVIDERS",
         "Which providers Ray's launcher knows.",
     ),
+    "_get_node_provider": PrivateName(
+        "ray.autoscaler._private.providers",
+        "_get_node_provider",
+        "Which machines a cluster has, and to delete them from its head.",
+    ),
     "prepare_config": PrivateName(
         "ray.autoscaler._private.util", "prepare_config", "Ray's own check of a cluster's file."
     ),

@@ -6,8 +6,10 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import itertools
 import math
 import numbers
+import operator
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -282,7 +284,7 @@ class Results(Sequence[T_co]):
         finished = [row.status == "finished" for row in self._rows]
         values = _columns(self._values, "value", taken | set(configs), "result_", finished)
         run: dict[str, Any] = {
-            name: [getattr(row, name) for row in self._rows] for name in RUN_COLUMNS[:-2]
+            name: list(map(operator.attrgetter(name), self._rows)) for name in RUN_COLUMNS[:-2]
         }
         run["started_at"] = _times(run["started_at"])
         for name in ("worker", "gpu", "peak_memory_bytes"):  # Int64 has missing values, int64 none
@@ -674,13 +676,14 @@ def _columns(
     """Spread entries over columns by key, with empty cells for those that are missing."""
     pairs = list(zip(entries, are_there, strict=True))
     rows = [fields_of(entry) if is_there else {} for entry, is_there in pairs]
-    if not any(are_there) or any(row is None for row in rows):  # not all have keys: one column
+    known = [row for row in rows if row is not None]
+    if not any(are_there) or len(known) < len(rows):  # not all have keys: one column
         name = single if single not in taken else prefix + single
         return {name: [entry if is_there else None for entry, is_there in pairs]}
-    found = dict.fromkeys(key for row in rows for key in row or {})
-    names = {key: column_name(key) for key in found}
-    keys = dict.fromkeys(names.values())  # two keys may have one name, such as 1 and "1"
-    cells = [{names[key]: value for key, value in (row or {}).items()} for row in rows]
-    return {
-        (prefix + key if key in taken else key): [row.get(key) for row in cells] for key in keys
-    }
+    columns: dict[str, list[Any]] = {}
+    for key in dict.fromkeys(itertools.chain.from_iterable(known)):
+        name = column_name(key)
+        name = prefix + name if name in taken else name
+        earlier = columns.get(name, itertools.repeat(None))  # two keys, such as 1 and "1"
+        columns[name] = [row.get(key, cell) for row, cell in zip(known, earlier, strict=False)]
+    return columns

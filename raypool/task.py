@@ -16,7 +16,6 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 from raypool.errors import InvalidTypeError, InvalidValueError, whole_number
-from raypool.worker.folders import sync_folder
 from raypool.worker.running import (
     TaskContext,
     in_task,
@@ -360,6 +359,8 @@ def load_checkpoint(path: PathLike | None = None, map_location: Any = "cpu") -> 
 
 def _write(state: Any, file: Path) -> None:
     """Write a file whole, or leave the one of before as it is."""
+    from raypool.worker.folders import sync_folder
+
     # beside the file: a rename does not cross file systems
     spare = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}.partial")
     try:

@@ -1,7 +1,8 @@
 """Make the pictures of the documents from real runs: `python docs/pictures/record.py`.
 
 `demo.svg` is a recording of `raypool demo` in a terminal; it moves where SVG may, and shows its last
-frame elsewhere. `report.png` is the report that the README's first two programs write, as Chromium shows it.
+frame elsewhere. `show.svg` is the last frame of a sweep that is listed and shown. `report.png` is the
+report that the README's first two programs write, as Chromium shows it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from xml.sax.saxutils import escape
 import pyte
 
 HERE = Path(__file__).parent
-COLUMNS, ROWS = 90, 24
 LETTER, LINE, MARGIN = 8.4, 18, 14
 EVERY_S, LAST_S = 0.25, 6.0
 COLORS = {
@@ -43,27 +43,43 @@ COLORS = {
 CODE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
+SHOW = """
+show() { printf '$ %s\n' "$*"; "$@"; }
+show raypool ls runs
+show raypool show runs/digits --sort -accuracy --top 5
+show raypool show runs/digits --failed
+"""
+
+
 def main() -> None:
-    """Make both pictures."""
-    raypool = Path(sys.executable).with_name("raypool")
+    """Make all pictures."""
+    # `raypool` of this environment
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     with tempfile.TemporaryDirectory() as folder:
-        frames = record([str(raypool), "demo", "--workers", "2"], folder)
-        (HERE / "demo.svg").write_text(animation("raypool demo", frames))
+        frames, screen = record(["raypool", "demo", "--workers", "2"], folder, columns=90, rows=24)
+        (HERE / "demo.svg").write_text(animation("raypool demo", frames, screen))
+        picture_of_show(Path(folder))
         picture_of_report(Path(folder))
 
 
-def record(command: list[str], folder: str) -> list[tuple[float, list[str]]]:
-    """Run a command in a terminal; return what its screen showed, and since when [s]."""
-    screen = pyte.Screen(COLUMNS, ROWS)
+Frames = list[tuple[float, list[str]]]
+"""What a screen showed, as lines of SVG, and since when [s]."""
+
+
+def record(
+    command: list[str], folder: str | Path, columns: int, rows: int, status: int = 0
+) -> tuple[Frames, pyte.Screen]:
+    """Run a command in a terminal; return what its screen showed, and the screen at the end."""
+    screen = pyte.Screen(columns, rows)
     stream = pyte.ByteStream(screen)
     parent, child = pty.openpty()
-    ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
-    environ = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(COLUMNS), "LINES": str(ROWS)}
+    ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    environ = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(columns), "LINES": str(rows)}
     process = subprocess.Popen(
         command, cwd=folder, env=environ, stdin=child, stdout=child, stderr=child
     )
     os.close(child)
-    frames: list[tuple[float, list[str]]] = []
+    frames: Frames = []
     began = shown = time.monotonic()
     while True:
         if select.select([parent], [], [], EVERY_S)[0]:
@@ -74,22 +90,24 @@ def record(command: list[str], folder: str) -> list[tuple[float, list[str]]]:
         if time.monotonic() - shown >= EVERY_S:
             shown = time.monotonic()
             keep(frames, shown - began, screen)
-    if process.wait() != 0:
-        sys.exit(f"{command} ended with status {process.returncode}.")
+    os.close(parent)
+    if process.wait() != status:
+        shown = "\n".join(screen.display)
+        raise SystemExit(f"{command} ended with status {process.returncode}:\n{shown}")
     keep(frames, time.monotonic() - began, screen)
-    return frames
+    return frames, screen
 
 
-def keep(frames: list[tuple[float, list[str]]], at_s: float, screen: pyte.Screen) -> None:
+def keep(frames: Frames, at_s: float, screen: pyte.Screen) -> None:
     """Add what the screen shows, if it has changed."""
-    lines = [line_of(screen, row) for row in range(ROWS)]
+    lines = [line_of(screen, row) for row in range(screen.lines)]
     if not frames or frames[-1][1] != lines:
         frames.append((at_s, lines))
 
 
 def line_of(screen: pyte.Screen, row: int) -> str:
     """Return a line as SVG: one `tspan` for letters of the same look."""
-    cells = [screen.buffer[row][column] for column in range(COLUMNS)]
+    cells = [screen.buffer[row][column] for column in range(screen.columns)]
     text = ""
     for (color, is_bold), group in groupby(cells, lambda cell: (cell.fg, cell.bold)):
         letters = escape("".join(cell.data for cell in group))
@@ -99,10 +117,12 @@ def line_of(screen: pyte.Screen, row: int) -> str:
     return text
 
 
-def animation(title: str, frames: list[tuple[float, list[str]]]) -> str:
+def animation(title: str, frames: Frames, screen: pyte.Screen) -> str:
     """Return an SVG that shows the frames in turn, each for as long as it was there."""
+    first_s = frames[0][0]
+    frames = [(at_s - first_s, lines) for at_s, lines in frames]
     end_s = frames[-1][0] + LAST_S
-    width, height = COLUMNS * LETTER + 2 * MARGIN, ROWS * LINE + 2 * MARGIN
+    width, height = screen.columns * LETTER + 2 * MARGIN, screen.lines * LINE + 2 * MARGIN
     styles, groups = [], []
     for number, (at_s, lines) in enumerate(frames):
         until_s = frames[number + 1][0] if number + 1 < len(frames) else end_s
@@ -127,6 +147,20 @@ def animation(title: str, frames: list[tuple[float, list[str]]]) -> str:
         f"white-space:pre}}{''.join(styles)}</style>"
         f'<rect width="100%" height="100%" rx="8" fill="#0d1117"/>{"".join(groups)}</svg>\n'
     )
+
+
+def picture_of_show(folder: Path) -> None:
+    """Run the networks of the first tutorial as a sweep, and take a picture of its tables."""
+    digits, *_ = CODE.findall((HERE.parent / "tutorials/first_sweep.md").read_text())
+    (folder / "digits.py").write_text(digits)
+    configs = [(width, lr) for width in (8, 32, 128) for lr in (0.01, 0.03, 0.1, 100)]
+    rows = "".join(f"{width},{lr}\n" for width, lr in configs)
+    (folder / "configs.csv").write_text(f"width,lr\n{rows}")
+    sweep = ["raypool", "sweep", "digits:train", "configs.csv", "--run-dir", "runs/digits"]
+    subprocess.run([*sweep, "--seed", "0", "--profile", "threads"], cwd=folder, check=False)
+    frames, screen = record(["sh", "-c", SHOW], folder, columns=90, rows=16)
+    picture = animation("raypool ls and raypool show", frames[-1:], screen)
+    (HERE / "show.svg").write_text(picture)
 
 
 def picture_of_report(folder: Path) -> None:

@@ -468,7 +468,8 @@ class ThreadsBackend(InlineBackend):
             thread.join(TEARDOWN_TIMEOUT_S)
             if thread.is_alive():
                 logger.warning(
-                    "The teardown of worker %d had not ended after %g s, and is not waited for.",
+                    "The teardown of worker %d did not end within %g s; raypool no longer waits"
+                    " for it.",
                     worker.index,
                     TEARDOWN_TIMEOUT_S,
                 )

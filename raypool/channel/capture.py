@@ -203,7 +203,7 @@ def add_last_lines(error: BaseException, text: str) -> None:
         >>> error = ValueError("no")
         >>> add_last_lines(error, "epoch 1\nloading 10 %\rloading 90 %\n")
         >>> print(error.__notes__[0])
-        raypool: it printed last:
+        raypool: its last output:
           epoch 1
           loading 90 %
     """
@@ -213,4 +213,4 @@ def add_last_lines(error: BaseException, text: str) -> None:
     ]
     if any(lines):
         with contextlib.suppress(Exception):  # it is the user's class, and may refuse attributes
-            error.add_note("\n  ".join(["raypool: it printed last:", *lines]))
+            error.add_note("\n  ".join(["raypool: its last output:", *lines]))

@@ -6,9 +6,7 @@ vanishes with the process. Also here: tables of users' values (`table`, `fields_
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import html
 import io
 import math
 import os
@@ -450,6 +448,8 @@ def as_html(title: str, frame: pd.DataFrame) -> str:
         >>> as_html("<Results>", pd.DataFrame({"status": ["failed"]})).splitlines()[0]
         '<p>&lt;Results&gt;</p>'
     """
+    import html
+
     is_named = frame.index.name is not None
     rows = frame.to_html(border=0, na_rep="-", float_format="{:.4g}".format, index=is_named)
     for state in ("failed", "lost"):  # cells are escaped, so nothing else looks like this
@@ -468,9 +468,12 @@ def fields_of(value: Any) -> Mapping[Any, Any] | None:
     """
     if isinstance(value, Mapping):
         return value
-    if isinstance(value, (argparse.Namespace, SimpleNamespace)):
+    if isinstance(value, SimpleNamespace):
         return dict(vars(value))
-    pydantic = sys.modules.get("pydantic.main")  # who has not imported it has no models
+    # without these modules there is none of their objects
+    argparse, pydantic = sys.modules.get("argparse"), sys.modules.get("pydantic.main")
+    if argparse is not None and isinstance(value, argparse.Namespace):
+        return dict(vars(value))
     if pydantic is not None and isinstance(value, pydantic.BaseModel):
         return dict(pydantic.BaseModel.__iter__(value))  # its own __iter__ may give something else
     kind: Any = type(value)

@@ -193,7 +193,7 @@ class Outbox:
                 is_new, self._gets_through = self._gets_through, False
                 if is_new:
                     logger.warning(
-                        "What tasks say does not get through: %r. It is tried again.", error
+                        "Reports and output of tasks could not be sent: %r. Retrying.", error
                     )
                 self._closed.wait(RETRY_S)
             else:

@@ -379,7 +379,7 @@ class Listener:
             self._fn(*values)
         except BaseException:  # also sys.exit(): other listeners need the thread
             logger.exception(
-                "The listener %r has failed; it is called again all the same.", self._fn
+                "The listener %r failed; it is still called for later values.", self._fn
             )
 
 
@@ -613,7 +613,7 @@ class QueueOwner:
             value = opened(entry)
         except BaseException:
             # also what the user's code raises while it is unpickled: later values need the thread
-            logger.exception("No listener gets this value.")
+            logger.exception("No listener receives this value.")
             return
         is_had = False
         for listener in listeners:

@@ -197,8 +197,8 @@ class ValueStore:
                     listener.call(self, key)
             if not listener.is_removed:
                 logger.warning(
-                    "A listener of a store is too slow: too many changes wait for it. It hears of"
-                    " no more."
+                    "A listener of a store is too slow: too many changes are waiting for it. It"
+                    " gets no further ones."
                 )
 
     def _unwatch(self, number: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import importlib
 import importlib.machinery
 import importlib.util
@@ -223,6 +222,8 @@ def _loaded(module: types.ModuleType, reloads: int) -> Loaded | None:
 
 
 def _digest(source: bytes) -> bytes:
+    import hashlib
+
     return hashlib.blake2b(source, digest_size=8).digest()
 
 

@@ -12,23 +12,33 @@ import click
 from click.core import ParameterSource
 
 from raypool.cli.output import echo
-from raypool.errors import InvalidValueError, RaypoolError
+from raypool.errors import CloudError, InvalidValueError, RaypoolError
 
-PROVIDERS = ("gcp", "aws", "on-prem", "kubernetes", "slurm")
+PROVIDERS = ("gcp", "aws", "on-prem", "kubernetes", "sky", "slurm")
 
 MADE = ("gcp", "aws")  # whose machines are made
 ONLY = {
     "project": ("gcp",),
-    **dict.fromkeys(("zone", "machine", "head_machine"), MADE),
-    **dict.fromkeys(("gpu", "least", "spot"), (*MADE, "kubernetes")),
-    **dict.fromkeys(("gpus", "most"), (*MADE, "kubernetes", "slurm")),
-    **dict.fromkeys(("packages", "python"), PROVIDERS[:-1]),
+    **dict.fromkeys(("zone", "machine", "head_machine", "fallback"), MADE),
+    "idle_shutdown_minutes": (*MADE, "sky"),
+    "least": (*MADE, "kubernetes"),
+    **dict.fromkeys(("gpu", "spot"), (*MADE, "kubernetes", "sky")),
+    **dict.fromkeys(("gpus", "most"), (*MADE, "kubernetes", "sky", "slurm")),
+    **dict.fromkeys(("packages", "python", "trust"), PROVIDERS[:-1]),
     **dict.fromkeys(("ssh_user", "ssh_key"), (*MADE, "on-prem")),
     "hosts": ("on-prem",),
-    "job": ("kubernetes",),
+    "job": ("kubernetes", "sky"),
+    "working_dir": ("kubernetes",),
     "profile": ("slurm",),
 }
 """Options of `init` that only some providers use."""
+
+
+TRUST = click.option(
+    "--trust",
+    is_flag=True,
+    help="Do not warn of machines, GPUs and zones that raypool's dated catalogues do not list.",
+)
 
 
 @click.group()
@@ -82,7 +92,11 @@ def machines(gpu: str | None, name: str, is_json: bool) -> None:
 @click.option("--name", default="raypool", show_default=True, help="Name of the cluster.")
 @click.option("--project", help="Google Cloud project to bill (GCP).")
 @click.option(
-    "--zone", help="Zone: us-central1-a (GCP), us-west-2a (AWS). Default: one that has the GPUs."
+    "--zone",
+    help=(
+        "Zone: us-central1-a (GCP), us-west-2a or us-west-2a,us-west-2b (AWS, tried in turn)."
+        " Default: one that has the GPUs."
+    ),
 )
 @click.option("--gpu", help="GPU type of the workers. Default: the GPU of --machine, else T4.")
 @click.option("--gpus", type=click.IntRange(min=1), help="Number of GPUs per worker.  [default: 1]")
@@ -114,6 +128,11 @@ def machines(gpu: str | None, name: str, is_json: bool) -> None:
     help="Whether workers are spot machines: cheaper, may be preempted.",
 )
 @click.option(
+    "--fallback",
+    is_flag=True,
+    help="With --spot: use on-demand machines while no spot machine can be had.",
+)
+@click.option(
     "--host",
     "hosts",
     multiple=True,
@@ -127,13 +146,28 @@ def machines(gpu: str | None, name: str, is_json: bool) -> None:
     "--package",
     "packages",
     multiple=True,
-    help="Package that pip installs there instead of raypool and Ray; may be repeated.",
+    help="Package to install there besides raypool and what it needs; may be repeated.",
 )
 @click.option("--python", help="Python version there, such as 3.11. Default: the local one.")
 @click.option(
+    "--idle-shutdown-minutes",
+    type=click.FloatRange(min=0),
+    default=60,
+    show_default=True,
+    help="Delete the whole cluster when no job, pool or client has used it for so long; 0: never.",
+)
+@click.option(
     "--job",
     metavar="COMMAND",
-    help="Kubernetes: a cluster for this command only, deleted when it ends.",
+    help=(
+        "Kubernetes: a cluster for this command only, deleted when it ends. SkyPilot: the command"
+        " that the task runs."
+    ),
+)
+@click.option(
+    "--working-dir",
+    metavar="URL",
+    help="Kubernetes, with --job: a zip of the code (https://..., gs://..., s3://...).",
 )
 @click.option("--profile", help="Slurm: a profile of raypool.toml that says what to ask for.")
 @click.option(
@@ -142,13 +176,22 @@ def machines(gpu: str | None, name: str, is_json: bool) -> None:
     help="The file to write.  [default: cluster.yaml; job.sbatch for Slurm]",
 )
 @click.option("--force", "is_forced", is_flag=True, help="Overwrite an existing file.")
+@TRUST
 @click.pass_context
-def init(context: click.Context, /, out: Path | None, is_forced: bool, **wishes: Any) -> None:
+def init(
+    context: click.Context,
+    /,
+    out: Path | None,
+    is_forced: bool,
+    trust: bool,
+    **wishes: Any,
+) -> None:
     """Write a cluster file, to be reviewed and started; for Slurm, a file for sbatch.
 
     No provider is contacted, and nothing is created.
     """
-    from raypool.cluster.cluster_file import save
+    from raypool.cluster.cluster_file import save, text_of
+    from raypool.cluster.drafts import Draft
 
     given = [
         option
@@ -161,31 +204,29 @@ def init(context: click.Context, /, out: Path | None, is_forced: bool, **wishes:
         if wishes["provider"] not in ONLY.get(option.name or "", PROVIDERS)
     ]:
         raise click.UsageError(
-            f"{', '.join(strange)} does not go with --provider {wishes['provider']}."
+            f"{', '.join(strange)} cannot be used with --provider {wishes['provider']}."
         )
     is_slurm = wishes["provider"] == "slurm"
     out = out or Path("job.sbatch" if is_slurm else "cluster.yaml")
     if out.exists() and not is_forced:
         raise click.UsageError(
-            f"{out} is there already. Say --force to write over it, or --out with another name."
+            f"{out} already exists. Overwrite it with --force, or choose another file with --out."
         )
-    write = _slurm_file if is_slurm else _cluster_file
     try:
-        save(write(wishes, _command(context, given), out.name), out, is_forced)
+        command = _command(context, given)
+        if is_slurm:
+            _write_slurm_file(wishes, command, out)
+        else:
+            del wishes["profile"]
+            plan = Draft(**wishes).plan()
+            text = text_of(plan, command, out.name, warn=_warn, trust=trust)
+            save(text, out, plan, is_forced)
     except RaypoolError as error:
         raise click.UsageError(str(error)) from error
-    echo(f"Wrote {out}. Its first lines say what comes next.")
+    echo(f"Wrote {out}. The comments at its top list the next steps.")
 
 
-def _cluster_file(wishes: dict[str, Any], command: str, name: str) -> str:
-    from raypool.cluster.cluster_file import text_of
-    from raypool.cluster.drafts import Draft
-
-    job, _ = wishes.pop("job"), wishes.pop("profile")
-    return text_of(Draft(**wishes).plan(), command, name, job, warn=_warn)
-
-
-def _slurm_file(wishes: dict[str, Any], command: str, name: str) -> str:
+def _write_slurm_file(wishes: dict[str, Any], command: str, out: Path) -> None:
     from raypool.cluster.slurm import job_file, size_of
     from raypool.profile_files import resolve_profile
     from raypool.profiles import Profile, Slurm
@@ -206,14 +247,18 @@ def _slurm_file(wishes: dict[str, Any], command: str, name: str) -> str:
         requeue=True,
     )
     first, rest = text.split("\n", 1)
-    return f"""{first}
+    text = f"""{first}
 # Written by: {command}
 #
 # Edit the last line: the command after -- runs when Ray is up on all nodes, and parpool() in it
-# uses all of them. Check the file with `sbatch --test-only {name}`, and submit it with
-# `sbatch {name}`. Before its time is over, tasks see should_stop and save, and the job goes back
-# into the queue: the command has to continue, as parfor(run_dir=...) does.
+# uses all of them. Check the file with `sbatch --test-only {out.name}`, and submit it with
+# `sbatch {out.name}`. Before its time is over, tasks see should_stop and save, and the job goes
+# back into the queue: the command has to continue, as parfor(run_dir=...) does.
 {rest}"""
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CloudError(f"{out} could not be written: {error.strerror}.") from error
 
 
 def _warn(text: str) -> None:
@@ -224,7 +269,7 @@ def _command(context: click.Context, given: list[click.Parameter]) -> str:
     """Return the command that was given, with the options that say what to write."""
     words = ["raypool", "cluster", "init"]
     for option in given:
-        if option.name in ("out", "is_forced"):
+        if option.name in ("out", "is_forced", "trust"):
             continue
         value = context.params[option.name or ""]
         if isinstance(value, bool):
@@ -239,7 +284,8 @@ def _command(context: click.Context, given: list[click.Parameter]) -> str:
 @click.argument(
     "files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path)
 )
-def validate(files: tuple[Path, ...]) -> None:
+@TRUST
+def validate(files: tuple[Path, ...], trust: bool) -> None:
     """Check files of clusters and training jobs before anything is billed.
 
     Each of FILES may be for Ray's launcher (Google Cloud, AWS, on premises), for KubeRay, or the
@@ -251,29 +297,31 @@ def validate(files: tuple[Path, ...]) -> None:
     problems = []
     for file in files:
         try:
-            _check(file)
+            warnings = _check(file, trust)
         except RaypoolError as error:
             problems.append(str(error))
         else:
-            echo(f"{file}: nothing is wrong with it.")
+            how = f"valid, {len(warnings)} warnings" if warnings else "no mistakes found"
+            echo(f"{file}: {how}.")
     if problems:
         echo("\n".join(problems), err=True)
         raise SystemExit(2)
 
 
-def _check(file: Path) -> None:
+def _check(file: Path, trust: bool) -> tuple[str, ...]:
     """Check a file, and print warnings of entries that may not work."""
     from raypool.cluster.checks import check_file
 
     warnings: tuple[str, ...] = ()
     try:
-        warnings = check_file(file)
+        warnings = check_file(file, trust=trust)
     except RaypoolError as error:
         warnings = getattr(error, "warnings", ())
         raise
     finally:
         for warning in warnings:
             _warn(warning)
+    return warnings
 
 
 FILE = click.argument(
@@ -283,8 +331,31 @@ FILE = click.argument(
 
 @cluster.command()
 @FILE
+def harden(file: Path) -> None:
+    """Close FILE (default: cluster.yaml), a file for Ray's launcher that anybody wrote.
+
+    Adds a token to all that starts Ray, binds the dashboard to the loopback, and lets Ray notice a
+    lost machine within 8 s. Comments and everything else stay as they are. Prints the changes.
+    """
+    import difflib
+
+    from raypool.cluster.hardening import hardened
+
+    with _failures():
+        before = file.read_text(encoding="utf-8")
+        after = hardened(before, str(file))
+    file.write_text(after, encoding="utf-8")
+    changes = difflib.unified_diff(
+        before.splitlines(), after.splitlines(), str(file), str(file), n=0, lineterm=""
+    )
+    echo("\n".join(changes) or f"{file}: nothing is to be changed.")
+
+
+@cluster.command()
+@FILE
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
-def up(file: Path, yes: bool) -> None:
+@TRUST
+def up(file: Path, yes: bool, trust: bool) -> None:
     """Start the cluster defined in FILE (default: cluster.yaml), or update a running one.
 
     The file is checked first. On a running cluster Ray is restarted, which ends everything that
@@ -294,19 +365,20 @@ def up(file: Path, yes: bool) -> None:
     from raypool.cluster import launcher
 
     try:
-        _check(file)
+        _check(file, trust)
     except RaypoolError as error:
         raise click.UsageError(str(error)) from error
     with _failures():
         if not yes and launcher.is_running(file):
             click.confirm(
-                f"The cluster of {file} runs already. Start its Ray anew, and end all that runs"
-                " there?",
+                f"The cluster of {file} is already running. Restart its Ray, and end everything"
+                " that runs there?",
                 abort=True,
             )
         launcher.up(file)
     echo(
-        f"The head runs. Next: raypool cluster connect {file}; at last: raypool cluster down {file}"
+        f"The head is running. Next: raypool cluster connect {file}; when you are done: raypool"
+        f" cluster down {file}"
     )
 
 
@@ -334,7 +406,9 @@ def down(file: Path, yes: bool) -> None:
     from raypool.cluster import launcher
 
     if not yes:
-        click.confirm(f"End the cluster of {file}, and all that runs there?", abort=True)
+        click.confirm(
+            f"Shut down the cluster of {file}, and everything that runs there?", abort=True
+        )
     with _failures():
         launcher.down(file)
 

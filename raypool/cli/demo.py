@@ -159,7 +159,7 @@ def run(num_workers: int | None = None, profile: str = "local", out: Path = Path
     best = frame.iloc[0]
     say(
         f"Best: {named(best)}: {best.accuracy:.1%} of {len(digits.test_images)} other images read"
-        " right.",
+        " correctly.",
         style="bold green",
     )
     csv, picture = out / "results.csv", out / "learning_curves.png"

@@ -69,7 +69,7 @@ NVML_ADVICE = {
     4: "Give this user the right to use /dev/nvidia*.",  # no permission
     9: "Load it: sudo modprobe nvidia; if that fails, sudo dmesg says why.",  # driver not loaded
     # no library
-    12: "Install the driver; a container gets it from its machine: docker run --gpus all.",
+    12: "Install the driver. A container uses that of its machine: docker run --gpus all.",
     # library and kernel differ
     18: "The driver was updated while it was in use. Restart this machine.",
 }
@@ -163,7 +163,7 @@ def imported(code: str) -> Import:
             json.loads(done.stdout.splitlines()[-1]), warning=warnings[-1] if warnings else ""
         )
     except (ValueError, IndexError):
-        return Import({}, "it does not say what it is")
+        return Import({}, "its output could not be read")
 
 
 class Measured:
@@ -300,13 +300,13 @@ def _driver(machine: Measured) -> Iterator[Judgment]:
         if _text(card / "vendor").startswith("0x10de") and _text(card / "class").startswith("0x03")
     )
     if driver.code is None:
-        yield "ok", f"{driver.version}, which runs CUDA up to {_dotted(driver.cuda)}"
+        yield "ok", f"{driver.version}, which supports CUDA up to {_dotted(driver.cuda)}"
     elif driver.code == 12 and not cards and not kernel:
-        yield "ok", "none, and no NVIDIA GPU: pools run on cores"
+        yield "ok", "no driver and no NVIDIA GPU: pools run on CPU cores"
     else:
         fact = f"does not answer: {driver.error}" + (f"; the kernel has {kernel}" if kernel else "")
-        fact += f"; {len(cards)} NVIDIA GPU(s) are there, at {', '.join(cards)}" if cards else ""
-        yield "problem", fact, NVML_ADVICE.get(driver.code, "nvidia-smi may say more.")
+        fact += f"; {len(cards)} NVIDIA GPU(s) found at {', '.join(cards)}" if cards else ""
+        yield "problem", fact, NVML_ADVICE.get(driver.code, "Run nvidia-smi for details.")
 
 
 @check("GPUs")
@@ -320,21 +320,21 @@ def _gpus(machine: Measured) -> Iterator[Judgment]:
         said = said or "the environment"
         yield (
             "warning",
-            f"{names}; none is visible here, by {said}",
-            f"Change {said}, if they are to be used.",
+            f"{names}; {said} hides all of them",
+            f"Change {said} to use them.",
         )
     else:
         numbers = ", ".join("?" if index is None else str(index) for index in seen)
-        yield "ok", names + (f"; visible here, by {said}: {numbers}" if said else "")
+        yield "ok", names + (f"; visible with {said}: {numbers}" if said else "")
     for gpu in devices:
         # little is known of GPUs that are not NVIDIA's
         if gpu.index not in seen or gpu.uuid is None:
             continue
         if gpu.total_bytes is None or gpu.used_bytes is None:
-            advice = "sudo dmesg | grep -i xid says what happened to it; it may need a reset."
+            advice = "Run sudo dmesg | grep -i xid to see why; it may need a reset."
             yield "warning", f"GPU {gpu.index} does not answer", advice
         elif gpu.compute_mode == "prohibited":
-            advice = f"sudo nvidia-smi -i {gpu.index} -c DEFAULT lets work run there."
+            advice = f"Allow work on it: sudo nvidia-smi -i {gpu.index} -c DEFAULT."
             yield "warning", f"GPU {gpu.index} has the compute mode 'prohibited'", advice
         elif gpu.used_bytes > gpu.total_bytes / 10:
             pids = ", ".join(str(process.pid) for process in gpu.processes or ())
@@ -357,9 +357,9 @@ def _torch_on_gpus(machine: Measured) -> Iterator[Judgment]:
         return
     name, cuda, archs = f"torch {torch.told['version']}", torch.told["cuda"], torch.told["archs"]
     runs = (
-        f"the driver runs CUDA up to {_dotted(newest)}"
+        f"the driver supports CUDA up to {_dotted(newest)}"
         if any(newest)
-        else "which CUDA the driver runs is unknown"
+        else "the CUDA versions of the driver are unknown"
     )
     lacking = [
         gpu
@@ -368,14 +368,14 @@ def _torch_on_gpus(machine: Measured) -> Iterator[Judgment]:
     ]
     if not cuda:
         index = f"https://download.pytorch.org/whl/cu{newest[0] or ''}..."
-        advice = f"pip install torch --index-url {index}, which https://pytorch.org says in full."
+        advice = f"pip install torch --index-url {index} (see https://pytorch.org)."
         yield (
             "problem",
             f"{name} was built without CUDA, so {len(gpus)} GPU(s) cannot be used; {runs}",
             advice,
         )
     elif not torch.told["available"] and any(newest) and int(cuda.partition(".")[0]) > newest[0]:
-        advice = f"Update the driver, or install a torch for CUDA {newest[0]}."
+        advice = f"Update the driver, or install PyTorch for CUDA {newest[0]}."
         yield "problem", f"{name} was built for CUDA {cuda}; {runs}", advice
     elif not torch.told["available"]:
         said = f": {torch.warning}" if torch.warning else ""
@@ -386,10 +386,14 @@ def _torch_on_gpus(machine: Measured) -> Iterator[Judgment]:
             f"GPU {gpu.index} ({gpu.name}, {_dotted(gpu.compute_capability)})" for gpu in lacking
         )
         advice = (
-            "Install a torch that has (https://pytorch.org), or leave them out:"
+            "Install a PyTorch that does (https://pytorch.org), or leave these GPUs out:"
             " parpool(gpus=[...])."
         )
-        yield "problem", f"{name} has no code for {strange}; it has {', '.join(archs)}", advice
+        yield (
+            "problem",
+            f"{name} does not support {strange}; it supports {', '.join(archs)}",
+            advice,
+        )
     else:
         yield "ok", f"built for CUDA {cuda}; {runs}"
 
@@ -415,7 +419,7 @@ def _has_code(archs: Sequence[str], capability: tuple[int, int]) -> bool:
 def _cores(machine: Measured) -> Iterator[Judgment]:
     """Say how many cores a cgroup, an affinity mask or SLURM leaves."""
     usable, num_gpus = usable_cpus(), len(machine.gpus[1])
-    fact = f"{usable} of {os.cpu_count() or 1} may be used here" + (
+    fact = f"{usable} of {os.cpu_count() or 1} are usable" + (
         f", for {num_gpus} GPUs" if num_gpus else ""
     )
     advice = (
@@ -430,7 +434,7 @@ def _memory(machine: Measured) -> Iterator[Judgment]:
     memory, told = psutil.virtual_memory(), machine.ray.told
     free, total = told.get("free", memory.available), told.get("total", memory.total)
     fact = f"{_gib(free)} of {_gib(total)} are free"
-    advice = "Ray ends workers when 95 % are in use: end something, or give the container more."
+    advice = "Ray kills workers when 95 % is in use: stop processes, or give the container more."
     yield "warning" if free < 0.1 * total else "ok", fact, advice
 
 
@@ -444,13 +448,13 @@ def _shared_memory(machine: Measured) -> Iterator[Judgment]:
         yield "problem", "there is no /dev/shm", "Mount it: mount -t tmpfs tmpfs /dev/shm."
         return
     fact = f"{_gib(free)} are free in /dev/shm" + (
-        "" if store is None else f", and the object store would take {_gib(store)}"
+        "" if store is None else f", but the object store would take {_gib(store)}"
     )
     room = f"docker run --shm-size={(store or 0) / 1e9 + 1:.0f}g, or remove old files."
     yield (
         "warning" if free < (store or 0) else "ok",
         fact,
-        f"Ray puts it on the disk, which is slow. Make room: {room}",
+        f"Ray then puts it on disk, which is slow. Free some space: {room}",
     )
 
 
@@ -460,14 +464,14 @@ def _rays_files(_: Measured) -> Iterator[Judgment]:
     there = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
     usage = shutil.disk_usage(there)
     letters, most = len(os.fsencode(folder)), MOST_SOCKET_LETTERS - len(SOCKET)
-    elsewhere = "Name another folder, with a short name: export RAY_TMPDIR=/var/tmp."
-    fact = f"{_gib(usage.free)} of {_gib(usage.total)} are free where {folder} is"
+    elsewhere = "Choose another folder with a short name: export RAY_TMPDIR=/var/tmp."
+    fact = f"{_gib(usage.free)} of {_gib(usage.total)} are free on the disk of {folder}"
     if not os.access(there, os.W_OK | os.X_OK):
         yield "problem", f"{folder} cannot be written", elsewhere
     elif letters > most:
         yield (
             "problem",
-            f"{folder} has {letters} letters, and the sockets there allow {most}",
+            f"{folder} has {letters} characters; sockets in it allow {most}",
             elsewhere,
         )
     else:
@@ -475,7 +479,7 @@ def _rays_files(_: Measured) -> Iterator[Judgment]:
             usage.free < 0.05 * usage.total,
             usage.free < max(0.1 * usage.total, 2**30),
         )
-        advice = f"Ray writes nothing to a disk that is 95 % full. Make room. {elsewhere}"
+        advice = f"Ray does not write to a disk that is 95 % full. Free some space. {elsewhere}"
         yield "problem" if is_full else "warning" if is_low else "ok", fact, advice
 
 
@@ -507,7 +511,8 @@ def _ports(_: Measured) -> Iterator[Judgment]:
             trial.bind(("127.0.0.1", 0))
     except OSError as error:
         advice = (
-            "Ray's processes talk to each other there: bring the loopback up (ip link set lo up)."
+            "Ray's processes communicate through it: bring up the loopback interface (ip link set"
+            " lo up)."
         )
         yield "problem", f"nothing can listen on 127.0.0.1: {error.strerror}", advice
         return
@@ -526,12 +531,12 @@ def _ports(_: Measured) -> Iterator[Judgment]:
         yield "warning", fact, "Widen the range: sysctl net.ipv4.ip_local_port_range='15000 65000'."
     elif taken:
         advice = (
-            "Pools of this machine do not need these; `ray start --head` does, or others by its"
-            " options."
+            "Pools on this machine do not need these ports. `ray start --head` does, unless its"
+            " options name others."
         )
-        yield "warning", f"{fact}; of those of a head are taken: {', '.join(taken)}", advice
+        yield "warning", f"{fact}; ports of a Ray head in use: {', '.join(taken)}", advice
     else:
-        yield "ok", f"{fact}, and so are those of a head"
+        yield "ok", f"{fact}, including those of a Ray head"
 
 
 def _named(pid: int | None) -> str:
@@ -561,15 +566,15 @@ def _token(_: Measured) -> Iterator[Judgment]:
         yield (
             "problem",
             f"{path} cannot be written",
-            "Name a file that can be written: export RAY_AUTH_TOKEN_PATH=...",
+            "Choose a writable file: export RAY_AUTH_TOKEN_PATH=...",
         )
 
 
 @check("Ray's address")
 def _address(_: Measured) -> Iterator[Judgment]:
     if address := os.environ.get("RAY_ADDRESS"):
-        fact = f"RAY_ADDRESS={address}: parpool() joins that Ray, and starts none here"
-        yield "warning", fact, "unset RAY_ADDRESS, if that is not meant."
+        fact = f"RAY_ADDRESS={address}: parpool() joins that Ray instead of starting one"
+        yield "warning", fact, "Unset RAY_ADDRESS if you do not want that."
 
 
 def _dotted(version: tuple[int, ...] | None) -> str:

@@ -50,7 +50,7 @@ def read_configs(path: Path) -> list[Config]:
     parse = PARSERS.get(path.suffix.lower())
     if parse is None:
         raise InvalidValueError(
-            f"{path} is none of {', '.join(PARSERS)}, by its name. Give it the one that it is."
+            f"{path} ends in none of {', '.join(PARSERS)}. Rename it to match its format."
         )
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -60,7 +60,7 @@ def read_configs(path: Path) -> list[Config]:
         raise InvalidValueError(f"{path} is not UTF-8: {error}.") from None
     configs = parse(text, str(path))
     if not configs:
-        raise InvalidValueError(f"{path} has no configuration in it.")
+        raise InvalidValueError(f"{path} contains no configurations.")
     return configs
 
 
@@ -104,7 +104,7 @@ def _check_table(text: str, name: str) -> list[str]:
                 _refuse_row(row, header, f"{name}, line {reader.line_num}")
     except csv.Error as error:
         raise InvalidValueError(
-            f"{name}, line {reader.line_num}: this is not CSV: {error}."
+            f"{name}, line {reader.line_num}: this is not valid CSV: {error}."
         ) from None
     return header
 
@@ -112,18 +112,17 @@ def _check_table(text: str, name: str) -> list[str]:
 def _checked_header(header: list[str], place: str) -> list[str]:
     if len(header) == 1 and (other := next((mark for mark in ";\t" if mark in header[0]), None)):
         raise InvalidValueError(
-            f"{place}: the columns are separated by {other!r}. Separate them by commas."
+            f"{place}: the columns are separated by {other!r}. Separate them with commas."
         )
     for number, column in enumerate(header, 1):
         if not column:
             raise InvalidValueError(
-                f"{place}: column {number} has no name. The first line names the columns; pandas"
-                " writes it so by to_csv(path, index=False)."
+                f"{place}: column {number} has no name. The first line must name all columns;"
+                " pandas writes such a file with to_csv(path, index=False)."
             )
         if _is_number(column):
             raise InvalidValueError(
-                f"{place}: {column!r} is no name of a column. The first line has to name the"
-                " columns."
+                f"{place}: {column!r} is not a column name. The first line must name the columns."
             )
     _refuse_twice(header, place)
     return header
@@ -134,10 +133,10 @@ def _refuse_row(row: list[str], header: list[str], place: str) -> None:
         missing = ", ".join(header[len(row) :])
         raise InvalidValueError(
             f"{place}: {len(row)} cells for {len(header)} columns; {missing} is missing. An empty"
-            " cell, which stands for None, needs its comma too."
+            " cell (None) needs its comma, too."
         )
     raise InvalidValueError(
-        f"{place}: {len(row)} cells for {len(header)} columns. Put a cell that has a comma in it in"
+        f"{place}: {len(row)} cells for {len(header)} columns. Put cells that contain a comma in"
         " quotation marks."
     )
 
@@ -147,7 +146,7 @@ def _refuse_twice(names: Iterable[Any], place: str) -> None:
     for name, count in Counter(names).items():
         if count > 1:
             raise InvalidValueError(
-                f"{place}: the name {name!r} is there twice. Give each value a name of its own."
+                f"{place}: the name {name!r} appears twice. Use each name once."
             )
 
 
@@ -174,7 +173,7 @@ def _from_json_lines(text: str, name: str) -> list[Config]:
             raise
         except (ValueError, RecursionError) as error:
             raise InvalidValueError(
-                f"{place}: this is not JSON: {error}. Each line is an object."
+                f"{place}: this is not valid JSON: {error}. Each line must be an object."
             ) from None
         if not isinstance(config, dict):
             raise InvalidValueError(
@@ -218,20 +217,22 @@ def _from_yaml(text: str, name: str) -> list[Config]:
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise InvalidValueError(
-            f"{name}, line {line}: this is not YAML: the character {error.character:#04x} is none"
-            " of text."
+            f"{name}, line {line}: this is not valid YAML: the character {error.character:#04x}"
+            " is not allowed."
         ) from None
     except yaml.MarkedYAMLError as error:
         place = f", line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
-        raise InvalidValueError(f"{name}{place}: this is not YAML: {error.problem}.") from None
+        raise InvalidValueError(
+            f"{name}{place}: this is not valid YAML: {error.problem}."
+        ) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise InvalidValueError(f"{name} is not YAML: {error}.") from None
+        raise InvalidValueError(f"{name} is not valid YAML: {error}.") from None
     if content is None:
         return []
     if not isinstance(content, list):
         raise InvalidValueError(
-            f"{name} is a {type(content).__name__}, and not a list: each configuration begins with"
-            " a dash."
+            f"{name} is a {type(content).__name__}, not a list. Begin each configuration with a"
+            " dash."
         )
     for entry, config in zip(node.value, content, strict=True):
         if not isinstance(config, dict):
@@ -312,14 +313,13 @@ def find_function(target: str) -> Callable[[Any], Any]:
     place, _, name = target.rpartition(":")
     if not place or not name:
         raise InvalidValueError(
-            f"{target!r} does not say which function of which module. Write module:function, as"
+            f"{target!r} does not name a module and a function. Write module:function, such as"
             " train:main."
         )
     if not place.endswith(".py") and ("/" in place or not all(place.split("."))):
         near = f" Did you mean {place}.py:{name}?" if Path(f"{place}.py").is_file() else ""
         raise InvalidValueError(
-            f"{place!r} is no name of a module, as package.train, and no file, as"
-            f" folder/train.py.{near}"
+            f"{place!r} is neither a module (package.train) nor a file (folder/train.py).{near}"
         )
     module = _file(Path(place)) if place.endswith(".py") else _module(place)
     function: Callable[[Any], Any] = _member(module, name, place)
@@ -337,8 +337,8 @@ def _module(name: str) -> ModuleType:
             raise _broken(name, error) from error
         parent, _, last = error.name.rpartition(".")
         raise InvalidValueError(
-            f"There is no module {error.name!r}, here in {Path.cwd()} or"
-            f" installed.{did_you_mean(last, _modules_of(parent))}"
+            f"There is no module {error.name!r} in {Path.cwd()} or among the installed"
+            f" ones.{did_you_mean(last, _modules_of(parent))}"
         ) from None
     except KeyboardInterrupt:
         raise
@@ -354,7 +354,7 @@ def _refuse_another(module: ModuleType, name: str, path: Path) -> None:
     if path.is_file() and _origin(module) not in (path, path.with_suffix("") / "__init__.py"):
         raise InvalidValueError(
             f"{name!r} is the name of {_origin(module) or 'a module of Python'}, which was imported"
-            f" first, and of {path}. Give the file another name."
+            f" first, and of {path}. Rename the file."
         )
 
 
@@ -375,8 +375,7 @@ def _file(path: Path) -> ModuleType:
     path = path.resolve()
     if "." in path.stem:
         raise InvalidValueError(
-            f"{path.name!r} cannot be the name of a module: there is a dot in it. Give the file"
-            " another name."
+            f"{path.name!r} cannot be imported: the name of a module has no dot. Rename the file."
         )
     _look_in(path.parent)
     # Workers of a Ray started here search the current folder anyway, but not this one.
@@ -393,7 +392,7 @@ def _file(path: Path) -> ModuleType:
     if other != path:
         raise InvalidValueError(
             f"{path.name!r} cannot be imported: {path.stem!r} is also the name of"
-            f" {other or 'a module of Python'}. Give the file another name."
+            f" {other or 'a module of Python'}. Rename the file."
         )
     return module
 
@@ -419,7 +418,7 @@ def _broken(name: str, error: BaseException) -> InvalidValueError:
     ]
     where = f", in line {own[-1].lineno} of {own[-1].filename}" if own else ""
     hint = (
-        " Name it by its package instead: package.module:function."
+        " Use its full name instead: package.module:function."
         if "no known parent package" in str(error)
         else ""
     )
@@ -441,9 +440,7 @@ def _member(module: ModuleType, name: str, place: str) -> Any:
             )
         value = getattr(value, part)
     if not callable(value):
-        raise InvalidTypeError(
-            f"{place}:{name} is {value!r:.100}, and not a function, so that it cannot be called."
-        )
+        raise InvalidTypeError(f"{place}:{name} is {value!r:.100}, which is not callable.")
     return value
 
 
@@ -457,9 +454,8 @@ def _check_call(function: Callable[..., Any], target: str) -> None:
         signature.bind({})
     except TypeError:
         raise InvalidTypeError(
-            f"{target}{signature} cannot be called with one argument, the configuration, which is a"
-            " dict. Write it as def train(config), and take what it needs from there:"
-            " config['lr']."
+            f"{target}{signature} cannot be called with one argument, the configuration (a dict)."
+            " Write def train(config), and read values from it: config['lr']."
         ) from None
 
 
@@ -483,8 +479,8 @@ def check_takes_whole(function: Callable[[Any], Any], configs: Iterable[Mapping[
     if first != "config" and any(first in config for config in configs):
         name = getattr(function, "__name__", "train")
         raise InvalidTypeError(
-            f"{name}{signature} would get the whole configuration, a dict, as {first}, which is a"
-            f" value in it. Write it as def {name}(config), and take what it needs from there:"
+            f"{name}{signature} would get the whole configuration (a dict) as {first}, which is"
+            f" one of its values. Write def {name}(config), and read values from it:"
             f" config[{first!r}]."
         )
 

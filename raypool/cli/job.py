@@ -180,8 +180,8 @@ def _follow_to_end(jobs: Jobs | SlurmJobs, job_id: str) -> None:
         info = jobs.wait(job_id)
     except KeyboardInterrupt:
         echo(
-            f"\nJob {job_id} goes on. `raypool job logs --follow {job_id}` shows it, `raypool job"
-            f" stop {job_id}` ends it.",
+            f"\nJob {job_id} keeps running. `raypool job logs --follow {job_id}` shows its"
+            f" output, `raypool job stop {job_id}` stops it.",
             err=True,
         )
         raise SystemExit(INTERRUPTED) from None

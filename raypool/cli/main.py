@@ -98,8 +98,8 @@ def demo(workers: int | None, profile: str, out: Path) -> None:
 def gpus(inventory: Inventory | None, is_json: bool) -> None:
     """List the GPUs of this machine.
 
-    Shows their current memory and load, without making a CUDA context. GPUs visible through
-    CUDA_VISIBLE_DEVICES are marked.
+    Shows their current memory and load, without making a CUDA context. Marks the GPUs that are
+    visible through CUDA_VISIBLE_DEVICES.
     """
     from raypool.gpus.table import NVIDIAS, gpu_device_table
     from raypool.views import tables
@@ -128,9 +128,9 @@ COLORS = {"ok": "green", "warning": "yellow", "problem": "red"}
 def doctor(inventory: Inventory | None, is_json: bool) -> None:
     """Check this machine for problems.
 
-    Each check ends with ok, a warning (pools work, but not as well as they could) or a problem, and
-    with advice on how to fix it. No pool is started, and no CUDA context is made. Exit status: 1 if
-    there is a problem, else 0.
+    Each check reports ok, a warning (pools work, but not as well as they could) or a problem, with
+    advice on how to fix it. Starts no pool and makes no CUDA context. Exit status: 1 if there is a
+    problem, else 0.
     """
     from raypool.cli.doctor import examine
 
@@ -160,7 +160,7 @@ def doctor(inventory: Inventory | None, is_json: bool) -> None:
 def replay(run_dir: Path, item: str, debug: bool) -> None:
     """Run one item of a saved run again, in this process.
 
-    ITEM is its number in the table of raypool.load_results(RUN_DIR), or the name of its folder in
+    ITEM is an item's number in the table of `raypool show RUN_DIR`, or the name of its folder in
     RUN_DIR/items, or the beginning of that name. The function is imported by name, with its current
     code. Nothing in RUN_DIR changes. Prints the return value (exit status 0), or the traceback of
     the exception (exit status 1).

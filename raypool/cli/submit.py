@@ -15,6 +15,7 @@ from raypool.errors import CloudError, RaypoolError
 
 if TYPE_CHECKING:
     from raypool.cluster.job_files import Training
+    from raypool.cluster.plan import ClusterPlan
     from raypool.cluster.training_jobs import Submission
     from raypool.profiles import Profile
 
@@ -81,7 +82,19 @@ def _settings() -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]:
         ),
         "--module-name": (
             ("pythonModule",),
-            {"help": "The module to run, if it is not the argument."},
+            {"help": "The module to run. With it, the argument is the job's name, as for gcloud."},
+        ),
+        "--runtime-version": (
+            ("runtimeVersion",),
+            {"help": "Accepted and not used: machines get the versions installed here."},
+        ),
+        "--python-version": (
+            ("pythonVersion",),
+            {"help": "Accepted and not used: machines get the Python that runs here."},
+        ),
+        "--use-chief-in-tf-config": (
+            ("useChiefInTfConfig",),
+            {"type": bool, "help": "Set TF_CONFIG for the script, with this name of the master."},
         ),
     }
     for flag, role in ROLES.items():
@@ -104,6 +117,10 @@ def _settings() -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]:
             "help": f"GPUs per {name}.",
         }
         options[f"--{flag}-accelerator"] = (f"{role}Config", "acceleratorConfig"), gpus
+        options[f"--{flag}-image-uri"] = (
+            (f"{role}Config", "imageUri"),
+            {"help": f"Docker image that the {name}s run; one for all machines."},
+        )
     return options
 
 
@@ -237,7 +254,7 @@ def _submission(context: click.Context, given: dict[str, Any]) -> Submission:
     from raypool.cluster import job_files
     from raypool.cluster.documents import documents_of, read_documents
     from raypool.cluster.job_files import overridden
-    from raypool.cluster.training_jobs import Submission, find_script, name_of
+    from raypool.cluster.training_jobs import Script, Submission, find_script, name_of
 
     if given["config"] is not None:
         documents = read_documents(given["config"])
@@ -250,7 +267,7 @@ def _submission(context: click.Context, given: dict[str, Any]) -> Submission:
         )
     if len(documents) != 1:
         raise CloudError(
-            f"{given['config']}: {len(documents)} documents are in it. A training job is one."
+            f"{given['config']} has {len(documents)} YAML documents. A training job is one."
         )
     options = {
         option: ((job_files.INPUT, *keys), value)
@@ -258,15 +275,26 @@ def _submission(context: click.Context, given: dict[str, Any]) -> Submission:
         if (value := given[option.removeprefix("--").replace("-", "_")]) is not None
     }
     training = job_files.read(overridden(documents[0], options))
-    script = given["script"] or training.module
-    if script is None:
+    name = given["name"]
+    script = given["script"]
+    if given["module_name"] is not None:  # as for gcloud, the argument is the job's name
+        name, script = name or script, None
+    script = script or training.module
+    if script is not None:
+        found = find_script(script, given["package_path"])
+    elif training.container_command:
+        first, *rest = training.container_command
+        # the beginning of a job runs Python, which becomes the command
+        start = f"import os, sys; os.execvp({first!r}, [{first!r}, *sys.argv[1:]])"
+        found = Script(("-c", start, *rest), None)
+    else:
         raise CloudError(
-            "What to run is not said. Name a script, train.py, or a module, trainer.task."
+            "There is nothing to run. Name a script (train.py), a module (trainer.task), or, for an"
+            " image, its containerCommand."
         )
-    found = find_script(script, given["package_path"])
     args = context.meta[ARGS]
     return Submission(
-        name=name_of(given["name"] or training.name or found.name),
+        name=name_of(name or training.name or (found.name if script else "job")),
         training=training,
         script=found,
         args=training.args if args is None else tuple(args),
@@ -281,7 +309,7 @@ def _target(
     """Return the cluster to run on; or the file of the one that is to be made, which is written."""
     from dataclasses import replace
 
-    from raypool.cluster.cluster_file import save
+    from raypool.cluster.cluster_file import save, text_of
     from raypool.cluster.training_jobs import own_name
     from raypool.profile_files import named_profile
     from raypool.profiles import Profile
@@ -294,7 +322,10 @@ def _target(
     # two jobs that share a script, or a name, share no machines
     cluster = own_name(submission.name)
     file = given["out"] or Path(f"{cluster}.yaml")
-    save(_text(context, given, submission.training, cluster, file.name), file)
+    plan = _plan(given, submission.training, cluster)
+    command = shlex.join(["raypool", "submit", *context.meta[WORDS]])
+    warn = lambda text: submission.say(f"warning: {text}")  # noqa: E731
+    save(text_of(plan, command, file.name, warn=warn), file, plan)
     size = (
         f"{submission.training.machines} machine(s) with {submission.training.gpus} GPU(s) in all"
     )
@@ -305,23 +336,21 @@ def _target(
 def _check_for_real(given: dict[str, Any], training: Training) -> None:
     if given["project"] is None:
         raise CloudError(
-            "Which project pays is not said. Give --project, or set GOOGLE_CLOUD_PROJECT."
+            "There is no project to bill. Give --project, or set GOOGLE_CLOUD_PROJECT."
         )
     if training.job_dir is not None and "://" not in training.job_dir and not given["is_kept"]:
         raise CloudError(
-            f"--job-dir {training.job_dir} is on a disk of the cluster, which goes with it. Give"
-            " gs://BUCKET/..., or --keep."
+            f"--job-dir {training.job_dir} is on a disk of the cluster, which is deleted with it."
+            " Give gs://BUCKET/..., or --keep."
         )
 
 
-def _text(
-    context: click.Context, given: dict[str, Any], training: Training, name: str, file: str
-) -> str:
-    """Return the file of the cluster that a job wants, which has been checked."""
-    from raypool.cluster.cluster_file import text_of, write
+def _plan(given: dict[str, Any], training: Training, name: str) -> ClusterPlan:
+    """Return the cluster that a job wants."""
+    from raypool.cluster.cluster_file import write
     from raypool.cluster.gcp import why_no_project
+    from raypool.cluster.job_files import todays_options
     from raypool.cluster.machines import choose_zone
-    from raypool.cluster.training_jobs import packages_with
 
     if given["project"] is not None and (wrong := why_no_project(given["project"])) is not None:
         raise CloudError(f"--project is {wrong}")
@@ -330,16 +359,11 @@ def _text(
         project=given["project"],
         zone=choose_zone(training.kinds, training.region, given["zone"]),
         spot=given["is_spot"],
-        packages=packages_with(given["packages"]),
+        packages=given["packages"],
     )
     try:
         write(plan)
     except CloudError as error:  # machines of AI Platform that no longer exist
-        role = "worker" if len(training.groups) > 1 else "master"
-        words = (
-            f"--scale-tier custom --{role}-machine-type n1-standard-8 --{role}-accelerator"
-            " count=1,type=nvidia-tesla-t4"
-        )
-        raise CloudError(f"{error} Options win over the file: {words}") from error
-    command = shlex.join(["raypool", "submit", *context.meta[WORDS]])
-    return text_of(plan, command, file, warn=lambda text: echo(f"warning: {text}", err=True))
+        words = shlex.join(todays_options(training))
+        raise CloudError(f"{error} Options override the file: {words}") from error
+    return plan

@@ -7,6 +7,7 @@ import itertools
 import os
 import shlex
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,11 +115,11 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
                 )
         except KeyboardInterrupt as interrupt:
             if (partial := getattr(interrupt, "results", None)) is None:
-                echo("Interrupted before anything had begun.", err=True)
+                echo("Interrupted before any item ran.", err=True)
             else:
                 echo(
-                    f"Interrupted: {_num_finished(partial)} of {len(items)} have finished, and are"
-                    f" kept in {run_dir}. The same command goes on from there.",
+                    f"Interrupted: {_num_finished(partial)} of {len(items)} items finished; their"
+                    f" results are in {run_dir}. Run the same command again to continue.",
                     err=True,
                 )
             raise SystemExit(INTERRUPTED) from None
@@ -126,8 +127,8 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
             if (partial := getattr(error, "results", None)) is None:
                 raise
             echo(
-                f"Preempted: {_num_finished(partial)} of {len(items)} have finished, and are kept"
-                f" in {run_dir}; run the same command on other machines to resume.",
+                f"Preempted: {_num_finished(partial)} of {len(items)} items finished; their results"
+                f" are in {run_dir}. Run the same command again to continue on other machines.",
                 err=True,
             )
             raise SystemExit(PREEMPTED) from None
@@ -141,8 +142,8 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
     _say_failures(results.errors, items, run_dir)
     num_failed = len(results.errors)
     echo(
-        f"{len(items) - num_failed} of {len(items)} finished, {num_failed} failed. The run is in"
-        f" {run_dir}.",
+        f"{len(items) - num_failed} of {len(items)} finished, {num_failed} failed. The results"
+        f" are in {run_dir}.",
         err=True,
     )
     raise SystemExit(1 if num_failed else 0)
@@ -157,19 +158,29 @@ def _show_best(results: Results[Any], run_dir: str) -> None:
     from raypool.results import best_first
     from raypool.views import tables
 
-    frame = results.to_frame()
+    is_short = len(results) <= FEW_ROWS
+    frame, metric = (results.to_frame(), None) if is_short else best_first(results)
     columns = tables.columns_of(frame)
-    if len(frame) <= FEW_ROWS:
-        tables.show(tables.sweep_as_table(frame[columns]))
-        return
-    frame, metric = best_first(results)
-    which = f"The first {FEW_ROWS}" if metric is None else f"The {FEW_ROWS} best by {metric}"
-    tables.show(tables.sweep_as_table(frame[columns].head(FEW_ROWS)))
-    echo(
-        f"{which}, of {len(frame):,} items. {shlex.join(['raypool', 'show', run_dir])} shows the"
-        " others.",
-        err=True,
-    )
+    kept = () if metric is None else (metric,)
+    _show_fitting(frame[columns].head(FEW_ROWS), kept)
+    if not is_short:
+        which = f"The first {FEW_ROWS}" if metric is None else f"The {FEW_ROWS} best by {metric}"
+        echo(
+            f"{which}, of {len(frame):,} items. {shlex.join(['raypool', 'show', run_dir])} shows"
+            " the others.",
+            err=True,
+        )
+
+
+def _show_fitting(frame: pd.DataFrame, kept: Collection[str]) -> None:
+    """Print a table of results; in a narrow terminal some columns are left out, not these."""
+    from raypool.results import RUN_COLUMNS
+    from raypool.views import tables
+
+    names = sorted(map(str, frame), key=RUN_COLUMNS.__contains__)
+    leaving = [name for name in names[::-1] if name not in kept]
+    if left_out := tables.show_sweep(frame, leaving):
+        echo(f"The terminal is too narrow for {', '.join(left_out[::-1])}.", err=True)
 
 
 def _say_failures(errors: dict[int, BaseException], items: list[Config], run_dir: str) -> None:
@@ -181,7 +192,9 @@ def _say_failures(errors: dict[int, BaseException], items: list[Config], run_dir
         echo(what + _hint(error, items[index]), err=True, color="red")
         echo(f"  {shlex.join(['raypool', 'replay', run_dir, str(index), '--debug'])}", err=True)
     if len(errors) > MOST_FAILURES:
-        echo(f"and {len(errors) - MOST_FAILURES:,} more failures: --json prints all.", err=True)
+        echo(
+            f"and {len(errors) - MOST_FAILURES:,} more failures: --json prints them all.", err=True
+        )
 
 
 def _hint(error: BaseException, config: Config) -> str:
@@ -214,14 +227,14 @@ def ls(folder: Path, is_json: bool) -> None:
         try:
             summaries.append(summary_of(run))
         except JournalError as error:
-            echo(f"{run} is left out: {error}", err=True)
+            echo(f"{run} was skipped: {error}", err=True)
     summaries.sort(key=lambda summary: summary.started_at, reverse=True)
     if is_json:
         echo(tables.runs_as_json(summaries))
     elif summaries:
-        tables.show(tables.runs_as_table(summaries, folder))
+        tables.show_runs(summaries, folder)
     else:
-        echo(f"There is no saved run below {folder}.", err=True)
+        echo(f"There are no saved runs below {folder}.", err=True)
 
 
 @click.command()
@@ -245,36 +258,40 @@ def show(run_dir: Path, sort: str | None, top: int | None, **options: Any) -> No
     """Show the table of a saved run, which may still be running.
 
     RUN_DIR is the folder given to `raypool sweep` or parfor. On a terminal the table has 50 rows by
-    default (--top changes that); files and JSON have all rows.
+    default (--top changes that), and the columns that fit. Pipes, files and JSON have all columns,
+    files and JSON also all rows.
     """
     from raypool.journal.reading import load_results
-    from raypool.results import ranked
+    from raypool.results import collector_paused, ranked
     from raypool.views import tables
 
-    with errors_said():
+    with errors_said(), collector_paused():
         frame = load_results(run_dir).to_frame()
         if options["is_failed"]:
             frame = frame[frame["status"] == "failed"]
         if sort is not None:
             frame = ranked(frame, sort)
-        usual = tables.columns_of(frame) + ["error"] * options["is_failed"]
+        usual = tables.columns_of(frame)
+        if options["is_failed"]:
+            usual = [name for name in usual if name != "status"] + ["error"]
         chosen = _named(frame, options["columns"])
-    if top is not None:
-        frame = frame.head(top)
-    everything = frame[chosen or [*frame]]
-    files = {name: options[name] for name in ("csv", "parquet") if options[name] is not None}
-    for kind, path in files.items():
-        try:
-            getattr(tables.as_file_columns(everything), f"to_{kind}")(path)
-        except (OSError, ImportError) as error:
-            raise click.ClickException(f"{path} could not be written: {error}.") from error
-    if options["is_json"]:
-        echo(tables.sweep_as_json(everything))
-    elif not files:
-        shown = frame.head(top or MOST_ROWS)
-        tables.show(tables.sweep_as_table(shown[chosen or usual]))
-        if rest := len(frame) - len(shown):
-            echo(f"and {rest:,} more: --top {len(frame)} shows all.", err=True)
+        if top is not None:
+            frame = frame.head(top)
+        everything = frame[chosen or [*frame]]
+        files = {name: options[name] for name in ("csv", "parquet") if options[name] is not None}
+        for kind, path in files.items():
+            try:
+                getattr(tables.as_file_columns(everything), f"to_{kind}")(path)
+            except (OSError, ImportError) as error:
+                raise click.ClickException(f"{path} could not be written: {error}.") from error
+        if options["is_json"]:
+            echo(tables.sweep_as_json(everything))
+        elif not files:
+            shown = frame.head(top or MOST_ROWS)
+            kept = chosen or ["error", (sort or "").removeprefix("-")]
+            _show_fitting(shown[chosen or usual], kept)
+            if rest := len(frame) - len(shown):
+                echo(f"and {rest:,} more: --top {len(frame)} shows them all.", err=True)
 
 
 def _named(frame: pd.DataFrame, columns: str | None) -> list[str]:

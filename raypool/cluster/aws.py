@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from raypool.cluster import launcher_file
+from raypool.cluster import launcher_file, software
 from raypool.cluster.documents import PLACEHOLDER, Findings, Keys, nearest
 from raypool.cluster.machines import catalogue
 from raypool.cluster.plan import ClusterPlan, NodeGroup
@@ -27,19 +27,15 @@ KEY = "<your key pair>"
 SUBNETS = "SubnetIds"  # of node_config, Ray's own: it tries them in turn
 MARKETS = ("spot", "capacity-block")
 
-FIND_IMAGE = (
-    "aws ssm get-parameter --region REGION --query Parameter.Value --output text",
-    (
-        "--name /aws/service/deeplearning/ami/x86_64"
-        "/base-oss-nvidia-driver-gpu-ubuntu-24.04/latest/ami-id"
-    ),
-)
-"""The command, in two lines, that prints the image to fill in."""
+FIND_IMAGE = "aws ssm get-parameter --region {} --query Parameter.Value --output text"
+"""The command that prints the image to fill in, but for the parameter's name."""
 
 
 def header(plan: ClusterPlan) -> list[str]:
     """Return the comment at the top of the file, on the entries to fill in."""
-    ask, name = FIND_IMAGE
+    image = software.image("aws", [group.gpu for group in plan.groups if group.gpu])
+    parameter = image["name"] if image.get("install_driver") else f"{image['name']}/latest/ami-id"
+    has = "without" if image.get("install_driver") else "with"
     key = [f"{KEY}: the name that EC2 knows {plan.ssh_key} by."] if plan.ssh_key else []
     return [
         (
@@ -48,11 +44,11 @@ def header(plan: ClusterPlan) -> list[str]:
         ),
         "else. Were it left out, Ray would make one that opens SSH to the whole internet.",
         (
-            f"{IMAGE}: the ID (ami-...) of an Ubuntu with NVIDIA's driver, of the region. This"
+            f"{IMAGE}: the ID (ami-...) of an Ubuntu {has} NVIDIA's driver, of the region. This"
             " prints the newest:"
         ),
-        f"    {ask.replace('REGION', plan.region or 'REGION')} \\",
-        f"        {name}",
+        f"    {FIND_IMAGE.format(plan.region)} \\",
+        f"        --name /aws/service/{parameter}",
         *key,
         (
             "Workers have no role: for s3://, put `IamInstanceProfile: {Name: ...}` into their"
@@ -106,6 +102,12 @@ def _instance(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
     return instance
 
 
+def rented(config: dict[str, Any]) -> tuple[str, str | None, int, bool]:
+    """Return what a node_config rents: machine, kind and number of GPUs, and if it is spot."""
+    shape = catalogue("aws").shape(str(config.get("InstanceType")))  # else a template has it
+    return shape.name, shape.gpu, shape.gpus, "InstanceMarketOptions" in config
+
+
 def check(findings: Findings) -> None:
     """Note what EC2 would refuse, and what would silently cost money or safety."""
     findings.check_form(
@@ -134,7 +136,7 @@ def check(findings: Findings) -> None:
             " rules stand here. Make one yourself and give its ID in each node_config, as"
             " SecurityGroupIds."
         )
-        findings.add(("provider", "security_group"), text)
+        findings.doubt(("provider", "security_group"), text)
     if _validator() is None:
         findings.doubt(
             ("provider",),
@@ -166,7 +168,7 @@ def _check_machine(findings: Findings, keys: Keys) -> None:
             gpus = [shape.gpu] if shape.gpu else []
             catalogue("aws").check_place(str(findings.at(("provider", "region"))), *gpus)
         except CloudError as error:
-            findings.doubt(at, str(error))
+            findings.unlisted(at, str(error))
 
 
 def _check_entries(findings: Findings, config: Keys) -> None:
@@ -240,14 +242,14 @@ def _check_instance(findings: Findings, config: Keys) -> None:
         findings.add((*config, "KeyName"), text)
     if there("ImageId") in (None, "latest_dlami"):
         find = "`raypool cluster init --provider aws` writes the command that finds one"
-        findings.add(
+        findings.doubt(
             config,
-            f"ImageId is missing in node_config: Ray would take an Ubuntu 18.04 of 2022; {find}.",
+            f"ImageId is missing in node_config: Ray takes an Ubuntu 18.04 of 2022; {find}.",
         )
     if not there("SecurityGroupIds") and there("NetworkInterfaces") is None:
         text = (
-            "SecurityGroupIds is missing in node_config: Ray would make a group that opens SSH to"
+            "SecurityGroupIds is missing in node_config: Ray makes a group that opens SSH to"
             " the whole internet. Give one that lets in its own members, and your address at"
             " port 22."
         )
-        findings.add(config, text)
+        findings.doubt(config, text)

@@ -55,7 +55,7 @@ def main(words: Sequence[str]) -> None:
     options = parser.parse_args(words[:at])
     script = words[at + 1 :]
     if not script:
-        parser.error("nothing is to be run: there is no `-- SCRIPT`")
+        parser.error("there is nothing to run: `-- SCRIPT` is missing")
     try:
         if options.job_dir is not None:
             try_out(options.job_dir)

@@ -24,7 +24,16 @@ from pathlib import Path
 
 from jsonschema import Draft7Validator
 
-from raypool.cluster import aws, gcp, job_files, kubernetes, on_prem
+from raypool.cluster import (
+    aws,
+    gcp,
+    hardening,
+    job_files,
+    kubernetes,
+    on_prem,
+    packages,
+    skypilot,
+)
 from raypool.cluster.documents import (
     PLACEHOLDER,
     Document,
@@ -32,6 +41,7 @@ from raypool.cluster.documents import (
     Keys,
     nearest,
     read_documents,
+    texts,
 )
 from raypool.cluster.launcher_file import START, TOKEN
 from raypool.errors import CloudError
@@ -44,10 +54,14 @@ PROVIDERS: dict[str, Callable[[Findings], None]] = {
 HEAD, WORKER = "head_start_ray_commands", "worker_start_ray_commands"
 
 
-def check_file(path: str | Path) -> tuple[str, ...]:
+def check_file(path: str | Path, *, trust: bool = False) -> tuple[str, ...]:
     """Check the documents of a file, as far as this machine can know.
 
     The cluster that `kubectl` reaches checks a manifest for Kubernetes, in a dry run.
+
+    Args:
+        path: The file.
+        trust: Leave out warnings of machines, GPUs and zones that raypool's catalogues lack.
 
     Returns:
         Warnings: machines that the (dated) catalogue lacks, and checks that could not be made.
@@ -74,33 +88,44 @@ def check_file(path: str | Path) -> tuple[str, ...]:
         ):
             continue  # an object of Kubernetes itself beside the cluster: a Secret, a Service
         try:
-            warnings += check(document)
+            warnings += check(document, trust=trust)
         except CloudError as error:
             problems.append(str(error))
             warnings += vars(error)["warnings"]
+        lock = Findings(document).at(("file_mounts", packages.LOCK))
+        if isinstance(lock, str):
+            try:
+                packages.lock_lines(Path(path).parent / lock)
+            except CloudError as error:
+                problems.append(str(error))
     if problems:
         raise CloudError("\n".join(problems), warnings=tuple(warnings))
     return (*warnings, *(kubernetes.ask(path) if is_for_kubernetes else ()))
 
 
-def check(document: Document) -> tuple[str, ...]:
+def check(document: Document, *, trust: bool = False) -> tuple[str, ...]:
     """Check a document of any kind, and return warnings, as `check_file` does."""
     content = document.content
-    findings = Findings(document)
+    findings = Findings(document, trust)
+    for keys, text in texts(content):
+        if packages.takes_raypool_by_name(text):
+            findings.add(keys, packages.BY_NAME)
     if not isinstance(content, dict):
         findings.add((), f"a mapping is wanted (`name: value`), not {type(content).__name__}.")
     elif kubernetes.is_manifest(content):
         findings.check_filled_in()
         kubernetes.check(findings)
+    elif skypilot.is_task(content):
+        skypilot.check(findings)
     elif job_files.is_training(content):
-        return job_files.check(document)
+        return job_files.read(document, trust=trust).notes
     elif "provider" in content or "cluster_name" in content:
         _check_launcher(findings)
     else:
         findings.add(
             (),
             "what this is cannot be seen: a cluster for Ray's launcher has a provider, one on"
-            " Kubernetes an apiVersion, a training job a trainingInput.",
+            " Kubernetes an apiVersion, a training job a trainingInput, a task for SkyPilot a run.",
         )
     return findings.finish()
 
@@ -133,12 +158,9 @@ def _check_launcher(findings: Findings) -> None:
                 " at most the other."
             )
             findings.add(("available_node_types", name, "min_workers"), text)
-    _check_login(findings)
-    for away, here in (findings.at(("file_mounts",)) or {}).items():
-        is_made = here == TOKEN  # with the cluster
-        if not (is_made or here.startswith(PLACEHOLDER) or Path(here).expanduser().exists()):
-            text = f"{away} is to be copied from {here}, and there is no such file or folder here."
-            findings.add(("file_mounts", away), text)
+    if provider in PROVIDERS:
+        _check_login(findings)
+    _check_mounts(findings)
     _check_commands(findings)
     if provider in PROVIDERS:
         PROVIDERS[provider](findings)
@@ -159,8 +181,23 @@ def _schema() -> Draft7Validator:
     return Draft7Validator(schema)
 
 
+def _check_mounts(findings: Findings) -> None:
+    """Check that the files to copy to the machines exist."""
+    folder = Path(findings.document.name).parent
+    for away, here in (findings.at(("file_mounts",)) or {}).items():
+        # `raypool cluster up` makes the first two, and `check_file` reads the lock file
+        is_known = here == TOKEN or here.startswith(packages.CACHE) or away == packages.LOCK
+        if is_known or here.startswith(PLACEHOLDER):
+            continue
+        if not (folder / Path(here).expanduser()).exists():
+            text = f"{away} is to be copied from {here}, and there is no such file or folder here."
+            findings.add(("file_mounts", away), text)
+
+
 def _check_login(findings: Findings) -> None:
     """Check user and key of the login."""
+    if findings.at(("auth",)) is None:
+        return  # Ray's own, which fits the provider's images
     user = findings.at(("auth", "ssh_user")) or ""
     if not re.fullmatch(rf"{PLACEHOLDER}.*|[A-Za-z_][-A-Za-z0-9_.@]*", user):
         findings.add(
@@ -186,10 +223,10 @@ def _check_commands(findings: Findings) -> None:
     for name in ("setup_commands", HEAD, WORKER):
         if findings.at((name,)) is None:
             text = (
-                f"{name} is missing: Ray would take its own, which installs an old version and"
-                " opens the dashboard to everybody. `raypool cluster init` writes good ones."
+                f"{name} is missing: Ray takes its own, which install an old version and open the"
+                " dashboard to everybody. `raypool cluster harden` adds those that start Ray."
             )
-            findings.add((), text)
+            findings.doubt((), text)
     ports = {}
     for name in (HEAD, WORKER):
         commands = findings.at((name,)) or ()
@@ -218,21 +255,15 @@ def _check_commands(findings: Findings) -> None:
 
 def _check_token(findings: Findings, keys: Keys, command: str) -> None:
     """Check that Ray asks for a token where a command starts it, and has one."""
-    # each command has its own shell: what another one sets does not count
-    before = command.partition(START)[0]
-    modes = re.findall(r"\bRAY_AUTH_MODE=[\"']?(\w*)", before)
-    is_exported = re.search(
-        r"\bexport\s[^;&|\n]*RAY_AUTH_MODE"
-        r"|\bRAY_AUTH_MODE=[^\s;&|]+\s+([A-Za-z_]\w*=[^\s;&|]*\s+)*$",
-        before,
-    )
-    is_unset = re.search(r"\bunset\b[^;&|]*\bRAY_AUTH", before)
-    if modes[-1:] != ["token"] or not is_exported or is_unset:
+    if host := hardening.open_host(command):
+        text = f"the dashboard, which takes jobs, listens at {host}: it is open to the network."
+        findings.doubt(keys, f"{text} `raypool cluster harden` closes it.")
+    if not hardening.asks_for_token(command):
         text = (
-            "Ray is started without a token: whoever reaches it can run code. Put `export"
-            " RAY_AUTH_MODE=token;` before `ray start`, into the same command."
+            "Ray is started without a token: whoever reaches it can run code. `raypool cluster"
+            " harden` adds one (`export RAY_AUTH_MODE=token;` in the same command)."
         )
-        findings.add(keys, text)
+        findings.doubt(keys, text)
     elif TOKEN not in (findings.at(("file_mounts",)) or {}) and "RAY_AUTH_TOKEN" not in command:
         text = (
             f"Ray wants a token, and none is copied to the machines. Put `{TOKEN}: {TOKEN}` under"

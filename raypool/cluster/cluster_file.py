@@ -6,14 +6,17 @@ import contextlib
 import os
 import re
 import shlex
+import textwrap
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from raypool.cluster import aws, checks, gcp, kubernetes, on_prem
+from raypool.cluster import aws, checks, gcp, kubernetes, on_prem, packages, skypilot
 from raypool.cluster.documents import PLACEHOLDER, documents_of, texts
+from raypool.cluster.launcher_file import FAST_NETWORKS
 from raypool.cluster.plan import ClusterPlan, Provider
 from raypool.errors import CloudError
 
@@ -31,15 +34,20 @@ COMMENTS = {
         "Kinds of machines: what Ray may give away of each, how many there are, and what they are."
     ),
     "file_mounts": (
-        "Everybody who connects has to show this token; it is copied to each machine, readable by"
-        " its user only."
+        "Copied to each machine: what is installed there and, for Ray's launcher, the token that"
+        " everybody who connects has to show."
     ),
+    "num_nodes": "So many machines, all of one kind.",
+    "secrets": "The token that everybody shows who connects to Ray; `sky launch --secret` has it.",
+    "setup": "What is installed, and how: in an environment of its own, the same on every machine.",
+    "run": "Ray, with the token, beside SkyPilot's own; then the command, on the first machine.",
     "initialization_commands": (
         "What is installed, and how: in an environment of its own, the same on every machine."
     ),
     "head_start_ray_commands": (
-        "Ray, with the token; its dashboard on the loopback only; who is silent for 8 s is"
-        " given up."
+        "Ray, with the token; its dashboard on the loopback only; a machine that is silent for 8 s"
+        " is given up. In a cloud, a watcher deletes all machines, this one too, when no job, pool"
+        " or client has used them for so many minutes."
     ),
     "worker_start_ray_commands": "What runs on each worker.",
 }
@@ -50,6 +58,7 @@ WHAT = {
     "aws": "A cluster of machines with GPUs on AWS, for Ray's launcher.",
     "on-prem": "A cluster of machines that are there already, for Ray's launcher.",
     "kubernetes": "A cluster of pods with GPUs, for KubeRay.",
+    "sky": "A task on machines with GPUs, in any cloud that SkyPilot knows.",
 }
 
 WRITERS: dict[Provider, Callable[[ClusterPlan], dict[str, Any]]] = {
@@ -57,7 +66,14 @@ WRITERS: dict[Provider, Callable[[ClusterPlan], dict[str, Any]]] = {
     "aws": aws.write,
     "on-prem": on_prem.write,
     "kubernetes": kubernetes.write,
+    "sky": skypilot.write,
 }
+
+NEXT = {
+    "kubernetes": "kubectl apply -f {}",
+    "sky": f"sky launch {{}} --secret {skypilot.TOKEN}=$(openssl rand -hex 32)",
+}
+"""The commands that start what a file describes, where that is not `raypool cluster up`."""
 
 WIDTH = 128
 
@@ -66,8 +82,8 @@ def text_of(
     plan: ClusterPlan,
     command: str,
     file: str,
-    job: str | None = None,
     warn: Callable[[str], object] = lambda text: None,
+    trust: bool = False,
 ) -> str:
     """Return the file of a cluster.
 
@@ -75,29 +91,27 @@ def text_of(
         plan: The cluster.
         command: The command that makes it.
         file: Its future name.
-        job: On Kubernetes, a command: the cluster is made for it, and taken down after it.
-        warn: Takes warnings on machines that the (dated) catalogues do not have.
+        warn: Takes warnings, such as on machines that the (dated) catalogues do not have.
+        trust: Leave out those.
 
     Raises:
         CloudError: The plan cannot be carried out there, or something is wrong with the file, but
             for what is to be filled in.
     """
-    if job is not None and plan.provider != "kubernetes":
-        raise CloudError(
-            "A file that has its job in it is for Kubernetes. Elsewhere `raypool submit` makes a"
-            " cluster for a job."
-        )
-    content = write(plan) if job is None else kubernetes.write_job(plan, job)
+    plan = replace(plan, lock=lock_of(Path(file)).name)
+    content = write(plan)
     names = dict.fromkeys(
         name
         for _, text in texts(content)
         for name in re.findall(rf"{PLACEHOLDER}[a-z][^<>]*>", text)
     )
-    fill_in = (
-        [f"Fill in {', '.join(names)}.", *(aws.header(plan) if plan.provider == "aws" else [])]
-        if names
-        else []
-    )
+    fill_in = [f"Fill in {', '.join(names)}."] if names else []
+    if names and plan.provider == "aws":
+        fill_in += aws.header(plan)
+    if kubernetes.RAYPOOL in names:
+        fill_in.append("The wheel: `pip wheel --no-deps .` in raypool's folder; `sha256sum` of it.")
+    if any(group.machine.startswith(FAST_NETWORKS) for group in plan.groups):
+        fill_in.append("These machines exchange data by TCP: EFA and GPUDirect are not configured.")
     header = [
         WHAT[plan.provider],
         "Made by:",
@@ -105,15 +119,14 @@ def text_of(
         *fill_in,
         "Then:",
         f"    raypool cluster validate {shlex.quote(file)}",
+        f"    {NEXT.get(plan.provider, 'raypool cluster up {}').format(shlex.quote(file))}",
     ]
-    if plan.provider != "kubernetes":
-        text = render([content], [*header, f"    raypool cluster up {shlex.quote(file)}"])
-    else:
-        end = [] if job else kubernetes.how_to_connect(plan.name)
-        text = render([content], [*header, f"    kubectl apply -f {shlex.quote(file)}", *end])
+    if plan.provider == "kubernetes" and plan.job is None:
+        header += kubernetes.how_to_connect(plan.name)
+    text = render([content], header)
     [document] = documents_of(text, file)
     try:
-        warnings = checks.check(document)
+        warnings = checks.check(document, trust=trust)
     except CloudError as error:
         found = vars(error)
         if wrong := [problem.text for problem in found["problems"] if not problem.is_open]:
@@ -124,9 +137,15 @@ def text_of(
     return text
 
 
-def save(text: str, file: Path, is_forced: bool = False) -> None:
-    """Write a file. An existing one is replaced only if forced: it may be needed to end a running
-    cluster.
+def lock_of(file: Path) -> Path:
+    """Return the lock file that belongs to a cluster's file."""
+    return file.with_suffix(".lock.txt")
+
+
+def save(text: str, file: Path, plan: ClusterPlan, is_forced: bool = False) -> None:
+    """Write a cluster's file, and its lock file if it has one.
+
+    An existing file is replaced only if forced: it may be needed to end a running cluster.
 
     Raises:
         CloudError: It exists already, or cannot be written.
@@ -139,9 +158,13 @@ def save(text: str, file: Path, is_forced: bool = False) -> None:
             draft.replace(file)
         else:
             os.link(draft, file)  # unlike `replace`, fails if it exists
+        if lock_of(file).name in text:
+            lock_of(file).write_text(packages.lock_text(plan.packages, file.name), encoding="utf-8")
+        if plan.provider == "sky" and packages.ships_wheel(plan.packages):
+            packages.make_wheel()  # nothing of raypool's runs when the task is launched
     except FileExistsError:
-        end = "perhaps as that of a cluster that runs. Give --out with another name"
-        raise CloudError(f"{file} is there already, {end}.") from None
+        end = "perhaps for a running cluster. Choose another file with --out"
+        raise CloudError(f"{file} already exists, {end}.") from None
     except OSError as error:
         raise CloudError(
             f"{file} could not be written: {error.strerror}. Give --out with another place."
@@ -203,4 +226,5 @@ _Dumper.add_representer(str, _as_it_is_read)
 
 def _entry(key: str, value: Any) -> str:
     text = yaml.dump({key: value}, Dumper=_Dumper, sort_keys=False, width=WIDTH, allow_unicode=True)
-    return f"\n# {COMMENTS[key]}\n{text}" if key in COMMENTS else text
+    comment = textwrap.wrap(COMMENTS.get(key, ""), 100)
+    return "\n" * bool(comment) + "".join(f"# {line}\n" for line in comment) + text

@@ -365,15 +365,12 @@ def _check(folder: Path) -> None:
         f"working_dir: {folder} has {total / MIB:.0f} MiB in {len(sizes)} entries; the largest:"
         f" {largest}."
     )
-    step = (
-        "What need not travel can be named in a file .rayignore there, which is written like a"
-        " .gitignore."
-    )
+    step = "List what is not needed there in a file .rayignore, written like a .gitignore."
     if total >= GCS_STORAGE_MAX_SIZE:
         raise InvalidValueError(
             f"{words} Ray takes {GCS_STORAGE_MAX_SIZE / MIB:.0f} MiB at most. {step}"
         )
-    logger.warning("%s All of it travels to the cluster. %s", words, step)
+    logger.warning("%s All of it is uploaded to the cluster. %s", words, step)
 
 
 def sizes_of(folder: Path) -> dict[str, int]:

@@ -22,6 +22,9 @@ Keys = tuple[str | int, ...]
 PLACEHOLDER = "<"
 """The beginning of a placeholder: "<your project>"."""
 
+WITHIN = re.compile(r"<(your|address of) [^<>]*>")
+"""A placeholder within a text, such as a command."""
+
 DEEPEST = 100  # levels of entries in each other
 
 OPEN = "is still to be filled in."
@@ -93,9 +96,9 @@ def documents_of(text: str, name: str) -> list[Document]:
             documents.append(Document(name, loader.construct_document(node), node))
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
-        raise CloudError(f"{name}{line}: this is not YAML: {error.problem}.") from None
+        raise CloudError(f"{name}{line}: this is not valid YAML: {error.problem}.") from None
     except (yaml.YAMLError, ValueError) as error:
-        raise CloudError(f"{name} is not YAML: {error}.") from None
+        raise CloudError(f"{name} is not valid YAML: {error}.") from None
     except RecursionError:
         raise CloudError(f"{name}: entries are nested too deep.") from None
     finally:
@@ -147,8 +150,11 @@ class Problem:
 class Findings:
     """The mistakes and doubts that a check finds in a document.
 
-    All mistakes are raised together. Doubts are warnings: a machine may be newer than the catalogue
-    of machines.
+    All mistakes are raised together: what cannot work. Doubts are warnings.
+
+    Args:
+        document: The document.
+        trusts: Whether machines, GPUs and zones that the dated catalogues lack are no doubt.
 
     Example:
         >>> [document] = documents_of("workers: -1", "some.yaml")
@@ -159,8 +165,9 @@ class Findings:
         raypool.errors.CloudError: some.yaml, line 1: workers is -1; 0 or more would do.
     """
 
-    def __init__(self, document: Document) -> None:
+    def __init__(self, document: Document, trusts: bool = False) -> None:
         self.document = document
+        self._trusts = trusts
         self.problems: list[Problem] = []
         self.doubts: list[Problem] = []
 
@@ -173,6 +180,11 @@ class Findings:
         """Note a possible mistake in an entry."""
         self.doubts.append(Problem(keys, text))
 
+    def unlisted(self, keys: Keys, text: str) -> None:
+        """Note an entry that a dated catalogue lacks: it may be newer."""
+        if not self._trusts:
+            self.doubt(keys, text)
+
     def check_keys(self, keys: Keys, known: Iterable[str]) -> None:
         """Note unknown names in the mapping at `keys`."""
         names = list(known)
@@ -183,8 +195,9 @@ class Findings:
     def check_filled_in(self) -> None:
         """Note each placeholder."""
         for keys, text in texts(self.document.content):
-            if text.startswith(PLACEHOLDER):
-                self.add(keys, f"{text} {OPEN}")
+            names = {found[0] for found in WITHIN.finditer(text)}
+            for name in {text} if text.startswith(PLACEHOLDER) else names:
+                self.add(keys, f"{name} {OPEN}")
 
     def check_form(self, keys: Keys, form: str, text: str) -> None:
         """Note an entry that has not this form and is no placeholder; {} in `text` is the entry."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from raypool.cluster.launcher_file import default_packages
+from raypool.cluster.launcher_file import CPUS_PER_GPU, default_packages
 from raypool.cluster.machines import OF_PROVIDERS, Catalogue, Machine, catalogue, one_of
 from raypool.cluster.plan import ClusterPlan, NodeGroup, Provider
 from raypool.errors import CloudError
@@ -13,8 +13,6 @@ from raypool.errors import CloudError
 HEADS = {"gcp": "n2-standard-4", "aws": "m5.xlarge"}
 PLACES = {"gcp": ("us-central1-a",), "aws": ("us-west-2",)}
 """The default places of clusters, if the GPUs are available there."""
-
-CPUS_PER_GPU = 4  # to load and prepare data for a GPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +32,15 @@ class Draft:
         least: So many workers are always there.
         most: So many at most.
         spot: Whether the provider may take the workers back: cheap.
+        fallback: Whether workers are made on demand while no spot machine can be had.
         hosts: Addresses of machines on premises, the head's first.
         ssh_user: Who logs in on the machines.
         ssh_key: The file with that user's private key.
-        packages: The packages to install on the machines; none: raypool and Ray as here.
+        packages: Packages to install on the machines besides raypool and what it needs.
         python: The version of Python there; None: as here.
+        job: The command that a cluster on Kubernetes is for, and that SkyPilot runs.
+        working_dir: Where the code of a job on Kubernetes is.
+        idle_shutdown_minutes: After so long unused the whole cluster is deleted [min]; 0: never.
 
     Example:
         >>> plan = Draft(provider="gcp", gpu="A100", gpus=8, most=2).plan()
@@ -57,11 +59,15 @@ class Draft:
     least: int = 0
     most: int = 4
     spot: bool = True
+    fallback: bool = False
     hosts: tuple[str, ...] = ()
     ssh_user: str = "ubuntu"
     ssh_key: str | None = None
     packages: tuple[str, ...] = ()
     python: str | None = None
+    job: str | None = None
+    working_dir: str | None = None
+    idle_shutdown_minutes: float = 60
 
     def plan(self) -> ClusterPlan:
         """Return the plan of the cluster.
@@ -77,18 +83,32 @@ class Draft:
             )
         if self.python is not None and not re.fullmatch(r"3\.\d+(\.\d+)?", self.python):
             raise CloudError(f"{self.python!r} is no version of Python; one is like 3.11.")
+        if self.fallback and not self.spot:
+            raise CloudError(
+                "--fallback is for spot machines: leave out --fallback or --on-demand."
+            )
         worker = self._worker()
+        workers: tuple[NodeGroup, ...] = (worker,)
+        if self.fallback:
+            # of two groups that would do, Ray takes the one with the higher priority, and then the
+            # other one for a while if that could not be had
+            on_demand = replace(worker, name="worker-on-demand", least=0, spot=False)
+            workers = (replace(worker, priority=1), on_demand)
         plan = ClusterPlan(
             name=self.name,
             provider=self.provider,
             head=NodeGroup(name="head", machine=self.head_machine or HEADS.get(self.provider, "")),
-            workers=(worker,),
+            workers=workers,
+            most=worker.most if self.fallback else None,
             project=self.project,
             zone=self.zone or self._place(worker),
             hosts=self.hosts,
             ssh_user=self.ssh_user,
             ssh_key=self.ssh_key,
-            packages=self.packages or default_packages(),
+            packages=default_packages(self.provider, self.packages),
+            job=self.job,
+            working_dir=self.working_dir,
+            idle_shutdown_minutes=self.idle_shutdown_minutes,
         )
         return plan if self.python is None else replace(plan, python=self.python)
 
@@ -99,6 +119,8 @@ class Draft:
         most = max(len(self.hosts) - 1, 0) if self.provider == "on-prem" else self.most
         least = most if self.provider == "on-prem" else self.least
         spot = self.spot and self.provider != "on-prem"
+        if self.provider == "sky":
+            gpu = gpu or "T4"
         return NodeGroup(
             name="worker", machine=machine, gpu=gpu, gpus=gpus, least=least, most=most, spot=spot
         )
@@ -106,7 +128,12 @@ class Draft:
     def _machine(self) -> tuple[str, str, int]:
         """Return the kind of machine that workers are, and the kind and number of its GPUs."""
         known = catalogue(OF_PROVIDERS[self.provider])
-        shape = known.machine(self.machine) if self.machine else None
+        try:
+            shape = known.machine(self.machine) if self.machine else None
+        except CloudError as error:
+            if self.machine and self.gpu and self.gpus:  # newer than the catalogue
+                return self.machine, self.gpu, self.gpus
+            raise CloudError(f"{error} If it is newer than that, add --gpu and --gpus.") from error
         gpu = known.gpu(self.gpu or (shape and shape.gpu) or "T4").name
         gpus = self.gpus or (shape and shape.gpus) or 1
         machine = shape.name if shape else smallest(known, gpu, gpus).name
@@ -118,6 +145,8 @@ class Draft:
         if self.provider not in OF_PROVIDERS or worker.gpu is None:
             return None
         known = catalogue(OF_PROVIDERS[self.provider])
+        if worker.gpu not in known.gpus:
+            return None
         places = known.zones(worker.gpu) if self.provider == "gcp" else known.regions(worker.gpu)
         place = next(
             (place for place in (*PLACES[self.provider], *places) if place in places), None

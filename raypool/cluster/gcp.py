@@ -16,22 +16,23 @@ from typing import Any
 
 from jsonschema import Draft7Validator
 
-from raypool.cluster import launcher_file
+from raypool.cluster import launcher_file, software
 from raypool.cluster.documents import PLACEHOLDER, Findings, Keys, texts
 from raypool.cluster.machines import Gpu, catalogue, region_of
 from raypool.cluster.plan import ClusterPlan, NodeGroup
 from raypool.errors import CloudError
 
 HEAD_IMAGE = "projects/ubuntu-os-cloud/global/images/family/ubuntu-2404-lts-amd64"
-GPU_IMAGE = (
-    "projects/deeplearning-platform-release/global/images/family"
-    "/common-cu129-ubuntu-2404-nvidia-580"
-)
-"""Ubuntu with NVIDIA's driver; newer drivers do not support the K80."""
+GPU_IMAGES = "projects/deeplearning-platform-release/global/images/family/"
 
 # Families of machines that boot from these disks only. Others get pd-balanced: Compute Engine's own
 # default is a spinning disk, which takes minutes to read, and which newer machines do not have.
 HYPERDISK_ONLY = ("a3-ultragpu-", "a4-", "a4x-", "g4-", "n4-", "c4-", "c4a-", "c4d-")
+
+OS_LOGIN = (
+    "If SSH is refused, the project may enforce OS Login, which ignores the key that Ray makes: add"
+    " `metadata: {items: [{key: enable-oslogin, value: 'FALSE'}]}` to each node_config."
+)
 
 STORAGE = "https://www.googleapis.com/auth/devstorage.read_write"
 
@@ -80,6 +81,11 @@ def write(plan: ClusterPlan) -> dict[str, Any]:
             f"The plan of {plan.name} does not say in which zone. `raypool cluster machines --gpu"
             " T4` lists zones."
         )
+    if "," in plan.zone:
+        raise CloudError(
+            f"{plan.zone} names several zones, and Ray's launcher puts all machines of a cluster on"
+            " Google Cloud into one. Name one, or use --provider sky, which tries several."
+        )
     provider = {
         "type": "gcp",
         "project_id": plan.project or "<your project>",
@@ -94,16 +100,21 @@ def _instance(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
     disk = {
         "diskSizeGb": group.disk_gb,
         "diskType": f"zones/{plan.zone}/diskTypes/{kind}",
-        "sourceImage": GPU_IMAGE if group.gpus else HEAD_IMAGE,
+        "sourceImage": (
+            f"{GPU_IMAGES}{software.image('gcp', [group.gpu or ''])['name']}"
+            if group.gpus or plan.image  # these have Docker, too
+            else HEAD_IMAGE
+        ),
     }
     instance: dict[str, Any] = {
         "machineType": group.machine,
         "disks": [{"boot": True, "autoDelete": True, "initializeParams": disk}],
     }
-    gpu = catalogue("gce").gpu(group.gpu) if group.gpu else None
-    if gpu and catalogue("gce").machine(group.machine).gpu is None:
+    shape = catalogue("gce").machines.get(group.machine)
+    if group.gpu and shape and shape.gpu is None:
+        accelerator = catalogue("gce").gpu(group.gpu).accelerator
         instance["guestAccelerators"] = [
-            {"acceleratorType": gpu.accelerator, "acceleratorCount": group.gpus}
+            {"acceleratorType": accelerator, "acceleratorCount": group.gpus}
         ]
     if group.spot:
         instance["scheduling"] = {
@@ -117,6 +128,18 @@ def _instance(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
     if group is not plan.head:  # Ray gives the head an account that may make machines
         instance["serviceAccounts"] = [{"email": "default", "scopes": [STORAGE]}]
     return instance
+
+
+def rented(config: dict[str, Any]) -> tuple[str, str | None, int, bool]:
+    """Return what a node_config rents: machine, kind and number of GPUs, and if it is spot."""
+    machine = str(config.get("machineType")).rpartition("/")[2]
+    scheduling = config.get("scheduling") or {}
+    spot = scheduling.get("provisioningModel") == "SPOT" or scheduling.get("preemptible") is True
+    for attached in config.get("guestAccelerators") or ():
+        kind = catalogue("gce").gpu(attached["acceleratorType"].rpartition("/")[2])
+        return machine, kind.name, attached["acceleratorCount"], spot
+    shape = catalogue("gce").shape(machine)
+    return machine, shape.gpu, shape.gpus, spot
 
 
 def check(findings: Findings) -> None:
@@ -147,12 +170,10 @@ def check(findings: Findings) -> None:
 
 def _check_place(findings: Findings) -> str | None:
     """Check project and zone; return the zone, None if not filled in."""
-    project, region, zone = (
-        findings.at(("provider", name)) for name in ("project_id", "region", "availability_zone")
-    )
-    for name, given in (("project_id", project), ("region", region), ("availability_zone", zone)):
-        if not given:
-            findings.add(("provider",), f"{name} is missing in provider.")
+    names = ("project_id", "region", "availability_zone")
+    project, region, zone = given = [findings.at(("provider", name)) for name in names]
+    for name in (name for name, value in zip(names, given, strict=True) if not value):
+        findings.add(("provider",), f"{name} is missing in provider.")
     is_given = isinstance(project, str) and not project.startswith(PLACEHOLDER)
     if is_given and (wrong := why_no_project(project)):
         findings.add(("provider", "project_id"), f"project_id is {wrong}")
@@ -190,6 +211,11 @@ def why_no_project(project: str) -> str | None:
 def _check_type(findings: Findings, keys: Keys, zone: str | None) -> None:
     """Check a node type."""
     config = (*keys, "node_config")
+    scheduling = findings.at((*config, "scheduling"))
+    if isinstance(scheduling, list):  # as in Ray's own examples
+        text = "Google describes scheduling as a mapping, not a list; write it without the dash."
+        findings.doubt((*config, "scheduling"), text)
+        return
     findings.check_schema(_schema() or SHAPE, config)
     if not SHAPE.is_valid(findings.at(config)):
         return  # the next checks rely on it
@@ -260,7 +286,7 @@ def _check_gpus(findings: Findings, keys: Keys, zone: str | None) -> None:
             gce.check_place(zone, kind.name)
     except CloudError as error:
         place: Keys = ("provider", "availability_zone")
-        findings.doubt((*config, "machineType") if shape is None else place, str(error))
+        findings.unlisted((*config, "machineType") if shape is None else place, str(error))
     if shape is not None and kind is not None:
         try:
             gce.check(machine, kind.name, gpus)
@@ -268,7 +294,20 @@ def _check_gpus(findings: Findings, keys: Keys, zone: str | None) -> None:
             findings.add((*config, "guestAccelerators"), str(error))
     if (shape is not None or is_made_to_measure) and (attached is None or kind is not None):
         launcher_file.check_resources(findings, keys, shape, kind.name if kind else None, gpus)
+    if kind is not None:
+        _check_images(findings, config, kind.name)
     _check_scheduling(findings, config, gpus > 0)
+
+
+def _check_images(findings: Findings, config: Keys, gpu: str) -> None:
+    """Note a boot image whose driver does not go with a GPU."""
+    for at, text in texts(findings.at((*config, "disks"))):
+        driver = re.search(r"/images/.*-nvidia-(\d+)", text)
+        if driver and (why := software.why_no_driver(gpu, int(driver[1]))):
+            right = software.image("gcp", [gpu])["name"]
+            findings.add((*config, "disks", *at), f"{why}. The family {right} has one.")
+        elif "ubuntu-os-cloud" in text:
+            findings.doubt((*config, "disks", *at), f"this image has no driver for {gpu} GPUs.")
 
 
 def _gpu(findings: Findings, keys: Keys, accelerator: str) -> Gpu | None:
@@ -278,7 +317,7 @@ def _gpu(findings: Findings, keys: Keys, accelerator: str) -> Gpu | None:
     except CloudError as error:
         # one that the catalogue has as gone is a mistake; any other may be newer than the catalogue
         is_gone = any(each.accelerator == accelerator for each in catalogue("gce").gpus.values())
-        (findings.add if is_gone else findings.doubt)(keys, str(error))
+        (findings.add if is_gone else findings.unlisted)(keys, str(error))
         return None
     if gpu.accelerator != accelerator:
         findings.add(

@@ -29,6 +29,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raypool.cluster.documents import Document, Findings, Keys, documents_of, nearest
+from raypool.cluster.drafts import smallest
+from raypool.cluster.launcher_file import default_packages
 from raypool.cluster.machines import Catalogue, Machine, catalogue, why_no_zone
 from raypool.cluster.plan import ClusterPlan, NodeGroup
 from raypool.errors import CloudError
@@ -57,7 +59,6 @@ UNUSED = {
     "runtimeVersion": "machines get the versions that are installed here",
     "pythonVersion": "machines get the Python that runs here",
     "enableWebAccess": "`raypool cluster connect` opens the dashboard",
-    "useChiefInTfConfig": "there is no TF_CONFIG",
 }
 """Settings that change nothing, and why."""
 
@@ -79,10 +80,8 @@ UNABLE = {
 }
 """Settings that cannot be supported, and what to do instead."""
 
-UNABLE_OF_ROLES = dict.fromkeys(
-    ("imageUri", "containerCommand", "containerArgs", "tpuTfVersion"),
-    "Machines run what --package installs, in no container.",
-)
+UNABLE_OF_ROLES = {"tpuTfVersion": "There are no TPUs here."}
+OF_CONTAINERS = ("imageUri", "containerCommand", "containerArgs")
 
 KNOWN = frozenset(
     {
@@ -91,6 +90,7 @@ KNOWN = frozenset(
         "jobDir",
         "pythonModule",
         "args",
+        "useChiefInTfConfig",
         *TYPES,
         *COUNTS,
         *CONFIGS,
@@ -124,6 +124,9 @@ class Training:
         job_dir: Where its outputs go; None: nobody has said.
         module: The Python module to run; None: nobody has said.
         args: What that is given.
+        image: The Docker image that everything runs in; None: the machines themselves.
+        container_command: What to run in it, if no module is said.
+        chief: TensorFlow's name of the master in TF_CONFIG; None: that is not set.
         notes: Which of its settings change nothing, and why.
     """
 
@@ -133,6 +136,9 @@ class Training:
     job_dir: str | None = None
     module: str | None = None
     args: tuple[str, ...] = ()
+    image: str | None = None
+    container_command: tuple[str, ...] = ()
+    chief: str | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -174,7 +180,7 @@ class Training:
             project: The project that pays; None: to be filled in.
             zone: Where; see `raypool.cluster.machines.choose_zone`.
             spot: Whether the provider may take machines back; never the master's.
-            packages: What is installed on every machine.
+            packages: What is installed on every machine besides raypool and what it needs.
         """
         head, *workers = self.groups
         return ClusterPlan(
@@ -184,7 +190,8 @@ class Training:
             workers=tuple(replace(group, spot=spot) for group in workers),
             project=project,
             zone=zone,
-            packages=packages,
+            packages=default_packages("gcp", packages, is_image=self.image is not None),
+            image=self.image,
         )
 
 
@@ -200,17 +207,7 @@ def is_training(content: Any) -> bool:
     return isinstance(content, dict) and (INPUT in content or not KNOWN.isdisjoint(content))
 
 
-def check(document: Document) -> tuple[str, ...]:
-    """Make sure that a file describes a training job that can run, and return what is not used, and
-    what may not be had.
-
-    Raises:
-        CloudError: It does not; says all that is wrong, where, and what would be right.
-    """
-    return read(document).notes
-
-
-def read(document: Document) -> Training:
+def read(document: Document, *, trust: bool = False) -> Training:
     """Return the training job that a file describes.
 
     Machines and GPUs are those of AI Platform Training; in a file that names any which it never
@@ -227,7 +224,7 @@ def read(document: Document) -> Training:
         >>> [(group.name, group.machine, group.gpus, group.most) for group in training.groups]
         [('head', 'n1-standard-16', 4, 0), ('worker', 'n1-standard-4', 0, 2)]
     """
-    findings = Findings(document)
+    findings = Findings(document, trust)
     _check_outside(findings)
     findings.finish()  # what is not where it belongs says nothing
     findings.check_keys((INPUT,), KNOWN)
@@ -238,10 +235,16 @@ def read(document: Document) -> Training:
         name=_text(findings, ("jobId",)),
         job_dir=_text(findings, (INPUT, "jobDir")),
         module=_text(findings, (INPUT, "pythonModule")),
-        args=_args(findings),
+        args=_texts(findings, (INPUT, "args")),
+        image=_image(findings),
+        container_command=(
+            *_texts(findings, (INPUT, "masterConfig", "containerCommand")),
+            *_texts(findings, (INPUT, "masterConfig", "containerArgs")),
+        ),
+        chief=_chief(findings),
     )
     if (why := why_no_zone(training.kinds, training.region)) is not None:
-        findings.doubt((INPUT, "region") if training.region is not None else (INPUT,), why)
+        findings.unlisted((INPUT, "region") if training.region is not None else (INPUT,), why)
     if training.job_dir is not None and (wrong := _why_no_job_dir(training.job_dir)) is not None:
         findings.add((INPUT, "jobDir"), wrong)
     for name, why in UNUSED.items():
@@ -303,6 +306,32 @@ def _why_no_job_dir(job_dir: str) -> str | None:
     if job_dir.startswith("/"):
         return None
     return f"{job_dir!r} is neither gs://BUCKET/..., s3://BUCKET/... nor a path that begins with /."
+
+
+def todays_options(training: Training) -> list[str]:
+    """Return the options that give each machine of a job, of those that can be had today.
+
+    Example:
+        >>> head = NodeGroup(name="head", machine="n1-standard-8", gpu="K80", gpus=1)
+        >>> " ".join(todays_options(Training(groups=(head,)))[2:])
+        '--master-machine-type n1-standard-8 --master-accelerator count=1,type=nvidia-tesla-t4'
+    """
+    gce = catalogue("gce")
+    roles = {group: role for role, group in GROUPS.items()}
+    words = ["--scale-tier", "custom"]
+    for group in training.groups:
+        machine, gpu, gpus = group.machine, group.gpu, group.gpus
+        try:
+            gce.check(machine, gpu, gpus)
+        except CloudError:
+            gpu, gpus = "T4", next((n for n in (1, 2, 4) if n >= gpus), 4)
+            if machine not in gce.machines or gpus not in gce.allowed(machine, gpu):
+                machine = smallest(gce, gpu, gpus).name
+        role = re.sub("[A-Z]", lambda letter: f"-{letter[0].lower()}", roles[group.name])
+        words += [f"--{role}-machine-type", machine]
+        if gpu and (accelerator := gce.gpu(gpu).accelerator):
+            words += [f"--{role}-accelerator", f"count={gpus},type={accelerator}"]
+    return words
 
 
 # --- machines -------------------------------------------------------------------------------------
@@ -367,11 +396,14 @@ def _group(findings: Findings, role: str, have: Catalogue) -> Iterator[NodeGroup
         findings.add(at, f"{role}Type is missing: the kind of machine, such as n1-highcpu-16.")
         return
     _check_config(findings, role)
-    try:
-        machine = have.machine(str(name))
-    except CloudError as error:
-        findings.add((INPUT, f"{role}Type"), str(error))
+    if not isinstance(name, str):
+        findings.add((INPUT, f"{role}Type"), f"{role}Type is {_shown(name)}, not a text.")
         return
+    machine = have.shape(name)
+    try:
+        have.machine(name)
+    except CloudError as error:
+        findings.unlisted((INPUT, f"{role}Type"), str(error))
     gpu, gpus = _gpus(findings, role, machine, have)
     always = 0 if role == "master" else size
     kind = machine.compute or machine.name
@@ -417,7 +449,8 @@ def _check_config(findings: Findings, role: str) -> None:
             keys, f"{role}Config is {_shown(config)}; it should have acceleratorConfig: {EXAMPLE}."
         )
         return
-    findings.check_keys(keys, ("acceleratorConfig", "diskConfig", *UNABLE_OF_ROLES))
+    known = ("acceleratorConfig", "diskConfig", *OF_CONTAINERS, *UNABLE_OF_ROLES)
+    findings.check_keys(keys, known)
     _check_unable(findings, keys, UNABLE_OF_ROLES)
     if isinstance(findings.at((*keys, "diskConfig")), dict):
         findings.check_keys((*keys, "diskConfig"), ("bootDiskSizeGb", "bootDiskType"))
@@ -456,7 +489,8 @@ def _gpus(
         if gpu is None:
             return None, 0
     try:
-        have.check(machine.name, gpu, gpus)
+        if machine.name in have.machines:
+            have.check(machine.name, gpu, gpus)
     except CloudError as error:
         findings.add((INPUT, f"{role}Type") if given is None else keys, str(error))
         return None, 0
@@ -521,15 +555,36 @@ def _text(findings: Findings, keys: Keys) -> str | None:
     return None
 
 
-def _args(findings: Findings) -> tuple[str, ...]:
-    keys = (INPUT, "args")
+def _image(findings: Findings) -> str | None:
+    """Return the image of the master, which all machines run."""
+    image = _text(findings, (INPUT, "masterConfig", "imageUri"))
+    for role in GROUPS:
+        other = findings.at((INPUT, f"{role}Config", "imageUri"))
+        if other is not None and other != image:
+            text = f"imageUri is {_shown(other)}, and the master's {_shown(image)}: it must be one."
+            findings.add((INPUT, f"{role}Config", "imageUri"), text)
+        for name in OF_CONTAINERS[1:] if role != "master" else ():
+            if findings.at((INPUT, f"{role}Config", name)) is not None:
+                text = f"{name} is not used: the job runs on the master, and reaches the others."
+                findings.doubt((INPUT, f"{role}Config", name), text)
+    return image
+
+
+def _chief(findings: Findings) -> str | None:
+    given = findings.at((INPUT, "useChiefInTfConfig"))
+    if given is not None and not isinstance(given, bool):
+        findings.add((INPUT, "useChiefInTfConfig"), f"it is {_shown(given)}, not true or false.")
+    return None if given is None else "chief" if given else "master"
+
+
+def _texts(findings: Findings, keys: Keys) -> tuple[str, ...]:
     given = findings.at(keys)
     if given is not None and (
         not isinstance(given, list) or not all(isinstance(each, str) for each in given)
     ):
         findings.add(
             keys,
-            f'args is {_shown(given)}, not a list of texts. Numbers need quotes: ["--steps",'
+            f'{keys[-1]} is {_shown(given)}, not a list of texts. Numbers need quotes: ["--steps",'
             ' "100"].',
         )
         return ()

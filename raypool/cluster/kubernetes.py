@@ -8,7 +8,7 @@ Source: KubeRay 1.7, `apis/ray/v1/raycluster_types.go`, `rayjob_types.go` and
 `controllers/ray/common/pod.go` (what the operator adds to a pod); Ray 2.60, `_private/node.py`
 (what it does at SIGTERM) and `autoscaler/_private/kuberay/autoscaling_config.py` (how the
 autoscaler reads the groups); GKE's pages "Spot VMs" (how long pods have) and "Run GPUs" (labels of
-its nodes).
+its nodes); EKS's "Managed node groups" and AKS's "Add a spot node pool" (labels and taints).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from raypool.cluster.documents import OPEN, Findings, Keys, nearest
+from raypool.cluster import packages, software
+from raypool.cluster.documents import Findings, Keys, nearest
 from raypool.cluster.launcher_file import (
     ACCELERATOR,
     CLIENT_PORT,
@@ -39,6 +40,22 @@ API = "ray.io/v1"
 GPU = "nvidia.com/gpu"  # what NVIDIA's device plugin calls the GPUs of a node
 # so long `ray start --block` drains after SIGTERM [s]
 DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+
+GKE_SPOT = "cloud.google.com/gke-spot"
+AKS_SPOT = "kubernetes.azure.com/scalesetpriority"
+SPOT_LABELS = {
+    GKE_SPOT: "true",
+    "eks.amazonaws.com/capacityType": "SPOT",
+    "karpenter.sh/capacity-type": "spot",
+    AKS_SPOT: "spot",
+}
+"""The labels of nodes on spot machines: GKE, EKS by node groups or by Karpenter, AKS."""
+
+SPOT_TAINTS = (GKE_SPOT, AKS_SPOT)
+"""Those of them that are taints, too."""
+
+RAYPOOL = "<address of a wheel of raypool: https://...#sha256=...>"
+"""To be filled in where raypool was installed from a folder: no file can travel to a pod."""
 
 CODE = "<address of a zip of your code: https://...>"
 """To be filled in for a job: pods cannot see the folder that it is submitted from."""
@@ -61,10 +78,11 @@ and 15 GB for each, of which Kubernetes keeps some."""
 
 
 def write(plan: ClusterPlan) -> dict[str, Any]:
-    """Return the RayCluster of a plan, autoscaled if a group may grow.
+    """Return the RayCluster of a plan, autoscaled if a group may grow; with a job, the RayJob that
+    makes the cluster, runs the command on its head, and takes it down.
 
-    A group with a `gpu` asks for it by GKE's label of nodes; others with GPUs run on any nodes that
-    have some.
+    A group with a `gpu` asks for it by GKE's label of nodes; in other clouds, and without a `gpu`,
+    pods run on any nodes that have GPUs.
 
     Raises:
         CloudError: There is no GPU of a name.
@@ -77,33 +95,20 @@ def write(plan: ClusterPlan) -> dict[str, Any]:
         >>> spec["authOptions"], spec["workerGroupSpecs"][0]["maxReplicas"]
         ({'mode': 'token'}, 9)
     """
+    kind, spec = "RayCluster", _cluster(plan)
+    if plan.job is not None:
+        kind, spec = "RayJob", _job(plan, spec)
+    return {"apiVersion": API, "kind": kind, "metadata": {"name": plan.name}, "spec": spec}
+
+
+def _job(plan: ClusterPlan, cluster: dict[str, Any]) -> dict[str, Any]:
     return {
-        "apiVersion": API,
-        "kind": "RayCluster",
-        "metadata": {"name": plan.name},
-        "spec": _cluster(plan),
-    }
-
-
-def write_job(plan: ClusterPlan, entrypoint: str) -> dict[str, Any]:
-    """Return the RayJob that makes the cluster of a plan, runs a command there, and takes it down.
-
-    The command, `entrypoint`, is for a shell on the head: "python train.py".
-
-    Example:
-        >>> head = NodeGroup(name="head")
-        >>> plan = ClusterPlan(name="lab", provider="kubernetes", head=head, workers=())
-        >>> write_job(plan, "python train.py")["spec"]["shutdownAfterJobFinishes"]
-        True
-    """
-    spec = {
-        "entrypoint": entrypoint,
-        "runtimeEnvYAML": f'working_dir: "{CODE}"\n',
+        "entrypoint": plan.job,
+        "runtimeEnvYAML": f'working_dir: "{plan.working_dir or CODE}"\n',
         "shutdownAfterJobFinishes": True,
         "ttlSecondsAfterFinished": 300,  # so long its logs can be read there
-        "rayClusterSpec": _cluster(plan),
+        "rayClusterSpec": cluster,
     }
-    return {"apiVersion": API, "kind": "RayJob", "metadata": {"name": plan.name}, "spec": spec}
 
 
 def how_to_connect(name: str) -> list[str]:
@@ -186,7 +191,8 @@ def _labels(group: NodeGroup) -> dict[str, str]:
 
 def _template(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
     grace_s = SPOT_GRACE_S if group.spot else GRACE_S
-    selector, tolerations = _machines(group)
+    terms, tolerations = _nodes(group)
+    required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
     beside = max(group.gpus, 1)
     cpus = group.cpus if group.cpus is not None else CPUS * beside
     memory_gb = group.memory_gb if group.memory_gb is not None else MEMORY_GB * beside
@@ -195,8 +201,7 @@ def _template(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
         amounts[GPU] = str(group.gpus)
     # The operator appends `&& ulimit ...; ray start ...`: without the exit, Ray would start even
     # if nothing could be installed, and fail later, without saying why.
-    packages = " ".join(shlex.quote(package) for package in plan.packages)
-    install = {"args": [f"pip install --no-cache-dir {packages} || exit 1"]} if packages else {}
+    install = {"args": [f"{_install(plan)} || exit 1"]} if plan.packages else {}
     container = {
         "name": "ray",
         "image": image(plan, group),
@@ -208,11 +213,25 @@ def _template(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
     return {
         "spec": {
             "terminationGracePeriodSeconds": grace_s,
-            **({"nodeSelector": selector} if selector else {}),
+            **({"affinity": {"nodeAffinity": required}} if terms else {}),
             **({"tolerations": tolerations} if tolerations else {}),
             "containers": [container],
         }
     }
+
+
+def _install(plan: ClusterPlan) -> str:
+    """Return the command that installs a plan's packages in a pod."""
+    torch = packages.version_of("torch", plan.packages)
+    build = software.torch_build([group.gpu for group in plan.groups if group.gpu], torch)
+    lines = list(plan.packages)
+    index = ""
+    if build != software.AUTO:
+        index = f"--extra-index-url https://download.pytorch.org/whl/{build} "
+        lines = [f"{line}+{build}" if line == f"torch=={torch}" else line for line in lines]
+    if packages.ships_wheel(lines):
+        lines.append(packages.address() or f"raypool @ {RAYPOOL}")
+    return f"pip install --no-cache-dir {index}{' '.join(map(shlex.quote, lines))}"
 
 
 def image(plan: ClusterPlan, group: NodeGroup) -> str:
@@ -229,21 +248,32 @@ def image(plan: ClusterPlan, group: NodeGroup) -> str:
     return f"rayproject/ray:{version('ray')}-py{python}{cuda}"
 
 
-def _machines(group: NodeGroup) -> tuple[dict[str, str], list[dict[str, str]]]:
-    """Return the labels of nodes that a group's pods need, and the taints that they tolerate."""
-    selector, tolerations = {}, []
+def _nodes(group: NodeGroup) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
+    """Return terms of nodes for a group's pods, of which one must hold, and tolerated taints."""
+    tolerations = []
     if group.gpus:
         tolerations.append({"key": GPU, "operator": "Exists", "effect": "NoSchedule"})
+    kind = []
     if group.gpu is not None:
-        accelerator = catalogue("gce").gpu(group.gpu).accelerator
-        selector["cloud.google.com/gke-accelerator"] = str(accelerator)
-    if group.spot:
-        spot = "cloud.google.com/gke-spot"
-        selector[spot] = "true"
-        tolerations.append(
-            {"key": spot, "operator": "Equal", "value": "true", "effect": "NoSchedule"}
-        )
-    return selector, tolerations
+        accelerator = str(catalogue("gce").gpu(group.gpu).accelerator)
+        kind = [_has("cloud.google.com/gke-accelerator", accelerator)]
+    if not group.spot:
+        # other clouds have no label of their own for a kind of GPU
+        elsewhere = [{"key": "cloud.google.com/gke-nodepool", "operator": "DoesNotExist"}]
+        alternatives = [kind, elsewhere] if kind else []
+    else:
+        alternatives = [
+            [_has(label, value), *(kind if label == GKE_SPOT else [])]
+            for label, value in SPOT_LABELS.items()
+        ]
+        for label in SPOT_TAINTS:
+            taint = {"key": label, "operator": "Equal", "value": SPOT_LABELS[label]}
+            tolerations.append({**taint, "effect": "NoSchedule"})
+    return [{"matchExpressions": each} for each in alternatives], tolerations
+
+
+def _has(label: str, value: str) -> dict[str, Any]:
+    return {"key": label, "operator": "In", "values": [value]}
 
 
 # --- checks of manifests --------------------------------------------------------------------------
@@ -322,9 +352,7 @@ def _check_job(findings: Findings) -> None:
         )
     environment = str(findings.at(("spec", "runtimeEnvYAML")))
     folder = re.search(r"^\s*working_dir:\s*[\"']?([^\"'\n]+)", environment, re.MULTILINE)
-    if CODE in environment:
-        findings.add(("spec", "runtimeEnvYAML"), f"{CODE} {OPEN}")
-    elif folder and not re.match(r"\w+://|/", folder[1]):
+    if folder and not re.match(r"\w+://|/|<", folder[1]):
         text = (
             f"working_dir is {folder[1]!r}, which pods do not have; it must be the address of a"
             " zip, or a folder of the image."

@@ -7,9 +7,11 @@ Source: `ray.autoscaler.sdk`; Ray's `autoscaler/_private/{commands,command_runne
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -23,10 +25,12 @@ from typing import Any
 
 import click
 
+from raypool.cluster import aws, gcp, packages
 from raypool.cluster.checks import check_file
 from raypool.cluster.connect import make_token
 from raypool.cluster.documents import read_documents
 from raypool.cluster.launcher_file import CLIENT_PORT, DASHBOARD_PORT, TOKEN
+from raypool.cluster.machines import OF_PROVIDERS, catalogue
 from raypool.errors import CloudError
 from raypool.profiles import Profile
 
@@ -59,16 +63,47 @@ def up(path: str | Path) -> None:
     """
     from ray.autoscaler import sdk
 
+    content = _content(path)
     check_file(path)
-    if token := _token(_content(path)):
+    for warning in _prepare_packages(path, content):
+        click.echo(f"warning: {warning}", err=True)
+    if token := _token(content):
         make_token(token)
         if "RAY_AUTH_TOKEN" in os.environ:
             click.echo(
                 f"RAY_AUTH_TOKEN is not taken: the token of the cluster is the one in {token}.",
                 err=True,
             )
-    with _launching(path):
-        sdk.create_or_update_cluster(str(path), no_config_cache=True)
+    file = Path(path).resolve()
+    # the files that it copies are named as seen from its folder
+    try:
+        with _launching(path), contextlib.chdir(file.parent):
+            sdk.create_or_update_cluster(str(file), no_config_cache=True)
+    except CloudError as error:
+        if content["provider"].get("type") == "gcp":
+            raise CloudError(f"{error} {gcp.OS_LOGIN}") from error
+        raise
+
+
+def _prepare_packages(path: str | Path, content: dict[str, Any]) -> Iterator[str]:
+    """Make sure that a cluster's packages can be installed, make the wheel, and yield warnings."""
+    mounts = content.get("file_mounts") or {}
+    if (lock := mounts.get(packages.LOCK)) is None:
+        return
+    wheel = None
+    for here in mounts.values():
+        if here.startswith(f"{packages.CACHE}/"):
+            wheel = packages.make_wheel()
+            if (wanted := Path(here).name) != wheel.name:
+                raise CloudError(
+                    f"{path} installs {wanted}, and this machine has {wheel.name}: both must be the"
+                    " same. Write the file anew with `raypool cluster init --force`."
+                )
+    commands = "\n".join(content.get("setup_commands") or ())
+    python = re.search(r"uv venv\b.* --python (\S+)", commands)
+    lock = Path(path).parent / lock
+    if warning := packages.check_installable(lock, wheel, python[1] if python else None):
+        yield warning
 
 
 def is_running(path: str | Path) -> bool:
@@ -110,7 +145,55 @@ def status(path: str | Path) -> str:
         return done.stdout
     with _launching(path):
         said = sdk.run_on_cluster(str(path), cmd=f"{TOKEN_MODE}; ray status", with_output=True)
-    return said.decode() if isinstance(said, bytes) else str(said)
+    text = said.decode() if isinstance(said, bytes) else str(said)
+    try:
+        cost = _cost(path, content)
+    except CloudError as error:
+        cost = f"What it costs is not known: {error}"
+    return f"{text.strip()}\n\n{cost}"
+
+
+def _cost(path: str | Path, content: dict[str, Any]) -> str:
+    """Return a sentence on what the machines that run now cost, as far as the catalogue knows."""
+    from ray.autoscaler.tags import TAG_RAY_USER_NODE_TYPE
+
+    from raypool.ray_private import _get_node_provider, prepare_config
+
+    cloud = content["provider"].get("type")
+    rented = {"gcp": gcp.rented, "aws": aws.rented}.get(cloud)
+    if rented is None:
+        return f"raypool has no prices for {cloud}."
+    known = catalogue(OF_PROVIDERS[cloud])
+    with _launching(path):
+        config = prepare_config(content)
+        provider = _get_node_provider(config["provider"], config["cluster_name"])
+        counts = collections.Counter(
+            provider.node_tags(node).get(TAG_RAY_USER_NODE_TYPE, "")
+            for node in provider.non_terminated_nodes({})
+        )
+    total, parts, unknown = 0.0, [], []
+    for name, count in counts.items():
+        if name not in config["available_node_types"]:  # of an earlier file
+            unknown.append(f"{count} {name}")
+            continue
+        machine, gpu, gpus, spot = rented(config["available_node_types"][name]["node_config"])
+        has = f" with {gpus} {gpu}" if gpu else ""
+        what = f"{count} {name} ({machine}{has}{', spot' if spot else ''})"
+        price = known.price(machine, gpu, gpus, spot)
+        if price is None:
+            unknown.append(what)
+        else:
+            total += count * price
+            parts.append(what)
+    lines = [f"No price is known for {', '.join(unknown)}."] if unknown else []
+    if parts:
+        prices = known.prices
+        lines.insert(
+            0,
+            f"About ${total:.2f} an hour for {', '.join(parts)}: list prices of {prices['date']} in"
+            f" {prices['region']}, without disks and traffic.",
+        )
+    return "\n".join(lines)
 
 
 def down(path: str | Path) -> None:

@@ -10,11 +10,12 @@ shell) and the page "Cluster YAML Configuration Options" of its documentation.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping
-from importlib.metadata import version
 from typing import Any
 
+from raypool.cluster import packages, software
 from raypool.cluster.documents import Findings, Keys
 from raypool.cluster.machines import OF_PROVIDERS, Machine, catalogue
 from raypool.cluster.plan import ClusterPlan, NodeGroup
@@ -24,6 +25,18 @@ TOKEN = "~/.ray/auth_token"  # where Ray looks for it, on every machine
 PORT = 6379  # of the head, which the workers join
 CLIENT_PORT = 10001  # of the head, for Ray Client; Ray's own choice
 DASHBOARD_PORT = 8265  # of the head, on its loopback only: jobs, through a tunnel
+
+CPUS_PER_GPU = 4  # to load and prepare data for a GPU
+
+FAST_NETWORKS = ("p4d.", "p4de.", "p5.", "p5e.", "p5en.", "p6-", "a3-", "a4-")
+"""Beginnings of the names of machines that have EFA or GPUDirect."""
+
+INSTALL_DRIVER = (
+    "! grep -qs 0x10de /sys/bus/pci/devices/*/vendor || nvidia-smi -L || (sudo apt-get update -qq"
+    " && sudo apt-get install -yq linux-modules-nvidia-{0}-server-$(uname -r)"
+    " nvidia-headless-no-dkms-{0}-server nvidia-utils-{0}-server && sudo modprobe nvidia)"
+)
+"""Installs NVIDIA's driver, of a branch, on an Ubuntu that has a GPU (0x10de) and no driver."""
 
 START = "ray start"  # what a command that starts Ray has in it
 
@@ -43,7 +56,7 @@ UV = "0.13.9"
 packages into it.
 """
 
-LAUNCHER_NEEDS = {"gcp": ("google-api-python-client>=2",), "aws": ("boto3",)}
+LAUNCHER_NEEDS = {"gcp": ("google-api-python-client",), "aws": ("boto3",)}
 """The packages that Ray's launcher needs for a provider, also on the head."""
 
 # By default Ray takes 65 s to notice that a machine does not answer any more (5 times 3 s + 10 s);
@@ -55,10 +68,17 @@ HEALTH_CHECKS = {
 }
 
 
-def default_packages() -> tuple[str, ...]:
-    """Return the default packages of machines: raypool and Ray, in the versions of this machine."""
-    # Both ends of a connection must have the same version of Ray.
-    return f"raypool=={version('raypool')}", f"ray[client,default,train]=={version('ray')}"
+def default_packages(
+    provider: str, more: Iterable[str] = (), is_image: bool = False
+) -> tuple[str, ...]:
+    """Return what a provider's machines get: what raypool and the launcher need, and more.
+
+    An image of the user's keeps its own torch and NumPy; only Ray must be the same as here.
+    """
+    more = [*map(packages.pinned, LAUNCHER_NEEDS.get(provider, ())), *more]
+    if is_image:
+        return (packages.pinned("ray"), *more)
+    return packages.requirements(more)
 
 
 def launcher_file(
@@ -78,6 +98,8 @@ def launcher_file(
     """
     known = catalogue(OF_PROVIDERS[plan.provider])
     for group in plan.groups:
+        if group.machine not in known.machines:
+            continue  # a newer one, of which the check of the file warns
         try:
             known.check(group.machine, group.gpu, group.gpus)
         except CloudError as error:
@@ -89,7 +111,9 @@ def launcher_file(
             {"ssh_user": plan.ssh_user}
             | ({"ssh_private_key": plan.ssh_key} if plan.ssh_key else {})
         ),
-        "max_workers": sum(group.most for group in plan.workers),
+        "max_workers": (
+            sum(group.most for group in plan.workers) if plan.most is None else plan.most
+        ),
         "idle_timeout_minutes": plan.idle_minutes,
         "head_node_type": plan.head.name,
         "available_node_types": {
@@ -98,10 +122,12 @@ def launcher_file(
                 "labels": {ROLE: group.name} | ({ACCELERATOR: group.gpu} if group.gpu else {}),
                 "min_workers": group.least,
                 "max_workers": group.most,
+                **({"priority": group.priority} if group.priority else {}),
                 "node_config": node_config(group),
             }
             for group in plan.groups
         },
+        **({"docker": {"image": plan.image, "container_name": "raypool"}} if plan.image else {}),
         **commands(plan),
     }
 
@@ -112,7 +138,8 @@ def _resources(plan: ClusterPlan, group: NodeGroup) -> dict[str, int]:
         return {"CPU": 0}  # tasks stay off the head
     cpus = group.cpus
     if cpus is None:
-        cpus = catalogue(OF_PROVIDERS[plan.provider]).machine(group.machine).vcpus
+        shape = catalogue(OF_PROVIDERS[plan.provider]).shape(group.machine)
+        cpus = shape.vcpus or CPUS_PER_GPU * max(group.gpus, 1)
     if not group.gpus:
         return {"CPU": cpus}
     # the machine says so itself, but only once it is there
@@ -127,16 +154,18 @@ def commands(plan: ClusterPlan, flags: Iterable[str] = ()) -> dict[str, Any]:
         plan: The cluster.
         flags: More options of `ray start`, for all machines.
     """
+    is_watched = plan.provider in OF_PROVIDERS and plan.idle_shutdown_minutes > 0
+    idle = _in_background("idle", f"--minutes {plan.idle_shutdown_minutes:g}")
     # Empty entries stay: for a missing one, Ray takes defaults that open the dashboard to everybody
     # and install an old version.
     return {
-        "file_mounts": {TOKEN: TOKEN},
-        "initialization_commands": [],
+        "file_mounts": {TOKEN: TOKEN, **package_mounts(plan)},
+        "initialization_commands": _open_docker(plan.image) if plan.image else [],
         "setup_commands": setup_commands(plan),
-        "head_setup_commands": _install(plan, LAUNCHER_NEEDS.get(plan.provider, ())),
+        "head_setup_commands": [],
         "worker_setup_commands": [],
-        "head_start_ray_commands": head_commands(flags),
-        "worker_start_ray_commands": worker_commands(plan, flags),
+        "head_start_ray_commands": [*head_commands(flags), *([idle] if is_watched else [])],
+        "worker_start_ray_commands": worker_commands(plan.provider, flags),
     }
 
 
@@ -144,6 +173,20 @@ def setup_commands(plan: ClusterPlan) -> list[str]:
     """Return the commands that install a plan's packages; they may run again on a machine."""
     if not plan.packages:
         return []  # Ray has to be there, and on the PATH
+    if plan.image:
+        return [f"python -m pip install -r {' '.join(package_mounts(plan))}"]
+    kinds = [group.gpu for group in plan.groups if group.gpu]
+    driver = software.image(plan.provider, kinds) if plan.provider in OF_PROVIDERS else {}
+    build = software.torch_build(kinds, packages.version_of("torch", plan.packages))
+    if plan.provider == "sky" and not any(software.why_no_kernels(gpu, "cu130") for gpu in kinds):
+        build = software.AUTO  # its images have drivers of several ages
+    install = [
+        f"~/.local/bin/uv pip install --python {ENVIRONMENT}/bin/python",
+        f"--torch-backend={build}",
+        # the wheel may have changed under the same version
+        f"--reinstall-package raypool -r {packages.LOCK}",
+        *(there for there in package_mounts(plan) if there != packages.LOCK),
+    ]
     path = f'export PATH="{ENVIRONMENT.replace("~", "$HOME")}/bin:$PATH"'
     return [
         (
@@ -151,18 +194,32 @@ def setup_commands(plan: ClusterPlan) -> list[str]:
             f" https://astral.sh/uv/{UV}/install.sh | sh"
         ),
         f"~/.local/bin/uv venv --allow-existing --python {shlex.quote(plan.python)} {ENVIRONMENT}",
-        *_install(plan, plan.packages),
+        *([INSTALL_DRIVER.format(driver["driver"])] if driver.get("install_driver") else []),
+        " ".join(install),
         f"grep -qxF {shlex.quote(path)} ~/.bashrc || echo {shlex.quote(path)} >> ~/.bashrc",
     ]
 
 
-def _install(plan: ClusterPlan, packages: Iterable[str]) -> list[str]:
-    names = " ".join(shlex.quote(package) for package in packages)
-    return (
-        [f"~/.local/bin/uv pip install --python {ENVIRONMENT}/bin/python {names}"]
-        if plan.packages and names
-        else []
-    )
+def _open_docker(image: str) -> list[str]:
+    """Return the commands that let the user of a machine run Docker, and pull from a registry."""
+    registry = image.partition("/")[0]
+    login = f"gcloud auth configure-docker --quiet {shlex.quote(registry)}"
+    return [
+        "sudo chmod a+rw /var/run/docker.sock",  # there is one user
+        *([login] if registry.endswith(("gcr.io", "pkg.dev")) else []),
+    ]
+
+
+def package_mounts(plan: ClusterPlan) -> dict[str, str]:
+    """Return the mounts of the lock file and, unless it names another raypool, the wheel."""
+    if not plan.packages:
+        return {}
+    wheel = packages.wheel_name()
+    ships = packages.ships_wheel(plan.packages)
+    return {
+        packages.LOCK: plan.lock,
+        **({f"{packages.FOLDER}/{wheel}": f"{packages.CACHE}/{wheel}"} if ships else {}),
+    }
 
 
 def head_commands(flags: Iterable[str] = ()) -> list[str]:
@@ -187,10 +244,11 @@ def head_commands(flags: Iterable[str] = ()) -> list[str]:
     return ["ray stop", _start(settings, ["--head", *options, *flags])]
 
 
-def worker_commands(plan: ClusterPlan, flags: Iterable[str] = ()) -> list[str]:
+def worker_commands(provider: str, flags: Iterable[str] = ()) -> list[str]:
     """Return the commands that start Ray on a worker, and the watcher for preemption notices."""
     start = ["ray stop", _start([], [f"--address=$RAY_HEAD_IP:{PORT}", *flags])]
-    return [*start, watcher(plan.provider)] if plan.provider in ("gcp", "aws") else start
+    watcher = _in_background("preemption", f"--cloud {provider}")
+    return [*start, watcher] if provider in OF_PROVIDERS else start
 
 
 def _start(settings: Iterable[str], options: Iterable[str]) -> str:
@@ -203,12 +261,11 @@ def _start(settings: Iterable[str], options: Iterable[str]) -> str:
     )
 
 
-def watcher(cloud: str) -> str:
-    """Return the command that starts the watcher; `cloud` is "gcp" or "aws"."""
-    # setsid and nohup: the shell ends, and the watcher stays until the node ends.
+def _in_background(module: str, options: str) -> str:
+    # setsid and nohup: the shell ends, and the program stays
     return (
-        f"setsid nohup python -m raypool.cluster.preemption --cloud {cloud} </dev/null"
-        " >~/raypool-preemption.log 2>&1 &"
+        f"setsid nohup python -m raypool.cluster.{module} {options} </dev/null"
+        f" >~/raypool-{module}.log 2>&1 &"
     )
 
 
@@ -247,7 +304,26 @@ def check_resources(
             " that many at most."
         )
         findings.add((*keys, "resources", "CPU"), text)
+    if gpu:
+        _check_torch(findings, keys, gpu)
     label = findings.at((*keys, "labels", ACCELERATOR))
     if label is not None and label != gpu:
         right = f"it must be {gpu}" if gpu else "the machine has no GPU"
         findings.add((*keys, "labels", ACCELERATOR), f"the label is {label!r}; {right}.")
+
+
+def _check_torch(findings: Findings, keys: Keys, gpu: str) -> None:
+    """Note a build of torch without kernels for a GPU."""
+    if findings.at(("docker", "image")):
+        return  # it may have its own
+    for number, command in enumerate(findings.at(("setup_commands",)) or ()):
+        named = re.search(r"(?:--torch-backend[= ]|/whl/)(cu\d+)", command)
+        if named and (why := software.why_no_kernels(gpu, named[1])):
+            build = "`raypool cluster init` chooses the right one"
+            findings.add(("setup_commands", number), f"{why}; {build}.")
+        elif "pip install" in command and not named and software.why_no_kernels(gpu, "cu130"):
+            text = (
+                f"torch from PyPI has no kernels for {gpu} GPUs. Add --torch-backend=cu126 (uv), or"
+                " --extra-index-url https://download.pytorch.org/whl/cu126 (pip)."
+            )
+            findings.doubt((*keys, "node_config"), text)

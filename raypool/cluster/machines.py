@@ -18,7 +18,7 @@ import functools
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
@@ -103,6 +103,7 @@ class Catalogue:
         sources: Where it is from.
         machines: Kinds of machines, by name.
         gpus: Kinds of GPUs, by Ray's name.
+        prices: What some of them cost, in one region on one day.
 
     Example:
         >>> gce = catalogue("gce")
@@ -117,6 +118,7 @@ class Catalogue:
     sources: tuple[str, ...]
     machines: Mapping[str, Machine]
     gpus: Mapping[str, Gpu]
+    prices: Mapping[str, Any] = field(default_factory=dict)
 
     def machine(self, name: str) -> Machine:
         """Return the machine of that name.
@@ -130,6 +132,16 @@ class Catalogue:
                 end = ". `raypool cluster machines` lists those that there are."
             raise CloudError(f"There is no machine {name!r} in the catalogue of {self.date}{end}")
         return self.machines[name]
+
+    def shape(self, name: str) -> Machine:
+        """Return the machine of that name; one that is not listed has what its name says.
+
+        Example:
+            >>> catalogue("gce").shape("n9-standard-16").vcpus
+            16
+        """
+        number = re.search(r"-(\d+)$", name)  # Google's names end with the number of vCPUs
+        return self.machines.get(name) or Machine(name, int(number[1]) if number else 0, 0)
 
     def gpu(self, name: str) -> Gpu:
         """Return the GPU of that name, in any of its spellings.
@@ -249,6 +261,29 @@ class Catalogue:
         )
         return f"No machine has {gpus} {kind.name}; {one_of(numbers)} can be had."
 
+    def price(self, machine: str, gpu: str | None, gpus: int, is_spot: bool) -> float | None:
+        """Return what a machine with these GPUs costs [USD/h], None if that is not known.
+
+        Example:
+            >>> price = catalogue("gce").price("n1-standard-4", "T4", 1, is_spot=False)
+            >>> round(price, 2), catalogue("aws").price("g4dn.xlarge", "T4", 1, is_spot=True)
+            (0.54, None)
+        """
+
+        def of(table: str, name: str) -> float | None:
+            both = self.prices.get(table, {}).get(name)
+            if not isinstance(both, list):  # on demand only
+                return None if is_spot else both
+            return float(both[is_spot])
+
+        if (whole := of("machines", machine)) is not None:
+            return whole
+        family, shape = machine.partition("-")[0], self.shape(machine)
+        parts = [(of("vcpus", family), shape.vcpus), (of("gb", family), shape.memory_gb)]
+        parts += [(of("gpus", gpu), gpus)] if gpu else []
+        known = [price * count for price, count in parts if price is not None]
+        return sum(known) if len(known) == len(parts) else None
+
     def zones(self, *gpus: str) -> tuple[str, ...]:
         """Return the zones that have GPUs of all these kinds.
 
@@ -278,9 +313,9 @@ class Catalogue:
             known = kind.regions if place in regions or not kind.zones else kind.zones
             if known and place not in known:
                 near = [each for each in known if each[:-2] == place[:-2]]
-                where = (
-                    f"Near it are {', '.join(near)}" if near else f"They are in {', '.join(known)}"
-                )
+                # all of them are dozens
+                command = f"raypool cluster machines --catalogue {self.name} --gpu {kind.name}"
+                where = f"Near it are {', '.join(near)}" if near else f"`{command}` lists where"
                 raise CloudError(f"As of {self.date}, {place} has no {kind.name} GPUs. {where}.")
 
 
@@ -320,7 +355,8 @@ def catalogue(name: str) -> Catalogue:
     data = tomllib.loads(text)
     machines = {each: Machine(each, **entry) for each, entry in data["machines"].items()}
     gpus = {each: _gpu(each, entry) for each, entry in data["gpus"].items()}
-    return Catalogue(name, data["date"], tuple(data["sources"]), machines, gpus)
+    prices = data.get("prices", {})
+    return Catalogue(name, data["date"], tuple(data["sources"]), machines, gpus, prices)
 
 
 def _gpu(name: str, entry: dict[str, Any]) -> Gpu:

@@ -43,7 +43,7 @@ def write(plan: ClusterPlan, flags: Iterable[str] = ()) -> dict[str, Any]:
     """
     head, *workers = plan.hosts or ("<address of the head>", "<address of a worker>")
     commands = launcher_file.commands(plan, flags)
-    stop, start = commands["head_start_ray_commands"]
+    stop, start = commands["head_start_ray_commands"]  # no machines to delete, so no more
     return {
         "cluster_name": plan.name,
         "provider": {"type": "local", "head_ip": head, "worker_ips": workers},
@@ -81,30 +81,33 @@ def check(findings: Findings) -> None:
         "cluster_name is {}; files are named after it: letters, digits, dashes and dots.",
     )
     _check_hosts(findings)
-    _check_counts(findings)
+    there = len(findings.at(("provider", "worker_ips")) or ())
+    for name in ("min_workers", "max_workers"):
+        count = findings.at((name,))
+        text = f"{name} is {count}, and worker_ips names {there}:"
+        # Ray takes what fits, and says so in a log at most
+        if count is not None and count > there:
+            findings.add((name,), f"{text} that many at most.")
+        elif count is not None and name == "max_workers" and count < there:
+            findings.add((name,), f"{text} the others would never be used.")
     for command in findings.at(("head_start_ray_commands",)) or ():
         before, start, _ = command.partition(launcher_file.START)
         if start and OLD_AUTOSCALER not in before:
             text = (
-                f"Ray would leave out one of the workers. Put `export {OLD_AUTOSCALER};` before"
-                " `ray start`."
+                "Ray leaves out one of the workers. `raypool cluster harden` adds `export"
+                f" {OLD_AUTOSCALER};` before `ray start`."
             )
-            findings.add(("head_start_ray_commands",), text)
+            findings.doubt(("head_start_ray_commands",), text)
 
 
 def _check_hosts(findings: Findings) -> None:
-    head, workers = findings.at(("provider", "head_ip")), findings.at(("provider", "worker_ips"))
-    if head is None:
-        findings.add(
-            ("provider",),
-            "head_ip is missing in provider: the address of the machine that the others join.",
-        )
-    if workers is None:
-        findings.add(
-            ("provider",),
-            "worker_ips is missing in provider: a list with the addresses of the other machines,"
-            " or [].",
-        )
+    head, workers = (findings.at(("provider", name)) for name in ("head_ip", "worker_ips"))
+    for name, value, what in (
+        ("head_ip", head, "the address of the machine that the others join"),
+        ("worker_ips", workers, "a list with the addresses of the other machines, or []"),
+    ):
+        if value is None:
+            findings.add(("provider",), f"{name} is missing in provider: {what}.")
     seen: set[object] = set()
     hosts = [(("head_ip",), head), *((("worker_ips", n), it) for n, it in enumerate(workers or ()))]
     for keys, host in hosts:
@@ -126,23 +129,3 @@ def _check_hosts(findings: Findings) -> None:
             findings.add(("provider", *keys), wrong)
         else:
             seen.add(host)
-
-
-def _check_counts(findings: Findings) -> None:
-    # Ray takes what fits, and says so in a log at most
-    there = len(findings.at(("provider", "worker_ips")) or ())
-    least, most = (findings.at((name,)) for name in ("min_workers", "max_workers"))
-    for name, number in (("min_workers", least), ("max_workers", most)):
-        if number is not None and number > there:
-            findings.add(
-                (name,), f"{name} is {number}, and worker_ips names {there}: that many at most."
-            )
-    if most is not None and most < there:
-        findings.add(
-            ("max_workers",),
-            f"max_workers is {most}, and worker_ips names {there}: the others would never be used.",
-        )
-    elif least is not None and most is not None and least > most:
-        findings.add(
-            ("min_workers",), f"min_workers is {least}, more than max_workers, which is {most}."
-        )

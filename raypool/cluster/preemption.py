@@ -326,9 +326,9 @@ def watch(cloud: Cloud, node: RayNode) -> None:
             words = f"{type(error).__name__}: {error}"
         if words != trouble:
             logger.warning(
-                f"No notice can be had, or passed on ({words}); trying on."
+                f"Preemption notices could not be read or passed on ({words}); retrying."
                 if words
-                else "Well again."
+                else "Preemption notices work again."
             )
             trouble = words
         time.sleep(cloud.look_s)

@@ -8,6 +8,7 @@ import importlib.util
 import re
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from raypool.cluster import launcher
 from raypool.cluster.gcp import NAME_LIMIT
 from raypool.cluster.job_files import Training
 from raypool.cluster.jobs import Jobs
-from raypool.cluster.launcher_file import default_packages
+from raypool.cluster.launcher_file import ROLE
 from raypool.cluster.slurm_jobs import SlurmJobs
 from raypool.errors import CloudError
 from raypool.profiles import Profile
@@ -34,11 +35,11 @@ class Script:
 
     Attributes:
         words: What Python is given: ("train.py",), or ("-m", "trainer.task").
-        folder: The folder that goes along, in which it runs.
+        folder: The folder that goes along, in which it runs; None for a command of an image.
     """
 
     words: tuple[str, ...]
-    folder: Path
+    folder: Path | None
 
     @property
     def name(self) -> str:
@@ -140,6 +141,8 @@ def command(python: str, training: Training, script: Script, args: Sequence[str]
     """
     folder = [] if training.job_dir is None else ["--job-dir", training.job_dir]
     machines = ["--machines", str(training.machines)] if training.machines > 1 else []
+    chief = training.chief
+    variables = ["-m", "raypool.cluster.tf_config", "--chief", chief, "--"] if chief else []
     return [
         python,
         "-m",
@@ -147,29 +150,11 @@ def command(python: str, training: Training, script: Script, args: Sequence[str]
         *folder,
         *machines,
         "--",
+        *variables,
         *script.words,
         *folder,
         *args,
     ]
-
-
-def packages_with(packages: Sequence[str]) -> tuple[str, ...]:
-    """Return what is installed on machines: these packages, and raypool and Ray as here, unless
-    they are among them.
-
-    Example:
-        >>> packages_with(["raypool @ git+https://host/fork.git", "timm"])[1:]
-        ('raypool @ git+https://host/fork.git', 'timm')
-    """
-    named = {_project_of(package) for package in packages}
-    return (
-        *(package for package in default_packages() if _project_of(package) not in named),
-        *packages,
-    )
-
-
-def _project_of(package: str) -> str:
-    return re.split(r"[^A-Za-z0-9._-]", package, maxsplit=1)[0].lower()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +208,28 @@ class Submission:
             self.show(piece)
         info = jobs.wait(job_id)
         self.say(f"Job {job_id} has ended: {info.state}, exit status {info.exit_status}.")
+        if not isinstance(jobs, Jobs) or self.training.machines == 1:
+            return info.exit_status
+        if (idle := idle_machines(jobs)) is not None:
+            self.say(
+                f"Nothing ran on {idle}: the script runs on the master, and a pool that it opens"
+                " uses machines with GPUs. Leave out machines that it does not use."
+            )
         return info.exit_status
+
+
+def idle_machines(jobs: Jobs) -> str | None:
+    """Return which machines beside the head no actor or task has used; None if all were used."""
+    used = set()
+    for kind in ("actors", "tasks"):
+        answer = jobs.dashboard.get(f"/api/v0/{kind}", detail=1, limit=10_000)
+        used |= {each["node_id"] for each in answer["data"]["result"]["result"]}
+    roles = Counter(
+        node["labels"].get(ROLE, "other")
+        for node in jobs.dashboard.nodes()
+        if node["node_id"] not in used and not node["is_head_node"]
+    )
+    return ", ".join(f"{count} {role} machine(s)" for role, count in sorted(roles.items())) or None
 
 
 def run_on(profile: Profile, submission: Submission) -> int:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 from time import time
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from raypool.backends.base import Backend
 from raypool.channel.hub import Hub
@@ -37,7 +37,6 @@ from raypool.engine import explanations
 from raypool.engine.explanations import Tell
 from raypool.engine.in_flight import Call, InFlight, Sent
 from raypool.engine.inbox import Inbox, Message
-from raypool.engine.trace import TraceWriter
 from raypool.engine.work import GangWork, Work
 from raypool.errors import (
     LossReason,
@@ -47,6 +46,9 @@ from raypool.errors import (
     WorkerLostError,
 )
 from raypool.futures import Future
+
+if TYPE_CHECKING:
+    from raypool.engine.trace import TraceWriter
 
 CLOSED = "The pool is closed. Open another with parpool()."
 

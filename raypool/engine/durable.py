@@ -98,15 +98,14 @@ class DurableLoop(LoopWork):
             self._stored = {} if self._rerun == "all" else self._journal.stored()
         except OSError as error:
             raise JournalError(
-                f"{self.run_dir} cannot be written: {error}. Make room on that disk, or give"
+                f"{self.run_dir} cannot be written: {error}. Free some space on that disk, or use"
                 " another folder.",
                 run_dir=str(self.run_dir),
             ) from error
         if self._stored and items and self._stored.keys().isdisjoint(self.keys):
             logger.warning(
-                "None of the %s items of %s is among the %s in %s that have an outcome, so all of"
-                " them run. If they should be there: has their class, or the type of a value in"
-                " them, changed?",
+                "None of the %s items of %s is among the %s with a result in %s, so all of them"
+                " run. If some should be: did their class, or the type of a value in them, change?",
                 f"{len(items):,}",
                 self.label,
                 f"{len(self._stored):,}",
@@ -129,9 +128,9 @@ class DurableLoop(LoopWork):
             num_moved += sum(places.get(self.keys[index], index) != index for index in indices)
         if num_moved:
             logger.warning(
-                "%s items of %s had another number when they ran, and with seed=%s the random"
-                " numbers that belong to that: other items may get the same now. Put new items"
-                " behind those that were there, or run all again with rerun='all'.",
+                "%s items of %s ran under another number, with the random numbers that seed=%s"
+                " gives to it: other items may get the same ones now. Add new items at the end of"
+                " the list, or rerun everything with rerun='all'.",
                 f"{num_moved:,}",
                 self.label,
                 self._options.seed,
@@ -509,7 +508,7 @@ class Recorder:
                     self._deadline = time.monotonic() + PATIENCE_S
                     if self._trouble is not None and not self._is_hurried:
                         logger.warning(
-                            "%s has ended; what is not written yet is tried for %g s more.",
+                            "%s has ended; writing its remaining results is retried for %g s.",
                             self._label,
                             PATIENCE_S,
                         )
@@ -559,13 +558,13 @@ class Recorder:
     def _note_trouble(self, trouble: OSError | None, is_total: bool) -> None:
         if trouble is None and self._trouble is not None and not self._waiting:
             logger.warning(
-                "%s can be written again: everything that waited is there.", self._journal.run_dir
+                "%s can be written again: all waiting results are saved.", self._journal.run_dir
             )
         elif trouble is not None and self._trouble is None:
             num_left = sum(len(step.outcomes) for step in self._waiting)
             logger.warning(
-                "%s cannot be written: %s. %s of %s wait in memory, and it is tried again; the loop"
-                " goes on. Make room on that disk, or see that it can be written.",
+                "%s cannot be written: %s. %s of %s wait in memory, and writing is retried; the"
+                " loop continues. Free some space on that disk, or make the folder writable.",
                 self._journal.run_dir,
                 trouble,
                 self._said(num_left),

@@ -18,7 +18,7 @@ import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from raypool.backends.base import Backend, Post
 from raypool.channel.captured import generators_of
@@ -35,7 +35,6 @@ from raypool.engine import explanations
 from raypool.engine.driver import Driver
 from raypool.engine.explanations import Tell
 from raypool.engine.inbox import Inbox, InlineInbox, ThreadInbox
-from raypool.engine.trace import TraceWriter
 from raypool.engine.work import CallWork
 from raypool.errors import (
     InvalidValueError,
@@ -49,6 +48,9 @@ from raypool.gpus.nvml import NvmlInventory
 from raypool.options import Options, Where
 from raypool.profiles import Profile
 from raypool.worker.running import in_task
+
+if TYPE_CHECKING:
+    from raypool.engine.trace import TraceWriter
 
 KNOWN_BYTES = 1024 * 1024
 """The size of the pickled functions that are remembered, to know one that is called again."""
@@ -110,6 +112,8 @@ class Engine:
         scheduler = Scheduler(profile.start_timeout_s, idle_timeout_s)
         self._trace: TraceWriter | None = None
         if profile.trace is not None:
+            from raypool.engine.trace import TraceWriter
+
             self._trace = TraceWriter(
                 profile.trace,
                 start_timeout_s=profile.start_timeout_s,
@@ -214,10 +218,10 @@ class Engine:
         found = generators_of(fn)
         if found:
             logger.warning(
-                "%s draws from %s, and each worker has its own copy of that: items on different"
-                " workers get the same random numbers, and the next run gives others. Use parfor"
-                " with seed=0, which seeds it for each item, or make the generator in the function,"
-                " from its item.",
+                "%s draws from %s, and each worker has its own copy of it: items on different"
+                " workers get the same random numbers, and the next run gets others. Use parfor"
+                " with seed=0, which seeds it for each item, or create the generator in the"
+                " function, from its item.",
                 name,
                 ", ".join(
                     dict.fromkeys(f"the generator {generator.name}".rstrip() for generator in found)
@@ -273,7 +277,7 @@ class Engine:
         self.driver.arrivals.let_go(failed)  # they are tried again: what becomes of that is news
         for place, why in failed.items():
             logger.warning(
-                "Worker %d did not start: %s. The pool has %d.",
+                "Worker %d did not start: %s. The number of workers is %d.",
                 place,
                 why,
                 self.driver.scheduler.workers.size,

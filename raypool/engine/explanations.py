@@ -32,8 +32,8 @@ HINTS = {
         "With retries=1 an item moves to another node by itself; make a call on all workers again."
     ),
     LossReason.START: "Try the function with profile='inline'.",
-    LossReason.FAULTY: "Look at that machine, or its GPU.",
-    LossReason.STOPPED: "What was beside it had been cancelled and did not stop; run it again.",
+    LossReason.FAULTY: "Check that machine and its GPU.",
+    LossReason.STOPPED: "A cancelled task in the same process did not stop; run this one again.",
     LossReason.UNKNOWN: "Run it with profile='inline' to see what it does.",
 }
 """The next step, by what happened."""
@@ -66,7 +66,7 @@ def stranded(what: str, attempt: int, reason: LossReason, words: str) -> WorkerL
     """Return the error for items that wait for workers that are gone; `words` say how."""
     return WorkerLostError(
         f"{what} waited to run, attempt {attempt}, and no worker is left that it may run on:"
-        f" {words}. Hand it in to the pool, or to a part that has workers.",
+        f" {words}. Submit it to the pool, or to a part that has workers.",
         reason=reason,
         attempts=attempt - 1,
     )
@@ -75,7 +75,7 @@ def stranded(what: str, attempt: int, reason: LossReason, words: str) -> WorkerL
 def parked(num_workers: int) -> str:
     """Return the message that idle workers have ended."""
     count = f"{num_workers} worker" + ("s have" if num_workers != 1 else " has")
-    return f"idle; {count} ended, and their memory is free; the next call starts them again"
+    return f"idle; {count} exited and freed their memory; the next call starts them again"
 
 
 def not_started(num_failed: int, num_places: int, place: int, why: str, logs: str | None) -> str:
@@ -103,14 +103,14 @@ def left(worker: WorkerInfo, words: str, num_left: int) -> str:
 def faulty(worker: WorkerInfo, failed: int, finished: int, num_left: int) -> str:
     """Return the message that a worker was taken out: it failed items that ran elsewhere."""
     elsewhere = (
-        f"{finished:,} have finished elsewhere meanwhile"
+        f"{finished:,} finished on other workers in that time"
         if finished
-        else "they run elsewhere without failing"
+        else "they do not fail on other workers"
     )
     return (
-        f"Worker {worker.index} ({where(worker)}) was taken out of the pool: the last {failed:,}"
-        f" items there have all failed, and {elsewhere}. Look at that machine, or its GPU; resize"
-        f" the pool for another worker. The pool has {num_left} left."
+        f"Worker {worker.index} ({where(worker)}) was removed from the pool: its last {failed:,}"
+        f" items all failed, and {elsewhere}. Check that machine and its GPU; resize the pool to"
+        f" get another worker. The pool has {num_left} left."
     )
 
 
@@ -135,7 +135,7 @@ def timed_out(worker: WorkerInfo, what: str, timeout_s: float) -> TaskTimeoutErr
 def pool_broken(words: str) -> PoolBrokenError:
     """Return the error for tasks of a pool without workers; `words` are about the last one."""
     return PoolBrokenError(
-        f"No worker is left that could be started again; the last one said: {words}. Open a new"
+        f"No worker is left, and none could be started again; the last error: {words}. Open a new"
         " pool with parpool()."
     )
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import socket
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -340,6 +339,8 @@ def prefer_fast_links(environ: MutableMapping[str, str]) -> None:
     """
     if environ.get(FAST_LINKS) != "1" or INTERFACES in environ:
         return
+    import socket
+
     import psutil
 
     # NCCL prefers them by itself, but raypool's start of ranks, like others', names the interface

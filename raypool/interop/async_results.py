@@ -160,7 +160,7 @@ class CallGroup(Generic[T]):
                 callback(self.value)
             except BaseException:
                 logger.exception(
-                    "A callback of a pool, %r, has failed; nothing else is harmed.", callback
+                    "The callback %r of a pool failed; nothing else is affected.", callback
                 )
         self._pool = None  # first: then a waiter that drops the pool holds the last reference
         self.ended.set()

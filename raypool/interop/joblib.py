@@ -22,6 +22,9 @@ def register_joblib() -> None:
     `joblib.effective_n_jobs()` is 1. A `Parallel` inside a task uses threads there, as with
     joblib's own processes.
 
+    In a terminal or a notebook, calls that take more than a second show their progress as `parfor`
+    does; with `verbose` every call does, also in a log file.
+
     Short tasks share calls to the workers, and are drawn further ahead than `pre_dispatch`, unless
     `batch_size` is a number. If a worker dies, the tasks of its call run again, up to `retries`
     times. A time-out (`Parallel(timeout=...)`) and an error stop running tasks. Arguments of

@@ -12,9 +12,10 @@ import sys
 import threading
 import warnings
 import weakref
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Any, NamedTuple, TypeAlias
 
 from joblib.parallel import (
@@ -31,14 +32,25 @@ from joblib.parallel import (
 )
 
 from raypool.backends.ray.session import is_forked
-from raypool.channel.records import function_name
+from raypool.channel.records import (
+    Failure,
+    Function,
+    LocalValues,
+    SliceResult,
+    WorkerInfo,
+    function_name,
+)
+from raypool.core.model import Slice, TaskState
 from raypool.engine.engine import Engine
+from raypool.engine.loop import LoopOptions, LoopWork, Segment
 from raypool.errors import InvalidTypeError, InvalidValueError, ResourceError, SerializationError
 from raypool.futures import Future, cancel_each
-from raypool.parallel_for import PLAIN
+from raypool.parallel_for import PLAIN, TICK_S, watched
 from raypool.pool import ParallelPool, PoolView, gcp, open_pool
 from raypool.profile_files import resolve_profile
 from raypool.profiles import Profile
+from raypool.views.lines import is_terminal
+from raypool.views.notebook import in_notebook
 from raypool.worker.runner import CALL_LIMIT_S, finished
 from raypool.worker.running import in_task
 from raypool.worker.setup_globals import share_left
@@ -179,6 +191,7 @@ class RaypoolBackend(ParallelBackendBase):  # type: ignore[misc]
     def submit(self, batch: BatchedCalls, callback: BatchCompletionCallBack) -> Batches:
         """Hand in a batch; `callback` is called when all of it has ended or a part has failed."""
         tasks = batch.items
+        self._batches.show(callback.parallel, tasks)
         self._batches.take(BatchPart(Batch(tasks, callback), 0, len(tasks)))
         return self._batches
 
@@ -262,6 +275,7 @@ class Batch:
     def __init__(self, tasks: list[Task], callback: BatchCompletionCallBack) -> None:
         self.tasks = tasks
         self.callback = callback
+        self.first = callback.parallel.n_dispatched_tasks - len(tasks)  # the number of the first
         self.values: list[Any] = [None] * len(tasks)
         self.missing = len(tasks)
         self.run_s = 0.0
@@ -279,6 +293,11 @@ class BatchPart(NamedTuple):
         """The tasks."""
         return self.batch.tasks[self.start : self.stop]
 
+    def numbered(self, future: Future[Any]) -> Slice:
+        """Return the numbers of the tasks in their `Parallel`, with the attempt at their call."""
+        first = self.batch.first
+        return Slice(0, first + self.start, first + self.stop, future.attempts)
+
 
 class Batches:
     """The batches of one call of a `Parallel`; at most `most` calls run at once."""
@@ -292,17 +311,32 @@ class Batches:
             self._shared = SharedArguments(pool._engine, max_nbytes)  # elsewhere nothing travels
         self._manner = manner
         self._waiting: deque[BatchPart] = deque()
-        self._running: dict[Future[Any], None] = {}  # ordered, as `cancel_each` needs
+        self._running: dict[Future[Any], BatchPart] = {}  # ordered, as `cancel_each` needs
+        self._display: Display | None = None
         self._num_begun = 0
-        self._is_over = False
+        self._is_begun = self._is_over = False
         self.newest_run_s = 0.0  # of the last batch passed to joblib
         self._lock = threading.Lock()
         self._ended: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._end_thread = weakref.finalize(self, self._ended.put, None)
         self._end_thread.atexit = False
+
+    def show(self, parallel: Parallel, tasks: list[Task]) -> None:
+        """Begin, with the first tasks, to work and to show the progress, if somebody looks."""
+        if self._is_begun:
+            return
+        self._is_begun = True
+        if parallel.verbose or in_notebook() or is_terminal(sys.stderr):
+            work = ParallelWork(function_name(tasks[0][0]), weakref.WeakMethod(self.calls))
+            self._display = Display(work, parallel, self._pool._engine)
         # joblib's callbacks draw from the user's generator: not in the pool's thread
-        call_all = functools.partial(_call_each, self._ended)
+        call_all = functools.partial(_call_each, self._ended, self._display)
         threading.Thread(target=call_all, name="raypool-joblib", daemon=True).start()
+
+    def calls(self) -> list[tuple[Future[Any], BatchPart]]:
+        """Return the calls that have not been answered, in their order."""
+        with self._lock:
+            return list(self._running.items())
 
     def take(self, piece: BatchPart) -> None:
         """Take a part of a batch. Errors are not raised but passed to the batch's callback."""
@@ -330,7 +364,7 @@ class Batches:
             future = Future(name)
             future.set_exception(error)
         with self._lock:
-            self._running[future] = None
+            self._running[future] = piece
         if self._is_over:  # `end` may not have seen it
             future.cancel()
         future.add_done_callback(functools.partial(self._pass_on, piece))
@@ -351,6 +385,8 @@ class Batches:
             if next_one is not None:
                 self._begin(next_one)
             outcome = self._outcome(piece, future)
+            if (display := self._display) is not None:
+                display.work.note(piece, future)
             if outcome is not None:
                 self.newest_run_s = piece.batch.run_s
                 callback(outcome)
@@ -393,16 +429,29 @@ class Batches:
             running = list(self._running)
         cancel_each(running)
         self._end_thread()
+        display, self._display = self._display, None  # it has the errors, with their frames
+        if display is not None:
+            display.end()
         if self._shared is not None:
             self._shared.forget()
 
 
-def _call_each(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+def _call_each(
+    calls: queue.SimpleQueue[Callable[[], None] | None], display: Display | None
+) -> None:
     # No executor: the interpreter closes these before the last threads end. No method: a thread
     # that holds the batches would keep them from being collected, which is what ends it.
-    while (call := calls.get()) is not None:
-        call()
-        del call  # it holds the batches
+    while True:
+        with contextlib.suppress(queue.Empty):
+            call = calls.get(timeout=None if display is None else TICK_S)
+            if call is None:
+                break
+            call()
+            del call  # it holds the batches
+        if display is not None:
+            display.update()
+    if display is not None:
+        display.end()
 
 
 def _fail(callback: BatchCompletionCallBack, error: BaseException) -> None:
@@ -414,6 +463,94 @@ def _fail(callback: BatchCompletionCallBack, error: BaseException) -> None:
             tracker = BatchCompletionCallBack(0, 1, parallel)
             parallel._register_new_job(tracker)
             tracker._register_outcome({"result": error, "status": TASK_ERROR})
+
+
+# --- progress -------------------------------------------------------------------------------------
+
+
+PATIENCE_S = 1.0
+"""The time before progress is shown [s]: libraries call joblib often, and mostly for less."""
+
+
+class ParallelWork(LoopWork):
+    """The tasks of one call of a `Parallel`, as displays of loops know items; no driver has it."""
+
+    def __init__(
+        self, label: str, find_calls: Callable[[], Callable[[], list[Any]] | None]
+    ) -> None:
+        # displays describe items that differ from their numbers
+        super().__init__(Function(0, None, label), range(sys.maxsize), LoopOptions(label))
+        self._find_calls = find_calls
+
+    @property
+    def running(self) -> dict[int, tuple[Slice, float]]:
+        """What each worker runs, by its number, and since when."""
+        find = self._find_calls()
+        found: dict[int, tuple[Slice, float]] = {}
+        for future, piece in [] if find is None else find():
+            if future.running() and future.worker is not None:
+                # a worker has the calls after the first only in its queue
+                found.setdefault(
+                    future.worker, (piece.numbered(future), future.started_at.timestamp())
+                )
+        return found
+
+    def note(self, piece: BatchPart, future: Future[Any]) -> None:
+        """Note the outcome of a call."""
+        if future.worker is None or future.cancelled():
+            return
+        error = future.exception()
+        tasks = piece.numbered(future)
+        if error is None:
+            tasks = tasks._replace(stop=tasks.start + len(future.result()))
+        count = tasks.stop - tasks.start
+        result = SliceResult(
+            tasks.start,
+            count,
+            LocalValues([]),
+            0,
+            {} if error is None else {tasks.start: Failure(error, None)},
+            array("d", [(future.duration_s or 0.0) / count] * count),
+            0.0,
+        )
+        errors = {} if error is None else {tasks.start: error}
+        self._keep(Segment(tasks, result, WorkerInfo(future.worker, "", 0)), errors)
+
+
+class Display:
+    """Shows the progress of one call of a `Parallel` as `parfor` shows that of a loop."""
+
+    def __init__(self, work: ParallelWork, parallel: Parallel, engine: Engine) -> None:
+        self.work = work
+        self._find_parallel = weakref.ref(parallel)
+        self._total: int | None = None
+        self._show_at = monotonic() + (0.0 if parallel.verbose else PATIENCE_S)
+        self._context = contextlib.ExitStack()
+        # True: also in a log file
+        progress = True if parallel.verbose else None
+        self._watch = self._context.enter_context(watched(progress, work.label, engine))
+        # again in the same thread: the collector may end a call anywhere
+        self._lock = threading.RLock()
+
+    def update(self) -> None:
+        """Show the progress, if it is time."""
+        with self._lock:
+            parallel = self._find_parallel()
+            if parallel is not None:
+                self._total = parallel.n_tasks
+                if self._total is None and parallel._original_iterator is None:
+                    self._total = parallel.n_dispatched_tasks  # all have been drawn
+            if self._watch is not None and monotonic() >= self._show_at:
+                self._watch.update(self.work, self._total)
+
+    def end(self) -> None:
+        """Show the end, once."""
+        self.update()
+        with self._lock:
+            if self.work.num_settled == self._total and not self.work.errors:
+                self.work.state = TaskState.FINISHED
+            self._watch = None
+            self._context.close()
 
 
 # --- tasks: transport and execution ---------------------------------------------------------------
@@ -630,8 +767,8 @@ class PoolSource:
     def note_forked(self) -> None:
         """Warn that everything runs in turn, as joblib's own backends do in such a process."""
         warnings.warn(
-            "Loops on raypool cannot run in a process that was forked from one that uses Ray, or"
-            " from the one with the pool: setting n_jobs=1. Start the process by spawn, or use"
+            "raypool cannot run joblib's calls in a process that was forked from one that uses"
+            " Ray or has the pool: setting n_jobs=1. Start the process with spawn, or use"
             " joblib's threading backend in it.",
             stacklevel=_level_of_the_user(),
         )
@@ -641,8 +778,8 @@ class PoolSource:
         if not self._has_noted:  # no error: no result depends on it
             self._has_noted = True
             warnings.warn(
-                f"n_jobs={n_jobs} is more than the number of workers that the pool has, {size}: all"
-                " of them are used. Open the pool with more, or leave n_jobs out.",
+                f"n_jobs={n_jobs} is more than the pool's number of workers, {size}: all of them"
+                " are used. Open a larger pool, or leave out n_jobs.",
                 stacklevel=_level_of_the_user(),
             )
 

@@ -82,7 +82,7 @@ def read_file(path: Path, size: int, known_digest: bytes) -> bytes:
     except OSError as error:
         raise Damaged(f"{path} cannot be read ({error.strerror or error})") from error
     if len(data) != size or digest(data) != known_digest:
-        raise Damaged(f"{path} is not what was written ({len(data):,} of {size:,} bytes)")
+        raise Damaged(f"{path} has changed since it was written ({len(data):,} of {size:,} bytes)")
     return data
 
 

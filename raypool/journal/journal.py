@@ -167,7 +167,9 @@ class Journal:
                     try:
                         place = put_away(item, "item", self.folder(key))
                     except SerializationError as error:
-                        logger.warning("Item %s cannot be stored, its outcome can: %s", key, error)
+                        logger.warning(
+                            "Item %s cannot be saved, but its result can: %s", key, error
+                        )
                         place = NOWHERE
                     items.append((known, key, self.run, *place))
                 positions.append((position, known))
@@ -338,7 +340,7 @@ class Journal:
         """
         # another program took this process for gone, and has merged and removed the log
         logger.warning(
-            "Another program has removed the log of %s, which is in use; it is opened again.",
+            "Another program removed the log of %s, which is in use; the journal is reopened.",
             self._database,
         )
         self._log = NO_LOG
@@ -393,14 +395,14 @@ def check_same(folder: Path, contents: Contents, function: str, seed: int | None
     known_seed = json.loads(known_seed)
     if known_function != function[:MAX_TEXT_BYTES]:
         raise JournalError(
-            f"{folder} holds what became of {known_function}; this call is for {function}. Give"
-            " each function its own folder.",
+            f"{folder} belongs to {known_function}; this call runs {function}. Use a folder of"
+            " its own for each function.",
             run_dir=str(folder),
         )
     if known_seed != seed:
         raise JournalError(
             f"{folder} was made with seed={known_seed}; this call has seed={seed}, which gives"
-            f" other values. Give seed={known_seed}, or another folder.",
+            f" other results. Use seed={known_seed}, or another folder.",
             run_dir=str(folder),
         )
 
@@ -417,16 +419,16 @@ def check_held(folder: Path, contents: Contents, source: FunctionSource | None) 
     known = FunctionSource.from_text(texts[-1])
     if known.given is not None and source.given is not None and known.given != source.given:
         raise JournalError(
-            f"{folder} was made by {source.function} with {known.words or 'no arguments'} given by"
-            f" functools.partial; this call gives it {source.words or 'none'}. Give another folder;"
-            " load_results reads what is in this one.",
+            f"{folder} was made by {source.function} with {known.words or 'no arguments'} from"
+            f" functools.partial; this call passes {source.words or 'none'}. Use another folder;"
+            " load_results still reads this one.",
             run_dir=str(folder),
         )
     if known.held is not None and source.held is not None and known.held != source.held:
         logger.warning(
-            "%s holds other values (in a partial, a closure, defaults, or the object that it"
-            " belongs to) than when %s was made, or is another lambda. What is there stays as it"
-            " is: rerun='all' or another folder gives new results.",
+            "%s holds other values (in a partial, a closure, defaults, or its object) than when"
+            " %s was written, or is another lambda. Saved results are kept: rerun='all' or"
+            " another folder gives new ones.",
             source.function,
             folder,
         )

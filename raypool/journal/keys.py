@@ -55,8 +55,8 @@ def content_key(value: Any, what: str) -> str:
         data = _canonical(value, what, [])
     except RecursionError:
         raise InvalidTypeError(
-            f"{what} is nested too deeply to be told from others by what it holds. Give the"
-            " function something to make it from."
+            f"{what} is nested too deeply to be identified by its content. Pass something from"
+            " which the function can make it."
         ) from None
     return blake2b(data, digest_size=KEY_BYTES).hexdigest()
 
@@ -318,9 +318,8 @@ def _reduced(value: Any, path: str, outer: list[int]) -> bytes:
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise InvalidTypeError(
-            f"{path} is a {kind.__name__} that cannot be pickled ({reason}), so it cannot be told"
-            " from others by what it holds. Make it inside the function, or give what it is made"
-            " from."
+            f"{path} is a {kind.__name__} that cannot be pickled ({reason}), so it cannot be"
+            " identified by its content. Make it inside the function, or pass what it is made from."
         ) from error
     if isinstance(reduced, str):
         return _node("global", _name(kind), _text(reduced))

@@ -49,7 +49,7 @@ class RunLock:
             self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             raise JournalError(
-                f"{folder} cannot be written ({error.strerror or error}). Give a folder that"
+                f"{folder} cannot be written ({error.strerror or error}). Use a folder that"
                 " belongs to you.",
                 run_dir=str(folder),
             ) from error
@@ -82,12 +82,11 @@ class RunLock:
                 except (OSError, ValueError, KeyError, TypeError):
                     holder = "another process"
                 raise JournalError(
-                    f"{folder} is in use by {holder}. Wait until that has ended, or give"
-                    " another folder.",
+                    f"{folder} is in use by {holder}. Wait until it ends, or use another folder.",
                     run_dir=str(folder),
                 ) from None
             logger.warning(
-                "%s cannot be locked (%s): make sure that nobody else uses it.",
+                "%s cannot be locked (%s): make sure that no other process uses it.",
                 folder,
                 error.strerror,
             )

@@ -112,8 +112,8 @@ def cannot_write(folder: Path, error: Exception) -> JournalError:
     """Return the error for a journal that cannot be written."""
     reason = getattr(error, "strerror", None) or error
     return JournalError(
-        f"The journal in {folder} cannot be written ({reason}). Make room, or give a folder that"
-        " belongs to you.",
+        f"The journal in {folder} cannot be written ({reason}). Free some space, or use a folder"
+        " that belongs to you.",
         run_dir=str(folder),
     )
 
@@ -171,8 +171,8 @@ def _checked(connection: sqlite3.Connection, rest: bytes) -> Contents:
         _append_found(connection, contents, rest)
         if is_cut(rest, num_frames):
             logger.warning(
-                "The log of the journal is damaged near its end: what was written last may be lost,"
-                " and runs again."
+                "The log of the journal is damaged near its end: the last results may be lost,"
+                " and their items run again."
             )
     return contents
 
@@ -214,7 +214,7 @@ def _append_found(connection: sqlite3.Connection, contents: Contents, rest: byte
     contents.update(both)
     if sum(lost.values()):
         logger.warning(
-            "The log of the journal is damaged: %s. What they were about runs again.",
+            "The log of the journal is damaged: %s. The items concerned run again.",
             what_is_lost(lost),
         )
 
@@ -260,7 +260,7 @@ def what_is_lost(lost: dict[str, int]) -> str:
     counts = [(lost["attempts"], "results"), (lost["items"], "items")]
     counts.append((lost["orders"] + lost["runs"], "other records"))
     said = " and ".join(f"{count:,} {name}" for count, name in counts if count)
-    return f"at least {said} are lost" if said else "how many are lost is not known"
+    return f"at least {said} are lost" if said else "the number of lost ones is unknown"
 
 
 def what_is_left(path: Path, data: bytes, contents: Contents) -> str:
@@ -269,11 +269,11 @@ def what_is_left(path: Path, data: bytes, contents: Contents) -> str:
     # in SQLite's header: the size of a page, and the number of pages
     page, pages = int.from_bytes(data[16:18], "big"), int.from_bytes(data[28:32], "big")
     if not data.startswith(b"SQLite format 3\0"):
-        cause = "its beginning is not that of a journal"
+        cause = "it does not begin like a journal"
     elif len(data) < page * pages:
-        cause = f"it was cut off, {len(data):,} of {page * pages:,} bytes are there"
+        cause = f"it was cut off after {len(data):,} of {page * pages:,} bytes"
     else:
-        cause = "not all in it is what was written"
+        cause = "parts of it have changed"
     return (
         f"{path} is damaged ({cause}): {count:,} results of {len(contents['items']):,} items could"
         f" be read, {what_is_lost(lost_of(contents))}."
@@ -288,7 +288,7 @@ def lost_with_log(folder: Path, noted: int, contents: Contents) -> str | None:
     return (
         f"{lost:,} of {noted:,} results of the run in {folder} are lost: the log of its journal,"
         f" {DATABASE}-wal, is missing or was cut off. If the folder is a copy, copy the log too;"
-        " else call parfor with this run_dir again, which runs them again."
+        " otherwise call parfor with this run_dir again to rerun their items."
     )
 
 
@@ -313,7 +313,7 @@ def rescued(path: Path, data: bytes, rest: bytes) -> Contents:
         )
     if not any(contents.values()) and not is_ours and _is_sound(data, path):
         raise JournalError(
-            f"{path} is not a journal of raypool's. Give another folder.", run_dir=str(path.parent)
+            f"{path} is not a raypool journal. Use another folder.", run_dir=str(path.parent)
         )
     return contents
 
@@ -350,9 +350,7 @@ def _salvaged(folder: Path, rest: bytes) -> tuple[sqlite3.Connection, Contents]:
     temporary.replace(folder / SALVAGED)
     sync_folder(folder)
     _finish_salvage(folder)
-    logger.warning(
-        "%s What is missing runs again. The damaged file is kept as %s.", said, kept.name
-    )
+    logger.warning("%s Missing items run again. The damaged file is kept as %s.", said, kept.name)
     return connect(path), contents
 
 

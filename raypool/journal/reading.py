@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import operator
 import os
 import pickle
 import shutil
@@ -97,16 +98,23 @@ def _load(folder: Path) -> Results[Any]:
     contents = read_contents(folder)
     entries = entries_of(contents)
     items = _opened(folder, [(entry.key, entry.item) for entry in entries])
-    places: list[tuple[str, StoredAt | None]] = []
-    for key, _, stored in entries:
-        is_finished = stored is not None and stored.status == "finished"
-        places.append((key, StoredAt(*stored[5:10]) if stored and is_finished else None))
-    values = _opened(folder, places)
+    values = _opened(
+        folder,
+        [
+            (
+                key,
+                StoredAt._make(stored[5:10])
+                if stored is not None and stored.status == "finished"
+                else None,
+            )
+            for key, _, stored in entries
+        ],
+    )
     unreadable = {index for index, value in enumerate(values) if type(value) is Damaged}
     if unreadable:
         first = values[min(unreadable)]
         logger.warning(
-            "%s of %s values cannot be had back; a call with this run_dir runs them again. %s",
+            "%s of %s values cannot be read; a call with this run_dir runs their items again. %s",
             len(unreadable),
             len(values),
             first,
@@ -169,10 +177,8 @@ def _opened(folder: Path, places: Sequence[tuple[str, StoredAt | None]]) -> list
 
 def entries_of(contents: Contents) -> list[ItemRecord]:
     """Return the items of the newest call in its order, then the others."""
-    newest: dict[str, Stored] = {}
-    for row in sorted(contents["attempts"], key=lambda row: (row[2], row[0])):
-        if row[4] in ("finished", "failed"):
-            newest[row[1]] = Stored._make(row)
+    outcomes = map(Stored._make, sorted(contents["attempts"], key=operator.itemgetter(2, 0)))
+    newest = {stored.key: stored for stored in outcomes if stored.status in ("finished", "failed")}
     items = {row[0]: row for row in contents["items"]}
     numbers = dict.fromkeys(positions_of(contents, newest_run(contents)).values())
     ordered = [
@@ -180,10 +186,9 @@ def entries_of(contents: Contents) -> list[ItemRecord]:
         for number in [*numbers, *(number for number in items if number not in numbers)]
         if number in items
     ]
-    known = {row[1]: StoredAt(*row[3:8]) for row in ordered}
-    return [
-        ItemRecord(key, known.get(key), newest.get(key)) for key in dict.fromkeys([*known, *newest])
-    ]
+    known = {row[1]: StoredAt._make(row[3:8]) for row in ordered}
+    keys = list(dict.fromkeys([*known, *newest]))
+    return list(map(ItemRecord, keys, map(known.get, keys), map(newest.get, keys)))
 
 
 def newest_run(contents: Contents) -> int:
@@ -271,7 +276,7 @@ def read_contents(folder: Path) -> Contents:
         if noted or (folder / "items").exists():
             raise JournalError(
                 f"0 results could be read: {path} is missing or empty, but there was a run in this"
-                " folder. If it is a copy, copy the journal too; else call parfor with this"
+                " folder. If it is a copy, copy the journal too; otherwise call parfor with this"
                 " run_dir again, which runs all items.",
                 run_dir=str(folder),
             )
@@ -327,8 +332,8 @@ def _left(path: Path) -> Contents:
         )
     said = what_is_left(path, data, found)
     logger.warning(
-        "%s Call parfor with this run_dir again: it keeps the damaged file, and runs what is"
-        " missing.",
+        "%s Call parfor with this run_dir again: it keeps the damaged file and runs the missing"
+        " items.",
         said,
     )
     return found
@@ -429,8 +434,7 @@ def _feed_of(folder: Path, keys: Sequence[str]) -> Feed:
     if lost:
         count, first = sum(lost.values()), next(iter(lost))
         logger.warning(
-            "Reports of items that were cut off or changed, and are left out (lines): %s, the first"
-            " in %s.",
+            "Lines with reports of items are damaged and were left out: %s, the first in %s.",
             count,
             first,
         )

@@ -85,7 +85,7 @@ def replaying(run_dir: Path, item: str) -> Iterator[Replay]:
         check_run(folder)  # the journal names the script to load
     except Damaged as error:
         raise JournalError(
-            f"No item of {folder} is run again: {error}.", run_dir=str(folder)
+            f"No item of {folder} can be replayed: {error}.", run_dir=str(folder)
         ) from error
     entry = _entry(folder, entries_of(contents), item)
     run = newest_run(contents) if entry.stored is None else entry.stored.run
@@ -98,7 +98,7 @@ def replaying(run_dir: Path, item: str) -> Iterator[Replay]:
             value = get_back(entry.item, folder, entry.key)
         except Damaged as error:
             raise JournalError(
-                f"Item {item} of {folder} cannot run again: {error}.", run_dir=str(folder)
+                f"Item {item} of {folder} cannot be replayed: {error}.", run_dir=str(folder)
             ) from error
         index = _index(contents, run, entry.key)
         attempt = 1 if entry.stored is None else entry.stored.attempt
@@ -125,7 +125,8 @@ def _about(folder: Path, contents: Contents, run: int) -> tuple[FunctionSource, 
     runs = {row[0]: row for row in contents["runs"] if row[3]}
     if not runs:
         raise JournalError(
-            f"The journal in {folder} does not say where its function stands.", run_dir=str(folder)
+            f"The journal in {folder} does not say where its function is defined.",
+            run_dir=str(folder),
         )
     _, _, seed, source, *_ = runs.get(run) or runs[max(runs)]
     return FunctionSource.from_text(source), json.loads(seed)
@@ -185,7 +186,7 @@ def _function(folder: Path, source: FunctionSource) -> Callable[[Any], Any]:
             ) from error
         fn = found(module, source.qualname)
     if not callable(fn):
-        raise Damaged(f"{source.module} has no function {source.qualname} any more")
+        raise Damaged(f"{source.module} no longer has a function {source.qualname}")
     return fn  # type: ignore[no-any-return]
 
 
@@ -193,7 +194,7 @@ def _script(source: FunctionSource) -> ModuleType:
     """Import a script under the name of its file, where its pickles find their classes."""
     spec = importlib.util.spec_from_file_location(source.module, source.file or "")
     if spec is None or spec.loader is None:
-        raise ImportError(f"{source.file} is no Python file")
+        raise ImportError(f"{source.file} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[source.module] = sys.modules["__main__"] = module
     spec.loader.exec_module(module)

@@ -212,8 +212,8 @@ class Group:
         if waited_s > LONG_WAIT_S and not self._has_said:
             self._has_said = True
             logger.warning(
-                "Rank %d has waited for %s in %s (operation %d of this call) since %s. If they are"
-                " not just slower, they are in code that does not call it.",
+                "Rank %d has waited for %s in %s (operation %d of this call) since %s. Unless"
+                " they are just slower, they run code that does not call it.",
                 self.rank,
                 "the other ranks" if at_hand.peer is None else f"rank {at_hand.peer}",
                 at_hand.operation,

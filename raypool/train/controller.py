@@ -249,7 +249,8 @@ class Controller:
             return self._described(error)
         except Exception as why:
             error.add_note(
-                f"raypool: what was kept of the training in {self._run.path} cannot be read: {why}"
+                f"raypool: the saved state of the training in {self._run.path} cannot be read:"
+                f" {why}"
             )
             return error
 

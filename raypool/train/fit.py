@@ -123,8 +123,8 @@ class _Finish:
         if not ends[0]["is_mean"]:
             logger.warning(
                 "The loss is not the plain mean over its samples (it weighs them, leaves some out,"
-                " or compares them with each other), and each of %d workers has taken it over its"
-                " own share: the result is not quite that of one.",
+                " or compares them with each other), and each of %d workers computed it over its"
+                " own share: the result differs a little from that of one worker.",
                 len(ends),
             )
         if ended_by == LOST:

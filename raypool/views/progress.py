@@ -82,7 +82,7 @@ class LoopWatch:
         except Exception as error:
             if not self._is_broken:
                 self._is_broken = True
-                text = "%s is not shown any more: %s. The loop itself goes on."
+                text = "%s is no longer shown: %s. The loop itself continues."
                 logger.warning(text, self._status.label, describe_error(error))
 
 

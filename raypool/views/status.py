@@ -127,7 +127,7 @@ class LoopStatus:
         settled = f"{self.num_settled:,}"
         parts = [(f"{settled} done" if self.total is None else f"{settled} of {self.total:,}", "")]
         if self.num_restored:
-            parts.append((f", {self.num_restored:,} there already", "dim"))
+            parts.append((f", {self.num_restored:,} restored", "dim"))
         if self.num_failed:
             parts.append((f", {self.num_failed:,} failed", "red"))
         if self.is_over and not self.is_whole:

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from math import isnan
 from numbers import Number
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rich import filesize
+from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-from raypool.cluster.machines import Catalogue, one_of
 from raypool.views.console import SafeConsole
 from raypool.views.drawing import number_column
 from raypool.views.words import describe_item, one_line
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
+    from raypool.cluster.machines import Catalogue
     from raypool.journal.reading import RunSummary
 
 # --- sweeps ---------------------------------------------------------------------------------------
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 
 MOST_LETTERS = 40
-"""The length at which cells are cut [characters]."""
+"""The length at which cells are cut, other than errors [characters]."""
 
 LEFT_OUT = ("started_at", "peak_memory_bytes", "reason", "error")
 """Columns for JSON only."""
@@ -94,73 +95,124 @@ def _plain(value: Any) -> Any:
 
 def columns_of(frame: pd.DataFrame) -> list[str]:
     """Return the columns of a table of results that a terminal shows unless others are named."""
-    left_out = {*LEFT_OUT}
-    if frame["gpu"].isna().all():
-        left_out.add("gpu")
+    left_out = {*LEFT_OUT, *(str(name) for name in frame if frame[name].isna().all())}
     if (frame["attempts"] == 1).all():
         left_out.add("attempts")
     return [str(name) for name in frame if name not in left_out]
 
 
-def sweep_as_table(frame: pd.DataFrame) -> Table:
-    """Return the table for a terminal."""
-    columns = {str(name): frame[name].tolist() for name in frame}
-    table = Table(box=None, pad_edge=False)
-    table.add_column("item", justify="right", no_wrap=True)
-    for name, values in columns.items():
-        is_numeric = all(
+def show_sweep(frame: pd.DataFrame, leaving: Sequence[str] = ()) -> list[str]:
+    """Print a table of results; return the columns of `leaving` for which there was no room."""
+    columns = [TextColumn("item", [Text(str(index)) for index in frame.index], is_right=True)]
+    for name in frame:
+        values = frame[name].tolist()
+        is_number = all(
             is_missing(value) or (isinstance(value, Number) and not isinstance(value, bool))
             for value in values
         )
-        justify: Literal["left", "right"] = "right" if is_numeric else "left"
-        table.add_column(Text(one_line(name)), justify=justify, no_wrap=True)
-    for index, row in zip(frame.index, zip(*columns.values(), strict=True), strict=True):
-        table.add_row(str(index), *map(_cell, row))
-    return table
+        most = WIDTH_OF_FILES if name == "error" else MOST_LETTERS
+        cells = [_cell(value, most) for value in values]
+        for cell in cells if name == "status" else ():
+            cell.highlight_words(["failed"], "red")
+        columns.append(TextColumn(str(name), cells, is_number, may_be_cut=not is_number))
+    return _show_fitting(columns, leaving)
 
 
-def _cell(value: Any) -> Text:
+def _cell(value: Any, most: int) -> Text:
     if is_missing(value):
         return Text("-")
     if isinstance(value, float):
         text = Text(f"{value:.4g}")
     else:
         text = Text(one_line(value) if isinstance(value, str) else describe_item(value))
-    text.truncate(MOST_LETTERS, overflow="ellipsis")
+    text.truncate(most, overflow="ellipsis")
     return text
+
+
+# --- tables on a narrow terminal ------------------------------------------------------------------
+
+
+LEAST_LETTERS = 12
+"""The width to which texts are cut where there is little room [columns]."""
+
+
+class TextColumn(NamedTuple):
+    """A column of a table on a terminal."""
+
+    name: str
+    cells: list[Text]
+    is_right: bool = False
+    may_be_cut: bool = False
+
+    @property
+    def least_width(self) -> int:
+        """The least width [columns]."""
+        widest = max(cell_len(one_line(self.name)), *(cell.cell_len for cell in self.cells), 0)
+        return min(widest, LEAST_LETTERS) if self.may_be_cut else widest
+
+
+def _show_fitting(columns: Sequence[TextColumn], leaving: Sequence[str]) -> list[str]:
+    """Print a table; return the columns of `leaving` for which there was no room."""
+    console = SafeConsole(width=None if sys.stdout.isatty() else WIDTH_OF_FILES)
+    widths = {column.name: column.least_width + 2 for column in columns}
+    left_out: list[str] = []
+    for name in leaving:
+        if sum(widths.values()) - 2 <= console.width:
+            break
+        del widths[name]
+        left_out.append(name)
+    shown = [column for column in columns if column.name in widths]
+    table = Table(box=None, pad_edge=False)
+    for column in shown:
+        # rich narrows columns that may wrap first; their cells do not wrap, but are cut
+        justify: Literal["left", "right"] = "right" if column.is_right else "left"
+        table.add_column(
+            Text(one_line(column.name)), justify=justify, no_wrap=not column.may_be_cut
+        )
+        for cell in column.cells:
+            cell.no_wrap, cell.overflow = True, "ellipsis"
+    for row in zip(*(column.cells for column in shown), strict=True):
+        table.add_row(*row)
+    console.print(table)
+    return left_out
 
 
 # --- saved runs -----------------------------------------------------------------------------------
 #
-#     run       function     items  finished  failed  state     started           size
-#     digits/a  train.main      24        23       1  finished  2026-11-26 09:12  1.2 MiB
+#     run       function    items  state                              started              size
+#     digits/a  train.main     24  finished, 1 failed                 2026-11-26 09:12   1.2 MB
+#     digits/b  train.main     24  stopped after 12 of 24, 2 failed   2026-11-25 18:40  590.1 kB
 
 
-def runs_as_table(summaries: Sequence[RunSummary], folder: Path) -> Table:
-    """Return a table of saved runs, each by its path from a folder."""
-    table = Table(box=None, pad_edge=False)
-    for heading in ("run", "function", "items", "finished", "failed", "state", "started", "size"):
-        is_right = heading in ("items", "finished", "failed", "size")
-        table.add_column(heading, justify="right" if is_right else "left", no_wrap=True)
-    for run in summaries:
-        started = datetime.fromtimestamp(run.started_at).astimezone()
-        table.add_row(
-            Text(one_line(os.path.relpath(run.folder, folder))),
-            Text(one_line(run.function)),
-            f"{run.items:,}",
-            f"{run.finished:,}",
-            Text(f"{run.failed:,}", style="red" if run.failed else ""),
-            _state(run),
-            f"{started:%Y-%m-%d %H:%M}",
-            filesize.decimal(run.num_bytes),
-        )
-    return table
+def show_runs(summaries: Sequence[RunSummary], folder: Path) -> None:
+    """Print a table of saved runs, each by its path from a folder."""
+    started = [datetime.fromtimestamp(run.started_at).astimezone() for run in summaries]
+    paths = [os.path.relpath(run.folder, folder) for run in summaries]
+    functions = [Text(one_line(run.function)) for run in summaries]
+    columns = [
+        TextColumn("run", [Text(one_line(path)) for path in paths], may_be_cut=True),
+        TextColumn("function", functions, may_be_cut=True),
+        TextColumn("items", [Text(f"{run.items:,}") for run in summaries], is_right=True),
+        TextColumn("state", list(map(_state, summaries))),
+        TextColumn("started", [Text(f"{time:%Y-%m-%d %H:%M}") for time in started]),
+        TextColumn(
+            "size", [Text(filesize.decimal(run.num_bytes)) for run in summaries], is_right=True
+        ),
+    ]
+    _show_fitting(columns, leaving=("size", "items", "function", "started"))
 
 
-def _state(run: RunSummary) -> str:
+def _state(run: RunSummary) -> Text:
+    done = run.finished + run.failed
     if run.is_running:
-        return "running"
-    return "finished" if run.finished == run.items else "incomplete"
+        state = Text(f"running, {done:,} of {run.items:,} done")
+    elif done == run.items:
+        state = Text("finished")
+    else:  # Ctrl-C, a crash, or the first failure: the journal does not say which
+        state = Text(f"stopped after {done:,} of {run.items:,}")
+    if run.failed:
+        state.append(", ").append(f"{run.failed:,} failed", style="red")
+    return state
 
 
 def runs_as_json(summaries: Sequence[RunSummary]) -> str:
@@ -185,6 +237,8 @@ def runs_as_json(summaries: Sequence[RunSummary]) -> str:
 
 def machines_as_table(catalogue: Catalogue, gpu: str | None) -> Table:
     """Return a table of machines; `gpu` selects those that can have GPUs of this kind."""
+    from raypool.cluster.machines import one_of  # here: tables of sweeps do not need its YAML
+
     table = Table(box=None, pad_edge=False)
     for heading in ("machine", "vCPUs", "memory", "GPUs"):
         table.add_column(heading, justify="right" if heading in ("vCPUs", "memory") else "left")
@@ -249,8 +303,8 @@ def _choices(catalogue: Catalogue, gpu: str | None) -> dict[str, dict[str, tuple
 
 
 NO_GPU = (
-    "No GPU: no NVIDIA driver answers, and Ray knows of no other maker's. Pools run on this"
-    " machine's cores. If there is a GPU in it, nvidia-smi says what keeps its driver from working."
+    "No GPU found: no NVIDIA driver responds, and Ray knows no GPU of another vendor. Pools run"
+    " on CPU cores. If this machine has a GPU, nvidia-smi says why its driver does not work."
 )
 
 UNKNOWN = "unknown"
@@ -301,20 +355,18 @@ def legend(frame: pd.DataFrame, environ: Mapping[str, str]) -> str:
     selected = frame["is_selected"]
     if selected.isna().any():
         return (
-            f"? is not known to be visible here: {said or 'the environment'} does not say which"
+            f"? may be visible here or not: {said or 'the environment'} does not say which GPUs"
             " these are."
         )
     if not selected.any():
         return (
-            f"None of them is visible here, by {said or 'the environment'}: change it, and start"
-            " anew whatever uses GPUs."
+            f"None of them is visible here: {said or 'the environment'} hides them. Change that,"
+            " and restart the programs that use GPUs."
         )
     if said:
-        return f"* is visible here, by {said}."
+        return f"* is visible here, because of {said}."
     return "* is visible here: " + (
-        "all are."
-        if selected.all()
-        else "of a GPU that is divided, one instance, and then no other GPU."
+        "all are." if selected.all() else "one instance of a divided GPU (MIG), and no other GPU."
     )
 
 

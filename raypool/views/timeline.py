@@ -116,7 +116,7 @@ def _draw_legend(figure: Figure, shown: Timeline) -> None:
 def headline(shown: Timeline) -> str:
     """Return a timeline's main numbers as text."""
     if not shown.lanes:
-        return "Nothing has run of which the time is known"
+        return "No attempt has a known time"
     num_items = shown.attempts["item"].nunique()
     items = f"{num_items:,} item{'s' if num_items != 1 else ''}"
     workers = f"{len(shown.lanes):,} worker{'s' if len(shown.lanes) != 1 else ''}"

@@ -540,7 +540,7 @@ class Watch:
                 try:
                     early.narrow(call)
                 except Exception:  # the answer to the call has all of it once more
-                    logger.exception("raypool's mistake; the call goes on.")
+                    logger.exception("This is a bug in raypool; the call continues.")
 
 
 class NarrowedCall(NamedTuple):

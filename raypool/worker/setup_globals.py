@@ -9,7 +9,6 @@ is not what the setup began with: the user has changed it since.
 from __future__ import annotations
 
 import functools
-import hashlib
 import sys
 import types
 from collections.abc import Callable
@@ -123,6 +122,8 @@ def _picture(value: Any, name: str, function: types.FunctionType) -> bytes | Non
 
 def _digest(value: Any) -> bytes:
     """Return the digest of a value's pickle, the same for equal values; b"" if it has none."""
+    import hashlib
+
     import cloudpickle
 
     try:

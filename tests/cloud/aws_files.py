@@ -24,7 +24,7 @@ def a_plan(**changes: Any) -> ClusterPlan:
         "zone": "us-west-2a",
         "head": NodeGroup(name="head", machine="m6i.xlarge", disk_gb=100),
         "workers": groups,
-        "packages": default_packages(),
+        "packages": default_packages("aws"),
     }
     return ClusterPlan(**fields | changes)
 

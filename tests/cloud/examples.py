@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from raypool.cluster.cluster_file import text_of
+from raypool.cluster import packages
+from raypool.cluster.cluster_file import lock_of, text_of
 from raypool.cluster.drafts import Draft
 
 ROOT = Path(__file__).parents[2]
@@ -14,32 +15,33 @@ INIT = "raypool cluster init --provider"
 TRAIN = "python train.py"
 
 PLANS = {
-    "cluster.yaml": (Draft(provider="gcp", python="3.11"), f"{INIT} gcp", None),
-    "cloud_examples/aws.yaml": (Draft(provider="aws", python="3.11"), f"{INIT} aws", None),
+    "cluster.yaml": (Draft(provider="gcp", python="3.11"), f"{INIT} gcp"),
+    "cloud_examples/aws.yaml": (Draft(provider="aws", python="3.11"), f"{INIT} aws"),
     "cloud_examples/on_prem.yaml": (
         Draft(provider="on-prem", python="3.11"),
         f"{INIT} on-prem",
-        None,
     ),
+    "cloud_examples/sky.yaml": (Draft(provider="sky", python="3.11"), f"{INIT} sky"),
     "cloud_examples/kubernetes/raycluster.yaml": (
         Draft(provider="kubernetes", python="3.11"),
         f"{INIT} kubernetes",
-        None,
     ),
     "cloud_examples/kubernetes/rayjob.yaml": (
-        Draft(provider="kubernetes", python="3.11"),
+        Draft(provider="kubernetes", python="3.11", job=TRAIN),
         f"{INIT} kubernetes --job '{TRAIN}'",
-        TRAIN,
     ),
 }
 
 
 def texts() -> dict[str, str]:
-    """Return what stands in each file."""
-    return {
-        name: text_of(draft.plan(), command, Path(name).name, job)
-        for name, (draft, command, job) in PLANS.items()
-    }
+    """Return what stands in each file, and in the lock file beside it."""
+    found = {}
+    for name, (draft, command) in PLANS.items():
+        file, plan = Path(name), draft.plan()
+        found[name] = text_of(plan, command, file.name)
+        if lock_of(file).name in found[name]:
+            found[str(lock_of(file))] = packages.lock_text(plan.packages, file.name)
+    return found
 
 
 if __name__ == "__main__":

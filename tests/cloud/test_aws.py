@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from raypool.cluster import aws, checks
+from raypool.cluster import aws, checks, packages
 from raypool.cluster.documents import documents_of
 from raypool.cluster.machines import catalogue
 from raypool.cluster.plan import NodeGroup
@@ -52,6 +52,7 @@ def ec2(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, providers: None) -> Ite
     for name in ("AWS_PROFILE", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
     # twice 15 s for Amazon to spread a role
     monkeypatch.setattr(config, "time", types.SimpleNamespace(sleep=lambda _: None))
     monkeypatch.setattr(
@@ -94,6 +95,8 @@ def write(content: dict[str, Any], tmp_path: Path) -> Path:
     (tmp_path / ".ray" / "auth_token").write_text("a" * 64)
     path = tmp_path / "cluster.yaml"
     path.write_text(yaml.safe_dump(content, sort_keys=False))
+    (tmp_path / "cluster.lock.txt").touch()
+    packages.make_wheel()
     return path
 
 
@@ -151,18 +154,20 @@ def test_ray_makes_the_cluster_that_was_planned(
     # What is run on it, in this order.
     wanted = [
         "auth_token",
+        "cluster.lock.txt",
+        ".cache/raypool/raypool-",
         "uv venv",
-        "raypool==",
-        "boto3",
+        "uv pip install",
         "ray stop",
         "ray start --disable-usage-stats --head",
+        "raypool.cluster.idle",
     ]
     places = [
         next(number for number, line in enumerate(shell.commands) if word in line)
         for word in wanted
     ]
     assert places == sorted(places), shell.commands
-    start = shell.commands[places[-1]]
+    start = shell.commands[places[-2]]
     assert "RAY_AUTH_MODE=token" in start
     assert "--dashboard-host=127.0.0.1" in start
 

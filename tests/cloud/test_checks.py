@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from raypool.cli.main import main
-from raypool.cluster import aws, checks, cluster_file, gcp, kubernetes, launcher_file
+from raypool.cluster import aws, checks, cluster_file, gcp, kubernetes, launcher_file, skypilot
 from raypool.cluster.documents import documents_of
 from raypool.cluster.drafts import Draft
 from raypool.errors import CloudError
@@ -28,11 +28,13 @@ LOCAL = cluster_file.text_of(
 )
 KUBERNETES = cluster_file.text_of(
     Draft(provider="kubernetes", gpu="T4").plan(), "raypool", "kubernetes.yaml"
-)
+).replace(kubernetes.RAYPOOL, "https://example.org/raypool.whl#sha256=1a")
 JOB = cluster_file.text_of(
-    Draft(provider="kubernetes", gpu="T4").plan(), "raypool", "job.yaml", "python train.py"
+    Draft(provider="kubernetes", gpu="T4", job="python train.py").plan(), "raypool", "job.yaml"
 )
-JOB = JOB.replace(kubernetes.CODE, "https://example.org/code.zip")
+JOB = JOB.replace(kubernetes.CODE, "https://example.org/code.zip").replace(
+    kubernetes.RAYPOOL, "https://example.org/raypool.whl#sha256=1a"
+)
 TRAINING = """\
 trainingInput:
   scaleTier: CUSTOM
@@ -48,7 +50,9 @@ trainingInput:
   parameterServerCount: 3
   parameterServerType: n1-highmem-8
 """
+SKY = cluster_file.text_of(Draft(provider="sky", gpu="T4").plan(), "raypool", "sky.yaml")
 TEXTS = {
+    "sky": SKY,
     "gcp": GCP,
     "aws": AWS,
     "local": LOCAL,
@@ -143,33 +147,6 @@ LAUNCHER = {
         "/etc/hosts",
         "chmod 600 /etc/hosts",
     ),
-    "a token that is disabled after all": (
-        EXPORT,
-        EXPORT.replace(" RAY_h", " RAY_AUTH_MODE=disabled RAY_h"),
-        "- ulimit",
-        "without a token",
-    ),
-    "a token in a shell of its own": (
-        "export RAY_AUTH_MODE=token; ray",
-        "ray stop\n- export RAY_AUTH_MODE=token\n- ray",
-        "- ray start",
-        "into the same command",
-    ),
-    "a token that comes too late": (
-        "export RAY_AUTH_MODE=token; ray start --disable-usage-stats --address=$RAY_HEAD_IP:6379",
-        (
-            "ray start --address=$RAY_HEAD_IP:6379; echo RAY_AUTH_MODE=token; export"
-            " RAY_AUTH_MODE=token"
-        ),
-        "- ulimit -n 65536; ray start",
-        "without a token",
-    ),
-    "a token that is not exported": (
-        "export RAY_AUTH_MODE=token; ray",
-        "RAY_AUTH_MODE=token; ray",
-        "- ulimit -n 65536; RAY",
-        "without a token",
-    ),
     "a token from elsewhere": (
         ": ~/.ray/auth_token",
         ": ~/no_token",
@@ -188,24 +165,11 @@ LAUNCHER = {
         "worker_setup_commands: ls",
         "'ls' is not of type 'array'",
     ),
-    "no token": (EXPORT, "export RAY_health", "- ulimit", "without a token"),
-    "no token on workers": (
-        "export RAY_AUTH_MODE=token; ray",
-        "ray",
-        "- ulimit -n 65536; ray start",
-        "without a token",
-    ),
     "a token that is not copied": (
         TOKEN_MOUNT,
-        "file_mounts: {}\n",
+        "file_mounts:\n",
         "- ulimit",
         "none is copied to the machines",
-    ),
-    "a dashboard for everybody": (
-        HEAD_START,
-        OPEN_START,
-        "- ray stop; ray start --head",
-        "without a token",
     ),
     "no autoscaler": (
         " --autoscaling-config=~/ray_bootstrap_config.yaml",
@@ -219,11 +183,11 @@ LAUNCHER = {
         "worker_start_ray_commands",
         "port 6380, and it listens at 6379",
     ),
-    "no commands": (
-        "\nsetup_commands:",
-        "\ncluster_synced_files:",
-        "cluster_name",
-        "setup_commands is missing: Ray would take",
+    "raypool from an index": (
+        "--reinstall-package raypool",
+        "-U raypool>=0.1",
+        "--python ~/raypool-venv",
+        "anybody who registers the name could run code",
     ),
     "something left open": (
         "my-project",
@@ -310,15 +274,6 @@ ON_GCP = {
         "accelerator-type: L4",
         "it must be T4",
     ),
-    "a list for a mapping": (
-        (
-            "scheduling:\n        provisioningModel: SPOT\n        instanceTerminationAction:"
-            " DELETE\n        onHostMaintenance: TERMINATE\n        automaticRestart: false\n"
-        ),
-        "scheduling:\n      - preemptible: true\n",
-        "scheduling:",
-        "is not of type 'object'",
-    ),
     "no end at maintenance": (
         "        onHostMaintenance: TERMINATE\n",
         "",
@@ -372,13 +327,6 @@ ON_AWS = {
         "cluster_name:",
         "letters, digits and - _ .",
     ),
-    "SSH for everybody": (GROUP, "", "node_config:", "SSH to the whole internet"),
-    "rules that Ray widens": (
-        "type: aws",
-        "type: aws\n  security_group: {GroupName: x}",
-        "security_group",
-        "opens SSH to the whole",
-    ),
     "GPUs that are not there": (
         "GPU: 1",
         "GPU: 4",
@@ -396,18 +344,6 @@ ON_AWS = {
         "accelerator-type: L4",
         "accelerator-type",
         "it must be T4",
-    ),
-    "no image": (
-        "      ImageId: ami-0123456789abcdef0\n",
-        "",
-        "node_config:",
-        "ImageId is missing",
-    ),
-    "an image of Ray's": (
-        "ami-0123456789abcdef0",
-        "latest_dlami",
-        "node_config:",
-        "an Ubuntu 18.04 of 2022",
     ),
     "a market that there is not": (
         "MarketType: spot",
@@ -512,12 +448,6 @@ ON_PREMISES = {
         "head_node_type",
         "machines that are made",
     ),
-    "the autoscaler that leaves one out": (
-        "RAY_enable_autoscaler_v2=0 ",
-        "",
-        "head_start",
-        "RAY_enable_autoscaler_v2=0",
-    ),
     "a setting of others": (
         "type: local",
         "type: local\n  region: x",
@@ -531,7 +461,6 @@ OF_TRAINING = {
     "three T4": ("      count: 4\n", "      count: 3\n", "acceleratorConfig", "3 T4"),
     "half a worker": ("workerCount: 9", "workerCount: 1.5", "workerCount: 1.5", "1.5"),
     "a tier that there is not": ("CUSTOM", "CUSTM", "CUSTM", "CUSTOM"),
-    "a machine that there is not": ("n1-highmem-8", "n1-highmem-9", "n1-highmem-9", "n1-highmem-8"),
 }
 
 
@@ -626,9 +555,131 @@ def test_a_mistake_is_refused_with_its_line_and_what_would_be_right(
     assert not wrong
 
 
+OPEN = {
+    "a token that is disabled after all": (
+        EXPORT,
+        EXPORT.replace(" RAY_h", " RAY_AUTH_MODE=disabled RAY_h"),
+        "- ulimit",
+        "without a token",
+    ),
+    "a token in a shell of its own": (
+        "export RAY_AUTH_MODE=token; ray",
+        "ray stop\n- export RAY_AUTH_MODE=token\n- ray",
+        "- ray start",
+        "in the same command",
+    ),
+    "a token that comes too late": (
+        "export RAY_AUTH_MODE=token; ray start --disable-usage-stats --address=$RAY_HEAD_IP:6379",
+        (
+            "ray start --address=$RAY_HEAD_IP:6379; echo RAY_AUTH_MODE=token; export"
+            " RAY_AUTH_MODE=token"
+        ),
+        "- ulimit -n 65536; ray start",
+        "without a token",
+    ),
+    "a token that is not exported": (
+        "export RAY_AUTH_MODE=token; ray",
+        "RAY_AUTH_MODE=token; ray",
+        "- ulimit -n 65536; RAY",
+        "without a token",
+    ),
+    "no token": (EXPORT, "export RAY_health", "- ulimit", "without a token"),
+    "no token on workers": (
+        "export RAY_AUTH_MODE=token; ray",
+        "ray",
+        "- ulimit -n 65536; ray start",
+        "without a token",
+    ),
+    "a dashboard for everybody": (
+        HEAD_START,
+        OPEN_START,
+        "- ray stop; ray start --head",
+        "without a token",
+    ),
+    "no commands": (
+        "\nsetup_commands:",
+        "\ncluster_synced_files:",
+        "cluster_name",
+        "setup_commands is missing: Ray takes its own",
+    ),
+    "a dashboard that listens to all": (
+        "--dashboard-host=127.0.0.1",
+        "--dashboard-host=0.0.0.0",
+        "- ulimit",
+        "it is open to the network",
+    ),
+}
+OPEN_ON_GCP = {
+    "a list for a mapping": (
+        (
+            "scheduling:\n        provisioningModel: SPOT\n        instanceTerminationAction:"
+            " DELETE\n        onHostMaintenance: TERMINATE\n        automaticRestart: false\n"
+        ),
+        "scheduling:\n      - preemptible: true\n",
+        "scheduling:",
+        "without the dash",
+    ),
+}
+OPEN_ON_PREMISES = {
+    "the autoscaler that leaves one out": (
+        "RAY_enable_autoscaler_v2=0 ",
+        "",
+        "head_start",
+        "RAY_enable_autoscaler_v2=0",
+    ),
+}
+OPEN_ON_AWS = {
+    "SSH for everybody": (GROUP, "", "node_config:", "SSH to the whole internet"),
+    "rules that Ray widens": (
+        "type: aws",
+        "type: aws\n  security_group: {GroupName: x}",
+        "security_group",
+        "opens SSH to the whole",
+    ),
+    "no image": (
+        "      ImageId: ami-0123456789abcdef0\n",
+        "",
+        "node_config:",
+        "ImageId is missing",
+    ),
+    "an image of Ray's": (
+        "ami-0123456789abcdef0",
+        "latest_dlami",
+        "node_config:",
+        "an Ubuntu 18.04 of 2022",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "doubts"),
+    [("gcp", OPEN | OPEN_ON_GCP), ("aws", OPEN_ON_AWS), ("local", OPEN_ON_PREMISES)],
+)
+def test_what_works_and_is_open_or_odd_is_warned_of_with_its_line(
+    kind: str, doubts: dict[str, tuple[str, str, str, str]]
+) -> None:
+    """Ray's own examples are such files."""
+    wrong = {}
+    for name, (old, new, part, said) in doubts.items():
+        assert old in TEXTS[kind], "the doubt is planted somewhere"
+        text = TEXTS[kind].replace(old, new)
+        [document] = documents_of(text, "file.yaml")
+        warnings = checks.check(document)
+        if not any(said in each and f", line {line_of(text, part)}: " in each for each in warnings):
+            wrong[name] = warnings
+    assert not wrong
+
+
 # What stands there, what is put there instead, the words by which its line is found, and what is
 # said.
 DATED = [
+    (
+        "sky",
+        "T4: 1",
+        "V100: 1",
+        "setup: |",
+        "the newest torch has no kernels for V100 GPUs; say --torch-backend=cu126",
+    ),
     (
         "gcp",
         "n1-standard-16",
@@ -661,6 +712,13 @@ DATED = [
     ("gcp", "type: gcp", "type: azure", "type: azure", "raypool has no rules for azure"),
     (
         "training",
+        "n1-highmem-8",
+        "n1-highmem-9",
+        "n1-highmem-9",
+        "There is no machine 'n1-highmem-9' in the catalogue of 2021-",
+    ),
+    (
+        "training",
         "  scaleTier",
         "  region: us-east5\n  scaleTier",
         "region",
@@ -681,15 +739,19 @@ def test_what_raypool_does_not_know_is_warned_of_and_not_refused() -> None:
             for each in warnings
         ):
             wrong[new] = warnings
+        if kind != "sky" and "azure" not in new:
+            assert checks.check(document, trust=True) == ()
     assert not wrong
 
 
 def test_without_the_clients_of_clouds_it_is_said_that_names_were_not_looked_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(skypilot, "find_spec", lambda name: None)
     monkeypatch.setattr(aws, "_validator", lambda: None)
     monkeypatch.setattr(gcp, "_schema", lambda: None)
-    for text, client in ((AWS, "boto3"), (GCP, "google-api-python-client")):
+    clients = ((AWS, "boto3"), (GCP, "google-api-python-client"), (SKY, "skypilot"))
+    for text, client in clients:
         [document] = documents_of(text, "file.yaml")
         [said] = checks.check(document)
         assert f"{client} is not installed here" in said
@@ -711,7 +773,7 @@ NO_CLUSTERS = [
     ("# only a comment\n", "there is nothing in it"),
     ("- a\n- b\n", "line 1: a mapping is wanted"),
     ("something: else\n", "what this is cannot be seen"),
-    ("provider: {type: gcp}\n  auth: x\n", "this is not YAML"),
+    ("provider: {type: gcp}\n  auth: x\n", "this is not valid YAML"),
     ("provider: [gcp]\ncluster_name: x\n", "line 1: provider: ['gcp'] is not of type 'object'"),
     ("provider:\ncluster_name: x\n", "line 1: provider: None is not of type 'object'"),
     ("cluster_name: x\n", "'provider' is a required property"),
@@ -746,10 +808,11 @@ def test_a_secret_may_stand_beside_a_cluster(tmp_path: Path) -> None:
 def test_the_command_says_which_file_and_ends_with_2(tmp_path: Path) -> None:
     good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
     good.write_text(GCP)
+    (tmp_path / "gcp.lock.txt").touch()
     bad.write_text(GCP.replace("GPU: 4", "GPU: 0.5"))
     done = CliRunner().invoke(main, ["cluster", "validate", str(good), str(bad)])
     assert done.exit_code == 2
-    assert f"{good}: nothing is wrong with it." in done.stdout
+    assert f"{good}: no mistakes found." in done.stdout
     assert "GPU: 0.5 is not of type 'integer'" in done.stderr
     good.write_text(GCP.replace("us-central1", "us-east5"))
     done = CliRunner().invoke(main, ["cluster", "validate", str(good)])

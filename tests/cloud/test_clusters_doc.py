@@ -50,6 +50,7 @@ def test_the_python_runs(
 
 
 def test_what_writes_and_lists_does_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     for number, line in enumerate(COMMANDS):
         if "cluster init" in line or "cluster machines" in line:
             (tmp_path / str(number)).mkdir()

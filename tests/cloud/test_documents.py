@@ -45,14 +45,14 @@ NO_YAML = [
         r"line 3: 'a' stands here for the second time \(the first is in line 1\)",
     ),
     ("x:\n  - {a: 1, a: 2}\n", "line 2: 'a' stands here for the second time"),
-    ("a: [1\nb: 2\n", "line 2: this is not YAML"),
-    ("a: !!python/object/apply:os.system [ls]\n", "line 1: this is not YAML"),
-    ("a: \x00\n", "is not YAML"),
+    ("a: [1\nb: 2\n", "line 2: this is not valid YAML"),
+    ("a: !!python/object/apply:os.system [ls]\n", "line 1: this is not valid YAML"),
+    ("a: \x00\n", "is not valid YAML"),
     ("a: &x [*x]\n", "line 1: what stands here is a part of itself"),
     ("a: 1\nb: &x {c: {d: *x}}\n", "line 2: what stands here is a part of itself"),
     ("[" * 3000 + "]" * 3000, "nested too deep"),
     ("a: 1\n2: b\n", "line 2: YAML reads the name '2' as no text. Put it in quotes."),
-    ("a: *b\n", "line 1: this is not YAML"),
+    ("a: *b\n", "line 1: this is not valid YAML"),
 ]
 
 

@@ -26,12 +26,14 @@ FILLED_IN = {
     "<address of the head>": "10.0.0.1",
     "<address of a worker>": "10.0.0.2",
     "<address of a zip of your code: https://...>": "https://example.org/code.zip",
+    "<address of a wheel of raypool: https://...#sha256=...>": "https://example.org/a.whl#sha256=1a",
 }
 
 
 def test_files_are_what_the_generator_writes() -> None:
-    there = {name: (examples.ROOT / name).read_text() for name in examples.PLANS}
-    assert there == examples.texts(), "python -m tests.cloud.examples writes them anew"
+    texts = examples.texts()
+    there = {name: (examples.ROOT / name).read_text() for name in texts}
+    assert there == texts, "python -m tests.cloud.examples writes them anew"
 
 
 def test_there_are_no_other_files() -> None:
@@ -103,7 +105,7 @@ def test_cluster_yaml_is_what_it_is_said_to_be() -> None:
     assert "--dashboard-host=127.0.0.1" in head_start
     assert "RAY_health_check_period_ms=1000" in head_start
     assert "python -m raypool.cluster.preemption --cloud gcp" in worker_start
-    assert content["file_mounts"] == {"~/.ray/auth_token": "~/.ray/auth_token"}
+    assert content["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
 
 
 def test_what_stands_in_the_header_stays_there() -> None:
@@ -117,7 +119,7 @@ def test_a_file_that_is_there_is_kept(tmp_path: Path, monkeypatch: pytest.Monkey
     Path("cluster.yaml").write_text("mine")
     done = CliRunner().invoke(main, ["cluster", "init", "--provider", "gcp"])
     assert done.exit_code == 2
-    assert "cluster.yaml is there already" in done.stderr
+    assert "cluster.yaml already exists" in done.stderr
     assert Path("cluster.yaml").read_text() == "mine"
     assert (
         CliRunner().invoke(main, ["cluster", "init", "--provider", "gcp", "--force"]).exit_code == 0
@@ -135,16 +137,22 @@ IMPOSSIBLE = [
     ),
     ("--provider gcp --machine n1-standard-33", "There is no machine 'n1-standard-33'"),
     ("--provider aws --gpu H100 --gpus 3", "No machine has 3 H100"),
+    (
+        "--provider gcp --zone us-central1-a,us-central1-b",
+        "puts all machines of a cluster on Google",
+    ),
+    ("--provider gcp --fallback --on-demand", "--fallback is for spot machines"),
     ("--provider gcp --min 5 --max 4", "at least 5 workers and at most 4"),
-    ("--provider gcp --job x", "--job does not go with --provider gcp"),
-    ("--provider gcp --host a", "--host does not go with --provider gcp"),
+    ("--provider sky --min 1", "--min cannot be used with --provider sky"),
+    ("--provider gcp --job x", "--job cannot be used with --provider gcp"),
+    ("--provider gcp --host a", "--host cannot be used with --provider gcp"),
     (
         "--provider on-prem --host a --gpu T4 --max 5 --on-demand",
-        "--gpu, --max, --spot does not go with --provider on-prem",
+        "--gpu, --max, --spot cannot be used with --provider on-prem",
     ),
     (
         "--provider kubernetes --project p --machine m",
-        "--project, --machine does not go with --provider kubernetes",
+        "--project, --machine cannot be used with --provider kubernetes",
     ),
     (
         "--provider gcp --out no/such/dir/a.yaml",
@@ -194,6 +202,103 @@ def test_what_may_not_be_had_is_written_with_a_warning(
         " are us-"
     )
     assert Path("cluster.yaml").exists()
+
+
+NEWER = [
+    ("--provider gcp --zone us-central1-b --gpu RTX-PRO-6000", "g4-standard-48", None),
+    (
+        "--provider gcp --zone us-central1-b --machine a9-standard-96 --gpu X1 --gpus 8",
+        "a9-sta",
+        96,
+    ),
+    (
+        "--provider gcp --zone us-central1-b --machine a9-highgpu-2g --gpu T4 --gpus 2",
+        "a9-highgpu",
+        8,
+    ),
+    ("--provider aws --zone us-west-2a --machine g99.xlarge --gpu X1 --gpus 1", "g99.xlarge", 4),
+]
+
+
+def test_a_machine_newer_than_the_catalogue_is_written_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words, machine, cpus in NEWER:
+        done = CliRunner().invoke(main, ["cluster", "init", "--force", *words.split()])
+        assert done.exit_code == 0, done.output
+        text = Path("cluster.yaml").read_text()
+        assert machine in text
+        if cpus is not None:
+            assert "in the catalogue of 2026-" in done.stderr
+            worker = yaml.safe_load(text)["available_node_types"]["worker"]
+            assert worker["resources"]["CPU"] == cpus
+        trusting = CliRunner().invoke(
+            main, ["cluster", "init", "--force", "--trust", *words.split()]
+        )
+        assert "catalogue" not in trusting.stderr
+
+
+@pytest.mark.parametrize("provider", ["gcp", "aws"])
+def test_ray_makes_machines_on_demand_only_while_no_spot_machine_can_be_had(
+    provider: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray.autoscaler.v2.event_logger import AutoscalerEventLogger
+    from ray.autoscaler.v2.instance_manager.config import AutoscalingConfig
+    from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingRequest
+    from ray.autoscaler.v2.utils import ResourceRequestUtil
+
+    monkeypatch.chdir(tmp_path)
+    words = ["cluster", "init", "--provider", provider, "--fallback", "--max", "3"]
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 0, done.output
+    content = yaml.safe_load(filled_in(Path("cluster.yaml").read_text()))
+    assert content["max_workers"] == 3
+    assert not checks.check(documents_of(yaml.safe_dump(content), "cluster.yaml")[0])
+    configs = AutoscalingConfig(content, skip_content_hash=True).get_node_type_configs()
+    gpus = ResourceRequestUtil.group_by_count([ResourceRequestUtil.make({"GPU": 1})] * 2)
+
+    def made(**availability: float) -> dict[str, int]:
+        request = SchedulingRequest(
+            disable_launch_config_check=True,
+            node_type_configs=configs,
+            max_num_nodes=4,
+            resource_requests=gpus,
+            recoverable_resource_availabilities=availability,
+        )
+        scheduler = ResourceDemandScheduler(AutoscalerEventLogger(None))
+        launched = scheduler.schedule(request).to_launch
+        return {each.instance_type: each.count for each in launched if each.instance_type != "head"}
+
+    assert made() == {"worker": 2}
+    assert made(worker=0.0) == {"worker-on-demand": 2}
+
+
+def test_several_zones_are_written_where_ray_tries_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    zones = "us-east-1a,us-east-1b"
+    done = CliRunner().invoke(main, ["cluster", "init", "--provider", "aws", "--zone", zones])
+    assert done.exit_code == 0, done.output
+    provider = yaml.safe_load(Path("cluster.yaml").read_text())["provider"]
+    assert (provider["region"], provider["availability_zone"]) == ("us-east-1", zones)
+
+
+def test_code_of_a_job_and_slow_networks_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["--provider", "kubernetes", "--job", "python a.py", "--working-dir", "gs://b/code.zip"]
+    done = CliRunner().invoke(main, ["cluster", "init", *words])
+    assert done.exit_code == 0, done.output
+    job = yaml.safe_load(Path("cluster.yaml").read_text())
+    assert yaml.safe_load(job["spec"]["runtimeEnvYAML"]) == {"working_dir": "gs://b/code.zip"}
+    for words in ("--provider aws --gpu H100 --gpus 8", "--provider gcp --machine a3-highgpu-8g"):
+        CliRunner().invoke(main, ["cluster", "init", "--force", *words.split()])
+        assert "EFA and GPUDirect are not configured" in Path("cluster.yaml").read_text()
+    CliRunner().invoke(main, ["cluster", "init", "--force", "--provider", "gcp"])
+    assert "EFA" not in Path("cluster.yaml").read_text()
 
 
 SMALLEST = [

@@ -9,6 +9,7 @@ import os
 import subprocess
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from jsonschema import Draft202012Validator
 
 from raypool.cluster import checks, kubernetes
 from raypool.cluster.documents import documents_of
-from raypool.cluster.kubernetes import DRAIN, how_to_connect, write, write_job
+from raypool.cluster.kubernetes import DRAIN, how_to_connect, write
 from raypool.cluster.launcher_file import default_packages
 from raypool.cluster.plan import ClusterPlan, NodeGroup
 from raypool.errors import CloudError
@@ -38,7 +39,7 @@ def plan(*workers: NodeGroup, head: NodeGroup = HEAD, **changes: Any) -> Cluster
         provider="kubernetes",
         head=head,
         workers=workers,
-        packages=default_packages(),
+        packages=default_packages("kubernetes", ["raypool @ https://a.org/a.whl#sha256=1a"]),
         **changes,
     )
 
@@ -57,7 +58,7 @@ PLANS = {
 
 def job(plan: ClusterPlan, entrypoint: str = "python train.py") -> dict[str, Any]:
     """Return a RayJob whose placeholder is filled in."""
-    manifest = write_job(plan, entrypoint)
+    manifest = write(replace(plan, job=entrypoint))
     manifest["spec"]["runtimeEnvYAML"] = manifest["spec"]["runtimeEnvYAML"].replace(
         kubernetes.CODE, CODE
     )
@@ -143,6 +144,51 @@ def test_a_group_grows_for_the_kind_of_gpu_that_a_pool_asks_for() -> None:
     assert set(worker["resources"]) <= set(demand.bundle)
 
 
+NODES = {
+    "GKE": {
+        "cloud.google.com/gke-nodepool": "p",
+        "cloud.google.com/gke-accelerator": "nvidia-tesla-t4",
+    },
+    "EKS": {"eks.amazonaws.com/nodegroup": "p", "eks.amazonaws.com/capacityType": "ON_DEMAND"},
+    "Karpenter": {"karpenter.sh/nodepool": "p", "karpenter.sh/capacity-type": "on-demand"},
+    "AKS": {"kubernetes.azure.com/agentpool": "p"},
+}
+SPOT = {
+    "GKE": {"cloud.google.com/gke-spot": "true"},
+    "EKS": {"eks.amazonaws.com/capacityType": "SPOT"},
+    "Karpenter": {"karpenter.sh/capacity-type": "spot"},
+    "AKS": {"kubernetes.azure.com/scalesetpriority": "spot"},
+}
+
+
+def fits(group: NodeGroup, labels: dict[str, str]) -> bool:
+    """Whether Kubernetes would put pods of a group on a node: one term must hold altogether."""
+    [worker] = write(plan(group))["spec"]["workerGroupSpecs"]
+    affinity = worker["template"]["spec"]["affinity"]["nodeAffinity"]
+    [terms] = affinity["requiredDuringSchedulingIgnoredDuringExecution"].values()
+
+    def holds(rule: dict[str, Any]) -> bool:
+        if rule["operator"] == "DoesNotExist":
+            return rule["key"] not in labels
+        return labels.get(rule["key"]) in rule["values"]
+
+    return any(all(map(holds, term["matchExpressions"])) for term in terms)
+
+
+def test_pods_find_spot_machines_and_gpus_in_any_cloud() -> None:
+    on_demand = NodeGroup(name="t4", gpu="T4", gpus=1, most=1)
+    for cloud, labels in NODES.items():
+        assert fits(on_demand, labels), cloud
+        assert fits(T4, labels | SPOT[cloud]), cloud
+        assert not fits(T4, labels), f"{cloud}: a spot group on a machine on demand"
+    other = NODES["GKE"] | {"cloud.google.com/gke-accelerator": "nvidia-l4"}
+    assert not fits(on_demand, other)
+    assert not fits(T4, other | SPOT["GKE"])
+    [worker] = write(plan(T4))["spec"]["workerGroupSpecs"]
+    tolerated = {each["key"] for each in worker["template"]["spec"]["tolerations"]}
+    assert tolerated >= {next(iter(SPOT["GKE"])), next(iter(SPOT["AKS"])), "nvidia.com/gpu"}
+
+
 def test_the_command_runs_where_it_is_told_to() -> None:
     spec = job(plan(T4), "python train.py --lr 0.1")["spec"]
     assert spec["entrypoint"] == "python train.py --lr 0.1"
@@ -194,7 +240,7 @@ def plans(draw: Callable[..., Any]) -> ClusterPlan:
         provider="kubernetes",
         head=HEAD,
         workers=tuple(workers),
-        packages=("a b'c",),
+        packages=("a>1", "raypool @ https://a.org/a'b.whl#sha256=1a"),
         idle_minutes=idle_minutes,
     )
 
@@ -267,7 +313,7 @@ def loose(kind: str) -> dict[str, Any]:
 @with_kuberay
 def test_kuberay_takes_the_manifests() -> None:
     for plan in PLANS.values():
-        for manifest in write(plan), write_job(plan, "python train.py"):
+        for manifest in write(plan), write(replace(plan, job="python train.py")):
             errors = [
                 error.message
                 for error in Draft202012Validator(loose(manifest["kind"])).iter_errors(manifest)

@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def file(tmp_path: Path) -> Path:
     """Write the file of a cluster on machines that nobody has."""
     path = tmp_path / "cluster.yaml"
-    path.write_text(
-        cluster_file.text_of(
-            Draft(provider="on-prem", hosts=("192.0.2.1", "192.0.2.2")).plan(), "raypool", path.name
-        )
-    )
+    plan = Draft(provider="on-prem", hosts=("192.0.2.1", "192.0.2.2")).plan()
+    plan = replace(plan, packages=())  # test_packages.py is about these
+    path.write_text(cluster_file.text_of(plan, "raypool", path.name))
     return path
 
 
@@ -130,14 +129,23 @@ def test_a_cluster_in_a_cloud_is_there_when_its_head_is(
     gce = fake_gce.install(monkeypatch, home)
     file = home / "cluster.yaml"
     plan = Draft(provider="gcp", project=fake_gce.PROJECT, zone="us-central1-a", gpu="T4").plan()
-    file.write_text(cluster_file.text_of(plan, "raypool", file.name))
+    file.write_text(cluster_file.text_of(replace(plan, packages=()), "raypool", file.name))
     assert not launcher.is_running(file)
     with pytest.raises(CloudError, match=f"`raypool cluster up {file}` starts it"):
         launcher.status(file)
     make_token()
-    Cluster(yaml.safe_load(file.read_text())).up(file, shell)
-    assert len(gce.instances) == 1
+    cluster = Cluster(yaml.safe_load(file.read_text()))
+    cluster.up(file, shell)
+    cluster.add_workers("worker", 2)
+    assert len(gce.instances) == 3
     assert launcher.is_running(file)
+    with monkeypatch.context() as patched:
+        patched.setattr("ray.autoscaler.sdk.run_on_cluster", lambda *_, **__: b"Resources")
+        said = launcher.status(file)
+    # a head of 4 vCPUs and 16 GB; a T4, 4 vCPUs and 15 GB as a spot machine
+    hourly = 4 * 0.031611 + 16 * 0.004237 + 2 * (0.175 + 4 * 0.006655 + 15 * 0.000892)
+    assert said.startswith(f"Resources\n\nAbout ${hourly:.2f} an hour for 1 head (n2-standard-4), ")
+    assert "2 worker (n1-standard-4 with 1 T4, spot): list prices of 2025-03-02 in us-c" in said
 
 
 # A machine for as long as a connection: its own processes, and an SSH server that knows the key.
@@ -219,7 +227,7 @@ def test_a_cluster_that_runs_is_not_started_anew_unasked(file: Path, home: Path)
         main, ["cluster", "up", str(machine(file, home, RUNS.format(home)))], input="n\n"
     )
     assert done.exit_code == 1
-    assert "runs already. Start its Ray anew, and end all that runs there?" in done.output
+    assert "is already running. Restart its Ray, and end everything that runs there?" in done.output
     assert not (home / ".ray").exists()
 
 

@@ -368,7 +368,7 @@ ELSEWHERE = [
         GCE,
         "africa-south1-a",
         ("V100",),
-        "As of 2026-11-22, africa-south1-a has no V100 GPUs. They are in asia-east1-c,",
+        "As of 2026-11-22, africa-south1-a has no V100 GPUs. `raypool cluster machines",
     ),
     (GCE, "us-west2", ("H100",), "As of 2026-11-22, us-west2 has no H100 GPUs."),
     (AWS, "eu-west-3", ("A100",), f"As of {AWS.date}, eu-west-3 has no A100 GPUs."),

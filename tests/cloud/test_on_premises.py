@@ -10,6 +10,7 @@ import signal
 import stat
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from typing import Any
 import pytest
 
 from raypool.cluster import cluster_file, on_prem
+from raypool.cluster.launcher_file import default_packages
 from raypool.cluster.plan import ClusterPlan, NodeGroup
 from tests.cloud.lab import Lab
+from tests.cloud.test_packages import UV
 
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/bin")
 
@@ -76,6 +79,10 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
             " PYTHONWARNINGS=ignore\n"
         )
         (home / ".bash_profile").write_text(". ~/.bashrc\n")
+        uv = home / ".local/bin/uv"
+        uv.parent.mkdir(parents=True)
+        uv.write_text(UV.format(python=sys.executable, site=sysconfig.get_path("purelib")))
+        uv.chmod(0o755)
 
     lab = Lab(folder, HOSTS, SERVICE, as_root=True, furnish=furnish)
     try:
@@ -86,9 +93,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 @pytest.fixture(scope="module")
 def file(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the file of the cluster, with pretended GPUs; what is to be installed is there
-    already.
-    """
+    """Write the file of the cluster, with pretended GPUs."""
     path = tmp_path_factory.mktemp("file") / "cluster.yaml"
     hosts = tuple(lab[name].address for name in HOSTS[1:])
     key = str(lab["laptop"].home.parent / "keys" / "id")
@@ -101,8 +106,10 @@ def file(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
         hosts=hosts,
         ssh_user=getpass.getuser(),
         ssh_key=key,
+        packages=default_packages("on-prem"),
     )
-    path.write_text(cluster_file.render([on_prem.write(plan, FLAGS)], ["Made by a test."]))
+    text = cluster_file.render([on_prem.write(plan, FLAGS)], ["Made by a test."])
+    cluster_file.save(text, path, plan)
     return path
 
 
@@ -122,6 +129,7 @@ from raypool import parpool
 os.chdir(os.environ["HOME"])
 with parpool(6, profile="raypool", quiet=True) as pool:
     print(json.dumps(sorted(pool.parfeval_on_all(lambda: (platform.node(), os.environ["CUDA_VISIBLE_DEVICES"])).result(300))))
+    print(pool.parfeval(lambda: __import__("raypool").__file__).result(300))
     assert list(pool.parfor(lambda i: i * i, range(30))) == [i * i for i in range(30)]
 """
 
@@ -165,10 +173,10 @@ def test_a_cluster_is_started_used_and_ended(
     """All GPUs are used from the laptop, a training survives the loss of a machine, and nothing is
     left at the end.
     """
-    assert "The head runs" in raypool(lab, "cluster", "up", str(file))
+    assert "The head is running" in raypool(lab, "cluster", "up", str(file))
     # where Ray's launcher has noted down that there is a cluster
     lab.run("laptop", "rm", "/tmp/ray/cluster-lab.state")
-    with pytest.raises(AssertionError, match="runs already"):
+    with pytest.raises(AssertionError, match="is already running"):
         raypool(lab, "cluster", "up", str(file))
     assert eventually(lambda: "/6.0 GPU" in raypool(lab, "cluster", "status", str(file)), 120)
     for name in HOSTS:
@@ -214,9 +222,9 @@ def use_from_laptop(lab: Lab, file: Path) -> None:
             out = lab.run(
                 "laptop", sys.executable, "-c", POOL, timeout_s=120, PYTHONWARNINGS="ignore"
             )
-        assert json.loads(out.splitlines()[-1]) == [
-            [name, card] for name in HOSTS[1:] for card in "01"
-        ]
+        *_, cards, there = out.splitlines()
+        assert json.loads(cards) == [[name, card] for name in HOSTS[1:] for card in "01"]
+        assert "/raypool-venv/" in there, "the wheel that was copied there"
     finally:
         lab.end(connect, signal.SIGINT)
 

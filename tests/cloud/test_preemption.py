@@ -197,7 +197,7 @@ def test_a_metadata_server_in_trouble_is_asked_on(
     said = [record.getMessage() for record in caplog.records]
     assert sum("503" in words for words in said) == 1
     assert sum("timed out" in words for words in said) == 1
-    assert said.count("Well again.") == 1
+    assert said.count("Preemption notices work again.") == 1
 
 
 def test_without_a_metadata_server_it_waits_for_one(

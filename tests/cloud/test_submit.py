@@ -5,6 +5,7 @@ code.
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -18,7 +19,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from raypool.cli.main import main
-from raypool.cluster import begin, launcher
+from raypool.cluster import begin, launcher, packages
 from raypool.cluster.checks import check_file
 from raypool.cluster.job_files import Training
 from raypool.cluster.training_jobs import Submission, find_script, run_on_own
@@ -88,6 +89,7 @@ def test_the_documented_job_gets_thirteen_machines_with_forty_gpus(
     cluster = Cluster(content)
     (tmp_path / ".ray").mkdir(exist_ok=True)
     (tmp_path / ".ray/auth_token").write_text("secret")
+    packages.make_wheel()
     cluster.up(folder / "train-cluster.yaml", shell)
     for name, kind in content["available_node_types"].items():
         if name != content["head_node_type"]:
@@ -111,11 +113,13 @@ def test_options_alone_say_the_same_as_the_file(folder: Path) -> None:
         ).exit_code
         == 0
     )
+    one = yaml.safe_load(Path("a.yaml").read_text())
+    Path("a.yaml").unlink()
     assert (
-        submit(*DOCUMENTED_OPTIONS, *HERE, "--out", "b.yaml", "--dry-run", "train.py").exit_code
+        submit(*DOCUMENTED_OPTIONS, *HERE, "--out", "a.yaml", "--dry-run", "train.py").exit_code
         == 0
     )
-    one, other = (yaml.safe_load(Path(name).read_text()) for name in ("a.yaml", "b.yaml"))
+    other = yaml.safe_load(Path("a.yaml").read_text())
     assert one == {**other, "cluster_name": one["cluster_name"]}
 
 
@@ -181,20 +185,82 @@ def test_a_project_may_be_filled_in_later_but_not_when_machines_are_made(folder:
     )
     with pytest.raises(CloudError, match="<your project>"):
         check_file("train-cluster.yaml")
-    assert "Which project pays is not said" in refused(
+    assert "There is no project to bill" in refused(
         "--config", "config.yaml", "--region", "us-east1", "train.py"
     )
 
 
 def test_packages_come_on_top_of_raypool_and_ray(folder: Path) -> None:
     submit("--config", "config.yaml", *HERE, "--package", "timm>=1", "--dry-run", *OUT, "train.py")
-    [line] = [
-        line
-        for line in yaml.safe_load(Path("train-cluster.yaml").read_text())["setup_commands"]
-        if "timm" in line
-    ]
-    assert "'timm>=1'" in line
-    assert "raypool==" in line
+    lines = Path("train-cluster.lock.txt").read_text().splitlines()
+    assert "timm>=1" in lines
+    assert any(line.startswith("torch==") for line in lines)
+
+
+PASTED = [
+    *("my_job", "--package-path", "trainer", "--module-name", "trainer.task"),
+    *("--region", "us-central1", "--scale-tier", "custom", "--master-machine-type"),
+    *("n1-highcpu-16", "--master-accelerator", "count=4,type=nvidia-tesla-t4"),
+    *("--runtime-version", "2.1", "--python-version", "3.7", "--project", fake_gce.PROJECT),
+]
+"""What stood behind `gcloud ai-platform jobs submit training`."""
+
+
+def test_a_line_for_gcloud_can_be_pasted(folder: Path) -> None:
+    done = submit(*PASTED, "--dry-run", "--", "--epochs", "3")
+    assert done.exit_code == 0, done.output
+    assert len(list(folder.glob("my-job-*.yaml"))) == 1
+    assert "runtimeVersion is not used: machines get the versions that are" in done.output
+    assert "pythonVersion is not used" in done.output
+
+
+OLD_MACHINES = [
+    "{scaleTier: BASIC_GPU}",
+    (
+        "{scaleTier: CUSTOM, masterType: complex_model_l_gpu, workerType: standard_gpu,"
+        " workerCount: 2, parameterServerType: large_model, parameterServerCount: 1}"
+    ),
+    (
+        "{scaleTier: CUSTOM, masterType: n1-standard-4, workerType: n1-standard-8, workerCount: 1,"
+        " masterConfig: {acceleratorConfig: {count: 2, type: NVIDIA_TESLA_K80}},"
+        " workerConfig: {acceleratorConfig: {count: 1, type: NVIDIA_TESLA_P100}}}"
+    ),
+]
+
+
+@pytest.mark.parametrize("text", OLD_MACHINES)
+def test_the_advice_for_machines_that_are_gone_works_as_it_is(folder: Path, text: str) -> None:
+    (folder / "config.yaml").write_text(f"trainingInput: {text}")
+    why = refused("--config", "config.yaml", *HERE, "--dry-run", *OUT, "train.py")
+    assert "K80 GPUs cannot be had any more" in why
+    advice = shlex.split(why.partition("Options override the file: ")[2])
+    done = submit("--config", "config.yaml", *HERE, *advice, "--dry-run", *OUT, "train.py")
+    assert done.exit_code == 0, done.output
+    check_file("train-cluster.yaml")
+
+
+def test_a_container_runs_on_all_machines_with_its_own_packages(folder: Path) -> None:
+    image = "us-docker.pkg.dev/p/r/train:1"
+    config = (
+        f"trainingInput: {{scaleTier: CUSTOM, masterType: n1-standard-4, workerType: n1-standard-8,"
+        f" workerCount: 1, masterConfig: {{imageUri: '{image}', containerCommand: [run, fast]}},"
+        f" workerConfig: {{imageUri: '{image}'}}}}"
+    )
+    (folder / "config.yaml").write_text(config)
+    done = submit("--config", "config.yaml", *HERE, "--dry-run", *OUT)
+    assert done.exit_code == 0, done.output
+    check_file("train-cluster.yaml")
+    content = yaml.safe_load(Path("train-cluster.yaml").read_text())
+    assert content["docker"]["image"] == image
+    assert "us-docker.pkg.dev" in content["initialization_commands"][-1]
+    assert content["setup_commands"][0].startswith("python -m pip install ")
+    lock = Path("train-cluster.lock.txt").read_text()
+    assert "ray[client,default,train]==" in lock
+    assert "torch" not in lock, "the image has its own"
+    (folder / "config.yaml").write_text(config.replace(", containerCommand: [run, fast]", ""))
+    assert "for an image, its containerCommand" in refused(
+        "--config", "config.yaml", *HERE, "--dry-run"
+    )
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -226,16 +292,12 @@ CANNOT_WORK: list[tuple[tuple[str, ...], str]] = [
         "--worker-count: workerCount is -1; a whole number, 0 or more",
     ),
     (
-        (*FILE, *HERE, "--worker-machine-type", "n1-highcpu-17", "train.py"),
-        "--worker-machine-type: There is no machine",
-    ),
-    (
         (*FILE, *HERE, "--job-dir", "bucket/run", "train.py"),
         "--job-dir: 'bucket/run' is neither gs://BUCKET/...",
     ),
     (
         (*FILE, *HERE, "--job-dir", "/mnt/run", "train.py"),
-        "/mnt/run is on a disk of the cluster, which goes with it",
+        "/mnt/run is on a disk of the cluster, which is deleted with it",
     ),
     (
         (*FILE, *HERE, "--scale-tier", "basic-gpu", "train.py"),
@@ -252,7 +314,7 @@ CANNOT_WORK: list[tuple[tuple[str, ...], str]] = [
         (*FILE, "--project", "my-project", "train.py"),
         "Neither region nor zone is said. Give --region",
     ),
-    ((*FILE, *HERE), "What to run is not said. Name a script"),
+    ((*FILE, *HERE), "There is nothing to run. Name a script"),
     ((*FILE, *HERE, "trian.py"), "There is no file trian.py"),
     ((*FILE, *HERE, "trainer.tusk"), "There is no module trainer.tusk to run in"),
     (
@@ -265,7 +327,7 @@ CANNOT_WORK: list[tuple[tuple[str, ...], str]] = [
     ),
     (
         (*FILE, *HERE, "--out", "config.yaml", "train.py"),
-        "config.yaml is there already, perhaps as that of a cluster that runs",
+        "config.yaml already exists, perhaps for a running cluster",
     ),
     (
         (*HERE, "--scale-tier", "basic-gpu", "train.py"),
@@ -291,7 +353,7 @@ def test_what_cannot_work_is_refused_before_anything_is_made(folder: Path) -> No
 
 def test_a_file_with_two_documents_is_refused(folder: Path) -> None:
     (folder / "config.yaml").write_text(f"{DOCUMENTED}---\n{DOCUMENTED}")
-    assert "2 documents are in it" in refused(*FILE, *HERE, "train.py")
+    assert "config.yaml has 2 YAML documents" in refused(*FILE, *HERE, "train.py")
 
 
 def test_a_module_of_an_installed_package_is_taken_and_its_name_may_stand_in_the_file(
@@ -432,6 +494,28 @@ def test_a_folder_that_cannot_be_written_to_ends_the_job_before_the_script_begin
     assert done.returncode == 1
     assert "cannot be written to from this machine" in done.stdout, done.stderr
     assert "it runs" not in done.stdout
+
+
+@pytest.mark.long
+def test_machines_that_a_script_leaves_idle_are_named(on_lab: list[str], folder: Path) -> None:
+    (folder / "train.py").write_text("print('alone')")
+    work = """
+        import ray
+
+        @ray.remote(num_gpus=1)
+        def one():
+            return [1]
+
+        print(ray.get(one.remote()))
+    """
+    (folder / "work.py").write_text(textwrap.dedent(work))
+    machines = ["--scale-tier", "custom", "--master-machine-type", "n1-standard-4"]
+    machines += ["--worker-machine-type", "n1-standard-4", "--worker-count", "1"]
+    machines += ["--worker-accelerator", "count=1,type=nvidia-tesla-t4", *HERE]
+    alone, busy = (run(*on_lab, *machines, script) for script in ("train.py", "work.py"))
+    assert "Nothing ran on 1 other machine(s)" in alone.stderr, alone.stderr
+    assert "[1]" in busy.stdout, busy.stderr
+    assert "Nothing ran on" not in busy.stderr
 
 
 @pytest.mark.long

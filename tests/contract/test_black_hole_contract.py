@@ -30,7 +30,7 @@ def test_a_worker_that_fails_every_item_is_taken_out_and_said_by_name(
         assert all(results[item] == item for item in range(60) if item not in results.errors)
         assert pool.num_workers == 2
         assert "Worker 1 (" in caplog.text
-        assert re.search(r"the last \d+ items there have all failed", caplog.text)
+        assert re.search(r"its last \d+ items all failed", caplog.text)
         assert pool.parfor(abs, range(5)) == list(range(5))
 
 

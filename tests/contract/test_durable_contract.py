@@ -134,7 +134,7 @@ def test_items_that_had_another_number_are_pointed_out_where_there_is_a_seed(
         pool.parfor(abs, [-1, -2, -3], run_dir=folder, seed=1)
         assert "another number" not in caplog.text
         pool.parfor(abs, [-4, -1, -2], run_dir=folder, seed=1)
-    assert "2 items of abs had another number" in caplog.text
+    assert "2 items of abs ran under another number" in caplog.text
 
 
 @pytest.mark.semantics

@@ -104,7 +104,7 @@ def test_what_had_finished_is_kept_and_the_same_call_goes_on(
     with pytest.raises(KeyboardInterrupt) as caught:
         pool.parfor(do, range(6), run_dir=tmp_path / "run", **how)
     work.check(caught.value)
-    assert any("the same call goes on" in note for note in caught.value.__notes__)
+    assert any("run the same call again" in note for note in caught.value.__notes__)
     kept = raypool.load_results(tmp_path / "run").to_frame()
     finished = work.begun[:-1]
     assert sorted(kept.loc[kept["status"] == "finished", "item"]) == sorted(finished)

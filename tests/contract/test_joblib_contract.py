@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import warnings
@@ -93,6 +94,23 @@ def test_results_come_as_a_generator(config: Any) -> None:
     assert list(results) == [x * x for x in range(1, 10)]
     unordered = Parallel(return_as="generator_unordered")(delayed(square)(x) for x in range(10))
     assert sorted(unordered) == [x * x for x in range(10)]
+
+
+@pytest.mark.threads
+def test_verbose_asks_for_lines_about_the_progress(
+    config: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Parallel()(delayed(square)(x) for x in range(4))
+    assert "raypool" not in capsys.readouterr().err
+    Parallel(verbose=1)(delayed(square)(x) for x in range(4))
+    assert "raypool: square: 4 of 4 done, " in capsys.readouterr().err
+    generator = Parallel(verbose=1, batch_size=1, return_as="generator")(
+        delayed(square if x < 3 else refuse)(x) for x in range(4)
+    )
+    with pytest.raises(Refused):
+        list(generator)
+    last = r"raypool: square: [1-4] of 4 done, 1 failed, stopped, "
+    assert re.search(last, capsys.readouterr().err)
 
 
 @pytest.mark.threads
@@ -200,7 +218,8 @@ def test_fewer_jobs_than_workers_run_at_once(
 
 def test_more_jobs_than_workers_mean_all_workers_and_one_warning(config: Any) -> None:
     with pytest.warns(
-        UserWarning, match=r"n_jobs=40 is more than .* that the pool has, 3: all of them are used"
+        UserWarning,
+        match=r"n_jobs=40 is more than the pool.s number of workers, 3: all of them are used",
     ):
         assert Parallel(n_jobs=40)(delayed(square)(x) for x in range(5)) == [0, 1, 4, 9, 16]
     # and says nothing
@@ -223,7 +242,7 @@ def test_a_single_worker_is_used(make_pool: Any) -> None:
             assert here not in Parallel(n_jobs, batch_size=1)(
                 delayed(threading.get_ident)() for _ in range(5)
             )
-        with pytest.warns(UserWarning, match="that the pool has, 1"):
+        with pytest.warns(UserWarning, match="the pool.s number of workers, 1"):
             assert here not in Parallel(n_jobs=2)(delayed(threading.get_ident)() for _ in range(40))
         with Parallel(return_as="generator") as parallel:
             for _ in range(2):

@@ -103,7 +103,7 @@ def test_on_ray_it_grows_as_far_as_there_is_room() -> None:
         assert Parallel(3)(delayed(square)(x) for x in range(4)) == [0, 1, 4, 9]
         assert opened_by(config).num_workers == joblib.effective_n_jobs(-1) == 3
         with pytest.warns(
-            UserWarning, match="n_jobs=40 is more than the number of workers that the pool has, 4"
+            UserWarning, match="n_jobs=40 is more than the pool's number of workers, 4"
         ):
             assert Parallel(40)(delayed(square)(x) for x in range(4)) == [0, 1, 4, 9]
         assert Parallel(50)(delayed(square)(x) for x in range(4)) == [
@@ -126,7 +126,7 @@ def test_it_keeps_the_size_that_was_said(opening: dict[str, Any], size: int) -> 
     with parallel_config("raypool", profile="threads", quiet=True, **opening) as config:
         assert meet(2, 2) == [0, 1]
         with pytest.warns(
-            UserWarning, match="n_jobs=3 is more than the number of workers that the pool has, 2"
+            UserWarning, match="n_jobs=3 is more than the pool's number of workers, 2"
         ):
             assert Parallel(3)(delayed(square)(x) for x in range(4)) == [0, 1, 4, 9]
         assert opened_by(config).num_workers == size

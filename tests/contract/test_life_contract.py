@@ -181,7 +181,7 @@ def test_a_teardown_that_hangs_is_given_up(
     with make_pool(1, teardown=gate.wait) as pool:
         assert pool.parfeval(abs, -1).result(300) == 1
     assert "worker 0" in caplog.text
-    assert "had not ended after 0.5 s" in caplog.text
+    assert "did not end within 0.5 s" in caplog.text
     gate.open()
 
 
@@ -222,7 +222,7 @@ def test_idle_workers_end_and_are_started_again(
             "before the pool ends what still runs"
         )
     line = (
-        "raypool: idle; 2 workers have ended, and their memory is free; the next call starts them"
+        "raypool: idle; 2 workers have exited and freed their memory; the next call starts them"
         " again"
     )
     assert capfd.readouterr().out.count(line) == (1 if make_pool.is_in_processes else 0)

@@ -459,7 +459,7 @@ def test_an_error_says_what_was_printed_last(pool: ParallelPool) -> None:
     future = pool.parfeval(fail, 7)
     with pytest.raises(ValueError, match="bad") as raised:
         future.result(300)
-    expected = "raypool: it printed last:\n  loading {}\n  to standard error"
+    expected = "raypool: its last output:\n  loading {}\n  to standard error"
     assert expected.format(7) in raised.value.__notes__
     errors = pool.parfor(fail, range(4), on_error="collect", progress=False).errors
     assert sorted(errors) == [1, 3]
@@ -559,7 +559,7 @@ def test_the_error_of_a_lost_worker_says_what_was_printed_last(
     assert eventually(lambda: future.diary == "loading the model\n")
     gate.open()
     error = future.exception(300)
-    assert "raypool: it printed last:\n  loading the model" in getattr(error, "__notes__", ())
+    assert "raypool: its last output:\n  loading the model" in getattr(error, "__notes__", ())
 
 
 @pytest.mark.processes

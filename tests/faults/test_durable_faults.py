@@ -203,7 +203,7 @@ def test_the_folder_of_a_driver_that_was_killed_is_free(
         os.kill(started.pid, signal.SIGKILL)
         started.process.wait(300)
 
-        with pytest.raises(JournalError, match="holds what became of"):
+        with pytest.raises(JournalError, match="this call runs "):
             pool.parfor(abs, range(4), run_dir=tmp_path / "run")
     assert num_finished(tmp_path / "run") == 3
 
@@ -246,7 +246,7 @@ def test_ctrl_c_leaves_what_was_done_and_says_so(
     assert done.returncode == 0, done.stderr
     assert lines[0] == "[0, -1, -2, None, None, None]"
     assert (
-        f"and in {tmp_path / 'run'}: the same call goes on from there" in lines[1]
+        f"and in {tmp_path / 'run'}: run the same call again to continue from there" in lines[1]
         or profile == "inline"
     )
     assert lines[-1] == "[0, -1, -2, -3, -4, -5]"
@@ -379,7 +379,7 @@ def test_an_error_while_the_disk_is_full_says_what_is_not_kept(
 
     notes = " ".join(caught.value.__notes__)
     assert "could not be written to" in notes
-    assert "goes on from there" not in notes
+    assert "to continue from there" not in notes
     num_there = num_finished(small_disk / "run")
     num_had = sum(value is not None for value in caught.value.results)  # type: ignore[attr-defined]
     assert num_there < num_had

@@ -251,7 +251,7 @@ def test_chosen_gpus_that_somebody_else_holds(
             # a first look at those that are free may take some of it on a busy machine
             parpool(gpus=[0, 1, 2], inventory=gpus, start_timeout_s=12, quiet=True)
         assert re.search(
-            r"Waiting for GPU \d, for start_timeout_s=12 at most\. Held by: a placement group \(1"
+            r"Waiting for GPU \d, at most start_timeout_s=12\. Held by: a placement group \(1"
             r" GPU\)",
             caplog.text,
         )

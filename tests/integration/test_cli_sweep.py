@@ -85,8 +85,8 @@ def test_ctrl_c_and_the_same_command_again(
     done = started.finish()
     assert (done.returncode, done.stdout) == (130, ""), done.stderr
     assert (
-        "Interrupted: 2 of 3 have finished, and are kept in run. The same command goes on from"
-        " there." in done.stderr
+        "Interrupted: 2 of 3 items finished; their results are in run. Run the same command again"
+        " to continue from there." in done.stderr
     )
     assert eventually(lambda: not started.family())
 

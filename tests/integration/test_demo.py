@@ -89,7 +89,7 @@ def test_trains_all_networks_in_threads(tmp_path: Path, monkeypatch: pytest.Monk
         f"Failed: cnn, width 36, lr 0.001: {failed['error']}",
         (
             f"Best: cnn, width {best['width']}, lr {best['lr']}: {float(best['accuracy']):.1%} of"
-            " 360 other images read right."
+            " 360 other images read correctly."
         ),
         f"Wrote {out / 'results.csv'} and {out / 'learning_curves.png'}",
     ]

@@ -79,7 +79,7 @@ def test_who_holds_the_gpus_is_named(caplog: pytest.LogCaptureFixture) -> None:
             with pytest.raises(ResourceError, match="GPU: requested 2, available 1") as caught:
                 parpool(2, start_timeout_s=6, quiet=True)
             assert (
-                "Waiting for 2 GPU (1 available), for start_timeout_s=6 at most. Held by: "
+                "Waiting for 2 GPU (1 available), at most start_timeout_s=6. Held by: "
                 in caplog.text
             )
             holders = " ".join(caught.value.holders)

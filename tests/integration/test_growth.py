@@ -168,4 +168,4 @@ def test_a_cluster_grows_for_a_pool_and_shrinks_after_it(lab: Lab) -> None:
     assert facts["nodes"] == 3
     assert facts["values"] == [i * i for i in range(12)]
     assert facts["after"] == 1
-    assert "The cluster has no nodes for 3 CPU yet; its autoscaler adds them" in said
+    assert "The cluster has no nodes for 3 CPU yet; its autoscaler is adding them" in said

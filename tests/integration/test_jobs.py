@@ -23,6 +23,7 @@ from click.testing import CliRunner, Result
 
 from raypool import CloudError, Profile
 from raypool.cli.main import main
+from raypool.cluster import idle
 from raypool.cluster.jobs import TIMEOUTS_S, Jobs
 
 Poll = Callable[..., bool]
@@ -370,3 +371,29 @@ def test_a_tunnel_that_breaks_costs_no_line_and_repeats_none(
     assert [line for line in seen.splitlines() if line.startswith("line")] == [
         f"line {i}" for i in range(1000)
     ]
+
+
+def test_a_cluster_counts_as_used_until_its_job_has_ended(jobs: Jobs, tmp_path: Path) -> None:
+    """For the watcher that deletes an unused cluster: it looks at the jobs that Ray knows."""
+
+    def last_use() -> float:
+        return idle.last_use(jobs.dashboard.list_jobs(), now=float("inf"))
+
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    running = jobs.submit(python(f"open({str(gate)!r}).read()"))
+    assert last_use() == float("inf")
+    gate.write_text("")
+    jobs.wait(running)
+    assert 0 < last_use() < float("inf")
+
+
+def test_a_script_that_wants_tf_config_has_the_machines_in_it(jobs: Jobs) -> None:
+    script = "import os; print(os.environ['TF_CONFIG'])"
+    command = [sys.executable, "-m", "raypool.cluster.tf_config", "--chief", "chief", "--"]
+    job = jobs.submit([*command, "-c", script])
+    assert jobs.wait(job).exit_status == 0
+    found = json.loads(jobs.log(job).splitlines()[-1])
+    assert found["task"] == {"type": "chief", "index": 0}
+    assert list(found["cluster"]) == ["chief"]
+    assert len(found["cluster"]["chief"]) == 1

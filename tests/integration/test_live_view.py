@@ -35,6 +35,7 @@ DURATION = r"[\d:]+(?:\.\d)?(?: s)?"
 
 TRAIN = """
 import pathlib, time
+import raypool
 from raypool import parpool, report
 
 def train(number):
@@ -170,6 +171,48 @@ assert list(pool.parfor(work, [7])) == [7]
     assert "\x1b[2K" not in shown
 
 
+def test_a_search_of_scikit_learn_on_a_terminal(gate: Any, eventually: Callable[..., bool]) -> None:
+    """It has the picture of a loop: joblib says how many fits there are when all are handed in."""
+    patterns = [
+        rf"_fit_and_score [━╸╺]+ 6 of 12  {DURATION}",
+        *(rf"worker {worker} +\d done +{DURATION}  item [67]" for worker in range(2)),
+    ]
+
+    def see(shown: Callable[[], str]) -> None:
+        assert eventually(lambda: all(re.search(each, plain(shown())) for each in patterns)), (
+            shown()
+        )
+        gate.open()
+
+    shown = on_terminal(SEARCH.format(gate=str(gate.path)), watch=see)
+    assert re.search(rf"_fit_and_score ━+ 12 of 12  {DURATION} *\n{{'depth': 5}}\n$", plain(shown))
+
+
+SEARCH = """
+import pathlib, time
+from joblib import parallel_config
+from raypool import parpool, register_joblib
+from sklearn.base import BaseEstimator
+from sklearn.model_selection import GridSearchCV
+
+class Model(BaseEstimator):
+    def __init__(self, depth=0):
+        self.depth = depth
+    def fit(self, features, labels):
+        gives_up_at = time.monotonic() + 600
+        while self.depth >= 3 and not pathlib.Path({gate!r}).exists() and time.monotonic() < gives_up_at:
+            time.sleep(0.01)
+    def score(self, features, labels):
+        return self.depth
+
+register_joblib()
+search = GridSearchCV(Model(), {{"depth": range(6)}}, cv=2, pre_dispatch="all")
+with parpool(2, profile="threads", quiet=True), parallel_config("raypool"):
+    print(search.fit([[0]] * 4, [0, 1] * 2).best_params_)
+"""
+"""The fits of the last three depths wait until the gate is open."""
+
+
 # --- a notebook -----------------------------------------------------------------------------------
 
 RUN_CELLS = """
@@ -248,9 +291,15 @@ def test_pictures_in_a_notebook(tmp_path: Path, gate: Any) -> None:
         ),
         "try:\n    pool.parfor(train, [3])\nexcept ValueError as error:\n    print('raised')",
         "from tqdm import tqdm\nresults = pool.parfor(abs, range(5), progress=tqdm)",
+        (
+            "from joblib import Parallel, delayed\nraypool.register_joblib()\n"
+            "values = Parallel(backend='raypool', verbose=1)(delayed(abs)(n) for n in range(3))"
+        ),
         "pool.delete()",
     ]
-    updates, (_, first, again, both, raised, bar, _) = run_cells(cells, gate.path, tmp_path)
+    updates, (_, first, again, both, raised, bar, joblibs, _) = run_cells(
+        cells, gate.path, tmp_path
+    )
     (page,) = page_of(first)
     assert "12 of 12" in page
     assert "1 failed" in page
@@ -264,6 +313,7 @@ def test_pictures_in_a_notebook(tmp_path: Path, gate: Any) -> None:
     assert "stopped" in page_of(raised)[0]
     assert "5/5" in "".join(output["text"] for output in bar)
     assert page_of(bar) == []
+    assert "3 of 3" in page_of(joblibs)[0]
     *while_it_ran, _ = updates[0]  # the end is shown at once
     assert len(while_it_ran) >= 2
     assert all(later - earlier > 0.4 for earlier, later in itertools.pairwise(while_it_ran)), (

@@ -538,7 +538,7 @@ def test_ray_on_this_machine_is_killed(on_cluster: Any, name: str, words: str) -
     assert facts["large"] == (1_000_000 if name == "gcs_server" else "TaskError")
     assert (facts["other"], facts["other again"]) == (1, 2)
     assert facts["left"] == []
-    assert "the pool ends" in said
+    assert "the pool is closed" in said
 
 
 @pytest.mark.parametrize("name", ["gcs_server", pytest.param("raylet", marks=pytest.mark.long)])

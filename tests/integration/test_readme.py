@@ -150,7 +150,7 @@ def tell_story(printed: str) -> dict[str, str]:
     stopped = re.search(r"^(width .*) learns nothing and is stopped:$", printed, re.MULTILINE)
     assert stopped
     error = re.search(
-        r"^ArithmeticError: (?:.*\n)raypool: it printed last:\n((?:  epoch .*\n)+)raypool: (.*),"
+        r"^ArithmeticError: (?:.*\n)raypool: its last output:\n((?:  epoch .*\n)+)raypool: (.*),"
         r" attempt 1",
         printed,
         re.MULTILINE,

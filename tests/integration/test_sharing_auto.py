@@ -75,7 +75,7 @@ def test_where_nothing_is_known_each_card_keeps_one_worker(
         assert list(pool.parfor(train, range(6))) == [GIBIBYTE] * 6
         pool.parfor(train, range(2))
         assert pool.num_workers == 1
-    assert caplog.text.count("Nothing is known") == 1
+    assert caplog.text.count("GPUs is unknown") == 1
 
 
 def is_somebody_in_the_door() -> bool:

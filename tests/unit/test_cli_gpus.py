@@ -57,8 +57,8 @@ def test_a_line_for_each_card_and_who_is_on_it(gpus: SimulatedGpus) -> None:
 @pytest.mark.parametrize(
     ("visible", "marks", "said"),
     [
-        (UUID, ["", "*"], f"* is visible here, by CUDA_VISIBLE_DEVICES='{UUID}'."),
-        ("", ["", ""], "None of them is visible here, by CUDA_VISIBLE_DEVICES=''"),
+        (UUID, ["", "*"], f"* is visible here, because of CUDA_VISIBLE_DEVICES='{UUID}'."),
+        ("", ["", ""], "None of them is visible here: CUDA_VISIBLE_DEVICES='' hides them."),
     ],
 )
 def test_those_that_are_visible_here_are_marked(
@@ -79,14 +79,14 @@ def test_what_is_not_known_is_said_to_be_unknown(
     _, first, second, below = show(gpus).splitlines()
     assert first.split() == ["?", "0", *["unknown"] * 6]
     assert second.split() == ["?", "1", *["unknown"] * 6]
-    assert f"CUDA_VISIBLE_DEVICES='{UUID}' does not say which these are" in below
+    assert f"CUDA_VISIBLE_DEVICES='{UUID}' does not say which GPUs these are" in below
 
 
 def test_a_divided_card_shows_its_instances(tmp_path: Path, gpus: SimulatedGpus) -> None:
     gpus.change(1, mig=["MIG-1", "MIG-2"])
     lines = show(gpus).splitlines()
     assert [line.split()[0] for line in lines[1:5]] == ["0", "*", "MIG-1", "MIG-2"]
-    assert lines[-1].startswith("* is visible here: of a GPU that is divided, one instance")
+    assert lines[-1].startswith("* is visible here: one instance of a divided GPU")
 
 
 def test_json_says_all_that_the_table_says(gpus: SimulatedGpus) -> None:
@@ -114,7 +114,7 @@ def test_json_says_all_that_the_table_says(gpus: SimulatedGpus) -> None:
 
 def test_a_machine_without_a_gpu_says_so_and_what_to_do(tmp_path: Path) -> None:
     none = SimulatedGpus(tmp_path, 0)
-    assert show(none).startswith("No GPU: no NVIDIA driver answers")
+    assert show(none).startswith("No GPU found: no NVIDIA driver responds")
     assert "nvidia-smi" in show(none)
     assert json.loads(show(none, "--json")) == []
 

@@ -50,33 +50,44 @@ def rows(*words: str) -> list[list[str]]:
 
 def test_runs_are_listed_the_newest_first(saved: Path) -> None:
     heading, *runs = rows("ls")
-    assert heading[:6] == ["run", "function", "items", "finished", "failed", "state"]
+    assert heading == ["run", "function", "items", "state", "started", "size"]
     assert [row[0] for row in runs] == ["deep/newer", "older"]
     assert runs[0][1].endswith("train")
-    assert runs[0][2:6] == ["60", "59", "1", "incomplete"]
-    assert runs[1][2:6] == ["2", "2", "0", "finished"]
+    assert runs[0][2:6] == ["60", "finished,", "1", "failed"]
+    assert runs[1][2:4] == ["2", "finished"]
     objects = json.loads(raypool("ls", "older", "--json").stdout)
     assert [(run["folder"], run["finished"]) for run in objects] == [(str(saved / "older"), 2)]
 
 
-def test_a_run_in_progress_is_listed_as_running(tmp_path: Path) -> None:
-    def look(_: int) -> Any:
-        return json.loads(raypool("ls", str(tmp_path), "--json").stdout)
+def test_the_state_of_a_run_that_goes_on_or_was_stopped(tmp_path: Path) -> None:
+    def listed() -> tuple[str, bool]:
+        [line] = raypool("ls", str(tmp_path)).stdout.splitlines()[1:]
+        [run] = json.loads(raypool("ls", str(tmp_path), "--json").stdout)
+        return line, run["is_running"]
 
-    with parpool(profile="inline", quiet=True) as pool:
-        [[run]] = pool.parfor(look, 1, run_dir=tmp_path / "run")
-    assert run["is_running"]
-    assert not json.loads(raypool("ls", str(tmp_path), "--json").stdout)[0]["is_running"]
+    def look(number: int) -> tuple[str, bool]:
+        if number == 1:
+            raise ValueError("diverged")
+        if number == 2:
+            raise KeyboardInterrupt
+        return listed()
+
+    with parpool(profile="inline", quiet=True) as pool, pytest.raises(KeyboardInterrupt) as caught:
+        pool.parfor(look, 4, run_dir=tmp_path / "run", on_error="collect")
+    line, is_running = caught.value.results[0]  # type: ignore[attr-defined]
+    assert ("  running, 0 of 4 done  " in line, is_running) == (True, True)
+    line, is_running = listed()
+    assert ("  stopped after 2 of 4, 1 failed  " in line, is_running) == (True, False)
 
 
 def test_what_is_no_run_is_said(saved: Path, tmp_path: Path) -> None:
-    assert "no saved run below" in raypool("ls", str(tmp_path)).stderr
+    assert "no saved runs below" in raypool("ls", str(tmp_path)).stderr
     shutil.copytree(saved / "older", tmp_path / "good")
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "journal.sqlite").touch()
     done = raypool("ls", str(tmp_path))
     assert "good" in done.stdout
-    assert f"{tmp_path / 'bad'} is left out: " in done.stderr
+    assert f"{tmp_path / 'bad'} was skipped: " in done.stderr
     for place in (tmp_path, tmp_path / "bad"):
         done = raypool("show", str(place))
         assert done.exit_code == 2
@@ -86,7 +97,7 @@ def test_what_is_no_run_is_said(saved: Path, tmp_path: Path) -> None:
 def test_the_table_of_a_run() -> None:
     done = raypool("show", "deep/newer")
     assert len(done.stdout.splitlines()) == 51
-    assert "and 10 more: --top 60 shows all." in done.stderr
+    assert "and 10 more: --top 60 shows them all." in done.stderr
     assert len(rows("show", "deep/newer", "--top", "60")) == 61
     best = rows("show", "deep/newer", "--sort", "loss", "--top", "3", "--columns", "lr,loss")
     assert best == [["item", "lr", "loss"], ["5", "5", "0"], ["4", "4", "1"], ["6", "6", "1"]]

@@ -92,7 +92,7 @@ def test_all_well_ends_with_0_and_only_the_table_is_on_standard_output(folder: P
     assert second[:4] == ["1", "16", "-", "0.16"]
     said = done.stderr.splitlines()
     assert {"the module is imported", "raypool: 1 worker (inline in this process)"} <= set(said)
-    assert said[-1] == "2 of 2 finished, 0 failed. The run is in run."
+    assert said[-1] == "2 of 2 finished, 0 failed. The results are in run."
     assert load_results("run").to_frame()["accuracy"].tolist() == [0.08, 0.16]
 
 
@@ -189,7 +189,7 @@ def test_many_failures_are_counted(folder: Path) -> None:
     (folder / "many.csv").write_text("width\n" + "36\n" * 60)
     done = sweep("train", "many.csv")
     assert done.stderr.count("Failed: ") == 20
-    assert "and 40 more failures: --json prints all." in done.stderr
+    assert "and 40 more failures: --json prints them all." in done.stderr
     assert len(done.stdout.splitlines()) == 11
     assert "The first 10, of 60 items. raypool show run shows the others." in done.stderr
 
@@ -218,8 +218,8 @@ def test_ctrl_c_keeps_what_has_finished_and_says_how_to_go_on(folder: Path) -> N
     assert (done.exit_code, done.stdout) == (130, "")
     assert (
         done.stderr.splitlines()[-1]
-        == "Interrupted: 1 of 3 have finished, and are kept in run. The same command goes on from"
-        " there."
+        == "Interrupted: 1 of 3 items finished; their results are in run. Run the same command"
+        " again to continue from there."
     )
     assert load_results("run")[0] == 8
     assert not is_in_use(folder / "run")
@@ -235,8 +235,8 @@ def test_where_all_machines_go_the_same_command_resumes_elsewhere(
         assert (done.exit_code, done.stdout) == (75, "")
         assert (
             done.stderr.splitlines()[-1]
-            == f"Preempted: {number} of 3 have finished, and are kept in run; run the same command"
-            " on other machines to resume."
+            == f"Preempted: {number} of 3 items finished; their results are in run. Run the same"
+            " command again to continue on other machines."
         )
     assert sweep("other", "bad.csv").exit_code == 0
 
@@ -248,7 +248,7 @@ WRONG_USE = [
     ),
     (
         ["module_of_sweep:narrow", "good.csv"],
-        "narrow(width, epochs=3) would get the whole configuration, a dict, as width",
+        "narrow(width, epochs=3) would get the whole configuration (a dict) as width",
     ),
     (["module_of_swep:train", "good.csv"], "Did you mean module_of_sweep"),
     (["module_of_sweep:train", "none.csv"], "none.csv could not be read: No such file"),
@@ -283,9 +283,8 @@ def test_the_folder_of_another_sweep_is_wrong_use(folder: Path) -> None:
     assert sweep("train", "good.csv").exit_code == 0
     done = sweep("other", "good.csv")
     assert done.exit_code == 2
-    assert (
-        "holds what became of module_of_sweep.train; this call is for module_of_sweep.other"
-        in " ".join(done.stderr.split())
+    assert "belongs to module_of_sweep.train; this call runs module_of_sweep.other" in " ".join(
+        done.stderr.split()
     )
     assert len(load_results("run")) == 2
 

@@ -219,7 +219,7 @@ def test_an_error_carries_the_last_lines_of_its_own_item(listener: Listener) -> 
             print("line", number)
     note_last_lines(error, listener.note)
     assert notes(error) == [
-        "\n  ".join(["raypool: it printed last:", *(f"line {number}" for number in range(90, 100))])
+        "\n  ".join(["raypool: its last output:", *(f"line {number}" for number in range(90, 100))])
     ]
 
 

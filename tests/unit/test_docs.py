@@ -385,7 +385,7 @@ def test_the_first_sweep(follow: Callable[..., str]) -> None:
     assert printed.count("<Results of 12 items: 11 finished, 1 failed>") == 2
     assert re.search(r"^9 +32 +100\.00 +NaN +failed$", printed, re.MULTILINE)
     assert "{9: ArithmeticError('the training diverges in epoch 0')}" in printed
-    assert re.search(r"^digits +digits\.train +12 +11 +1 +incomplete", printed, re.MULTILINE)
+    assert re.search(r"^digits +digits\.train +12 +finished, 1 failed", printed, re.MULTILINE)
     assert float(re.findall(r"'accuracy': (\S+)}", printed)[0]) > 0.85
     assert Path("sweep.html").stat().st_size > 10_000
 

@@ -249,16 +249,16 @@ ILLNESSES: list[tuple[str, str, Callable[[Ill], Any], str, str]] = [
         "torch",
         "problem",
         lambda m: m.write("torch.py", "import os; os._exit(0)"),
-        "it does not say what it is",
+        "its output could not be read",
         "",
     ),
-    ("NVIDIA driver", "ok", lambda m: None, "550.54.15, which runs CUDA up to 12.4", ""),
-    ("NVIDIA driver", "ok", lambda m: m.nvml(12), "none, and no NVIDIA GPU", ""),
+    ("NVIDIA driver", "ok", lambda m: None, "550.54.15, which supports CUDA up to 12.4", ""),
+    ("NVIDIA driver", "ok", lambda m: m.nvml(12), "no driver and no NVIDIA GPU", ""),
     (
         "NVIDIA driver",
         "problem",
         lambda m: m.nvml(12, card="a"),
-        r"; 1 NVIDIA GPU\(s\) are there, at a.0$",
+        r"; 1 NVIDIA GPU\(s\) found at a.0$",
         "docker run --gpus",
     ),
     (
@@ -284,14 +284,14 @@ ILLNESSES: list[tuple[str, str, Callable[[Ill], Any], str, str]] = [
         "GPUs",
         "ok",
         lambda m: m.env("CUDA_VISIBLE_DEVICES", "0"),
-        "visible here, by CUDA_VISIBLE_DEVICES=0: 0",
+        "visible with CUDA_VISIBLE_DEVICES=0: 0",
         "",
     ),
     (
         "GPUs",
         "warning",
         lambda m: m.env("CUDA_VISIBLE_DEVICES", ""),
-        "none is visible here, by CUDA_",
+        "CUDA_VISIBLE_DEVICES= hides all",
         "Change CUDA_VIS",
     ),
     (
@@ -340,7 +340,7 @@ ILLNESSES: list[tuple[str, str, Callable[[Ill], Any], str, str]] = [
         "torch on GPUs",
         "problem",
         lambda m: m.torch(archs="sm_80 sm_100a"),
-        r"for GPU 0 \(NVIDIA H100, 9.0\); it has sm_80",
+        r"does not support GPU 0 \(NVIDIA H100, 9.0\); it supports sm_80",
         "out",
     ),
     (
@@ -354,7 +354,7 @@ ILLNESSES: list[tuple[str, str, Callable[[Ill], Any], str, str]] = [
         "cores",
         "warning",
         lambda m: m.fails("usable_cpus", 0),
-        "^0 of .* may be used here, for 1 GPUs",
+        "^0 of .* are usable, for 1 GPUs",
         "--cpus-per-task",
     ),
     ("memory", "ok", lambda m: None, "9.0 GiB of 10.0 GiB are free", ""),
@@ -363,7 +363,7 @@ ILLNESSES: list[tuple[str, str, Callable[[Ill], Any], str, str]] = [
         "shared memory",
         "ok",
         lambda m: None,
-        "50.0 GiB are free in /dev/shm, and the object store would take 1.0 GiB",
+        "50.0 GiB are free in /dev/shm, but the object store would take 1.0 GiB",
         "",
     ),
     (
@@ -384,7 +384,7 @@ ILLNESSES: list[tuple[str, str, Callable[[Ill], Any], str, str]] = [
         "Ray's files",
         "ok",
         lambda m: m.env("TMPDIR", "/tmp/a"),
-        f"50.0 GiB of 100.0 GiB .* where /tmp/a/ray-{os.getuid()} is",
+        f"50.0 GiB of 100.0 GiB .* on the disk of /tmp/a/ray-{os.getuid()}",
         "",
     ),
     ("Ray's files", "warning", lambda m: m.disk(9), "9.0 GiB of 100.0 GiB", "RAY_TMPDIR"),
@@ -400,7 +400,7 @@ ILLNESSES: list[tuple[str, str, Callable[[Ill], Any], str, str]] = [
         "Ray's files",
         "problem",
         lambda m: m.env("TMPDIR", "/" + "x" * 60),
-        "letters, and the sockets there allow 34",
+        "characters; sockets in it allow 34",
         "RAY_TMPDIR",
     ),
     ("Ray's files", "warning", lambda m: closed(m, "shutil.disk_usage"), CLOSED, ""),
@@ -448,7 +448,7 @@ ILLNESSES: list[tuple[str, str, Callable[[Ill], Any], str, str]] = [
         "warning",
         lambda m: m.env("RAY_ADDRESS", "10.0.0.7:6379"),
         "joins that Ray",
-        "unset RAY_ADDRESS",
+        "Unset RAY_ADDRESS",
     ),
 ]
 
@@ -474,7 +474,7 @@ def test_the_folder_of_rays_files(machine: Ill) -> None:
     machine.env("TMPDIR", "/tmp/a")
     machine.env("RAY_TMPDIR", "/tmp/b")  # this one counts first
     (finding,) = (entry for entry in found(machine) if entry["check"] == "Ray's files")
-    assert finding["fact"].endswith(f"are free where /tmp/b/ray-{os.getuid()} is")
+    assert finding["fact"].endswith(f"are free on the disk of /tmp/b/ray-{os.getuid()}")
 
 
 def test_a_machine_that_is_closed_is_still_looked_at(machine: Ill) -> None:

@@ -274,7 +274,7 @@ def test_a_file_that_is_not_what_was_written_is_not_opened(tmp_path, damage):
         path.chmod(0o666)
     with (
         open_one(tmp_path) as journal,
-        pytest.raises(Damaged, match=r"What was stored of item a cannot be used: .*value-1-1\.pkl"),
+        pytest.raises(Damaged, match=r"The saved value of item a cannot be used: .*value-1-1\.pkl"),
     ):
         journal.value(journal.stored()["a"])
 
@@ -282,7 +282,7 @@ def test_a_file_that_is_not_what_was_written_is_not_opened(tmp_path, damage):
 def test_another_function_and_another_seed_are_refused(tmp_path):
     keep(tmp_path, Outcome("a", 1, "finished"))
     with pytest.raises(
-        JournalError, match=r"holds what became of sweeps\.train; this call is for sweeps\.test"
+        JournalError, match=r"belongs to sweeps\.train; this call runs sweeps\.test"
     ):
         open_one(tmp_path, "sweeps.test")
     with pytest.raises(
@@ -445,7 +445,7 @@ def test_a_log_that_is_removed_in_the_midst_costs_nothing(tmp_path, caplog):
             {"attempts": [(2, *to_row(Outcome("b", 1, "finished", value=2), 1, tmp_path))]}
         )
     assert list(load_results(tmp_path)) == [1, 2]
-    assert "is opened again" in caplog.text
+    assert "is reopened" in caplog.text
 
 
 def multiply(x: int, by: int = 2) -> int:
@@ -462,10 +462,10 @@ def test_other_arguments_of_a_partial_are_refused(tmp_path):
     sourced(tmp_path, functools.partial(multiply, by=3))
     with pytest.raises(
         JournalError,
-        match=r"made by .*multiply with by=3 given by functools.partial; this call gives it by=4",
+        match=r"made by .*multiply with by=3 from functools.partial; this call passes by=4",
     ):
         sourced(tmp_path, functools.partial(multiply, by=4))
-    with pytest.raises(JournalError, match="this call gives it none"):
+    with pytest.raises(JournalError, match="this call passes none"):
         sourced(tmp_path, multiply)
 
 
@@ -648,7 +648,7 @@ def test_a_database_of_somebody_elses_is_left_alone(tmp_path):
         connection.execute("CREATE TABLE mine (x)")
         connection.execute("INSERT INTO mine VALUES (1)")
     connection.close()
-    with pytest.raises(JournalError, match="is not a journal of raypool's"):
+    with pytest.raises(JournalError, match="is not a raypool journal"):
         open_one(tmp_path)
     with sqlite3.connect(tmp_path / "journal.sqlite") as connection:
         assert connection.execute("SELECT x FROM mine").fetchall() == [(1,)]

@@ -125,12 +125,14 @@ def test_ray_and_torch_are_imported_only_where_they_may() -> None:
 
 
 def test_users_and_workers_do_not_wait_for_imports_that_they_do_not_need() -> None:
-    code = """if True:
-        import sys
-        import raypool
-        print(sorted({'ray', 'torch', 'pandas', 'numpy', 'rich', 'click'} & set(sys.modules)))
-        import raypool.backends.ray.worker
-        print(sorted({'raypool.pool', 'raypool.core.scheduler'} & set(sys.modules)))
-    """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["[]", "[]"]
+    heavy = """ray torch pandas numpy rich click psutil cloudpickle argparse asyncio hashlib html http
+        importlib.metadata multiprocessing socket sqlite3 ssl subprocess tomllib urllib.request"""
+    for needed, unneeded in (
+        ("from raypool import parpool", heavy),
+        ("import raypool.backends.ray.worker", "raypool.pool raypool.core.scheduler"),
+    ):
+        code = f"{needed}; import sys; print(sorted(set({unneeded.split()}) & set(sys.modules)))"
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        )
+        assert done.stdout.strip() == "[]"

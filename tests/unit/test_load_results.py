@@ -122,7 +122,7 @@ def test_what_items_reported_is_there_and_what_is_lost_of_it_is_said(tmp_path, c
         "".join(json.dumps(line) + "\n" for line in lines) + '{"time": 103.0, "ru'
     )
     metrics = load_results(tmp_path).metrics
-    assert "left out (lines): 1, " in caplog.text
+    assert "damaged and were left out: 1, " in caplog.text
     assert metrics["item"].tolist() == [1, 1, 1]
     assert metrics["loss"].tolist() == [1.0, 0.5, 1 / 3]
     assert metrics["attempt"].tolist() == [1, 1, 1]
@@ -235,7 +235,7 @@ def test_a_value_that_is_gone_is_missing_and_that_is_said(tmp_path, caplog):
     results = load_results(tmp_path)
     assert list(results) == [None, 3]
     assert results.to_frame()["status"].tolist() == ["missing", "finished"]
-    assert "1 of 2 values cannot be had back" in caplog.text
+    assert "1 of 2 values cannot be read" in caplog.text
 
 
 def test_a_damaged_run_gives_what_is_left(tmp_path, caplog):
@@ -262,8 +262,8 @@ def test_a_damaged_run_gives_what_is_left(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("damage", "cause"),
     [
-        (lambda data: bytes(len(data)), "its beginning is not that of a journal"),
-        (lambda data: data[:99], "cut off, 99 of "),
+        (lambda data: bytes(len(data)), "it does not begin like a journal"),
+        (lambda data: data[:99], "cut off after 99 of "),
     ],
 )
 def test_an_unreadable_run_has_0_results_and_says_what_to_do(tmp_path, caplog, damage, cause):

@@ -75,8 +75,7 @@ def test_what_an_earlier_run_has_left_took_no_time(loop: FakeLoop) -> None:
     loop.finish(0, loop.run(0, 10))
     assert loop.look(6).left_s() == pytest.approx(6 * 2)
     assert (
-        line(loop.status)
-        == "train: 11 of 13 done, 10 there already, 10/min, after 6 s, about 12 s left"
+        line(loop.status) == "train: 11 of 13 done, 10 restored, 10/min, after 6 s, about 12 s left"
     )
 
 
@@ -418,7 +417,7 @@ def test_a_view_that_fails_goes_and_the_loop_goes_on(
             watch.update(loop.work, 13)
         watch.end()
     assert [record.message for record in caplog.records] == [
-        "train is not shown any more: ZeroDivisionError: none. The loop itself goes on."
+        "train is no longer shown: ZeroDivisionError: none. The loop itself continues."
     ]
     assert (view.num_shown, view.num_ends) == (1, 1), "what it has open is closed"
 
@@ -684,7 +683,7 @@ def test_a_factory_that_fails_does_not_end_the_loop(
         results = threads.parfor(abs, [-1, -2], progress=factory)
     assert list(results) == [1, 2]
     (record,) = caplog.records
-    assert record.message.startswith("abs is not shown any more: ")
+    assert record.message.startswith("abs is no longer shown: ")
     assert len(asked) <= 1, "who has refused is not asked again"
 
 

@@ -144,10 +144,7 @@ def test_each_card_is_named_once(survey: Survey, caplog: pytest.LogCaptureFixtur
         survey.tell(kept, crowded)
     assert [record.getMessage() for record in caplog.records] == [
         "Left out, as min_free_memory_bytes asks for 8.0 GiB: GPU 2 of a (1.0 of 16.0 GiB free).",
-        (
-            "How much memory of GPU 1 of a is free is not known: it counts as free for"
-            " min_free_memory_bytes."
-        ),
+        "The free memory of GPU 1 of a is unknown; min_free_memory_bytes counts it as free.",
     ]
     survey.tell([], [claim("a", card(3, 1))])
     assert "GPU 3 of a" in caplog.text

@@ -71,24 +71,24 @@ def test_tables_as_spreadsheets_write_them(write: Write) -> None:
 NO_TABLES = [
     (
         "lr,width\n0.1,8\n\n0.2\n",
-        "line 4: 1 cells for 2 columns; width is missing. An empty cell.* needs its comma too",
+        "line 4: 1 cells for 2 columns; width is missing. An empty cell.* needs its comma, too",
     ),
     (
         "lr,width\n0.1,8,9\n",
-        "line 2: 3 cells for 2 columns. Put a cell that has a comma in it in quotation marks",
+        "line 2: 3 cells for 2 columns. Put cells that contain a comma in quotation marks",
     ),
     ('lr,width\n"0\n1",8\n1\n', "line 4: 1 cells"),
     (",lr\n0,0.1\n", r"line 1: column 1 has no name.* to_csv\(path, index=False\)"),
     (
         "0.1,8\n0.2,16\n",
-        "line 1: '0.1' is no name of a column. The first line has to name the columns",
+        "line 1: '0.1' is not a column name. The first line must name the columns",
     ),
-    ("lr,lr\n0.1,8\n", "line 1: the name 'lr' is there twice"),
-    ("lr;width\n0.1;8\n", "line 1: the columns are separated by ';'. Separate them by commas"),
+    ("lr,lr\n0.1,8\n", "line 1: the name 'lr' appears twice"),
+    ("lr;width\n0.1;8\n", "line 1: the columns are separated by ';'. Separate them with commas"),
     ("lr\twidth\n0.1\t8\n", r"line 1: the columns are separated by '\\t'"),
-    ('lr,width\n0.1,"8\n', "line 2: this is not CSV: unexpected end of data"),
-    ("lr,width\n", "has no configuration in it"),
-    ("", "has no configuration in it"),
+    ('lr,width\n0.1,"8\n', "line 2: this is not valid CSV: unexpected end of data"),
+    ("lr,width\n", "contains no configurations"),
+    ("", "contains no configurations"),
 ]
 
 
@@ -107,13 +107,13 @@ def test_json_lines(write: Write) -> None:
 
 
 NO_JSON = [
-    ('{"lr": 0.1}\n{"lr": }\n', "line 2: this is not JSON: Expecting value"),
-    ("{'lr': 0.1}\n", "line 1: this is not JSON"),
+    ('{"lr": 0.1}\n{"lr": }\n', "line 2: this is not valid JSON: Expecting value"),
+    ("{'lr': 0.1}\n", "line 1: this is not valid JSON"),
     ('{"lr": 0.1}\n\n[1, 2]\n', r"line 3: \[1, 2\] is not an object"),
-    ('{"lr": 0.1}\n{"lr": 0.1, "lr": 0.2}\n', "line 2: the name 'lr' is there twice"),
-    ('{"net": {"width": 8, "width": 16}}\n', "line 1: the name 'width' is there twice"),
-    ("[" * 100_000, "line 1: this is not JSON: maximum recursion depth"),
-    ("\n \n", "has no configuration in it"),
+    ('{"lr": 0.1}\n{"lr": 0.1, "lr": 0.2}\n', "line 2: the name 'lr' appears twice"),
+    ('{"net": {"width": 8, "width": 16}}\n', "line 1: the name 'width' appears twice"),
+    ("[" * 100_000, "line 1: this is not valid JSON: maximum recursion depth"),
+    ("\n \n", "contains no configurations"),
 ]
 
 
@@ -206,22 +206,22 @@ def test_what_a_mapping_takes_over_from_others_may_be_overridden(write: Write) -
 
 
 NO_YAML = [
-    ("- lr: 0.1\n- [\n", "line 3: this is not YAML"),
-    ("lr: 0.1\n", "is a dict, and not a list: each configuration begins with a dash"),
-    ("0.1\n", "is a float, and not a list"),
+    ("- lr: 0.1\n- [\n", "line 3: this is not valid YAML"),
+    ("lr: 0.1\n", "is a dict, not a list. Begin each configuration with a dash"),
+    ("0.1\n", "is a float, not a list"),
     ("- lr: 0.1\n- 0.2\n", "line 2: 0.2 is not a mapping"),
-    ("- lr: 0.1\n---\n- lr: 0.2\n", "line 2: this is not YAML: but found another document"),
+    ("- lr: 0.1\n---\n- lr: 0.2\n", "line 2: this is not valid YAML: but found another document"),
     (
         "- lr: !!python/object/apply:os.getcwd []\n",
-        "line 1: this is not YAML: could not determine a constructor",
+        "line 1: this is not valid YAML: could not determine a constructor",
     ),
-    ("- a: 1\n- b: \x07\n", "line 2: this is not YAML: the character 0x07 is none of text"),
-    ("- a: 1\n- lr: 0.1\n  lr: 0.2\n", "line 2: the name 'lr' is there twice"),
-    ("- net: {width: 8, width: 16}\n", "line 1: the name 'width' is there twice"),
-    ("[" * 100_000, "is not YAML: maximum recursion depth"),
-    ("- lr: !!int ten\n", "is not YAML: invalid literal for int"),
-    ("[]\n", "has no configuration in it"),
-    ("# nothing\n", "has no configuration in it"),
+    ("- a: 1\n- b: \x07\n", "line 2: this is not valid YAML: the character 0x07 is not allowed"),
+    ("- a: 1\n- lr: 0.1\n  lr: 0.2\n", "line 2: the name 'lr' appears twice"),
+    ("- net: {width: 8, width: 16}\n", "line 1: the name 'width' appears twice"),
+    ("[" * 100_000, "is not valid YAML: maximum recursion depth"),
+    ("- lr: !!int ten\n", "is not valid YAML: invalid literal for int"),
+    ("[]\n", "contains no configurations"),
+    ("# nothing\n", "contains no configurations"),
 ]
 
 
@@ -235,7 +235,7 @@ def test_files_that_are_nothing_of_this(write: Write, tmp_path: Path) -> None:
     folder = tmp_path / "c.csv"
     folder.mkdir()
     with pytest.raises(
-        InvalidValueError, match=r"a.json is none of .csv, .jsonl, .yaml, .yml, by its name"
+        InvalidValueError, match=r"a.json ends in none of .csv, .jsonl, .yaml, .yml"
     ):
         read(write, "a.json", "[]")
     with pytest.raises(InvalidValueError, match=r"b.csv could not be read: No such file"):

@@ -86,22 +86,22 @@ def test_a_module_of_a_package_is_found(write: Write) -> None:
     assert find_function("package_of_targets.small:train")({}) == "package_of_targets"
     with pytest.raises(
         InvalidValueError,
-        match=r"no known parent package.* Name it by its package instead: package.module:function",
+        match=r"no known parent package.* Use its full name instead: package.module:function",
     ):
         find_function("package_of_targets/small.py:train")
 
 
 NOT_THERE = [
-    ("sweep_of_targets", "does not say which function of which module. Write module:function"),
-    ("sweep_of_targets:", "does not say which function"),
-    (":train", "does not say which function"),
+    ("sweep_of_targets", "does not name a module and a function. Write module:function"),
+    ("sweep_of_targets:", "does not name a module and a function"),
+    (":train", "does not name a module and a function"),
     (
         ".train:main",
-        "'.train' is no name of a module, as package.train, and no file, as folder/train.py.$",
+        r"'.train' is neither a module \(package.train\) nor a file \(folder/train.py\).$",
     ),
     (
         "./sweep_of_targets:train",
-        "no file, as folder/train.py. Did you mean ./sweep_of_targets.py:train?",
+        r"nor a file \(folder/train.py\). Did you mean ./sweep_of_targets.py:train?",
     ),
     (
         "sweep_of_target:train",
@@ -130,7 +130,7 @@ def test_what_is_not_there_is_said_with_what_is_near(write: Write) -> None:
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        ("sweep_of_targets:LIMIT", "sweep_of_targets:LIMIT is 3, and not a function"),
+        ("sweep_of_targets:LIMIT", "sweep_of_targets:LIMIT is 3, which is not callable"),
         (
             "sweep_of_targets:keywords",
             r"keywords\(lr, width\) cannot be called with one argument, the configuration",
@@ -180,8 +180,7 @@ def test_a_module_with_the_name_of_one_that_is_imported_is_refused(write: Write)
     with pytest.raises(
         InvalidValueError,
         match=(
-            rf"'random' is the name of {random.__file__}, which .* and of {file}. Give the file"
-            r" another name"
+            rf"'random' is the name of {random.__file__}, which .* and of {file}. Rename the file"
         ),
     ):
         find_function("random:choice")
@@ -201,7 +200,7 @@ def test_a_function_that_wants_one_value_gets_no_whole_configuration() -> None:
     with pytest.raises(
         InvalidTypeError,
         match=(
-            r"would get the whole configuration, a dict, as lr.*def train\(config\).*config\['lr'\]"
+            r"would get the whole configuration \(a dict\) as lr.*def train\(config\).*config\['lr'\]"
         ),
     ):
         check_takes_whole(train, [{"width": 8}, {"lr": 0.1}])
@@ -213,10 +212,8 @@ def test_a_function_that_wants_one_value_gets_no_whole_configuration() -> None:
 
 def test_a_file_with_the_name_of_another_module_is_refused(write: Write) -> None:
     write("elsewhere/pytest.py", "def train(config): ...\n")
-    with pytest.raises(
-        InvalidValueError, match=r"'pytest' is also the name of .*Give the file another name"
-    ):
+    with pytest.raises(InvalidValueError, match=r"'pytest' is also the name of .*Rename the file"):
         find_function("elsewhere/pytest.py:train")
     write("train.v2.py", "def train(config): ...\n")
-    with pytest.raises(InvalidValueError, match="there is a dot in it"):
+    with pytest.raises(InvalidValueError, match="the name of a module has no dot"):
         find_function("train.v2.py:train")

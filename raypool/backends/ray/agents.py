@@ -141,7 +141,7 @@ class Agents:
                 chore()
             except Exception:  # the other chores are not to suffer
                 if is_up():
-                    logger.exception("raypool's mistake; the pool goes on.")
+                    logger.exception("This is a bug in raypool; the pool continues.")
 
     def _answered(self, ref: Any, take: Callable[[Any], object]) -> None:
         when_done(ref, lambda answer: self._chores.put(functools.partial(take, answer)))
@@ -380,8 +380,7 @@ class Agents:
         if not is_up() or self._is_closed or not self._stays(node_id):
             return
         logger.warning(
-            "The agent of a node has died, and another takes its place. What was in pool.store may"
-            " be lost."
+            "The agent of a node died and was replaced. Values in pool.store may be lost."
         )
         for worker_id, worker in list(self._workers.items()):
             if self._stays(worker[0].node_id):

@@ -63,8 +63,8 @@ WIND_UP_TIMEOUT_S = 10.0
 """How long the teardown of workers may take [s]."""
 
 WOUND_UP_LATE = (
-    "What worker %d ends with (teardown, cleanup of constants) had not ended after %g s; it is"
-    " killed."
+    "The teardown of worker %d (with the cleanup of constants) did not end within %g s; the worker"
+    " is killed."
 )
 
 logger = logging.getLogger("raypool")
@@ -263,7 +263,7 @@ class RayBackend:
 
         def end(words: Any = None) -> None:
             if isinstance(words, str):
-                logger.warning("What worker %d ends with has failed:\n%s", slot.place, words)
+                logger.warning("The teardown of worker %d failed:\n%s", slot.place, words)
             elif isinstance(words, TimeoutError):
                 logger.warning(WOUND_UP_LATE, slot.place, WIND_UP_TIMEOUT_S)
             self._agents.end(worker_id, actor, finish)
@@ -471,7 +471,7 @@ class RayBackend:
         if self._ending != RAY_ENDED or (self._closed.is_set() and not is_up()):
             return  # it is known
         self._ending = cut_off.why
-        logger.error("%s; the pool ends.", cut_off.why)
+        logger.error("%s; the pool is closed.", cut_off.why)
         self._nodes.lose_all(cut_off.why)
         self._is_cut_off.set()
         # else Ray would end this process; asking a dead raylet for a value ends it at once

@@ -248,9 +248,9 @@ class SharedGpus:
             if weight is not None and weight.total_bytes is None and not self._has_complained:
                 self._has_complained = True
                 logger.warning(
-                    "Nothing is known of the memory of the pool's GPUs, so workers_per_gpu='auto'"
-                    " leaves one worker on each. Say how many there should be (workers_per_gpu=2),"
-                    " or look whether nvidia-smi works there."
+                    "The memory of the pool's GPUs is unknown, so workers_per_gpu='auto' keeps"
+                    " one worker on each. Give a number (workers_per_gpu=2), or check that"
+                    " nvidia-smi works there."
                 )
             self._consider(gpu, worker_id)
 
@@ -342,8 +342,6 @@ class SharedGpus:
             self._asked.update(leaving)
             event = ResizeRequested(leave=leaving)
         if event != ResizeRequested():
-            logger.info(
-                "Workers that share a GPU: %d until now, %d from now on.", before, gpu.claim.room
-            )
+            logger.info("Workers per GPU: %d so far, %d from now on.", before, gpu.claim.room)
             self._post(event, None)
         gpu.begin_anew()

@@ -106,7 +106,7 @@ class Wanted:
             # claims of this process are not waited for
             others = tuple(name for name in holders() if _holder() not in name)
             logger.warning(
-                "Waiting for %s, for start_timeout_s=%g at most. %s",
+                "Waiting for %s, at most start_timeout_s=%g. %s",
                 missing(),
                 self._timeout_s,
                 held_by(others) if others else "",
@@ -684,8 +684,7 @@ class Survey:
             logger.warning("%s", shortages.said_of(crowd, self.min_free_bytes))
         if dark:
             logger.warning(
-                "How much memory of %s is free is not known: it counts as free for"
-                " min_free_memory_bytes.",
+                "The free memory of %s is unknown; min_free_memory_bytes counts it as free.",
                 ", ".join(
                     f"GPU {index} of {host}" if host else "some GPU" for host, index in sorted(dark)
                 ),

@@ -83,7 +83,7 @@ def check_raypool(address: str) -> None:
             ) from error
         raise StartupError(
             f"raypool is not installed on the cluster at {address}. Install raypool {ours} there,"
-            f" or let it travel: packages=['raypool=={ours}']."
+            " as `raypool cluster up` does."
         ) from error
     if theirs != ours:
         raise StartupError(

@@ -145,7 +145,7 @@ class NodeWatch:
                 self.check()
             except Exception:
                 # Ray has ended, or is being replaced; `silent_s` tells if that takes too long
-                logger.debug("The nodes could not be looked at.", exc_info=True)
+                logger.debug("The nodes could not be checked.", exc_info=True)
 
     def check(self) -> None:
         """Look once, and tell the driver what has changed for its places."""

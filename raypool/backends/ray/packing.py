@@ -142,8 +142,8 @@ def _warn_if_shared(module: Any) -> None:
     parameter = next(module.parameters(recurse=False), None)
     if parameter is not None and parameter.device.type == "cpu" and parameter.is_shared():
         warnings.warn(
-            "A model under share_memory() is sent to another process, which gets a copy: what one"
-            " changes in it, the other does not see. Return what was trained, or train one model on"
+            "A model under share_memory() arrives in another process as a copy: neither process"
+            " sees the other's changes. Return the trained model, or train one model on"
             " all workers with pool.train, pool.fit or pool.spmd.",
             RuntimeWarning,
             stacklevel=2,

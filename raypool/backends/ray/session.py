@@ -398,7 +398,7 @@ def _shut_down(processes: Sequence[int]) -> None:
     if _is_given_up:
         atexit.unregister(ray.shutdown)  # it could hang, and keep this process from ending
         logger.error(
-            "Ray has not let go of this process within %g s; what it holds here stays.",
+            "Ray did not disconnect from this process within %g s; what it uses here stays in use.",
             2 * SHUTDOWN_S,
         )
 

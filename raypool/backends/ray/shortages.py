@@ -187,8 +187,8 @@ def say_growing(needs: Sequence[Need], there: Sequence[int]) -> None:
         if number < need.least
     )
     logger.warning(
-        "The cluster has no nodes for %s yet; its autoscaler adds them. Waiting, for"
-        " start_timeout_s at most.",
+        "The cluster has no nodes for %s yet; its autoscaler is adding them. Waiting at most"
+        " start_timeout_s.",
         missing,
     )
 
