@@ -79,7 +79,7 @@ LINES = 12
 PREEMPTED = os.EX_TEMPFAIL
 """The exit code of a command that was ended early: EX_TEMPFAIL of sysexits.h."""
 
-PLACE = "RAYPOOL_SLURM"
+SETUP = "RAYPOOL_SLURM"
 """The environment variable that tells `serve_node` about its job; workers see it too."""
 
 NOT_FOR_TASKS = re.compile(
@@ -116,7 +116,7 @@ def not_for_tasks(environment: Mapping[str, str]) -> list[str]:
     return [name for name in environment if NOT_FOR_TASKS.match(name)]
 
 
-class Place(NamedTuple):
+class RaySetup(NamedTuple):
     """What the node processes of a job must know: the head, its ports, and a name for folders."""
 
     head: str
@@ -217,7 +217,7 @@ def deadline(job: str, notice_s: float) -> float:
 
 def serve_node() -> None:
     """Run Ray on this node until standard input ends: srun connects it to that of `main`."""
-    place = Place(*json.loads(os.environ[PLACE]))
+    setup = RaySetup(*json.loads(os.environ[SETUP]))
     name, job = os.environ["SLURMD_NODENAME"], os.environ["SLURM_JOB_ID"]
     over, told = threading.Event(), threading.Event()
     # a handler in Python: Ray and its children do not inherit it
@@ -227,10 +227,10 @@ def serve_node() -> None:
     for folder in folders.iterdir():  # of jobs that were killed
         remove_unheld(folder)
     # short: the names of sockets below it have 107 letters at most
-    own = folders / f"{place.name}.{os.environ.get('SLURM_NODEID', '0')}"
+    own = folders / f"{setup.name}.{os.environ.get('SLURM_NODEID', '0')}"
     held = hold(own)
     try:
-        _run_ray(place, name, job, own, over, told)
+        _run_ray(setup, name, job, own, over, told)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         _kill_all(own)
@@ -242,7 +242,7 @@ def serve_node() -> None:
 
 
 def _run_ray(
-    place: Place,
+    setup: RaySetup,
     name: str,
     job: str,
     own: Path,
@@ -251,12 +251,12 @@ def _run_ray(
 ) -> None:
     """Run Ray until `over`, and drain this node when it is `told`."""
     address = address_of(name)
-    command = _ray_start(place, name, address, own)
+    command = _ray_start(setup, name, address, own)
     environment = {
         key: value for key, value in os.environ.items() if key not in not_for_tasks(os.environ)
     }
     environment["RAY_TMPDIR"] = str(own)  # it also marks Ray's processes for `_kill_all`
-    while name != place.head and not _listens(place.address) and not over.wait(LOOK_S):
+    while name != setup.head and not _listens(setup.address) and not over.wait(LOOK_S):
         pass
     gone_at = float("inf")
     for _ in range(STARTS):
@@ -272,7 +272,7 @@ def _run_ray(
         while ray.poll() is None and not over.wait(LOOK_S) and time.time() < gone_at:
             if told.is_set() and gone_at == float("inf"):
                 gone_at = deadline(job, float("inf"))
-                _drain(place, Notice("Slurm takes this node back", gone_at), address)
+                _drain(setup, Notice("Slurm takes this node back", gone_at), address)
         if ray.poll() is None:
             return
         if told.is_set():  # Ray ends a drained node that has nothing to do
@@ -283,7 +283,7 @@ def _run_ray(
         say(f"{name}: Ray has ended with exit code {ray.returncode}. It printed last:\n  {last}")
 
 
-def _ray_start(place: Place, name: str, address: str, own: Path) -> list[str]:
+def _ray_start(setup: RaySetup, name: str, address: str, own: Path) -> list[str]:
     """Return the command that starts Ray on this node."""
     cpus = os.environ.get("SLURM_CPUS_ON_NODE", "1")
     command = [
@@ -293,22 +293,22 @@ def _ray_start(place: Place, name: str, address: str, own: Path) -> list[str]:
         *("--min-worker-port=0", "--max-worker-port=0"),
         f"--temp-dir={own}/r",  # Ray lets everybody write into its folder; nobody else enters `own`
     ]
-    if name == place.head:
+    if name == setup.head:
         command += [
             "--head",
-            f"--port={place.port}",
-            f"--ray-client-server-port={place.client_port}",
+            f"--port={setup.port}",
+            f"--ray-client-server-port={setup.client_port}",
             "--include-dashboard=false",
         ]
     else:
-        command.append(f"--address={place.address}")
+        command.append(f"--address={setup.address}")
     if (memory := os.environ.get("SLURM_MEM_PER_NODE", "")).isdigit() and int(memory):
         # without this, Ray counts all memory of the machine
         given = int(memory) * MEBI
         free = shutil.disk_usage("/dev/shm").free  # where Ray's store is
         store = min(int(given * STORE_SHARE), free)
         command += [f"--object-store-memory={store}", f"--memory={given - store}"]
-    return [*command, *place.ray_options]
+    return [*command, *setup.ray_options]
 
 
 def _gpus_here() -> int:
@@ -332,12 +332,12 @@ def _listens(address: str) -> bool:
     return True
 
 
-def _drain(place: Place, notice: Notice, address: str | None = None) -> None:
+def _drain(setup: RaySetup, notice: Notice, address: str | None = None) -> None:
     """Drain the node at an address, or all nodes, unless the time is up."""
     if notice.gone_at < time.time():
         return  # the job is cancelled
     try:
-        drained = drain(place.address, notice, address)
+        drained = drain(setup.address, notice, address)
     except Exception as error:  # Ray is at its end
         say(f"Ray could not be told that {notice.words}: {type(error).__name__}: {error}")
         return
@@ -440,7 +440,7 @@ class SlurmJob:
         head = os.environ.get("SLURMD_NODENAME") or next(iter(gpus))
         port, client_port = _free_ports(2)
         restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
-        place = Place(
+        setup = RaySetup(
             head,
             address_of(head),
             port,
@@ -458,9 +458,9 @@ class SlurmJob:
         }
         code = 1
         try:
-            self._start_ray(place, gpus)
-            code = self._run_command(place) if self._command else self._serve_drivers(place)
-            was_told = self._told.is_set() or _is_draining(place)
+            self._start_ray(setup, gpus)
+            code = self._run_command(setup) if self._command else self._serve_drivers(setup)
+            was_told = self._told.is_set() or _is_draining(setup)
         except BaseException:
             was_told = False
             raise
@@ -473,12 +473,12 @@ class SlurmJob:
             return PREEMPTED
         return code
 
-    def _start_ray(self, place: Place, gpus: Mapping[str, int]) -> None:
+    def _start_ray(self, setup: RaySetup, gpus: Mapping[str, int]) -> None:
         """Start Ray on all nodes, and wait until they have joined."""
         environment = {
             key: value for key, value in os.environ.items() if not NOT_FOR_SRUN.match(key)
         }
-        environment[PLACE] = json.dumps(place)
+        environment[SETUP] = json.dumps(setup)
         # one step for each number of GPUs: --gres is the same on all nodes of a step
         for number in sorted(set(gpus.values())):
             nodes = [name for name, gpus_there in gpus.items() if gpus_there == number]
@@ -493,7 +493,7 @@ class SlurmJob:
                 *(sys.executable, "-m", "raypool.cluster.slurm_job", "node"),
             ]
             self._steps.append(subprocess.Popen(step, stdin=subprocess.PIPE, env=environment))
-        os.environ["RAY_ADDRESS"] = place.address
+        os.environ["RAY_ADDRESS"] = setup.address
         wait_until(len(gpus), self._count, JOIN_S)
 
     def _count(self) -> int:
@@ -505,7 +505,7 @@ class SlurmJob:
             )
         return machines_there()
 
-    def _run_command(self, place: Place) -> int:
+    def _run_command(self, setup: RaySetup) -> int:
         """Run the command; return its exit code, 128 and the signal's number after a signal."""
         program, *arguments = self._command
         command = subprocess.Popen(
@@ -518,7 +518,7 @@ class SlurmJob:
         )
         gone_at = float("inf")
         while command.poll() is None:
-            gone_at = self._pass_on_notice(place, gone_at)
+            gone_at = self._pass_on_notice(setup, gone_at)
             if self._ended.is_set() or time.time() > gone_at:
                 why = "the job is cancelled" if self._ended.is_set() else "its time is over"
                 say(f"The command is ended: {why}.")
@@ -533,13 +533,13 @@ class SlurmJob:
         say(f"The command has ended with exit code {code}.")
         return code
 
-    def _serve_drivers(self, place: Place) -> int:
+    def _serve_drivers(self, setup: RaySetup) -> int:
         """Let drivers elsewhere use the cluster, as long as there are any; return the exit code."""
         folder = self._options.folder
         write_private(folder / TOKEN, os.environ["RAY_AUTH_TOKEN"])
         addresses = {
-            "address": place.address,
-            "client": f"ray://{place.head_address}:{place.client_port}",
+            "address": setup.address,
+            "client": f"ray://{setup.head_address}:{setup.client_port}",
         }
         write_private(folder / CONNECTION, json.dumps(addresses))  # a driver waits for it
         is_child = self._options.child
@@ -549,13 +549,13 @@ class SlurmJob:
         gone_at, unused_at = float("inf"), time.monotonic() + FIRST_DRIVER_S
         try:
             while not over.wait(LOOK_S):
-                gone_at = self._pass_on_notice(place, gone_at)
+                gone_at = self._pass_on_notice(setup, gone_at)
                 if self._ended.is_set():
                     break  # the pool is closed, as a rule
                 if time.time() > gone_at:
                     say("The allocation ends: the job's time is over.")
                     break
-                if _has_drivers(place):
+                if _has_drivers(setup):
                     unused_at = time.monotonic() + UNUSED_S
                 elif not is_child and time.monotonic() > unused_at:
                     say("The allocation ends: no driver is connected.")
@@ -565,12 +565,12 @@ class SlurmJob:
             (folder / TOKEN).unlink(missing_ok=True)
         return 0
 
-    def _pass_on_notice(self, place: Place, gone_at: float) -> float:
+    def _pass_on_notice(self, setup: RaySetup, gone_at: float) -> float:
         """Drain all nodes once the notice has come; return when the command must have ended."""
         if not self._told.is_set() or gone_at < float("inf"):
             return gone_at
         gone_at = deadline(self._job, self._options.notice_s)
-        _drain(place, Notice("The time of this Slurm job is nearly over", gone_at))
+        _drain(setup, Notice("The time of this Slurm job is nearly over", gone_at))
         return gone_at
 
     def _end_ray(self) -> None:
@@ -605,12 +605,12 @@ def write_private(file: Path, text: str) -> None:
     draft.replace(file)
 
 
-def _has_drivers(place: Place) -> bool:
+def _has_drivers(setup: RaySetup) -> bool:
     """Whether a driver is connected; true if Ray does not say."""
     from raypool.ray_private import GcsClient
 
     try:
-        jobs = GcsClient(address=place.address).get_all_job_info(
+        jobs = GcsClient(address=setup.address).get_all_job_info(
             skip_submission_job_info_field=True, skip_is_running_tasks_field=True, timeout=ANSWER_S
         )
     except Exception:  # it is busy; when it has ended, so have its steps
@@ -618,12 +618,12 @@ def _has_drivers(place: Place) -> bool:
     return any(not job.is_dead for job in jobs.values())
 
 
-def _is_draining(place: Place) -> bool:
+def _is_draining(setup: RaySetup) -> bool:
     """Whether a node drains: Slurm's notice may have come to the nodes only."""
     from raypool.ray_private import GcsClient
 
     try:
-        return bool(GcsClient(address=place.address).get_draining_nodes())
+        return bool(GcsClient(address=setup.address).get_draining_nodes())
     except Exception:
         return False
 
