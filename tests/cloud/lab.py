@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -79,6 +80,15 @@ _LAB = (
 )
 
 
+def _is_first(pid: int) -> bool:
+    """Whether a process is the first of a namespace of its own."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+    return re.search(r"^NSpid:.*\t1$", status, re.MULTILINE) is not None
+
+
 def _first_process(command: Sequence[str]) -> tuple[subprocess.Popen[str], int]:
     """Start what begins a namespace; return it, and the process that is the first in there, as it
     is numbered out here.
@@ -91,12 +101,12 @@ def _first_process(command: Sequence[str]) -> tuple[subprocess.Popen[str], int]:
     if outer.stdout.readline() != "up\n":
         outer.kill()
         raise AssertionError(outer.stderr.read())
-    # the service of a host has left processes, too
-    [first] = [
+    # the service of a host has left processes, too, and some of them are about to end
+    first = next(
         child.pid
         for child in psutil.Process(outer.pid).children(recursive=True)
-        if "\t1\n" in Path(f"/proc/{child.pid}/status").read_text().partition("NSpid:")[2][:40]
-    ]
+        if _is_first(child.pid)
+    )
     return outer, first
 
 
