@@ -119,7 +119,8 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
             else:
                 echo(
                     f"Interrupted: {_num_finished(partial)} of {len(items)} items finished; their"
-                    f" results are in {run_dir}. Run the same command again to continue.",
+                    f" results are in {run_dir}. Run the same command again to continue from"
+                    " there.",
                     err=True,
                 )
             raise SystemExit(INTERRUPTED) from None
