@@ -74,8 +74,11 @@ def on_two(code: str) -> str:
     return changed
 
 
-def test_a_pool_from_a_notebook(folder: Path) -> None:
-    code = python_of("docs/clusters.md", "Google Cloud, from nothing to a pool")
+@pytest.mark.parametrize(
+    "heading", ["Work from a notebook", "From nothing to a pool on Google Cloud"]
+)
+def test_a_pool_from_a_notebook(folder: Path, heading: str) -> None:
+    code = python_of("docs/clusters.md", heading)
     assert run(f"{ABOVE}\n{on_two(code)}\nprint(list(results))", folder).endswith(
         "[{'width': 8}, {'width': 32}]\n"
     )
@@ -94,7 +97,7 @@ def test_the_tour(folder: Path) -> None:
 
 
 def test_a_job(folder: Path) -> None:
-    code = on_two(python_of("docs/clusters.md", "Jobs, and work that outlives the laptop"))
+    code = on_two(python_of("docs/clusters.md", "Jobs that outlive the laptop"))
     hand_in, then, fetch = code.partition('raypool.find_job("raypool_4f0c21a8b6e94d13"')
     assert then
     job = run(f"{ABOVE}\n{hand_in}", folder).split()[-1]

@@ -49,13 +49,14 @@ TOUR = {
 }
 AT_HOME_RUNS = "tests/integration/test_integrations.py::test_the_code_runs"
 CLUSTERS = {
-    "Google Cloud, from nothing to a pool": (
+    "Work from a notebook": "tests/integration/test_guides.py::test_a_pool_from_a_notebook",
+    "From nothing to a pool on Google Cloud": (
         "tests/integration/test_guides.py::test_a_pool_from_a_notebook"
     ),
-    "Jobs, and work that outlives the laptop": "tests/integration/test_guides.py::test_a_job",
-    "Checked before money is spent": "tests/cloud/test_clusters_doc.py::test_the_python_runs",
-    "Machines": "tests/cloud/test_clusters_doc.py::test_the_python_runs",
-    "Machines that are taken back": "tests/cloud/test_clusters_doc.py::test_the_python_runs",
+    "Jobs that outlive the laptop": "tests/integration/test_guides.py::test_a_job",
+    "Check a file before you pay": "tests/cloud/test_clusters_doc.py::test_the_python_runs",
+    "Machine types": "tests/cloud/test_clusters_doc.py::test_the_python_runs",
+    "Preemption and spot machines": "tests/cloud/test_clusters_doc.py::test_the_python_runs",
 }
 AT_HOME = {
     **dict.fromkeys(
