@@ -408,6 +408,7 @@ class Scheduler:
         self._out.append(m.BreakPool())
         for task in list(self.backlog.tasks.values()):
             self.outcomes.end(task, TaskState.FAILED)
+        self.workers.spent.clear()  # nobody needs others in their places
         if is_closing:
             self._tell_closed()
 
