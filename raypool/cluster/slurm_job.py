@@ -426,6 +426,8 @@ class SlurmJob:
         self._told = threading.Event()  # the time is nearly over
         self._ended = threading.Event()  # Slurm, or the user, ends the job
         self._steps: list[subprocess.Popen[bytes]] = []
+        self._is_early = False  # nodes drain, so the command ends early
+        self._look_at = 0.0  # when to ask Ray next
 
     @property
     def is_cancelled(self) -> bool:
@@ -460,13 +462,9 @@ class SlurmJob:
         try:
             self._start_ray(setup, gpus)
             code = self._run_command(setup) if self._command else self._serve_drivers(setup)
-            was_told = self._told.is_set() or _is_draining(setup)
-        except BaseException:
-            was_told = False
-            raise
         finally:
             self._end_ray()
-        if was_told and code and not self._ended.is_set():
+        if self._is_early and code and not self._ended.is_set():
             if self._options.requeue:
                 say("The job goes back into the queue; the same command continues it.")
                 ask("scontrol", "requeue", self._job)
@@ -567,8 +565,14 @@ class SlurmJob:
 
     def _pass_on_notice(self, setup: RaySetup, gone_at: float) -> float:
         """Drain all nodes once the notice has come; return when the command must have ended."""
+        # Slurm's notice may have come to the nodes only. Asked while they are there: a drained
+        # node ends as soon as it has nothing to do.
+        if not self._is_early and time.monotonic() > self._look_at:
+            self._look_at = time.monotonic() + 1
+            self._is_early = _is_draining(setup)
         if not self._told.is_set() or gone_at < float("inf"):
             return gone_at
+        self._is_early = True
         gone_at = deadline(self._job, self._options.notice_s)
         _drain(setup, Notice("The time of this Slurm job is nearly over", gone_at))
         return gone_at
@@ -619,7 +623,7 @@ def _has_drivers(setup: RaySetup) -> bool:
 
 
 def _is_draining(setup: RaySetup) -> bool:
-    """Whether a node drains: Slurm's notice may have come to the nodes only."""
+    """Whether a node drains; false if Ray does not say."""
     from raypool.ray_private import GcsClient
 
     try:

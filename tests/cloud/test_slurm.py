@@ -355,6 +355,7 @@ def assert_continued(user: User, number: str) -> None:
     minutes.
     """
     until(lambda: user.shown(number, "Restarts") == "1", LIMIT_S)
+    user.wait_for(number, "PENDING")
     user.run("scontrol", "update", f"jobid={number}", "StartTime=now")
     until(lambda: user.shown(number, "JobState") in ("COMPLETED", "FAILED"), LIMIT_S)
     assert CONTINUED in user.output(number), user.output(number)
