@@ -20,7 +20,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, ParamSpec, Protocol, TypeVar
 
 from raypool.channel.feed import Feed, as_html
-from raypool.channel.queues import check_timeout
+from raypool.channel.queues import DataQueue, check_timeout
 from raypool.channel.records import Missing, Values
 from raypool.errors import (
     CANCELLED,
@@ -949,6 +949,7 @@ def after_each(
         [1.5, 4.5, 9.5]
     """
     _check_callable(fn)
+    _check_pass_future(pass_future)
     return [_after_one(future, fn, pass_future) for future in _checked(futures)]
 
 
@@ -981,6 +982,7 @@ def after_all(
         14
     """
     _check_callable(fn)
+    _check_pass_future(pass_future)
     if isinstance(futures, Future):
         return _after_one(futures, fn, pass_future)
     checked = _checked(futures)
@@ -1004,6 +1006,14 @@ def after_all(
     else:
         run()
     return follower
+
+
+def _check_pass_future(pass_future: Any) -> None:
+    if not isinstance(pass_future, bool):
+        raise InvalidTypeError(
+            f"pass_future={pass_future!r} is neither True nor False. after_each and after_all"
+            " take no number of outputs, unlike MATLAB's afterEach and afterAll."
+        )
 
 
 def _after_one(future: Future[Any], fn: Callable[[Any], T], pass_future: bool) -> Future[T]:
@@ -1134,6 +1144,11 @@ def _check_callable(fn: Any) -> None:
 def _checked(futures: Iterable[Future[T]]) -> list[Future[T]]:
     if isinstance(futures, Future):
         raise InvalidTypeError(f"{futures!r} is a single future. Put it into a list.")
+    if isinstance(futures, DataQueue):  # to iterate over it would wait for its values
+        raise InvalidTypeError(
+            f"{futures!r} has values, not futures. Call a function for each of them with"
+            " queue.after_each(fn)."
+        )
     checked = list(futures) if isinstance(futures, Iterable) else [futures]
     if all(issubclass(kind, Future) for kind in set(map(type, checked))):
         return checked

@@ -1536,6 +1536,11 @@ def gcp(create: bool = True) -> ParallelPool | None:
         ...     gcp() is pool
         True
     """
+    if not isinstance(create, bool):
+        raise InvalidTypeError(
+            f'create={create!r} is neither True nor False. MATLAB\'s gcp("nocreate") is'
+            " gcp(create=False)."
+        )
     if in_task():
         return _serial_pool()
     with _current_lock:

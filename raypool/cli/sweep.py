@@ -298,6 +298,7 @@ def show(run_dir: Path, sort: str | None, top: int | None, **options: Any) -> No
 def _named(frame: pd.DataFrame, columns: str | None) -> list[str]:
     """Return the columns in a list with commas."""
     names = [name.strip() for name in (columns or "").split(",") if name.strip()]
+    names = [*dict.fromkeys(names)]  # a column that is named twice is shown once
     for name in names:
         if name not in frame:
             known = map(str, frame)

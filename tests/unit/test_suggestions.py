@@ -5,7 +5,17 @@ from typing import Any
 
 import pytest
 
-from raypool import Profile, RunOptions, TrainingOptions, WorkerResources, parpool
+from raypool import (
+    DataQueue,
+    Profile,
+    RunOptions,
+    TrainingOptions,
+    WorkerResources,
+    after_all,
+    after_each,
+    gcp,
+    parpool,
+)
 from raypool.testing import sim_pool
 
 TYPED: list[tuple[Callable[[], Any], str]] = [
@@ -15,6 +25,10 @@ TYPED: list[tuple[Callable[[], Any], str]] = [
     (lambda: parpool(timeout=5), "Did you mean start_timeout_s"),
     (lambda: parpool("Threads"), "'Threads' is not a number .* Did you mean profile='threads'"),
     (lambda: parpool(2, profile="Threads"), "no profile 'Threads'. Did you mean threads"),
+    (lambda: gcp("nocreate"), r"gcp\(create=False\)"),  # type: ignore[arg-type]
+    (lambda: after_each(DataQueue(), print), r"queue.after_each\(fn\)"),  # type: ignore[arg-type]
+    (lambda: after_each([], print, 1), "take no number of outputs"),  # type: ignore[arg-type]
+    (lambda: after_all([], max, 1), "take no number of outputs"),  # type: ignore[arg-type]
     (lambda: sim_pool(1).options(timeout=1), "no option timeout. Did you mean timeout_s"),
     (lambda: sim_pool(1).options(colour=1), "no option colour. There are: retries, retry_on"),
     (lambda: TrainingOptions(lr=0.1), "TrainingOptions has no field lr. Did you mean learning_r"),
