@@ -268,6 +268,29 @@ def test_ray_is_gone_with_the_last_pool_and_comes_again(first: Any) -> None:
 # --- other beginnings -----------------------------------------------------------------------------
 
 
+@pytest.mark.ci
+def test_a_command_called_raypool_outlives_its_pool(run_python: Run) -> None:
+    """What ends the rest of a Ray spares its driver, which still has a log of it open; whatever it
+    is called, and however long it goes on.
+    """
+    code = """
+    import ctypes, json, os, psutil
+    from raypool import parpool
+
+    ctypes.CDLL(None).prctl(15, b"raypool")  # PR_SET_NAME: as the command is called
+    with parpool(1, quiet=True):
+        [folder] = {path for path in (os.readlink(f"/proc/self/fd/{fd.name}")
+                    for fd in os.scandir("/proc/self/fd") if os.path.exists(fd.path))
+                    if path.endswith("/.lock")}
+    watch = [process for process in psutil.process_iter(["cmdline"])
+             if (process.info["cmdline"] or [""])[-1] == os.path.dirname(folder)]
+    psutil.wait_procs(watch)
+    print(json.dumps(len(watch)))
+    """
+    watches, _ = session(run_python, code)
+    assert watches == 1
+
+
 @pytest.mark.long
 def test_ray_imported_first_and_a_token_that_others_can_read(
     run_python: Run, tmp_path: Path

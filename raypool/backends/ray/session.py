@@ -70,7 +70,8 @@ import fcntl, os, signal, sys, time
 def is_rays(pid):
     with open(f"/proc/{pid}/comm", "rb") as comm, open(f"/proc/{pid}/cmdline", "rb") as line:
         name, words = comm.read(), line.read()
-    if not (name.startswith((b"ray", b"gcs_server")) or b"/ray/_private/" in words):
+    # the driver may be called raypool, or ray_train.py, and end slowly with its logs still open
+    if not (name.startswith((b"ray::", b"raylet", b"gcs_server")) or b"/ray/_private/" in words):
         return False
     files = f"/proc/{pid}/fd"
     names = (os.readlink(f"{files}/{number}") for number in os.listdir(files))
