@@ -173,14 +173,6 @@ class SlurmLab:
         *_, last = psutil.Process(process.pid).children(recursive=True)
         last.send_signal(number)
 
-    def boot(self, name: str) -> None:
-        """Switch a host on again, and wait until Slurm uses it."""
-        assert self.lab is not None
-        # else Slurm waits five minutes before it gives the jobs there up
-        self.run("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=power")
-        self.lab.boot(name)
-        until(lambda: "idle" in self.run("sinfo", "-h", "-N", "-n", name, "-p", "low", "-o", "%T"))
-
     def python(self, file: Path, *words: str, host: str = "login") -> subprocess.Popen[str]:
         """Start a script on the login node."""
         return self.start(sys.executable, str(file), *words, host=host)
