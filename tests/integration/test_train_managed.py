@@ -572,7 +572,7 @@ def test_somebody_else_takes_a_gpu_meanwhile(
         assert taken[0].wait(300)
         # so long it waits for the GPU; its workers have all the time to come up
         placement = self._placement
-        placement._profile = dataclasses.replace(placement._profile, start_timeout_s=5.0)
+        placement._profile = dataclasses.replace(placement._profile, start_timeout_s=20.0)
         return take_back(self, workers)
 
     monkeypatch.setattr(RayBackend, "take_back", come_before)
