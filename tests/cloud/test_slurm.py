@@ -405,6 +405,7 @@ def test_an_allocation_ends_with_a_driver_that_is_killed(user: User) -> None:
     assert process.stdout is not None
     assert "1 worker" in process.stdout.readline()
     user.lab.interrupt(process, signal.SIGKILL)
+    process.communicate(timeout=LIMIT_S)
     until(lambda: user.lab.run("squeue", "-h") == "", LIMIT_S)
 
 
