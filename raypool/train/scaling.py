@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raypool.engine.engine import Engine
-from raypool.errors import InvalidTypeError, InvalidValueError, checked_count
+from raypool.errors import InvalidTypeError, InvalidValueError, check_installed, checked_count
 from raypool.options import Options
 from raypool.train.checkpoints import TrainingAttempt
 from raypool.train.fit import gradient_bytes
@@ -18,6 +18,7 @@ from raypool.train.warm import WarmLane
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.figure import Figure
 
 GOOD_EFFICIENCY = 0.8
 """From this efficiency on there is no advice."""
@@ -40,30 +41,46 @@ class Recipe(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingReport:
-    """The times of a training's step, on all workers and on one; made by `scaling_report`.
+    """The times of a training's step on 1, 2, 4, ... and all workers; made by `scaling_report`.
 
     Attributes:
-        num_workers: How many have trained.
-        step_s: A step on all of them [s]; all times are medians.
-        compute_s: The same without putting the gradients together, on the slowest worker [s].
-        one_worker_s: A step with the same global mini-batch on one worker [s].
+        times: For one worker, 2, 4, ... and all of them: their number, the time of a step [s],
+            and the time without adding up the gradients, on the slowest worker [s]. All have the
+            same global mini-batch; all times are medians.
         gradient_bytes: The size of the gradients [bytes]; each worker sends and receives nearly
             twice as much in a step.
         num_steps: How many steps were measured.
 
     Example:
-        >>> times = dict(step_s=0.125, compute_s=0.11, one_worker_s=0.4)
-        >>> report = ScalingReport(num_workers=4, gradient_bytes=100_000_000, num_steps=20, **times)
+        >>> times = ((1, 0.4, 0.4), (2, 0.22, 0.2), (4, 0.125, 0.11))  # workers, step, computation
+        >>> report = ScalingReport(times=times, gradient_bytes=100_000_000, num_steps=20)
         >>> report.speed_up, report.efficiency, round(report.communication_s, 3)
         (3.2, 0.8, 0.015)
     """
 
-    num_workers: int
-    step_s: float
-    compute_s: float
-    one_worker_s: float
+    times: Sequence[tuple[int, float, float]]
     gradient_bytes: int
     num_steps: int
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers trained."""
+        return self.times[-1][0]
+
+    @property
+    def step_s(self) -> float:
+        """A step on all workers [s]."""
+        return self.times[-1][1]
+
+    @property
+    def compute_s(self) -> float:
+        """A step on all workers without adding up the gradients, on the slowest worker [s]."""
+        return self.times[-1][2]
+
+    @property
+    def one_worker_s(self) -> float:
+        """A step with the same global mini-batch on one worker [s]."""
+        return self.times[0][1]
 
     @property
     def communication_s(self) -> float:
@@ -73,7 +90,7 @@ class ScalingReport:
 
     @property
     def speed_up(self) -> float:
-        """How many times faster the workers are than one of them."""
+        """How many times faster all workers are than one of them."""
         return self.one_worker_s / self.step_s
 
     @property
@@ -85,19 +102,19 @@ class ScalingReport:
     def advice(self) -> str:
         """Advice in a sentence or two."""
         if self.num_workers == 1:
-            return (
-                "There is only one worker, so there is nothing to compare: train on more of them"
-                " first."
-            )
+            return "There is only one worker, so there is nothing to compare: train on several."
         if self.efficiency >= GOOD_EFFICIENCY:
             return f"{self.num_workers} workers are worth it."
+        frame = self.to_frame()
+        good = frame[(frame["workers"] > 1) & (frame["efficiency"] >= GOOD_EFFICIENCY)]
+        until = f" Up to {good['workers'].max()} workers are worth it." if len(good) else ""
         if self.communication_s > MUCH * self.step_s:
-            return self._links_advice()
+            return self._links_advice() + until
         return (
             f"The computation takes {_ms(self.compute_s)} for a share of the mini-batch and"
             f" {_ms(self.one_worker_s)} for all of it: a share is too small to fill a device, or"
             " the workers share cores. A larger mini_batch_size helps in the first case, fewer"
-            " workers in the second."
+            f" workers in the second.{until}"
         )
 
     def _links_advice(self) -> str:
@@ -117,39 +134,60 @@ class ScalingReport:
         )
 
     def to_frame(self) -> pd.DataFrame:
-        """Return a row for one worker and one for all, with the same global mini-batch."""
+        """Return a row for each number of workers."""
         import pandas as pd
 
-        one = (1, self.one_worker_s, self.one_worker_s, 0.0, 1.0, 1.0)
-        every = (
-            self.num_workers,
-            self.step_s,
-            self.compute_s,
-            self.communication_s,
-            self.speed_up,
-            self.efficiency,
-        )
-        columns = ["workers", "step_s", "compute_s", "communication_s", "speed_up", "efficiency"]
-        return pd.DataFrame([one, every] if self.num_workers > 1 else [one], columns=columns)
+        frame = pd.DataFrame(self.times, columns=["workers", "step_s", "compute_s"])
+        frame["communication_s"] = (frame["step_s"] - frame["compute_s"]).clip(lower=0.0)
+        frame["speed_up"] = self.one_worker_s / frame["step_s"]
+        frame["efficiency"] = frame["speed_up"] / frame["workers"]
+        return frame
+
+    def plot(self) -> Figure:
+        """Return a figure: the speed-up against the number of workers, beside the ideal.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is missing; it comes with `raypool[plots]`.
+        """
+        check_installed("plots", "A plot", "matplotlib")
+        from matplotlib.figure import Figure  # not pyplot, which would keep it and choose a backend
+
+        frame = self.to_frame()
+        figure = Figure(figsize=(5, 4), layout="constrained")
+        axes = figure.add_subplot(xlabel="workers", ylabel="speed-up", xticks=frame["workers"])
+        axes.plot(frame["workers"], frame["workers"], color="0.7", linestyle="--", label="ideal")
+        axes.plot(frame["workers"], frame["speed_up"], marker="o", label="measured")
+        for row in frame.itertuples():
+            axes.annotate(
+                f"{row.efficiency:.0%}",
+                (row.workers, row.speed_up),
+                (6, -12),
+                textcoords="offset points",
+            )
+        axes.legend(frameon=False)
+        return figure
 
     def __str__(self) -> str:
         """Return the report in a few lines."""
-        return (
-            f"{self.num_workers} worker{'s' if self.num_workers != 1 else ''}: {_ms(self.step_s)} a"
-            f" step ({_ms(self.compute_s)} computation, {_ms(self.communication_s)} communication);"
-            f" one worker: {_ms(self.one_worker_s)}\nspeed-up {self.speed_up:.2f}, efficiency"
-            f" {self.efficiency:.0%}; {_size(self.gradient_bytes)} of gradients; medians of"
-            f" {self.num_steps} steps\n{self.advice}"
-        )
+        lines = [
+            f"{workers} worker{'s' if workers != 1 else ''}: {_ms(step_s)} a step"
+            f" ({_ms(compute_s)} computation, {_ms(communication_s)} communication); speed-up"
+            f" {speed_up:.2f}, efficiency {efficiency:.0%}"
+            for workers, step_s, compute_s, communication_s, speed_up, efficiency in (
+                self.to_frame().itertuples(index=False)
+            )
+        ]
+        size = f"{_size(self.gradient_bytes)} of gradients; medians of {self.num_steps} steps"
+        return "\n".join([*lines, size, self.advice])
 
 
 def scaling_report(run: TrainingRun, *, num_steps: int = 20, num_warm_up: int = 5) -> ScalingReport:
-    """Measure what the workers of a training are worth, by some steps on all of them and on one.
+    """Measure what the workers of a training are worth: some steps on 1, 2, 4, ... and all.
 
     The steps are those of the training, from its first weights on: forward, backward and update,
-    without reading the data. They are made on all its workers with and without putting their
-    gradients together, then on the first one alone with the same global mini-batch. The training
-    and its model are not touched. While the training goes on, this waits.
+    without reading the data, and with the same global mini-batch each time. Several workers also
+    make them without adding up their gradients. The training and its model are not touched. If the
+    training is still running, this waits for its end.
 
     Args:
         run: What `pool.fit` has returned, of a pool that is still open.
@@ -178,30 +216,28 @@ def scaling_report(run: TrainingRun, *, num_steps: int = 20, num_warm_up: int = 
     """
     if not isinstance(run, TrainingRun):
         raise InvalidTypeError(
-            f"run={run!r} is a {type(run).__name__}. Give what pool.fit has returned."
+            f"run={run!r} is a {type(run).__name__}. Pass what pool.fit returned."
         )
     num_steps = checked_count("num_steps", num_steps, least=1)
     num_warm_up = checked_count("num_warm_up", num_warm_up, least=0)
     if run.recipe is None:
         raise InvalidValueError(
-            f"{run.name} was trained by a loop of your own, in which nobody else knows what a step"
-            " is. scaling_report measures trainings by pool.fit; in a loop, measure steps with"
+            f"{run.name} was trained by a loop of your own, whose steps raypool does not know."
+            " scaling_report measures trainings by pool.fit. In a loop, measure steps with"
             " time.perf_counter, and report them."
         )
     recipe: Recipe = run.recipe
     measure = Measure(num_steps, num_warm_up, is_synchronised=True)
-    together = apart = alone = _steps(recipe, recipe.size, measure)
-    if recipe.size > 1:
-        # without an exchange of gradients no rank waits for another
-        apart = _steps(recipe, recipe.size, measure._replace(is_synchronised=False))
-        alone = _steps(recipe, 1, measure)
+    times = []
+    for size in [*(2**n for n in range((recipe.size - 1).bit_length())), recipe.size]:
+        step_s = compute_s = _typical(_steps(recipe, size, measure))
+        if size > 1:
+            # without adding up the gradients no rank waits for another
+            apart = measure._replace(is_synchronised=False)
+            compute_s = _typical(_steps(recipe, size, apart))
+        times.append((size, step_s, compute_s))
     return ScalingReport(
-        num_workers=recipe.size,
-        step_s=_typical(together),
-        compute_s=_typical(apart),
-        one_worker_s=_typical(alone),
-        gradient_bytes=gradient_bytes(recipe.config),
-        num_steps=num_steps,
+        times=times, gradient_bytes=gradient_bytes(recipe.config), num_steps=num_steps
     )
 
 

@@ -51,25 +51,39 @@ class Slow(nn.Module):
         return self.linear(x)
 
 
-def test_computation_communication_and_what_one_worker_needs(pool: Any) -> None:
-    run = pool.fit(Slow(), DATA, mse_loss, OPTIONS)
+def test_a_curve_over_the_numbers_of_workers(shared_pool: Any) -> None:
+    run = shared_pool.fit(Slow(), DATA, mse_loss, OPTIONS)
     before = copy.deepcopy(run.result(300).model.state_dict())
 
     report = scaling_report(run, num_steps=4, num_warm_up=1)
 
-    assert report.num_workers == 2
-    assert report.num_steps == 4
+    (_, alone_s, _), (_, _, two_s), (_, step_s, compute_s) = report.times
+    assert [size for size, *_ in report.times] == [1, 2, 3]
+    assert alone_s >= 0.480, "one worker has all of the 16 samples"
+    assert two_s >= 0.240, "each of two has half of them"
+    assert compute_s >= 0.180, "one of three has six of them"
+    assert (report.num_workers, report.step_s, report.one_worker_s) == (3, step_s, alone_s)
     assert report.gradient_bytes == 8
-    assert report.compute_s >= 0.240, "each worker has half of the 16 samples"
-    assert report.one_worker_s >= 0.480, "one worker has all of them"
-    assert report.step_s >= 0.240
     assert report.speed_up > 1
-    assert report.to_frame()["workers"].tolist() == [1, 2]
-    assert "2 workers:" in str(report)
     assert all(
         torch.equal(value, before[name]) for name, value in run.result().model.state_dict().items()
     )
-    assert not pool.busy
+    assert not shared_pool.busy
+
+
+@pytest.mark.quick
+def test_the_curve_as_table_text_and_figure() -> None:
+    times = [(1, 0.4, 0.4), (2, 0.22, 0.21), (4, 0.2, 0.1)]
+    report = ScalingReport(times=times, gradient_bytes=10**8, num_steps=20)
+    frame = report.to_frame()
+    assert frame["workers"].tolist() == [1, 2, 4]
+    assert frame["efficiency"].round(2).tolist() == [1.0, 0.91, 0.5]
+    assert "4 workers: 200 ms a step (100 ms computation, 100 ms communication)" in str(report)
+    assert "links are too slow" in report.advice
+    assert report.advice.endswith("Up to 2 workers are worth it.")
+    ideal, measured = report.plot().axes[0].lines
+    assert list(ideal.get_ydata()) == [1, 2, 4]
+    assert [round(float(each), 2) for each in measured.get_ydata()] == [1, 1.82, 2]
 
 
 def test_on_the_workers_of_the_run(pool: Any) -> None:
@@ -143,7 +157,7 @@ def test_bad_arguments() -> None:
         run = pool.fit(nn.Linear(1, 1), DATA, mse_loss, OPTIONS)
         run.result(300)
         for bad in (None, 5, run.result(), pool.parfeval(abs, -1)):
-            with pytest.raises(InvalidTypeError, match=r"Give what pool\.fit has returned"):
+            with pytest.raises(InvalidTypeError, match=r"Pass what pool\.fit returned"):
                 scaling_report(bad)
         for changes in (
             {"num_steps": 0},
