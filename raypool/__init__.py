@@ -13,6 +13,7 @@ import typing
 if typing.TYPE_CHECKING:
     from raypool.batches import Job, batch, find_job
     from raypool.channel.constants import Constant
+    from raypool.channel.feed import MetricsReport
     from raypool.channel.queues import DataQueue, Listener
     from raypool.channel.records import WorkerInfo
     from raypool.channel.store import ValueStore
@@ -94,6 +95,7 @@ __all__ = [
     "Listener",
     "LossReason",
     "MetricBuffer",
+    "MetricsReport",
     "ParallelPool",
     "PoolBrokenError",
     "PoolClosedError",
@@ -173,6 +175,7 @@ _HOMES = {
     "Listener": "raypool.channel.queues",
     "LossReason": "raypool.errors",
     "MetricBuffer": "raypool.task",
+    "MetricsReport": "raypool.channel.feed",
     "ParallelPool": "raypool.pool",
     "PoolBrokenError": "raypool.errors",
     "PoolClosedError": "raypool.errors",

@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, ParamSpec, Protocol, TypeVar
 
-from raypool.channel.feed import Feed, as_html
+from raypool.channel.feed import Feed, MetricsReport, Row, as_html, feed_of, report_of_row
 from raypool.channel.queues import DataQueue, check_timeout
 from raypool.channel.records import Missing, Values
 from raypool.errors import (
@@ -136,6 +136,9 @@ class Owner(Protocol):
     @property
     def is_own_thread(self) -> bool:
         """Whether this is that thread: waiting here would never end."""
+
+    def do(self, chore: Callable[[], object]) -> None:
+        """Call something short in that thread."""
 
 
 class Future(concurrent.futures.Future[T], Generic[T]):
@@ -445,6 +448,41 @@ class Future(concurrent.futures.Future[T], Generic[T]):
         """Call `fn(self)` when it has ended; what `fn` raises is logged and ignored."""
         super().add_done_callback(functools.partial(_call_back, fn))
 
+    def add_report_callback(self, fn: Callable[[Future[T], MetricsReport], object]) -> None:
+        """Call `fn(self, report)` for every `raypool.report` of the task, as it arrives.
+
+        It begins with the reports that are already here. Reports arrive in order, some hundredths
+        of a second after they were made, and the last ones may come after the result. What `fn`
+        raises is logged and ignored, as in `add_done_callback`.
+
+        Example:
+            >>> from raypool import parpool, report
+            >>> def train():
+            ...     for epoch in range(3):
+            ...         report(epoch=epoch, loss=0.5**epoch)
+            >>> with parpool(profile="inline", quiet=True) as pool:
+            ...     job = pool.parfeval(train)
+            ...     job.add_report_callback(lambda job, report: print(report.metrics))
+            {'epoch': 0, 'loss': 1.0}
+            {'epoch': 1, 'loss': 0.5}
+            {'epoch': 2, 'loss': 0.25}
+        """
+        self._subscribe(lambda rows: self._pass_on(fn, rows))
+
+    def _subscribe(self, listener: Callable[[list[Row]], object]) -> None:
+        feed_of(self).subscribe(listener)
+
+    def _pass_on(self, fn: Callable[[Future[T], MetricsReport], object], rows: list[Row]) -> None:
+        def call() -> None:
+            for row in rows:
+                try:
+                    fn(self, report_of_row(row))
+                except Exception:
+                    logger.exception("A report callback of %r failed.", self)
+
+        for owner in self.owners[:1]:
+            owner.do(call)
+
     def cancel(self) -> bool:
         """Cancel it, also while it runs; return whether it is cancelled.
 
@@ -574,6 +612,10 @@ class _Whole(Future[list[Any]]):
     """A future of the results of others: it runs while one of them does."""
 
     parts: Sequence[Future[Any]] = ()
+
+    def _subscribe(self, listener: Callable[[list[Row]], object]) -> None:
+        for part in self.parts:
+            part._subscribe(listener)
 
     def running(self) -> bool:
         """Whether one of them runs, or has run, and it has not ended."""

@@ -10,6 +10,7 @@ import math
 import numbers
 import os
 import time
+from collections import deque
 from collections.abc import (
     Callable,
     Container,
@@ -21,6 +22,8 @@ from collections.abc import (
 )
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, TypeVar, Union
 
+from raypool.channel.feed import MetricsReport, report_of_row
+from raypool.channel.feed import Row as FeedRow
 from raypool.channel.gpu_usage import FIRST_LOOK_S, GpuLog, samples_in
 from raypool.channel.records import Function, Missing
 from raypool.core.messages import CancelRequested, ItemsAdded
@@ -81,6 +84,7 @@ class LoopArguments(TypedDict, total=False):
     name: str | None
     run_dir: str | os.PathLike[str] | None
     rerun: Literal["failed", "missing", "all"]
+    on_report: Callable[[MetricsReport], object] | None
 
 
 # --- the verb -------------------------------------------------------------------------------------
@@ -103,6 +107,7 @@ def run_loop(  # noqa: PLR0913 - the arguments of the verb
     name: str | None,
     run_dir: str | os.PathLike[str] | None,
     rerun: Literal["failed", "missing", "all"],
+    on_report: Callable[[MetricsReport], object] | None,
 ) -> Any:
     """Run a loop on the workers of a view; see `PoolView.parfor`."""
     __tracebackhide__ = True
@@ -126,6 +131,10 @@ def run_loop(  # noqa: PLR0913 - the arguments of the verb
         )
     if reduce is not None and not callable(reduce):
         raise InvalidTypeError(f"reduce={reduce!r} is not callable. Give a function of two values.")
+    if on_report is not None and not callable(on_report):
+        raise InvalidTypeError(
+            f"on_report={on_report!r} is not callable. Pass a function of one report."
+        )
     sequence = listed(items)
     order = None if cost is None else longest_first(sequence, cost)
     # 0: in this process, with the pool's store
@@ -156,7 +165,7 @@ def run_loop(  # noqa: PLR0913 - the arguments of the verb
         echoed(echo, work, engine) as lines,
     ):
         watchers = [watcher for watcher in (lines, display) if watcher is not None]
-        results = LoopRun(engine, work, watchers).run(sequence, spec)
+        results = LoopRun(engine, work, watchers, on_report).run(sequence, spec)
     raise_if_failed(work, results, on_error)
     return results if reduce is None else folded(results, reduce, init)
 
@@ -328,7 +337,13 @@ def check_travels(items: Sequence[Any], backend: Backend, label: str, first: int
 class LoopRun:
     """One `parfor` in progress."""
 
-    def __init__(self, engine: Engine, work: LoopWork, watchers: Sequence[Watcher]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        work: LoopWork,
+        watchers: Sequence[Watcher],
+        on_report: Callable[[MetricsReport], object] | None,
+    ) -> None:
         self._driver = engine.driver
         self._backend = engine.backend
         self._records = engine.hub.records
@@ -336,7 +351,12 @@ class LoopRun:
         self._watchers = watchers
         if watchers and is_inline(engine):  # nobody waits in `_wait` while items run here
             work.on_settled = self._show_in_time
-        self._task_id = -1
+        self._on_report = on_report
+        self._new_rows: deque[FeedRow] = deque()
+        self._is_inline = is_inline(engine)
+        self._report_error: BaseException | None = None
+        if on_report is not None:
+            work.feed.subscribe(self._note_rows)
         self._show_at = 0.0
         self._gpus = GpuLog(engine.backend.gpu_readings, work.keep_gpus, work.run)
         self._total: int | None = None  # not known before a generator has ended
@@ -360,9 +380,12 @@ class LoopRun:
                 check_travels(items, self._backend, work.label)
                 size = work.take(items)
                 self._total = len(items)
-                self._task_id = self._driver.submit(work, spec._replace(size=size))
+                self._driver.submit(work, spec._replace(size=size))
             self._wait(lambda: work.is_done)
             work.catch_up()
+            self._pass_reports_on()
+            if self._report_error is not None:
+                raise self._report_error
             self._records.wait()  # records of items come before those that the caller logs next
             self._show()
             if work.interrupt is not None:
@@ -395,12 +418,12 @@ class LoopRun:
         """Draw from a generator, at most the look-ahead before the first item without a result."""
         work, driver = self._work, self._driver
         work.take([])
-        self._task_id = driver.submit(work, spec._replace(size=0, is_open=True))
+        task_id = driver.submit(work, spec._replace(size=0, is_open=True))
         # one by one: the next item may take long to come, or even wait for the result of this one
         for item in items:
             check_travels((item,), self._backend, work.label, first=len(work.items))
             if work.add(item):
-                driver.post(ItemsAdded(self._task_id, 1, is_open=True))
+                driver.post(ItemsAdded(task_id, 1, is_open=True))
             self._wait(
                 lambda: (
                     work.is_done
@@ -411,16 +434,41 @@ class LoopRun:
             if work.is_done:
                 return
         self._total = len(work.items)
-        driver.post(ItemsAdded(self._task_id, 0, is_open=False))
+        driver.post(ItemsAdded(task_id, 0, is_open=False))
 
     def _wait(self, is_over: Callable[[], bool]) -> None:
         work = self._work
         while not is_over():
             with work.changed:
                 # without a display only the GPUs are looked at before the loop changes
-                work.changed.wait_for(is_over, TICK_S if self._watchers else FIRST_LOOK_S)
+                work.changed.wait_for(
+                    lambda: is_over() or self._new_rows,
+                    TICK_S if self._watchers else FIRST_LOOK_S,
+                )
+            self._pass_reports_on()
             self._gpus.look()
             self._show_in_time()
+
+    def _note_rows(self, rows: list[FeedRow]) -> None:
+        self._new_rows += rows
+        if self._is_inline:  # this is the loop's own thread, in an item
+            try:
+                self._pass_reports_on()
+            except BaseException as error:  # it must not be raised in the item
+                self._report_error = error
+                self.cancel()
+        else:
+            # not here: in a task's own thread, which may be cancelled at any moment, the condition
+            # could stay locked
+            self._driver.do(self._wake)
+
+    def _wake(self) -> None:
+        with self._work.changed:
+            self._work.changed.notify_all()
+
+    def _pass_reports_on(self) -> None:
+        while self._new_rows and self._report_error is None and self._on_report is not None:
+            self._on_report(report_of_row(self._new_rows.popleft()))
 
     def _show_in_time(self) -> None:
         if time.monotonic() >= self._show_at:
@@ -433,8 +481,14 @@ class LoopRun:
 
     def cancel(self) -> None:
         """Let nothing more of the loop start."""
-        if self._task_id >= 0:
-            self._driver.post(CancelRequested(self._task_id))
+        driver, work = self._driver, self._work
+
+        def cancel() -> None:  # inline, the loop may still be inside `submit`: it has no number yet
+            for task_id, each in driver.works.items():
+                if each is work:
+                    driver.post(CancelRequested(task_id))
+
+        driver.do(cancel)
 
     def _note_rest(self, error: KeyboardInterrupt) -> None:
         """Note in the exception that it has the finished results: nobody expects them there."""

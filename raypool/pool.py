@@ -26,7 +26,7 @@ from typing import (
 )
 
 from raypool.channel.constants import Constant, call_once, content_of, new_constant
-from raypool.channel.feed import as_html
+from raypool.channel.feed import MetricsReport, as_html
 from raypool.channel.records import WorkerInfo, function_name
 from raypool.channel.store import FindWay, ValueStore
 from raypool.channel.traffic import TransferBytes
@@ -330,6 +330,7 @@ class PoolView(concurrent.futures.Executor):
         name: str | None = None,
         run_dir: str | os.PathLike[str] | None = None,
         rerun: Literal["failed", "missing", "all"] = "failed",
+        on_report: Callable[[MetricsReport], object] | None = None,
     ) -> Any:
         """Call `fn(item)` for every item, on all workers at once; return the results in item order.
 
@@ -381,6 +382,9 @@ class PoolView(concurrent.futures.Executor):
             rerun: Which items run if `run_dir` has results: "failed": failed and missing items;
                 "missing": only items without an outcome; "all": all items. Checkpoints stay in any
                 case.
+            on_report: Called with each `raypool.report` of the items as it arrives, as a
+                `MetricsReport`, in the thread that called `parfor` and in order for each item. The
+                workers do not wait for it. What it raises ends the loop, and is raised here.
 
         Returns:
             `Results`: the values in order, and a table of them; with `reduce` the folded value.
@@ -429,6 +433,7 @@ class PoolView(concurrent.futures.Executor):
             name=name,
             run_dir=run_dir,
             rerun=rerun,
+            on_report=on_report,
         )
 
     # --- single calls -----------------------------------------------------------------------------

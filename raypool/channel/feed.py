@@ -17,9 +17,10 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -54,6 +55,28 @@ Row: TypeAlias = "tuple[float, int, int, dict[str, Any]]"
 
 Last: TypeAlias = "dict[int, tuple[int, dict[str, Any]]]"
 """The newest value of each metric: item -> attempt, values by name."""
+
+
+class MetricsReport(NamedTuple):
+    """What one call of `raypool.report` passed, for a function that gets reports as they arrive.
+
+    Attributes:
+        item: The number of the item in its loop; 0 for a single call, the rank for `spmd`.
+        attempt: The attempt at it, from 1. The reports of a lost attempt are not taken back.
+        time: The moment of the call, by the clock of the worker's machine.
+        metrics: The values by name.
+    """
+
+    item: int
+    attempt: int
+    time: datetime
+    metrics: dict[str, Any]
+
+
+def report_of_row(row: Row) -> MetricsReport:
+    """Return a row as users see it."""
+    seconds, item, attempt, metrics = row
+    return MetricsReport(item, attempt, datetime.fromtimestamp(seconds, UTC), metrics)
 
 
 class TemporaryFile:
@@ -121,8 +144,8 @@ _spool = Spool()
 
 def _new_spool() -> None:
     # a forked child and its parent would write into the same file, at the same places
-    global _spool
-    _spool = Spool()
+    global _spool, _making
+    _spool, _making = Spool(), threading.RLock()
 
 
 os.register_at_fork(after_in_child=_new_spool)
@@ -182,6 +205,7 @@ class Feed:
         "__weakref__",
         "_calls",
         "_last",
+        "_listeners",
         "_lock",
         "_missing",
         "_new_rows",
@@ -198,6 +222,17 @@ class Feed:
         self._missing = 0  # bytes of text that are not kept
         self._calls: dict[int, int] = {}  # by item (or rank): the call that it printed in last
         self._last: Last = {}
+        self._listeners: tuple[Callable[[list[Row]], object], ...] = ()
+
+    def subscribe(self, listener: Callable[[list[Row]], object]) -> None:
+        """Pass all reports to a function, in the order of their arrival, beginning with those here.
+
+        It is called with the lock, by whatever thread brings them: it may only note them.
+        """
+        with self._lock:
+            if rows := self._all_rows():
+                listener(rows)
+            self._listeners += (listener,)
 
     def add_row(self, row: Row) -> None:
         """Take a report of this process."""
@@ -207,12 +242,18 @@ class Feed:
             self._note_last({item: (attempt, metrics)})
             if len(self._new_rows) >= ROWS_AT_ONCE:
                 self._pack_new_rows()
+            for listener in self._listeners:
+                listener([row])
 
     def add_rows(self, rows: bytes, last: Last) -> None:
         """Take reports of another process: a pickled list of rows, and the last values in them."""
         with self._lock:
             self._rows.add(rows)
             self._note_last(last)
+            if self._listeners:
+                opened = pickle.loads(rows)
+                for listener in self._listeners:
+                    listener(opened)
 
     def _pack_new_rows(self) -> None:
         if self._new_rows:
@@ -265,6 +306,17 @@ class Feed:
             known_attempt, values = self._last.get(item, (attempt, {}))
         return values if known_attempt == attempt else {}
 
+    def _all_rows(self) -> list[Row]:
+        with self._lock:
+            self._pack_new_rows()
+            parts = self._rows.parts()
+        rows: list[Row] = []
+        for data in read(parts):
+            file = io.BytesIO(data)
+            while file.tell() < len(data):  # pickles, one behind the other
+                rows += pickle.load(file)
+        return rows
+
     def metrics(self, column: str | None) -> pd.DataFrame:
         """Return the table of reports.
 
@@ -280,14 +332,7 @@ class Feed:
         import numpy as np
         import pandas as pd
 
-        with self._lock:
-            self._pack_new_rows()
-            parts = self._rows.parts()
-        rows: list[Row] = []
-        for data in read(parts):
-            file = io.BytesIO(data)
-            while file.tell() < len(data):  # pickles, one behind the other
-                rows += pickle.load(file)
+        rows = self._all_rows()
         if column is not None:
             rows.sort(key=lambda row: row[1:3])
         times, items, attempts, metrics = zip(*rows, strict=True) if rows else ((), (), (), ())
@@ -323,6 +368,23 @@ def _as_text(data: bytes, missing: int) -> str:
         data = data[-TEXT_BYTES:]
     text = data.decode("utf-8", "ignore")
     return f"[raypool: the first {missing:,} bytes are not kept]\n{text}" if missing else text
+
+
+class Holder(Protocol):
+    """A future or a loop: it has a feed as soon as something has arrived for it."""
+
+    feed: Feed | None
+
+
+_making = threading.RLock()
+
+
+def feed_of(holder: Holder) -> Feed:
+    """Return the feed of a future or a loop, which is made for the first who asks."""
+    if holder.feed is None:
+        with _making:  # another thread may have made it meanwhile
+            holder.feed = holder.feed or Feed()
+    return holder.feed
 
 
 class Printed:

@@ -12,10 +12,10 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from raypool.channel import queues
-from raypool.channel.feed import Feed, LoopFeed
+from raypool.channel.feed import Feed, Holder, LoopFeed, feed_of
 from raypool.channel.logs import Records
 from raypool.errors import InternalError
 from raypool.worker.running import TaskContext
@@ -27,12 +27,6 @@ CATCH_UP_S = 5.0
 
 MAX_EARLY = 100
 """When so many batches wait for an earlier one, that one counts as lost."""
-
-
-class Holder(Protocol):
-    """A future or a loop: it has a feed as soon as something has arrived for it."""
-
-    feed: Feed | None
 
 
 class Hub:
@@ -169,10 +163,4 @@ class Hub:
 
     def _feed_of(self, task_id: int) -> Feed | None:
         holder = self._holders.get(task_id)
-        if holder is None:
-            return None
-        feed = holder.feed
-        if feed is None:
-            with self._lock:  # another thread may have made it meanwhile
-                feed = holder.feed = holder.feed or Feed()
-        return feed
+        return None if holder is None else feed_of(holder)

@@ -7,13 +7,13 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from raypool.channel.feed import as_html
+from raypool.channel.feed import Row, as_html
 from raypool.errors import (
     InvalidTypeError,
     InvalidValueError,
@@ -185,6 +185,7 @@ class TrainingRun(Future[TrainingResult]):
         self.path = path
         self.recipe: Any = None
         self._adopting = threading.Lock()  # requests may come from any thread
+        self._listeners: list[Callable[[list[Row]], object]] = []
         self.catch_up = lambda: joined_feed(self.tries)
 
     def running(self) -> bool:
@@ -231,7 +232,17 @@ class TrainingRun(Future[TrainingResult]):
         attempt.whole = self
         with self._adopting:
             self._tries.append(attempt)
+            listeners = list(self._listeners)
+        for listener in listeners:
+            attempt._subscribe(listener)
         _pass_on(self)  # what was requested before this attempt
+
+    def _subscribe(self, listener: Callable[[list[Row]], object]) -> None:
+        with self._adopting:  # later attempts are subscribed by `adopt`
+            self._listeners.append(listener)
+            tries = list(self._tries)
+        for attempt in tries:
+            attempt._subscribe(listener)
 
     @property
     def tries(self) -> Sequence[Future[Any]]:

@@ -15,7 +15,15 @@ from typing import Any
 
 import pytest
 
-from raypool import ParallelPool, TaskError, current_task, parpool, report
+from raypool import (
+    InvalidTypeError,
+    MetricsReport,
+    ParallelPool,
+    TaskError,
+    current_task,
+    parpool,
+    report,
+)
 from raypool.testing import sim_pool
 from raypool.testing.simulation import FaultPlan
 from tests.conftest import Gate, Marks
@@ -99,6 +107,70 @@ def test_metrics_and_diary_are_live(
         gate.open()
     future.result(300)
     assert future.metrics["step"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.quick
+@pytest.mark.everywhere
+def test_a_loop_passes_each_report_on_in_the_thread_that_called_it(pool: ParallelPool) -> None:
+    got: list[Any] = []
+
+    def take(new: MetricsReport) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        got.append((new.item, new.attempt, new.metrics["epoch"]))
+
+    results = pool.parfor(train, [3, 1, 2], on_report=take)
+    assert list(results) == [3, 1, 2], "all reports came before the results"
+    for item, count in enumerate([3, 1, 2]):
+        assert [new for new in got if new[0] == item] == [(item, 1, i) for i in range(count)]
+
+
+@pytest.mark.quick
+@pytest.mark.concurrent
+def test_reports_reach_the_driver_while_tasks_run(
+    pool: ParallelPool, make_gate: Callable[[], Gate]
+) -> None:
+    item_gate, call_gate = make_gate(), make_gate()
+
+    def work(gate: Gate) -> int:
+        report(step=1)
+        gate.wait()
+        return 1
+
+    results = pool.parfor(work, [item_gate], on_report=lambda new: item_gate.open())
+    assert results == [1], "the report came while the item waited for it"
+    job = pool.parfeval(work, call_gate)
+    job.add_report_callback(lambda job, new: call_gate.open())
+    assert job.result(300) == 1
+
+
+@pytest.mark.everywhere
+def test_an_error_in_on_report_ends_the_loop(pool: ParallelPool) -> None:
+    def stop(new: MetricsReport) -> None:
+        raise LookupError(f"seen {new.metrics}")
+
+    with pytest.raises(LookupError, match="seen {'epoch': 0") as caught:
+        pool.parfor(train, [1] * 2000, on_report=stop, chunk_size=1)
+    assert "cancelled" in set(caught.value.results.to_frame()["status"])  # type: ignore[attr-defined]
+    assert pool.parfor(train, [1, 1]) == [1, 1]
+
+
+def test_a_report_callback_gets_what_came_before_it(
+    pool: ParallelPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = pool.parfeval(train, 2)
+    job.result(300)
+    got: list[Any] = []
+
+    def take(future: Any, new: MetricsReport) -> None:
+        got.append((future, new))
+        raise LookupError("a mistake in the callback")
+
+    job.add_report_callback(take)
+    assert [(future, new.metrics["epoch"]) for future, new in got] == [(job, 0), (job, 1)]
+    assert got[0][1].time.tzinfo is not None
+    assert caplog.text.count("A report callback of <Future 'train': finished on worker") == 2
+    with pytest.raises(InvalidTypeError, match="on_report=3 is not callable"):
+        pool.parfor(train, [1], on_report=3)  # type: ignore[call-overload]
 
 
 @pytest.mark.concurrent
