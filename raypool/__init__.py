@@ -245,8 +245,9 @@ def __getattr__(name: str) -> typing.Any:
     if name in _HOMES:
         value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
         return value
-    if name == "errors":  # its names are in tracebacks, with this one before them
-        return importlib.import_module("raypool.errors")
+    # the names of errors are in tracebacks, with this one before them
+    if name in ("errors", "search"):
+        return importlib.import_module(f"raypool.{name}")
     raise AttributeError(f"module 'raypool' has no attribute {name!r}")
 
 

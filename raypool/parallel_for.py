@@ -559,7 +559,9 @@ def _rows(
         for position, index in enumerate(work.numbers(piece), piece.start - result.start):
             row = rows[index]
             row.status = "failed" if index in errors else "finished"
-            row.duration_s, row.started_at = result.durations_s[position], starts[position]
+            # a trial may run in several parts
+            row.duration_s = result.durations_s[position] + (row.duration_s or 0.0)
+            row.started_at = row.started_at or starts[position]
             row.worker, row.gpu, row.attempts = worker.index, worker.gpu, piece.attempt
             row.peak_memory_bytes = result.peak_memory_bytes
             row.host, row.run = worker.host, work.run

@@ -77,8 +77,13 @@ if TYPE_CHECKING:
     import os
 
     import pandas as pd
+    from optuna.pruners import BasePruner
+    from optuna.samplers import BaseSampler
+    from optuna.study import Study
 
     from raypool.results import Results
+    from raypool.search import Halving
+    from raypool.search.run import SearchResults
     from raypool.spmd.composite import Composite
     from raypool.train.runs import RunOptions, TrainingRun
     from raypool.train.training_options import TrainingOptions
@@ -433,6 +438,97 @@ class PoolView(concurrent.futures.Executor):
             name=name,
             run_dir=run_dir,
             rerun=rerun,
+            on_report=on_report,
+        )
+
+    def search(  # noqa: PLR0913 - each argument is asked for by users, all are named
+        self,
+        fn: Callable[[dict[str, Any]], Any],
+        space: Mapping[str, Any],
+        *,
+        metric: str | None = None,
+        mode: Literal["max", "min"] = "max",
+        num_trials: int,
+        run_dir: str | os.PathLike[str] | None = None,
+        stop: Halving | BasePruner | Callable[[dict[str, Any]], bool] | None = None,
+        sampler: BaseSampler | None = None,
+        study: Study | None = None,
+        seed: int | None = None,
+        max_in_flight: int | None = None,
+        max_failures: int | None = None,
+        progress: bool | Callable[..., Any] | None = None,
+        name: str | None = None,
+        on_report: Callable[[MetricsReport], object] | None = None,
+    ) -> SearchResults:
+        """Call `fn(config)` for the configurations that Optuna suggests; return the trials.
+
+        Each worker trains one trial. As soon as one ends, or waits at a rung, its worker gets the
+        next. The score of a trial is `metric` in the dict that `fn` returns, else what it reported
+        last as `metric`, else the number that it returned.
+
+        Args:
+            fn: A function of one configuration, a dict, as for `parfor`.
+            space: By name, a range or a choice (`raypool.search`, or a distribution of Optuna's),
+                or a plain value for all trials.
+            metric: The name of the score. None: `fn` returns it.
+            mode: "max" if more is better, else "min".
+            num_trials: How many trials there are, with those of earlier calls in `run_dir`.
+            run_dir: Save each trial in this folder, also Optuna's study ("study.log"). The same
+                call later resumes: interrupted trials continue from their checkpoints, and
+                `load_results`, `raypool show` and `report()` read it as they read a sweep.
+            stop: When trials end early: `search.halving(...)`, `search.median()`, a pruner of
+                Optuna's, or a function of the reported metrics that returns True to stop. A stopped
+                trial finds `current_task().should_stop`, and ends at its next report at the latest.
+            sampler: A sampler of Optuna's. None: TPE, with halving random samples.
+            study: A study of Optuna's to continue. It brings its own sampler and storage.
+            seed: Seed the sampler, and every trial as `parfor` does. Which configurations are tried
+                is repeatable with one worker, or with a sampler that does not look at results.
+            max_in_flight: Run at most so many trials at once. None: one for each worker.
+            max_failures: Raise the first error once more trials than this have failed. None: failed
+                trials are recorded, and the search continues.
+            progress: As for `parfor`.
+            name: As for `parfor`.
+            on_report: As for `parfor`.
+
+        Raises:
+            ModuleNotFoundError: Optuna is missing; it comes with `raypool[search]`.
+            InvalidValueError: The first trial has no score; the study has another direction;
+                `stop=halving(...)` lacks `run_dir`.
+            Exception: What the first trial raised, if all of them failed.
+            JournalError: As for `parfor`.
+
+        Source:
+            Optuna 5, ask and tell; Li et al. 2020, asynchronous successive halving.
+
+        Example:
+            >>> from raypool import parpool, search
+            >>> def train(config):
+            ...     return {"loss": (config["x"] - 1) ** 2}
+            >>> with parpool(2, profile="threads", quiet=True) as pool:
+            ...     space = {"x": search.uniform(-5, 5)}
+            ...     found = pool.search(train, space, metric="loss", mode="min", num_trials=30)
+            >>> found.best.score < 1
+            True
+        """
+        from raypool.search.run import run_search  # imported late: most programs do not search
+
+        __tracebackhide__ = True
+        return run_search(
+            self,
+            fn,
+            space,
+            metric=metric,
+            mode=mode,
+            num_trials=num_trials,
+            run_dir=run_dir,
+            stop=stop,
+            sampler=sampler,
+            study=study,
+            seed=seed,
+            max_in_flight=max_in_flight,
+            max_failures=max_failures,
+            progress=progress,
+            name=name,
             on_report=on_report,
         )
 

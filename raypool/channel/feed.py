@@ -230,7 +230,7 @@ class Feed:
         It is called with the lock, by whatever thread brings them: it may only note them.
         """
         with self._lock:
-            if rows := self._all_rows():
+            if rows := self.rows():
                 listener(rows)
             self._listeners += (listener,)
 
@@ -306,7 +306,8 @@ class Feed:
             known_attempt, values = self._last.get(item, (attempt, {}))
         return values if known_attempt == attempt else {}
 
-    def _all_rows(self) -> list[Row]:
+    def rows(self) -> list[Row]:
+        """Return all reports, in the order of their arrival."""
         with self._lock:
             self._pack_new_rows()
             parts = self._rows.parts()
@@ -332,7 +333,7 @@ class Feed:
         import numpy as np
         import pandas as pd
 
-        rows = self._all_rows()
+        rows = self.rows()
         if column is not None:
             rows.sort(key=lambda row: row[1:3])
         times, items, attempts, metrics = zip(*rows, strict=True) if rows else ((), (), (), ())

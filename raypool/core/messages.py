@@ -48,9 +48,13 @@ class CancelRequested(NamedTuple):
 
 
 class StopRequested(NamedTuple):
-    """Running items of the task should return early; their results count."""
+    """Running items of the task should return early; their results count.
+
+    `item`: only the one with this number; None: all.
+    """
 
     task_id: int
+    item: int | None = None
 
 
 class WorkerReady(NamedTuple):

@@ -56,11 +56,17 @@ class Outcomes:
             self.thinned.pop(task.spec.task_id, None)
         self.out.append(m.EndTask(task.spec.task_id, state))
 
-    def signal(self, task: Task, signal: m.Signal) -> None:
-        """Send a signal to all running items of a task."""
+    def signal(self, task: Task, signal: m.Signal, item: int | None = None) -> None:
+        """Send a signal to all running items of a task, or to the slice with one of them."""
         for attempt_id, worker_id in (task.flights or {}).items():
+            worker = self._workers.by_id[worker_id]
+            if item is not None and not any(
+                piece.task_id == task.spec.task_id and piece.start <= item < piece.stop
+                for piece in worker.attempts[attempt_id].slices
+            ):
+                continue
             # else the worker is still starting, and the call was not sent
-            if self._workers.by_id[worker_id].state is WorkerState.BUSY:
+            if worker.state is WorkerState.BUSY:
                 self.out.append(m.SignalTask(worker_id, attempt_id, task.spec.task_id, signal))
 
     def settle(self, task: Task, piece: Slice, report: Report, attempt_id: int) -> None:

@@ -182,7 +182,7 @@ class Scheduler:
 
     def _on_stop_requested(self, event: m.StopRequested) -> None:
         if (task := self._task(event)) is not None:
-            self.outcomes.signal(task, m.Signal.STOP)
+            self.outcomes.signal(task, m.Signal.STOP, event.item)
 
     def _task(self, event: m.CancelRequested | m.StopRequested) -> Task | None:
         if event.task_id > self._last_task_id:

@@ -136,8 +136,8 @@ class DurableLoop(LoopWork):
                 self._options.seed,
             )
 
-    def add(self, item: Any) -> int:
-        """Take one more item, of a generator; return how many have to run: one or none."""
+    def append(self, item: Any) -> int:
+        """Take one more item, without queueing it; return its number."""
         index = len(self.items)
         # a generator may yield the same object again, changed
         if type(item) not in UNCHANGEABLE:
@@ -147,10 +147,8 @@ class DurableLoop(LoopWork):
         cast("list[Any]", self.items).append(item)
         entry = (self.keys[index], index, item)
         self._recorder.put(lambda: Step(entries=[entry]))
-        if self._restore(index):
-            return 0
-        cast("list[int]", self._order).append(index)
-        return 1
+        self._restore(index)
+        return index
 
     def _folder(self, key: str) -> Path:
         folder = self._journal.folder(key)

@@ -115,6 +115,8 @@ class LoopWork:
         self.broken_by: BaseException | None = None
         self.num_settled = 0
         self.changed = threading.Condition()
+        # what travels in place of an item, by its number
+        self.sent_as: Callable[[int], Any] | None = None
         # called instead, where no thread can wait for `changed`
         self.on_settled: Callable[[], object] | None = None
         self.feed = LoopFeed()
@@ -155,11 +157,27 @@ class LoopWork:
 
     def add(self, item: Any) -> int:
         """Take one more item, of a generator; return how many are to run: one or none."""
+        index = self.append(item)
+        if index in self.restored:
+            return 0
+        self.queue(index)
+        return 1
+
+    def append(self, item: Any) -> int:
+        """Take one more item, without queueing it; return its number."""
         items = cast("list[Any]", self.items)
         if self._home is not None:
             self.keys.append(self._name(item, len(items)))
         items.append(item)
-        return 1
+        return len(items) - 1
+
+    def queue(self, index: int, *, has_run: bool = False) -> None:
+        """Queue an item; if it has run before, its last outcome will count."""
+        if has_run:
+            with self.changed:
+                self.num_settled -= 1
+        if self._order is not None:
+            cast("list[int]", self._order).append(index)
 
     def keep_gpus(self, sample: GpuSample) -> None:
         """Keep a sample of a GPU on the disk, if there is a place for it. From any thread."""
@@ -212,6 +230,8 @@ class LoopWork:
             self.items[piece.start : piece.stop]
             if numbers is None
             else [self.items[index] for index in numbers]
+            if self.sent_as is None
+            else [self.sent_as(index) for index in numbers]
         )
         packed = pack(items, self.describe(piece))
         checkpoints = None

@@ -148,7 +148,7 @@ def test_an_error_in_on_report_ends_the_loop(pool: ParallelPool) -> None:
     def stop(new: MetricsReport) -> None:
         raise LookupError(f"seen {new.metrics}")
 
-    with pytest.raises(LookupError, match="seen {'epoch': 0") as caught:
+    with pytest.raises(LookupError, match=r"seen \{'epoch': 0") as caught:
         pool.parfor(train, [1] * 2000, on_report=stop, chunk_size=1)
     assert "cancelled" in set(caught.value.results.to_frame()["status"])  # type: ignore[attr-defined]
     assert pool.parfor(train, [1, 1]) == [1, 1]

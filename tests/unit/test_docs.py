@@ -81,6 +81,7 @@ RUN_BY: dict[str, dict[str, str] | str] = {
     "docs/durable.md": "tests/unit/test_docs.py::test_the_code_about_durable_sweeps_runs",
     "docs/gpus.md": "tests/unit/test_docs.py::test_the_code_about_gpus_runs",
     "docs/matlab.md": "tests/integration/test_matlab_page.py::test_the_python_side_runs",
+    "docs/search.md": "tests/integration/test_search.py::test_the_page_runs",
     "docs/several_gpus.md": (
         "tests/integration/test_scaling_report.py::test_the_page_on_several_gpus_is_true"
     ),

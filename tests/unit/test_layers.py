@@ -20,7 +20,7 @@ FLOORS = [
     "__main__ cli",
     "interop testing batches",
     "pool",
-    "parallel_for train spmd",
+    "parallel_for search train spmd",
     "engine",
     "backends",
     "results views journal",

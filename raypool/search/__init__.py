@@ -1,0 +1,155 @@
+"""Search spaces and stopping rules for `pool.search`; Optuna does the thinking (extra `search`).
+
+>>> from raypool import parpool, search
+>>> space = {"lr": search.log_uniform(1e-4, 1e-1), "kind": search.choice("mlp", "cnn")}
+>>> with parpool(2, profile="threads", quiet=True) as pool:
+...     found = pool.search(lambda config: -config["lr"], space, num_trials=8, seed=1)
+>>> len(found.to_frame()), found.best.config["lr"] < 0.1
+(8, True)
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from raypool.errors import InvalidValueError, check_installed, checked_count
+
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
+    from optuna.pruners import BasePruner
+
+__all__ = ["Halving", "choice", "halving", "int_uniform", "log_uniform", "median", "uniform"]
+
+
+def uniform(low: float, high: float, *, step: float | None = None) -> BaseDistribution:
+    """Return a range of real numbers, all equally likely; with `step`, of `low`, `low + step`, ...
+
+    Example:
+        >>> uniform(0.0, 0.5)
+        FloatDistribution(high=0.5, log=False, low=0.0, step=None)
+    """
+    _check_range(low, high)
+    made: BaseDistribution = _distributions().FloatDistribution(low, high, step=step)
+    return made
+
+
+def log_uniform(low: float, high: float) -> BaseDistribution:
+    """Return a range of positive real numbers whose logarithms are equally likely.
+
+    Example:
+        >>> log_uniform(1e-5, 1e-1)
+        FloatDistribution(high=0.1, log=True, low=1e-05, step=None)
+    """
+    _check_range(low, high, log=True)
+    made: BaseDistribution = _distributions().FloatDistribution(low, high, log=True)
+    return made
+
+
+def int_uniform(low: int, high: int, *, step: int = 1, log: bool = False) -> BaseDistribution:
+    """Return a range of whole numbers with both ends; with `log`, their logarithms are even.
+
+    Example:
+        >>> int_uniform(16, 512, log=True)
+        IntDistribution(high=512, log=True, low=16, step=1)
+    """
+    _check_range(low, high, log=log)
+    made: BaseDistribution = _distributions().IntDistribution(low, high, step=step, log=log)
+    return made
+
+
+def choice(*values: Any) -> BaseDistribution:
+    """Return a choice of these values: numbers, texts, True, False or None.
+
+    Example:
+        >>> choice("mlp", "cnn")
+        CategoricalDistribution(choices=('mlp', 'cnn'))
+    """
+    if len(values) == 1 and isinstance(values[0], (list, tuple)):
+        raise InvalidValueError(
+            f"choice({values[0]!r}) has one value, a list. Use choice(*values)."
+        )
+    for value in values:
+        if value is not None and not isinstance(value, (bool, int, float, str)):
+            raise InvalidValueError(
+                f"choice() cannot store {value!r}, a {type(value).__name__}. Use names for such"
+                " values, and look them up in the function."
+            )
+    if not values:
+        raise InvalidValueError("choice() has no values to choose from.")
+    made: BaseDistribution = _distributions().CategoricalDistribution(values)
+    return made
+
+
+class Halving(NamedTuple):
+    """Successive halving; made by `halving`."""
+
+    min_epochs: int
+    max_epochs: int
+    factor: int
+
+    @property
+    def levels(self) -> list[int]:
+        """The epochs after which trials are compared, then the last epoch.
+
+        Example:
+            >>> Halving(1, 27, 3).levels, Halving(2, 10, 2).levels
+            ([1, 3, 9, 27], [2, 4, 8, 10])
+        """
+        levels = [self.min_epochs]
+        while levels[-1] * self.factor < self.max_epochs:
+            levels.append(levels[-1] * self.factor)
+        return [*levels, self.max_epochs]
+
+
+def halving(*, min_epochs: int = 1, max_epochs: int, factor: int = 3) -> Halving:
+    """Return the rule of asynchronous successive halving.
+
+    Every trial trains for `min_epochs`, then waits without a worker. As soon as it is among the
+    best third (with `factor=3`) of those that came so far, it continues from its checkpoint for
+    three times as many epochs, and so on up to `max_epochs`. The others are pruned.
+
+    A trial's epoch is what it reports as `epoch`, counted from 0; if it reports none, every report
+    with the metric is one. At the end of its epochs `current_task().should_stop` becomes true:
+    save a checkpoint, and return. A function that does not look at it ends at its next report.
+
+    Example:
+        >>> halving(max_epochs=27).levels
+        [1, 3, 9, 27]
+    """
+    min_epochs = checked_count("min_epochs", min_epochs, least=1)
+    max_epochs = checked_count("max_epochs", max_epochs, least=1)
+    factor = checked_count("factor", factor, least=2)
+    if max_epochs <= min_epochs:
+        raise InvalidValueError(
+            f"max_epochs={max_epochs} must be more than min_epochs={min_epochs}: there would be no"
+            " rung at which to compare trials."
+        )
+    return Halving(min_epochs, max_epochs, factor)
+
+
+def median(*, num_startup_trials: int = 5, num_warmup_epochs: int = 0) -> BasePruner:
+    """Return the rule that stops a trial whose best score is below the median of the others.
+
+    It compares scores at the same epoch, not before `num_startup_trials` have completed, and not in
+    the first `num_warmup_epochs`. Any other pruner of Optuna's can be used in its place.
+    """
+    from optuna.pruners import MedianPruner
+
+    return MedianPruner(num_startup_trials, num_warmup_epochs)
+
+
+def _check_range(low: float, high: float, *, log: bool = False) -> None:
+    if not low < high:  # also NaN
+        raise InvalidValueError(f"The range from {low!r} to {high!r} is empty.")
+    if log and low <= 0:
+        raise InvalidValueError(
+            f"The range from {low!r} to {high!r} has no logarithm: it must begin above 0."
+        )
+
+
+def _distributions() -> ModuleType:
+    check_installed("search", "A search space", "optuna")
+    import optuna.distributions
+
+    return optuna.distributions

@@ -1,0 +1,719 @@
+"""`pool.search`: a loop whose items are trials, added one by one as Optuna suggests them.
+
+A trial is an item of the loop. It may run in several parts: at a rung it returns, and if it is
+promoted the same item runs again, from its checkpoint. `Search` decides in the thread that waits
+for the loop, where reports and results arrive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+import math
+import numbers
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from raypool.channel.feed import MetricsReport, Row, report_of_row
+from raypool.channel.records import Missing, function_name
+from raypool.core.messages import ItemsAdded, StopRequested
+from raypool.core.model import TaskSpec
+from raypool.engine.engine import Engine
+from raypool.engine.loop import LoopOptions, LoopWork
+from raypool.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    check_installed,
+    checked_count,
+    optional_count,
+)
+from raypool.options import check_callable, check_name
+from raypool.parallel_for import (
+    LoopRun,
+    Watcher,
+    check_progress,
+    checkpoint_owner,
+    durable_loop,
+    raise_if_failed,
+    watched,
+)
+from raypool.results import Results
+from raypool.search import Halving
+from raypool.search.rungs import Rungs
+from raypool.worker.running import TaskContext, item_seed, note_here
+
+if TYPE_CHECKING:
+    import optuna
+    import pandas as pd
+
+    from raypool.pool import PoolView
+
+logger = logging.getLogger("raypool")
+
+STUDY = "study.log"
+"""The file of Optuna's study in the folder of a search."""
+
+NAME = "raypool"
+"""The name of the study in that file."""
+
+SHORT_S = 0.05
+"""While trials take less than this [s], each worker has the next one already."""
+
+Stop = "Halving | optuna.pruners.BasePruner | Callable[[dict[str, Any]], bool]"
+
+
+# --- in the worker --------------------------------------------------------------------------------
+
+
+class TrialEndedError(BaseException):
+    """Raised in `report` where the function of a trial goes on after it was asked to stop."""
+
+
+def run_part(fn: Callable[[Any], Any], metric: str | None, sent: tuple[Any, float, int]) -> Any:
+    """Run a trial until it has trained for so many epochs; return what its function returns.
+
+    `sent`: the configuration, the number of epochs, and how many of them are behind it.
+    """
+    config, until, num_reports = sent
+    note = note_here()
+    assert note is not None
+    say = note.say
+
+    def count(note: TaskContext, kind: str, payload: Any) -> bool | None:
+        nonlocal num_reports
+        if kind == "metrics" and metric in payload[1]:
+            if note.should_stop and not note.is_leaving:
+                raise TrialEndedError
+            num_reports += 1
+            if epochs_of(payload[1], num_reports) >= until:
+                note.should_stop = True
+        return say(note, kind, payload)
+
+    note.say = count
+    value = None
+    try:
+        with contextlib.suppress(TrialEndedError):
+            value = fn(config)
+    finally:
+        if not inspect.iscoroutine(value):
+            note.say = say
+    if not inspect.iscoroutine(value):
+        return value
+
+    async def wait() -> Any:  # the worker runs it, in its own event loop
+        try:
+            with contextlib.suppress(TrialEndedError):
+                return await value
+        finally:
+            note.say = say
+
+    return wait()
+
+
+def epochs_of(metrics: Mapping[str, Any], num_reports: int) -> int:
+    """Return how many epochs a trial has behind it: by its `epoch`, else by its reports."""
+    epoch = metrics.get("epoch")
+    is_number = isinstance(epoch, (int, float)) and math.isfinite(epoch)
+    return int(epoch) + 1 if is_number else num_reports  # type: ignore[arg-type]
+
+
+# --- what a search returns ------------------------------------------------------------------------
+
+
+class BestTrial(NamedTuple):
+    """The best trial of a search: its number, its configuration, its score and its value."""
+
+    number: int
+    config: dict[str, Any]
+    score: float
+    value: Any
+
+
+@dataclass(slots=True)
+class Trial:
+    """A trial: its place in the study, and how far it has come.
+
+    `index`: the number of its item. `part`: the position of its newest part in the loop's order.
+    `until`: the epochs at which that part ends. `state`: "running", "waiting" at a rung,
+    "complete", "pruned" or "failed".
+    """
+
+    index: int
+    number: int
+    config: dict[str, Any]
+    handle: optuna.trial.Trial | None = None
+    state: str = "running"
+    score: float | None = None
+    epochs: int = 0
+    noted_epochs: int = 0
+    num_reports: int = 0
+    rung: int = 0
+    until: float = math.inf
+    part: int | None = None
+    is_stopped: bool = False
+
+
+class SearchResults:
+    """The trials of a search.
+
+    Attributes:
+        study: The study of Optuna, for its plots and `optuna-dashboard`.
+        results: The trials as the `Results` of a loop, in the order of their numbers: values,
+            metrics, output, `report()`.
+        metric: The name of the score; None: the number that the function returned.
+        mode: "max" or "min".
+    """
+
+    def __init__(
+        self,
+        study: optuna.Study,
+        results: Results[Any],
+        trials: Sequence[Trial],
+        metric: str | None,
+        mode: Literal["max", "min"],
+    ) -> None:
+        self.study, self.results, self.metric, self.mode = study, results, metric, mode
+        self._trials = trials
+
+    @property
+    def best(self) -> BestTrial:
+        """The trial with the best score.
+
+        Raises:
+            InvalidValueError: No trial has a score.
+        """
+        sign = -1 if self.mode == "max" else 1
+        scored = [t for t in self._trials if t.score is not None and math.isfinite(t.score)]
+        if not scored:
+            raise InvalidValueError(
+                f"None of the {len(self._trials)} trials has a score. The table (to_frame()) has"
+                " their errors."
+            )
+        # among equals the one that has come farthest, then the first
+        best = min(scored, key=lambda t: (sign * t.score, -t.epochs, t.number))  # type: ignore[operator]
+        value = self.results[best.index]
+        return BestTrial(best.number, best.config, best.score, value)  # type: ignore[arg-type]
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return a row for each trial, the best first: number, state, score, epochs, configuration.
+
+        Then come the columns of `Results.to_frame`. The score has the name of the metric.
+        """
+        frame = self.results.to_frame()
+        score = self.metric or "score"
+        frame = frame.drop(columns=["item", score], errors="ignore")
+        columns: dict[str, list[Any]] = {
+            "trial": [trial.number for trial in self._trials],
+            "state": [trial.state for trial in self._trials],
+            score: [trial.score for trial in self._trials],
+            "epochs": [trial.epochs for trial in self._trials],
+        }
+        for place, (name, values) in enumerate(columns.items()):
+            frame.insert(place, name, values)
+        return frame.sort_values(score, ascending=self.mode == "min", kind="stable").reset_index(
+            drop=True
+        )
+
+    def __len__(self) -> int:
+        return len(self._trials)
+
+    def __repr__(self) -> str:
+        counts: dict[str, int] = {}
+        for trial in self._trials:
+            counts[trial.state] = counts.get(trial.state, 0) + 1
+        said = ", ".join(f"{count} {state}" for state, count in counts.items())
+        with contextlib.suppress(InvalidValueError):
+            said += f"; best {self.metric or 'score'} {self.best.score:.6g}"
+        return f"<SearchResults of {len(self)} trials: {said or 'none'}>"
+
+    def _repr_html_(self) -> str:
+        from raypool.channel.feed import as_html
+
+        return as_html(repr(self), self.to_frame().head(10))
+
+
+# --- the verb -------------------------------------------------------------------------------------
+
+
+def run_search(  # noqa: PLR0913 - the arguments of the verb
+    view: PoolView,
+    fn: Callable[[dict[str, Any]], Any],
+    space: Mapping[str, Any],
+    *,
+    metric: str | None,
+    mode: Literal["max", "min"],
+    num_trials: int,
+    run_dir: Any,
+    stop: Any,
+    sampler: optuna.samplers.BaseSampler | None,
+    study: optuna.Study | None,
+    seed: int | None,
+    max_in_flight: int | None,
+    max_failures: int | None,
+    progress: bool | Callable[..., Any] | None,
+    name: str | None,
+    on_report: Callable[[MetricsReport], object] | None,
+) -> SearchResults:
+    """Search on the workers of a view; see `PoolView.search`."""
+    __tracebackhide__ = True
+    check_installed("search", "pool.search", "optuna")
+    check_callable(fn)
+    check_progress(progress)
+    check_name(name)
+    if mode not in ("max", "min"):
+        raise InvalidValueError(f"mode={mode!r} must be 'max' or 'min'.")
+    num_trials = checked_count("num_trials", num_trials, least=1)
+    seed = optional_count("seed", seed, least=0)
+    max_in_flight = optional_count("max_in_flight", max_in_flight, least=1)
+    max_failures = optional_count("max_failures", max_failures, least=0)
+    rules = Space.of(space, metric)
+    target = view._target()
+    engine, options = target._engine, target._options
+    if isinstance(stop, Halving) and run_dir is None and options.checkpoints is None:
+        raise InvalidValueError(
+            "halving() needs run_dir: trials that wait at a rung leave their checkpoints there."
+        )
+    if stop is not None and metric is None:
+        raise InvalidValueError(
+            "stop= needs metric, the name of what the function reports, by which trials are"
+            " compared while they run."
+        )
+    part = functools.partial(run_part, fn, metric)
+    function = engine.function(part)
+    function.name = function_name(fn)
+    if seed is None:
+        engine.warn_of_generators(fn)
+    label = name or options.name or function.name
+    home = None if options.checkpoints is None else (str(options.checkpoints), checkpoint_owner(fn))
+    how = LoopOptions(label, options.retry_on, seed, False, True, [], home)
+    spec = options.spec(function.fn_id, target._where(), fail_fast=False)._replace(chunk_size=1)
+    work = (
+        LoopWork(function, (), how)
+        if run_dir is None
+        else durable_loop(fn, function, how, run_dir, "missing")
+    )
+    del function
+    with contextlib.closing(work), watched(progress, label, engine) as display:
+        made = study or open_study(mode, stop, work)
+        check_direction(made, mode)
+        if sampler is not None:
+            made.sampler = sampler
+        search = Search(engine, work, [] if display is None else [display], on_report)
+        search.prepare(made, rules, metric, mode, stop, num_trials, max_in_flight, max_failures)
+        if sampler is None and study is None:
+            search.seed_samplers(seed)
+        results = search.run(iter(()), spec)
+    raise_if_failed(work, results, "collect")
+    return search.found(results)
+
+
+class Space(NamedTuple):
+    """A search space: distributions of Optuna's, and values that are the same in all trials."""
+
+    distributions: dict[str, Any]
+    constants: dict[str, Any]
+
+    @classmethod
+    def of(cls, space: Any, metric: str | None) -> Space:
+        """Check a space of the user's.
+
+        Raises:
+            InvalidTypeError, InvalidValueError: It is none.
+        """
+        import optuna
+
+        if not isinstance(space, Mapping):
+            raise InvalidTypeError(
+                f"space={space!r} must be a dict of names and ranges, such as"
+                ' {"lr": search.log_uniform(1e-5, 1e-1)}.'
+            )
+        made = cls({}, {})
+        for name, value in space.items():
+            if not isinstance(name, str):
+                raise InvalidTypeError(f"The name {name!r} in space= must be a text.")
+            if name == metric:
+                raise InvalidValueError(f"{name!r} is both the metric and a name in space=.")
+            if isinstance(value, optuna.distributions.BaseDistribution):
+                made.distributions[name] = value
+            elif value is None or isinstance(value, (bool, int, float, str)):
+                made.constants[name] = value
+            else:
+                raise InvalidTypeError(
+                    f"space[{name!r}] is {value!r}. Use search.choice(...) for a choice of values,"
+                    " search.uniform(low, high) for a range, or a plain value for all trials."
+                )
+        if not made.distributions:
+            raise InvalidValueError("space= has nothing to search: all values in it are fixed.")
+        return made
+
+    def config(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the configuration of a trial."""
+        return {**params, **self.constants}
+
+
+def open_study(mode: str, stop: Any, work: LoopWork) -> optuna.Study:
+    """Return a new study in memory, or that of the run's folder."""
+    import optuna
+
+    storage = None
+    if work.run_dir is not None:
+        from optuna.storages.journal import JournalFileBackend, JournalStorage
+
+        storage = JournalStorage(JournalFileBackend(str(work.run_dir / STUDY)))
+    with quiet_optuna():
+        return optuna.create_study(
+            storage=storage,
+            study_name=NAME,
+            pruner=stop if isinstance(stop, optuna.pruners.BasePruner) else None,
+            direction="maximize" if mode == "max" else "minimize",
+            load_if_exists=True,
+        )
+
+
+@contextlib.contextmanager
+def quiet_optuna() -> Iterator[None]:
+    """Let Optuna not announce each study and trial: raypool shows them."""
+    import optuna
+
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(max(before, optuna.logging.WARNING))
+    try:
+        yield
+    finally:
+        optuna.logging.set_verbosity(before)
+
+
+def check_direction(study: optuna.Study, mode: str) -> None:
+    """Make sure that a study looks for what the user wants.
+
+    Raises:
+        InvalidValueError: It looks for the opposite, or for several things.
+    """
+    wanted = "MAXIMIZE" if mode == "max" else "MINIMIZE"
+    found = [direction.name for direction in study.directions]
+    if found != [wanted]:
+        raise InvalidValueError(
+            f"mode={mode!r} does not fit the study {study.study_name!r}, whose direction is"
+            f" {' and '.join(found).lower()}."
+        )
+
+
+# --- one search -----------------------------------------------------------------------------------
+
+
+class Search(LoopRun):
+    """One search in progress."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        work: LoopWork,
+        watchers: Sequence[Watcher],
+        on_report: Callable[[MetricsReport], object] | None,
+    ) -> None:
+        super().__init__(engine, work, watchers, self._judge)
+        self._users_on_report = on_report
+        self._trials: list[Trial] = []  # by the number of their item
+        self._task_id = -1
+        self._num_parts = 0
+        self._num_seen = [0, 0]  # segments and losses of the loop
+        self._last_s = math.inf  # how long the last part took
+        self._num_failed = 0
+        self._first_error: BaseException | None = None
+        self._interrupted: deque[Trial] = deque()  # those of an earlier call that have to go on
+        work.sent_as = self._sent
+
+    def prepare(  # noqa: PLR0913, PLR0917
+        self,
+        study: optuna.Study,
+        space: Space,
+        metric: str | None,
+        mode: str,
+        stop: Any,
+        num_trials: int,
+        max_in_flight: int | None,
+        max_failures: int | None,
+    ) -> None:
+        """Take what is searched, and how."""
+        self._study, self._space, self._metric = study, space, metric
+        self._sign = 1.0 if mode == "max" else -1.0
+        self._stop, self._num_trials = stop, num_trials
+        self._max_in_flight, self._max_failures = max_in_flight, max_failures
+        is_halving = isinstance(stop, Halving)
+        self._rungs = Rungs(stop.levels, stop.factor) if is_halving else None
+        self._mode: Any = mode
+        self._sampler_for: Callable[[int], optuna.samplers.BaseSampler] | None = None
+
+    def seed_samplers(self, seed: int | None) -> None:
+        """Use raypool's choice of a sampler, and seed it for each trial by its number.
+
+        So a search that was interrupted tries the same as one that was not, if the sampler does not
+        look at results.
+        """
+        from optuna.samplers import RandomSampler, TPESampler
+
+        # with halving most trials never complete, and TPE would learn from the few that do
+        kind = TPESampler if self._rungs is None else RandomSampler
+        if seed is None:
+            self._study.sampler = kind()
+        else:
+            self._sampler_for = lambda number: kind(seed=item_seed(seed, number) % 2**32)
+
+    def found(self, results: Results[Any]) -> SearchResults:
+        """Return what was found."""
+        return SearchResults(self._study, results, self._trials, self._metric, self._mode)
+
+    # --- the loop ---------------------------------------------------------------------------------
+
+    def _feed(self, items: Iterator[Any], spec: TaskSpec) -> None:
+        work, driver = self._work, self._driver
+        work.take([])
+        self._total = self._num_trials
+        self._task_id = driver.submit(work, spec._replace(size=0, is_open=True))
+        with quiet_optuna():
+            self._resume()
+            while True:
+                self._absorb()
+                while self._num_running < self._limit and self._start_next():
+                    self._absorb()  # inline, it has ended by now
+                if not self._num_running:
+                    break
+                self._wait(lambda: work.is_done or self._has_news)
+                if work.is_done:
+                    return
+            for trial in self._trials:
+                if trial.state == "waiting":
+                    self._tell(trial, "pruned")
+        driver.post(ItemsAdded(self._task_id, 0, is_open=False))
+        self._raise_if_none_is_good()
+
+    @property
+    def _limit(self) -> int:
+        # a short trial would end before the next one has come: that waits in the worker
+        per_worker = 2 if self._last_s < SHORT_S and self._rungs is None else 1
+        return self._max_in_flight or max(self._driver.scheduler.workers.size, 1) * per_worker
+
+    @property
+    def _num_running(self) -> int:
+        return self._num_parts - sum(self._num_seen)
+
+    @property
+    def _has_news(self) -> bool:
+        return len(self._work.segments) + len(self._work.lost) > sum(self._num_seen)
+
+    def _resume(self) -> None:
+        """Take the trials of earlier calls with this folder: told ones count, others continue."""
+        for frozen in self._study.get_trials(deepcopy=False) if self._work.run_dir else ():
+            trial = self._add(frozen.number, frozen.params)
+            if frozen.state.is_finished():
+                trial.state = {"COMPLETE": "complete", "PRUNED": "pruned"}.get(
+                    frozen.state.name, "failed"
+                )
+        rows: list[Row] = self._work.caught_up().rows() if self._trials else []
+        for row in rows:
+            self._note_report(report_of_row(row))
+        for trial in self._trials:
+            kept = self._work.restored.get(trial.index)
+            if self._rungs is not None:
+                levels = self._rungs.levels
+                reached = [rung for rung, level in enumerate(levels) if level <= trial.epochs]
+                trial.rung = max(reached, default=0)
+                trial.until = levels[trial.rung]
+            if trial.state == "running" and kept is not None:
+                self._end_part(trial, kept.value, kept.error)
+            elif trial.state == "running":
+                self._interrupted.append(trial)
+            elif kept is not None and kept.error is None:
+                trial.score = self._score(kept.value, trial)
+
+    def _start_next(self) -> bool:
+        """Start a trial, or the next part of one; False if there is none."""
+        if self._interrupted:
+            trial = self._interrupted.popleft()
+        elif self._rungs is not None and (promoted := self._rungs.promote()) is not None:
+            trial = self._trials[promoted[0]]
+            trial.rung, trial.state = promoted[1], "running"
+        elif len(self._trials) < self._num_trials:
+            if self._sampler_for is not None:
+                self._study.sampler = self._sampler_for(len(self._trials))
+            handle = self._study.ask(self._space.distributions)
+            trial = self._add(handle.number, handle.params)
+            trial.handle = handle
+        else:
+            return False
+        if self._rungs is not None:
+            trial.until = self._rungs.levels[trial.rung]
+        has_run = trial.part is not None or trial.index in self._work.restored
+        trial.part = self._num_parts
+        self._num_parts += 1
+        self._work.queue(trial.index, has_run=has_run)
+        self._driver.post(ItemsAdded(self._task_id, 1, is_open=True))
+        # the sampler computes next: without this, the driver would wait for Python's lock meanwhile
+        time.sleep(0)
+        return True
+
+    def _add(self, number: int, params: dict[str, Any]) -> Trial:
+        config = self._space.config(params)
+        trial = Trial(self._work.append(config), number, config)
+        self._trials.append(trial)
+        return trial
+
+    def _sent(self, index: int) -> tuple[Any, float, int]:
+        trial = self._trials[index]
+        return trial.config, trial.until, trial.num_reports
+
+    # --- what arrives -----------------------------------------------------------------------------
+
+    def _judge(self, report: MetricsReport) -> None:
+        trial = self._trials[report.item]
+        value = self._note_report(report)
+        if value is not None and trial.state == "running" and not trial.is_stopped:
+            self._stop_if_hopeless(trial, value, report.metrics)
+        if self._users_on_report is not None:
+            self._users_on_report(report)
+
+    def _note_report(self, report: MetricsReport) -> float | None:
+        trial = self._trials[report.item]
+        value = report.metrics.get(self._metric) if self._metric is not None else None
+        if value is None:
+            return None
+        trial.num_reports += 1
+        epochs = epochs_of(report.metrics, trial.num_reports)
+        # an attempt after a lost worker repeats epochs
+        trial.epochs = max(trial.epochs, epochs)
+        trial.score = float(value)
+        return trial.score
+
+    def _stop_if_hopeless(self, trial: Trial, value: float, metrics: dict[str, Any]) -> None:
+        import optuna
+
+        if self._stop is None or self._rungs is not None:
+            return
+        if isinstance(self._stop, optuna.pruners.BasePruner):
+            is_hopeless = self._pass_to_study(trial, value).should_prune()
+        else:
+            is_hopeless = bool(self._stop(metrics))
+        if is_hopeless:
+            trial.is_stopped = True
+            if self._is_inline:  # this is the trial's own thread: nobody else could tell it
+                note = note_here()
+                assert note is not None
+                note.should_stop = True
+            else:
+                self._driver.post(StopRequested(self._task_id, trial.part))
+
+    def _absorb(self) -> None:
+        """Process the parts that have ended."""
+        work = self._work
+        while self._num_seen[0] < len(work.segments):
+            piece, result, _ = work.segments[self._num_seen[0]]
+            self._num_seen[0] += 1
+            if result.catch_up is not None:
+                result.catch_up()  # its last reports may still be on their way
+            self._pass_reports_on()
+            first = result.offset + piece.start - result.start
+            self._last_s = result.durations_s[piece.start - result.start]
+            for index, value in zip(work.numbers(piece), result.values.get()[first:], strict=False):
+                work_error = work.errors.get(index)
+                if type(value) is Missing:
+                    work_error = value.error
+                self._end_part(self._trials[index], value, work_error)
+        while self._num_seen[1] < len(work.lost):
+            lost = work.lost[self._num_seen[1]]
+            self._num_seen[1] += 1
+            for index in work.numbers(lost.items):
+                self._end_part(self._trials[index], None, lost.error)
+
+    def _end_part(self, trial: Trial, value: Any, error: BaseException | None) -> None:
+        if error is not None:
+            self._first_error = self._first_error or error
+            self._tell(trial, "failed")
+            if self._max_failures is not None and self._num_failed > self._max_failures:
+                self._first_error.add_note(
+                    f"raypool: {self._num_failed} trials failed, more than"
+                    f" max_failures={self._max_failures}."
+                )
+                raise self._first_error
+            return
+        trial.score = self._score(value, trial)
+        if trial.score is None:
+            self._note_missing(trial, value)
+            return
+        # else it has ended by itself, perhaps without a report: its checkpoint was that far
+        if self._rungs is not None and trial.until <= trial.epochs < self._rungs.levels[-1]:
+            trial.state = "waiting"
+            self._rungs.reach(trial.index, trial.rung, self._good(trial.score))
+            return
+        self._tell(trial, "pruned" if trial.is_stopped else "complete")
+
+    def _good(self, score: float) -> float:
+        """Return a score of which more is better; NaN and infinity are the worst."""
+        return self._sign * score if math.isfinite(score) else -math.inf
+
+    def _score(self, value: Any, trial: Trial) -> float | None:
+        """Return the score of a part: what its function returned, else what it reported last."""
+        own = value.get(self._metric) if isinstance(value, Mapping) else None
+        if own is None and (self._metric is None or trial.score is None):
+            own = value
+        return float(own) if isinstance(own, numbers.Real) else trial.score
+
+    def _tell(self, trial: Trial, state: str) -> None:
+        """Tell Optuna how a trial has ended."""
+        from optuna.trial import TrialState
+
+        trial.state = state
+        if state == "failed":
+            self._num_failed += 1
+            self._study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
+            return
+        assert trial.score is not None
+        score = trial.score
+        if not math.isfinite(score):
+            logger.warning(
+                "Trial %d has the score %s, which counts as the worst.", trial.number, score
+            )
+            score = -self._sign * math.inf
+        if state == "pruned":
+            # Optuna takes the last intermediate value for that of a pruned trial
+            self._pass_to_study(trial, score)
+            self._study.tell(trial.number, state=TrialState.PRUNED, skip_if_finished=True)
+        else:
+            self._study.tell(trial.number, score, skip_if_finished=True)
+
+    def _pass_to_study(self, trial: Trial, score: float) -> optuna.trial.Trial:
+        """Note the score in the study, as that of the trial's epoch; return the trial's handle."""
+        import optuna
+
+        if trial.handle is None:  # of an earlier call
+            frozen = self._study.get_trials(deepcopy=False)[trial.number]
+            # private, but there is no other way to the handle of a trial
+            trial.handle = optuna.trial.Trial(self._study, frozen._trial_id)
+            trial.noted_epochs = max(frozen.intermediate_values, default=0)
+        if trial.epochs > trial.noted_epochs:  # Optuna takes one score for each
+            trial.noted_epochs = trial.epochs
+            trial.handle.report(score, step=trial.epochs)
+        return trial.handle
+
+    # --- failures ---------------------------------------------------------------------------------
+
+    def _note_missing(self, trial: Trial, value: Any) -> None:
+        self._tell(trial, "failed")
+        what = (
+            f"returned {value!r}, which is not a number"
+            if self._metric is None
+            else f"neither reported nor returned {self._metric!r}"
+        )
+        error = InvalidValueError(f"Trial {trial.number} of {self._work.label} {what}.")
+        if not any(each.state == "complete" or each.score is not None for each in self._trials):
+            raise error
+        logger.warning("%s It counts as failed.", error)
+
+    def _raise_if_none_is_good(self) -> None:
+        if self._first_error is not None and self._num_failed == len(self._trials):
+            self._first_error.add_note(f"raypool: all {len(self._trials)} trials failed.")
+            raise self._first_error

@@ -1,0 +1,261 @@
+"""`pool.search`: every trial is told once, the best continue, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+from raypool import (
+    InvalidTypeError,
+    InvalidValueError,
+    ParallelPool,
+    PoolPreemptedError,
+    current_task,
+    load_results,
+    report,
+    search,
+)
+from raypool.testing import sim_pool
+from raypool.testing.simulation import FaultPlan
+from tests.conftest import Gate, Marks
+
+pytestmark = pytest.mark.semantics
+
+SPACE = {"x": search.uniform(0.0, 1.0), "kind": search.choice("a", "b"), "width": 3}
+HALVING = search.halving(max_epochs=9)
+
+
+def score(config: dict[str, Any]) -> float:
+    return (config["x"] - 0.5) ** 2
+
+
+def trainer(marks: Marks, *, is_careful: bool = True) -> Callable[[dict[str, Any]], Any]:
+    """Return a training of 9 epochs that notes each; a careful one looks at `should_stop`."""
+
+    def train(config: dict[str, Any]) -> dict[str, float]:
+        file = current_task().checkpoint_dir / "epoch.json"
+        first = json.loads(file.read_text()) + 1 if file.exists() else 0
+        for epoch in range(first, 9):
+            marks.add(f"{config['x']} {epoch}")
+            report(epoch=epoch, accuracy=config["x"] * (epoch + 1))
+            file.write_text(json.dumps(epoch))
+            if is_careful and current_task().should_stop:
+                break
+        return {"accuracy": config["x"] * (epoch + 1)}
+
+    return train
+
+
+def states(study: optuna.Study) -> Counter[str]:
+    return Counter(trial.state.name for trial in study.trials)
+
+
+@pytest.mark.everywhere
+def test_a_search_finds_the_best_and_tells_each_trial_once(pool: ParallelPool) -> None:
+    found = pool.search(score, SPACE, mode="min", num_trials=25, seed=0)
+    assert states(found.study) == {"COMPLETE": 25}
+    assert found.best.score == found.study.best_value == found.best.value
+    assert found.best.config == {**found.study.best_params, "width": 3}
+    frame = found.to_frame()
+    assert list(frame.columns[:6]) == ["trial", "state", "score", "epochs", "x", "kind"]
+    assert frame["score"].is_monotonic_increasing
+    assert sorted(frame["trial"]) == list(range(25))
+    assert repr(found).startswith("<SearchResults of 25 trials: 25 complete; best score ")
+    assert "25 complete" in found._repr_html_()
+
+
+@pytest.mark.everywhere
+def test_halving_continues_the_best_from_their_checkpoints(
+    pool: ParallelPool, marks: Marks, tmp_path: Path
+) -> None:
+    arguments: dict[str, Any] = {"metric": "accuracy", "stop": HALVING, "run_dir": tmp_path}
+    found = pool.search(trainer(marks), SPACE, num_trials=9, seed=2, **arguments)
+    told = states(found.study)
+    assert told["COMPLETE"] >= 1
+    assert told["COMPLETE"] + told["PRUNED"] == 9
+    frame = found.to_frame()
+    assert set(frame["epochs"]) == {1, 3, 9}
+    assert len(marks.all()) == len(set(marks.all())) == frame["epochs"].sum(), "each epoch once"
+    # whoever got furthest was among the best third of the first rung
+    best = frame.sort_values("x", ascending=False)["trial"].iloc[0]
+    assert found.best.number == best
+    assert found.best.value == {"accuracy": found.best.config["x"] * 9}
+    assert len(load_results(tmp_path)) == 9, "the folder is a run like any other"
+
+
+def test_a_function_that_ignores_should_stop_ends_at_its_next_report(
+    pool: ParallelPool, marks: Marks, tmp_path: Path
+) -> None:
+    train = trainer(marks, is_careful=False)
+    found = pool.search(
+        train, SPACE, metric="accuracy", num_trials=9, seed=2, stop=HALVING, run_dir=tmp_path
+    )
+    assert set(found.to_frame()["epochs"]) == {1, 3, 9}
+    begun = Counter(mark.split()[0] for mark in marks.all())
+    assert sorted(Counter(begun.values())) == [2, 5, 11], (
+        "it ends in the next epoch, which is repeated"
+    )
+
+
+def test_trials_of_lost_workers_continue_and_are_told_once(marks: Marks, tmp_path: Path) -> None:
+    plan = FaultPlan(seed=3, p_loss=0.2)
+    with sim_pool(3, plan) as pool:
+        found = pool.options(retries=50).search(
+            trainer(marks), SPACE, metric="accuracy", num_trials=9, stop=HALVING, run_dir=tmp_path
+        )
+    assert sum(states(found.study).values()) == 9
+    assert states(found.study)["COMPLETE"] >= 1
+    assert "lost" in set(found.results.attempts["status"])
+
+
+def test_a_pool_that_breaks_ends_the_search(marks: Marks, tmp_path: Path) -> None:
+    plan = FaultPlan(preempted_s=2.0)
+    with sim_pool(2, plan) as pool, pytest.raises(PoolPreemptedError) as caught:
+        pool.search(trainer(marks), SPACE, metric="accuracy", num_trials=99, run_dir=tmp_path)
+    num_told = len(caught.value.results)  # type: ignore[attr-defined]
+    with sim_pool(2) as pool:
+        found = pool.search(
+            trainer(marks), SPACE, metric="accuracy", num_trials=num_told + 1, run_dir=tmp_path
+        )
+    assert states(found.study) == {"COMPLETE": num_told + 1}
+
+
+def test_a_later_call_continues_as_if_it_had_never_ended(
+    pool: ParallelPool, marks: Marks, tmp_path: Path
+) -> None:
+    def call(num_trials: int, folder: str) -> search.SearchResults:
+        return pool.search(
+            trainer(marks),
+            SPACE,
+            metric="accuracy",
+            seed=1,
+            num_trials=num_trials,
+            run_dir=tmp_path / folder,
+        )
+
+    whole = call(8, "whole")
+    call(3, "parts")
+    parts = call(8, "parts")
+    assert [t.params for t in parts.study.trials[:3]] == [t.params for t in whole.study.trials[:3]]
+    assert states(parts.study) == {"COMPLETE": 8}
+    num_marks = len(marks.all())
+    again = call(8, "parts")
+    assert len(marks.all()) == num_marks, "nothing ran again"
+    assert again.best == parts.best
+    assert again.to_frame().equals(parts.to_frame())
+
+
+@pytest.mark.parametrize(
+    "stop", [lambda metrics: metrics["accuracy"] < 0.5, search.median(num_startup_trials=1)]
+)
+def test_hopeless_trials_stop(pool: ParallelPool, marks: Marks, tmp_path: Path, stop: Any) -> None:
+    found = pool.search(
+        trainer(marks), SPACE, metric="accuracy", num_trials=8, seed=0, stop=stop, run_dir=tmp_path
+    )
+    frame = found.to_frame().set_index("state")
+    assert (frame.loc["complete", "epochs"] == 9).all()
+    assert (frame.loc["pruned", "epochs"] < 9).all()
+    assert states(found.study) == {
+        "COMPLETE": 8 - len(frame.loc["pruned"]),
+        "PRUNED": len(frame.loc["pruned"]),
+    }
+
+
+@pytest.mark.concurrent
+def test_a_free_worker_gets_the_next_trial_at_once(
+    pool: ParallelPool, marks: Marks, make_gate: Callable[[], Gate]
+) -> None:
+    gate = make_gate()
+
+    def train(config: dict[str, Any]) -> float:
+        marks.add("begun")
+        if current_task().index == 0:
+            gate.wait()
+        elif marks.count("begun") == 9:
+            gate.open()  # all others went by the first one
+        return 1.0
+
+    found = pool.search(train, SPACE, num_trials=9)
+    assert states(found.study) == {"COMPLETE": 9}
+
+
+def test_failures_are_recorded_and_the_search_goes_on(pool: ParallelPool) -> None:
+    def fragile(config: dict[str, Any]) -> float:
+        if config["kind"] == "a":
+            raise LookupError("no a")
+        return config["x"]
+
+    found = pool.search(fragile, SPACE, num_trials=10, seed=0)
+    counts = states(found.study)
+    assert set(counts) == {"COMPLETE", "FAIL"}
+    assert sum(counts.values()) == 10
+    assert set(found.to_frame().query("state == 'failed'")["error"]) == {"LookupError: no a"}
+    with pytest.raises(LookupError) as caught:
+        pool.search(fragile, SPACE, num_trials=10, seed=0, max_failures=0)
+    assert "more than max_failures=0" in str(caught.value.__notes__)
+    with pytest.raises(LookupError) as caught:
+        pool.search(fragile, {**SPACE, "kind": "a"}, num_trials=3)
+    assert "all 3 trials failed" in str(caught.value.__notes__)
+
+
+def test_scores_that_are_none(pool: ParallelPool, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(InvalidValueError, match="Trial 0 of dict neither reported nor returned"):
+        pool.search(dict, SPACE, metric="loss", num_trials=3)
+    with pytest.raises(InvalidValueError, match="returned 'a', which is not a number"):
+        pool.search(lambda config: "a", SPACE, num_trials=3)
+
+    def sometimes(config: dict[str, Any]) -> dict[str, float]:
+        index = current_task().index
+        return {} if index == 1 else {"loss": math.nan if index == 2 else config["x"]}
+
+    found = pool.search(sometimes, SPACE, metric="loss", mode="min", num_trials=4, seed=0)
+    assert states(found.study) == {"COMPLETE": 3, "FAIL": 1}
+    assert found.study.trials[2].value == math.inf
+    assert "Trial 1 of sometimes neither reported nor returned 'loss'" in caplog.text
+    assert "Trial 2 has the score nan, which counts as the worst." in caplog.text
+    assert found.best.number in (0, 3)
+
+
+def test_a_study_of_the_users_goes_on(pool: ParallelPool) -> None:
+    study = optuna.create_study(direction="minimize")
+    study.enqueue_trial({"x": 0.5, "kind": "b"})
+    found = pool.search(score, SPACE, mode="min", num_trials=4, study=study)
+    assert found.study is study
+    assert found.best.score == 0
+    assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 4
+    with pytest.raises(InvalidValueError, match="mode='max' does not fit the study"):
+        pool.search(score, SPACE, num_trials=4, study=study)
+
+
+@pytest.mark.arguments
+def test_bad_arguments(pool: ParallelPool) -> None:
+    for changes, kind, words in [
+        ({"space": [1]}, InvalidTypeError, "must be a dict of names and ranges"),
+        ({"space": {"x": 1}}, InvalidValueError, "nothing to search"),
+        ({"space": {"x": [1, 2]}}, InvalidTypeError, r"search\.choice"),
+        ({"space": SPACE, "metric": "x"}, InvalidValueError, "both the metric and a name"),
+        ({"mode": "best"}, InvalidValueError, "must be 'max' or 'min'"),
+        ({"num_trials": 0}, InvalidValueError, "num_trials"),
+        ({"stop": HALVING, "metric": "y"}, InvalidValueError, r"halving\(\) needs run_dir"),
+        ({"stop": search.median()}, InvalidValueError, "stop= needs metric"),
+    ]:
+        with pytest.raises(kind, match=words):
+            pool.search(score, **{"space": SPACE, "num_trials": 1, **changes})  # type: ignore[arg-type]
+    for wrong, words in [
+        (lambda: search.uniform(1, 1), "range from 1 to 1 is empty"),
+        (lambda: search.log_uniform(0, 1), "must begin above 0"),
+        (lambda: search.choice([1, 2]), r"Use choice\(\*values\)"),
+        (lambda: search.choice((1, 2), (3, 4)), "cannot store"),
+        (lambda: search.choice(), "no values"),
+        (lambda: search.halving(max_epochs=1), "must be more than min_epochs=1"),
+    ]:
+        with pytest.raises(InvalidValueError, match=words):
+            wrong()
