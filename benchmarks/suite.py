@@ -27,6 +27,7 @@ SUITE = {
     "train": "One model on all workers",
     "launchers": "One training by each launcher",
     "durable": "Sweeps that survive",
+    "search": "Searches",
     "joblib": "Behind joblib",
     "live_view": "Loops, shown and driven",
     "report_page": "A page of results",

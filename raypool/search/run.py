@@ -182,13 +182,15 @@ class SearchResults:
 
     @property
     def best(self) -> BestTrial:
-        """The trial with the best score.
+        """The complete trial with the best score; if none is complete, any trial.
 
         Raises:
             InvalidValueError: No trial has a score.
         """
         sign = -1 if self.mode == "max" else 1
         scored = [t for t in self._trials if t.score is not None and math.isfinite(t.score)]
+        # a score after a few epochs is no match for one after all of them
+        scored = [t for t in scored if t.state == "complete"] or scored
         if not scored:
             raise InvalidValueError(
                 f"None of the {len(self._trials)} trials has a score. The table (to_frame()) has"

@@ -71,21 +71,6 @@ def test_a_curve_over_the_numbers_of_workers(shared_pool: Any) -> None:
     assert not shared_pool.busy
 
 
-@pytest.mark.quick
-def test_the_curve_as_table_text_and_figure() -> None:
-    times = [(1, 0.4, 0.4), (2, 0.22, 0.21), (4, 0.2, 0.1)]
-    report = ScalingReport(times=times, gradient_bytes=10**8, num_steps=20)
-    frame = report.to_frame()
-    assert frame["workers"].tolist() == [1, 2, 4]
-    assert frame["efficiency"].round(2).tolist() == [1.0, 0.91, 0.5]
-    assert "4 workers: 200 ms a step (100 ms computation, 100 ms communication)" in str(report)
-    assert "links are too slow" in report.advice
-    assert report.advice.endswith("Up to 2 workers are worth it.")
-    ideal, measured = report.plot().axes[0].lines
-    assert list(ideal.get_ydata()) == [1, 2, 4]
-    assert [round(float(each), 2) for each in measured.get_ydata()] == [1, 1.82, 2]
-
-
 def test_on_the_workers_of_the_run(pool: Any) -> None:
     run = pool.fit(nn.Linear(1, 1), DATA, mse_loss, OPTIONS, workers=[1])
     run.result(300)
