@@ -152,7 +152,7 @@ def doctor(inventory: Inventory | None, is_json: bool) -> None:
 
 
 @main.command()
-@click.argument("run_dir", type=RunFolder(exists=True, file_okay=False, path_type=Path))
+@click.argument("run_dir", type=RunFolder(file_okay=False, path_type=Path))
 @click.argument("item")
 @click.option(
     "--debug", is_flag=True, help="Run it under pdb; on an exception, open post-mortem debugging."
@@ -160,10 +160,10 @@ def doctor(inventory: Inventory | None, is_json: bool) -> None:
 def replay(run_dir: Path, item: str, debug: bool) -> None:
     """Run one item of a saved run again, in this process.
 
-    ITEM is an item's number in the table of `raypool show RUN_DIR`, or the name of its folder in
-    RUN_DIR/items, or the beginning of that name. The function is imported by name, with its current
-    code. Nothing in RUN_DIR changes. Prints the return value (exit status 0), or the traceback of
-    the exception (exit status 1).
+    ITEM is an item's number in the table of `raypool show RUN_DIR`, or its key: the name of its
+    folder in RUN_DIR/items, or the beginning of that name. Digits alone are a number. The function
+    is imported by name, with its current code. Nothing in RUN_DIR changes. Prints the return value
+    (exit status 0), or the traceback of the exception (exit status 1).
     """
     from raypool.journal.replay import replaying
 

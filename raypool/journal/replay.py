@@ -74,7 +74,8 @@ def replaying(run_dir: Path, item: str) -> Iterator[Replay]:
 
     Args:
         run_dir: The folder of the run.
-        item: The number in the table of `load_results`, or the key (or how it begins).
+        item: The number in the table of `load_results`, or the key (or how it begins; digits alone
+            are a number).
 
     Raises:
         JournalError: There is no such run or item, or it, or its function, cannot be restored.
@@ -106,10 +107,11 @@ def replaying(run_dir: Path, item: str) -> Iterator[Replay]:
 
 
 def _entry(folder: Path, entries: list[ItemRecord], item: str) -> ItemRecord:
-    if item.isdecimal() and int(item) < len(entries):
-        return entries[int(item)]
-    exact = [entry for entry in entries if entry.key == item]
-    matches = exact or [entry for entry in entries if entry.key.startswith(item)]
+    matches = [entry for entry in entries if entry.key == item]
+    if not matches and item.isdecimal():  # a number, also where a key begins with it
+        matches = entries[int(item) :][:1]
+    elif not matches:
+        matches = [entry for entry in entries if entry.key.startswith(item)]
     if len(matches) == 1:
         return matches[0]
     said = f"{len(matches)} items have keys that begin with {item}"

@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 
 from raypool import load_results, parpool
 from raypool.cli.main import main
+from raypool.journal.keys import content_key
 
 SWEEP = """
 import random
@@ -85,6 +86,17 @@ def test_an_item_can_be_called_by_its_key(swept):
     keys = sorted(path.name for path in (swept / "items").iterdir())
     assert replay(swept, keys[0]).exit_code in (0, 1)
     assert keys[0] in replay(swept, keys[0][:8]).stderr
+
+
+def test_digits_are_a_number_even_if_a_key_begins_with_them(tmp_path):
+    with parpool(profile="inline", quiet=True) as pool:
+        pool.parfor(abs, range(60), run_dir=tmp_path)
+    keys = [content_key(item, "it") for item in range(60)]
+    key = next(key for key in keys if key[:2].isdecimal() and int(key[:2]) > 59)
+    done = replay(tmp_path, key[:2])
+    assert done.exit_code == 2
+    assert f"There is no item {key[:2]} in {tmp_path}, which has the numbers 0 to 59" in done.stderr
+    assert replay(tmp_path, key).stdout == f"{keys.index(key)}\n"
 
 
 @pytest.mark.parametrize("item", ["99", "zz", ""])
