@@ -194,12 +194,22 @@ def durable_loop(
     """Return a loop that keeps the outcomes of its items in a folder.
 
     Raises:
-        InvalidTypeError: `run_dir` is not a path.
-        InvalidValueError: It is empty, a URL or a file.
+        InvalidTypeError, InvalidValueError: `check_run_dir` refuses it.
         JournalError: The folder cannot be used.
     """
     from raypool.engine.durable import DurableLoop  # imported late, since it imports sqlite3
 
+    check_run_dir(run_dir)
+    return DurableLoop.open(fn, function, how, run_dir, rerun)
+
+
+def check_run_dir(run_dir: Any) -> None:
+    """Make sure that a run can have this folder, as far as its name tells.
+
+    Raises:
+        InvalidTypeError: It is not a path.
+        InvalidValueError: It is empty, a URL or a file.
+    """
     if not isinstance(run_dir, (str, os.PathLike)):
         raise InvalidTypeError(f"run_dir={run_dir!r} is not a path. Give the name of a folder.")
     path = os.fspath(run_dir)
@@ -224,7 +234,6 @@ def durable_loop(
         raise InvalidValueError(
             f"run_dir={path!r} is a file. Name a folder, which need not be there yet."
         )
-    return DurableLoop.open(fn, function, how, run_dir, rerun)
 
 
 # --- one loop in the calling thread ---------------------------------------------------------------

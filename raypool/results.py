@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import functools
 import gc
 import itertools
@@ -48,6 +49,9 @@ RUN_COLUMNS = (
 """The columns that `Results.to_frame` adds."""
 
 STATUSES = ("finished", "failed", "cancelled", "missing")
+
+ORDERED = (str, datetime.date, datetime.timedelta, numbers.Real)
+"""What a table can be sorted by."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -267,12 +271,13 @@ class Results(Sequence[T_co]):
 
         Each key of a dict, dataclass, named tuple, `argparse.Namespace`, `SimpleNamespace`, attrs
         class or pydantic model is a column; anything else is one column ("item", "value"). Missing
-        items and values leave their cells empty; until an item has finished, that is the column
-        "value". A key of both a configuration and a value appears as "result_KEY" for the value.
-        Then come `status`, `duration_s` [s], `started_at` (a UTC time), `worker`, `gpu`,
-        `attempts`, `peak_memory_bytes` (the most GPU memory of its worker while it ran, or while
-        the short items of its call ran; empty if it had none), `reason` (None if it finished; see
-        `raypool.errors.reason_of`) and `error` (the exception's type and text).
+        items and values leave their cells empty (a column of integers is Int64 then); until an item
+        has finished, that is the column "value". A key of both a configuration and a value appears
+        as "result_KEY" for the value. Then come `status`, `duration_s` [s], `started_at` (a UTC
+        time), `worker`, `gpu`, `attempts`, `peak_memory_bytes` (the most GPU memory of its worker
+        while it ran, or while the short items of its call ran; empty if it had none), `reason`
+        (None if it finished; see `raypool.errors.reason_of`) and `error` (the exception's type and
+        text).
 
         Spreadsheets run cells that begin with = + - @ as formulas: before you open
         `to_frame().to_csv(path)` in one, look at the texts that others can choose, errors included.
@@ -298,7 +303,8 @@ class Results(Sequence[T_co]):
             for index, row in enumerate(self._rows)
         ]
         run["error"] = [self._described(index) for index in range(len(self))]
-        return table({**configs, **values, **run}, pd.RangeIndex(len(self), name="index"))
+        users = {name: _with_gaps(cells) for name, cells in {**configs, **values}.items()}
+        return table({**users, **run}, pd.RangeIndex(len(self), name="index"))
 
     def _described(self, index: int) -> str | None:
         error = self._errors.get(index)
@@ -486,6 +492,20 @@ def _times(seconds: list[float | None]) -> Any:
     return pd.to_datetime(pd.Series(seconds, dtype="float64"), unit="s", utc=True).array
 
 
+def _with_gaps(cells: list[Any]) -> Any:
+    """Return integers among which some are missing as Int64: pandas would make floats of them."""
+    import pandas as pd
+
+    kinds = set(map(type, cells)) - {type(None)}
+    is_whole = all(issubclass(kind, numbers.Integral) and kind is not bool for kind in kinds)
+    if not (kinds and is_whole and None in cells):
+        return cells
+    try:
+        return pd.array(cells, dtype="Int64")
+    except OverflowError:  # of more than 64 bits
+        return cells
+
+
 def numbers_in(frame: pd.DataFrame, column: str) -> dict[int, Any]:
     """Return the finite numbers in a column of a table of results, by the position of their row.
 
@@ -496,36 +516,51 @@ def numbers_in(frame: pd.DataFrame, column: str) -> dict[int, Any]:
     Raises:
         InvalidValueError: There is no such column.
     """
-    from raypool.views.drawing import spread
     from raypool.views.words import number_in
 
-    # a column of objects may have fields; to look at all of them takes time
-    if column in frame and frame[column].dtype != object:
-        values = frame[column].tolist()
-    else:
-        columns = spread(frame, map(str, frame))
-        if column not in columns:
-            raise InvalidValueError(
-                f"There is no column {column!r}.{did_you_mean(column, columns)}"
-            )
-        values = columns[column]
-    found = enumerate(map(number_in, values))
+    found = enumerate(map(number_in, _cells(frame, column)))
     return {index: value for index, value in found if _is_finite(value)}
 
 
-def ranked(frame: pd.DataFrame, key: str) -> pd.DataFrame:
-    """Return the rows by the numbers in a column, the smallest first; after a "-", the largest.
+def _cells(frame: pd.DataFrame, column: str) -> list[Any]:
+    from raypool.views.drawing import spread
 
-    Rows without a finite number go last.
+    # a column of objects may have fields; to look at all of them takes time
+    if column in frame and frame[column].dtype != object:
+        return frame[column].tolist()
+    columns = spread(frame, map(str, frame))
+    if column not in columns:
+        raise InvalidValueError(f"There is no column {column!r}.{did_you_mean(column, columns)}")
+    return columns[column]
+
+
+def ranked(frame: pd.DataFrame, key: str) -> pd.DataFrame:
+    """Return the rows by a column, the smallest or earliest first; after a "-", the largest.
+
+    A column is sorted by its finite numbers; one without, by its texts, times or durations. Rows
+    without any go last.
 
     Raises:
-        InvalidValueError: There is no such column, or no number in it.
+        InvalidValueError: There is no such column, or its cells have no order.
     """
+    from raypool.views.drawing import cell
+
     column = key.removeprefix("-")
     values = numbers_in(frame, column)
     if not values:
-        raise InvalidValueError(f"There is no finite number in the column {column!r} to sort by.")
-    order = sorted(values, key=values.__getitem__, reverse=key.startswith("-"))
+        cells = _cells(frame, column)
+        values = {row: value for row, value in enumerate(cells) if cell(value) is not None}
+    kinds = {type(value) for value in values.values()}
+    try:
+        if not kinds or not all(issubclass(kind, ORDERED) for kind in kinds):
+            raise TypeError
+        order = sorted(values, key=values.__getitem__, reverse=key.startswith("-"))
+    except TypeError:  # also where texts meet times
+        found = ", ".join(sorted(kind.__name__ for kind in kinds)) or "nothing"
+        raise InvalidValueError(
+            f"The table cannot be sorted by {column!r}, which holds {found}. Choose a column of"
+            " numbers, texts, times or durations."
+        ) from None
     return frame.iloc[[*order, *(row for row in range(len(frame)) if row not in values)]]
 
 

@@ -7,14 +7,14 @@ import itertools
 import os
 import shlex
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from raypool.cli.output import INTERRUPTED, PREEMPTED, echo, errors_said
-from raypool.errors import InvalidValueError, PoolPreemptedError, did_you_mean
+from raypool.errors import InvalidValueError, JournalError, PoolPreemptedError, did_you_mean
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -42,7 +42,16 @@ class RunFolder(click.Path):
         return super().convert(home, param, ctx)
 
 
-@click.command()
+class Repeatable(click.Command):
+    """A command that can say how it was called."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Keep the words, and parse them."""
+        ctx.meta["raypool.call"] = shlex.join(["raypool", str(self.name), *args])
+        return super().parse_args(ctx, args)
+
+
+@click.command(cls=Repeatable)
 @click.argument("target", metavar="MODULE:FUNCTION")
 @click.argument("configs", type=click.Path(path_type=Path))
 @click.option(
@@ -96,12 +105,14 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
     from raypool.cli.inputs import check_takes_whole, find_function, read_configs
 
     run_dir: str = options["run_dir"]
+    again = f"  {click.get_current_context().meta['raypool.call']}"
     items: list[Config] = []
     with contextlib.redirect_stdout(sys.stderr), errors_said():
         try:
             items = read_configs(configs)
             function = find_function(target)
             check_takes_whole(function, items)
+            _check_fits(function, run_dir, options["seed"])
             from raypool.pool import parpool
 
             with parpool(options["workers"], profile=options["profile"]) as pool:
@@ -119,8 +130,7 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
             else:
                 echo(
                     f"Interrupted: {_num_finished(partial)} of {len(items)} items finished; their"
-                    f" results are in {run_dir}. Run the same command again to continue from"
-                    " there.",
+                    f" results are in {run_dir}. To run the others:\n{again}",
                     err=True,
                 )
             raise SystemExit(INTERRUPTED) from None
@@ -129,15 +139,14 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
                 raise
             echo(
                 f"Preempted: {_num_finished(partial)} of {len(items)} items finished; their results"
-                f" are in {run_dir}. Run the same command again to continue on other machines.",
+                f" are in {run_dir}. To run the others on other machines:\n{again}",
                 err=True,
             )
             raise SystemExit(PREEMPTED) from None
-    frame = results.to_frame()
     if is_json:
         from raypool.views import tables
 
-        echo(tables.sweep_as_json(frame))
+        echo(tables.sweep_as_json(tables.numbered(results.to_frame())))
     else:
         _show_best(results, run_dir)
     _say_failures(results.errors, items, run_dir)
@@ -148,6 +157,22 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
         err=True,
     )
     raise SystemExit(1 if num_failed else 0)
+
+
+def _check_fits(function: Callable[[Any], Any], run_dir: str, seed: int | None) -> None:
+    """Make sure, before a pool starts, that the folder is not another sweep's."""
+    from raypool.journal.journal import check_same
+    from raypool.journal.keys import function_key
+    from raypool.journal.reading import read_contents
+    from raypool.parallel_for import check_run_dir
+
+    check_run_dir(run_dir)
+    folder = Path(run_dir).absolute()
+    try:
+        contents = read_contents(folder)
+    except JournalError:  # a new run, or one for the loop itself to repair or to refuse
+        return
+    check_same(folder, contents, function_key(function), seed)
 
 
 def _num_finished(results: Results[Any]) -> int:
@@ -161,27 +186,31 @@ def _show_best(results: Results[Any], run_dir: str) -> None:
 
     is_short = len(results) <= FEW_ROWS
     frame, metric = (results.to_frame(), None) if is_short else best_first(results)
-    columns = tables.columns_of(frame)
+    frame = tables.numbered(frame)
     kept = () if metric is None else (metric,)
-    _show_fitting(frame[columns].head(FEW_ROWS), kept)
+    _show_fitting(frame[tables.columns_of(frame)].head(FEW_ROWS), kept)
     if not is_short:
         which = f"The first {FEW_ROWS}" if metric is None else f"The {FEW_ROWS} best by {metric}"
-        echo(
-            f"{which}, of {len(frame):,} items. {shlex.join(['raypool', 'show', run_dir])} shows"
-            " the others.",
-            err=True,
-        )
+        all_rows = shlex.join(["raypool", "show", run_dir, "--top", str(len(frame))])
+        echo(f"{which}, of {len(frame):,} items. {all_rows} shows them all.", err=True)
 
 
 def _show_fitting(frame: pd.DataFrame, kept: Collection[str]) -> None:
-    """Print a table of results; in a narrow terminal some columns are left out, not these."""
+    """Print a table of results; in a narrow terminal columns after the first may be left out, not
+    these.
+    """
     from raypool.results import RUN_COLUMNS
     from raypool.views import tables
 
     names = sorted(map(str, frame), key=RUN_COLUMNS.__contains__)
-    leaving = [name for name in names[::-1] if name not in kept]
-    if left_out := tables.show_sweep(frame, leaving):
-        echo(f"The terminal is too narrow for {', '.join(left_out[::-1])}.", err=True)
+    leaving = [name for name in names[:0:-1] if name not in kept]
+    _say_left_out(tables.show_sweep(frame, leaving))
+
+
+def _say_left_out(columns: list[str]) -> None:
+    """Print which columns had no room, the last of which went first."""
+    if columns:
+        echo(f"The terminal is too narrow for {', '.join(columns[::-1])}.", err=True)
 
 
 def _say_failures(errors: dict[int, BaseException], items: list[Config], run_dir: str) -> None:
@@ -219,7 +248,6 @@ def ls(folder: Path, is_json: bool) -> None:
     FOLDER is the current folder by default. `raypool sweep` and parfor(run_dir=...) write saved
     runs.
     """
-    from raypool.errors import JournalError
     from raypool.journal.reading import runs_below, summary_of
     from raypool.views import tables
 
@@ -233,24 +261,29 @@ def ls(folder: Path, is_json: bool) -> None:
     if is_json:
         echo(tables.runs_as_json(summaries))
     elif summaries:
-        tables.show_runs(summaries, folder)
+        _say_left_out(tables.show_runs(summaries, folder))
     else:
-        echo(f"There are no saved runs below {folder}.", err=True)
+        echo(f"There are no saved runs below {folder.resolve()}.", err=True)
 
 
 @click.command()
-@click.argument("run_dir", type=RunFolder(exists=True, file_okay=False, path_type=Path))
+@click.argument("run_dir", type=RunFolder(file_okay=False, path_type=Path))
 @click.option(
     "--sort",
     metavar="COLUMN",
-    help="Sort by this column, smallest first; -COLUMN: largest first.",
+    help="Sort by this column: numbers, texts or times, smallest first; -COLUMN: largest first.",
 )
 @click.option("--top", type=click.IntRange(min=1), help="Number of rows to show.")
 @click.option(
     "--failed", "is_failed", is_flag=True, help="Show only failed items, with their errors."
 )
 @click.option("--columns", metavar="A,B", help="Show only these columns.")
-@click.option("--csv", type=click.Path(dir_okay=False), metavar="FILE", help="Write a CSV file.")
+@click.option(
+    "--csv",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="Write a CSV file; - is standard output.",
+)
 @click.option("--parquet", type=click.Path(dir_okay=False), metavar="FILE", help="Write Parquet.")
 @click.option(
     "--json", "is_json", is_flag=True, help="Print JSON: a list with one object per item."
@@ -266,39 +299,53 @@ def show(run_dir: Path, sort: str | None, top: int | None, **options: Any) -> No
     from raypool.results import collector_paused, ranked
     from raypool.views import tables
 
+    files = {kind: options[kind] for kind in ("csv", "parquet") if options[kind] is not None}
+    if files.get("csv") == "-" and options["is_json"]:
+        raise click.UsageError("--csv - and --json both write to standard output. Choose one.")
     with errors_said(), collector_paused():
-        frame = load_results(run_dir).to_frame()
+        frame = tables.numbered(load_results(run_dir).to_frame())
+        num_items, usual = len(frame), tables.columns_of(frame)
         if options["is_failed"]:
             frame = frame[frame["status"] == "failed"]
-        if sort is not None:
-            frame = ranked(frame, sort)
-        usual = tables.columns_of(frame)
-        if options["is_failed"]:
-            usual = [name for name in usual if name != "status"] + ["error"]
+            usual = [name for name in tables.columns_of(frame) if name != "status"] + ["error"]
         chosen = _named(frame, options["columns"])
-        if top is not None:
-            frame = frame.head(top)
-        everything = frame[chosen or [*frame]]
-        files = {name: options[name] for name in ("csv", "parquet") if options[name] is not None}
+        if sort is not None and not frame.empty:
+            frame = ranked(frame, sort)
+        rows = frame.head(top) if top is not None else frame
+        everything = rows[chosen or [*rows]]
         for kind, path in files.items():
-            try:
-                getattr(tables.as_file_columns(everything), f"to_{kind}")(path)
-            except (OSError, ImportError) as error:
-                raise click.ClickException(f"{path} could not be written: {error}.") from error
+            _write(everything, kind, path)
         if options["is_json"]:
             echo(tables.sweep_as_json(everything))
+        elif not files and frame.empty:
+            echo(f"None of the {num_items:,} items of {run_dir} failed.", err=True)
         elif not files:
-            shown = frame.head(top or MOST_ROWS)
+            shown = rows.head(top or MOST_ROWS)
             kept = chosen or ["error", (sort or "").removeprefix("-")]
             _show_fitting(shown[chosen or usual], kept)
-            if rest := len(frame) - len(shown):
-                echo(f"and {rest:,} more: --top {len(frame)} shows them all.", err=True)
+            if rest := len(rows) - len(shown):
+                echo(f"and {rest:,} more: --top {len(rows)} shows them all.", err=True)
+
+
+def _write(frame: pd.DataFrame, kind: str, path: str) -> None:
+    """Write a table to a file; to standard output if that is called -."""
+    from raypool.views import tables
+
+    columns = tables.as_file_columns(frame)
+    if (kind, path) == ("csv", "-"):
+        echo(columns.to_csv(index=False).rstrip("\n"))
+        return
+    try:
+        getattr(columns, f"to_{kind}")(path, index=False)
+    except (OSError, ImportError) as error:
+        raise click.ClickException(f"{path} could not be written: {error}.") from error
 
 
 def _named(frame: pd.DataFrame, columns: str | None) -> list[str]:
-    """Return the columns in a list with commas."""
+    """Return the columns in a list with commas, after that of the item's number."""
     names = [name.strip() for name in (columns or "").split(",") if name.strip()]
-    names = [*dict.fromkeys(names)]  # a column that is named twice is shown once
+    # a column that is named twice is shown once
+    names = [*dict.fromkeys([str(frame.columns[0]), *names])] if names else []
     for name in names:
         if name not in frame:
             known = map(str, frame)
@@ -307,7 +354,7 @@ def _named(frame: pd.DataFrame, columns: str | None) -> list[str]:
 
 
 @click.command()
-@click.argument("run_dir", type=RunFolder(exists=True, file_okay=False, path_type=Path))
+@click.argument("run_dir", type=RunFolder(file_okay=False, path_type=Path))
 @click.option(
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),

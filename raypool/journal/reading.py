@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from raypool.channel.feed import Feed, text_of_file
 from raypool.channel.feed import Row as Report
 from raypool.channel.gpu_usage import samples_in
-from raypool.errors import JournalError
+from raypool.errors import MAX_NAMES, JournalError, did_you_mean
 from raypool.journal.files import Damaged, is_trusted
 from raypool.journal.lock import bare, is_in_use, is_running, noted_outcomes
 from raypool.journal.opening import (
@@ -280,10 +280,14 @@ def read_contents(folder: Path) -> Contents:
                 " run_dir again, which runs all items.",
                 run_dir=str(folder),
             )
-        raise JournalError(
-            f"There is no run in {folder}: it has no {DATABASE}, or an empty one.",
-            run_dir=str(folder),
-        )
+        if folder.exists():
+            why, runs = f"it has no {DATABASE}, or an empty one.", _runs_in(folder)
+            hint = (
+                f" The runs below it are: {', '.join(runs)}." if 0 < len(runs) <= MAX_NAMES else ""
+            )
+        else:
+            why, hint = "it does not exist.", did_you_mean(folder.name, _runs_in(folder.parent))
+        raise JournalError(f"There is no run in {folder}: {why}{hint}", run_dir=str(folder))
     try:
         contents = _read(path)
         if lost := lost_with_log(folder, noted, contents):
@@ -294,6 +298,14 @@ def read_contents(folder: Path) -> Contents:
         raise JournalError(
             f"The journal in {folder} cannot be read ({reason}).", run_dir=str(folder)
         ) from error
+
+
+def _runs_in(folder: Path) -> list[str]:
+    """Return the names of the runs that are folders of this one."""
+    try:
+        return sorted(path.name for path in folder.iterdir() if (path / DATABASE).exists())
+    except OSError:
+        return []
 
 
 def _read(path: Path) -> Contents:

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 # --- sweeps ---------------------------------------------------------------------------------------
 #
-#     item  network  width     lr  accuracy  status    duration_s  worker  gpu
-#        0  mlp         32  0.001    0.9361  finished       1.204       0    0
-#        1  cnn         36  0.001         -  failed       0.01181       1    1
+#     index  network  width     lr  accuracy  status    duration_s  worker  gpu
+#         0  mlp         32  0.001    0.9361  finished       1.204       0    0
+#         1  cnn         36  0.001         -  failed       0.01181       1    1
 
 
 MOST_LETTERS = 40
@@ -43,31 +43,31 @@ LEFT_OUT = ("started_at", "peak_memory_bytes", "reason", "error")
 """Columns for JSON only."""
 
 
+def numbered(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return a table of results whose first column is the item's number (see `number_column`)."""
+    return frame.reset_index(names=number_column(list(map(str, frame))))
+
+
 def sweep_as_json(frame: pd.DataFrame) -> str:
     """Return a table of results as a list in JSON, with an object for each item on its line.
 
-    The first entry is the item's number (see `number_column`). NaN, infinities and missing values
-    are null. Other values that JSON lacks are texts.
+    NaN, infinities and missing values are null. Other values that JSON lacks are texts.
     """
     names = list(map(str, frame))
-    number = number_column(names)
     rows = zip(*(frame[name].tolist() for name in frame), strict=True)
-    objects = (
-        _plain({number: index, **dict(zip(names, row, strict=True))})
-        for index, row in zip(frame.index.tolist(), rows, strict=True)
-    )
+    objects = (_plain(dict(zip(names, row, strict=True))) for row in rows)
     return "[" + ",\n ".join(map(json.dumps, objects)) + "]"
 
 
 def as_file_columns(frame: pd.DataFrame) -> pd.DataFrame:
     """Return a table of results for a CSV or Parquet file: objects become JSON texts."""
+    import pandas as pd
+
     columns = {}
     for name in frame:
         is_plain = frame[name].dtype != object
         columns[str(name)] = frame[name] if is_plain else frame[name].map(_file_cell)
-    import pandas as pd
-
-    return pd.DataFrame(columns, index=frame.index)
+    return pd.DataFrame(columns)
 
 
 def _file_cell(value: Any) -> str | None:
@@ -103,7 +103,7 @@ def columns_of(frame: pd.DataFrame) -> list[str]:
 
 def show_sweep(frame: pd.DataFrame, leaving: Sequence[str] = ()) -> list[str]:
     """Print a table of results; return the columns of `leaving` for which there was no room."""
-    columns = [TextColumn("item", [Text(str(index)) for index in frame.index], is_right=True)]
+    columns = []
     for name in frame:
         values = frame[name].tolist()
         is_number = all(
@@ -184,8 +184,8 @@ def _show_fitting(columns: Sequence[TextColumn], leaving: Sequence[str]) -> list
 #     digits/b  train.main     24  stopped after 12 of 24, 2 failed   2026-11-25 18:40  590.1 kB
 
 
-def show_runs(summaries: Sequence[RunSummary], folder: Path) -> None:
-    """Print a table of saved runs, each by its path from a folder."""
+def show_runs(summaries: Sequence[RunSummary], folder: Path) -> list[str]:
+    """Print a table of saved runs, each by its path from a folder; return what had no room."""
     started = [datetime.fromtimestamp(run.started_at).astimezone() for run in summaries]
     paths = [os.path.relpath(run.folder, folder) for run in summaries]
     functions = [Text(one_line(run.function)) for run in summaries]
@@ -199,7 +199,7 @@ def show_runs(summaries: Sequence[RunSummary], folder: Path) -> None:
             "size", [Text(filesize.decimal(run.num_bytes)) for run in summaries], is_right=True
         ),
     ]
-    _show_fitting(columns, leaving=("size", "items", "function", "started"))
+    return _show_fitting(columns, leaving=("size", "items", "function", "started"))
 
 
 def _state(run: RunSummary) -> Text:

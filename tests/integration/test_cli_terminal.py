@@ -73,7 +73,7 @@ def look(request: pytest.FixtureRequest, pictures: Any, folder: Path, tmp_path: 
 def table_of(screen: Any) -> list[list[str]]:
     """Return the rows from the heading to the first line that is none, each as cells."""
     lines = [line.rstrip() for line in screen.display]
-    first = next(at for at, line in enumerate(lines) if re.match("(item|run) ", line))
+    first = next(at for at, line in enumerate(lines) if re.match("(index|run) ", line))
     rows = [re.split(" {2,}", line.strip()) for line in lines[first:]]
     return [row for row in rows if len(row) > 1]
 
@@ -94,7 +94,7 @@ def check_best(screen: Any) -> None:
     if screen.columns == 100:
         assert heading[-4:] == ["accuracy", "status", "duration_s", "worker"]
     else:
-        assert heading == ["item", "lr", "width", "epochs", "optimizer", "loss", "accuracy"]
+        assert heading == ["index", "lr", "width", "epochs", "optimizer", "loss", "accuracy"]
         left_out = "The terminal is too narrow for status, duration_s, worker."
         assert left_out in map(str.rstrip, screen.display)
 
@@ -124,6 +124,9 @@ def test_saved_runs_are_listed_in_a_line_each(look: Look, run: str) -> None:
     assert row[:2] == ["lr", "train.train"]
     assert row[heading.index("state")] == "finished, 2 failed"
     assert red_texts(screen) == ["2 failed"]
+    left_out = [name for name in ("started", "function", "items", "size") if name not in heading]
+    said = f"The terminal is too narrow for {', '.join(left_out)}."
+    assert (said in map(str.rstrip, screen.display)) == bool(left_out) == (screen.columns == 60)
 
 
 def test_the_table_of_a_run_fits_and_its_failures_are_red(look: Look, run: str) -> None:

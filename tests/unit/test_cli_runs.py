@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,13 @@ from raypool.cli.main import main
 def train(config: dict[str, Any]) -> dict[str, Any]:
     if config["lr"] == 3:
         raise ValueError("diverged")
-    return {"loss": abs(config["lr"] - 5), "acc": {"val": config["lr"] / 10}, "note": "ok"}
+    return {
+        "loss": abs(config["lr"] - 5),
+        "acc": {"val": config["lr"] / 10},
+        "note": "good" if config["lr"] == 10 else "bad",
+        "curve": [0.5, 0.4],
+        "took": timedelta(minutes=60 - config["lr"]),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +87,12 @@ def test_the_state_of_a_run_that_goes_on_or_was_stopped(tmp_path: Path) -> None:
     assert ("  stopped after 2 of 4, 1 failed  " in line, is_running) == (True, False)
 
 
-def test_what_is_no_run_is_said(saved: Path, tmp_path: Path) -> None:
-    assert "no saved runs below" in raypool("ls", str(tmp_path)).stderr
+def test_what_is_no_run_is_said(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    assert raypool("ls", "..").stderr == f"There are no saved runs below {tmp_path}.\n"
     shutil.copytree(saved / "older", tmp_path / "good")
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "journal.sqlite").touch()
@@ -92,6 +103,11 @@ def test_what_is_no_run_is_said(saved: Path, tmp_path: Path) -> None:
         done = raypool("show", str(place))
         assert done.exit_code == 2
         assert f"There is no run in {place}: it has no journal" in done.stderr
+    assert "The runs below it are: bad, good." in raypool("show", str(tmp_path)).stderr
+    for command in (["show"], ["report"], ["replay", "--", "0"]):
+        done = raypool(command[0], str(tmp_path / "goood"), *command[2:])
+        assert done.exit_code == 2
+        assert f"in {tmp_path / 'goood'}: it does not exist. Did you mean good?" in done.stderr
 
 
 def test_the_table_of_a_run() -> None:
@@ -100,13 +116,30 @@ def test_the_table_of_a_run() -> None:
     assert "and 10 more: --top 60 shows them all." in done.stderr
     assert len(rows("show", "deep/newer", "--top", "60")) == 61
     best = rows("show", "deep/newer", "--sort", "loss", "--top", "3", "--columns", "lr,loss")
-    assert best == [["item", "lr", "loss"], ["5", "5", "0"], ["4", "4", "1"], ["6", "6", "1"]]
-    assert rows("show", "deep/newer", "--sort", "-acc.val", "--top", "1")[1][0] == "59"
+    assert best == [["index", "lr", "loss"], ["5", "5", "0"], ["4", "4", "1"], ["6", "6", "1"]]
     # what has no number goes last, whichever way
     for key in ("loss", "-loss"):
         assert rows("show", "deep/newer", "--sort", key, "--top", "60")[60][0] == "3"
     [_, failed] = rows("show", "deep/newer", "--failed")
     assert (failed[0], failed[-2:]) == ("3", ["ValueError:", "diverged"])
+    done = raypool("show", "older", "--failed")
+    assert (done.stdout, done.stderr) == ("", "None of the 2 items of older failed.\n")
+
+
+@pytest.mark.parametrize(
+    ("key", "first"),
+    [
+        ("-acc.val", "59"),
+        ("-index", "59"),
+        ("started_at", "0"),
+        ("-started_at", "59"),
+        ("status", "3"),  # failed, before finished
+        ("-note", "10"),  # good, after bad
+        ("took", "59"),
+    ],
+)
+def test_a_table_is_sorted_by_numbers_texts_times_and_durations(key: str, first: str) -> None:
+    assert rows("show", "deep/newer", "--sort", key, "--top", "1")[1][0] == first
 
 
 def test_the_table_in_files(tmp_path: Path) -> None:
@@ -116,7 +149,12 @@ def test_the_table_in_files(tmp_path: Path) -> None:
     with open(paths[0], newline="") as file:
         read = list(csv.DictReader(file))
     assert len(read) == 60
-    assert (read[7]["loss"], json.loads(read[7]["acc"])) == ("2.0", {"val": 0.7})
+    assert read == list(
+        csv.DictReader(raypool("show", "deep/newer", "--csv", "-").stdout.split("\n"))
+    )
+    # an integer, although another item has none
+    row = read[7]
+    assert (row["index"], row["loss"], json.loads(row["acc"])) == ("7", "2", {"val": 0.7})
     assert read[3]["error"] == "ValueError: diverged"
     frame = pd.read_parquet(paths[1])
     assert frame["loss"].tolist()[:3] == [5, 4, 3]
@@ -131,7 +169,8 @@ def test_the_table_in_files(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["--sort", "los"], "There is no column 'los'. Did you mean loss?"),
-        (["--sort", "note"], "There is no finite number in the column 'note' to sort by."),
+        (["--sort", "curve"], "The table cannot be sorted by 'curve', which holds list."),
+        (["--csv", "-", "--json"], "--csv - and --json both write to standard output."),
         (["--columns", "lr,accc"], "There is no column 'accc'. Did you mean acc?"),
     ],
 )

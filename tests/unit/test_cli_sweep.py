@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -87,7 +88,7 @@ def test_all_well_ends_with_0_and_only_the_table_is_on_standard_output(folder: P
     done = sweep("train", "good.csv")
     assert done.exit_code == 0, done.output
     heading, first, second = (line.split() for line in done.stdout.splitlines())
-    assert heading[:6] == ["item", "width", "lr", "accuracy", "loss", "curve"]
+    assert heading[:6] == ["index", "width", "lr", "accuracy", "loss", "curve"]
     assert first[:8] == ["0", "8", "0.1", "0.08", "inf", "[0.5,", "nan]", "finished"]
     assert second[:4] == ["1", "16", "-", "0.16"]
     said = done.stderr.splitlines()
@@ -191,7 +192,9 @@ def test_many_failures_are_counted(folder: Path) -> None:
     assert done.stderr.count("Failed: ") == 20
     assert "and 40 more failures: --json prints them all." in done.stderr
     assert len(done.stdout.splitlines()) == 11
-    assert "The first 10, of 60 items. raypool show run shows the others." in done.stderr
+    [command] = re.findall(r"The first 10, of 60 items\. (.*) shows them all\.", done.stderr)
+    shown = CliRunner().invoke(main, shlex.split(command)[1:])
+    assert (len(shown.stdout.splitlines()), shown.stderr) == (61, "")
 
 
 def test_a_long_sweep_ends_with_its_best_items(folder: Path) -> None:
@@ -199,14 +202,15 @@ def test_a_long_sweep_ends_with_its_best_items(folder: Path) -> None:
     done = sweep("train", "many.csv")
     _, *rows = done.stdout.splitlines()
     assert [row.split()[1] for row in rows] == [str(width) for width in range(79, 69, -1)]
-    assert "The 10 best by accuracy, of 40 items. raypool show run shows the" in done.stderr
+    assert "The 10 best by accuracy, of 40 items. raypool show run --top 40 sh" in done.stderr
 
 
 def test_the_same_command_goes_on(folder: Path) -> None:
     assert sweep("interrupted", "bad.csv").exit_code == 130
-    assert sweep("interrupted", "bad.csv", "--rerun", "missing").exit_code == 130
+    done = sweep("interrupted", "bad.csv", "--rerun", "missing", "--json")
+    assert done.exit_code == 130
     Path("mended").touch()
-    done = sweep("interrupted", "bad.csv", "--json")
+    done = CliRunner().invoke(main, shlex.split(done.stderr.splitlines()[-1])[1:])
     assert done.exit_code == 0, done.output
     assert [(row["value"], row["status"]) for row in json.loads(done.stdout)] == [
         (n, "finished") for n in (8, 36, 16)
@@ -217,9 +221,8 @@ def test_ctrl_c_keeps_what_has_finished_and_says_how_to_go_on(folder: Path) -> N
     done = sweep("interrupted", "bad.csv")
     assert (done.exit_code, done.stdout) == (130, "")
     assert (
-        done.stderr.splitlines()[-1]
-        == "Interrupted: 1 of 3 items finished; their results are in run. Run the same command"
-        " again to continue from there."
+        done.stderr.splitlines()[-2]
+        == "Interrupted: 1 of 3 items finished; their results are in run. To run the others:"
     )
     assert load_results("run")[0] == 8
     assert not is_in_use(folder / "run")
@@ -234,9 +237,9 @@ def test_where_all_machines_go_the_same_command_resumes_elsewhere(
         done = sweep("other", "bad.csv")
         assert (done.exit_code, done.stdout) == (75, "")
         assert (
-            done.stderr.splitlines()[-1]
-            == f"Preempted: {number} of 3 items finished; their results are in run. Run the same"
-            " command again to continue on other machines."
+            done.stderr.splitlines()[-2]
+            == f"Preempted: {number} of 3 items finished; their results are in run. To run the"
+            " others on other machines:"
         )
     assert sweep("other", "bad.csv").exit_code == 0
 
@@ -268,7 +271,11 @@ WRONG_USE = [
 ]
 
 
-def test_wrong_use_ends_with_2_and_does_nothing(folder: Path) -> None:
+def test_wrong_use_ends_with_2_and_does_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[object] = []
+    monkeypatch.setattr("raypool.pool.open_engine", lambda *given, **_: opened.append(given))
     for arguments, words in WRONG_USE:
         before = sorted(folder.iterdir())
         done = CliRunner().invoke(
@@ -277,15 +284,20 @@ def test_wrong_use_ends_with_2_and_does_nothing(folder: Path) -> None:
         assert (done.exit_code, done.stdout) == (2, "")
         assert words in " ".join(done.stderr.split())
         assert [path for path in sorted(folder.iterdir()) if path.name != "__pycache__"] == before
+        assert not opened
 
 
-def test_the_folder_of_another_sweep_is_wrong_use(folder: Path) -> None:
+def test_the_folder_of_another_sweep_is_wrong_use(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert sweep("train", "good.csv").exit_code == 0
-    done = sweep("other", "good.csv")
-    assert done.exit_code == 2
-    assert "belongs to module_of_sweep.train; this call runs module_of_sweep.other" in " ".join(
-        done.stderr.split()
-    )
+    monkeypatch.setattr("raypool.pool.open_engine", lambda *_, **__: pytest.fail("a pool opened"))
+    for done, words in (
+        (sweep("other", "good.csv"), "belongs to module_of_sweep.train; this call runs module_of"),
+        (sweep("train", "good.csv", "--seed", "1"), "was made with seed=None; this call has seed"),
+    ):
+        assert done.exit_code == 2
+        assert words in " ".join(done.stderr.split())
     assert len(load_results("run")) == 2
 
 
@@ -321,7 +333,7 @@ def test_a_report_is_written_where_it_is_wanted(folder: Path) -> None:
 
 
 NO_REPORT = [
-    (["nowhere"], "Directory 'nowhere' does not exist"),
+    (["nowhere"], "nowhere: it does not exist."),
     (["empty"], "There is no run in"),
     (["run", "--out", "empty"], "is a directory"),
     (["run", "--out", "page.txt"], ".html"),
