@@ -497,7 +497,7 @@ def _with_gaps(cells: list[Any]) -> Any:
     import pandas as pd
 
     kinds = set(map(type, cells)) - {type(None)}
-    is_whole = all(issubclass(kind, numbers.Integral) and kind is not bool for kind in kinds)
+    is_whole = bool not in kinds and all(issubclass(kind, numbers.Integral) for kind in kinds)
     if not (kinds and is_whole and None in cells):
         return cells
     try:

@@ -16,14 +16,23 @@ import queue
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from raypool.channel.feed import TEXT_BYTES, Feed, Last, LoopFeed, Row, text_of_file
+from raypool.channel.feed import (
+    TEXT_BYTES,
+    Feed,
+    Last,
+    LoopFeed,
+    Row,
+    column_name,
+    fields_of,
+    text_of_file,
+)
 from raypool.channel.gpu_usage import GPU_USAGE, GpuSample, line_of
 from raypool.channel.records import Function, LocalValues, Missing, SliceResult, WorkerInfo
 from raypool.core.model import Slice, TaskState
@@ -32,6 +41,7 @@ from raypool.errors import InternalError, JournalError, TaskError
 from raypool.journal.files import Damaged, make_folder
 from raypool.journal.journal import Journal
 from raypool.journal.keys import FunctionSource
+from raypool.journal.reading import saved_items
 from raypool.journal.rows import Outcome, Stored, row_of
 
 UNCHANGEABLE = frozenset({int, float, bool, str, bytes, type(None)})
@@ -105,11 +115,12 @@ class DurableLoop(LoopWork):
         if self._stored and items and self._stored.keys().isdisjoint(self.keys):
             logger.warning(
                 "None of the %s items of %s is among the %s with a result in %s, so all of them"
-                " run. If some should be: did their class, or the type of a value in them, change?",
+                " run. %s",
                 f"{len(items):,}",
                 self.label,
                 f"{len(self._stored):,}",
                 self.run_dir,
+                what_differs(items, saved_items(self._journal.run_dir, set(self.keys))),
             )
         numbers: Sequence[int] = range(len(items)) if self._order is None else self._order
         order = [index for index in numbers if not self._restore(index)]
@@ -306,6 +317,37 @@ class DurableLoop(LoopWork):
         )
         mistake.__cause__ = error
         self._wake(TaskState.FAILED, mistake)
+
+
+def what_differs(items: Iterable[Any], saved: Iterable[Any]) -> str:
+    """Return how the fields of items differ from those of saved ones, and what to do about it.
+
+    Example:
+        >>> what_differs([{"rate": 0.1, "width": 16}], [{"lr": 0.1, "width": 8}]).split(". ")[0]
+        'Compared with those, rate is new, lr is gone, width has other values (16, before: 8)'
+    """
+    now, then = values_by_field(items), values_by_field(saved)
+    changes = [f"{name} is new" for name in now if name not in then]
+    changes += [f"{name} is gone" for name in then if name not in now]
+    for name in now:
+        if not now[name].keys() & then.get(name, now[name]).keys():  # as text: 1 is not 1.0
+            new, old = (f"{next(iter(values[name])):.40}" for values in (now, then))
+            changes.append(f"{name} has other values ({new}, before: {old})")
+    if not (now and then and changes):
+        return "If some should be: did their class, or the type of a value in them, change?"
+    return (
+        f"Compared with those, {', '.join(changes)}. If this is another sweep, give it a run_dir of"
+        " its own."
+    )
+
+
+def values_by_field(items: Iterable[Any]) -> dict[str, dict[str, None]]:
+    """Return the values of each field of some items, as texts in their order."""
+    found: dict[str, dict[str, None]] = {}
+    for item in items:
+        for name, value in (fields_of(item) or {}).items():
+            found.setdefault(column_name(name), {})[repr(value)] = None
+    return found
 
 
 def _values_of(piece: Slice, result: SliceResult) -> list[Any]:

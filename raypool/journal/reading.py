@@ -13,7 +13,7 @@ import sqlite3
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -143,6 +143,16 @@ def _load(folder: Path) -> Results[Any]:
         run_name(str(max(contents["runs"], default=(0, "run"))[1]).rpartition(".")[2], folder),
         functools.partial(samples_in, folder),
     )
+
+
+def saved_items(folder: Path, others: Container[str]) -> list[Any]:
+    """Return the readable items of a run whose keys are not among others."""
+    try:
+        entries = entries_of(read_contents(folder))
+    except JournalError:
+        return []
+    items = _opened(folder, [(one.key, one.item) for one in entries if one.key not in others])
+    return [item for item in items if type(item) is not Damaged]
 
 
 def _misses(contents: Contents, entries: Sequence[ItemRecord]) -> list[Miss]:

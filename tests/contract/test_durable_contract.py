@@ -162,6 +162,13 @@ def test_a_list_of_which_nothing_is_known_is_pointed_out(
     assert list(pool.parfor(abs, [-1.0, -2.0, -3.0], run_dir=folder)) == [1.0, 2.0, 3.0]
 
     assert "None of the 3 items of abs is among the 2" in caplog.text
+    assert "the type of a value in them" in caplog.text
+    caplog.clear()
+    pool.parfor(len, [{"lr": 0.1, "width": 8}, {"lr": 0.2, "width": 8}], run_dir=folder / "fields")
+    pool.parfor(len, [{"rate": 0.1, "width": "8"}], run_dir=folder / "fields")
+    said = "Compared with those, rate is new, lr is gone, width has other values ('8', before: 8)."
+    assert said in caplog.text
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.everywhere
