@@ -40,6 +40,7 @@ from raypool.errors import (
     ResourceError,
     SerializationError,
     TaskError,
+    without_own_frames,
 )
 from raypool.pool import checked_range, parpool
 from raypool.profile_files import resolve_profile
@@ -71,6 +72,7 @@ class BatchCall(NamedTuple):
     profile: Profile
 
 
+@without_own_frames
 def batch(
     fn: Callable[..., Any],
     *args: Any,
@@ -175,6 +177,7 @@ def batch(
     return Job(jobs, jobs.look(job_id))
 
 
+@without_own_frames
 def find_job(job_id: str, *, profile: str | Profile | None = None) -> Job:
     """Return a job that some process has submitted.
 
@@ -587,7 +590,7 @@ def _try_out(place: str, job_id: str) -> None:
             f"The function was not called: its outputs are to go to {place}, where the cluster"
             f" cannot write: {error}. Make sure that the place exists, and that the account of the"
             " machines may write there."
-        ) from error
+        ) from None
 
 
 def _leave(data: bytes, job_id: str, place: str | None) -> None:

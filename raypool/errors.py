@@ -44,12 +44,13 @@ import itertools
 import linecache
 import operator
 import re
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import BrokenExecutor, CancelledError
 from enum import Enum
 from importlib.util import find_spec
 from pickle import PicklingError
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 __all__ = [
     "CloudError",
@@ -495,6 +496,41 @@ def did_you_mean(given: str, known: Iterable[str], others: Mapping[str, str] = {
     if near:
         return f" Did you mean {' or '.join(near)}?"
     return f" There are: {', '.join(names.values())}." if 0 < len(names) <= MAX_NAMES else ""
+
+
+# --- tracebacks -----------------------------------------------------------------------------------
+
+SAYING_ALL = (InvalidValueError, InvalidTypeError, ResourceError, StartupError, CloudError)
+"""Errors whose text says everything."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def without_own_frames(fn: Callable[P, T]) -> Callable[P, T]:
+    """Leave raypool's own lines out of the tracebacks of such errors."""
+
+    @functools.wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        __tracebackhide__ = True  # notebooks and pytest: only the user's own line
+        try:
+            return fn(*args, **kwargs)
+        except SAYING_ALL as error:
+            raise error.with_traceback(None)  # noqa: B904 - it keeps its cause
+
+    return call
+
+
+def traceback_text(error: BaseException) -> str:
+    """Return a traceback as text, from the first line that is not raypool's own."""
+    place = error.__traceback__
+    while place is not None and place.tb_frame.f_globals.get("__name__", "").split(".")[0] in (
+        "raypool",
+        "bdb",  # `raypool replay --debug`
+    ):
+        place = place.tb_next
+    lines = traceback.format_exception(type(error), error, place or error.__traceback__)
+    return "".join(lines)
 
 
 C = TypeVar("C", bound=type)

@@ -662,7 +662,7 @@ def raise_if_failed(work: LoopWork, results: Results[Any], on_error: str) -> Non
             f"The loop {work.label} was cancelled; what had finished is in .results."
         )
     attach(error, results)
-    raise error
+    raise error  # the item's own, if one has failed
 
 
 def folded(results: Results[Any], reduce: Callable[[Any, Any], Any], init: Any) -> Any:

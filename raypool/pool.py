@@ -47,6 +47,7 @@ from raypool.errors import (
     checked_count,
     did_you_mean,
     optional_count,
+    without_own_frames,
 )
 from raypool.futures import (
     Future,
@@ -160,6 +161,7 @@ class PoolView(concurrent.futures.Executor):
 
     def _target(self) -> PoolView:
         """Return the view that takes work submitted here: this one, but in a task a serial one."""
+        __tracebackhide__ = True
         if in_task():
             return self._serial()
         self._check_open()
@@ -182,6 +184,7 @@ class PoolView(concurrent.futures.Executor):
 
     def _check_open(self) -> None:
         """Raise the error if no work is taken any more."""
+        __tracebackhide__ = True
         if self._pool is not None:
             self._pool._check_open()
         else:
@@ -1511,6 +1514,7 @@ class ParallelPool(StaffedView):
         return _serial_pool, ()  # as a view
 
 
+@without_own_frames
 def parpool(
     num_workers: int | tuple[int, int] | None = None,
     *,

@@ -157,15 +157,19 @@ class DataQueue(Generic[T]):
             Traceback (most recent call last):
             TimeoutError: Nothing was put into the queue within 0 s.
         """
+        __tracebackhide__ = True  # notebooks and pytest: only the user's own line
         check_timeout(timeout_s)
         owner = self._owner("get")
         try:
             entry = owner.take(timeout_s)
-        except TimeoutError:
+        except TimeoutError as late:
             # a task that has ended may have put values that are still on their way
             if not owner.catch_up():
                 raise
-            entry = owner.take(0.0, timeout_s)
+            try:
+                entry = owner.take(0.0)
+            except TimeoutError:
+                raise late from None
         return opened(entry)  # type: ignore[no-any-return]
 
     def __iter__(self) -> Iterator[T]:
@@ -525,7 +529,7 @@ class QueueOwner:
 
     # --- values that are taken --------------------------------------------------------------------
 
-    def take(self, timeout_s: float | None, waited_s: float | None = None) -> Any:
+    def take(self, timeout_s: float | None) -> Any:
         """Return the oldest entry."""
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         with self._lock:
@@ -542,9 +546,7 @@ class QueueOwner:
                     raise QueueClosedError("The queue was closed, and everything in it was read.")
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
-                    raise TimeoutError(
-                        f"Nothing was put into the queue within {waited_s or timeout_s:g} s."
-                    )
+                    raise TimeoutError(f"Nothing was put into the queue within {timeout_s:g} s.")
                 self._filled.wait(min(left_s, 10 * LOOK_AGAIN_S))
         _tell(admitted)
         return entry

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bdb
 import json
 import os
-import traceback
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from raypool.cli.job import job
 from raypool.cli.output import INTERRUPTED, echo, errors_said, readers_may_go
 from raypool.cli.submit import submit
 from raypool.cli.sweep import RunFolder, ls, report, show, sweep
+from raypool.errors import traceback_text
 from raypool.views.words import printable
 
 if TYPE_CHECKING:
@@ -188,13 +188,7 @@ def _shown(again: Replay, debug: bool) -> int:
     except bdb.BdbQuit:
         return 1
     except BaseException as error:
-        place = error.__traceback__
-        while place is not None and place.tb_frame.f_globals.get("__name__", "").split(".")[0] in (
-            "raypool",
-            "bdb",
-        ):
-            place = place.tb_next
-        echo("".join(traceback.format_exception(error.with_traceback(place))).rstrip(), err=True)
+        echo(traceback_text(error).rstrip(), err=True)
         if debug:
             pdb.post_mortem(error.__traceback__)
         return 1

@@ -124,7 +124,7 @@ def check(address: str) -> None:
         raise StartupError(
             f"Nobody answers at {address} ({error}). Check the address, and that Ray runs there and"
             " this machine may reach it."
-        ) from error
+        ) from None
     _check_encryption(host, port, address)
     if address.startswith(CLIENT):
         _check_server(address, f"{host}:{port}")
@@ -182,7 +182,7 @@ def _check_server(address: str, target: str) -> None:
                 ClusterInfoRequest(type=ClusterInfoType.PING), timeout=ANSWER_S
             )
         except grpc.RpcError as error:
-            raise _refusal(address, error) from error
+            raise _refusal(address, error) from None
 
 
 def _refusal(address: str, error: Any) -> StartupError:
@@ -233,8 +233,8 @@ def _token_as_here(address: str) -> Iterator[None]:
 
     try:
         yield
-    except AuthenticationError as error:
-        raise _bad_token(address) from error
+    except AuthenticationError:
+        raise _bad_token(address) from None
 
 
 def _check_node(address: str) -> None:
@@ -252,7 +252,7 @@ def _check_node(address: str) -> None:
         raise StartupError(
             f"What answers at {address} is not Ray's control store, or one that is not well"
             f" ({error}). That listens on port 6379, as a rule, of the cluster's head."
-        ) from error
+        ) from None
     there = sorted({node.node_manager_address for node in nodes if node.state == 0})  # alive
     here = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
     if not here.intersection(there):

@@ -227,13 +227,13 @@ class Dashboard(JobSubmissionClient):  # type: ignore[misc]
             kept = {name: os.environ.pop(name) for name in OVERRIDING if name in os.environ}
             try:
                 super().__init__(self.url, headers=headers, verify=authority)
-            except (KeyError, TypeError, ValueError) as error:  # what answers has no version of Ray
-                raise self._stranger() from error
+            except (KeyError, TypeError, ValueError):  # what answers has no version of Ray
+                raise self._stranger() from None
             except RuntimeError as error:
                 raise CloudError(
                     f"Ray's client for jobs cannot be used here: {error} Try: pip install"
                     " raypool[cluster]"
-                ) from error
+                ) from None
             finally:
                 os.environ.update(kept)
         if profile.tls is None:
@@ -347,7 +347,7 @@ class Dashboard(JobSubmissionClient):  # type: ignore[misc]
         }
         try:
             answer = super()._do_request(method, endpoint, **request)
-        except AuthenticationError as error:
+        except AuthenticationError:
             if self._has_token:
                 status, said = (
                     403,
@@ -359,14 +359,14 @@ class Dashboard(JobSubmissionClient):  # type: ignore[misc]
                 f"The cluster at {self.url} {said} Copy ~/.ray/auth_token of its head, and name the"
                 " copy with token_file=.",
                 status=status,
-            ) from error
+            ) from None
         except OSError as error:  # all of requests' own are
             raise CloudError(
                 f"No dashboard of Ray answers at {self.url} ({_root(error)}). Is the tunnel open"
                 " (raypool cluster connect)? On this machine `ray start --head` starts a Ray that"
                 " has one; the Ray that a pool starts for itself has none.",
                 status=None,
-            ) from error
+            ) from None
         status = answer.status_code
         if 300 <= status < 400:
             raise CloudError(
@@ -545,17 +545,17 @@ class Jobs:
                         f"{error} Whether it has taken job {submission_id} is not known; once it"
                         f" answers, `raypool job status {submission_id}` says so.",
                         status=None,
-                    ) from error
+                    ) from None
                 if "No available agent" not in str(error):
                     raise CloudError(
                         f"{self.dashboard.url} has not taken the job: {_last_line(error)}"
-                    ) from error
+                    ) from None
                 if time.monotonic() > deadline:
                     raise CloudError(
                         f"The head at {self.dashboard.url} answers, but has taken no job for"
                         f" {HEAD_TIMEOUT_S:g} s: its dashboard agent is not there. Is another Ray"
                         " on that machine, which has its port (52365)? See dashboard_agent.log."
-                    ) from error
+                    ) from None
 
     def look(self, job_id: str) -> JobInfo:
         """Return how a job is doing.
@@ -645,7 +645,7 @@ class Jobs:
                 if _is_answer(error) or time.monotonic() > answered + PATIENCE_S:
                     raise CloudError(
                         f"The log of job {job_id} cannot be followed any more: {_last_line(error)}"
-                    ) from error
+                    ) from None
             time.sleep(LOOK_S)
 
     def stop(self, job_id: str) -> JobInfo:

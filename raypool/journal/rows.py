@@ -5,11 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from raypool.errors import Portable, RemoteTraceback, SerializationError, TaskError
+from raypool.errors import (
+    Portable,
+    RemoteTraceback,
+    SerializationError,
+    TaskError,
+    traceback_text,
+)
 from raypool.journal.files import (
     Damaged,
     check_owner,
@@ -238,7 +243,7 @@ def described(error: BaseException) -> str:
     if isinstance(cause, RemoteTraceback):
         lines = cause.text
     elif error.__traceback__ is not None:
-        lines = "".join(_safely(lambda: "".join(traceback.format_exception(error))))
+        lines = _safely(lambda: traceback_text(error))
     else:
         lines = ""
     kind = type(error)

@@ -7,13 +7,12 @@ import html
 import json
 import logging
 import math
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from raypool.errors import InvalidValueError, RemoteTraceback
+from raypool.errors import InvalidValueError, RemoteTraceback, traceback_text
 from raypool.journal.files import write_file
 from raypool.views.drawing import (
     COLORS,
@@ -262,10 +261,7 @@ def _failures(story: Story) -> Iterator[FailureGroup]:
 def _traceback(error: BaseException) -> str:
     cause = error.__cause__
     try:
-        if isinstance(cause, RemoteTraceback):
-            text = cause.text
-        else:
-            text = "".join(traceback.format_exception(error))
+        text = cause.text if isinstance(cause, RemoteTraceback) else traceback_text(error)
     except Exception:  # the user's own __str__
         return ""
     notes = "\n".join(str(note) for note in getattr(error, "__notes__", ()))

@@ -226,6 +226,7 @@ def _run_items(
     find = vars(sys).get  # a task may have deleted them
     result.started_at = time()
     before = perf_counter()
+    __tracebackhide__ = True  # notebooks and pytest: only the user's own lines
     # this loop is the cost of an item: it holds nothing that it need not
     for index, item in zip(_numbers(part), items, strict=True):
         if loose and keeper is not None and not keeper.secure():

@@ -185,6 +185,7 @@ def check(
     elif expected is not SerializationError:
         assert isinstance(error.__cause__, RemoteTraceback)
         assert "in raise_it" in str(error.__cause__)
+        assert "raypool/worker/" not in str(error.__cause__)
 
 
 def lane_of(row: Row) -> list[pytest.MarkDecorator]:

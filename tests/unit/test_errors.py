@@ -5,11 +5,12 @@ from __future__ import annotations
 import linecache
 import pickle
 import re
+import traceback
 from concurrent.futures import BrokenExecutor
 
 import pytest
 
-from raypool import errors
+from raypool import Profile, errors, find_job, parpool
 from raypool.errors import LossReason, RaypoolError, RemoteTraceback
 
 TREE = [getattr(errors, name) for name in errors.__all__]
@@ -43,6 +44,16 @@ def test_errors_are_what_python_would_raise_too() -> None:
     assert not issubclass(errors.TaskTimeoutError, TimeoutError), (
         "a wait that ran out is something else"
     )
+
+
+def test_wrong_use_of_a_verb_has_the_users_lines_and_one_of_raypool() -> None:
+    nobody = Profile(jobs_address="http://127.0.0.1:1")
+    for call in (lambda: parpool(workers=3), lambda: find_job("job", profile=nobody)):
+        with pytest.raises(RaypoolError) as caught:
+            call()
+        frames = traceback.extract_tb(caught.value.__traceback__)
+        assert [frame.filename == __file__ for frame in frames] == [True, True, False]
+        assert "another exception" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_a_traceback_shows_the_lines_of_cells_that_only_this_process_has(

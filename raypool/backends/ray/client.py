@@ -80,11 +80,11 @@ def check_raypool(address: str) -> None:
         if "No module named 'raypool'" not in str(error):
             raise StartupError(
                 f"Nothing can be started on the cluster at {address}: {loss_text(error)}."
-            ) from error
+            ) from None
         raise StartupError(
             f"raypool is not installed on the cluster at {address}. Install raypool {ours} there,"
             " as `raypool cluster up` does."
-        ) from error
+        ) from None
     if theirs != ours:
         raise StartupError(
             f"The cluster at {address} has raypool {theirs}, this process {ours}: they have to be"

@@ -44,7 +44,13 @@ from raypool.backends.ray import client
 from raypool.backends.ray.calls import loss_text
 from raypool.channel import by_value
 from raypool.channel.records import Failure, Missing, SliceResult, Values
-from raypool.errors import RaypoolError, SerializationError, TaskError, reduced
+from raypool.errors import (
+    RaypoolError,
+    SerializationError,
+    TaskError,
+    reduced,
+    traceback_text,
+)
 from raypool.results import Results
 from raypool.worker.runner import NarrowedCall, RawResult
 
@@ -587,7 +593,7 @@ def pack_error(error: BaseException) -> bytes:
     if isinstance(getattr(error, "results", None), Results):
         # of a loop within the task; the outer loop's error gets its own results
         del error.results  # type: ignore[attr-defined]
-    text = "".join(traceback.format_exception(error))
+    text = traceback_text(error)
     summary = "".join(traceback.format_exception_only(error)).strip()
     try:
         parcel = dump(error, sys.maxsize)

@@ -458,7 +458,7 @@ def _prepare(profile: Profile, address: str | None) -> None:
                 raise StartupError(
                     f"The token that protects Ray cannot be written: {error}. Set"
                     " RAY_AUTH_TOKEN_PATH to a file that can be."
-                ) from error
+                ) from None
     else:
         # for a loopback address Ray would use this machine's in the network instead
         if connect.host_and_port(address)[0] in LOOPBACK:

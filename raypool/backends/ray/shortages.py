@@ -145,8 +145,8 @@ def held_here(
     held = sum(claim.demand.bundle.get(kind, 0) for claims in others.values() for claim in claims)
     return ResourceError(
         f"{what}: requested {requested:g}, available {available:g} (the cluster has {capacity:g})."
-        f" This process itself holds {held:g}: {'; '.join(names)}. Use that pool (gcp() returns"
-        " it), give back a part of it (resize), or end it (delete).",
+        f" This process itself holds {held:g}: {'; '.join(names)}. Use that pool"
+        " (raypool.gcp() returns it), give back a part of it (resize), or end it (delete).",
         requested=requested,
         available=available,
         holders=names,
