@@ -7,7 +7,7 @@ models in Python, on Ray.
 [2, 3, 4]
 """
 
-import importlib
+import importlib.util
 import typing
 
 if typing.TYPE_CHECKING:
@@ -248,7 +248,15 @@ def __getattr__(name: str) -> typing.Any:
     # the names of errors are in tracebacks, with this one before them
     if name in ("errors", "search"):
         return importlib.import_module(f"raypool.{name}")
-    raise AttributeError(f"module 'raypool' has no attribute {name!r}")
+    hint = ""
+    # an import asks for a module before it imports it
+    if not name.startswith("_") and importlib.util.find_spec(f"raypool.{name}") is None:
+        errors = importlib.import_module("raypool.errors")
+        pool = dir(importlib.import_module("raypool.pool").ParallelPool)
+        hint = errors.attribute_hint(name) or (
+            f" Did you mean pool.{name}?" if name in pool else errors.did_you_mean(name, __all__)
+        )
+    raise AttributeError(f"module 'raypool' has no attribute {name!r}.{hint}")
 
 
 def __dir__() -> list[str]:

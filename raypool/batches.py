@@ -40,6 +40,7 @@ from raypool.errors import (
     ResourceError,
     SerializationError,
     TaskError,
+    explains_calls,
     without_own_frames,
 )
 from raypool.pool import checked_range, parpool
@@ -73,6 +74,7 @@ class BatchCall(NamedTuple):
 
 
 @without_own_frames
+@explains_calls
 def batch(
     fn: Callable[..., Any],
     *args: Any,
@@ -178,6 +180,7 @@ def batch(
 
 
 @without_own_frames
+@explains_calls
 def find_job(job_id: str, *, profile: str | Profile | None = None) -> Job:
     """Return a job that some process has submitted.
 
@@ -332,12 +335,14 @@ class Job:
             f" {self._look().node or 'of the head'}"
         )
 
+    @explains_calls
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for its end, at most so long; return whether it has ended."""
         if not self._info.has_ended:
             self._info = self._jobs.wait(self.id, timeout_s)
         return self._info.has_ended
 
+    @explains_calls
     def fetch_outputs(self, timeout_s: float | None = None) -> Any:
         """Return the function's value, waiting for it at most so long.
 

@@ -37,20 +37,20 @@ keyword-only and survive pickling.
 from __future__ import annotations
 
 import copyreg
-import dataclasses
 import errno
 import functools
+import inspect
 import itertools
 import linecache
 import operator
 import re
 import traceback
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import BrokenExecutor, CancelledError
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import BrokenExecutor, CancelledError, Executor
 from enum import Enum
 from importlib.util import find_spec
 from pickle import PicklingError
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 __all__ = [
     "CloudError",
@@ -469,35 +469,6 @@ def whole_number(value: Any) -> int | None:
         return None
 
 
-MAX_NAMES = 40
-"""With more names than this, an error lists none of them."""
-
-
-def did_you_mean(given: str, known: Iterable[str], others: Mapping[str, str] = {}) -> str:
-    """Return the sentence of an error about an unknown name: names that resemble it, or all names.
-
-    Args:
-        given: What the user typed.
-        known: The names that there are.
-        others: What names from elsewhere, in lower case, are called here.
-
-    Example:
-        >>> did_you_mean("timeout", ["retries", "timeout_s"])
-        ' Did you mean timeout_s?'
-        >>> did_you_mean("x", ["retries", "timeout_s"])
-        ' There are: retries, timeout_s.'
-    """
-    import difflib  # imported late: most programs never need it
-
-    names = {name.lower(): name for name in known}
-    near = [names[name] for name in difflib.get_close_matches(given.lower(), names, 2)]
-    if given.lower() in others:
-        near = [others[given.lower()]]
-    if near:
-        return f" Did you mean {' or '.join(near)}?"
-    return f" There are: {', '.join(names.values())}." if 0 < len(names) <= MAX_NAMES else ""
-
-
 # --- tracebacks -----------------------------------------------------------------------------------
 
 SAYING_ALL = (InvalidValueError, InvalidTypeError, ResourceError, StartupError, CloudError)
@@ -533,33 +504,139 @@ def traceback_text(error: BaseException) -> str:
     return "".join(lines)
 
 
-C = TypeVar("C", bound=type)
+# --- what was meant ------------------------------------------------------------------------------
+
+MAX_NAMES = 40
+"""With more names than this, an error lists none of them."""
+
+POOL_FIRST = "The pool comes before the dot: pool.parfor(fn, items), pool.parfeval(fn, x)."
 
 
-def suggests_fields(**others: str) -> Callable[[C], C]:
-    """Let a dataclass say which field was meant by a name that it does not have.
+def did_you_mean(given: str, known: Iterable[str], places: Mapping[str, Iterable[str]] = {}) -> str:
+    """Return the sentence of an error about an unknown name: names that resemble it, or all names.
 
     Args:
-        **others: What names from elsewhere are called here.
+        given: What the user typed.
+        known: The names that there are.
+        places: Calls that have further names, such as "pool.options".
+
+    Example:
+        >>> did_you_mean("timeout", ["retries", "timeout_s"])
+        ' Did you mean timeout_s?'
+        >>> did_you_mean("retries", ["seed"], {"pool.options": ["retries"]})
+        ' Did you mean pool.options(retries=...)?'
+        >>> did_you_mean("x", ["retries", "timeout_s"])
+        ' There are: retries, timeout_s.'
     """
+    import difflib  # imported late: most programs never need them
 
-    def decorate(cls: C) -> C:
-        init = cls.__init__  # type: ignore[misc]  # mypy takes `cls` for an instance
+    from raypool.equivalents import ARGUMENTS
 
-        @functools.wraps(init)
-        def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-            known = [field.name for field in dataclasses.fields(cls)]
-            for name in kwargs:
-                if name not in known:
-                    raise InvalidTypeError(
-                        f"{cls.__name__} has no field {name}.{did_you_mean(name, known, others)}"
-                    )
-            init(self, *args, **kwargs)
+    names = {name.lower(): name for name in known}
+    meant = [given, *ARGUMENTS.get(given.lower(), ())]
+    near = [name for name in meant if name.partition("=")[0] in names][:2]
+    there = {name: place for place, others in reversed([*places.items()]) for name in others}
+    elsewhere = [name for name in meant if name in there]
+    if not near and not elsewhere:
+        near = [names[name] for name in difflib.get_close_matches(given.lower(), names, 2)]
+        elsewhere = [] if near else difflib.get_close_matches(given, there, 1)
+    near += [f"{there[name]}({name}=...)" for name in elsewhere[:1]]
+    if near:
+        return f" Did you mean {' or '.join(near)}?"
+    return f" There are: {', '.join(names.values())}." if 0 < len(names) <= MAX_NAMES else ""
 
-        cls.__init__ = checked  # type: ignore[misc]
-        return cls
 
-    return decorate
+def attribute_hint(name: str) -> str:
+    """Return a sentence with the counterpart of a name from MATLAB or another library, else "".
+
+    Example:
+        >>> attribute_hint("fetchNext")
+        ' In raypool it is fetch_next(fs).'
+    """
+    from raypool.equivalents import MATLAB, METHODS
+
+    here = MATLAB.get(name) or METHODS.get(name)
+    if here is None:
+        return ""
+    where = ", in a function that pool.spmd calls" if here.startswith("context") else ""
+    return f" In raypool it is {here}{where}."
+
+
+def no_such_attribute(self: object, name: str) -> Any:
+    """Raise an error that names raypool's counterpart; for use as `__getattr__` of a class."""
+    if hint := attribute_hint(name):
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}.{hint}")
+    return object.__getattribute__(self, name)  # Python's own error, or that of a property
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def explains_calls(
+    verb: F,
+    places: Callable[[], Mapping[str, Iterable[str]]] = dict,
+    check: Callable[..., object] | None = None,
+) -> F:
+    """Let a function or class say what was meant when it is called with wrong arguments.
+
+    Calls that Python accepts are not looked at.
+
+    Args:
+        verb: The function or class.
+        places: Returns the `places` of `did_you_mean`.
+        check: Takes the same arguments, and may raise an error that says more.
+    """
+    if isinstance(verb, type):
+        verb.__init__ = explains_calls(verb.__init__)  # type: ignore[misc]
+        return verb
+
+    @functools.wraps(verb)
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        try:
+            return verb(*args, **kwargs)
+        except TypeError as error:
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                raise  # from within
+        if check is not None:
+            check(*args, **kwargs)
+        raise InvalidTypeError(_wrong_call(verb, args, kwargs, places()))
+
+    return cast("F", explained)
+
+
+def _wrong_call(
+    verb: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    places: Mapping[str, Iterable[str]],
+) -> str:
+    signature = inspect.signature(verb)
+    parameters = {name: each for name, each in signature.parameters.items() if name != "self"}
+    title = verb.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+    for name in kwargs:
+        if name not in parameters:
+            # "options=TrainingOptions" is for verbs that have options
+            near = {
+                place: names
+                for place, names in places.items()
+                if "=" not in place or place.partition("=")[0] in parameters
+            }
+            return f"{title}() has no argument {name!r}.{did_you_mean(name, parameters, near)}"
+    by_position = [name for name, each in parameters.items() if each.kind < each.VAR_POSITIONAL]
+    rest = ", the others by name" if len(by_position) < len(parameters) else ""
+    fact = (
+        f"It takes {', '.join(by_position)} by position{rest}."
+        if by_position
+        else "It takes arguments by name only."
+    )
+    if any(isinstance(each, Executor) for each in args[1:]):
+        fact = POOL_FIRST
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        fact = f"{error}. {fact}"
+    return f"{title}(): {fact}"
 
 
 def checked_count(name: str, value: Any, least: int) -> int:

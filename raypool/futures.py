@@ -27,6 +27,8 @@ from raypool.errors import (
     InvalidTypeError,
     InvalidValueError,
     TaskCancelled,
+    explains_calls,
+    no_such_attribute,
     reason_of,
     whole_number,
 )
@@ -191,6 +193,9 @@ class Future(concurrent.futures.Future[T], Generic[T]):
         "worker",
         "worker_replaced",
     )
+
+    if not TYPE_CHECKING:
+        __getattr__ = no_such_attribute
 
     def __init__(self, name: str, on_ask: Callable[[Future[T]], object] | None = None) -> None:
         # not the base's, which makes the lock and the lists now
@@ -851,11 +856,14 @@ _reading = threading.Lock()
 """Held while `fetch_next` chooses: no result is delivered twice, to two threads either."""
 
 
-def fetch_next(futures: Sequence[Future[T]], timeout_s: float | None = None) -> tuple[int, T]:
+@explains_calls
+def fetch_next(
+    futures: Sequence[Future[T]] | Future[T], timeout_s: float | None = None
+) -> tuple[int, T]:
     """Return the position and the result of the next future that ends and has not been read.
 
     Args:
-        futures: Futures of any pools, also those of `after_each`.
+        futures: Futures of any pools, also those of `after_each`; a single one counts as a list.
         timeout_s: Longest wait [s]; None waits forever.
 
     Raises:
@@ -899,11 +907,12 @@ def fetch_next(futures: Sequence[Future[T]], timeout_s: float | None = None) -> 
     return checked.index(first), first.result()
 
 
-def fetch_outputs(futures: Sequence[Future[T]], stack: bool = False) -> Any:
+@explains_calls
+def fetch_outputs(futures: Sequence[Future[T]] | Future[T], stack: bool = False) -> Any:
     """Wait for all, mark them as read, and return their results in the order of `futures`.
 
     Args:
-        futures: Futures of any pools, also those of `after_each`.
+        futures: Futures of any pools, also those of `after_each`; a single one counts as a list.
         stack: Return one NumPy array, the results one below the other, instead of a list.
 
     Raises:
@@ -937,10 +946,11 @@ def fetch_outputs(futures: Sequence[Future[T]], stack: bool = False) -> Any:
     return np.concatenate(rows)
 
 
-def wait(futures: Sequence[Future[Any]], timeout_s: float | None = None) -> bool:
+@explains_calls
+def wait(futures: Sequence[Future[Any]] | Future[Any], timeout_s: float | None = None) -> bool:
     """Wait at most `timeout_s` seconds until all have ended; return whether they have.
 
-    Their errors are not raised here.
+    Their errors are not raised here. A single future counts as a list of one.
 
     Raises:
         InvalidValueError: This is a callback of the pool of one of them, which would wait for
@@ -959,8 +969,9 @@ def wait(futures: Sequence[Future[Any]], timeout_s: float | None = None) -> bool
     return not _wait(_checked(futures), timeout_s).not_done
 
 
+@explains_calls
 def after_each(
-    futures: Sequence[Future[Any]], fn: Callable[[Any], T], pass_future: bool = False
+    futures: Sequence[Future[Any]] | Future[Any], fn: Callable[[Any], T], pass_future: bool = False
 ) -> list[Future[T]]:
     """Call `fn(value)` here when each of these has ended; return futures of these calls.
 
@@ -971,7 +982,7 @@ def after_each(
     it begins.
 
     Args:
-        futures: Futures of any pools, also those of `after_each`.
+        futures: Futures of any pools, also those of `after_each`; a single one counts as a list.
         fn: A function of a value. It cannot wait for futures of this kind: its thread would wait
             for itself.
         pass_future: Give `fn` the futures themselves; then none is skipped.
@@ -995,6 +1006,7 @@ def after_each(
     return [_after_one(future, fn, pass_future) for future in _checked(futures)]
 
 
+@explains_calls
 def after_all(
     futures: Sequence[Future[Any]] | Future[Any], fn: Callable[[Any], T], pass_future: bool = False
 ) -> Future[T]:
@@ -1183,9 +1195,7 @@ def _check_callable(fn: Any) -> None:
         raise InvalidTypeError(f"{fn!r} is not callable. Give a function of one argument.")
 
 
-def _checked(futures: Iterable[Future[T]]) -> list[Future[T]]:
-    if isinstance(futures, Future):
-        raise InvalidTypeError(f"{futures!r} is a single future. Put it into a list.")
+def _checked(futures: Iterable[Future[T]] | Future[T]) -> list[Future[T]]:
     if isinstance(futures, DataQueue):  # to iterate over it would wait for its values
         raise InvalidTypeError(
             f"{futures!r} has values, not futures. Call a function for each of them with"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterable, Sequence
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
@@ -13,6 +15,7 @@ from typing import Any, NamedTuple
 from raypool.core.model import TaskSpec
 from raypool.core.policy import LONGEST_RETRY_DELAY_S
 from raypool.errors import (
+    POOL_FIRST,
     InvalidTypeError,
     InvalidValueError,
     checked_count,
@@ -127,12 +130,15 @@ def checked_home(home: Any) -> str | None:
     return str(folder)
 
 
-def check_callable(fn: Any) -> None:
-    """Raise the error for something that cannot be called."""
+def check_callable(fn: Any, others: Iterable[Any] = ()) -> None:
+    """Raise the error for something that cannot be called; `others` came after it."""
     if not callable(fn):
-        raise InvalidTypeError(
-            f"{fn!r} is not callable. Give the function itself, and its arguments after it."
-        )
+        hint = "Give the function itself, and its arguments after it."
+        if isinstance(fn, Executor):
+            hint = POOL_FIRST
+        elif any(map(callable, others)):
+            hint = "The function comes first, and its arguments or items after it."
+        raise InvalidTypeError(f"{reprlib.repr(fn)} is not callable. {hint}")
     for code in (fn,) if type(fn) is FunctionType else (fn, type(fn).__call__):
         if inspect.isgeneratorfunction(code) or inspect.isasyncgenfunction(code):
             raise InvalidTypeError(
@@ -140,6 +146,20 @@ def check_callable(fn: Any) -> None:
                 " returns a generator, which cannot leave the worker. Return a list, or hand on"
                 " values while it runs with raypool.report or a DataQueue."
             )
+
+
+def takes(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] = {}) -> bool:
+    """Whether a function can be called with these arguments, as far as can be known."""
+    try:
+        # not what a decorator wraps: it may pass on other arguments
+        signature = inspect.signature(fn, follow_wrapped=False)
+    except (TypeError, ValueError):  # of some functions in C nobody knows it
+        return True
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def check_name(name: Any) -> None:

@@ -9,6 +9,7 @@ import itertools
 import math
 import numbers
 import os
+import reprlib
 import time
 from collections import deque
 from collections.abc import (
@@ -31,7 +32,7 @@ from raypool.core.model import TaskSpec, TaskState
 from raypool.engine.engine import Engine
 from raypool.engine.loop import LoopOptions, LoopWork, Lost, Segment
 from raypool.errors import InvalidTypeError, InvalidValueError, optional_count, whole_number
-from raypool.options import check_callable, check_name
+from raypool.options import check_callable, check_name, takes
 from raypool.results import Results, Row, run_name
 from raypool.worker.running import in_task
 
@@ -111,7 +112,7 @@ def run_loop(  # noqa: PLR0913 - the arguments of the verb
 ) -> Any:
     """Run a loop on the workers of a view; see `PoolView.parfor`."""
     __tracebackhide__ = True
-    check_callable(fn)
+    check_callable(fn, [items])
     if on_error is None:
         on_error = "stop" if run_dir is None else "raise"
     if on_error not in ("stop", "raise", "collect"):
@@ -129,11 +130,14 @@ def run_loop(  # noqa: PLR0913 - the arguments of the verb
         raise InvalidValueError(
             f"rerun={rerun!r} needs run_dir, the folder of the run that is to go on."
         )
-    if reduce is not None and not callable(reduce):
-        raise InvalidTypeError(f"reduce={reduce!r} is not callable. Give a function of two values.")
     if on_report is not None and not callable(on_report):
         raise InvalidTypeError(
             f"on_report={on_report!r} is not callable. Pass a function of one report."
+        )
+    if reduce is sum or (reduce is not None and not (callable(reduce) and takes(reduce, (0, 0)))):
+        raise InvalidTypeError(
+            f"reduce={getattr(reduce, '__name__', repr(reduce))} does not fold two values into one."
+            " Give a function of two values, such as operator.add."
         )
     sequence = listed(items)
     order = None if cost is None else longest_first(sequence, cost)
@@ -260,7 +264,7 @@ def listed(items: Any) -> Sequence[Any] | Iterator[Any]:
     """Return the items of a loop as a sequence, or as an iterator if their number is not known.
 
     Raises:
-        InvalidTypeError: They are not iterable.
+        InvalidTypeError: They are not iterable, or a text or dict.
     """
     number = whole_number(items)
     if number is not None:
@@ -274,6 +278,16 @@ def listed(items: Any) -> Sequence[Any] | Iterator[Any]:
             return items.to_dict("records")  # type: ignore[no-any-return]
     if isinstance(items, (list, tuple, range)):
         return items
+    if isinstance(items, (str, bytes, Mapping)):
+        pairs = ".items()" if isinstance(items, Mapping) else ""
+        raise InvalidTypeError(
+            f"items={reprlib.repr(items)} is a single {type(items).__name__}. Give [items] for one"
+            f" item, or list(items{pairs}) for its {'pairs' if pairs else 'parts'}."
+        )
+    if isinstance(items, float) and items.is_integer():
+        raise InvalidTypeError(
+            f"items={items!r} is not a whole number. Give items={int(items)}, without a point."
+        )
     try:
         iterator = iter(items)
     except TypeError:

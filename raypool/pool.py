@@ -39,6 +39,7 @@ from raypool.engine.engine import (
     submit_function,
 )
 from raypool.engine.work import Work
+from raypool.equivalents import ARGUMENTS
 from raypool.errors import (
     InvalidTypeError,
     InvalidValueError,
@@ -46,6 +47,8 @@ from raypool.errors import (
     ResourceError,
     checked_count,
     did_you_mean,
+    explains_calls,
+    no_such_attribute,
     optional_count,
     without_own_frames,
 )
@@ -58,7 +61,7 @@ from raypool.futures import (
     gather,
     unless_interrupted,
 )
-from raypool.options import Options, Where, check_callable, worker_numbers
+from raypool.options import Options, Where, check_callable, takes, worker_numbers
 from raypool.parallel_for import (
     Array,
     Frame,
@@ -69,7 +72,7 @@ from raypool.parallel_for import (
     is_inline,
     run_loop,
 )
-from raypool.profile_files import resolve_profile
+from raypool.profile_files import BUILT_IN, resolve_profile
 from raypool.profiles import Profile
 from raypool.task import current_task
 from raypool.worker.running import in_task
@@ -96,6 +99,25 @@ Folded = TypeVar("Folded")
 Workers = int | Iterable[int | WorkerInfo] | None
 """How many workers, or which; None for all."""
 
+Verb = TypeVar("Verb", bound=Callable[..., Any])
+
+
+def _explains(verb: Verb) -> Verb:
+    """Explain wrong calls; an unknown argument may be one of another call, such as `options`."""
+
+    def places() -> dict[str, Iterable[str]]:
+        from raypool.train.runs import RunOptions
+        from raypool.train.training_options import TrainingOptions
+
+        return {
+            "options=TrainingOptions": TrainingOptions.__annotations__,
+            "run_options=RunOptions": RunOptions.__annotations__,
+            "pool.options": Options.__slots__,
+            "parpool": ["num_workers", *Profile.__annotations__],
+        }
+
+    return explains_calls(verb, places)
+
 
 # --- verbs of a pool ------------------------------------------------------------------------------
 
@@ -117,6 +139,9 @@ class PoolView(concurrent.futures.Executor):
             places = pool._places
         self._places: tuple[int, ...] | None = places  # of its workers; None: of all
         self._is_serial = False
+
+    if not TYPE_CHECKING:
+        __getattr__ = no_such_attribute
 
     def options(self, **changes: Any) -> PoolView:
         """Return a view of this pool whose verbs use other options.
@@ -321,6 +346,7 @@ class PoolView(concurrent.futures.Executor):
         init: Folded,
         **how: Unpack[LoopArguments],
     ) -> Folded: ...
+    @_explains
     def parfor(  # noqa: PLR0913 - each argument is asked for by users, all are named
         self,
         fn: Callable[[Any], Any],
@@ -444,6 +470,7 @@ class PoolView(concurrent.futures.Executor):
             on_report=on_report,
         )
 
+    @_explains
     def search(  # noqa: PLR0913 - each argument is asked for by users, all are named
         self,
         fn: Callable[[dict[str, Any]], Any],
@@ -566,7 +593,7 @@ class PoolView(concurrent.futures.Executor):
             ...     pool.parfeval(pow, 2, 10).result()
             1024
         """
-        check_callable(fn)
+        check_callable(fn, args)
         target = self._target()
         return submit_call(target._engine, fn, args, kwargs, target._options, target._where())
 
@@ -582,6 +609,7 @@ class PoolView(concurrent.futures.Executor):
         """Do as `parfeval` does, under the name of `concurrent.futures`."""
         return self.parfeval(fn, *args, **kwargs)
 
+    @_explains
     def map(
         self,
         fn: Callable[..., T],
@@ -625,7 +653,7 @@ class PoolView(concurrent.futures.Executor):
             [32, 9, 64]
         """
         buffersize = checked_buffersize(chunksize, buffersize)
-        check_callable(fn)
+        check_callable(fn, iterables)
         target = self._target()
         engine, where = target._engine, target._where()
         function = engine.function(fn)  # once for all calls
@@ -669,7 +697,7 @@ class PoolView(concurrent.futures.Executor):
             ...     pool.parfeval_on_all(pow, 2, 3).result()
             [8, 8]
         """
-        check_callable(fn)
+        check_callable(fn, args)
         target = self._target()
         name = self._options.name or function_name(fn)
         if sticky:
@@ -700,6 +728,7 @@ class PoolView(concurrent.futures.Executor):
 
     # --- spmd -------------------------------------------------------------------------------------
 
+    @_explains
     def spmd(
         self,
         fn: Callable[..., T],  # not Concatenate: mypy would refuse every lambda
@@ -760,6 +789,7 @@ class PoolView(concurrent.futures.Executor):
             future.cancel()  # Ctrl-C, say; one that has ended stays as it is
             raise
 
+    @_explains
     def spmd_async(
         self,
         fn: Callable[..., T],
@@ -783,7 +813,13 @@ class PoolView(concurrent.futures.Executor):
         # imported late: it would add a fifth to the time of `import raypool`
         from raypool.spmd.composite import workers_of
 
-        check_callable(fn)
+        check_callable(fn, args)
+        if not takes(fn, (None, *args)):
+            signature = inspect.signature(fn, follow_wrapped=False)
+            raise InvalidTypeError(
+                f"spmd calls {function_name(fn)} with the context and {len(args)} other arguments,"
+                f" but its parameters are {signature}. The first is for the context."
+            )
         if self._options.fresh_process:
             raise InvalidValueError(
                 "fresh_process=True does not go with spmd, whose ranks stay together from call to"
@@ -896,6 +932,7 @@ class PoolView(concurrent.futures.Executor):
             trainer_args=trainer_args,
         )
 
+    @_explains
     def fit(  # noqa: PLR0913 - likewise
         self,
         model: Any,
@@ -960,6 +997,7 @@ class PoolView(concurrent.futures.Executor):
 
         return fit(self, model, data, loss, options, workers, lane, run_options)
 
+    @_explains
     def predict(
         self,
         model: Any,
@@ -1019,6 +1057,7 @@ class PoolView(concurrent.futures.Executor):
             output=output,
         )
 
+    @_explains
     def classify(
         self,
         model: Any,
@@ -1170,6 +1209,7 @@ class StaffedView(PoolView):
         """The value store, shared by the process that opened the pool, its tasks and its parts."""
         return self._engine.store
 
+    @_explains
     def constant(
         self, source: T | Callable[[], T], cleanup: Callable[[T], object] | None = None
     ) -> Constant[T]:
@@ -1287,6 +1327,7 @@ class StaffedView(PoolView):
 
     # --- partition --------------------------------------------------------------------------------
 
+    @_explains
     def partition(
         self,
         *,
@@ -1376,6 +1417,7 @@ class PoolPart(StaffedView):
             )
         super()._check_open()
 
+    @_explains
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Take no more work here. The workers stay with the pool, which stays open.
 
@@ -1476,6 +1518,7 @@ class ParallelPool(StaffedView):
             counts.workers_lost,
         )
 
+    @_explains
     def resize(self, num_workers: int) -> None:
         """Give the pool this many workers.
 
@@ -1489,6 +1532,7 @@ class ParallelPool(StaffedView):
         self._engine.check_open()
         self._engine.resize(num_workers)
 
+    @_explains
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Take no more work, and release everything when all work is done.
 
@@ -1515,6 +1559,7 @@ class ParallelPool(StaffedView):
 
 
 @without_own_frames
+@functools.partial(explains_calls, check=lambda *args, **_: checked_range(*args[:1]))
 def parpool(
     num_workers: int | tuple[int, int] | None = None,
     *,
@@ -1627,6 +1672,7 @@ def _with_setup(initializer: Any, initargs: Any, changes: dict[str, Any]) -> dic
     return {**changes, "setup": functools.partial(initializer, *initargs)}
 
 
+@explains_calls
 def gcp(create: bool = True) -> ParallelPool | None:
     """Return the current pool: the one that was opened last and is still open.
 
@@ -1658,9 +1704,6 @@ def gcp(create: bool = True) -> ParallelPool | None:
     global _made_here
     _made_here = parpool()  # keeps the pool alive: nobody else holds it
     return _made_here
-
-
-Verb = TypeVar("Verb", bound=Callable[..., Any])
 
 
 def _of_current_pool(verb: Callable[[PoolView], Verb]) -> Callable[[Callable[..., Any]], Verb]:
@@ -1776,11 +1819,13 @@ def checked_range(num_workers: Any, name: str = "num_workers") -> tuple[int | No
     """
     if num_workers is None:
         return None, None
-    # parpool("threads"), as MATLAB takes it
-    if name == "num_workers" and isinstance(num_workers, str) and num_workers.isidentifier():
+    # parpool("Threads"), as MATLAB takes it
+    if name == "num_workers" and isinstance(num_workers, str) and num_workers[:1].isalpha():
+        lower = num_workers.lower()
+        meant = (lower, *ARGUMENTS.get(lower, ()))
+        profile = next((each for each in meant if each in BUILT_IN), num_workers)
         raise InvalidTypeError(
-            f"{name}={num_workers!r} is not a number of workers. Did you mean"
-            f" profile={num_workers.lower()!r}?"
+            f"{name}={num_workers!r} is not a number of workers. Did you mean profile={profile!r}?"
         )
     if isinstance(num_workers, (tuple, list)):
         if len(num_workers) != 2:

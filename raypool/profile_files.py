@@ -43,17 +43,6 @@ BUILT_IN = {
     "inline": Profile(backend="inline"),
 }
 
-FROM_ELSEWHERE = {
-    "n_jobs": "num_workers",
-    "processes": "num_workers",
-    "num_gpus": "resources",
-    "gpus_per_worker": "resources",
-    "num_cpus": "resources",
-    "cpus_per_worker": "resources",
-    "timeout": "start_timeout_s",
-}
-"""What names of joblib, multiprocessing and Ray are called here."""
-
 T = TypeVar("T")
 
 Keys = tuple[str | int, ...]
@@ -86,7 +75,7 @@ def resolve_profile(profile: str | Profile | None, changes: Mapping[str, Any]) -
     known = [entry.name for entry in fields(Profile)]
     for name in changes:
         if name not in known:
-            hint = did_you_mean(name, ["num_workers", *known], FROM_ELSEWHERE)
+            hint = did_you_mean(name, ["num_workers", *known])
             raise InvalidTypeError(f"There is no argument or field of a profile {name}.{hint}")
     return replace(profile, **changes)
 
@@ -143,7 +132,7 @@ def named_profile(name: str) -> Profile:
     if name in BUILT_IN:
         return BUILT_IN[name]
     names = [*BUILT_IN, *([] if file is None else file.profiles)]
-    hint = did_you_mean(name, names, {"processes": "local", "ray": "local"})
+    hint = did_you_mean(name, names)
     raise InvalidValueError(
         f"There is no profile {name!r}.{hint} A table [profiles.NAME] in"
         f" {'a file raypool.toml, in this folder or further up,' if file is None else file.path}"
@@ -261,14 +250,8 @@ class ProfileFile:
             at = (*keys, key)
             if key not in known:
                 others = [entry.name for entry in fields(Slurm)] if "Slurm" in what else []
-                hint = did_you_mean(
-                    key, [*known, *others], FROM_ELSEWHERE if cls is Profile else {}
-                )
-                self.refuse(
-                    InvalidValueError,
-                    at,
-                    f"{what} has no field {key!r}.{hint}",
-                )
+                hint = did_you_mean(key, [*known, *others])
+                self.refuse(InvalidValueError, at, f"{what} has no field {key!r}.{hint}")
             values[key] = self._value(key, entry, at)
             self._try(cls, {key: values[key]}, at)  # by itself: an error has its line then
         return self._try(cls, values, keys)

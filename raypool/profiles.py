@@ -18,8 +18,8 @@ from raypool.errors import (
     InvalidTypeError,
     InvalidValueError,
     checked_count,
+    explains_calls,
     optional_count,
-    suggests_fields,
     whole_number,
 )
 from raypool.gpus.devices import FAST_LINKS, Inventory
@@ -55,7 +55,7 @@ LABEL_VALUE = re.compile(r"(?P<no>!?)(in\((?P<several>[^()]+)\)|(?P<one>[^()!]*)
 """What may be asked of a value: that it is this one, one of some, or none of them."""
 
 
-@suggests_fields()
+@explains_calls
 @dataclass(frozen=True, kw_only=True)
 class Tls:
     """The certificates of a cluster with encrypted connections: each side checks the other's.
@@ -86,7 +86,7 @@ class Tls:
                 raise InvalidTypeError(f"{name}={getattr(self, name)!r} is not the path of a file.")
 
 
-@suggests_fields(queue="partition", walltime="time", timeout_min="time", num_nodes="nodes")
+@explains_calls
 @dataclass(frozen=True, kw_only=True)
 class Slurm:
     """An allocation of a Slurm cluster: what `sbatch` is asked for.
@@ -172,7 +172,7 @@ class Slurm:
         return number
 
 
-@suggests_fields(num_gpus="gpus", num_cpus="cpus")
+@explains_calls
 @dataclass(frozen=True, kw_only=True)
 class WorkerResources:
     """What one worker gets of a machine.
@@ -280,7 +280,7 @@ def _check_texts(name: str, mapping: Any, kind: str) -> None:
             )
 
 
-@suggests_fields()
+@explains_calls
 @dataclass(frozen=True, kw_only=True)
 class Profile:
     """Where a pool runs and what its workers get; `parpool` takes one, or its name.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import errno
 import functools
 import gc
 import itertools
@@ -26,6 +27,7 @@ from raypool.errors import (
     WorkerLostError,
     check_installed,
     did_you_mean,
+    explains_calls,
     reason_of,
 )
 
@@ -356,6 +358,7 @@ class Results(Sequence[T_co]):
         columns["error"] = pd.Series([entry.why for entry in entries], dtype=object)
         return table(columns, pd.RangeIndex(len(entries)))
 
+    @explains_calls
     def timeline(
         self, path: str | os.PathLike[str] | None = None, *, title: str | None = None
     ) -> Figure:
@@ -395,6 +398,7 @@ class Results(Sequence[T_co]):
             timeline.write(figure, attempts, self._configs(), Path(path))
         return figure
 
+    @explains_calls
     def report(self, path: str | os.PathLike[str], *, title: str | None = None) -> Path:
         """Write an HTML report of the loop: one file that any browser opens, also offline.
 
@@ -434,6 +438,10 @@ class Results(Sequence[T_co]):
 
         target = Path(path).expanduser().absolute()
         report.check_suffix(target)  # before the tables are made
+        if not target.parent.is_dir():
+            raise FileNotFoundError(
+                errno.ENOENT, f"There is no folder {target.parent}", str(target)
+            )
         story = report.Story(
             self.to_frame(),
             self.attempts,
@@ -453,6 +461,7 @@ class Results(Sequence[T_co]):
         are_there = [item is not None for item in self._items]
         return _columns(self._items, "item", set(RUN_COLUMNS), "item_", are_there)
 
+    @explains_calls
     def best(self, column: str, mode: Literal["min", "max"] | None = None) -> pd.Series[Any]:
         """Return the row of the best finished item by a column; its `name` is the item's number.
 

@@ -15,7 +15,7 @@ from time import time
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
-from raypool.errors import InvalidTypeError, InvalidValueError, whole_number
+from raypool.errors import InvalidTypeError, InvalidValueError, explains_calls, whole_number
 from raypool.worker.running import (
     TaskContext,
     in_task,
@@ -281,6 +281,7 @@ FILE = "checkpoint.pt"
 PathLike = str | os.PathLike[str]
 
 
+@explains_calls
 def save_checkpoint(state: Any, path: PathLike | None = None) -> Path:
     """Save something with `torch.save`, in one step: the old file stays until the new one is whole.
 
@@ -319,6 +320,7 @@ def save_checkpoint(state: Any, path: PathLike | None = None) -> Path:
     return file
 
 
+@explains_calls
 def load_checkpoint(path: PathLike | None = None, map_location: Any = "cpu") -> Any:
     """Return what was saved with `save_checkpoint`; None if there is no such file.
 

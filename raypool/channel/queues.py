@@ -32,6 +32,7 @@ from raypool.errors import (
     QueueClosedError,
     SerializationError,
     WorkerLostError,
+    explains_calls,
     whole_number,
 )
 from raypool.worker.running import ExchangeClient, PoolLink, in_task, this_process
@@ -39,6 +40,7 @@ from raypool.worker.running import ExchangeClient, PoolLink, in_task, this_proce
 T = TypeVar("T")
 
 
+@explains_calls
 class DataQueue(Generic[T]):
     """A queue from tasks, which `put`, to the process that made it, which reads.
 
@@ -136,6 +138,7 @@ class DataQueue(Generic[T]):
 
     # --- methods for the owner --------------------------------------------------------------------
 
+    @explains_calls
     def get(self, timeout_s: float | None = None) -> T:
         """Return the value that has waited longest; wait for one if there is none.
 

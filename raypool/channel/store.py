@@ -12,7 +12,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from raypool.channel.queues import Listener, check_timeout, sources
-from raypool.errors import InvalidTypeError, InvalidValueError, PoolClosedError, WorkerLostError
+from raypool.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    PoolClosedError,
+    WorkerLostError,
+    explains_calls,
+)
 from raypool.worker.running import ExchangeClient, note_here, this_process
 
 logger = logging.getLogger("raypool")
@@ -99,6 +105,7 @@ class ValueStore:
     def __delitem__(self, key: Any) -> None:
         self.remove(key)
 
+    @explains_calls
     def wait(self, key: Any, timeout_s: float | None = None) -> Any:
         """Wait for a value under this key, and return it.
 

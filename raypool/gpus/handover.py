@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from raypool.errors import InvalidTypeError, InvalidValueError, whole_number
+from raypool.errors import InvalidTypeError, InvalidValueError, explains_calls, whole_number
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +32,7 @@ def cpu() -> torch.device:
     return torch.device("cpu")
 
 
+@explains_calls
 def gpu(i: int = 0) -> torch.device:
     """Return a GPU of this process: one card with its own memory.
 
@@ -58,6 +59,7 @@ def gpu(i: int = 0) -> torch.device:
     return torch.device("cuda", number)
 
 
+@explains_calls
 def as_device(
     x: T, device: torch.device | str, *, pinned: bool = False, non_blocking: bool = False
 ) -> T:
@@ -104,6 +106,7 @@ def as_device(
     return _Move(_checked(device), pinned, non_blocking).of(x)  # type: ignore[no-any-return]
 
 
+@explains_calls
 def copy_to(
     x: T, device: torch.device | str, *, pinned: bool = False, non_blocking: bool = False
 ) -> T:

@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from raypool.errors import InvalidTypeError
 from raypool.gpus.devices import (
     ORDER,
     GpuDevice,
@@ -43,9 +44,16 @@ class SimulatedGpus:
         [(0, 16, 0.0), (1, 16, 0.5)]
     """
 
-    def __init__(self, folder: Path, cards: int | Sequence[GpuDevice] | None = None) -> None:
-        self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(
+        self, folder: str | os.PathLike[str], cards: int | Sequence[GpuDevice] | None = None
+    ) -> None:
+        if not isinstance(folder, (str, os.PathLike)):
+            raise InvalidTypeError(
+                f"folder={folder!r} is not a path. The number of cards comes after the folder:"
+                " SimulatedGpus(folder, 4)."
+            )
+        self._folder = Path(folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
         if isinstance(cards, int):
             cards = [
                 GpuDevice(

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from raypool.errors import InvalidValueError
+from raypool.errors import InvalidValueError, explains_calls
 from raypool.gpus.devices import GpuDevice, Inventory, visible_amd, visible_gpus
 from raypool.gpus.nvml import NvmlInventory
 
@@ -71,6 +71,7 @@ def frame_of(
 NVIDIAS = NvmlInventory()
 
 
+@explains_calls
 def gpu_device_count(
     which: Literal["available", "all"] = "available", *, inventory: Inventory = NVIDIAS
 ) -> int:
@@ -101,6 +102,7 @@ def gpu_device_count(
     return sum(index not in prohibited for index in seen)
 
 
+@explains_calls
 def gpu_device_table(*, inventory: Inventory = NVIDIAS) -> pd.DataFrame:
     """Return a table of this machine's GPUs as they are now, a row for each.
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from raypool.channel.feed import Feed, text_of_file
 from raypool.channel.feed import Row as Report
 from raypool.channel.gpu_usage import samples_in
-from raypool.errors import MAX_NAMES, JournalError, did_you_mean
+from raypool.errors import MAX_NAMES, JournalError, did_you_mean, explains_calls
 from raypool.journal.files import Damaged, is_trusted
 from raypool.journal.lock import bare, is_in_use, is_running, noted_outcomes
 from raypool.journal.opening import (
@@ -62,6 +62,7 @@ class ItemRecord(NamedTuple):
     stored: Stored | None
 
 
+@explains_calls
 def load_results(run_dir: str | os.PathLike[str]) -> Results[Any]:
     """Return the outcomes of the items of a durable run, which may still be running.
 

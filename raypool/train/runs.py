@@ -18,8 +18,8 @@ from raypool.errors import (
     InvalidTypeError,
     InvalidValueError,
     JournalError,
+    explains_calls,
     optional_count,
-    suggests_fields,
 )
 from raypool.futures import Future, joined_feed
 from raypool.journal.lock import RunLock
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 MODES = ("min", "max")
 
 
-@suggests_fields()
+@explains_calls
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """The checkpoints of a training, and its starting point; for `pool.train` and `pool.fit`.

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raypool.engine.engine import Engine
-from raypool.errors import InvalidTypeError, InvalidValueError, check_installed, checked_count
+from raypool.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    check_installed,
+    checked_count,
+    explains_calls,
+)
 from raypool.options import Options
 from raypool.train.checkpoints import TrainingAttempt
 from raypool.train.fit import gradient_bytes
@@ -181,6 +187,7 @@ class ScalingReport:
         return "\n".join([*lines, size, self.advice])
 
 
+@explains_calls
 def scaling_report(run: TrainingRun, *, num_steps: int = 20, num_warm_up: int = 5) -> ScalingReport:
     """Measure what the workers of a training are worth: some steps on 1, 2, 4, ... and all.
 

@@ -11,8 +11,8 @@ from raypool.errors import (
     InvalidTypeError,
     InvalidValueError,
     checked_count,
+    explains_calls,
     optional_count,
-    suggests_fields,
 )
 
 OPTIMIZERS = ("sgdm", "adam", "adamw")
@@ -32,17 +32,7 @@ PLAIN: dict[str, dict[bool | None, str | None]] = {
 """Python's words (True, None, ...) for MATLAB's choices."""
 
 
-# torch's, Keras' and MATLAB's names
-@suggests_fields(
-    lr="learning_rate",
-    initiallearnrate="learning_rate",
-    batch_size="mini_batch_size",
-    epochs="max_epochs",
-    gradient_clip_val="clip_gradient_norm",
-    device="execution",
-    executionenvironment="execution",
-    num_workers="loader_processes",
-)
+@explains_calls
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
     """How `pool.fit` trains.

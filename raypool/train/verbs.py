@@ -79,9 +79,12 @@ def fit(  # noqa: PLR0913, PLR0917 - the arguments of the verb
 
     options = TrainingOptions() if options is None else options
     if not isinstance(options, TrainingOptions):
-        raise InvalidTypeError(
-            f"options={options!r} is a {type(options).__name__}. Give TrainingOptions(...)."
+        hint = (
+            "Inputs and targets are one argument, a pair: fit(model, (x, y), loss)."
+            if callable(options)
+            else "Give TrainingOptions(...)."
         )
+        raise InvalidTypeError(f"options={options!r} is a {type(options).__name__}. {hint}")
     kept = RunOptions() if run_options is None else run_options
     target, size, only = view._ranks(workers)
     by_number = {worker.index: worker for worker in target._workers()}
@@ -198,6 +201,8 @@ def _check_names_in(loop: Any) -> None:
 
 def _check_warm(given: Mapping[str, Any], others: Mapping[str, Any]) -> None:
     """Refuse arguments that need Ray Train's controller, and unknown ones."""
+    from raypool.train.runs import RunOptions
+
     if os.environ.get("RAY_TRAIN_V2_ENABLED", "1").lower() not in ("1", "true"):
         raise InvalidValueError(
             f"RAY_TRAIN_V2_ENABLED={os.environ['RAY_TRAIN_V2_ENABLED']} in the environment chooses"
@@ -210,8 +215,12 @@ def _check_warm(given: Mapping[str, Any], others: Mapping[str, Any]) -> None:
             )
     for name in others:
         raise InvalidValueError(
-            f"{name}= is no argument of pool.train. If it is one of Ray's trainers, give"
-            ' lane="managed" with it.'
+            f"{name}= is no argument of pool.train. "
+            + (
+                f"Did you mean options=RunOptions({name}=...)?"
+                if name in RunOptions.__annotations__
+                else 'If it is one of Ray\'s trainers, give lane="managed" with it.'
+            )
         )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import inspect
 import logging
 import queue
 import random
@@ -17,7 +16,7 @@ import sys
 import threading
 import traceback
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from math import inf
@@ -29,6 +28,7 @@ from raypool.channel import capture
 from raypool.channel.captured import Generator, generators_of
 from raypool.channel.records import Part, WorkerInfo
 from raypool.errors import TaskCancelled, TaskError
+from raypool.options import takes
 from raypool.worker.checkpoint_folders import CheckpointFolders
 from raypool.worker.gpu_memory import GpuMemoryCare, note_shortage
 from raypool.worker.gpu_turns import GpuTurns
@@ -269,35 +269,22 @@ def _explain_call(error: BaseException, fn: Callable[..., Any], item: Any, is_ca
     if not isinstance(error, TypeError):
         return
     args, kwargs = item if is_call else ((item,), {})
-    if _takes(fn, args, kwargs):  # it was raised within the function
+    if takes(fn, args, kwargs):  # it was raised within the function
         return
     name, kind = getattr(fn, "__name__", "the function"), type(item).__name__
     hint = None
     if is_call:
-        if args and type(args[0]) is int and _takes(fn, args[1:], kwargs):
-            hint = f"parfeval takes no number of outputs: leave out the {args[0]}."
-    elif isinstance(item, (tuple, list)) and _takes(fn, item, {}):
+        if args and type(args[0]) is int and takes(fn, args[1:], kwargs):
+            hint = f"A call takes no number of outputs: leave out the {args[0]}."
+    elif isinstance(item, (tuple, list)) and takes(fn, item, {}):
         hint = f"Let {name} take one argument, or write pool.map({name}, *zip(*items))."
-    elif isinstance(item, dict) and _takes(fn, (), item):
+    elif isinstance(item, dict) and takes(fn, (), item):
         hint = f"Let {name} take the dict, or call {name}(**item) in a function of the dict."
     if hint is not None:
         what = (
             "" if is_call else f"parfor calls {name} with one argument, the item, here a {kind}. "
         )
         error.add_note(f"raypool: {what}{hint}")
-
-
-def _takes(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function can be called with these arguments, as far as can be known."""
-    try:
-        signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # of some functions in C nobody knows it
-        return True
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError:
-        return False
-    return True
 
 
 def as_error(error: BaseException) -> BaseException:

@@ -229,6 +229,7 @@ def test_a_call_that_cannot_be_says_how_to_write_it(pool: ParallelPool) -> None:
         return "\n".join(caught.value.__notes__)
 
     assert "leave out the 1." in notes(pool.parfeval(half, 1, 3).result)
+    assert "leave out the 0." in notes(pool.parfeval_on_all(half, 0, 3).result)
     tuples = notes(lambda: pool.parfor(half_of_two, [(0.1, 2), (0.2, 3)]))
     assert (
         "here a tuple. Let half_of_two take one argument, or write pool.map(half_of_two" in tuples

@@ -139,7 +139,7 @@ def test_what_cannot_be_called(pool: ParallelPool) -> None:
         pool.spmd("train")  # type: ignore[arg-type]
     with pytest.raises(InvalidValueError, match="fresh_process"):
         pool.options(fresh_process=True).spmd(add_up)
-    with pytest.raises(SpmdError, match="TypeError"):
+    with pytest.raises(InvalidTypeError, match=r"parameters are .* The first is for the context"):
         pool.spmd(lambda: None)
     assert list(pool.spmd(add_up)) == [6, 6, 6]
 

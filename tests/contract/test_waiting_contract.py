@@ -309,11 +309,17 @@ def test_only_futures_and_functions_are_taken(pool: ParallelPool) -> None:
             function([future, 5], abs)
         with pytest.raises(TypeError, match="not callable"):
             function([future], 5)
-    for function in (fetch_next, fetch_outputs, wait, lambda one: after_each(one, abs)):
-        with pytest.raises(TypeError, match="single future"):
-            function(future)
     with pytest.raises(TypeError, match="not a future"):
         after_all(concurrent.futures.Future(), abs)
+
+
+@pytest.mark.semantics
+def test_a_future_by_itself_is_a_list_of_one(pool: ParallelPool) -> None:
+    future = pool.parfeval(abs, -3)
+    assert wait(future)
+    assert fetch_next(future) == (0, 3)
+    assert fetch_outputs(future) == [3]
+    assert fetch_outputs(after_each(future, float)) == [3.0]
 
 
 # --- the standard library's ways, with futures that are cancelled while they run ------------------

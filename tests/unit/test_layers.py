@@ -27,7 +27,7 @@ FLOORS = [
     "task futures cluster",
     "channel worker options profiles profile_files",
     "core gpus",
-    "errors ray_private",
+    "errors equivalents ray_private",
 ]
 
 # the last asks Ray of GPUs that are not NVIDIA's

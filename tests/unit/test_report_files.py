@@ -429,6 +429,11 @@ def test_a_page_is_called_as_pages_are(tmp_path: Path, name: str) -> None:
         made([1], [1]).report(tmp_path / name)
 
 
+def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=f"There is no folder {tmp_path / 'pages'}"):
+        made([1], [1]).report(tmp_path / "pages" / "sweep.html")
+
+
 def test_without_the_extra_nothing_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find = util.find_spec
     monkeypatch.setattr(

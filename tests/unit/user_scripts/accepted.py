@@ -95,6 +95,7 @@ with parpool(2, profile="threads") as pool:
     assert_type(list(pool.map(half, [1, 2])), list[float])
     futures = [pool.parfeval(half, x) for x in range(3)]
     assert_type(raypool.fetch_next(futures), tuple[int, float])
+    assert_type(raypool.fetch_next(futures[0]), tuple[int, float])
     assert_type(raypool.after_each(futures, str), list[Future[str]])
     assert_type(raypool.after_all(futures, len), Future[int])
 
