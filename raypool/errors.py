@@ -469,6 +469,26 @@ def whole_number(value: Any) -> int | None:
         return None
 
 
+def checked_count(name: str, value: Any, least: int) -> int:
+    """Return a count as Python's `int`.
+
+    Raises:
+        InvalidTypeError: It is not a whole number.
+        InvalidValueError: It is less than `least`.
+    """
+    number = whole_number(value)
+    if number is None:
+        raise InvalidTypeError(f"{name}={value!r} is not a whole number.")
+    if number < least:
+        raise InvalidValueError(f"{name}={number} is less than {least}.")
+    return number
+
+
+def optional_count(name: str, value: Any, least: int) -> int | None:
+    """Return a count as Python's `int`, or None for None; see `checked_count`."""
+    return None if value is None else checked_count(name, value, least)
+
+
 # --- tracebacks -----------------------------------------------------------------------------------
 
 SAYING_ALL = (InvalidValueError, InvalidTypeError, ResourceError, StartupError, CloudError)
@@ -637,23 +657,3 @@ def _wrong_call(
     except TypeError as error:
         fact = f"{error}. {fact}"
     return f"{title}(): {fact}"
-
-
-def checked_count(name: str, value: Any, least: int) -> int:
-    """Return a count as Python's `int`.
-
-    Raises:
-        InvalidTypeError: It is not a whole number.
-        InvalidValueError: It is less than `least`.
-    """
-    number = whole_number(value)
-    if number is None:
-        raise InvalidTypeError(f"{name}={value!r} is not a whole number.")
-    if number < least:
-        raise InvalidValueError(f"{name}={number} is less than {least}.")
-    return number
-
-
-def optional_count(name: str, value: Any, least: int) -> int | None:
-    """Return a count as Python's `int`, or None for None; see `checked_count`."""
-    return None if value is None else checked_count(name, value, least)
