@@ -130,10 +130,7 @@ def run_loop(  # noqa: PLR0913 - the arguments of the verb
         raise InvalidValueError(
             f"rerun={rerun!r} needs run_dir, the folder of the run that is to go on."
         )
-    if on_report is not None and not callable(on_report):
-        raise InvalidTypeError(
-            f"on_report={on_report!r} is not callable. Pass a function of one report."
-        )
+    check_on_report(on_report)
     if reduce is sum or (reduce is not None and not (callable(reduce) and takes(reduce, (0, 0)))):
         raise InvalidTypeError(
             f"reduce={getattr(reduce, '__name__', repr(reduce))} does not fold two values into one."
@@ -640,6 +637,18 @@ def _is_unseen_in_notebook(engine: Engine) -> bool:
     from raypool.views.kernel import notebook_shell
 
     return engine.profile.backend == "ray" and notebook_shell() is not None
+
+
+def check_on_report(on_report: Any) -> None:
+    """Make sure that `on_report` can be called, or is None.
+
+    Raises:
+        InvalidTypeError: It cannot.
+    """
+    if on_report is not None and not callable(on_report):
+        raise InvalidTypeError(
+            f"on_report={on_report!r} is not callable. Pass a function of one report."
+        )
 
 
 def check_progress(progress: Any) -> None:

@@ -540,27 +540,26 @@ class PoolView(concurrent.futures.Executor):
             >>> found.best.score < 1
             True
         """
-        from raypool.search.run import run_search  # imported late: most programs do not search
+        # imported late: most programs do not search
+        from raypool.search.run import SearchOptions, run_search
 
         __tracebackhide__ = True
-        return run_search(
-            self,
-            fn,
-            space,
-            metric=metric,
-            mode=mode,
-            num_trials=num_trials,
-            run_dir=run_dir,
-            stop=stop,
-            sampler=sampler,
-            study=study,
-            seed=seed,
-            max_in_flight=max_in_flight,
-            max_failures=max_failures,
-            progress=progress,
-            name=name,
-            on_report=on_report,
+        wanted = SearchOptions(
+            metric,
+            mode,
+            num_trials,
+            run_dir,
+            stop,
+            sampler,
+            study,
+            seed,
+            max_in_flight,
+            max_failures,
+            progress,
+            name,
+            on_report,
         )
+        return run_search(self, fn, space, wanted)
 
     # --- single calls -----------------------------------------------------------------------------
 

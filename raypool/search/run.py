@@ -36,6 +36,7 @@ from raypool.options import check_callable, check_name
 from raypool.parallel_for import (
     LoopRun,
     Watcher,
+    check_on_report,
     check_progress,
     checkpoint_owner,
     durable_loop,
@@ -242,76 +243,87 @@ class SearchResults:
 # --- the verb -------------------------------------------------------------------------------------
 
 
-def run_search(  # noqa: PLR0913 - the arguments of the verb
+class SearchOptions(NamedTuple):
+    """The arguments of `PoolView.search`, except for the function and the space."""
+
+    metric: str | None
+    mode: Literal["max", "min"]
+    num_trials: int
+    run_dir: Any
+    stop: Any
+    sampler: optuna.samplers.BaseSampler | None
+    study: optuna.Study | None
+    seed: int | None
+    max_in_flight: int | None
+    max_failures: int | None
+    progress: bool | Callable[..., Any] | None
+    name: str | None
+    on_report: Callable[[MetricsReport], object] | None
+
+    def checked(self) -> SearchOptions:
+        """Return them with plain counts.
+
+        Raises:
+            InvalidTypeError, InvalidValueError: One of them is wrong.
+        """
+        check_progress(self.progress)
+        check_name(self.name)
+        check_on_report(self.on_report)
+        if self.mode not in ("max", "min"):
+            raise InvalidValueError(f"mode={self.mode!r} must be 'max' or 'min'.")
+        if self.stop is not None and self.metric is None:
+            raise InvalidValueError(
+                "stop= needs metric, the name of what the function reports, by which trials are"
+                " compared while they run."
+            )
+        return self._replace(
+            num_trials=checked_count("num_trials", self.num_trials, least=1),
+            seed=optional_count("seed", self.seed, least=0),
+            max_in_flight=optional_count("max_in_flight", self.max_in_flight, least=1),
+            max_failures=optional_count("max_failures", self.max_failures, least=0),
+        )
+
+
+def run_search(
     view: PoolView,
     fn: Callable[[dict[str, Any]], Any],
     space: Mapping[str, Any],
-    *,
-    metric: str | None,
-    mode: Literal["max", "min"],
-    num_trials: int,
-    run_dir: Any,
-    stop: Any,
-    sampler: optuna.samplers.BaseSampler | None,
-    study: optuna.Study | None,
-    seed: int | None,
-    max_in_flight: int | None,
-    max_failures: int | None,
-    progress: bool | Callable[..., Any] | None,
-    name: str | None,
-    on_report: Callable[[MetricsReport], object] | None,
+    wanted: SearchOptions,
 ) -> SearchResults:
     """Search on the workers of a view; see `PoolView.search`."""
     __tracebackhide__ = True
     check_installed("search", "pool.search", "optuna")
     check_callable(fn)
-    check_progress(progress)
-    check_name(name)
-    if mode not in ("max", "min"):
-        raise InvalidValueError(f"mode={mode!r} must be 'max' or 'min'.")
-    num_trials = checked_count("num_trials", num_trials, least=1)
-    seed = optional_count("seed", seed, least=0)
-    max_in_flight = optional_count("max_in_flight", max_in_flight, least=1)
-    max_failures = optional_count("max_failures", max_failures, least=0)
-    rules = Space.of(space, metric)
+    wanted = wanted.checked()
+    searched = Space.of(space, wanted.metric)
     target = view._target()
     engine, options = target._engine, target._options
-    if isinstance(stop, Halving) and run_dir is None and options.checkpoints is None:
+    if isinstance(wanted.stop, Halving) and wanted.run_dir is None and options.checkpoints is None:
         raise InvalidValueError(
             "halving() needs run_dir: trials that wait at a rung leave their checkpoints there."
         )
-    if stop is not None and metric is None:
-        raise InvalidValueError(
-            "stop= needs metric, the name of what the function reports, by which trials are"
-            " compared while they run."
-        )
-    part = functools.partial(run_part, fn, metric)
-    function = engine.function(part)
+    function = engine.function(functools.partial(run_part, fn, wanted.metric))
     function.name = function_name(fn)
-    if seed is None:
+    if wanted.seed is None:
         engine.warn_of_generators(fn)
-    label = name or options.name or function.name
+    label = wanted.name or options.name or function.name
     home = None if options.checkpoints is None else (str(options.checkpoints), checkpoint_owner(fn))
-    how = LoopOptions(label, options.retry_on, seed, False, True, [], home)
+    how = LoopOptions(label, options.retry_on, wanted.seed, False, True, [], home)
     spec = options.spec(function.fn_id, target._where(), fail_fast=False)._replace(chunk_size=1)
     work = (
         LoopWork(function, (), how)
-        if run_dir is None
-        else durable_loop(fn, function, how, run_dir, "missing")
+        if wanted.run_dir is None
+        else durable_loop(fn, function, how, wanted.run_dir, "missing")
     )
-    del function
-    with contextlib.closing(work), watched(progress, label, engine) as display:
-        made = study or open_study(mode, stop, work)
-        check_direction(made, mode)
-        if sampler is not None:
-            made.sampler = sampler
-        search = Search(engine, work, [] if display is None else [display], on_report)
-        search.prepare(made, rules, metric, mode, stop, num_trials, max_in_flight, max_failures)
-        if sampler is None and study is None:
-            search.seed_samplers(seed)
+    del function  # the traceback of an error would keep it in workers
+    with contextlib.closing(work), watched(wanted.progress, label, engine) as display:
+        study = wanted.study or open_study(wanted.mode, wanted.stop, work)
+        check_direction(study, wanted.mode)
+        watchers = [] if display is None else [display]
+        search = Search(engine, work, watchers, wanted, study, searched)
         results = search.run(iter(()), spec)
     raise_if_failed(work, results, "collect")
-    return search.found(results)
+    return SearchResults(study, results, search.trials, wanted.metric, wanted.mode)
 
 
 class Space(NamedTuple):
@@ -416,11 +428,18 @@ class Search(LoopRun):
         engine: Engine,
         work: LoopWork,
         watchers: Sequence[Watcher],
-        on_report: Callable[[MetricsReport], object] | None,
+        options: SearchOptions,
+        study: optuna.Study,
+        space: Space,
     ) -> None:
         super().__init__(engine, work, watchers, self._judge)
-        self._users_on_report = on_report
-        self._trials: list[Trial] = []  # by the number of their item
+        self.trials: list[Trial] = []  # by the number of their item
+        self._options, self._study, self._space = options, study, space
+        self._metric, self._stop = options.metric, options.stop
+        self._sign = 1.0 if options.mode == "max" else -1.0
+        self._rungs = (
+            Rungs(self._stop.levels, self._stop.factor) if isinstance(self._stop, Halving) else None
+        )
         self._task_id = -1
         self._num_parts = 0
         self._num_seen = [0, 0]  # segments and losses of the loop
@@ -428,54 +447,36 @@ class Search(LoopRun):
         self._num_failed = 0
         self._first_error: BaseException | None = None
         self._interrupted: deque[Trial] = deque()  # those of an earlier call that have to go on
+        self._sampler_for: Callable[[int], optuna.samplers.BaseSampler] | None = None
+        self._choose_sampler()
         work.sent_as = self._sent
 
-    def prepare(  # noqa: PLR0913, PLR0917
-        self,
-        study: optuna.Study,
-        space: Space,
-        metric: str | None,
-        mode: str,
-        stop: Any,
-        num_trials: int,
-        max_in_flight: int | None,
-        max_failures: int | None,
-    ) -> None:
-        """Take what is searched, and how."""
-        self._study, self._space, self._metric = study, space, metric
-        self._sign = 1.0 if mode == "max" else -1.0
-        self._stop, self._num_trials = stop, num_trials
-        self._max_in_flight, self._max_failures = max_in_flight, max_failures
-        is_halving = isinstance(stop, Halving)
-        self._rungs = Rungs(stop.levels, stop.factor) if is_halving else None
-        self._mode: Any = mode
-        self._sampler_for: Callable[[int], optuna.samplers.BaseSampler] | None = None
-
-    def seed_samplers(self, seed: int | None) -> None:
-        """Use raypool's choice of a sampler, and seed it for each trial by its number.
+    def _choose_sampler(self) -> None:
+        """Use the user's sampler, or raypool's choice, seeded for each trial by its number.
 
         So a search that was interrupted tries the same as one that was not, if the sampler does not
         look at results.
         """
         from optuna.samplers import RandomSampler, TPESampler
 
+        seed = self._options.seed
         # with halving most trials never complete, and TPE would learn from the few that do
         kind = TPESampler if self._rungs is None else RandomSampler
-        if seed is None:
+        if self._options.sampler is not None:
+            self._study.sampler = self._options.sampler
+        elif self._options.study is not None:
+            pass  # it brings its own
+        elif seed is None:
             self._study.sampler = kind()
         else:
             self._sampler_for = lambda number: kind(seed=item_seed(seed, number) % 2**32)
-
-    def found(self, results: Results[Any]) -> SearchResults:
-        """Return what was found."""
-        return SearchResults(self._study, results, self._trials, self._metric, self._mode)
 
     # --- the loop ---------------------------------------------------------------------------------
 
     def _feed(self, items: Iterator[Any], spec: TaskSpec) -> None:
         work, driver = self._work, self._driver
         work.take([])
-        self._total = self._num_trials
+        self._total = self._options.num_trials
         self._task_id = driver.submit(work, spec._replace(size=0, is_open=True))
         with quiet_optuna():
             self._resume()
@@ -488,7 +489,7 @@ class Search(LoopRun):
                 self._wait(lambda: work.is_done or self._has_news)
                 if work.is_done:
                     return
-            for trial in self._trials:
+            for trial in self.trials:
                 if trial.state == "waiting":
                     self._tell(trial, "pruned")
         driver.post(ItemsAdded(self._task_id, 0, is_open=False))
@@ -498,7 +499,9 @@ class Search(LoopRun):
     def _limit(self) -> int:
         # a short trial would end before the next one has come: that waits in the worker
         per_worker = 2 if self._last_s < SHORT_S and self._rungs is None else 1
-        return self._max_in_flight or max(self._driver.scheduler.workers.size, 1) * per_worker
+        return (
+            self._options.max_in_flight or max(self._driver.scheduler.workers.size, 1) * per_worker
+        )
 
     @property
     def _num_running(self) -> int:
@@ -516,10 +519,10 @@ class Search(LoopRun):
                 trial.state = {"COMPLETE": "complete", "PRUNED": "pruned"}.get(
                     frozen.state.name, "failed"
                 )
-        rows: list[Row] = self._work.caught_up().rows() if self._trials else []
+        rows: list[Row] = self._work.caught_up().rows() if self.trials else []
         for row in rows:
             self._note_report(report_of_row(row))
-        for trial in self._trials:
+        for trial in self.trials:
             kept = self._work.restored.get(trial.index)
             if self._rungs is not None:
                 levels = self._rungs.levels
@@ -538,11 +541,11 @@ class Search(LoopRun):
         if self._interrupted:
             trial = self._interrupted.popleft()
         elif self._rungs is not None and (promoted := self._rungs.promote()) is not None:
-            trial = self._trials[promoted[0]]
+            trial = self.trials[promoted[0]]
             trial.rung, trial.state = promoted[1], "running"
-        elif len(self._trials) < self._num_trials:
+        elif len(self.trials) < self._options.num_trials:
             if self._sampler_for is not None:
-                self._study.sampler = self._sampler_for(len(self._trials))
+                self._study.sampler = self._sampler_for(len(self.trials))
             handle = self._study.ask(self._space.distributions)
             trial = self._add(handle.number, handle.params)
             trial.handle = handle
@@ -562,25 +565,25 @@ class Search(LoopRun):
     def _add(self, number: int, params: dict[str, Any]) -> Trial:
         config = self._space.config(params)
         trial = Trial(self._work.append(config), number, config)
-        self._trials.append(trial)
+        self.trials.append(trial)
         return trial
 
     def _sent(self, index: int) -> tuple[Any, float, int]:
-        trial = self._trials[index]
+        trial = self.trials[index]
         return trial.config, trial.until, trial.num_reports
 
     # --- what arrives -----------------------------------------------------------------------------
 
     def _judge(self, report: MetricsReport) -> None:
-        trial = self._trials[report.item]
+        trial = self.trials[report.item]
         value = self._note_report(report)
         if value is not None and trial.state == "running" and not trial.is_stopped:
             self._stop_if_hopeless(trial, value, report.metrics)
-        if self._users_on_report is not None:
-            self._users_on_report(report)
+        if self._options.on_report is not None:
+            self._options.on_report(report)
 
     def _note_report(self, report: MetricsReport) -> float | None:
-        trial = self._trials[report.item]
+        trial = self.trials[report.item]
         value = report.metrics.get(self._metric) if self._metric is not None else None
         if value is None:
             return None
@@ -624,21 +627,21 @@ class Search(LoopRun):
                 work_error = work.errors.get(index)
                 if type(value) is Missing:
                     work_error = value.error
-                self._end_part(self._trials[index], value, work_error)
+                self._end_part(self.trials[index], value, work_error)
         while self._num_seen[1] < len(work.lost):
             lost = work.lost[self._num_seen[1]]
             self._num_seen[1] += 1
             for index in work.numbers(lost.items):
-                self._end_part(self._trials[index], None, lost.error)
+                self._end_part(self.trials[index], None, lost.error)
 
     def _end_part(self, trial: Trial, value: Any, error: BaseException | None) -> None:
         if error is not None:
             self._first_error = self._first_error or error
             self._tell(trial, "failed")
-            if self._max_failures is not None and self._num_failed > self._max_failures:
+            most = self._options.max_failures
+            if most is not None and self._num_failed > most:
                 self._first_error.add_note(
-                    f"raypool: {self._num_failed} trials failed, more than"
-                    f" max_failures={self._max_failures}."
+                    f"raypool: {self._num_failed} trials failed, more than max_failures={most}."
                 )
                 raise self._first_error
             return
@@ -711,11 +714,11 @@ class Search(LoopRun):
             else f"neither reported nor returned {self._metric!r}"
         )
         error = InvalidValueError(f"Trial {trial.number} of {self._work.label} {what}.")
-        if not any(each.state == "complete" or each.score is not None for each in self._trials):
+        if not any(each.state == "complete" or each.score is not None for each in self.trials):
             raise error
         logger.warning("%s It counts as failed.", error)
 
     def _raise_if_none_is_good(self) -> None:
-        if self._first_error is not None and self._num_failed == len(self._trials):
-            self._first_error.add_note(f"raypool: all {len(self._trials)} trials failed.")
+        if self._first_error is not None and self._num_failed == len(self.trials):
+            self._first_error.add_note(f"raypool: all {len(self.trials)} trials failed.")
             raise self._first_error
