@@ -191,7 +191,7 @@ def init(
     No provider is contacted, and nothing is created.
     """
     from raypool.cluster.cluster_file import save, text_of
-    from raypool.cluster.drafts import Draft
+    from raypool.cluster.drafts import draft
 
     given = [
         option
@@ -218,7 +218,7 @@ def init(
             _write_slurm_file(wishes, command, out)
         else:
             del wishes["profile"]
-            plan = Draft(**wishes).plan()
+            plan = draft(**wishes)
             text = text_of(plan, command, out.name, warn=_warn, trust=trust)
             save(text, out, plan, is_forced)
     except RaypoolError as error:

@@ -347,23 +347,14 @@ def _check_for_real(given: dict[str, Any], training: Training) -> None:
 
 def _plan(given: dict[str, Any], training: Training, name: str) -> ClusterPlan:
     """Return the cluster that a job wants."""
-    from raypool.cluster.cluster_file import write
-    from raypool.cluster.gcp import why_no_project
-    from raypool.cluster.job_files import todays_options
+    from raypool.cluster.job_files import check_today
     from raypool.cluster.machines import choose_zone
 
-    if given["project"] is not None and (wrong := why_no_project(given["project"])) is not None:
-        raise CloudError(f"--project is {wrong}")
-    plan = training.plan(
+    check_today(training)
+    return training.plan(
         name=name,
         project=given["project"],
         zone=choose_zone(training.kinds, training.region, given["zone"]),
         spot=given["is_spot"],
         packages=given["packages"],
     )
-    try:
-        write(plan)
-    except CloudError as error:  # machines of AI Platform that no longer exist
-        words = shlex.join(todays_options(training))
-        raise CloudError(f"{error} Options override the file: {words}") from error
-    return plan

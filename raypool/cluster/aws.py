@@ -14,8 +14,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from jsonschema import Draft7Validator
+
 from raypool.cluster import launcher_file, software
 from raypool.cluster.documents import PLACEHOLDER, Findings, Keys, nearest
+from raypool.cluster.launcher_file import Rented
 from raypool.cluster.machines import catalogue
 from raypool.cluster.plan import ClusterPlan, NodeGroup
 from raypool.errors import CloudError
@@ -24,16 +27,37 @@ SECURITY_GROUP = "<your security group>"
 IMAGE = "<your image>"
 KEY = "<your key pair>"
 
-SUBNETS = "SubnetIds"  # of node_config, Ray's own: it tries them in turn
-MARKETS = ("spot", "capacity-block")
+SUBNETS = "SubnetIds"  # Ray's own setting in node_config: it tries them in turn
 
-FIND_IMAGE = "aws ssm get-parameter --region {} --query Parameter.Value --output text"
-"""The command that prints the image to fill in, but for the parameter's name."""
+FILE = Draft7Validator(
+    {
+        "properties": {
+            "cluster_name": {
+                "pattern": rf"^([A-Za-z0-9][-\w.]{{0,99}}$|{PLACEHOLDER})",
+                "must": (
+                    "have letters, digits and - _ . only, 100 at most: names of machines begin with"
+                    " it"
+                ),
+            },
+            "provider": {
+                "required": ["region"],
+                "properties": {
+                    "region": {
+                        "type": "string",
+                        "pattern": rf"^([a-z]{{2}}(-[a-z]+)+-\d$|{PLACEHOLDER})",
+                        "must": "be a region, such as us-west-2",
+                    }
+                },
+            },
+        }
+    }
+)
+"""The rules for names."""
 
 
 def header(plan: ClusterPlan) -> list[str]:
     """Return the comment at the top of the file, on the entries to fill in."""
-    image = software.image("aws", [group.gpu for group in plan.groups if group.gpu])
+    image = software.image("aws", plan.gpus)
     parameter = image["name"] if image.get("install_driver") else f"{image['name']}/latest/ami-id"
     has = "without" if image.get("install_driver") else "with"
     key = [f"{KEY}: the name that EC2 knows {plan.ssh_key} by."] if plan.ssh_key else []
@@ -47,7 +71,10 @@ def header(plan: ClusterPlan) -> list[str]:
             f"{IMAGE}: the ID (ami-...) of an Ubuntu {has} NVIDIA's driver, of the region. This"
             " prints the newest:"
         ),
-        f"    {FIND_IMAGE.format(plan.region)} \\",
+        (
+            f"    aws ssm get-parameter --region {plan.region} --query Parameter.Value --output"
+            " text \\"
+        ),
         f"        --name /aws/service/{parameter}",
         *key,
         (
@@ -61,7 +88,7 @@ def write(plan: ClusterPlan) -> dict[str, Any]:
     """Return a file for Ray's launcher.
 
     Raises:
-        CloudError: The plan does not say where, or a machine cannot have its GPUs.
+        CloudError: The plan names no zone, or a machine cannot have its GPUs.
 
     Example:
         >>> head = NodeGroup(name="head", machine="m6i.xlarge")
@@ -71,81 +98,58 @@ def write(plan: ClusterPlan) -> dict[str, Any]:
         >>> file["provider"]["region"], file["available_node_types"]["worker"]["resources"]
         ('us-west-2', {'CPU': 48, 'GPU': 4, 'accelerator_type:A10G': 1})
     """
-    if plan.zone is None:
-        raise CloudError(
-            f"The plan of {plan.name} does not say in which zone. Give one, such as us-west-2a."
-        )
     provider = {
         "type": "aws",
         "region": plan.region,
         "availability_zone": plan.zone,
         "cache_stopped_nodes": False,  # machines that end are deleted, and cost nothing
     }
-    return launcher_file.launcher_file(plan, provider, lambda group: _instance(plan, group))
+
+    def instance(group: NodeGroup) -> dict[str, Any]:
+        disk = {"VolumeSize": group.disk_gb, "VolumeType": "gp3"}
+        return {
+            "InstanceType": group.machine,
+            "ImageId": IMAGE,
+            "SecurityGroupIds": [SECURITY_GROUP],
+            "BlockDeviceMappings": [{"DeviceName": "/dev/sda1", "Ebs": disk}],
+            # The machine's credentials take two requests, which a tricked web client cannot make.
+            "MetadataOptions": {"HttpTokens": "required", "HttpEndpoint": "enabled"},
+            **({"KeyName": KEY} if plan.ssh_key else {}),
+            **({"InstanceMarketOptions": {"MarketType": "spot"}} if group.spot else {}),
+        }
+
+    return launcher_file.launcher_file(plan, provider, instance)
 
 
-def _instance(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
-    instance: dict[str, Any] = {
-        "InstanceType": group.machine,
-        "ImageId": IMAGE,
-        "SecurityGroupIds": [SECURITY_GROUP],
-        "BlockDeviceMappings": [
-            {"DeviceName": "/dev/sda1", "Ebs": {"VolumeSize": group.disk_gb, "VolumeType": "gp3"}}
-        ],
-        # the machine's credentials take two requests, which a tricked web client cannot make
-        "MetadataOptions": {"HttpTokens": "required", "HttpEndpoint": "enabled"},
-    }
-    if plan.ssh_key:
-        instance["KeyName"] = KEY
-    if group.spot:
-        instance["InstanceMarketOptions"] = {"MarketType": "spot"}
-    return instance
-
-
-def rented(config: dict[str, Any]) -> tuple[str, str | None, int, bool]:
-    """Return what a node_config rents: machine, kind and number of GPUs, and if it is spot."""
-    shape = catalogue("aws").shape(str(config.get("InstanceType")))  # else a template has it
-    return shape.name, shape.gpu, shape.gpus, "InstanceMarketOptions" in config
+def rented(config: dict[str, Any]) -> Rented:
+    """Return what a `node_config` rents."""
+    shape = catalogue("aws").shape(str(config.get("InstanceType")))  # else a template names it
+    return Rented(shape.name, shape.gpu, shape.gpus, "InstanceMarketOptions" in config)
 
 
 def check(findings: Findings) -> None:
     """Note what EC2 would refuse, and what would silently cost money or safety."""
-    findings.check_form(
-        ("cluster_name",),
-        r"[A-Za-z0-9][-\w.]{0,99}",
-        "cluster_name is {}; the names of machines begin with it, so it may have letters, digits"
-        " and - _ . only, and not more than 100 of them.",
-    )
-    findings.check_form(
-        ("provider", "region"),
-        r"[a-z]{2}(-[a-z]+)+-\d",
-        "region is {}; one is named like us-west-2.",
-    )
-    region = str(findings.at(("provider", "region")))
+    findings.check_schema(FILE)
+    region = findings.at(("provider", "region"))
     for zone in (findings.at(("provider", "availability_zone")) or "").split(","):
-        is_elsewhere = not zone.strip().startswith((region, PLACEHOLDER))
-        if zone and is_elsewhere and not region.startswith(PLACEHOLDER):
-            text = (
-                f"the zone {zone.strip()} is not in the region, which is {region}: its zones are"
-                f" {region}a and so on."
-            )
+        if zone and isinstance(region, str) and not zone.strip().startswith((region, PLACEHOLDER)):
+            text = f"the zone {zone.strip()} is not in the region, which is {region}."
             findings.add(("provider", "availability_zone"), text)
     if findings.at(("provider", "security_group")) is not None:
         text = (
-            "Ray opens SSH to the whole internet in the security group that it makes, whatever"
-            " rules stand here. Make one yourself and give its ID in each node_config, as"
-            " SecurityGroupIds."
+            "Ray opens SSH to the whole internet in the security group that it makes, despite these"
+            " rules. Make one yourself and give its ID in each node_config, as SecurityGroupIds."
         )
         findings.doubt(("provider", "security_group"), text)
-    if _validator() is None:
-        findings.doubt(
-            ("provider",),
-            "boto3 is not installed here, so the names of EC2's settings were not checked.",
-        )
+    validator = _validator()
+    if validator is None:
+        text = "boto3 is not installed here, so the names of EC2's settings were not checked."
+        findings.doubt(("provider",), text)
     for name in findings.at(("available_node_types",)) or ():
         keys: Keys = ("available_node_types", name)
         _check_machine(findings, keys)
-        _check_entries(findings, (*keys, "node_config"))
+        if validator is not None:
+            _check_entries(findings, (*keys, "node_config"), validator)
         _check_instance(findings, (*keys, "node_config"))
 
 
@@ -154,14 +158,12 @@ def _check_machine(findings: Findings, keys: Keys) -> None:
     at = (*keys, "node_config", "InstanceType")
     machine = findings.at(at)
     if not isinstance(machine, str):
-        findings.add(
-            (*keys, "node_config"),
-            "InstanceType is missing in node_config: the kind of machine, such as g5.xlarge.",
-        )
+        text = "InstanceType is missing in node_config: the machine type, such as g5.xlarge."
+        findings.add((*keys, "node_config"), text)
     elif not machine.startswith(PLACEHOLDER):
         try:
             shape = catalogue("aws").machine(machine)
-            # Ray asks EC2 for numbers that the file leaves out
+            # Ray asks EC2 for missing numbers
             launcher_file.check_resources(
                 findings, keys, shape, shape.gpu, shape.gpus, is_filled_in=True
             )
@@ -171,13 +173,12 @@ def _check_machine(findings: Findings, keys: Keys) -> None:
             findings.unlisted(at, str(error))
 
 
-def _check_entries(findings: Findings, config: Keys) -> None:
+def _check_entries(
+    findings: Findings, config: Keys, validator: Callable[[dict[str, Any]], str]
+) -> None:
     """Let boto3 check names and types of the entries, as it does when Ray passes them on."""
-    validator = _validator()
-    if validator is None:
-        return
+    # With one misspelled name in a worker, the head would request it again and again, in vain.
     entries = findings.at(config) or {}
-    # with one misspelled name in a worker, the head would request it again and again, in vain
     report = validator({name: value for name, value in entries.items() if name != SUBNETS})
     for line in report.splitlines():
         # 'Unknown parameter in Placement: "Zone", must be one of: ...', 'Invalid type for parameter
@@ -209,30 +210,27 @@ def _validator() -> Callable[[dict[str, Any]], str] | None:
 def _check_instance(findings: Findings, config: Keys) -> None:
     """Check settings that Ray would replace by its defaults, or leave open."""
 
-    def there(*keys: str | int) -> Any:
+    def given(*keys: str) -> Any:
         return findings.at((*config, *keys))
 
-    market = there("InstanceMarketOptions")
-    if market is not None and there("InstanceMarketOptions", "MarketType") not in MARKETS:
-        findings.add(
-            (*config, "InstanceMarketOptions"),
-            f"{market!r} is no market; it must be `MarketType: spot`.",
-        )
-    if there("MetadataOptions", "HttpEndpoint") == "disabled":
+    market = given("InstanceMarketOptions")
+    if market is not None and given("InstanceMarketOptions", "MarketType") not in (
+        "spot",
+        "capacity-block",
+    ):
+        text = f"{market!r} is no market; it must be `MarketType: spot`."
+        findings.add((*config, "InstanceMarketOptions"), text)
+    if given("MetadataOptions", "HttpEndpoint") == "disabled":
         text = (
-            "without the service for metadata the head may make no machines, and nobody learns that"
-            " a spot machine is taken back. It must be enabled; `HttpTokens: required` makes it"
-            " safe."
+            "without the metadata service the head may make no machines, and nobody learns that a"
+            " spot machine is taken back. Enable it; `HttpTokens: required` makes it safe."
         )
         findings.add((*config, "MetadataOptions", "HttpEndpoint"), text)
-    if there("LaunchTemplate") is not None:
-        return  # it may say what follows, and lies with Amazon
-    has_file, name = findings.at(("auth", "ssh_private_key")) is not None, there("KeyName")
-    if has_file and name is None and there("UserData") is None:
-        text = (
-            "KeyName is missing in node_config: the name that EC2 knows the key by that auth says"
-            " to log in with."
-        )
+    if given("LaunchTemplate") is not None:
+        return  # Amazon keeps it, and it may have the following
+    has_file, name = findings.at(("auth", "ssh_private_key")) is not None, given("KeyName")
+    if has_file and name is None and given("UserData") is None:
+        text = "KeyName is missing in node_config: EC2's name for the ssh_private_key in auth."
         findings.add(config, text)
     elif name is not None and not has_file:
         text = (
@@ -240,16 +238,15 @@ def _check_instance(findings: Findings, config: Keys) -> None:
             " own. Name its file there."
         )
         findings.add((*config, "KeyName"), text)
-    if there("ImageId") in (None, "latest_dlami"):
-        find = "`raypool cluster init --provider aws` writes the command that finds one"
-        findings.doubt(
-            config,
-            f"ImageId is missing in node_config: Ray takes an Ubuntu 18.04 of 2022; {find}.",
-        )
-    if not there("SecurityGroupIds") and there("NetworkInterfaces") is None:
+    if given("ImageId") in (None, "latest_dlami"):
         text = (
-            "SecurityGroupIds is missing in node_config: Ray makes a group that opens SSH to"
-            " the whole internet. Give one that lets in its own members, and your address at"
-            " port 22."
+            "ImageId is missing in node_config: Ray takes an Ubuntu 18.04 of 2022; `raypool cluster"
+            " init --provider aws` writes the command that finds one."
+        )
+        findings.doubt(config, text)
+    if not given("SecurityGroupIds") and given("NetworkInterfaces") is None:
+        text = (
+            "SecurityGroupIds is missing in node_config: Ray makes a group that opens SSH to the"
+            " whole internet. Give one that lets in its own members, and your address at port 22."
         )
         findings.doubt(config, text)

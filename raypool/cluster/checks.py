@@ -72,20 +72,14 @@ def check_file(path: str | Path, *, trust: bool = False) -> tuple[str, ...]:
     """
     documents = [document for document in read_documents(path) if document.content is not None]
     if not documents:
-        raise CloudError(
-            f"{path}: there is nothing in it. `raypool cluster init` writes a file to begin with."
-        )
+        raise CloudError(f"{path} is empty. `raypool cluster init` writes a file to begin with.")
     is_for_kubernetes = any(kubernetes.is_manifest(document.content) for document in documents)
     warnings: list[str] = []
     problems = []
     for document in documents:
         content = document.content
-        if (
-            is_for_kubernetes
-            and isinstance(content, dict)
-            and "apiVersion" in content
-            and not kubernetes.is_manifest(content)
-        ):
+        is_object = isinstance(content, dict) and "apiVersion" in content
+        if is_for_kubernetes and is_object and not kubernetes.is_manifest(content):
             continue  # an object of Kubernetes itself beside the cluster: a Secret, a Service
         try:
             warnings += check(document, trust=trust)
@@ -110,21 +104,19 @@ def check(document: Document, *, trust: bool = False) -> tuple[str, ...]:
     for keys, text in texts(content):
         if packages.takes_raypool_by_name(text):
             findings.add(keys, packages.BY_NAME)
-    if not isinstance(content, dict):
-        findings.add((), f"a mapping is wanted (`name: value`), not {type(content).__name__}.")
-    elif kubernetes.is_manifest(content):
+    if kubernetes.is_manifest(content):
         findings.check_filled_in()
         kubernetes.check(findings)
     elif skypilot.is_task(content):
         skypilot.check(findings)
     elif job_files.is_training(content):
         return job_files.read(document, trust=trust).notes
-    elif "provider" in content or "cluster_name" in content:
+    elif isinstance(content, dict) and ("provider" in content or "cluster_name" in content):
         _check_launcher(findings)
     else:
         findings.add(
             (),
-            "what this is cannot be seen: a cluster for Ray's launcher has a provider, one on"
+            "this is no cluster or job: a cluster for Ray's launcher has a provider, one on"
             " Kubernetes an apiVersion, a training job a trainingInput, a task for SkyPilot a run.",
         )
     return findings.finish()
@@ -140,27 +132,18 @@ def _check_launcher(findings: Findings) -> None:
         from raypool.ray_private import _NODE_PROVIDERS
 
         if provider not in _NODE_PROVIDERS:
-            findings.add(
-                ("provider", "type"),
-                f"Ray knows no provider {provider!r}{nearest(str(provider), PROVIDERS)}",
-            )
+            near = nearest(str(provider), PROVIDERS)
+            findings.add(("provider", "type"), f"Ray knows no provider {provider!r}{near}")
             return
-        findings.doubt(
-            ("provider", "type"),
-            f"raypool has no rules for {provider}: its settings were checked by Ray only.",
-        )
+        text = f"raypool has no rules for {provider}: its settings were checked by Ray only."
+        findings.doubt(("provider", "type"), text)
     findings.check_filled_in()
     for name, entry in (findings.at(("available_node_types",)) or {}).items():
         least, most = entry.get("min_workers", 0), entry.get("max_workers")
         if most is not None and least > most:
-            text = (
-                f"min_workers is {least}, more than max_workers, which is {most}: make one of them"
-                " at most the other."
-            )
+            text = f"min_workers is {least}, more than max_workers, which is {most}."
             findings.add(("available_node_types", name, "min_workers"), text)
-    if provider in PROVIDERS:
-        _check_login(findings)
-    _check_mounts(findings)
+    _check_files(findings)
     _check_commands(findings)
     if provider in PROVIDERS:
         PROVIDERS[provider](findings)
@@ -170,19 +153,26 @@ def _check_launcher(findings: Findings) -> None:
 
 @functools.cache
 def _schema() -> Draft7Validator:
+    """Return Ray's own schema, and rules that it lacks."""
     ray = importlib.util.find_spec("ray")
     assert ray is not None
     assert ray.origin is not None
     file = Path(ray.origin).with_name("autoscaler") / "ray-schema.json"
     schema = json.loads(file.read_text(encoding="utf-8"))
     known = schema["properties"]
-    known["min_workers"] = {"type": "integer", "minimum": 0}  # goes with machines on premises
+    known["min_workers"] = {"type": "integer", "minimum": 0}  # of machines on premises
     known["file_mounts"] = {"type": "object", "additionalProperties": {"type": "string"}}
+    known["auth"]["required"] = ["ssh_user"]
+    known["auth"]["properties"]["ssh_user"] = {
+        "type": "string",
+        "pattern": rf"^({PLACEHOLDER}|[A-Za-z_][-A-Za-z0-9_.@]*$)",
+        "must": "be the name of a user, such as ubuntu",
+    }
     return Draft7Validator(schema)
 
 
-def _check_mounts(findings: Findings) -> None:
-    """Check that the files to copy to the machines exist."""
+def _check_files(findings: Findings) -> None:
+    """Check the files of this machine: those that are copied to the machines, and SSH's keys."""
     folder = Path(findings.document.name).parent
     for away, here in (findings.at(("file_mounts",)) or {}).items():
         # `raypool cluster up` makes the first two, and `check_file` reads the lock file
@@ -192,30 +182,16 @@ def _check_mounts(findings: Findings) -> None:
         if not (folder / Path(here).expanduser()).exists():
             text = f"{away} is to be copied from {here}, and there is no such file or folder here."
             findings.add(("file_mounts", away), text)
-
-
-def _check_login(findings: Findings) -> None:
-    """Check user and key of the login."""
-    if findings.at(("auth",)) is None:
-        return  # Ray's own, which fits the provider's images
-    user = findings.at(("auth", "ssh_user")) or ""
-    if not re.fullmatch(rf"{PLACEHOLDER}.*|[A-Za-z_][-A-Za-z0-9_.@]*", user):
-        findings.add(
-            ("auth", "ssh_user"),
-            f"ssh_user is {user!r}, which is no name of a user; one is like ubuntu.",
-        )
     for name in ("ssh_private_key", "ssh_public_key"):
         given = findings.at(("auth", name))
-        if given and not given.startswith(PLACEHOLDER):
-            path = Path(given).expanduser()
-            if not path.is_file():
-                findings.add(("auth", name), f"{name} is {path}, and there is no such file.")
-            elif name == "ssh_private_key" and (mode := stat.S_IMODE(path.stat().st_mode)) & 0o077:
-                text = (
-                    f"{path} can be read by others (mode {mode:o}), and SSH takes no such key:"
-                    f" `chmod 600 {path}`."
-                )
-                findings.add(("auth", name), text)
+        if not given or given.startswith(PLACEHOLDER):
+            continue
+        path = Path(given).expanduser()
+        if not path.is_file():
+            findings.add(("auth", name), f"{name} is {path}, and there is no such file.")
+        elif name == "ssh_private_key" and (mode := stat.S_IMODE(path.stat().st_mode)) & 0o077:
+            text = f"others can read {path} (mode {mode:o}), so SSH refuses it: `chmod 600 {path}`."
+            findings.add(("auth", name), text)
 
 
 def _check_commands(findings: Findings) -> None:
@@ -227,34 +203,29 @@ def _check_commands(findings: Findings) -> None:
                 " dashboard to everybody. `raypool cluster harden` adds those that start Ray."
             )
             findings.doubt((), text)
-    ports = {}
-    for name in (HEAD, WORKER):
+    ports = []
+    for name, form in ((HEAD, r"--port[= ](\d+)"), (WORKER, r"--address[= ]\S+?:(\d+)")):
         commands = findings.at((name,)) or ()
         starts = {number: text for number, text in enumerate(commands) if START in text}
         if commands and not starts:
             findings.add((name,), f"{name} does not start Ray: `{START}` is missing.")
         for number, command in starts.items():
-            _check_token(findings, (name, number), command)
+            _check_start(findings, (name, number), command)
             if name == HEAD and "--autoscaling-config" not in command:
                 text = (
                     "Ray is not told of this file, so no worker is ever made. Add"
                     " `--autoscaling-config=~/ray_bootstrap_config.yaml` to `ray start`."
                 )
                 findings.add((name, number), text)
-        ports[name] = re.search(
-            r"--port[= ](\d+)" if name == HEAD else r"--address[= ]\S+?:(\d+)",
-            "\n".join(starts.values()),
-        )
-    head, worker = ports[HEAD], ports[WORKER]
+        ports.append(re.search(form, "\n".join(starts.values())))
+    head, worker = ports
     if head and worker and head[1] != worker[1]:
-        findings.add(
-            (WORKER,),
-            f"the workers look for the head at port {worker[1]}, and it listens at {head[1]}.",
-        )
+        text = f"the workers look for the head at port {worker[1]}, and it listens at {head[1]}."
+        findings.add((WORKER,), text)
 
 
-def _check_token(findings: Findings, keys: Keys, command: str) -> None:
-    """Check that Ray asks for a token where a command starts it, and has one."""
+def _check_start(findings: Findings, keys: Keys, command: str) -> None:
+    """Check that a command starts Ray with a token, and with a dashboard for this machine only."""
     if host := hardening.open_host(command):
         text = f"the dashboard, which takes jobs, listens at {host}: it is open to the network."
         findings.doubt(keys, f"{text} `raypool cluster harden` closes it.")

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from raypool.cluster import aws, checks, gcp, kubernetes, on_prem, packages, skypilot
-from raypool.cluster.documents import PLACEHOLDER, documents_of, texts
+from raypool.cluster.documents import OPEN, PLACEHOLDER, documents_of, texts
 from raypool.cluster.launcher_file import FAST_NETWORKS
 from raypool.cluster.plan import ClusterPlan, Provider
 from raypool.errors import CloudError
@@ -99,7 +99,7 @@ def text_of(
             for what is to be filled in.
     """
     plan = replace(plan, lock=lock_of(Path(file)).name)
-    content = write(plan)
+    content = WRITERS[plan.provider](plan)
     names = dict.fromkeys(
         name
         for _, text in texts(content)
@@ -129,7 +129,9 @@ def text_of(
         warnings = checks.check(document, trust=trust)
     except CloudError as error:
         found = vars(error)
-        if wrong := [problem.text for problem in found["problems"] if not problem.is_open]:
+        if wrong := [
+            problem.text for problem in found["problems"] if not problem.text.endswith(OPEN)
+        ]:
             raise CloudError("\n".join(wrong)) from error  # without lines: nobody has seen them yet
         warnings = found["warnings"]
     for warning in warnings:
@@ -172,15 +174,6 @@ def save(text: str, file: Path, plan: ClusterPlan, is_forced: bool = False) -> N
     finally:
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
-
-
-def write(plan: ClusterPlan) -> dict[str, Any]:
-    """Return the content of a cluster's file.
-
-    Raises:
-        CloudError: The plan cannot be carried out there.
-    """
-    return WRITERS[plan.provider](plan)
 
 
 class _Dumper(yaml.SafeDumper):

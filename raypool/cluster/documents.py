@@ -1,34 +1,26 @@
-"""YAML files with the line of each entry, and `Findings`, the mistakes and warnings of a check."""
+"""YAML files with the line of each entry, and `Findings`: the mistakes and warnings of a check."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import yaml
 from jsonschema.protocols import Validator
 
 from raypool.errors import CloudError, did_you_mean
 
-# the parser in C, if PyYAML was built with it
-Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, if PyYAML was built with it
 
 Keys = tuple[str | int, ...]
 """The path to an entry: names in mappings, numbers in lists."""
 
-PLACEHOLDER = "<"
-"""The beginning of a placeholder: "<your project>"."""
-
-WITHIN = re.compile(r"<(your|address of) [^<>]*>")
-"""A placeholder within a text, such as a command."""
-
-DEEPEST = 100  # levels of entries in each other
-
-OPEN = "is still to be filled in."
-"""The end of messages on placeholders."""
+PLACEHOLDER = "<"  # begins an entry to fill in: "<your project>"
+WITHIN = re.compile(r"<(your|address of) [^<>]*>")  # a placeholder within a command
+OPEN = "is still to be filled in."  # ends the messages about placeholders
 
 
 @dataclass(frozen=True)
@@ -36,14 +28,16 @@ class Document:
     """One document of a YAML file.
 
     Attributes:
-        name: The file's name in messages.
-        content: As plain values.
-        node: The content as PyYAML's nodes, with positions.
+        name: The file's name in messages; "" for none.
+        content: The document as plain values.
+        node: The document as PyYAML's nodes, which have positions.
+        options: Entries that options of the command line replaced, and these options.
     """
 
     name: str
     content: Any
     node: yaml.Node = field(repr=False, compare=False)
+    options: Mapping[Keys, str] = field(default_factory=dict)
 
     def line_of(self, keys: Keys) -> int:
         """Return the line, from 1, of the entry at `keys`, or of the nearest one above it."""
@@ -55,13 +49,16 @@ class Document:
             elif isinstance(node, yaml.SequenceNode) and isinstance(key, int):
                 entries = [(value, value) for value in node.value[key : key + 1]]
             if not entries:
-                break  # there is no such entry: the one above it is nearest
+                break
             line, node = entries[0][0].start_mark.line, entries[0][1]
         return line + 1
 
     def place_of(self, keys: Keys) -> str:
-        """Return the place of the entry at `keys` for an error: "cluster.yaml, line 3"."""
-        return f"{self.name}, line {self.line_of(keys)}"
+        """Return where the entry at `keys` was given: "cluster.yaml, line 3", or an option."""
+        for length in range(len(keys), 0, -1):
+            if keys[:length] in self.options:
+                return self.options[keys[:length]]
+        return f"{self.name}, line {self.line_of(keys)}" if self.name else "The command line"
 
 
 def read_documents(path: str | Path) -> list[Document]:
@@ -79,8 +76,7 @@ def documents_of(text: str, name: str) -> list[Document]:
     r"""Return the documents of a YAML text, which errors call `name`.
 
     Raises:
-        CloudError: It is not YAML; a mapping has a key twice, or one that is no text; or an entry
-            is part of itself.
+        CloudError: It is not YAML, or a mapping has a key twice or a key that is not a string.
 
     Example:
         >>> [document] = documents_of("a:\n  b: 1\n", "some.yaml")
@@ -92,7 +88,7 @@ def documents_of(text: str, name: str) -> list[Document]:
     try:
         while loader.check_node():
             node = cast("yaml.Node", loader.get_node())
-            _check_keys(node, name, set())
+            _check_keys(node, name)
             documents.append(Document(name, loader.construct_document(node), node))
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
@@ -100,69 +96,60 @@ def documents_of(text: str, name: str) -> list[Document]:
     except (yaml.YAMLError, ValueError) as error:
         raise CloudError(f"{name} is not valid YAML: {error}.") from None
     except RecursionError:
-        raise CloudError(f"{name}: entries are nested too deep.") from None
+        raise CloudError(
+            f"{name}: entries are nested too deep, or an entry contains itself (by an alias)."
+        ) from None
     finally:
         loader.dispose()
     return documents
 
 
-def _check_keys(node: yaml.Node, name: str, above: set[int]) -> None:
-    """Refuse what YAML accepts: duplicate keys, of which it takes the last, and the like."""
-
-    def refuse(at: yaml.Node, text: str) -> None:
-        raise CloudError(f"{name}, line {at.start_mark.line + 1}: {text}")
-
-    if len(above) > DEEPEST:
-        refuse(node, f"entries are nested too deep: more than {DEEPEST} in each other.")
-    if id(node) in above:
-        refuse(node, "what stands here is a part of itself, by an alias. Write it out.")
-    children = node.value if isinstance(node, yaml.SequenceNode) else []
-    if isinstance(node, yaml.MappingNode):
-        children = [value for _, value in node.value]
-        lines: dict[Any, int] = {}
-        for key, _ in node.value:
-            if key.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
-                refuse(key, f"YAML reads the name {key.value!r} as no text. Put it in quotes.")
-            if key.value in lines and key.value != "<<":  # a mapping may be merged from several
-                refuse(
-                    key,
-                    f"{key.value!r} stands here for the second time (the first is in line"
-                    f" {lines[key.value]}). Keep one of them.",
-                )
-            lines[key.value] = key.start_mark.line + 1
-    for child in children:
-        _check_keys(child, name, above | {id(node)})
+def _check_keys(node: yaml.Node, name: str) -> None:
+    # YAML takes the last of two equal keys, and reads `on:` as true.
+    pairs = node.value if isinstance(node, yaml.MappingNode) else []
+    lines: dict[str, int] = {}
+    for key, _ in pairs:
+        line = key.start_mark.line + 1
+        if key.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
+            raise CloudError(
+                f"{name}, line {line}: YAML does not read the name {key.value!r} as text. Put it"
+                " in quotes."
+            )
+        if key.value in lines and key.value != "<<":  # several mappings may be merged
+            raise CloudError(
+                f"{name}, line {line}: {key.value!r} appears twice (first in line"
+                f" {lines[key.value]}). Keep one of them."
+            )
+        lines[key.value] = line
+    values = node.value if isinstance(node, yaml.SequenceNode) else [value for _, value in pairs]
+    for value in values:
+        _check_keys(value, name)
 
 
-@dataclass(frozen=True)
-class Problem:
-    """A mistake in an entry: the place, and the text with a correction."""
+class Problem(NamedTuple):
+    """A mistake in the entry at `keys`: a text that says what would be right."""
 
     keys: Keys
     text: str
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it is only a placeholder."""
-        return self.text.endswith(OPEN)
 
 
 class Findings:
     """The mistakes and doubts that a check finds in a document.
 
-    All mistakes are raised together: what cannot work. Doubts are warnings.
+    A mistake cannot work; all are raised together. A doubt is a warning.
 
     Args:
         document: The document.
-        trusts: Whether machines, GPUs and zones that the dated catalogues lack are no doubt.
+        trusts: Whether to leave out warnings about machines, GPUs and zones that the dated
+            catalogues lack.
 
     Example:
         >>> [document] = documents_of("workers: -1", "some.yaml")
         >>> findings = Findings(document)
-        >>> findings.add(("workers",), "workers is -1; 0 or more would do.")
+        >>> findings.add(("workers",), "workers is -1; it must be 0 or more.")
         >>> findings.finish()
         Traceback (most recent call last):
-        raypool.errors.CloudError: some.yaml, line 1: workers is -1; 0 or more would do.
+        raypool.errors.CloudError: some.yaml, line 1: workers is -1; it must be 0 or more.
     """
 
     def __init__(self, document: Document, trusts: bool = False) -> None:
@@ -199,23 +186,27 @@ class Findings:
             for name in {text} if text.startswith(PLACEHOLDER) else names:
                 self.add(keys, f"{name} {OPEN}")
 
-    def check_form(self, keys: Keys, form: str, text: str) -> None:
-        """Note an entry that has not this form and is no placeholder; {} in `text` is the entry."""
-        entry = self.at(keys)
-        if not re.fullmatch(f"{form}|{PLACEHOLDER}.*", str(entry)):
-            self.add(keys, text.format(repr(entry)))
-
     def check_schema(self, schema: Validator, keys: Keys = ()) -> None:
-        """Note violations of a JSON schema in the entry at `keys`."""
+        """Note where the entry at `keys` violates a JSON schema.
+
+        The keyword "must" of a schema says what is right, in words: "be a whole number".
+        """
         for error in schema.iter_errors(self.at(keys)):
             at = (*keys, *error.absolute_path)
             name = next((key for key in reversed(at) if isinstance(key, str)), "the file")
-            allowed: Any = error.validator_value
+            rule = cast("dict[str, Any]", error.schema)
             if error.validator == "additionalProperties":  # say which names there are
-                self.check_keys(at, cast("dict[str, Any]", error.schema).get("properties", {}))
+                self.check_keys(at, rule.get("properties", {}))
             elif error.validator == "enum":
-                near = nearest(str(error.instance), map(str, allowed))
+                near = nearest(str(error.instance), map(str, cast("Any", error.validator_value)))
                 self.add(at, f"{name} is {error.instance!r}{near}")
+            elif error.validator == "required":
+                missing = error.message.split("'")[1]
+                must = rule.get("properties", {}).get(missing, {}).get("must")
+                end = f"; it must {must}." if must else "."
+                self.add(at, f"{missing} is missing in {name}{end}")
+            elif "must" in rule:
+                self.add(at, f"{name} is {error.instance!r}; it must {rule['must']}.")
             else:
                 self.add(at, f"{name}: {error.message}.")
 

@@ -18,7 +18,8 @@ from jsonschema import Draft7Validator
 
 from raypool.cluster import launcher_file, software
 from raypool.cluster.documents import PLACEHOLDER, Findings, Keys, texts
-from raypool.cluster.machines import Gpu, catalogue, region_of
+from raypool.cluster.launcher_file import Rented
+from raypool.cluster.machines import catalogue, region_of
 from raypool.cluster.plan import ClusterPlan, NodeGroup
 from raypool.errors import CloudError
 
@@ -39,6 +40,39 @@ STORAGE = "https://www.googleapis.com/auth/devstorage.read_write"
 # Compute Engine takes 63 letters; Ray makes "ray-NAME-worker-12345678-compute" of the name
 NAME_LIMIT = 35
 
+FILE = Draft7Validator(
+    {
+        "properties": {
+            "cluster_name": {
+                "pattern": rf"^([a-z][-a-z0-9]{{0,{NAME_LIMIT - 1}}}$|{PLACEHOLDER})",
+                "must": (
+                    "have lower-case letters, digits and dashes only, a letter first,"
+                    f" {NAME_LIMIT} at most: names of machines begin with it"
+                ),
+            },
+            "provider": {
+                "required": ["project_id", "region", "availability_zone"],
+                "properties": {
+                    "project_id": {
+                        "type": "string",
+                        "pattern": rf"^(([a-z.]+:)?[a-z][-a-z0-9]{{4,28}}[a-z0-9]$|{PLACEHOLDER})",
+                        "must": (
+                            "be an ID of 6 to 30 lower-case letters, digits and dashes (`gcloud"
+                            " projects list`)"
+                        ),
+                    },
+                    "availability_zone": {
+                        "type": "string",
+                        "pattern": rf"^([a-z]+-[a-z]+\d+-[a-z]$|{PLACEHOLDER})",
+                        "must": "be a zone, such as us-central1-a",
+                    },
+                },
+            },
+        }
+    }
+)
+"""The rules for names."""
+
 _ACCELERATOR = {
     "type": "object",
     "required": ["acceleratorType", "acceleratorCount"],
@@ -47,26 +81,39 @@ _ACCELERATOR = {
         "acceleratorCount": {"type": "integer", "minimum": 1},
     },
 }
-_ACCELERATORS = {"type": "array", "minItems": 1, "maxItems": 1, "items": _ACCELERATOR}
 SHAPE = Draft7Validator(
     {
         "type": "object",
         "required": ["machineType"],
         "properties": {
             "machineType": {"type": "string"},
-            "guestAccelerators": _ACCELERATORS,
+            "guestAccelerators": {
+                "type": "array",
+                "minItems": 1,
+                "maxItems": 1,
+                "items": _ACCELERATOR,
+            },
             "scheduling": {"type": "object"},
         },
     }
 )
-"""What the checks of GPUs rely on, and Google's description lacks."""
+"""What the checks of a `node_config` rely on, and Google's description lacks."""
+
+ENDS = {"onHostMaintenance": "TERMINATE"}  # spot machines and machines with GPUs cannot move
+SPOT = {
+    "provisioningModel": "SPOT",
+    "instanceTerminationAction": "DELETE",
+    **ENDS,
+    "automaticRestart": False,
+}
+"""The scheduling of machines that Google takes back."""
 
 
 def write(plan: ClusterPlan) -> dict[str, Any]:
     """Return a file for Ray's launcher.
 
     Raises:
-        CloudError: The plan does not say where, or a machine cannot have its GPUs.
+        CloudError: The plan does not name one zone, or a machine cannot have its GPUs.
 
     Example:
         >>> head = NodeGroup(name="head", machine="n2-standard-4")
@@ -76,12 +123,7 @@ def write(plan: ClusterPlan) -> dict[str, Any]:
         >>> file["available_node_types"]["worker"]["resources"]
         {'CPU': 8, 'GPU': 1, 'accelerator_type:T4': 1}
     """
-    if plan.zone is None:
-        raise CloudError(
-            f"The plan of {plan.name} does not say in which zone. `raypool cluster machines --gpu"
-            " T4` lists zones."
-        )
-    if "," in plan.zone:
+    if "," in (plan.zone or ""):
         raise CloudError(
             f"{plan.zone} names several zones, and Ray's launcher puts all machines of a cluster on"
             " Google Cloud into one. Name one, or use --provider sky, which tries several."
@@ -102,7 +144,7 @@ def _instance(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
         "diskType": f"zones/{plan.zone}/diskTypes/{kind}",
         "sourceImage": (
             f"{GPU_IMAGES}{software.image('gcp', [group.gpu or ''])['name']}"
-            if group.gpus or plan.image  # these have Docker, too
+            if group.gpus or plan.image  # these images have Docker, too
             else HEAD_IMAGE
         ),
     }
@@ -116,41 +158,34 @@ def _instance(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
         instance["guestAccelerators"] = [
             {"acceleratorType": accelerator, "acceleratorCount": group.gpus}
         ]
-    if group.spot:
-        instance["scheduling"] = {
-            "provisioningModel": "SPOT",
-            "instanceTerminationAction": "DELETE",
-            "onHostMaintenance": "TERMINATE",
-            "automaticRestart": False,
-        }
-    elif group.gpus:  # a machine with GPUs cannot move elsewhere
-        instance["scheduling"] = {"onHostMaintenance": "TERMINATE"}
+    if group.spot or group.gpus:
+        instance["scheduling"] = dict(SPOT if group.spot else ENDS)
     if group is not plan.head:  # Ray gives the head an account that may make machines
         instance["serviceAccounts"] = [{"email": "default", "scopes": [STORAGE]}]
     return instance
 
 
-def rented(config: dict[str, Any]) -> tuple[str, str | None, int, bool]:
-    """Return what a node_config rents: machine, kind and number of GPUs, and if it is spot."""
-    machine = str(config.get("machineType")).rpartition("/")[2]
+def rented(config: dict[str, Any]) -> Rented:
+    """Return what a `node_config` rents; raise a CloudError for an unknown GPU."""
+    machine = str(config.get("machineType")).rpartition("/")[2]  # else a template names it
     scheduling = config.get("scheduling") or {}
     spot = scheduling.get("provisioningModel") == "SPOT" or scheduling.get("preemptible") is True
     for attached in config.get("guestAccelerators") or ():
         kind = catalogue("gce").gpu(attached["acceleratorType"].rpartition("/")[2])
-        return machine, kind.name, attached["acceleratorCount"], spot
+        return Rented(machine, kind.name, attached["acceleratorCount"], spot)
     shape = catalogue("gce").shape(machine)
-    return machine, shape.gpu, shape.gpus, spot
+    return Rented(machine, shape.gpu, shape.gpus, spot)
 
 
 def check(findings: Findings) -> None:
     """Note entries that Compute Engine would refuse, or accept although they cannot work."""
-    findings.check_form(
-        ("cluster_name",),
-        rf"[a-z][-a-z0-9]{{0,{NAME_LIMIT - 1}}}",
-        "cluster_name is {}; the names of machines begin with it, so it may have lower-case"
-        f" letters, digits and dashes, a letter first, {NAME_LIMIT} at most.",
-    )
-    zone = _check_place(findings)
+    findings.check_schema(FILE)
+    region, zone = (findings.at(("provider", name)) for name in ("region", "availability_zone"))
+    if not isinstance(zone, str) or zone.startswith(PLACEHOLDER):
+        zone = None
+    elif region not in (None, region_of(zone)):
+        text = f"region is {region!r}, and the zone {zone} lies in {region_of(zone)}."
+        findings.add(("provider", "region"), text)
     if _schema() is None:
         text = (
             "google-api-python-client is not installed here, so the names of Google's settings were"
@@ -160,74 +195,87 @@ def check(findings: Findings) -> None:
     for name in findings.at(("available_node_types",)) or ():
         keys: Keys = ("available_node_types", name)
         if not re.fullmatch(r"[a-z0-9_-]{1,63}", name):
-            findings.add(
-                keys,
-                f"{name!r} becomes a label of machines, which has lower-case letters, digits, - and"
-                " _ only.",
+            text = (
+                f"{name!r} becomes a label of machines: lower-case letters, digits, - and _ only."
             )
+            findings.add(keys, text)
         _check_type(findings, keys, zone)
 
 
-def _check_place(findings: Findings) -> str | None:
-    """Check project and zone; return the zone, None if not filled in."""
-    names = ("project_id", "region", "availability_zone")
-    project, region, zone = given = [findings.at(("provider", name)) for name in names]
-    for name in (name for name, value in zip(names, given, strict=True) if not value):
-        findings.add(("provider",), f"{name} is missing in provider.")
-    is_given = isinstance(project, str) and not project.startswith(PLACEHOLDER)
-    if is_given and (wrong := why_no_project(project)):
-        findings.add(("provider", "project_id"), f"project_id is {wrong}")
-    if not isinstance(zone, str) or zone.startswith(PLACEHOLDER):
-        return None
-    if not re.fullmatch(r"[a-z]+-[a-z]+\d+-[a-z]", zone):
-        findings.add(
-            ("provider", "availability_zone"),
-            f"{zone!r} is no zone; one is named like us-central1-a.",
-        )
-        return None
-    if region is not None and region_of(zone) != region:
-        findings.add(
-            ("provider", "region"),
-            f"region is {region!r}, and the zone {zone} lies in {region_of(zone)}.",
-        )
-    return zone
-
-
-def why_no_project(project: str) -> str | None:
-    """Return why a project's name is invalid, None if it is valid.
-
-    Example:
-        >>> why_no_project("my-project"), why_no_project("p")
-        (None, "'p'; an ID has 6 to 30 lower-case letters, digits and dashes (`gcloud projects...
-    """
-    if re.fullmatch("([a-z.]+:)?[a-z][-a-z0-9]{4,28}[a-z0-9]", project):
-        return None
-    return (
-        f"{project!r}; an ID has 6 to 30 lower-case letters, digits and dashes (`gcloud projects"
-        " list`)."
-    )
-
-
 def _check_type(findings: Findings, keys: Keys, zone: str | None) -> None:
-    """Check a node type."""
+    """Check a node type: its settings, and the machine and GPUs that they ask for."""
     config = (*keys, "node_config")
-    scheduling = findings.at((*config, "scheduling"))
-    if isinstance(scheduling, list):  # as in Ray's own examples
+    if isinstance(findings.at((*config, "scheduling")), list):  # as in Ray's own examples
         text = "Google describes scheduling as a mapping, not a list; write it without the dash."
         findings.doubt((*config, "scheduling"), text)
         return
     findings.check_schema(_schema() or SHAPE, config)
-    if not SHAPE.is_valid(findings.at(config)):
+    settings = findings.at(config)
+    if not SHAPE.is_valid(settings):
         return  # the next checks rely on it
-    for at, text in texts(findings.at(config)):
+    for at, text in texts(settings):
         place = re.match(r"(?:https?://.*/)?(?:projects/[^/]+/)?zones/([^/]+)/", text)
         if place is not None and zone not in (None, place[1]):
-            findings.add(
-                (*config, *at),
-                f"{at[-1]} is in {place[1]}, and the cluster is in {zone}: it must be the same"
-                " zone.",
-            )
-    _check_gpus(findings, keys, zone)
+            text = f"{at[-1]} is in {place[1]}, and the cluster is in {zone}: it must be the same."
+            findings.add((*config, *at), text)
+    gpu, gpus = _check_machine(findings, keys, zone)
+    _check_scheduling(findings, config, has_gpus=gpus > 0)
+    for at, text in texts(settings.get("disks")):
+        driver = re.search(r"/images/.*-nvidia-(\d+)", text)
+        if gpu and driver and (why := software.why_no_driver(gpu, int(driver[1]))):
+            text = f"{why}. The family {software.image('gcp', [gpu])['name']} has one."
+            findings.add((*config, "disks", *at), text)
+        elif gpu and "ubuntu-os-cloud" in text:
+            findings.doubt((*config, "disks", *at), f"this image has no driver for {gpu} GPUs.")
+
+
+def _check_machine(findings: Findings, keys: Keys, zone: str | None) -> tuple[str | None, int]:
+    """Check a node type's machine and GPUs; return the kind of GPU, None if unknown, and number."""
+    config, gce = (*keys, "node_config"), catalogue("gce")
+    settings = findings.at(config)
+    machine = settings["machineType"].rpartition("/")[2]
+    shape = gce.machines.get(machine)
+    accelerator: Keys = (*config, "guestAccelerators", 0, "acceleratorType")
+    try:
+        _, gpu, gpus, _ = rented(settings)
+    except CloudError as error:
+        # a retired GPU is a mistake; another may be newer than the catalogue
+        name = findings.at(accelerator)
+        is_gone = name in (each.accelerator for each in gce.gpus.values())
+        (findings.add if is_gone else findings.unlisted)(accelerator, str(error))
+        return None, 1
+    right = gce.gpu(gpu).accelerator if gpu else None
+    if (name := findings.at(accelerator)) and name.rpartition("/")[2] != right:
+        findings.add(accelerator, f"acceleratorType is {name!r}; Compute Engine calls it {right}.")
+    is_custom = re.fullmatch(r"([a-z]\w*-)?custom-\d+-\d+(-ext)?", machine) is not None
+    try:
+        if not is_custom:  # these are in no catalogue
+            gce.machine(machine)
+        if gpu and zone:
+            gce.check_place(zone, gpu)
+    except CloudError as error:
+        at = ("provider", "availability_zone") if shape else (*config, "machineType")
+        findings.unlisted(at, str(error))
+    if shape or is_custom:
+        launcher_file.check_resources(findings, keys, shape, gpu, gpus)
+    try:
+        if shape and gpu:
+            gce.check(machine, gpu, gpus)
+    except CloudError as error:
+        findings.add((*config, "guestAccelerators"), str(error))
+    return gpu, gpus
+
+
+def _check_scheduling(findings: Findings, config: Keys, has_gpus: bool) -> None:
+    scheduling = findings.at((*config, "scheduling")) or {}
+    is_spot = scheduling.get("provisioningModel") == "SPOT" or scheduling.get("preemptible") is True
+    which = "spot machines" if is_spot else "machines with GPUs"
+    wanted = {**ENDS, "automaticRestart": False} if is_spot else ENDS if has_gpus else {}
+    for name, value in wanted.items():
+        if scheduling.get(name) != value:
+            at = (*config, "scheduling") if scheduling else config
+            text = f"{which} need `{name}: {json.dumps(value)}` under scheduling."
+            findings.add(at, text)
 
 
 @functools.cache
@@ -264,81 +312,3 @@ def _strict(described: dict[str, Any]) -> dict[str, Any]:
         }
         schema["additionalProperties"] = False
     return schema
-
-
-def _check_gpus(findings: Findings, keys: Keys, zone: str | None) -> None:
-    """Check a node type's machine, its GPUs, and related settings."""
-    config, gce = (*keys, "node_config"), catalogue("gce")
-    machine = findings.at((*config, "machineType")).rpartition("/")[2]
-    attached = (findings.at((*config, "guestAccelerators")) or [None])[0]
-    shape, kind, gpus = gce.machines.get(machine), None, 0
-    if attached is not None:
-        at = (*config, "guestAccelerators", 0, "acceleratorType")
-        kind = _gpu(findings, at, attached["acceleratorType"].rpartition("/")[2])
-        gpus = attached["acceleratorCount"]
-    elif shape is not None and shape.gpu is not None:
-        kind, gpus = gce.gpu(shape.gpu), shape.gpus
-    is_made_to_measure = re.fullmatch(r"([a-z]\w*-)?custom-\d+-\d+(-ext)?", machine) is not None
-    try:
-        if not is_made_to_measure:  # these are in no catalogue
-            gce.machine(machine)
-        if kind is not None and zone is not None:
-            gce.check_place(zone, kind.name)
-    except CloudError as error:
-        place: Keys = ("provider", "availability_zone")
-        findings.unlisted((*config, "machineType") if shape is None else place, str(error))
-    if shape is not None and kind is not None:
-        try:
-            gce.check(machine, kind.name, gpus)
-        except CloudError as error:
-            findings.add((*config, "guestAccelerators"), str(error))
-    if (shape is not None or is_made_to_measure) and (attached is None or kind is not None):
-        launcher_file.check_resources(findings, keys, shape, kind.name if kind else None, gpus)
-    if kind is not None:
-        _check_images(findings, config, kind.name)
-    _check_scheduling(findings, config, gpus > 0)
-
-
-def _check_images(findings: Findings, config: Keys, gpu: str) -> None:
-    """Note a boot image whose driver does not go with a GPU."""
-    for at, text in texts(findings.at((*config, "disks"))):
-        driver = re.search(r"/images/.*-nvidia-(\d+)", text)
-        if driver and (why := software.why_no_driver(gpu, int(driver[1]))):
-            right = software.image("gcp", [gpu])["name"]
-            findings.add((*config, "disks", *at), f"{why}. The family {right} has one.")
-        elif "ubuntu-os-cloud" in text:
-            findings.doubt((*config, "disks", *at), f"this image has no driver for {gpu} GPUs.")
-
-
-def _gpu(findings: Findings, keys: Keys, accelerator: str) -> Gpu | None:
-    """Return the GPU with Compute Engine's name; None if unknown."""
-    try:
-        gpu = catalogue("gce").gpu(accelerator)
-    except CloudError as error:
-        # one that the catalogue has as gone is a mistake; any other may be newer than the catalogue
-        is_gone = any(each.accelerator == accelerator for each in catalogue("gce").gpus.values())
-        (findings.add if is_gone else findings.unlisted)(keys, str(error))
-        return None
-    if gpu.accelerator != accelerator:
-        findings.add(
-            keys, f"acceleratorType is {accelerator!r}; Compute Engine calls it {gpu.accelerator}."
-        )
-    return gpu
-
-
-def _check_scheduling(findings: Findings, config: Keys, has_gpus: bool) -> None:
-    scheduling = findings.at((*config, "scheduling")) or {}
-    is_spot = scheduling.get("provisioningModel") == "SPOT" or scheduling.get("preemptible") is True
-    at = (*config, "scheduling") if scheduling else config
-    if (is_spot or has_gpus) and scheduling.get("onHostMaintenance") != "TERMINATE":
-        which = "a spot machine" if is_spot else "a machine with GPUs"
-        findings.add(
-            at,
-            f"{which} cannot move elsewhere: scheduling must say `onHostMaintenance: TERMINATE`.",
-        )
-    if is_spot and scheduling.get("automaticRestart") is not False:
-        findings.add(
-            at,
-            "a spot machine does not start again by itself: scheduling must say `automaticRestart:"
-            " false`.",
-        )

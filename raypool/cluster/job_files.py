@@ -23,111 +23,119 @@ Source:
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from raypool.cluster.documents import Document, Findings, Keys, documents_of, nearest
-from raypool.cluster.drafts import smallest
+from jsonschema import Draft7Validator
+
+from raypool.cluster.documents import Document, Findings, Keys
 from raypool.cluster.launcher_file import default_packages
-from raypool.cluster.machines import Catalogue, Machine, catalogue, why_no_zone
+from raypool.cluster.machines import Catalogue, catalogue
 from raypool.cluster.plan import ClusterPlan, NodeGroup
 from raypool.errors import CloudError
 
+INPUT = "trainingInput"
 GROUPS = {
     "master": "head",
     "worker": "worker",
     "parameterServer": "parameter-server",
     "evaluator": "evaluator",
 }
-"""The groups of machines for the roles of a job; nodes have the label "raypool/role" with it."""
-
-INPUT = "trainingInput"
-OUTSIDE = (INPUT, "jobId", "labels")
-
-TYPES = tuple(f"{role}Type" for role in GROUPS)
-COUNTS = tuple(f"{role}Count" for role in GROUPS if role != "master")
-CONFIGS = tuple(f"{role}Config" for role in GROUPS)
+"""The group of machines for each role of a job; nodes have it in the label "raypool/role"."""
 
 TIERS = {"BASIC": ("n1-standard-4", None, 0), "BASIC_GPU": ("n1-standard-8", "K80", 1)}
-"""The scale tiers that are one machine each: its kind, and its GPUs. CUSTOM says its machines
-itself.
-"""
+"""The scale tiers that are one machine: its type and GPUs. CUSTOM lists machines."""
 
 UNUSED = {
     "runtimeVersion": "machines get the versions that are installed here",
     "pythonVersion": "machines get the Python that runs here",
     "enableWebAccess": "`raypool cluster connect` opens the dashboard",
 }
-"""Settings that change nothing, and why."""
+"""Settings that have no effect, and why."""
 
+ADD = "Write the cluster's file with --dry-run, and add"
 UNABLE = {
     "hyperparameters": (
         "Let the script call raypool.parfor with a function that trains for one setting."
     ),
     "packageUris": "--package-path sends your package along, and --package installs what it needs.",
     "scheduling": "`raypool job stop` ends a job.",
-    "encryptionConfig": "Write the cluster's file with --dry-run, and add it to the disks there.",
-    "network": (
-        "Write the cluster's file with --dry-run, and add networkInterfaces to each node_config"
-        " there."
-    ),
-    "serviceAccount": (
-        "Write the cluster's file with --dry-run, and add serviceAccounts to each node_config"
-        " there."
-    ),
+    "encryptionConfig": f"{ADD} it to the disks there.",
+    "network": f"{ADD} networkInterfaces to each node_config there.",
+    "serviceAccount": f"{ADD} serviceAccounts to each node_config there.",
+    "tpuTfVersion": "There are no TPUs here.",
 }
-"""Settings that cannot be supported, and what to do instead."""
+"""Settings that are not supported, and what to do instead."""
 
-UNABLE_OF_ROLES = {"tpuTfVersion": "There are no TPUs here."}
-OF_CONTAINERS = ("imageUri", "containerCommand", "containerArgs")
 
-KNOWN = frozenset(
-    {
-        "scaleTier",
-        "region",
-        "jobDir",
-        "pythonModule",
-        "args",
-        "useChiefInTfConfig",
-        *TYPES,
-        *COUNTS,
-        *CONFIGS,
-        *UNUSED,
-        *UNABLE,
-    }
+def _count(least: int) -> dict[str, Any]:
+    # the API takes whole numbers as strings, too
+    number = {"type": ["integer", "string"], "minimum": least, "pattern": "^[0-9]+$"}
+    return {**number, "must": f"be a whole number, {least} or more"}
+
+
+def _mapping(**settings: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": settings, "additionalProperties": False}
+
+
+_TEXT = {"type": "string", "minLength": 1}
+_TEXTS = {
+    "type": "array",
+    "items": {"type": "string", "must": 'be text: numbers need quotes, as in ["--steps", "100"]'},
+}
+_ACCELERATOR = _mapping(count=_count(1), type=_TEXT) | {"required": ["count", "type"]}
+ROLE = _mapping(
+    acceleratorConfig=_ACCELERATOR,
+    diskConfig=_mapping(bootDiskSizeGb=_count(1), bootDiskType=_TEXT),
+    imageUri=_TEXT,
+    containerCommand=_TEXTS,
+    containerArgs=_TEXTS,
+    tpuTfVersion={},
 )
-"""All settings of a training job."""
-
-EXAMPLE = "{count: 4, type: NVIDIA_TESLA_T4}"
-
-BUCKETS = {
-    "gs": re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]"),
-    "s3": re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]"),
+FOLDER = {
+    "type": "string",
+    "pattern": r"^(/|(gs|s3)://[a-z0-9][a-z0-9._-]+[a-z0-9](/|$))",
+    "must": "be gs://BUCKET/..., s3://BUCKET/... or a path that begins with /",
 }
-"""How buckets may be called.
-
-Source: Google Cloud Storage, "About Cloud Storage buckets"; Amazon S3, "General purpose bucket
-    naming rules".
-"""
+TRAINING = _mapping(
+    scaleTier={
+        "enum": ["CUSTOM", *TIERS],
+        "must": f"be CUSTOM, where the machines are listed, or one of {', '.join(TIERS)}",
+    },
+    region=_TEXT,
+    jobDir=FOLDER,
+    pythonModule=_TEXT,
+    args=_TEXTS,
+    useChiefInTfConfig={"type": "boolean"},
+    **{f"{role}Type": _TEXT for role in GROUPS},
+    **{f"{role}Count": _count(0) for role in GROUPS if role != "master"},
+    **{f"{role}Config": ROLE for role in GROUPS},
+    **{name: {} for name in (*UNUSED, *UNABLE) if name != "tpuTfVersion"},
+) | {"required": ["scaleTier"]}
+SCHEMA = Draft7Validator(
+    _mapping(trainingInput=TRAINING, jobId=_TEXT, labels={}) | {"required": [INPUT]}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A training job that has been checked.
+    """A training job that has been checked; None: the file does not say.
 
     Args:
-        groups: Its machines, the master first; the others are always as many as their `most`.
-        region: Where they are to be ("us-central1"); None: nobody has said.
-        name: What it is called; None: nobody has said.
-        job_dir: Where its outputs go; None: nobody has said.
-        module: The Python module to run; None: nobody has said.
-        args: What that is given.
+        groups: Its machines, the master first. Each other group always has its `most` machines.
+        region: The region of the machines ("us-central1").
+        name: The name of the job.
+        job_dir: The folder for its outputs.
+        module: The Python module to run.
+        args: The arguments of the module.
         image: The Docker image that everything runs in; None: the machines themselves.
-        container_command: What to run in it, if no module is said.
-        chief: TensorFlow's name of the master in TF_CONFIG; None: that is not set.
-        notes: Which of its settings change nothing, and why.
+        container_command: The command to run in the image if there is no module.
+        chief: TensorFlow's name of the master in TF_CONFIG; None: TF_CONFIG is not set.
+        notes: The settings that have no effect, and why.
     """
 
     groups: tuple[NodeGroup, ...]
@@ -143,7 +151,7 @@ class Training:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of GPU that are asked for, each once.
+        """The types of GPU, each once.
 
         Example:
             >>> workers = NodeGroup(name="worker", gpu="T4", gpus=2, least=3, most=3)
@@ -155,32 +163,21 @@ class Training:
 
     @property
     def machines(self) -> int:
-        """How many machines there are."""
+        """The number of machines."""
         return 1 + sum(group.most for group in self.groups[1:])
 
     @property
     def gpus(self) -> int:
-        """How many GPUs they have together."""
+        """The number of GPUs of all machines together."""
         head, *workers = self.groups
         return head.gpus + sum(group.gpus * group.most for group in workers)
 
     def plan(
-        self,
-        *,
-        name: str,
-        project: str | None,
-        zone: str,
-        spot: bool = False,
-        packages: tuple[str, ...] = (),
+        self, *, name: str, project: str | None, zone: str, spot: bool, packages: tuple[str, ...]
     ) -> ClusterPlan:
-        """Return the cluster that the job runs on.
+        """Return the plan of the cluster that the job runs on; the master is never a spot machine.
 
-        Args:
-            name: What to call the cluster.
-            project: The project that pays; None: to be filled in.
-            zone: Where; see `raypool.cluster.machines.choose_zone`.
-            spot: Whether the provider may take machines back; never the master's.
-            packages: What is installed on every machine besides raypool and what it needs.
+        The arguments are those of `ClusterPlan`; `packages` are installed besides raypool's own.
         """
         head, *workers = self.groups
         return ClusterPlan(
@@ -196,7 +193,7 @@ class Training:
 
 
 def is_training(content: Any) -> bool:
-    """Say whether what stands in a file is a training job, if perhaps a wrong one.
+    """Whether the content of a file describes a training job, perhaps a wrong one.
 
     Example:
         >>> is_training({"trainingInput": {}}), is_training({"scaleTier": "BASIC_GPU"})
@@ -204,17 +201,19 @@ def is_training(content: Any) -> bool:
         >>> is_training({"provider": {}})
         False
     """
-    return isinstance(content, dict) and (INPUT in content or not KNOWN.isdisjoint(content))
+    return isinstance(content, dict) and not content.keys().isdisjoint(
+        (INPUT, *TRAINING["properties"])
+    )
 
 
 def read(document: Document, *, trust: bool = False) -> Training:
     """Return the training job that a file describes.
 
-    Machines and GPUs are those of AI Platform Training; in a file that names any which it never
-    had, today's of Compute Engine.
+    Machines and GPUs are those of AI Platform Training; in a file that names others, today's of
+    Compute Engine.
 
     Raises:
-        CloudError: Something is wrong with it; says all that is, where, and what would be right.
+        CloudError: The file has mistakes; the message lists all, with their places.
 
     Example:
         >>> from raypool.cluster.documents import documents_of
@@ -225,406 +224,205 @@ def read(document: Document, *, trust: bool = False) -> Training:
         [('head', 'n1-standard-16', 4, 0), ('worker', 'n1-standard-4', 0, 2)]
     """
     findings = Findings(document, trust)
-    _check_outside(findings)
-    findings.finish()  # what is not where it belongs says nothing
-    findings.check_keys((INPUT,), KNOWN)
-    _check_unable(findings, (INPUT,), UNABLE)
-    training = Training(
-        groups=tuple(_groups(findings)),
-        region=_text(findings, (INPUT, "region")),
-        name=_text(findings, ("jobId",)),
-        job_dir=_text(findings, (INPUT, "jobDir")),
-        module=_text(findings, (INPUT, "pythonModule")),
-        args=_texts(findings, (INPUT, "args")),
-        image=_image(findings),
-        container_command=(
-            *_texts(findings, (INPUT, "masterConfig", "containerCommand")),
-            *_texts(findings, (INPUT, "masterConfig", "containerArgs")),
-        ),
-        chief=_chief(findings),
-    )
-    if (why := why_no_zone(training.kinds, training.region)) is not None:
-        findings.unlisted((INPUT, "region") if training.region is not None else (INPUT,), why)
-    if training.job_dir is not None and (wrong := _why_no_job_dir(training.job_dir)) is not None:
-        findings.add((INPUT, "jobDir"), wrong)
+    content = document.content
+    if is_training(content) and INPUT not in content:
+        first = next(name for name in content if name in TRAINING["properties"])
+        findings.add(
+            (first,),
+            f"{first} belongs into trainingInput: write `trainingInput:` above it, and"
+            " indent the settings.",
+        )
+        findings.finish()
+    findings.check_schema(SCHEMA)
+    entries = findings.at((INPUT,))
+    if not isinstance(entries, dict):
+        findings.finish()
+    # The other checks rely on the types of entries, so they leave out those with a mistake.
+    wrong = {problem.keys[1] for problem in findings.problems if len(problem.keys) > 1}
+    settings = {name: value for name, value in entries.items() if name not in wrong}
+    groups = _groups(findings, settings, wrong)
+    _check_roles(findings, settings)
     for name, why in UNUSED.items():
-        if name in findings.at((INPUT,)):
+        if name in settings:
             findings.doubt((INPUT, name), f"{name} is not used: {why}.")
+    master = settings.get("masterConfig", {})
+    chief = settings.get("useChiefInTfConfig")
+    training = Training(
+        groups=groups,
+        region=settings.get("region"),
+        name=content.get("jobId"),
+        job_dir=settings.get("jobDir"),
+        module=settings.get("pythonModule"),
+        args=tuple(settings.get("args", ())),
+        image=master.get("imageUri"),
+        container_command=(
+            *master.get("containerCommand", ()),
+            *master.get("containerArgs", ()),
+        ),
+        chief=None if chief is None else "chief" if chief else "master",
+    )
+    if training.region is not None:
+        try:
+            catalogue("gce").check_place(training.region, *training.kinds)
+        except CloudError as error:
+            findings.unlisted((INPUT, "region"), str(error))
     return replace(training, notes=findings.finish())
 
 
-def _check_outside(findings: Findings) -> None:
-    """Note mistakes outside the settings of the job."""
-    content = findings.at(())
-    if not isinstance(content, dict):
-        findings.add(
-            (), f"{_shown(content)} stands here. A training job is a mapping with trainingInput."
-        )
-    elif INPUT not in content and is_training(content):
-        first = next(name for name in content if name in KNOWN)
-        findings.add(
-            (first,),
-            f"{first} belongs into trainingInput: write `trainingInput:` above it, and indent what"
-            " that has.",
-        )
-    else:
-        findings.check_keys((), OUTSIDE)
-        if INPUT not in content:
-            findings.add((), "there is no trainingInput, which says what machines the job has.")
-        elif not isinstance(content[INPUT], dict):
-            findings.add(
-                (INPUT,),
-                f"trainingInput is {_shown(content[INPUT])}; it should have settings, such as"
-                " scaleTier.",
-            )
+def _check_roles(findings: Findings, settings: Mapping[str, Any]) -> None:
+    """Note settings that are not supported, and containers of other roles than the master."""
+    master, *others = (settings.get(f"{role}Config", {}) for role in GROUPS)
+    image = master.get("imageUri")
+    for role, config in zip(list(GROUPS)[1:], others, strict=True):
+        keys: Keys = (INPUT, f"{role}Config")
+        if (other := config.get("imageUri", image)) != image:
+            text = f"imageUri is {other!r}, and the master's is {image!r}: all must be the same."
+            findings.add((*keys, "imageUri"), text)
+        for name in {"containerCommand", "containerArgs"} & config.keys():
+            findings.doubt((*keys, name), f"{name} is not used: the job runs on the master only.")
+    for keys in ((INPUT,), *((INPUT, f"{role}Config") for role in GROUPS)):
+        for name, instead in UNABLE.items():
+            if findings.at((*keys, name)) is not None:
+                findings.add((*keys, name), f"{name} is not supported. {instead}")
 
 
-def _check_unable(findings: Findings, keys: Keys, unable: dict[str, str]) -> None:
-    for name, instead in unable.items():
-        if findings.at((*keys, name)) is not None:
-            findings.add((*keys, name), f"{name} is nothing that raypool can keep. {instead}")
+def check_today(training: Training) -> None:
+    """Make sure that a job's machines still exist.
 
-
-def _why_no_job_dir(job_dir: str) -> str | None:
-    """Return what is wrong with a job's folder, None if nothing can be seen to be from here.
-
-    Example:
-        >>> _why_no_job_dir("gs://my-bucket/run-1"), _why_no_job_dir("/mnt/shared/run-1")
-        (None, None)
-        >>> _why_no_job_dir("gs:/my-bucket/run-1").partition(", ")[2]
-        's3://BUCKET/... nor a path that begins with /.'
-    """
-    scheme, colon, rest = job_dir.partition("://")
-    if colon and scheme in BUCKETS:
-        bucket = rest.partition("/")[0]
-        if BUCKETS[scheme].fullmatch(bucket):
-            return None
-        return (
-            f"{bucket!r} cannot be a bucket's name: three or more of a-z, 0-9, '-' and '.', a"
-            " letter or digit at both ends."
-        )
-    if job_dir.startswith("/"):
-        return None
-    return f"{job_dir!r} is neither gs://BUCKET/..., s3://BUCKET/... nor a path that begins with /."
-
-
-def todays_options(training: Training) -> list[str]:
-    """Return the options that give each machine of a job, of those that can be had today.
+    Raises:
+        CloudError: Some do not; the message ends with options that replace all machines.
 
     Example:
         >>> head = NodeGroup(name="head", machine="n1-standard-8", gpu="K80", gpus=1)
-        >>> " ".join(todays_options(Training(groups=(head,)))[2:])
-        '--master-machine-type n1-standard-8 --master-accelerator count=1,type=nvidia-tesla-t4'
+        >>> check_today(Training(groups=(head,)))
+        Traceback (most recent call last):
+        raypool.errors.CloudError: head: K80 GPUs have not been available since 2024-05-01...
     """
-    gce = catalogue("gce")
+    gce, why = catalogue("gce"), None
     roles = {group: role for role, group in GROUPS.items()}
     words = ["--scale-tier", "custom"]
     for group in training.groups:
         machine, gpu, gpus = group.machine, group.gpu, group.gpus
+        if machine not in gce.machines:
+            continue  # a newer one
         try:
             gce.check(machine, gpu, gpus)
-        except CloudError:
+        except CloudError as error:
+            why = why or f"{group.name}: {error}"
             gpu, gpus = "T4", next((n for n in (1, 2, 4) if n >= gpus), 4)
-            if machine not in gce.machines or gpus not in gce.allowed(machine, gpu):
-                machine = smallest(gce, gpu, gpus).name
+            if gpus not in gce.allowed(machine, gpu):
+                machine = gce.smallest(gpu, gpus).name
         role = re.sub("[A-Z]", lambda letter: f"-{letter[0].lower()}", roles[group.name])
         words += [f"--{role}-machine-type", machine]
         if gpu and (accelerator := gce.gpu(gpu).accelerator):
             words += [f"--{role}-accelerator", f"count={gpus},type={accelerator}"]
-    return words
+    if why is not None:
+        raise CloudError(f"{why} Options override the file: {shlex.join(words)}")
 
 
 # --- machines -------------------------------------------------------------------------------------
 
 
-def _groups(findings: Findings) -> Iterator[NodeGroup]:
-    """Yield a job's groups of machines, the master's first, and note what is wrong with them."""
-    tier = findings.at((INPUT, "scaleTier"))
+def _groups(
+    findings: Findings, settings: Mapping[str, Any], wrong: set[Any]
+) -> tuple[NodeGroup, ...]:
+    """Return a job's groups of machines, the master's first; note those that cannot exist."""
+    tier = settings.get("scaleTier")
     if tier == "CUSTOM":
-        have = _catalogue(findings)
-        for role in GROUPS:
-            yield from _group(findings, role, have)
-        _check_legacy(findings, have)
-    elif isinstance(tier, str) and tier in TIERS:
-        machine, gpu, gpus = TIERS[tier]
-        yield NodeGroup(name=GROUPS["master"], machine=machine, gpu=gpu, gpus=gpus)
-        for name in (*TYPES, *COUNTS, *CONFIGS):
-            if findings.at((INPUT, name)) is not None:
-                findings.add(
-                    (INPUT, name),
-                    f"{name} goes with scaleTier CUSTOM only; {tier} is one {machine}.",
-                )
-    elif tier is None:
-        findings.add(
-            (INPUT,),
-            "scaleTier is missing: CUSTOM, where the machines are said, or one of"
-            f" {', '.join(TIERS)}.",
-        )
-    else:
-        findings.add(
-            (INPUT, "scaleTier"),
-            f"there is no scaleTier {_shown(tier)} here{nearest(str(tier), ('CUSTOM', *TIERS))}",
-        )
-
-
-def _catalogue(findings: Findings) -> Catalogue:
-    """Return the old catalogue, or today's if only that has all machines of the file."""
-    then, today = catalogue("ai-platform-2021"), catalogue("gce")
-    machines = [findings.at((INPUT, name)) for name in TYPES]
-    gpus = [findings.at((INPUT, name, "acceleratorConfig", "type")) for name in CONFIGS]
-    return today if not _knows(then, machines, gpus) and _knows(today, machines, gpus) else then
-
-
-def _knows(have: Catalogue, machines: list[Any], gpus: list[Any]) -> bool:
-    try:
-        for gpu in gpus:
-            if isinstance(gpu, str):
-                have.gpu(gpu)
-    except CloudError:
-        return False
-    return all(machine in have.machines for machine in machines if isinstance(machine, str))
-
-
-def _group(findings: Findings, role: str, have: Catalogue) -> Iterator[NodeGroup]:
-    """Yield the machines of a role, if it has any that can be."""
-    size = 1 if role == "master" else _size(findings, role)
-    name = findings.at((INPUT, f"{role}Type"))
-    if size == 0:
-        return
-    if name is None:
-        at = (INPUT,) if role == "master" else (INPUT, f"{role}Count")
-        findings.add(at, f"{role}Type is missing: the kind of machine, such as n1-highcpu-16.")
-        return
-    _check_config(findings, role)
-    if not isinstance(name, str):
-        findings.add((INPUT, f"{role}Type"), f"{role}Type is {_shown(name)}, not a text.")
-        return
-    machine = have.shape(name)
-    try:
-        have.machine(name)
-    except CloudError as error:
-        findings.unlisted((INPUT, f"{role}Type"), str(error))
-    gpu, gpus = _gpus(findings, role, machine, have)
-    always = 0 if role == "master" else size
-    kind = machine.compute or machine.name
-    group = NodeGroup(
-        name=GROUPS[role], machine=kind, gpu=gpu, gpus=gpus, least=always, most=always
-    )
-    yield (
-        group if (disk_gb := _disk_gb(findings, role)) is None else replace(group, disk_gb=disk_gb)
-    )
-
-
-def _size(findings: Findings, role: str) -> int:
-    """Return the number of machines of a role; 1, and a note, if it is invalid."""
-    keys = (INPUT, f"{role}Count")
-    given = findings.at(keys)
-    count = _whole(given)
-    if given is None:
-        named = [
-            name
-            for name in (f"{role}Type", f"{role}Config")
-            if findings.at((INPUT, name)) is not None
-        ]
-        if not named:
-            return 0
-        findings.add(
-            (INPUT, named[0]),
-            f"{named[0]} is given, but no {role}Count: there would be none. Say how many there"
-            " are.",
-        )
-        return 1
-    if count is None or count < 0:
-        findings.add(keys, f"{role}Count is {_shown(given)}; a whole number, 0 or more, would do.")
-        return 1
-    return count
-
-
-def _check_config(findings: Findings, role: str) -> None:
-    """Note what is wrong with how the machines of a role are equipped, but for their GPUs."""
-    keys = (INPUT, f"{role}Config")
-    config = findings.at(keys)
-    if config is not None and not isinstance(config, dict):
-        findings.add(
-            keys, f"{role}Config is {_shown(config)}; it should have acceleratorConfig: {EXAMPLE}."
-        )
-        return
-    known = ("acceleratorConfig", "diskConfig", *OF_CONTAINERS, *UNABLE_OF_ROLES)
-    findings.check_keys(keys, known)
-    _check_unable(findings, keys, UNABLE_OF_ROLES)
-    if isinstance(findings.at((*keys, "diskConfig")), dict):
-        findings.check_keys((*keys, "diskConfig"), ("bootDiskSizeGb", "bootDiskType"))
-
-
-def _disk_gb(findings: Findings, role: str) -> int | None:
-    keys = (INPUT, f"{role}Config", "diskConfig", "bootDiskSizeGb")
-    given = findings.at(keys)
-    size = _whole(given)
-    if given is not None and (size is None or size < 1):
-        findings.add(
-            keys, f"bootDiskSizeGb is {_shown(given)}; a whole number of GB would do, such as 200."
-        )
-    return size
-
-
-def _gpus(
-    findings: Findings, role: str, machine: Machine, have: Catalogue
-) -> tuple[str | None, int]:
-    """Return kind and number of the GPUs of a role's machines; note impossible ones."""
-    keys = (INPUT, f"{role}Config", "acceleratorConfig")
-    given = findings.at(keys)
-    if machine.compute:
-        if given is not None:
-            has = f"{machine.gpus} {machine.gpu}" if machine.gpu else "no GPUs"
-            findings.add(
-                keys,
-                f"{machine.name} always has {has}. GPUs are attached to machines such as"
-                f" {machine.compute}.",
-            )
-        return machine.gpu, machine.gpus
-    if given is None:
-        gpu, gpus = None, 0
-    else:
-        gpu, gpus = _accelerator(findings, keys, given)
-        if gpu is None:
-            return None, 0
-    try:
-        if machine.name in have.machines:
-            have.check(machine.name, gpu, gpus)
-    except CloudError as error:
-        findings.add((INPUT, f"{role}Type") if given is None else keys, str(error))
-        return None, 0
-    return (None, 0) if gpu is None else (have.gpu(gpu).name, gpus)
-
-
-def _accelerator(findings: Findings, keys: Keys, given: Any) -> tuple[str | None, int]:
-    """Return type and count of an acceleratorConfig; (None, 0), and a note, if it is wrong."""
-    if not isinstance(given, dict):
-        findings.add(keys, f"acceleratorConfig is {_shown(given)}; {EXAMPLE} would do.")
-        return None, 0
-    findings.check_keys(keys, ("count", "type"))
-    gpu, gpus = given.get("type"), _whole(given.get("count"))
-    if not isinstance(gpu, str):
-        findings.add(keys, f"the type of GPU is {_shown(gpu)}; {EXAMPLE} would do.")
-    if gpus is None or gpus < 1:
-        findings.add(
-            (*keys, "count"),
-            f"the count of GPUs is {_shown(given.get('count'))}; a whole number, 1 or more,"
-            " would do.",
-        )
-    elif isinstance(gpu, str):
-        return gpu, gpus
-    return None, 0
-
-
-def _check_legacy(findings: Findings, have: Catalogue) -> None:
-    """Note roles that mix legacy machines with others."""
-    # The API refuses a legacy worker beside another sort of master, and the reverse.
-    named = {name: findings.at((INPUT, name)) for name in TYPES}
-    legacy = {
-        name: bool(have.machines[kind].compute)
-        for name, kind in named.items()
-        if isinstance(kind, str) and kind in have.machines
-    }
-    for name, is_legacy in legacy.items():
-        if is_legacy != legacy.get("masterType", is_legacy):
-            kinds = ("one of the legacy machines", "one of Compute Engine's")
-            mine, masters = kinds if is_legacy else kinds[::-1]
-            findings.add(
-                (INPUT, name),
-                f"{named[name]} is {mine}, the master's {named['masterType']} {masters}. Use one"
-                " sort for all.",
-            )
-
-
-# --- values ---------------------------------------------------------------------------------------
-
-
-def _whole(value: Any) -> int | None:
-    """Return a whole number, which the API takes as a text, too; None if it is none."""
-    if isinstance(value, str) and value.isdecimal():
-        return int(value)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _text(findings: Findings, keys: Keys) -> str | None:
-    given = findings.at(keys)
-    if given is None or (isinstance(given, str) and given):
-        return given
-    findings.add(keys, f"{keys[-1]} is {_shown(given)}, not a text.")
-    return None
-
-
-def _image(findings: Findings) -> str | None:
-    """Return the image of the master, which all machines run."""
-    image = _text(findings, (INPUT, "masterConfig", "imageUri"))
-    for role in GROUPS:
-        other = findings.at((INPUT, f"{role}Config", "imageUri"))
-        if other is not None and other != image:
-            text = f"imageUri is {_shown(other)}, and the master's {_shown(image)}: it must be one."
-            findings.add((INPUT, f"{role}Config", "imageUri"), text)
-        for name in OF_CONTAINERS[1:] if role != "master" else ():
-            if findings.at((INPUT, f"{role}Config", name)) is not None:
-                text = f"{name} is not used: the job runs on the master, and reaches the others."
-                findings.doubt((INPUT, f"{role}Config", name), text)
-    return image
-
-
-def _chief(findings: Findings) -> str | None:
-    given = findings.at((INPUT, "useChiefInTfConfig"))
-    if given is not None and not isinstance(given, bool):
-        findings.add((INPUT, "useChiefInTfConfig"), f"it is {_shown(given)}, not true or false.")
-    return None if given is None else "chief" if given else "master"
-
-
-def _texts(findings: Findings, keys: Keys) -> tuple[str, ...]:
-    given = findings.at(keys)
-    if given is not None and (
-        not isinstance(given, list) or not all(isinstance(each, str) for each in given)
-    ):
-        findings.add(
-            keys,
-            f'{keys[-1]} is {_shown(given)}, not a list of texts. Numbers need quotes: ["--steps",'
-            ' "100"].',
-        )
+        known = _catalogue(settings)
+        groups = (_group(findings, settings, role, known, wrong) for role in GROUPS)
+        return tuple(group for group in groups if group is not None)
+    if tier is None:
         return ()
-    return tuple(given or ())
+    machine, gpu, gpus = TIERS[tier]
+    for name in settings:
+        if re.fullmatch(f"({'|'.join(GROUPS)})(Type|Count|Config)", name):
+            findings.add((INPUT, name), f"{name} needs scaleTier CUSTOM; {tier} is one {machine}.")
+    return (NodeGroup(name=GROUPS["master"], machine=machine, gpu=gpu, gpus=gpus),)
 
 
-def _shown(value: Any) -> str:
-    text = "missing" if value is None else repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+def _catalogue(settings: Mapping[str, Any]) -> Catalogue:
+    """Return the old catalogue, or today's if only that has all machines of the file."""
+
+    def has_all(known: Catalogue) -> bool:
+        for role in GROUPS:
+            if settings.get(f"{role}Type", "n1-standard-4") not in known.machines:
+                return False
+            gpus = settings.get(f"{role}Config", {}).get("acceleratorConfig")
+            try:
+                known.gpu(gpus["type"] if gpus else "T4")
+            except CloudError:
+                return False
+        return True
+
+    then, today = catalogue("ai-platform-2021"), catalogue("gce")
+    return today if has_all(today) and not has_all(then) else then
 
 
-# --- options of the command line that win over entries of a file ----------------------------------
+def _group(
+    findings: Findings,
+    settings: Mapping[str, Any],
+    role: str,
+    known: Catalogue,
+    wrong: set[Any],
+) -> NodeGroup | None:
+    """Return the machines of a role; None if it has none, or a mistake was noted."""
+    name_type, name_count, name_config = (f"{role}{each}" for each in ("Type", "Count", "Config"))
+    given = [name for name in (name_type, name_config) if name in settings]
+    if role == "master" or name_count in wrong:
+        count = 1
+    elif (count := int(settings.get(name_count, 0))) == 0:
+        if given and name_count not in settings:
+            findings.add((INPUT, given[0]), f"{given[0]} is given, but no {name_count}.")
+        return None
+    if {name_type, name_config} & wrong:
+        return None
+    if name_type not in settings:
+        at = (INPUT,) if role == "master" else (INPUT, name_count)
+        findings.add(at, f"{name_type} is missing: the machine type, such as n1-highcpu-16.")
+        return None
+    machine, config = known.shape(settings[name_type]), settings.get(name_config, {})
+    gpu, gpus = machine.gpu, machine.gpus
+    keys: Keys = (INPUT, name_type)
+    try:
+        known.machine(machine.name)
+    except CloudError as error:
+        findings.unlisted(keys, str(error))
+    if attached := config.get("acceleratorConfig"):
+        gpu, gpus = attached["type"], int(attached["count"])
+        keys = (INPUT, name_config, "acceleratorConfig")
+    try:
+        gpu = known.gpu(gpu).name if gpu else None
+        if machine.name in known.machines:
+            known.check(machine.name, gpu, gpus)
+    except CloudError as error:
+        findings.add(keys, str(error))
+        return None
+    size = 0 if role == "master" else count
+    group = NodeGroup(
+        name=GROUPS[role],
+        machine=machine.compute or machine.name,
+        gpu=gpu,
+        gpus=gpus,
+        least=size,
+        most=size,
+    )
+    disk = config.get("diskConfig", {}).get("bootDiskSizeGb")
+    return group if disk is None else replace(group, disk_gb=int(disk))
 
 
-@dataclass(frozen=True)
-class Overridden(Document):
-    """A document with entries replaced by options of the command line.
-
-    Attributes:
-        options: The ways to these entries, with the options that gave them.
-    """
-
-    options: Mapping[Keys, str] = field(default_factory=dict)
-
-    def place_of(self, keys: Keys) -> str:
-        """Return the place of an entry: its option, its line, or "The command line" (no file)."""
-        for length in range(len(keys), 0, -1):
-            if keys[:length] in self.options:
-                return self.options[keys[:length]]
-        return super().place_of(keys) if self.name else "The command line"
+# --- options of the command line that override entries of a file ----------------------------------
 
 
-def overridden(document: Document | None, options: Mapping[str, tuple[Keys, Any]]) -> Overridden:
+def overridden(document: Document, options: Mapping[str, tuple[Keys, Any]]) -> Document:
     """Return a document with some of its entries replaced.
 
     Args:
-        document: The file's; None: there is none, and options say everything.
-        options: The options that were given, each with the way to its entry and the value.
+        document: The file's.
+        options: The given options, each with the path to its entry and the value.
 
     Example:
+        >>> from raypool.cluster.documents import documents_of
         >>> text = "trainingInput: {scaleTier: CUSTOM, workerCount: 9}"
         >>> [document] = documents_of(text, "config.yaml")
         >>> count, tier = ("trainingInput", "workerCount"), ("trainingInput", "scaleTier")
@@ -634,24 +432,14 @@ def overridden(document: Document | None, options: Mapping[str, tuple[Keys, Any]
         >>> changed.place_of(count), changed.place_of(tier)
         ('--worker-count', 'config.yaml, line 1')
     """
-    if document is None:
-        [document] = documents_of("{}", "")
-    content = document.content
-    for keys, value in options.values():
-        content = _replaced(content, keys, value)
-    return Overridden(
-        document.name,
-        content,
-        document.node,
-        {keys: option for option, (keys, _) in options.items()},
-    )
-
-
-def _replaced(content: Any, keys: Keys, value: Any) -> Any:
-    """Return a copy of `content` with one entry replaced."""
-    if not keys:
-        return value
-    if not isinstance(content, dict) and content is not None:
-        return content  # `check` reports it
-    inner = {} if content is None else content
-    return {**inner, keys[0]: _replaced(inner.get(keys[0]), keys[1:], value)}
+    content = copy.deepcopy(document.content)
+    for (*above, last), value in options.values():
+        entry = content
+        for key in above:
+            if isinstance(entry, dict) and entry.get(key) is None:
+                entry[key] = {}
+            entry = entry[key] if isinstance(entry, dict) else None
+        if isinstance(entry, dict):  # else `read` reports it
+            entry[last] = value
+    places = {keys: option for option, (keys, _) in options.items()}
+    return replace(document, content=content, options=places)

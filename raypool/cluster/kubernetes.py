@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from raypool.cluster import packages, software
-from raypool.cluster.documents import Findings, Keys, nearest
+from raypool.cluster.documents import PLACEHOLDER, Findings, Keys, nearest
 from raypool.cluster.launcher_file import (
     ACCELERATOR,
     CLIENT_PORT,
@@ -36,10 +36,8 @@ from raypool.cluster.machines import catalogue
 from raypool.cluster.plan import ClusterPlan, NodeGroup
 from raypool.errors import CloudError
 
-API = "ray.io/v1"
 GPU = "nvidia.com/gpu"  # what NVIDIA's device plugin calls the GPUs of a node
-# so long `ray start --block` drains after SIGTERM [s]
-DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"  # `ray start --block` drains so long after SIGTERM
 
 GKE_SPOT = "cloud.google.com/gke-spot"
 AKS_SPOT = "kubernetes.azure.com/scalesetpriority"
@@ -51,14 +49,12 @@ SPOT_LABELS = {
 }
 """The labels of nodes on spot machines: GKE, EKS by node groups or by Karpenter, AKS."""
 
-SPOT_TAINTS = (GKE_SPOT, AKS_SPOT)
-"""Those of them that are taints, too."""
+SPOT_TAINTS = (GKE_SPOT, AKS_SPOT)  # two of these labels are taints, too
 
+# No file can travel to a pod. This is to be filled in where raypool was installed from a folder.
 RAYPOOL = "<address of a wheel of raypool: https://...#sha256=...>"
-"""To be filled in where raypool was installed from a folder: no file can travel to a pod."""
-
+# Pods cannot see the folder that a job is submitted from.
 CODE = "<address of a zip of your code: https://...>"
-"""To be filled in for a job: pods cannot see the folder that it is submitted from."""
 
 # from SIGTERM to SIGKILL; GKE gives pods on spot machines 15 s, whatever they ask for
 GRACE_S, SPOT_GRACE_S = 60, 15
@@ -66,20 +62,18 @@ END_S = 5  # of that, what Ray needs to end after draining
 
 # the operator appends to it, and Kubernetes allows 63 letters
 LONGEST_NAME = {"RayCluster": 53, "RayJob": 47}
-OTHERS = ("RayService", "RayCronJob")
-"""KubeRay's other kinds, which only Kubernetes checks."""
+OTHERS = ("RayService", "RayCronJob")  # KubeRay's other kinds, which only Kubernetes checks
 
-PATIENCE_S = 60
-"""A cluster has to answer `kubectl` within this time [s]."""
+PATIENCE_S = 60  # for an answer to `kubectl`
 
+# What a pod asks for, for each of its GPUs, unless the plan says more: it fits where a machine has
+# 4 vCPUs and 15 GB for each, of which Kubernetes keeps some.
 CPUS, MEMORY_GB = 3, 12
-"""The request of a pod (for each of its GPUs) without a plan's: it fits where a machine has 4 vCPUs
-and 15 GB for each, of which Kubernetes keeps some."""
 
 
 def write(plan: ClusterPlan) -> dict[str, Any]:
     """Return the RayCluster of a plan, autoscaled if a group may grow; with a job, the RayJob that
-    makes the cluster, runs the command on its head, and takes it down.
+    makes the cluster, runs the command on its head, and deletes the cluster.
 
     A group with a `gpu` asks for it by GKE's label of nodes; in other clouds, and without a `gpu`,
     pods run on any nodes that have GPUs.
@@ -97,18 +91,15 @@ def write(plan: ClusterPlan) -> dict[str, Any]:
     """
     kind, spec = "RayCluster", _cluster(plan)
     if plan.job is not None:
-        kind, spec = "RayJob", _job(plan, spec)
-    return {"apiVersion": API, "kind": kind, "metadata": {"name": plan.name}, "spec": spec}
-
-
-def _job(plan: ClusterPlan, cluster: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "entrypoint": plan.job,
-        "runtimeEnvYAML": f'working_dir: "{plan.working_dir or CODE}"\n',
-        "shutdownAfterJobFinishes": True,
-        "ttlSecondsAfterFinished": 300,  # so long its logs can be read there
-        "rayClusterSpec": cluster,
-    }
+        kind = "RayJob"
+        spec = {
+            "entrypoint": plan.job,
+            "runtimeEnvYAML": f'working_dir: "{plan.working_dir or CODE}"\n',
+            "shutdownAfterJobFinishes": True,
+            "ttlSecondsAfterFinished": 300,  # so long its logs can be read there
+            "rayClusterSpec": spec,
+        }
+    return {"apiVersion": "ray.io/v1", "kind": kind, "metadata": {"name": plan.name}, "spec": spec}
 
 
 def how_to_connect(name: str) -> list[str]:
@@ -140,22 +131,14 @@ def _cluster(plan: ClusterPlan) -> dict[str, Any]:
         "enableInTreeAutoscaling": True,
         "autoscalerOptions": {"version": "v2", "idleTimeoutSeconds": round(plan.idle_minutes * 60)},
     }
-    template = _template(plan, plan.head)
-    [container] = template["spec"]["containers"]
+    # a head without GPUs offers no CPUs either, so tasks stay off it
+    head = _group(plan, plan.head, {} if plan.head.gpus else {"num-cpus": "0"})
+    [container] = head["template"]["spec"]["containers"]
     container["env"] += [
         {"name": name, "value": str(value)} for name, value in HEALTH_CHECKS.items()
     ]
-    container["ports"] = [
-        {"name": "gcs-server", "containerPort": PORT},
-        {"name": "dashboard", "containerPort": DASHBOARD_PORT},
-        {"name": "client", "containerPort": CLIENT_PORT},
-    ]
-    head = {
-        # a head without GPUs offers no CPUs either, so tasks stay off it
-        "rayStartParams": {} if plan.head.gpus else {"num-cpus": "0"},
-        "labels": _labels(plan.head),
-        "template": template,
-    }
+    ports = {"gcs-server": PORT, "dashboard": DASHBOARD_PORT, "client": CLIENT_PORT}
+    container["ports"] = [{"name": name, "containerPort": port} for name, port in ports.items()]
     return {
         "rayVersion": version("ray"),
         "authOptions": {"mode": "token"},
@@ -166,7 +149,8 @@ def _cluster(plan: ClusterPlan) -> dict[str, Any]:
 
 
 def _workers(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
-    template = _template(plan, group)
+    described = _group(plan, group, {})
+    template = described.pop("template")
     # user code needs no access to Kubernetes
     template["spec"]["automountServiceAccountToken"] = False
     # Ray sees the kind of an existing GPU; the autoscaler has to know it before the first exists
@@ -176,26 +160,22 @@ def _workers(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
         "replicas": group.least,
         "minReplicas": group.least,
         "maxReplicas": group.most,
-        "rayStartParams": {},
-        "labels": _labels(group),
+        **described,
         **kind,
         "template": template,
     }
 
 
-def _labels(group: NodeGroup) -> dict[str, str]:
-    """Return the labels of pods, which Ray's nodes have, too."""
+def _group(plan: ClusterPlan, group: NodeGroup, start: dict[str, str]) -> dict[str, Any]:
+    """Return what head and workers have in common; `start` has options of `ray start`."""
     kind = {ACCELERATOR: group.gpu} if group.gpu else {}
-    return {ROLE: group.name, "ray.io/market-type": "spot" if group.spot else "on-demand", **kind}
-
-
-def _template(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
+    market = "spot" if group.spot else "on-demand"
     grace_s = SPOT_GRACE_S if group.spot else GRACE_S
     terms, tolerations = _nodes(group)
     required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
     beside = max(group.gpus, 1)
-    cpus = group.cpus if group.cpus is not None else CPUS * beside
-    memory_gb = group.memory_gb if group.memory_gb is not None else MEMORY_GB * beside
+    cpus = CPUS * beside if group.cpus is None else group.cpus
+    memory_gb = MEMORY_GB * beside if group.memory_gb is None else group.memory_gb
     amounts = {"cpu": str(cpus), "memory": f"{round(memory_gb * 1000)}M"}
     if group.gpus:
         amounts[GPU] = str(group.gpus)
@@ -210,20 +190,23 @@ def _template(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
         # limits equal requests: memory that is lent beyond them is taken back by force
         "resources": {"requests": amounts, "limits": dict(amounts)},
     }
+    pod = {
+        "terminationGracePeriodSeconds": grace_s,
+        **({"affinity": {"nodeAffinity": required}} if terms else {}),
+        **({"tolerations": tolerations} if tolerations else {}),
+        "containers": [container],
+    }
     return {
-        "spec": {
-            "terminationGracePeriodSeconds": grace_s,
-            **({"affinity": {"nodeAffinity": required}} if terms else {}),
-            **({"tolerations": tolerations} if tolerations else {}),
-            "containers": [container],
-        }
+        "rayStartParams": start,
+        "labels": {ROLE: group.name, "ray.io/market-type": market, **kind},
+        "template": {"spec": pod},
     }
 
 
 def _install(plan: ClusterPlan) -> str:
     """Return the command that installs a plan's packages in a pod."""
     torch = packages.version_of("torch", plan.packages)
-    build = software.torch_build([group.gpu for group in plan.groups if group.gpu], torch)
+    build = software.torch_build(plan.gpus, torch)
     lines = list(plan.packages)
     index = ""
     if build != software.AUTO:
@@ -235,45 +218,37 @@ def _install(plan: ClusterPlan) -> str:
 
 
 def image(plan: ClusterPlan, group: NodeGroup) -> str:
-    """Return Ray's image for this Ray, the plan's Python, and CUDA if the group has GPUs.
-
-    Example:
-        >>> worker = NodeGroup(name="worker", gpus=1)
-        >>> kind = {"name": "lab", "provider": "kubernetes", "python": "3.12"}
-        >>> plan = ClusterPlan(**kind, head=NodeGroup(name="head"), workers=(worker,))
-        >>> image(plan, worker).partition("-")[2]
-        'py312-gpu'
-    """
+    """Return Ray's image for this Ray, the plan's Python, and CUDA if the group has GPUs."""
     python, cuda = plan.python.replace(".", ""), "-gpu" if group.gpus else ""
     return f"rayproject/ray:{version('ray')}-py{python}{cuda}"
 
 
 def _nodes(group: NodeGroup) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
     """Return terms of nodes for a group's pods, of which one must hold, and tolerated taints."""
+
+    def has(label: str, value: str) -> dict[str, Any]:
+        return {"key": label, "operator": "In", "values": [value]}
+
     tolerations = []
     if group.gpus:
         tolerations.append({"key": GPU, "operator": "Exists", "effect": "NoSchedule"})
     kind = []
     if group.gpu is not None:
         accelerator = str(catalogue("gce").gpu(group.gpu).accelerator)
-        kind = [_has("cloud.google.com/gke-accelerator", accelerator)]
+        kind = [has("cloud.google.com/gke-accelerator", accelerator)]
     if not group.spot:
         # other clouds have no label of their own for a kind of GPU
         elsewhere = [{"key": "cloud.google.com/gke-nodepool", "operator": "DoesNotExist"}]
         alternatives = [kind, elsewhere] if kind else []
     else:
         alternatives = [
-            [_has(label, value), *(kind if label == GKE_SPOT else [])]
+            [has(label, value), *(kind if label == GKE_SPOT else [])]
             for label, value in SPOT_LABELS.items()
         ]
         for label in SPOT_TAINTS:
             taint = {"key": label, "operator": "Equal", "value": SPOT_LABELS[label]}
             tolerations.append({**taint, "effect": "NoSchedule"})
     return [{"matchExpressions": each} for each in alternatives], tolerations
-
-
-def _has(label: str, value: str) -> dict[str, Any]:
-    return {"key": label, "operator": "In", "values": [value]}
 
 
 # --- checks of manifests --------------------------------------------------------------------------
@@ -285,7 +260,7 @@ def is_manifest(content: object) -> bool:
 
 
 def check(findings: Findings) -> None:
-    """Note sure mistakes in a manifest, and open access; Kubernetes itself checks the rest."""
+    """Note open access, and what Kubernetes does not notice although it cannot work."""
     kind, name = (str(findings.at(keys) or "") for keys in (("kind",), ("metadata", "name")))
     if kind in OTHERS:
         return
@@ -293,7 +268,10 @@ def check(findings: Findings) -> None:
         findings.add(("kind",), f"kind is {kind!r}{nearest(kind, (*LONGEST_NAME, *OTHERS))}")
         return
     longest = LONGEST_NAME[kind]
-    if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?|<.*", name) or len(name) > longest:
+    if (
+        not re.fullmatch(rf"[a-z]([-a-z0-9]*[a-z0-9])?|{PLACEHOLDER}.*", name)
+        or len(name) > longest
+    ):
         text = (
             f"name is {name!r}; it must be small letters, digits and -, a letter first and no -"
             f" last, {longest} at most."
@@ -305,42 +283,24 @@ def check(findings: Findings) -> None:
         spec = ("spec", "rayClusterSpec")
         if findings.at(spec) is None and findings.at(("spec", "clusterSelector")):
             return
-    _check_cluster(findings, spec)
-
-
-def _check_cluster(findings: Findings, spec: Keys) -> None:
-    if not isinstance(findings.at((*spec, "headGroupSpec")), dict):
-        findings.add(spec, "headGroupSpec is missing: the pod that the others join.")
     if findings.at((*spec, "authOptions", "mode")) != "token":
         text = (
             "nobody is asked for a token: whoever reaches Ray can run code. `authOptions: {mode:"
             " token}` makes one."
         )
         findings.doubt((*spec, "authOptions", "mode"), text)
-    for at in (("serviceType",), ("headService", "spec", "type")):
-        if (service := findings.at((*spec, "headGroupSpec", *at))) in ("LoadBalancer", "NodePort"):
+    head: Keys = (*spec, "headGroupSpec")
+    for at in ((*head, "serviceType"), (*head, "headService", "spec", "type")):
+        if (service := findings.at(at)) in ("LoadBalancer", "NodePort"):
             text = (
                 f"{service} opens Ray's ports, unencrypted, to whoever reaches the nodes; `kubectl"
                 " port-forward` does without."
             )
-            findings.doubt((*spec, "headGroupSpec", *at), text)
-    groups = findings.at((*spec, "workerGroupSpecs")) or []
-    if not isinstance(groups, list):
-        findings.add(
-            (*spec, "workerGroupSpecs"),
-            f"workerGroupSpecs is {groups!r}; it must be a list of groups.",
-        )
-        return
-    _check_gpus(findings, (*spec, "headGroupSpec"))
-    for number in range(len(groups)):
-        keys: Keys = (*spec, "workerGroupSpecs", number)
-        least, most = (findings.at((*keys, name)) for name in ("minReplicas", "maxReplicas"))
-        if isinstance(least, int) and isinstance(most, int) and least > most:
-            findings.add(
-                (*keys, "maxReplicas"),
-                f"minReplicas is {least} and maxReplicas {most}; it must be {least} or more.",
-            )
-        _check_gpus(findings, keys)
+            findings.doubt(at, text)
+    groups = findings.at((*spec, "workerGroupSpecs"))
+    count = len(groups) if isinstance(groups, list) else 0
+    for keys in (head, *((*spec, "workerGroupSpecs", number) for number in range(count))):
+        _check_group(findings, keys)
 
 
 def _check_job(findings: Findings) -> None:
@@ -352,7 +312,7 @@ def _check_job(findings: Findings) -> None:
         )
     environment = str(findings.at(("spec", "runtimeEnvYAML")))
     folder = re.search(r"^\s*working_dir:\s*[\"']?([^\"'\n]+)", environment, re.MULTILINE)
-    if folder and not re.match(r"\w+://|/|<", folder[1]):
+    if folder and not re.match(rf"\w+://|/|{PLACEHOLDER}", folder[1]):
         text = (
             f"working_dir is {folder[1]!r}, which pods do not have; it must be the address of a"
             " zip, or a folder of the image."
@@ -360,36 +320,26 @@ def _check_job(findings: Findings) -> None:
         findings.add(("spec", "runtimeEnvYAML"), text)
 
 
-def _check_gpus(findings: Findings, keys: Keys) -> None:
-    """Note a group of pods whose Ray is told of more GPUs than a pod gets."""
-    # Work would wait for them forever. Without a number in `rayStartParams` and `resources`, Ray is
-    # told of the limits.
-    pod: Keys = (*keys, "template", "spec", "containers")
-    containers = findings.at(pod)
-    if findings.at(keys) is not None and not (isinstance(containers, list) and containers):
-        findings.add(
-            (*keys, "template"), "containers are missing in its template: what Ray runs in."
-        )
-        return
-    limits = findings.at((*pod, 0, "resources", "limits"))
-    named = limits.items() if isinstance(limits, dict) else ()
-    has = {str(name): str(count) for name, count in named}
-    if not has.get(GPU, "0").isdecimal():
-        text = (
-            f"{GPU} is {has[GPU]}; it must be a whole number. Workers share a GPU by"
-            " workers_per_gpu of the pool's profile."
-        )
-        findings.add((*pod, 0, "resources", "limits", GPU), text)
-    elif not any(re.search(r"gpu$|/mig-", name) for name in has if name != GPU):
-        # parts of GPUs, and those of other makers
-        for at in ((*keys, "resources", "GPU"), (*keys, "rayStartParams", "num-gpus")):
-            told = str(findings.at(at))
-            if told.isdecimal() and int(told) > int(has.get(GPU, 0)):
-                findings.add(
-                    at,
-                    f"Ray is told of {told} GPUs, and the pod has {has.get(GPU, 0)} by its limits."
-                    " Leave it out.",
-                )
+def _check_group(findings: Findings, keys: Keys) -> None:
+    """Note a group of pods that can have no size, or whose Ray is told of too many GPUs."""
+    least, most = (findings.at((*keys, name)) for name in ("minReplicas", "maxReplicas"))
+    if isinstance(least, int) and isinstance(most, int) and least > most:
+        text = f"minReplicas is {least}, more than maxReplicas, which is {most}."
+        findings.add((*keys, "maxReplicas"), text)
+    limits = findings.at((*keys, "template", "spec", "containers", 0, "resources", "limits"))
+    named = {
+        str(name): str(count)
+        for name, count in (limits.items() if isinstance(limits, dict) else ())
+    }
+    if any(re.search(r"gpu$|/mig-", name) for name in named if name != GPU):
+        return  # parts of GPUs, and those of other makers
+    # Work would wait for missing GPUs forever. Unless told, Ray takes the number of the limits.
+    has = named.get(GPU, "0")
+    for at in ((*keys, "resources", "GPU"), (*keys, "rayStartParams", "num-gpus")):
+        told = str(findings.at(at))
+        if told.isdecimal() and has.isdecimal() and int(told) > int(has):
+            text = f"Ray is told of {told} GPUs, and the pod has {has} by its limits. Leave it out."
+            findings.add(at, text)
 
 
 def ask(path: str | Path) -> tuple[str, ...]:

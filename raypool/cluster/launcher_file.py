@@ -1,8 +1,8 @@
 """Files for Ray's launcher: the entries that all providers share, for installation and start of
 Ray.
 
-Every cluster requires a token, keeps the dashboard on the loopback, and notices a lost machine
-within seconds.
+Every cluster requires a token, binds the dashboard to localhost, and notices a lost machine within
+seconds.
 
 Source: Ray's `autoscaler/_private/updater.py` (the commands are run in this order, each by a login
 shell) and the page "Cluster YAML Configuration Options" of its documentation.
@@ -13,54 +13,41 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from raypool.cluster import packages, software
 from raypool.cluster.documents import Findings, Keys
-from raypool.cluster.machines import OF_PROVIDERS, Machine, catalogue
+from raypool.cluster.machines import CPUS_PER_GPU, OF_PROVIDERS, Machine, catalogue
 from raypool.cluster.plan import ClusterPlan, NodeGroup
 from raypool.errors import CloudError
 
 TOKEN = "~/.ray/auth_token"  # where Ray looks for it, on every machine
 PORT = 6379  # of the head, which the workers join
-CLIENT_PORT = 10001  # of the head, for Ray Client; Ray's own choice
-DASHBOARD_PORT = 8265  # of the head, on its loopback only: jobs, through a tunnel
-
-CPUS_PER_GPU = 4  # to load and prepare data for a GPU
+CLIENT_PORT = 10001  # of the head, for Ray Client; Ray's default
+DASHBOARD_PORT = 8265  # of the head, on localhost only: jobs, through a tunnel
+START = "ray start"  # marks a command that starts Ray
 
 FAST_NETWORKS = ("p4d.", "p4de.", "p5.", "p5e.", "p5en.", "p6-", "a3-", "a4-")
-"""Beginnings of the names of machines that have EFA or GPUDirect."""
+"""The beginnings of names of machines that have EFA or GPUDirect."""
 
 INSTALL_DRIVER = (
     "! grep -qs 0x10de /sys/bus/pci/devices/*/vendor || nvidia-smi -L || (sudo apt-get update -qq"
     " && sudo apt-get install -yq linux-modules-nvidia-{0}-server-$(uname -r)"
     " nvidia-headless-no-dkms-{0}-server nvidia-utils-{0}-server && sudo modprobe nvidia)"
 )
-"""Installs NVIDIA's driver, of a branch, on an Ubuntu that has a GPU (0x10de) and no driver."""
+"""Installs a branch of NVIDIA's driver on an Ubuntu that has a GPU (0x10de) and no driver."""
 
-START = "ray start"  # what a command that starts Ray has in it
-
+# All packages are apart from those of the image, whose Python may differ.
 ENVIRONMENT = "~/raypool-venv"
-"""The environment for all packages on a machine, apart from the image's, whose Python may
-differ.
-"""
+UV = "0.13.9"  # makes the environment and its Python, and installs packages into it
 
-ROLE = "raypool/role"
-"""The label that says which group a machine belongs to."""
-
-ACCELERATOR = "ray.io/accelerator-type"
-"""Ray's own label for the kind of GPU that a machine has."""
-
-UV = "0.13.9"
-"""The version of the tool that makes this environment, with the Python that it is for, and installs
-packages into it.
-"""
+ROLE = "raypool/role"  # the label with the group of a machine
+ACCELERATOR = "ray.io/accelerator-type"  # Ray's own label with the kind of GPU
 
 LAUNCHER_NEEDS = {"gcp": ("google-api-python-client",), "aws": ("boto3",)}
 """The packages that Ray's launcher needs for a provider, also on the head."""
 
-# By default Ray takes 65 s to notice that a machine does not answer any more (5 times 3 s + 10 s);
-# so it takes 8 s.
+# By default Ray gives up a silent machine after 65 s (5 times 3 s + 10 s), so after 8 s.
 HEALTH_CHECKS = {
     "RAY_health_check_period_ms": 1000,
     "RAY_health_check_timeout_ms": 2000,
@@ -68,17 +55,24 @@ HEALTH_CHECKS = {
 }
 
 
+class Rented(NamedTuple):
+    """What a `node_config` rents: the machine type, its GPUs, and whether it is a spot machine."""
+
+    machine: str
+    gpu: str | None
+    gpus: int
+    is_spot: bool
+
+
 def default_packages(
     provider: str, more: Iterable[str] = (), is_image: bool = False
 ) -> tuple[str, ...]:
-    """Return what a provider's machines get: what raypool and the launcher need, and more.
+    """Return the packages for a provider's machines: those of raypool and the launcher, and more.
 
     An image of the user's keeps its own torch and NumPy; only Ray must be the same as here.
     """
     more = [*map(packages.pinned, LAUNCHER_NEEDS.get(provider, ())), *more]
-    if is_image:
-        return (packages.pinned("ray"), *more)
-    return packages.requirements(more)
+    return (packages.pinned("ray"), *more) if is_image else packages.requirements(more)
 
 
 def launcher_file(
@@ -86,34 +80,34 @@ def launcher_file(
     provider: Mapping[str, Any],
     node_config: Callable[[NodeGroup], dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return a file for Ray's launcher, for a provider of whom machines are rented.
+    """Return a file for Ray's launcher, for rented machines.
 
     Args:
         plan: The cluster.
         provider: The entry about the provider.
-        node_config: Gives what the provider is to be told of the machines of a group.
+        node_config: Returns the provider's settings for the machines of a group.
 
     Raises:
-        CloudError: A machine cannot have the GPUs that it is to have.
+        CloudError: The plan has no zone, or a machine cannot have its GPUs.
     """
+    if plan.zone is None:
+        raise CloudError(
+            "No zone is given, and none is known to have the GPUs. Give one with --zone."
+        )
     known = catalogue(OF_PROVIDERS[plan.provider])
     for group in plan.groups:
         if group.machine not in known.machines:
-            continue  # a newer one, of which the check of the file warns
+            continue  # a newer one: the check of the file warns
         try:
             known.check(group.machine, group.gpu, group.gpus)
         except CloudError as error:
             raise CloudError(f"{group.name}: {error}") from None
+    most = sum(group.most for group in plan.workers) if plan.most is None else plan.most
     return {
         "cluster_name": plan.name,
         "provider": dict(provider),
-        "auth": (
-            {"ssh_user": plan.ssh_user}
-            | ({"ssh_private_key": plan.ssh_key} if plan.ssh_key else {})
-        ),
-        "max_workers": (
-            sum(group.most for group in plan.workers) if plan.most is None else plan.most
-        ),
+        "auth": login(plan),
+        "max_workers": most,
         "idle_timeout_minutes": plan.idle_minutes,
         "head_node_type": plan.head.name,
         "available_node_types": {
@@ -132,8 +126,13 @@ def launcher_file(
     }
 
 
+def login(plan: ClusterPlan) -> dict[str, str]:
+    """Return the entry about the login on the machines."""
+    key = {"ssh_private_key": plan.ssh_key} if plan.ssh_key else {}
+    return {"ssh_user": plan.ssh_user, **key}
+
+
 def _resources(plan: ClusterPlan, group: NodeGroup) -> dict[str, int]:
-    """Return the resources of a machine for Ray."""
     if group is plan.head and not group.gpus:
         return {"CPU": 0}  # tasks stay off the head
     cpus = group.cpus
@@ -142,18 +141,13 @@ def _resources(plan: ClusterPlan, group: NodeGroup) -> dict[str, int]:
         cpus = shape.vcpus or CPUS_PER_GPU * max(group.gpus, 1)
     if not group.gpus:
         return {"CPU": cpus}
-    # the machine says so itself, but only once it is there
+    # A machine tells Ray its kind of GPU; the autoscaler has to know it before there is one.
     kind = {f"accelerator_type:{group.gpu}": 1} if group.gpu else {}
     return {"CPU": cpus, "GPU": group.gpus, **kind}
 
 
 def commands(plan: ClusterPlan, flags: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the entries of a launcher's file for copying, installing and starting on machines.
-
-    Args:
-        plan: The cluster.
-        flags: More options of `ray start`, for all machines.
-    """
+    """Return the entries for copying, installing and starting; `flags` are for `ray start`."""
     is_watched = plan.provider in OF_PROVIDERS and plan.idle_shutdown_minutes > 0
     idle = _in_background("idle", f"--minutes {plan.idle_shutdown_minutes:g}")
     # Empty entries stay: for a missing one, Ray takes defaults that open the dashboard to everybody
@@ -172,13 +166,13 @@ def commands(plan: ClusterPlan, flags: Iterable[str] = ()) -> dict[str, Any]:
 def setup_commands(plan: ClusterPlan) -> list[str]:
     """Return the commands that install a plan's packages; they may run again on a machine."""
     if not plan.packages:
-        return []  # Ray has to be there, and on the PATH
+        return []  # Ray has to be on the PATH already
     if plan.image:
         return [f"python -m pip install -r {' '.join(package_mounts(plan))}"]
-    kinds = [group.gpu for group in plan.groups if group.gpu]
-    driver = software.image(plan.provider, kinds) if plan.provider in OF_PROVIDERS else {}
-    build = software.torch_build(kinds, packages.version_of("torch", plan.packages))
-    if plan.provider == "sky" and not any(software.why_no_kernels(gpu, "cu130") for gpu in kinds):
+    driver = software.image(plan.provider, plan.gpus) if plan.provider in OF_PROVIDERS else {}
+    build = software.torch_build(plan.gpus, packages.version_of("torch", plan.packages))
+    is_new = not any(software.why_no_kernels(gpu, "cu130") for gpu in plan.gpus)
+    if plan.provider == "sky" and is_new:
         build = software.AUTO  # its images have drivers of several ages
     install = [
         f"~/.local/bin/uv pip install --python {ENVIRONMENT}/bin/python",
@@ -203,10 +197,10 @@ def setup_commands(plan: ClusterPlan) -> list[str]:
 def _open_docker(image: str) -> list[str]:
     """Return the commands that let the user of a machine run Docker, and pull from a registry."""
     registry = image.partition("/")[0]
-    login = f"gcloud auth configure-docker --quiet {shlex.quote(registry)}"
+    pull = f"gcloud auth configure-docker --quiet {shlex.quote(registry)}"
     return [
-        "sudo chmod a+rw /var/run/docker.sock",  # there is one user
-        *([login] if registry.endswith(("gcr.io", "pkg.dev")) else []),
+        "sudo chmod a+rw /var/run/docker.sock",  # the machine has one user
+        *([pull] if registry.endswith(("gcr.io", "pkg.dev")) else []),
     ]
 
 
@@ -223,25 +217,19 @@ def package_mounts(plan: ClusterPlan) -> dict[str, str]:
 
 
 def head_commands(flags: Iterable[str] = ()) -> list[str]:
-    """Return the commands that start Ray on the head.
-
-    Args:
-        flags: More options of `ray start`.
+    """Return the commands that start Ray on the head, with more options in `flags`.
 
     Example:
         >>> stop, start = head_commands(["--num-gpus=0"])
         >>> "export RAY_AUTH_MODE=token " in start, start.endswith("--num-gpus=0")
         (True, True)
-        >>> "--dashboard-host=127.0.0.1" in start
-        True
     """
     settings = [f"{name}={value}" for name, value in HEALTH_CHECKS.items()]
     options = [
-        f"--port={PORT}",
-        "--dashboard-host=127.0.0.1",
+        f"--head --port={PORT} --dashboard-host=127.0.0.1",
         "--autoscaling-config=~/ray_bootstrap_config.yaml",
     ]
-    return ["ray stop", _start(settings, ["--head", *options, *flags])]
+    return ["ray stop", _start(settings, [*options, *flags])]
 
 
 def worker_commands(provider: str, flags: Iterable[str] = ()) -> list[str]:
@@ -253,16 +241,13 @@ def worker_commands(provider: str, flags: Iterable[str] = ()) -> list[str]:
 
 def _start(settings: Iterable[str], options: Iterable[str]) -> str:
     exports = " ".join(["RAY_AUTH_MODE=token", *settings])
-    # Without the first option Ray asks a person at the terminal whether it may report how it is
-    # used, and waits for the answer.
-    return (
-        f"ulimit -n 65536; export {exports}; ray start"
-        f" {' '.join(['--disable-usage-stats', *options])}"
-    )
+    # Without the first option, Ray asks at the terminal whether it may report its usage.
+    words = " ".join(["--disable-usage-stats", *options])
+    return f"ulimit -n 65536; export {exports}; {START} {words}"
 
 
 def _in_background(module: str, options: str) -> str:
-    # setsid and nohup: the shell ends, and the program stays
+    # setsid and nohup: the program outlives the shell
     return (
         f"setsid nohup python -m raypool.cluster.{module} {options} </dev/null"
         f" >~/raypool-{module}.log 2>&1 &"
@@ -277,18 +262,17 @@ def check_resources(
     gpus: int,
     is_filled_in: bool = False,
 ) -> None:
-    """Note where a launcher's file tells Ray of a machine other than what it has.
+    """Note where the node type at `keys` tells Ray of other CPUs or GPUs than the machine has.
 
-    Ray believes what is written there: with too many GPUs, work waits forever for the missing ones;
-    with too few, the rest idle.
+    Ray believes it: with too many GPUs, work waits forever; with too few, some are idle.
 
     Args:
-        findings: The file.
-        keys: Where the type of node stands.
-        shape: Its machine; None: made to measure.
+        findings: The findings.
+        keys: The path to the node type.
+        shape: Its machine; None: a custom machine type.
         gpu: The kind of its GPUs by Ray's name, None if it has none.
-        gpus: How many it has.
-        is_filled_in: Whether Ray asks the provider for what is not said, and so need not be told.
+        gpus: The number of its GPUs.
+        is_filled_in: Whether Ray asks the provider for missing numbers.
     """
     resources = findings.at((*keys, "resources")) or {}
     told = resources.get("GPU", gpus if is_filled_in else 0)
@@ -299,31 +283,24 @@ def check_resources(
             at, f"Ray is told of {told} GPUs, and the machine has {has}: it must be `GPU: {gpus}`."
         )
     if shape and resources.get("CPU", 0) > shape.vcpus:
-        text = (
-            f"Ray is told of {resources['CPU']} CPUs, and {shape.name} has {shape.vcpus} vCPUs;"
-            " that many at most."
+        findings.add(
+            (*keys, "resources", "CPU"),
+            f"Ray is told of {resources['CPU']} CPUs, and {shape.name} has {shape.vcpus} vCPUs.",
         )
-        findings.add((*keys, "resources", "CPU"), text)
-    if gpu:
-        _check_torch(findings, keys, gpu)
     label = findings.at((*keys, "labels", ACCELERATOR))
     if label is not None and label != gpu:
         right = f"it must be {gpu}" if gpu else "the machine has no GPU"
         findings.add((*keys, "labels", ACCELERATOR), f"the label is {label!r}; {right}.")
-
-
-def _check_torch(findings: Findings, keys: Keys, gpu: str) -> None:
-    """Note a build of torch without kernels for a GPU."""
-    if findings.at(("docker", "image")):
-        return  # it may have its own
+    if not gpu or findings.at(("docker", "image")):
+        return  # an image may have its own torch
     for number, command in enumerate(findings.at(("setup_commands",)) or ()):
-        named = re.search(r"(?:--torch-backend[= ]|/whl/)(cu\d+)", command)
-        if named and (why := software.why_no_kernels(gpu, named[1])):
-            build = "`raypool cluster init` chooses the right one"
-            findings.add(("setup_commands", number), f"{why}; {build}.")
-        elif "pip install" in command and not named and software.why_no_kernels(gpu, "cu130"):
-            text = (
+        build = re.search(r"(?:--torch-backend[= ]|/whl/)(cu\d+)", command)
+        if build and (why := software.why_no_kernels(gpu, build[1])):
+            hint = "`raypool cluster init` chooses the right one"
+            findings.add(("setup_commands", number), f"{why}; {hint}.")
+        elif "pip install" in command and not build and software.why_no_kernels(gpu, "cu130"):
+            findings.doubt(
+                (*keys, "node_config"),
                 f"torch from PyPI has no kernels for {gpu} GPUs. Add --torch-backend=cu126 (uv), or"
-                " --extra-index-url https://download.pytorch.org/whl/cu126 (pip)."
+                " --extra-index-url https://download.pytorch.org/whl/cu126 (pip).",
             )
-            findings.doubt((*keys, "node_config"), text)

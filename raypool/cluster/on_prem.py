@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+from jsonschema import Draft7Validator
 
 from raypool.cluster import launcher_file
 from raypool.cluster.documents import PLACEHOLDER, Findings
@@ -19,13 +21,24 @@ from raypool.cluster.plan import ClusterPlan
 # Ray's newer autoscaler counts the head of such a cluster as a worker: the last worker never comes.
 OLD_AUTOSCALER = "RAY_enable_autoscaler_v2=0"
 
-PROVIDER = ("type", "head_ip", "worker_ips", "external_head_ip")
-
 # a name has a letter, so that a mistyped address does not pass as one
 HOST = rf"(?=.*[A-Za-z])[A-Za-z0-9]([-A-Za-z0-9.]*[A-Za-z0-9])?|(?s:{PLACEHOLDER}.*)"
 
-NOT_HERE = ("head_node_type", "available_node_types", "docker")
-"""Entries for machines that are made."""
+FILE = Draft7Validator(
+    {
+        "properties": {
+            "cluster_name": {
+                "pattern": rf"^([A-Za-z0-9][-A-Za-z0-9_.]*$|{PLACEHOLDER})",
+                "must": "have letters, digits, dashes and dots only: files are named after it",
+            },
+            "provider": {
+                "required": ["head_ip", "worker_ips"],
+                "properties": {"type": {}, "head_ip": {}, "worker_ips": {}, "external_head_ip": {}},
+                "additionalProperties": False,
+            },
+        }
+    }
+)
 
 
 def write(plan: ClusterPlan, flags: Iterable[str] = ()) -> dict[str, Any]:
@@ -43,14 +56,11 @@ def write(plan: ClusterPlan, flags: Iterable[str] = ()) -> dict[str, Any]:
     """
     head, *workers = plan.hosts or ("<address of the head>", "<address of a worker>")
     commands = launcher_file.commands(plan, flags)
-    stop, start = commands["head_start_ray_commands"]  # no machines to delete, so no more
+    stop, start = commands["head_start_ray_commands"]
     return {
         "cluster_name": plan.name,
         "provider": {"type": "local", "head_ip": head, "worker_ips": workers},
-        "auth": (
-            {"ssh_user": plan.ssh_user}
-            | ({"ssh_private_key": plan.ssh_key} if plan.ssh_key else {})
-        ),
+        "auth": launcher_file.login(plan),
         "min_workers": len(workers),
         "max_workers": len(workers),
         **commands,
@@ -61,34 +71,21 @@ def write(plan: ClusterPlan, flags: Iterable[str] = ()) -> dict[str, Any]:
 def check(findings: Findings) -> None:
     """Note mistakes in a file whose entries have the right types."""
     if findings.at(("provider", "coordinator_address")):
-        text = (
-            "coordinator_address is for clusters that share machines, unknown here; name head_ip"
-            " and worker_ips."
-        )
+        text = "coordinator_address is not supported; name head_ip and worker_ips."
         findings.add(("provider", "coordinator_address"), text)
         return
-    findings.check_keys(("provider",), PROVIDER)
-    for name in NOT_HERE:
+    findings.check_schema(FILE)
+    for name in ("head_node_type", "available_node_types", "docker"):
         if findings.at((name,)):
-            findings.add(
-                (name,),
-                f"{name} is for machines that are made; these are there (type: local). Leave it"
-                " out.",
-            )
-    findings.check_form(
-        ("cluster_name",),
-        "[A-Za-z0-9][-A-Za-z0-9_.]*",
-        "cluster_name is {}; files are named after it: letters, digits, dashes and dots.",
-    )
-    _check_hosts(findings)
-    there = len(findings.at(("provider", "worker_ips")) or ())
+            findings.add((name,), f"{name} is for rented machines. Leave it out (type: local).")
+    workers = findings.at(("provider", "worker_ips")) or ()
     for name in ("min_workers", "max_workers"):
         count = findings.at((name,))
-        text = f"{name} is {count}, and worker_ips names {there}:"
+        text = f"{name} is {count}, and worker_ips names {len(workers)}:"
         # Ray takes what fits, and says so in a log at most
-        if count is not None and count > there:
+        if count is not None and count > len(workers):
             findings.add((name,), f"{text} that many at most.")
-        elif count is not None and name == "max_workers" and count < there:
+        elif count is not None and name == "max_workers" and count < len(workers):
             findings.add((name,), f"{text} the others would never be used.")
     for command in findings.at(("head_start_ray_commands",)) or ():
         before, start, _ = command.partition(launcher_file.START)
@@ -98,19 +95,14 @@ def check(findings: Findings) -> None:
                 f" {OLD_AUTOSCALER};` before `ray start`."
             )
             findings.doubt(("head_start_ray_commands",), text)
+    _check_hosts(findings, workers)
 
 
-def _check_hosts(findings: Findings) -> None:
-    head, workers = (findings.at(("provider", name)) for name in ("head_ip", "worker_ips"))
-    for name, value, what in (
-        ("head_ip", head, "the address of the machine that the others join"),
-        ("worker_ips", workers, "a list with the addresses of the other machines, or []"),
-    ):
-        if value is None:
-            findings.add(("provider",), f"{name} is missing in provider: {what}.")
+def _check_hosts(findings: Findings, workers: Sequence[object]) -> None:
     seen: set[object] = set()
-    hosts = [(("head_ip",), head), *((("worker_ips", n), it) for n, it in enumerate(workers or ()))]
-    for keys, host in hosts:
+    places = [("head_ip",), *(("worker_ips", number) for number in range(len(workers)))]
+    for keys in places:
+        host = findings.at(("provider", *keys))
         name = host if isinstance(host, str) else ""
         address = None
         with contextlib.suppress(ValueError):
@@ -119,13 +111,11 @@ def _check_hosts(findings: Findings) -> None:
         if host is not None and address is None and not re.fullmatch(HOST, name):
             wrong = f"{host!r} is neither an address, such as 10.0.0.7, nor the name of a machine."
         elif host in seen:
-            wrong = (
-                f"{host} is here for the second time: each machine is named once, also the head."
-            )
-        # one machine by itself may be called so
+            wrong = f"{host} appears twice: name each machine once, also the head."
+        # a cluster of one machine may be called so
         elif workers and (name == "localhost" or (address and address.is_loopback)):
             wrong = f"{host} is each machine's own name for itself; name it as the others see it."
-        if wrong is not None:
-            findings.add(("provider", *keys), wrong)
-        else:
+        if wrong is None:
             seen.add(host)
+        else:
+            findings.add(("provider", *keys), wrong)

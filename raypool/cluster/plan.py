@@ -1,6 +1,4 @@
-"""`ClusterPlan`: the machines of a cluster, and their place. Files for all providers are written
-from it.
-"""
+"""`ClusterPlan`: the machines of a cluster, and their place. Every cluster file is made from it."""
 
 from __future__ import annotations
 
@@ -14,22 +12,22 @@ Provider = Literal["gcp", "aws", "on-prem", "kubernetes", "sky"]
 
 @dataclass(frozen=True, kw_only=True)
 class NodeGroup:
-    """Machines of one kind.
+    """Machines of one type.
 
     Args:
-        name: What to call the group: "head", "worker".
-        machine: The provider's name for the kind of machine; on Kubernetes, where pods say what
-            they need, empty.
-        gpu: The kind of its GPUs by Ray's name for it ("T4", "A100", "H100"), None without any.
-        gpus: How many each machine has.
-        cpus: How many vCPUs each has; None: what the catalogue says.
-        memory_gb: Its main memory [GB]; None: what the catalogue says.
-        least: So many machines are always there.
-        most: So many at most, while there is work for them.
-        spot: Whether the provider may take them back: cheap, with half a minute's or two minutes'
-            notice.
-        disk_gb: Size of the disk of each [GB].
-        priority: Of groups that would do equally well, Ray makes machines of the highest first.
+        name: The name of the group: "head", "worker".
+        machine: The provider's name for the machine type; "" on Kubernetes, where pods say what
+            they need.
+        gpu: The kind of its GPUs by Ray's name ("T4", "A100", "H100"); None: none.
+        gpus: The number of GPUs of each machine.
+        cpus: The number of vCPUs; None: from the catalogue.
+        memory_gb: The main memory [GB]; None: from the catalogue.
+        least: The minimum number of machines.
+        most: The maximum number of machines.
+        spot: Whether the provider may take them back (cheap; half a minute's or two minutes'
+            notice).
+        disk_gb: The size of each disk [GB].
+        priority: Of several groups that would do, Ray prefers the highest.
     """
 
     name: str
@@ -50,32 +48,31 @@ class ClusterPlan:
     """The plan of a cluster.
 
     Args:
-        name: What to call it.
-        provider: Who has the machines.
-        head: The machine that everything else joins.
-        workers: The machines that the work is done on.
-        most: So many of them at most together; None: as many as the groups allow.
-        project: The project that pays (GCP).
-        zone: Where ("us-central1-a"; on AWS an availability zone, or several that are tried in
-            turn, "us-west-2a,us-west-2b").
-        hosts: Addresses of the machines of a cluster on premises, the head's first.
-        ssh_user: Who logs in on the machines.
-        ssh_key: The file with that user's private key; None: SSH's own choice, or the launcher's.
-        packages: What is installed on every machine (see `raypool.cluster.packages`), besides the
-            raypool of this machine; none: everything is installed already.
-        lock: The file beside the cluster's that lists them.
+        name: The name of the cluster.
+        provider: The provider of the machines.
+        head: The machine that all others join.
+        workers: The machines that do the work.
+        most: The maximum number of workers together; None: the sum of the groups' `most`.
+        project: The project to bill (GCP).
+        zone: The zone ("us-central1-a"); on AWS also several that are tried in turn
+            ("us-west-2a,us-west-2b").
+        hosts: The addresses of machines on premises, the head's first.
+        ssh_user: The user for SSH on the machines.
+        ssh_key: The file with that user's private key; None: the default of SSH or the launcher.
+        packages: The packages to install on every machine (see `raypool.cluster.packages`) besides
+            this raypool; none: everything is installed already.
+        lock: The file that lists them, beside the cluster's file.
         image: The Docker image that everything runs in; None: the machines themselves.
-        job: The command that a cluster on Kubernetes is for, and that SkyPilot runs; None: none.
-        working_dir: Where the code of a job on Kubernetes is: the address of a zip, or a folder of
-            the image; None: to be filled in.
-        python: The version of Python that it is installed for ("3.11"); the one here: Ray wants it
-            the same at both ends.
-        idle_minutes: After so long without work a machine is given back [min].
-        idle_shutdown_minutes: After so long without any job, pool or client, all machines are
-            deleted, also the head [min]; 0: never. In clouds only.
+        job: The command that a cluster on Kubernetes is for, or that SkyPilot runs.
+        working_dir: The code of a job on Kubernetes: the address of a zip, or a folder of the
+            image.
+        python: The version of Python to install ("3.11"); Ray needs the same at both ends.
+        idle_minutes: A machine without work is released after this time [min].
+        idle_shutdown_minutes: A cluster in a cloud that no job, pool or client uses is deleted
+            after this time [min]; 0: never.
     """
 
-    name: str
+    name: str = "raypool"
     provider: Provider
     head: NodeGroup
     workers: tuple[NodeGroup, ...]
@@ -100,13 +97,17 @@ class ClusterPlan:
         return (self.head, *self.workers)
 
     @property
+    def gpus(self) -> list[str]:
+        """The kinds of GPUs of all groups."""
+        return [group.gpu for group in self.groups if group.gpu]
+
+    @property
     def region(self) -> str | None:
         """The region of the zone.
 
         Example:
             >>> head = NodeGroup(name="head", machine="n2-standard-4")
-            >>> here = {"provider": "gcp", "zone": "us-central1-a"}
-            >>> ClusterPlan(name="lab", head=head, workers=(), **here).region
+            >>> ClusterPlan(head=head, workers=(), provider="gcp", zone="us-central1-a").region
             'us-central1'
         """
         if self.zone is None:

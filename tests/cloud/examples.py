@@ -8,26 +8,26 @@ from pathlib import Path
 
 from raypool.cluster import packages
 from raypool.cluster.cluster_file import lock_of, text_of
-from raypool.cluster.drafts import Draft
+from raypool.cluster.drafts import draft
 
 ROOT = Path(__file__).parents[2]
 INIT = "raypool cluster init --provider"
 TRAIN = "python train.py"
 
 PLANS = {
-    "cluster.yaml": (Draft(provider="gcp", python="3.11"), f"{INIT} gcp"),
-    "cloud_examples/aws.yaml": (Draft(provider="aws", python="3.11"), f"{INIT} aws"),
+    "cluster.yaml": (draft("gcp", python="3.11"), f"{INIT} gcp"),
+    "cloud_examples/aws.yaml": (draft("aws", python="3.11"), f"{INIT} aws"),
     "cloud_examples/on_prem.yaml": (
-        Draft(provider="on-prem", python="3.11"),
+        draft("on-prem", python="3.11"),
         f"{INIT} on-prem",
     ),
-    "cloud_examples/sky.yaml": (Draft(provider="sky", python="3.11"), f"{INIT} sky"),
+    "cloud_examples/sky.yaml": (draft("sky", python="3.11"), f"{INIT} sky"),
     "cloud_examples/kubernetes/raycluster.yaml": (
-        Draft(provider="kubernetes", python="3.11"),
+        draft("kubernetes", python="3.11"),
         f"{INIT} kubernetes",
     ),
     "cloud_examples/kubernetes/rayjob.yaml": (
-        Draft(provider="kubernetes", python="3.11", job=TRAIN),
+        draft("kubernetes", python="3.11", job=TRAIN),
         f"{INIT} kubernetes --job '{TRAIN}'",
     ),
 }
@@ -36,8 +36,8 @@ PLANS = {
 def texts() -> dict[str, str]:
     """Return what stands in each file, and in the lock file beside it."""
     found = {}
-    for name, (draft, command) in PLANS.items():
-        file, plan = Path(name), draft.plan()
+    for name, (plan, command) in PLANS.items():
+        file = Path(name)
         found[name] = text_of(plan, command, file.name)
         if lock_of(file).name in found[name]:
             found[str(lock_of(file))] = packages.lock_text(plan.packages, file.name)

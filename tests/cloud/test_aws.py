@@ -285,7 +285,7 @@ def test_what_is_to_be_filled_in_is_named_and_told_how() -> None:
 
 
 def test_a_plan_that_cannot_be_is_refused() -> None:
-    with pytest.raises(CloudError, match=r"The plan of lab does not say in which zone\."):
+    with pytest.raises(CloudError, match=r"Give one with --zone"):
         aws.write(a_plan(zone=None))
     worker = NodeGroup(name="worker", machine="g5.12xlarge", gpu="A10G", gpus=3, most=1)
     with pytest.raises(

@@ -12,25 +12,23 @@ from click.testing import CliRunner
 from raypool.cli.main import main
 from raypool.cluster import aws, checks, cluster_file, gcp, kubernetes, launcher_file, skypilot
 from raypool.cluster.documents import documents_of
-from raypool.cluster.drafts import Draft
+from raypool.cluster.drafts import draft
 from raypool.errors import CloudError
 
 GCP = cluster_file.text_of(
-    Draft(provider="gcp", project="my-project", gpu="T4", gpus=4).plan(), "raypool", "gcp.yaml"
+    draft("gcp", project="my-project", gpu="T4", gpus=4), "raypool", "gcp.yaml"
 )
-AWS = cluster_file.text_of(Draft(provider="aws", gpu="T4").plan(), "raypool", "aws.yaml")
+AWS = cluster_file.text_of(draft("aws", gpu="T4"), "raypool", "aws.yaml")
 AWS = AWS.replace("<your image>", "ami-0123456789abcdef0").replace(
     "<your security group>", "sg-0123456789abcdef0"
 )
 HOSTS = ("10.0.0.1", "10.0.0.2", "10.0.0.3")
-LOCAL = cluster_file.text_of(
-    Draft(provider="on-prem", hosts=HOSTS).plan(), "raypool", "on_prem.yaml"
-)
+LOCAL = cluster_file.text_of(draft("on-prem", hosts=HOSTS), "raypool", "on_prem.yaml")
 KUBERNETES = cluster_file.text_of(
-    Draft(provider="kubernetes", gpu="T4").plan(), "raypool", "kubernetes.yaml"
+    draft("kubernetes", gpu="T4"), "raypool", "kubernetes.yaml"
 ).replace(kubernetes.RAYPOOL, "https://example.org/raypool.whl#sha256=1a")
 JOB = cluster_file.text_of(
-    Draft(provider="kubernetes", gpu="T4", job="python train.py").plan(), "raypool", "job.yaml"
+    draft("kubernetes", gpu="T4", job="python train.py"), "raypool", "job.yaml"
 )
 JOB = JOB.replace(kubernetes.CODE, "https://example.org/code.zip").replace(
     kubernetes.RAYPOOL, "https://example.org/raypool.whl#sha256=1a"
@@ -50,7 +48,7 @@ trainingInput:
   parameterServerCount: 3
   parameterServerType: n1-highmem-8
 """
-SKY = cluster_file.text_of(Draft(provider="sky", gpu="T4").plan(), "raypool", "sky.yaml")
+SKY = cluster_file.text_of(draft("sky", gpu="T4"), "raypool", "sky.yaml")
 TEXTS = {
     "sky": SKY,
     "gcp": GCP,
@@ -133,7 +131,7 @@ LAUNCHER = {
         "  ssh_user: ubuntu",
         "  {}",
         "auth:",
-        "ssh_user is '', which is no name",
+        "ssh_user is missing",
     ),
     "a key that is not there": (
         "ssh_user: ubuntu",
@@ -222,7 +220,7 @@ ON_GCP = {
         "availability_zone: us-central1-a",
         "availability_zone: us-central1",
         "zone: us-c",
-        "no zone; one is named",
+        "must be a zone, such as us-central1-a",
     ),
     "a zone of another region": (
         "region: us-central1",
@@ -241,7 +239,7 @@ ON_GCP = {
         "nvidia-tesla-t4",
         "nvidia-tesla-k80",
         "nvidia-tesla-k80",
-        "cannot be had any more since",
+        "have not been available since",
     ),
     "a GPU by another name": (
         "acceleratorType: nvidia-tesla-t4",
@@ -253,7 +251,7 @@ ON_GCP = {
         "        acceleratorCount: 4\n",
         "",
         "- acceleratorType",
-        "guestAccelerators: 'acceleratorCount' is a required property",
+        "acceleratorCount is missing",
     ),
     "GPUs that Ray is not told of": (
         "GPU: 4",
@@ -278,7 +276,7 @@ ON_GCP = {
         "        onHostMaintenance: TERMINATE\n",
         "",
         "scheduling:",
-        "onHostMaintenance: TERMINATE",
+        'need `onHostMaintenance: "TERMINATE"` under scheduling',
     ),
     "a spot machine that restarts": (
         "automaticRestart: false",
@@ -309,7 +307,7 @@ ON_GCP = {
         "      machineType: n2-standard-4\n",
         "",
         "node_config:",
-        "node_config: 'machineType' is a required property",
+        "machineType is missing",
     ),
 }
 
@@ -337,7 +335,7 @@ ON_AWS = {
         "CPU: 4",
         "CPU: 64",
         "CPU: 64",
-        "g4dn.xlarge has 4 vCPUs; that many at most",
+        "g4dn.xlarge has 4 vCPUs",
     ),
     "the label of another GPU": (
         "accelerator-type: T4",
@@ -361,7 +359,7 @@ ON_AWS = {
         "  region: us-west-2\n",
         "",
         "provider:",
-        "region is None; one is named like us-west-2",
+        "region is missing",
     ),
     "a misspelt setting": (
         "InstanceType",
@@ -428,7 +426,7 @@ ON_PREMISES = {
         "10.0.0.256",
         "neither an address, such as 10.0.0.7, nor the name",
     ),
-    "a machine twice": ("- 10.0.0.3", "- 10.0.0.2", "- 10.0.0.2\n\n", "second time"),
+    "a machine twice": ("- 10.0.0.3", "- 10.0.0.2", "- 10.0.0.2\n\n", "appears twice"),
     "the loopback": ("head_ip: 10.0.0.1", "head_ip: 127.0.0.1", "head_ip", "as the others see it"),
     "too many": (
         "max_workers: 2",
@@ -446,7 +444,7 @@ ON_PREMISES = {
         "\nauth:",
         "\nhead_node_type: head\nauth:",
         "head_node_type",
-        "machines that are made",
+        "head_node_type is for rented machines",
     ),
     "a setting of others": (
         "type: local",
@@ -464,22 +462,12 @@ OF_TRAINING = {
 }
 
 
-GPU_LIMIT = (
-    "limits:\n              cpu: '3'\n              memory: 12000M\n              nvidia.com/gpu: "
-)
-
 ON_KUBERNETES = {
     "more at least than at most": (
         "minReplicas: 0",
         "minReplicas: 9",
         "maxReplicas",
-        "minReplicas is 9 and maxReplicas 4",
-    ),
-    "half a GPU": (
-        f"{GPU_LIMIT}'1'",
-        f"{GPU_LIMIT}'0.5'",
-        "nvidia.com/gpu: '0.5'",
-        "0.5; it must be a whole number",
+        "minReplicas is 9, more than maxReplicas, which is 4",
     ),
     "GPUs that a pod has not": (
         "rayStartParams: {}",
@@ -493,8 +481,6 @@ ON_KUBERNETES = {
         "kind: RayClustr",
         "Did you mean RayCluster",
     ),
-    "no head": ("headGroupSpec", "headGroup", "spec:", "headGroupSpec is missing"),
-    "no container": ("containers:", "container:", "template:", "containers are missing"),
     "a name for people": (
         "name: raypool",
         "name: My Cluster",
@@ -523,7 +509,6 @@ OF_JOBS = {
         "runtimeEnvYAML",
         "still to be filled in",
     ),
-    "no cluster": ("rayClusterSpec", "rayCluster", "spec:", "headGroupSpec is missing"),
 }
 
 
@@ -722,7 +707,7 @@ DATED = [
         "  scaleTier",
         "  region: us-east5\n  scaleTier",
         "region",
-        "2026-11-22 and 2021-03-18 have no zone of us-east5 with T4",
+        "As of 2026-11-22, us-east5 has no T4 GPUs.",
     ),
 ]
 
@@ -769,14 +754,14 @@ def test_all_mistakes_are_told_at_once_in_the_order_of_lines() -> None:
 
 
 NO_CLUSTERS = [
-    ("", "there is nothing in it"),
-    ("# only a comment\n", "there is nothing in it"),
-    ("- a\n- b\n", "line 1: a mapping is wanted"),
-    ("something: else\n", "what this is cannot be seen"),
+    ("", "is empty"),
+    ("# only a comment\n", "is empty"),
+    ("- a\n- b\n", "line 1: this is no cluster or job"),
+    ("something: else\n", "this is no cluster or job"),
     ("provider: {type: gcp}\n  auth: x\n", "this is not valid YAML"),
     ("provider: [gcp]\ncluster_name: x\n", "line 1: provider: ['gcp'] is not of type 'object'"),
     ("provider:\ncluster_name: x\n", "line 1: provider: None is not of type 'object'"),
-    ("cluster_name: x\n", "'provider' is a required property"),
+    ("cluster_name: x\n", "provider is missing"),
     (
         "cluster_name: x\nprovider: {type: gcp}\navailable_node_types: {a: }\n",
         "line 3: a: None is not of type 'object'",

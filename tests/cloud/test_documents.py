@@ -42,16 +42,16 @@ def test_an_entry_is_found_where_it_stands_or_what_is_above_it() -> None:
 NO_YAML = [
     (
         "a: 1\nb: 2\na: 3\n",
-        r"line 3: 'a' stands here for the second time \(the first is in line 1\)",
+        r"line 3: 'a' appears twice \(first in line 1\)",
     ),
-    ("x:\n  - {a: 1, a: 2}\n", "line 2: 'a' stands here for the second time"),
+    ("x:\n  - {a: 1, a: 2}\n", "line 2: 'a' appears twice"),
     ("a: [1\nb: 2\n", "line 2: this is not valid YAML"),
     ("a: !!python/object/apply:os.system [ls]\n", "line 1: this is not valid YAML"),
     ("a: \x00\n", "is not valid YAML"),
-    ("a: &x [*x]\n", "line 1: what stands here is a part of itself"),
-    ("a: 1\nb: &x {c: {d: *x}}\n", "line 2: what stands here is a part of itself"),
+    ("a: &x [*x]\n", "nested too deep, or an entry contains itself"),
+    ("a: 1\nb: &x {c: {d: *x}}\n", "nested too deep, or an entry contains itself"),
     ("[" * 3000 + "]" * 3000, "nested too deep"),
-    ("a: 1\n2: b\n", "line 2: YAML reads the name '2' as no text. Put it in quotes."),
+    ("a: 1\n2: b\n", "line 2: YAML does not read the name '2' as text. Put it in quotes."),
     ("a: *b\n", "line 1: this is not valid YAML"),
 ]
 

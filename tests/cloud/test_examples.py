@@ -129,8 +129,8 @@ def test_a_file_that_is_there_is_kept(tmp_path: Path, monkeypatch: pytest.Monkey
 
 IMPOSSIBLE = [
     ("--provider gcp --gpu T5", "There is no GPU 'T5'"),
-    ("--provider gcp --gpu K80", "cannot be had any more"),
-    ("--provider gcp --gpu T4 --gpus 3", "No machine has 3 T4; 1, 2 or 4 can be had."),
+    ("--provider gcp --gpu K80", "have not been available since"),
+    ("--provider gcp --gpu T4 --gpus 3", "No machine has 3 T4; 1, 2 or 4 are possible."),
     (
         "--provider gcp --machine n1-standard-32 --gpu V100 --gpus 2",
         "n1-standard-32 cannot have 2 V100, but 4 or 8",
@@ -142,7 +142,7 @@ IMPOSSIBLE = [
         "puts all machines of a cluster on Google",
     ),
     ("--provider gcp --fallback --on-demand", "--fallback is for spot machines"),
-    ("--provider gcp --min 5 --max 4", "at least 5 workers and at most 4"),
+    ("--provider gcp --min 5 --max 4", "The minimum of 5 workers is more than the maximum, 4"),
     ("--provider sky --min 1", "--min cannot be used with --provider sky"),
     ("--provider gcp --job x", "--job cannot be used with --provider gcp"),
     ("--provider gcp --host a", "--host cannot be used with --provider gcp"),
@@ -161,17 +161,17 @@ IMPOSSIBLE = [
     ("--provider azure", "'azure' is not one of"),
     (
         "--provider gcp --name 'a b; rm -rf /'",
-        "cluster_name is 'a b; rm -rf /'; the names of machines begin with it",
+        "cluster_name is 'a b; rm -rf /'; it must have lower-case letters",
     ),
     ("--provider aws --name 'a b; rm -rf /'", "cluster_name is 'a b; rm -rf /'"),
     ("--provider on-prem --name 'a b; rm -rf /'", "cluster_name is 'a b; rm -rf /'"),
     ("--provider kubernetes --name 'a b; rm -rf /'", "name is 'a b; rm -rf /'"),
     ("--provider gcp --project 'p\nq: r'", r"project_id is 'p\nq: r'"),
-    ("--provider gcp --zone moon", "'moon' is no zone"),
+    ("--provider gcp --zone moon", "availability_zone is 'moon'; it must be a zone"),
     ("--provider aws --zone moon", "moon"),
     ("--provider on-prem --host '10.0.0.1 -oProxyCommand=x'", "is neither an address"),
     ("--provider on-prem --host -oProxyCommand=x", "is neither an address"),
-    ("--provider gcp --ssh-user '-l root'", "ssh_user is '-l root', which is no name of a user"),
+    ("--provider gcp --ssh-user '-l root'", "ssh_user is '-l root'; it must be the name of a user"),
     ("--provider gcp --ssh-key /no/key", "there is no such file"),
     ("--provider gcp --python '3.11; rm -rf /'", "'3.11; rm -rf /' is no version of Python"),
 ]

@@ -157,5 +157,5 @@ def test_a_machine_that_cannot_have_the_gpus_is_refused_by_the_generator() -> No
 
 
 def test_a_plan_without_a_zone_is_refused() -> None:
-    with pytest.raises(CloudError, match="does not say in which zone"):
+    with pytest.raises(CloudError, match="Give one with --zone"):
         gcp.write(replace(PLAN, zone=None))

@@ -13,7 +13,7 @@ import pytest
 from ray.job_submission import JobDetails, JobStatus, JobType
 
 from raypool.cluster import gcp, idle
-from raypool.cluster.drafts import Draft
+from raypool.cluster.drafts import draft
 from raypool.errors import CloudError
 from tests.cloud import fake_gce
 from tests.cloud.ray_provider import Cluster
@@ -71,9 +71,7 @@ def test_all_machines_are_deleted_and_the_head_last(
     home: Path, monkeypatch: pytest.MonkeyPatch, shell: Any, providers: None
 ) -> None:
     gce = fake_gce.install(monkeypatch, home)
-    content = gcp.write(
-        Draft(provider="gcp", project=fake_gce.PROJECT, zone="us-central1-a", gpu="T4").plan()
-    )
+    content = gcp.write(draft("gcp", project=fake_gce.PROJECT, zone="us-central1-a", gpu="T4"))
     content["file_mounts"] = {}
     cluster = Cluster(content)
     cluster.up(home / "cluster.yaml", shell)

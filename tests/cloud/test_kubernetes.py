@@ -368,9 +368,9 @@ def test_a_kubernetes_that_cannot_be_asked_refuses_nothing(
     [said] = checks.check_file(file)
     assert said.endswith("kubectl is not installed here.")
     manifest = yaml.safe_load(file.read_text())
-    del manifest["spec"]["headGroupSpec"]
+    manifest["spec"]["workerGroupSpecs"][0]["rayStartParams"] = {"num-gpus": "8"}
     file.write_text(yaml.safe_dump(manifest))
-    with pytest.raises(CloudError, match="headGroupSpec is missing"):
+    with pytest.raises(CloudError, match="Ray is told of 8 GPUs"):
         checks.check_file(file)
 
 

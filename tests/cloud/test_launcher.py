@@ -20,7 +20,7 @@ from click.testing import CliRunner
 from raypool.cli.main import main
 from raypool.cluster import cluster_file, kubernetes, launcher
 from raypool.cluster.connect import make_token, token_path
-from raypool.cluster.drafts import Draft
+from raypool.cluster.drafts import draft
 from raypool.errors import CloudError
 from tests.cloud import fake_gce
 from tests.cloud.ray_provider import Cluster
@@ -42,7 +42,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def file(tmp_path: Path) -> Path:
     """Write the file of a cluster on machines that nobody has."""
     path = tmp_path / "cluster.yaml"
-    plan = Draft(provider="on-prem", hosts=("192.0.2.1", "192.0.2.2")).plan()
+    plan = draft("on-prem", hosts=("192.0.2.1", "192.0.2.2"))
     plan = replace(plan, packages=())  # test_packages.py is about these
     path.write_text(cluster_file.text_of(plan, "raypool", path.name))
     return path
@@ -52,7 +52,7 @@ def test_a_bad_file_is_refused_before_anything_is_made(file: Path, home: Path) -
     file.write_text(file.read_text().replace("head_ip: 192.0.2.1", "head_ip: 192.0.2.2"))
     done = CliRunner().invoke(main, ["cluster", "up", str(file)])
     assert done.exit_code == 2
-    assert "192.0.2.2 is here for the second time" in done.output
+    assert "192.0.2.2 appears twice" in done.output
     assert not (home / ".ray").exists()
 
 
@@ -128,7 +128,7 @@ def test_a_cluster_in_a_cloud_is_there_when_its_head_is(
 ) -> None:
     gce = fake_gce.install(monkeypatch, home)
     file = home / "cluster.yaml"
-    plan = Draft(provider="gcp", project=fake_gce.PROJECT, zone="us-central1-a", gpu="T4").plan()
+    plan = draft("gcp", project=fake_gce.PROJECT, zone="us-central1-a", gpu="T4")
     file.write_text(cluster_file.text_of(replace(plan, packages=()), "raypool", file.name))
     assert not launcher.is_running(file)
     with pytest.raises(CloudError, match=f"`raypool cluster up {file}` starts it"):
@@ -258,9 +258,7 @@ def test_a_stranger_at_the_port_is_not_taken_for_the_tunnel(
 
 def test_files_that_are_not_for_the_launcher(tmp_path: Path) -> None:
     path = tmp_path / "pods.yaml"
-    path.write_text(
-        cluster_file.render([kubernetes.write(Draft(provider="kubernetes", gpu="T4").plan())], [])
-    )
+    path.write_text(cluster_file.render([kubernetes.write(draft("kubernetes", gpu="T4"))], []))
     for function in (launcher.up, launcher.down, launcher.status):
         with pytest.raises(
             CloudError, match=r"is no file for Ray's launcher.*A cluster on Kubernetes is made by"

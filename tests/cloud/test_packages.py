@@ -21,7 +21,7 @@ from click.testing import CliRunner
 
 from raypool.cli.main import main
 from raypool.cluster import checks, cluster_file, launcher, packages
-from raypool.cluster.drafts import Draft
+from raypool.cluster.drafts import draft
 from raypool.errors import CloudError
 
 HOSTS = ("192.0.2.1", "192.0.2.2")
@@ -159,7 +159,7 @@ def test_a_package_that_would_take_raypool_from_an_index_is_refused(home: Path) 
 
 
 def a_cluster(home: Path, *more: str) -> Path:
-    plan = Draft(provider="on-prem", hosts=HOSTS, packages=more).plan()
+    plan = draft("on-prem", hosts=HOSTS, packages=more)
     file = home / "folder" / "cluster.yaml"
     file.parent.mkdir()
     cluster_file.save(cluster_file.text_of(plan, "x", file.name), file, plan)

@@ -232,7 +232,7 @@ OLD_MACHINES = [
 def test_the_advice_for_machines_that_are_gone_works_as_it_is(folder: Path, text: str) -> None:
     (folder / "config.yaml").write_text(f"trainingInput: {text}")
     why = refused("--config", "config.yaml", *HERE, "--dry-run", *OUT, "train.py")
-    assert "K80 GPUs cannot be had any more" in why
+    assert "K80 GPUs have not been available since" in why
     advice = shlex.split(why.partition("Options override the file: ")[2])
     done = submit("--config", "config.yaml", *HERE, *advice, "--dry-run", *OUT, "train.py")
     assert done.exit_code == 0, done.output
@@ -289,11 +289,11 @@ CANNOT_WORK: list[tuple[tuple[str, ...], str]] = [
     ),
     (
         (*FILE, *HERE, "--worker-count", "-1", "train.py"),
-        "--worker-count: workerCount is -1; a whole number, 0 or more",
+        "--worker-count: workerCount is -1; it must be a whole number, 0 or more",
     ),
     (
         (*FILE, *HERE, "--job-dir", "bucket/run", "train.py"),
-        "--job-dir: 'bucket/run' is neither gs://BUCKET/...",
+        "--job-dir: jobDir is 'bucket/run'; it must be gs://BUCKET/...",
     ),
     (
         (*FILE, *HERE, "--job-dir", "/mnt/run", "train.py"),
@@ -301,18 +301,27 @@ CANNOT_WORK: list[tuple[tuple[str, ...], str]] = [
     ),
     (
         (*FILE, *HERE, "--scale-tier", "basic-gpu", "train.py"),
-        "workerCount goes with scaleTier CUSTOM only",
+        "workerCount needs scaleTier CUSTOM",
     ),
-    ((*FILE, *HERE, "--region", "us-central9", "train.py"), "no zone of us-central9 with T4"),
-    ((*FILE, *HERE, "--zone", "us-east1-c", "train.py"), "us-east1-c is no zone of us-central1"),
+    (
+        (*FILE, *HERE, "--region", "us-central9", "train.py"),
+        "No zone of us-central9 is known to have these GPUs",
+    ),
+    (
+        (*FILE, *HERE, "--zone", "us-east1-c", "train.py"),
+        "us-east1-c is not in the region us-central1",
+    ),
     (
         (*FILE, *HERE, "--project", "p", "train.py"),
-        "--project is 'p'; an ID has 6 to 30 lower-case letters",
+        "project_id is 'p'; it must be an ID of 6 to 30 lower-case letters",
     ),
-    ((*FILE, *HERE, "--project", "p\nq: r", "train.py"), r"--project is 'p\nq: r'; an ID has"),
+    (
+        (*FILE, *HERE, "--project", "p\nq: r", "train.py"),
+        r"project_id is 'p\nq: r'; it must be an ID",
+    ),
     (
         (*FILE, "--project", "my-project", "train.py"),
-        "Neither region nor zone is said. Give --region",
+        "No region is given",
     ),
     ((*FILE, *HERE), "There is nothing to run. Name a script"),
     ((*FILE, *HERE, "trian.py"), "There is no file trian.py"),
@@ -336,7 +345,10 @@ CANNOT_WORK: list[tuple[tuple[str, ...], str]] = [
             " count=1,type=nvidia-tesla-t4"
         ),
     ),
-    (("--project", "p", "train.py"), "The command line: scaleTier is missing: CUSTOM"),
+    (
+        ("--project", "p", "train.py"),
+        "The command line: scaleTier is missing in trainingInput; it must be CUSTOM",
+    ),
     (("--config", "no.yaml", "train.py"), "no.yaml"),
     (("--profile", "nowhere", "train.py"), "There is no profile 'nowhere'"),
 ]
