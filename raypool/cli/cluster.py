@@ -424,7 +424,7 @@ def connect(file: Path, name: str) -> None:
     """
     from raypool.cluster import launcher
 
-    with contextlib.suppress(KeyboardInterrupt), _failures(), launcher.open_tunnel(file) as opened:
+    with contextlib.suppress(KeyboardInterrupt), _failures(), launcher.tunnel(file) as opened:
         echo(opened.as_toml(name))
         echo("The tunnel is open until Ctrl-C.", err=True)
         opened.wait()

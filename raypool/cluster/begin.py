@@ -1,37 +1,40 @@
 """The start of a training job on its cluster's head: `python -m raypool.cluster.begin ... --
 train.py`.
 
-First it checks that the folder for outputs is writable, instead of failing after hours of training.
-Then it waits until all machines have joined, so that the script's pool has all GPUs. At last it
-becomes the script, so that exit code and signals are the script's.
+It checks that the folder for outputs is writable, instead of failing after hours of training, and
+waits until all machines have joined, so that the script's pool has all GPUs. Then it becomes the
+script, so that exit code and signals are the script's.
+
+Source: AI Platform Training, "Using TF_CONFIG for distributed training": `cluster` has the
+addresses of each role, `task` is this process.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
+from raypool.cluster.launcher_file import ROLE
 from raypool.errors import CloudError
 
-MACHINES_TIMEOUT_S = 1800.0
-"""The time for machines to join [s]: starting and installing takes minutes, more in a full zone."""
+MACHINES_TIMEOUT_S = 1800.0  # starting and installing takes minutes, more in a full zone
+LOOK_S = 1.0  # between two looks
+ANSWER_S = 10.0  # for Ray to list its machines
+CONNECT_S = 2.0  # for a connection to the head
 
-LOOK_S = 1.0
-"""The interval of checks for machines [s]."""
+# Google's client would retry for a quarter of an hour.
+BUCKET_OPTIONS = {"gs": "?retry_limit_seconds=20", "s3": ""}
 
-ANSWER_S = 10.0
-"""The time for Ray to list its machines [s]."""
-
-CONNECT_S = 2.0
-"""The time for a connection to the head [s]."""
-
-BUCKET_PATIENCE = {"gs": "?retry_limit_seconds=20", "s3": ""}
-"""Options that limit retries of a bucket; Google's client would retry for a quarter of an hour."""
+TF_PORT = 2222  # in the addresses of TF_CONFIG: nobody listens until the script starts a server
+TF_NAMES = {"worker": "worker", "parameter-server": "ps", "evaluator": "evaluator"}
+"""TensorFlow's names of groups of machines."""
 
 
 def main(words: Sequence[str]) -> None:
@@ -42,16 +45,14 @@ def main(words: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m raypool.cluster.begin", description="Begin a training job on its cluster."
     )
-    parser.add_argument("--job-dir", help="has to be writable from here")
+    parser.add_argument("--job-dir", help="folder that has to be writable")
     parser.add_argument(
-        "--machines", type=int, default=1, help="so many have to be there, the head included"
+        "--machines", type=int, default=1, help="number to wait for, the head included"
     )
     parser.add_argument(
-        "--timeout-s",
-        type=float,
-        default=MACHINES_TIMEOUT_S,
-        help="for so long they are waited for [s]",
+        "--timeout-s", type=float, default=MACHINES_TIMEOUT_S, help="time limit of the wait [s]"
     )
+    parser.add_argument("--chief", help="set TF_CONFIG, with this name of the master")
     options = parser.parse_args(words[:at])
     script = words[at + 1 :]
     if not script:
@@ -63,6 +64,12 @@ def main(words: Sequence[str]) -> None:
         wait_until(options.machines, machines_there, options.timeout_s)
     except CloudError as error:
         sys.exit(f"raypool: {error}")
+    if options.chief:
+        machines = [
+            (node.labels.get(ROLE, "head" if node.is_head_node else ""), node.node_manager_address)
+            for node in _nodes()
+        ]
+        os.environ["TF_CONFIG"] = tf_config(machines, options.chief)
     os.execv(sys.executable, [sys.executable, *script])
 
 
@@ -77,7 +84,7 @@ def try_out(job_dir: str) -> None:
     scheme, is_in_bucket, _ = job_dir.partition("://")
     try:
         if is_in_bucket:
-            files, folder = fs.FileSystem.from_uri(job_dir.rstrip("/") + BUCKET_PATIENCE[scheme])
+            files, folder = fs.FileSystem.from_uri(job_dir.rstrip("/") + BUCKET_OPTIONS[scheme])
         else:
             files, folder = fs.LocalFileSystem(), job_dir.rstrip("/") or "/"
         files.create_dir(folder, recursive=True)
@@ -93,11 +100,13 @@ def try_out(job_dir: str) -> None:
 
 
 def machines_there() -> int:
-    """Return the number of machines of this job's cluster; 0 if Ray does not answer.
+    """Return the number of machines of this job's cluster; 0 if Ray does not answer."""
+    return len(_nodes())
 
-    It does not connect as a driver: when the first driver of a job ends, Ray removes the working
-    folder, and the script with it.
-    """
+
+def _nodes() -> list[Any]:
+    # Not as a driver: when the first driver of a job ends, Ray removes the working folder, and the
+    # script with it.
     from ray.core.generated.gcs_pb2 import GcsNodeInfo
     from ray.exceptions import RaySystemError, RpcError
 
@@ -114,8 +123,8 @@ def machines_there() -> int:
         socket.create_connection(host_and_port(address), CONNECT_S).close()
         nodes = GcsClient(address=address).get_all_node_info(timeout=ANSWER_S).values()
     except (OSError, RpcError, RaySystemError):
-        return 0
-    return sum(node.state == GcsNodeInfo.ALIVE for node in nodes)
+        return []
+    return [node for node in nodes if node.state == GcsNodeInfo.ALIVE]
 
 
 def wait_until(machines: int, count: Callable[[], int], timeout_s: float) -> None:
@@ -134,30 +143,45 @@ def wait_until(machines: int, count: Callable[[], int], timeout_s: float) -> Non
         raypool: 2 of 2 machines have joined.
     """
     deadline = time.monotonic() + timeout_s
-    there = -1
+    there, address = -1, os.environ.get("RAY_ADDRESS")
     while there < machines:
         if (now := count()) != there:
             there = now
             sys.stdout.write(f"raypool: {there} of {machines} machines have joined.\n")
             sys.stdout.flush()
-        elif time.monotonic() > deadline:
-            raise CloudError(_why_missing(there, machines, timeout_s))
-        else:
+        elif time.monotonic() <= deadline:
             time.sleep(LOOK_S)
+        elif there:
+            raise CloudError(
+                f"{there} of {machines} machines have joined the Ray at {address} after"
+                f" {timeout_s:g} s. On a cloud, `raypool cluster status` shows what became of the"
+                " others: the zone may have no more machines of this kind, or your quota may be"
+                " used up."
+            )
+        else:
+            raise CloudError(
+                f"No Ray has answered at {address} for {timeout_s:g} s. RAY_ADDRESS has to be the"
+                " address of the cluster's head, and Ray has to run there."
+            )
 
 
-def _why_missing(there: int, machines: int, timeout_s: float) -> str:
-    address = os.environ.get("RAY_ADDRESS")
-    if not there:
-        return (
-            f"No Ray has answered at {address} for {timeout_s:g} s. RAY_ADDRESS has to be the"
-            " address of the cluster's head, and Ray has to run there."
-        )
-    return (
-        f"{there} of {machines} machines have joined the Ray at {address} after {timeout_s:g} s. On"
-        " a cloud, `raypool cluster status` shows what became of the others: the zone may have no"
-        " more machines of this kind, or your quota may be used up."
-    )
+def tf_config(machines: Iterable[tuple[str, str]], chief: str) -> str:
+    """Return the TF_CONFIG of the master of a job.
+
+    Args:
+        machines: Group and address of each machine, "head" for the master.
+        chief: TensorFlow's name of the master: "chief", or once "master".
+
+    Example:
+        >>> tf_config([("worker", "10.0.0.2"), ("head", "10.0.0.1")], "chief")
+        '{"cluster": {"chief": ["10.0.0.1:2222"], "worker": ["10.0.0.2:2222"]}, "task": {"type":...
+    """
+    names = {"head": chief, **TF_NAMES}
+    cluster: dict[str, list[str]] = {chief: []}
+    for group, address in sorted(machines):
+        if group in names:
+            cluster.setdefault(names[group], []).append(f"{address}:{TF_PORT}")
+    return json.dumps({"cluster": cluster, "task": {"type": chief, "index": 0}})
 
 
 if __name__ == "__main__":

@@ -85,18 +85,17 @@ def text_of(
     warn: Callable[[str], object] = lambda text: None,
     trust: bool = False,
 ) -> str:
-    """Return the file of a cluster.
+    """Return the text of a cluster's file.
 
     Args:
         plan: The cluster.
-        command: The command that makes it.
-        file: Its future name.
-        warn: Takes warnings, such as on machines that the (dated) catalogues do not have.
-        trust: Leave out those.
+        command: The command that writes the file.
+        file: The name of the file.
+        warn: Takes warnings.
+        trust: Leave out warnings of machines that the (dated) catalogues lack.
 
     Raises:
-        CloudError: The plan cannot be carried out there, or something is wrong with the file, but
-            for what is to be filled in.
+        CloudError: The plan is impossible, or the file has mistakes other than placeholders.
     """
     plan = replace(plan, lock=lock_of(Path(file)).name)
     content = WRITERS[plan.provider](plan)
@@ -145,12 +144,9 @@ def lock_of(file: Path) -> Path:
 
 
 def save(text: str, file: Path, plan: ClusterPlan, is_forced: bool = False) -> None:
-    """Write a cluster's file, and its lock file if it has one.
+    """Write a cluster's file, and its lock file if it has one, or raise a CloudError.
 
     An existing file is replaced only if forced: it may be needed to end a running cluster.
-
-    Raises:
-        CloudError: It exists already, or cannot be written.
     """
     # Written under another name first, so that a failed write leaves no half file.
     draft = file.with_name(f".{file.name}.{os.getpid()}")
@@ -177,19 +173,23 @@ def save(text: str, file: Path, plan: ClusterPlan, is_forced: bool = False) -> N
 
 
 class _Dumper(yaml.SafeDumper):
-    """A dumper without anchors: an edit of one entry must not change others."""
+    """Writes no anchors, since an edit of one entry must not change others, and texts of several
+    lines as lines.
+    """
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def represent_str(self, text: str) -> yaml.ScalarNode:
+        style = "|" if "\n" in text else None
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
+
 
 def render(documents: Iterable[Mapping[str, Any]], header: Iterable[str]) -> str:
-    """Return the text of a file.
-
-    Args:
-        documents: Its documents, in order.
-        header: Lines of the comment that it begins with: by which command it was made, and what is
-            to be filled in.
+    """Return the text of a file with these documents, and these lines in a comment at its top.
 
     Example:
         >>> print(render([{"cluster_name": "lab", "max_workers": 2}], ["Made by hand."]), end="")
@@ -203,21 +203,14 @@ def render(documents: Iterable[Mapping[str, Any]], header: Iterable[str]) -> str
     # a value may have line ends in it
     lines = [part for line in header for part in line.splitlines()]
     top = "".join(f"# {line}".rstrip() + "\n" for line in lines)
-    parts = ("".join(_entry(*item) for item in document.items()) for document in documents)
-    return top + "\n" + "\n---\n".join(part.rstrip("\n") for part in parts) + "\n"
-
-
-def _as_it_is_read(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    """Give a text of several lines as lines."""
-    return dumper.represent_scalar(
-        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
-    )
-
-
-_Dumper.add_representer(str, _as_it_is_read)
-
-
-def _entry(key: str, value: Any) -> str:
-    text = yaml.dump({key: value}, Dumper=_Dumper, sort_keys=False, width=WIDTH, allow_unicode=True)
-    comment = textwrap.wrap(COMMENTS.get(key, ""), 100)
-    return "\n" * bool(comment) + "".join(f"# {line}\n" for line in comment) + text
+    parts = []
+    for document in documents:
+        part = ""
+        for key, value in document.items():
+            comment = textwrap.wrap(COMMENTS.get(key, ""), 100)
+            part += "\n" * bool(comment) + "".join(f"# {line}\n" for line in comment)
+            part += yaml.dump(
+                {key: value}, Dumper=_Dumper, sort_keys=False, width=WIDTH, allow_unicode=True
+            )
+        parts.append(part.rstrip("\n"))
+    return top + "\n" + "\n---\n".join(parts) + "\n"

@@ -15,18 +15,14 @@ import socket
 import ssl
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from raypool.errors import InvalidValueError, StartupError
 from raypool.profiles import CLIENT, Profile
 
-CONNECT_TIMEOUT_S = 5.0
-"""The time for a machine to accept a connection [s]."""
-
-ANSWER_S = 4.0
-"""The time for Ray to answer [s]."""
+CONNECT_TIMEOUT_S = 5.0  # for a machine to accept a connection
+ANSWER_S = 4.0  # for Ray to answer
 
 TLS_VARIABLES = {
     "certificate": "RAY_TLS_SERVER_CERT",
@@ -50,7 +46,15 @@ def prepare(profile: Profile) -> None:
         Ray, Token authentication: RAY_AUTH_TOKEN counts before RAY_AUTH_TOKEN_PATH. Ray, TLS
         Authentication.
     """
-    wanted = _variables(profile)
+    wanted: dict[str, str | None] = {}  # None: must be unset
+    if profile.token_file is not None:
+        wanted["RAY_AUTH_TOKEN_PATH"] = _readable(profile.token_file, "token_file")
+        wanted["RAY_AUTH_MODE"] = "token"
+        wanted["RAY_AUTH_TOKEN"] = None
+    if profile.tls is not None:
+        for name, variable in TLS_VARIABLES.items():
+            wanted[variable] = _readable(getattr(profile.tls, name), f"tls.{name}")
+        wanted["RAY_USE_TLS"] = "1"
     for name, (before, since) in _replaced.items():
         if os.environ.get(name) == since:  # else somebody has set it meanwhile
             _set(name, before)
@@ -58,20 +62,6 @@ def prepare(profile: Profile) -> None:
     for name, value in wanted.items():
         _replaced[name] = os.environ.get(name), value
         _set(name, value)
-
-
-def _variables(profile: Profile) -> dict[str, str | None]:
-    """Return the environment variables of a profile; None: must be unset."""
-    variables: dict[str, str | None] = {}
-    if profile.token_file is not None:
-        variables["RAY_AUTH_TOKEN_PATH"] = _readable(profile.token_file, "token_file")
-        variables["RAY_AUTH_MODE"] = "token"
-        variables["RAY_AUTH_TOKEN"] = None
-    if profile.tls is not None:
-        for name, variable in TLS_VARIABLES.items():
-            variables[variable] = _readable(getattr(profile.tls, name), f"tls.{name}")
-        variables["RAY_USE_TLS"] = "1"
-    return variables
 
 
 def _set(name: str, value: str | None) -> None:
@@ -84,14 +74,11 @@ def _set(name: str, value: str | None) -> None:
 def _readable(entry: str | os.PathLike[str], name: str) -> str:
     path = Path(entry).expanduser().absolute()
     try:
-        is_empty = not path.read_bytes().strip()
+        why = None if path.read_bytes().strip() else "is empty"
     except OSError as error:
-        raise StartupError(
-            f"{name}: {path} could not be read: {error.strerror}. Copy it from the head of the"
-            " cluster."
-        ) from None
-    if is_empty:
-        raise StartupError(f"{name}: {path} is empty. Copy it from the head of the cluster.")
+        why = f"could not be read: {error.strerror}"
+    if why:
+        raise StartupError(f"{name}: {path} {why}. Copy it from the head of the cluster.")
     return str(path)
 
 
@@ -125,25 +112,21 @@ def check(address: str) -> None:
             f"Nobody answers at {address} ({error}). Check the address, and that Ray runs there and"
             " this machine may reach it."
         ) from None
-    _check_encryption(host, port, address)
-    if address.startswith(CLIENT):
-        _check_server(address, f"{host}:{port}")
-    else:
-        _check_node(address)
-
-
-def _check_encryption(host: str, port: int, address: str) -> None:
-    wants_tls = _wants_tls()
-    if wants_tls and not speaks_tls(host, port):
+    encrypts = speaks_tls(host, port)
+    if _wants_tls() and not encrypts:
         raise StartupError(
             f"The connection is to be encrypted (tls), but what answers at {address} does not"
             " encrypt. Leave tls (and RAY_USE_TLS) out, or start Ray there with RAY_USE_TLS=1."
         )
-    if not wants_tls and speaks_tls(host, port):
+    if encrypts and not _wants_tls():
         raise StartupError(
             f"What answers at {address} encrypts its connections, and this process has no"
             " certificate. Give the profile one: tls=Tls(certificate=..., key=..., authority=...)."
         )
+    if address.startswith(CLIENT):
+        _check_server(address, f"{host}:{port}")
+    else:
+        _check_node(address)
 
 
 def _wants_tls() -> bool:
@@ -176,57 +159,44 @@ def _check_server(address: str, target: str) -> None:
 
     from raypool.ray_private import init_grpc_channel
 
+    ping = ClusterInfoRequest(type=ClusterInfoType.PING)
     with _token_as_here(address), init_grpc_channel(target) as channel:
         try:
-            RayletDriverStub(channel).ClusterInfo(
-                ClusterInfoRequest(type=ClusterInfoType.PING), timeout=ANSWER_S
-            )
+            RayletDriverStub(channel).ClusterInfo(ping, timeout=ANSWER_S)
         except grpc.RpcError as error:
-            raise _refusal(address, error) from None
-
-
-def _refusal(address: str, error: Any) -> StartupError:
-    import grpc
-
-    code, details = error.code(), str(error.details())
-    if code is grpc.StatusCode.UNAUTHENTICATED:
-        return _bad_token(address)
-    # TLS is answered, but refuses this process
-    if _wants_tls() and code is grpc.StatusCode.UNAVAILABLE:
-        return StartupError(
-            f"{address} does not accept the certificate of this machine, or this machine not the"
-            f" one shown there ({details}). Both have to be signed by the same authority, and the"
-            " one there has to name the host of this address."
-        )
-    if code is grpc.StatusCode.UNIMPLEMENTED:
-        return StartupError(
-            f"What answers at {address} is no server of Ray Client. It listens on port 10001, as a"
-            " rule, of the cluster's head."
-        )
-    return StartupError(
-        f"What answers at {address} is no server of Ray Client, or one that is not well"
-        f" ({code.name}: {details}). It listens on port 10001, as a rule, of the cluster's head."
-    )
+            code, details = error.code(), str(error.details())
+            if code is grpc.StatusCode.UNAUTHENTICATED:
+                refusal = _bad_token(address)
+            elif _wants_tls() and code is grpc.StatusCode.UNAVAILABLE:
+                # TLS was answered, so the certificates are refused
+                refusal = StartupError(
+                    f"{address} does not accept the certificate of this machine, or this machine"
+                    f" not the one shown there ({details}). Both have to be signed by the same"
+                    " authority, and the one there has to name the host of this address."
+                )
+            else:
+                refusal = StartupError(
+                    f"What answers at {address} is no server of Ray Client, or a broken one"
+                    f" ({code.name}: {details}). Its port on the cluster's head is usually 10001."
+                )
+            raise refusal from None
 
 
 def _bad_token(address: str) -> StartupError:
-    where = (
-        "RAY_AUTH_TOKEN"
-        if "RAY_AUTH_TOKEN" in os.environ
-        else os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")
-    )
     if os.environ.get("RAY_AUTH_MODE") != "token":
         return StartupError(
             f"The cluster at {address} asks for a token, and this process has none. "
             "Copy ~/.ray/auth_token from its head, and name the file: token_file=..."
         )
+    path = os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")
+    where = "RAY_AUTH_TOKEN" if "RAY_AUTH_TOKEN" in os.environ else path
     return StartupError(
         f"The cluster at {address} does not accept the token in {where}: it is that of another"
         " cluster, or an old one. Copy ~/.ray/auth_token from its head again."
     )
 
 
-@contextmanager
+@contextlib.contextmanager
 def _token_as_here(address: str) -> Iterator[None]:
     """Explain Ray's error for a missing token."""
     from ray.exceptions import AuthenticationError
@@ -250,8 +220,8 @@ def _check_node(address: str) -> None:
             nodes = GcsClient(address=address).get_all_node_info(timeout=ANSWER_S).values()
     except (RpcError, RaySystemError) as error:
         raise StartupError(
-            f"What answers at {address} is not Ray's control store, or one that is not well"
-            f" ({error}). That listens on port 6379, as a rule, of the cluster's head."
+            f"What answers at {address} is not Ray's control store, or a broken one ({error}). Its"
+            " port on the cluster's head is usually 6379."
         ) from None
     there = sorted({node.node_manager_address for node in nodes if node.state == 0})  # alive
     here = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
@@ -317,14 +287,8 @@ def make_token(path: Path | None = None) -> None:
 
 # --- runtime environment of workers ---------------------------------------------------------------
 
-
 MIB = 2**20
-
-LARGE_BYTES = 100 * MIB
-"""A larger folder [bytes] is slow to upload from a laptop, and causes a warning."""
-
-NAMED = 3
-"""The number of largest entries that the warning names."""
+LARGE_BYTES = 100 * MIB  # slow to upload from a laptop: causes a warning
 
 logger = logging.getLogger("raypool")
 
@@ -333,7 +297,7 @@ def runtime_env(profile: Profile) -> dict[str, Any]:
     """Return the `runtime_env` for a profile's workers, and warn of a large folder.
 
     Raises:
-        InvalidValueError: `working_dir` is no folder, or more than Ray takes.
+        InvalidValueError: `working_dir` is no folder, or larger than Ray accepts.
 
     Example:
         >>> runtime_env(Profile(packages=["scikit-learn>=1.5"]))
@@ -342,39 +306,36 @@ def runtime_env(profile: Profile) -> dict[str, Any]:
     shipped: dict[str, Any] = {}
     if profile.packages:
         shipped["pip"] = list(profile.packages)
-    if profile.working_dir is not None:
-        folder = Path(profile.working_dir).expanduser().absolute()
-        _check(folder)
-        shipped["working_dir"] = str(folder)
-    return shipped
-
-
-def _check(folder: Path) -> None:
+    if profile.working_dir is None:
+        return shipped
     from raypool.ray_private import GCS_STORAGE_MAX_SIZE  # 512 MiB, if nobody has said otherwise
 
+    folder = Path(profile.working_dir).expanduser().absolute()
     if not folder.is_dir():
         raise InvalidValueError(f"working_dir: {folder} is no folder.")
+    shipped["working_dir"] = str(folder)
     sizes = sizes_of(folder)
     total = sum(sizes.values())
     if total < min(LARGE_BYTES, GCS_STORAGE_MAX_SIZE):
-        return
+        return shipped
     largest = ", ".join(
-        f"{name} ({size / MIB:.0f} MiB)" for name, size in Counter(sizes).most_common(NAMED)
+        f"{name} ({size / MIB:.0f} MiB)" for name, size in Counter(sizes).most_common(3)
     )
     words = (
         f"working_dir: {folder} has {total / MIB:.0f} MiB in {len(sizes)} entries; the largest:"
         f" {largest}."
     )
-    step = "List what is not needed there in a file .rayignore, written like a .gitignore."
+    step = "List unneeded files in a file .rayignore there, written like a .gitignore."
     if total >= GCS_STORAGE_MAX_SIZE:
         raise InvalidValueError(
             f"{words} Ray takes {GCS_STORAGE_MAX_SIZE / MIB:.0f} MiB at most. {step}"
         )
     logger.warning("%s All of it is uploaded to the cluster. %s", words, step)
+    return shipped
 
 
 def sizes_of(folder: Path) -> dict[str, int]:
-    """Return the size of each entry of a folder [bytes], without files that do not travel."""
+    """Return the size of each entry of a folder [bytes], without files that are not uploaded."""
     # Ray packs files uncompressed. Its reader of .gitignore and .rayignore is private, checked on
     # 2.60.
     from raypool.ray_private import _dir_travel, ray_constants

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -25,18 +25,13 @@ OPEN = "is still to be filled in."  # ends the messages about placeholders
 
 @dataclass(frozen=True)
 class Document:
-    """One document of a YAML file.
+    """One document of a YAML file."""
 
-    Attributes:
-        name: The file's name in messages; "" for none.
-        content: The document as plain values.
-        node: The document as PyYAML's nodes, which have positions.
-        options: Entries that options of the command line replaced, and these options.
-    """
-
-    name: str
-    content: Any
+    name: str  # the file's name in messages; "" for none
+    content: Any  # the document as plain values
+    # The document as PyYAML's nodes, which have positions.
     node: yaml.Node = field(repr=False, compare=False)
+    # Entries that options of the command line replaced, and these options.
     options: Mapping[Keys, str] = field(default_factory=dict)
 
     def line_of(self, keys: Keys) -> int:
@@ -70,6 +65,16 @@ def read_documents(path: str | Path) -> list[Document]:
     except UnicodeDecodeError as error:
         raise CloudError(f"{path} is not UTF-8: {error}.") from None
     return documents_of(text, str(path))
+
+
+def launcher_document(documents: Sequence[Document], name: str | Path) -> Document:
+    """Return the one document of a file for Ray's launcher, or raise a CloudError."""
+    content = documents[0].content if len(documents) == 1 else None
+    if not isinstance(content, dict) or not isinstance(content.get("provider"), dict):
+        is_manifest = isinstance(content, dict) and "kind" in content
+        hint = " A cluster on Kubernetes is made by `kubectl apply`." if is_manifest else ""
+        raise CloudError(f"{name} is no file for Ray's launcher: it names no provider.{hint}")
+    return documents[0]
 
 
 def documents_of(text: str, name: str) -> list[Document]:

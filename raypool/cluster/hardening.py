@@ -10,7 +10,7 @@ import re
 
 import yaml
 
-from raypool.cluster.documents import Document, documents_of
+from raypool.cluster.documents import Document, documents_of, launcher_document
 from raypool.cluster.launcher_file import (
     HEALTH_CHECKS,
     START,
@@ -26,11 +26,7 @@ PREFIX = r"([A-Za-z_]\w*=[^\s;&|]*\s+)*"
 
 
 def hardened(text: str, name: str) -> str:
-    r"""Return the text of a cluster's file that asks everybody for a token.
-
-    Args:
-        text: The file's.
-        name: What errors call it.
+    r"""Return the text of a cluster's file, which errors call `name`, with a token required.
 
     Raises:
         CloudError: It is not one file for Ray's launcher, or has no command that starts Ray.
@@ -40,11 +36,8 @@ def hardened(text: str, name: str) -> str:
         >>> print(hardened(text, "cluster.yaml").splitlines()[1])
         worker_start_ray_commands: ["export RAY_AUTH_MODE=token; ray start --address=a"]
     """
-    documents = documents_of(text, name)
-    content = documents[0].content if documents else None
-    if len(documents) != 1 or not isinstance(content, dict) or "provider" not in content:
-        raise CloudError(f"{name} is no file for Ray's launcher: it says no provider.")
-    [document] = documents
+    document = launcher_document(documents_of(text, name), name)
+    content = document.content
     edits = []
     for entry, is_head in (("head_start_ray_commands", True), ("worker_start_ray_commands", False)):
         node = _value(document, entry)
@@ -74,13 +67,13 @@ def hardened(text: str, name: str) -> str:
 
 
 def _value(document: Document, entry: str) -> yaml.Node | None:
-    """Return the node of an entry at the top, None without one."""
+    """Return the node of a top-level entry, None without one."""
     pairs = document.node.value if isinstance(document.node, yaml.MappingNode) else []
     return next((value for key, value in pairs if key.value == entry), None)
 
 
 def asks_for_token(command: str) -> bool:
-    """Whether Ray asks everybody for a token where a shell's command starts it.
+    """Whether the Ray that a shell's command starts requires a token.
 
     Example:
         >>> asks_for_token("export RAY_AUTH_MODE=token; ray start --head")
@@ -98,7 +91,7 @@ def asks_for_token(command: str) -> bool:
 
 
 def open_host(command: str) -> str | None:
-    """Return the address at which a dashboard listens, None for the loopback, Ray's own choice."""
+    """Return the address at which a dashboard listens, None for the loopback (the default)."""
     host = re.search(r"--dashboard-host[= ](\S+)", command)
     return host[1] if host and host[1] not in ("127.0.0.1", "localhost") else None
 

@@ -35,12 +35,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("raypool.cluster.idle")
 
-LOOK_S = 30.0
-"""The interval of looks at the cluster's jobs [s]."""
-
+LOOK_S = 30.0  # between looks at the cluster's jobs
 CONFIG = "~/ray_bootstrap_config.yaml"
-RUNNING = "~/.raypool-idle.pid"
-"""Has the process of the watcher that counts: each `up` starts another."""
+RUNNING = "~/.raypool-idle.pid"  # has the process of the newest watcher: each `up` starts another
 
 
 def last_use(jobs: Iterable[JobDetails], now: float) -> float:
@@ -52,11 +49,9 @@ def last_use(jobs: Iterable[JobDetails], now: float) -> float:
 
 
 def watch(minutes: float, find_jobs: Callable[[], Iterable[JobDetails]]) -> bool:
-    """Wait until the cluster has been unused for so long; return whether it is to be shut down.
+    """Wait until the cluster has been unused for so many minutes; return whether to shut it down.
 
-    Args:
-        minutes: The time [min].
-        find_jobs: Returns the cluster's jobs.
+    `find_jobs` returns the cluster's jobs.
     """
     mark = Path(RUNNING).expanduser()
     mark.write_text(str(os.getpid()), encoding="utf-8")

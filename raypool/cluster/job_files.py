@@ -1,17 +1,6 @@
 """Training jobs: reads and checks `config.yaml` of AI Platform Training, and options that override
 it.
 
-::
-
-    trainingInput:
-      scaleTier: CUSTOM
-      masterType: n1-highcpu-16
-      masterConfig:
-        acceleratorConfig: {count: 4, type: NVIDIA_TESLA_T4}
-      workerCount: 9
-      workerType: n1-highcpu-16
-      ...
-
 The service no longer exists, but its files still describe machines. The master becomes the head of
 a Ray cluster, where the job's script runs; workers, parameter servers and evaluators become groups
 of machines beside it, of fixed size.
@@ -123,31 +112,21 @@ SCHEMA = Draft7Validator(
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A training job that has been checked; None: the file does not say.
+    """A training job that has been checked; None: the file does not say."""
 
-    Args:
-        groups: Its machines, the master first. Each other group always has its `most` machines.
-        region: The region of the machines ("us-central1").
-        name: The name of the job.
-        job_dir: The folder for its outputs.
-        module: The Python module to run.
-        args: The arguments of the module.
-        image: The Docker image that everything runs in; None: the machines themselves.
-        container_command: The command to run in the image if there is no module.
-        chief: TensorFlow's name of the master in TF_CONFIG; None: TF_CONFIG is not set.
-        notes: The settings that have no effect, and why.
-    """
-
+    # Its machines, the master first. Each other group always has its `most` machines.
     groups: tuple[NodeGroup, ...]
-    region: str | None = None
-    name: str | None = None
-    job_dir: str | None = None
-    module: str | None = None
-    args: tuple[str, ...] = ()
+    region: str | None = None  # the region of the machines ("us-central1")
+    name: str | None = None  # the name of the job
+    job_dir: str | None = None  # the folder for its outputs
+    module: str | None = None  # the Python module to run
+    args: tuple[str, ...] = ()  # the arguments of the module
+    # The Docker image that everything runs in; None: the machines themselves.
     image: str | None = None
-    container_command: tuple[str, ...] = ()
+    container_command: tuple[str, ...] = ()  # the command to run in the image if there is no module
+    # TensorFlow's name of the master in TF_CONFIG; None: TF_CONFIG is not set.
     chief: str | None = None
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # the settings that have no effect, and why
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -175,10 +154,7 @@ class Training:
     def plan(
         self, *, name: str, project: str | None, zone: str, spot: bool, packages: tuple[str, ...]
     ) -> ClusterPlan:
-        """Return the plan of the cluster that the job runs on; the master is never a spot machine.
-
-        The arguments are those of `ClusterPlan`; `packages` are installed besides raypool's own.
-        """
+        """Return the plan of the cluster of the job; the master is never a spot machine."""
         head, *workers = self.groups
         return ClusterPlan(
             name=name,

@@ -44,22 +44,17 @@ if TYPE_CHECKING:
     from ray.job_submission import JobDetails
 
 
+# For a request [s]. GET is a question; POST starts a job, which needs an agent; PUT may send half a
+# gigabyte through a tunnel.
 TIMEOUTS_S = {"GET": 8.0, "POST": 120.0, "DELETE": 120.0, "PUT": 1800.0}
-"""How long the dashboard may take for a request [s]. GET is a question; POST starts a job, for
-which an agent has to be found; PUT may send half a gigabyte through a tunnel."""
+OUTPUTS_TIMEOUT_S, PAUSE_S = 600, 30.0  # for outputs of another node, and for a pause in between
+HEAD_TIMEOUT_S = 20.0  # for a new head, after its dashboard has started
+AUTOSCALER_TIMEOUT_S = 6.0  # an autoscaler reports every five seconds
+LOOK_S = 0.5  # between questions about a job or a cluster
+PATIENCE_S = 60.0  # a known cluster may be unreachable so long: tunnels break, and laptops sleep
+STOP_TIMEOUT_S = 30.0  # for a job to end: three seconds between two signals, and time for the news
 
-OUTPUTS_TIMEOUT_S, PAUSE_S = 600, 30.0
-"""The limits for outputs [s]: from another node to the dashboard, and of a pause on the way here.
-"""
-
-HEAD_TIMEOUT_S = 20.0
-"""The time that a new head may need after its dashboard has started [s]."""
-
-AUTOSCALER_TIMEOUT_S = 6.0
-"""An autoscaler says what it does every five seconds [s]."""
-
-OUTPUTS_FOLDER = "raypool-outputs"
-"""The folder for outputs in that of Ray's session, and the link to it among Ray's logs."""
+OUTPUTS_FOLDER = "raypool-outputs"  # in the folder of Ray's session, and the link to it in its logs
 
 KEY = "raypool_key"
 """The entry of a job's metadata with the key of its outputs' checksum: it allows forging them."""
@@ -71,21 +66,11 @@ STATES = {
     "FAILED": "failed",
     "STOPPED": "cancelled",
 }
-"""What Ray calls the states of a job, and what futures call them."""
+"""Ray's names of the states of a job, and those of futures."""
 
 ENDED = ("finished", "failed", "cancelled")
 
-LOOK_S = 0.5
-"""The interval of questions about a job or a cluster [s]."""
-
-PATIENCE_S = 60.0
-"""The time for which a known cluster may be unreachable [s]: tunnels break, and laptops sleep."""
-
-STOP_TIMEOUT_S = 30.0
-"""The time for a job to end [s]: three seconds between the two signals, and some for the news."""
-
-STOPPING = "raypool_stop_"
-"""The beginning of the ids of jobs that stop others; each is deleted afterwards if possible."""
+STOPPING = "raypool_stop_"  # begins the ids of jobs that stop others
 
 STOPPER = """
 import asyncio, sys
@@ -107,33 +92,22 @@ asyncio.run(stop(sys.argv[1]))
 
 @dataclass(frozen=True, kw_only=True)
 class JobInfo:
-    """The state of a job.
+    """The state of a job."""
 
-    Attributes:
-        id: Its id, which is one for all that ever ran on its cluster.
-        name: What it was called, its id if nothing.
-        state: "queued" (it waits for a machine, or for its packages), "running", "finished",
-            "failed" or "cancelled".
-        command: What runs.
-        message: What Ray says of its state.
-        exit_code: With what its command has ended, negative after a signal; None before, and if it
-            never began.
-        submitted_at: When it was handed in.
-        finished_at: When it ended, None before.
-        node: Ray's id of the node on which it runs, or ran.
-        metadata: What was noted with it.
-    """
-
-    id: str
-    name: str
+    id: str  # its id, unique on its cluster
+    name: str  # its name, by default the id
+    # "queued" (it waits for a machine, or for its packages), "running", "finished", "failed" or
+    # "cancelled".
     state: str
-    command: str
-    message: str
+    command: str  # the command
+    message: str  # Ray's message about the state
+    # The exit code of the command, negative after a signal; None before the end, and if it never
+    # began.
     exit_code: int | None
-    submitted_at: datetime | None
-    finished_at: datetime | None
-    node: str | None
-    metadata: Mapping[str, str]
+    submitted_at: datetime | None  # when it was submitted
+    finished_at: datetime | None  # when it ended, None before
+    node: str | None  # Ray's id of its node
+    metadata: Mapping[str, str]  # the metadata that were submitted with it
 
     @property
     def has_ended(self) -> bool:
@@ -142,14 +116,7 @@ class JobInfo:
 
     @property
     def exit_status(self) -> int:
-        """The exit status of a command that stands for the job; 1 for a failure without one.
-
-        Example:
-            >>> at = {"submitted_at": None, "finished_at": None, "node": None, "metadata": {}}
-            >>> told = {"id": "a", "name": "a", "state": "failed", "command": "sh", "message": ""}
-            >>> JobInfo(**told, **at, exit_code=-9).exit_status
-            137
-        """
+        """The exit status of a command that follows the job (128 + n for signal n)."""
         if self.exit_code is not None:
             return self.exit_code if self.exit_code >= 0 else 128 - self.exit_code
         return 0 if self.state == "finished" else 1
@@ -177,26 +144,24 @@ def _time_of(milliseconds: int | None) -> datetime | None:
     return datetime.fromtimestamp(milliseconds / 1000, UTC) if milliseconds else None
 
 
+# By these, Ray's client would go to another cluster.
 OVERRIDING = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
-"""Variables by which Ray's client goes to another cluster than the one that it is told."""
-
 _environment_lock = threading.Lock()
 
 
 class Dashboard(JobSubmissionClient):  # type: ignore[misc]
     """Ray's client for jobs, for the dashboard of a profile's cluster.
 
-    Every request has a time limit. The token goes along as a header, so that one process can ask
-    several clusters; never in a URL or a message, unencrypted to another machine, or to where a
-    redirect leads.
+    Every request has a time limit. The token is sent as a header, so that one process can ask
+    several clusters; never in a URL or a message, unencrypted to another machine, or to the target
+    of a redirect.
 
     Args:
-        profile: `jobs_address` says where it is, `token_file` and `tls` how to be let in.
+        profile: `jobs_address`, `token_file` and `tls` say how to reach it.
 
     Raises:
-        CloudError: Nobody answers there, or not to this token; or the token would travel there for
-            all to read.
-        InvalidValueError: The profile does not say where it is.
+        CloudError: Nobody answers there, or the token is refused or would travel unencrypted.
+        InvalidValueError: The profile has no address for jobs.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -207,9 +172,9 @@ class Dashboard(JobSubmissionClient):  # type: ignore[misc]
         # `own` is in a network that Ray trusts
         if token and own is None and self.url.startswith("http:") and not self._is_here:
             raise CloudError(
-                f"The token would travel to {self.url} unencrypted, for all on the way to read."
-                " Open a tunnel (raypool cluster connect, kubectl port-forward) and name its end"
-                " here as jobs_address (http://127.0.0.1:8265), or an address with https.",
+                f"The token would travel to {self.url} unencrypted. Open a tunnel (raypool cluster"
+                " connect, kubectl port-forward) and name its end here as jobs_address"
+                " (http://127.0.0.1:8265), or an address with https.",
                 status=None,
             )
         self._has_token = bool(token)
@@ -227,7 +192,7 @@ class Dashboard(JobSubmissionClient):  # type: ignore[misc]
             kept = {name: os.environ.pop(name) for name in OVERRIDING if name in os.environ}
             try:
                 super().__init__(self.url, headers=headers, verify=authority)
-            except (KeyError, TypeError, ValueError):  # what answers has no version of Ray
+            except (KeyError, TypeError, ValueError):  # the answer has no version of Ray
                 raise self._stranger() from None
             except RuntimeError as error:
                 raise CloudError(
@@ -240,11 +205,11 @@ class Dashboard(JobSubmissionClient):  # type: ignore[misc]
             self._ssl_context = True  # Ray's None, for the same, is deprecated
 
     def get(self, path: str, **query: object) -> Any:
-        """Return what is answered there.
+        """Return the answer for a path.
 
         Raises:
-            CloudError: Nobody answers, or not so; `.status` is the number of the answer, None if
-                there was none.
+            CloudError: Nobody answers, or it is refused; `.status` is the HTTP status of the
+                answer, None if there was none.
         """
         answer = self._do_request("GET", path, params=query)
         try:
@@ -256,22 +221,17 @@ class Dashboard(JobSubmissionClient):  # type: ignore[misc]
         """Return a file of the folder for outputs on a node, see `make_outputs_folder`.
 
         Raises:
-            FileNotFoundError: It is not there.
+            FileNotFoundError: There is no such file.
             CloudError: As for `get`.
         """
-        query = {
-            "node_id": node,
-            "filename": f"{OUTPUTS_FOLDER}/{name}",
-            "lines": -1,
-            "timeout": OUTPUTS_TIMEOUT_S,
-        }
-        # where there is no such file, an answer may also be empty: then Ray has missed that message
+        file = f"{OUTPUTS_FOLDER}/{name}"
+        query = {"node_id": node, "filename": file, "lines": -1, "timeout": OUTPUTS_TIMEOUT_S}
+        # For a missing file, an answer may also be empty: then Ray has missed its own message.
         for _ in range(3):
             try:
-                if data := self._do_request(
-                    "GET", "/api/v0/logs/file", params=query, timeout=PAUSE_S
-                ).content:
-                    return bytes(data)
+                answer = self._do_request("GET", "/api/v0/logs/file", params=query, timeout=PAUSE_S)
+                if answer.content:
+                    return bytes(answer.content)
             except CloudError as error:
                 if getattr(error, "status", None) == 500 and "not found" in str(error):
                     break
@@ -284,9 +244,8 @@ class Dashboard(JobSubmissionClient):  # type: ignore[misc]
         deadline = time.monotonic() + HEAD_TIMEOUT_S
         while True:
             answer = self.get("/api/v0/nodes", detail=1, limit=10_000)
-            alive = [
-                node for node in answer["data"]["result"]["result"] if node["state"] == "ALIVE"
-            ]
+            nodes = answer["data"]["result"]["result"]
+            alive = [node for node in nodes if node["state"] == "ALIVE"]
             if alive or time.monotonic() > deadline:
                 return alive
             time.sleep(LOOK_S)
@@ -300,18 +259,15 @@ class Dashboard(JobSubmissionClient):  # type: ignore[misc]
         own_kinds = {f"node{node['node_id']}" for node in nodes}
         deadline = time.monotonic() + AUTOSCALER_TIMEOUT_S
         while time.monotonic() < deadline:
-            report = (self.get("/api/cluster_status")["data"]["clusterStatus"] or {}).get(
-                "autoscalerReport"
-            )
-            if report is not None:
-                return any(
-                    kind.replace("_", "").lower() not in own_kinds for kind in report["activeNodes"]
-                )
+            status = self.get("/api/cluster_status")["data"]["clusterStatus"] or {}
+            if (report := status.get("autoscalerReport")) is not None:
+                kinds = {kind.replace("_", "").lower() for kind in report["activeNodes"]}
+                return not kinds <= own_kinds
             time.sleep(LOOK_S)
         return False
 
     def tail(self, job_id: str) -> Iterator[str]:
-        """Yield a job's output until the stream ends, and "" whenever nothing comes for a while.
+        """Yield a job's output until the stream ends, and "" whenever there is none for a while.
 
         The thread must have no running event loop, as that of a notebook has.
         """
@@ -348,21 +304,22 @@ class Dashboard(JobSubmissionClient):  # type: ignore[misc]
         try:
             answer = super()._do_request(method, endpoint, **request)
         except AuthenticationError:
+            said = f"asks for a token, and there is none in {self._token_from}."
             if self._has_token:
-                status, said = (
-                    403,
-                    f"does not know the token in {self._token_from}: it may be another cluster's.",
+                said = (
+                    f"does not know the token in {self._token_from}: it may be another cluster's."
                 )
-            else:
-                status, said = 401, f"asks for a token, and there is none in {self._token_from}."
             raise CloudError(
                 f"The cluster at {self.url} {said} Copy ~/.ray/auth_token of its head, and name the"
                 " copy with token_file=.",
-                status=status,
+                status=403 if self._has_token else 401,
             ) from None
         except OSError as error:  # all of requests' own are
+            cause: BaseException = error
+            while cause.__context__ is not None:  # three wrappers, with addresses of objects
+                cause = cause.__context__
             raise CloudError(
-                f"No dashboard of Ray answers at {self.url} ({_root(error)}). Is the tunnel open"
+                f"No dashboard of Ray answers at {self.url} ({cause}). Is the tunnel open"
                 " (raypool cluster connect)? On this machine `ray start --head` starts a Ray that"
                 " has one; the Ray that a pool starts for itself has none.",
                 status=None,
@@ -382,14 +339,12 @@ class Dashboard(JobSubmissionClient):  # type: ignore[misc]
 
     def _stranger(self) -> CloudError:
         return CloudError(
-            f"What answers at {self.url} is no dashboard of Ray. Check jobs_address, and the"
-            " tunnel.",
-            status=None,
+            f"{self.url} is no dashboard of Ray. Check jobs_address and the tunnel.", status=None
         )
 
 
 def _token(profile: Profile) -> tuple[Path | str, str | None]:
-    """Return where the token of a cluster is looked for, and the token, None if there is none."""
+    """Return the source of the token of a cluster, and the token, None if there is none."""
     if profile.token_file is None and "RAY_AUTH_TOKEN" in os.environ:
         return "RAY_AUTH_TOKEN", os.environ["RAY_AUTH_TOKEN"].strip()
     path = Path(
@@ -406,32 +361,23 @@ def _token(profile: Profile) -> tuple[Path | str, str | None]:
 
 
 def _own_dashboard() -> str | None:
-    """Return the URL of the dashboard of the Ray that runs in this process, if it has one."""
+    """Return the URL of the dashboard of this process's Ray, None without one."""
     import ray
 
     from raypool.ray_private import worker
 
     if not ray.is_initialized() or ray.util.client.ray.is_connected():
         return None
-    # the public way to it is the answer of ray.init, which another has got
+    # the public source is the return value of ray.init, which another caller has
     url = worker.get_dashboard_url()
     return f"http://{url}" if url else None
 
 
-def _root(error: BaseException) -> BaseException:
-    """Return the original error."""
-    # requests wraps that of the system in three others, with addresses of objects.
-    while error.__context__ is not None:
-        error = error.__context__
-    return error
-
-
 def make_outputs_folder() -> Path:
-    """Make the folder on this node for what jobs leave, from where `Dashboard.outputs` reads it.
+    """Make the folder on this node for outputs of jobs, from where `Dashboard.outputs` reads them.
 
-    Only this user can enter it. It lies in the folder of Ray's session, and goes with it. Among
-    Ray's logs there is only a link to it, which Ray follows, and which those who collect logs do
-    not.
+    Only this user can enter it. It is in the folder of Ray's session, and is deleted with it. Among
+    Ray's logs there is only a link, which Ray follows, and which collectors of logs do not.
     """
     from raypool.ray_private import worker
 
@@ -457,13 +403,14 @@ class PackedCall(NamedTuple):
 class Jobs:
     """The jobs of a cluster.
 
+    Every method raises a CloudError if the cluster does not answer, or there is no such job.
+
     Args:
-        profile: `jobs_address` is where the cluster's dashboard is; `token_file` and `tls` let us
-            in; `working_dir` and `packages` go along with each job, for its workers too.
+        profile: `jobs_address`, `token_file` and `tls` say how to reach the cluster's dashboard;
+            `working_dir` and `packages` are for each job and its workers.
 
     Raises:
-        CloudError: Nobody answers there, or not to this token.
-        InvalidValueError: The profile does not say where.
+        InvalidValueError: The profile has no address for jobs.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -472,8 +419,8 @@ class Jobs:
 
     @property
     def python(self) -> str:
-        """The Python of the cluster: where the head is this machine, the one that runs here, which
-        need not be on its PATH.
+        """The Python of the cluster; this one (which need not be on the PATH) if this machine is
+        the head.
         """
         if self._profile.packages:
             return "python"  # of the environment that they are installed into
@@ -493,20 +440,20 @@ class Jobs:
         gpus: float = 0,
         call: PackedCall | None = None,
     ) -> str:
-        """Hand in a job; return its id.
+        """Submit a job; return its id.
 
-        It runs on the head, unless it asks for CPUs or GPUs for itself. A pool that it opens takes
-        its own; a job that keeps some for itself has them beside its pool.
+        It runs on the head, unless it asks for CPUs or GPUs for itself. A pool that it opens
+        reserves its own.
 
         Args:
-            command: The words of the command; each arrives as it is. "python" is the Python of the
+            command: The words of the command; each arrives unchanged. "python" is the Python of the
                 cluster.
-            name: What to call it.
+            name: The name of the job.
             env: Environment variables of the job and its workers. Whoever may look at the dashboard
                 can read them.
-            cpus: Cores that are kept for the command itself, all on one node.
+            cpus: Cores to reserve for the command itself, all on one node.
             gpus: GPUs likewise.
-            call: What goes along besides.
+            call: The function to run, see `PackedCall`.
 
         Raises:
             CloudError: No node could ever run it, or the cluster refuses it.
@@ -532,9 +479,7 @@ class Jobs:
         )
 
     def _hand_in(self, *, submission_id: str, **request: Any) -> str:
-        """Hand in a job, also to a head that has just been started: it answers before it can take
-        any.
-        """
+        # A head that has just been started answers before it can take a job.
         deadline = time.monotonic() + HEAD_TIMEOUT_S
         while True:
             try:
@@ -542,8 +487,8 @@ class Jobs:
             except (CloudError, RuntimeError, ValueError, OSError) as error:
                 if getattr(error, "status", 0) is None:
                     raise CloudError(
-                        f"{error} Whether it has taken job {submission_id} is not known; once it"
-                        f" answers, `raypool job status {submission_id}` says so.",
+                        f"{error} It may have taken job {submission_id}; once it answers, `raypool"
+                        f" job status {submission_id}` shows that.",
                         status=None,
                     ) from None
                 if "No available agent" not in str(error):
@@ -558,27 +503,21 @@ class Jobs:
                     ) from None
 
     def look(self, job_id: str) -> JobInfo:
-        """Return how a job is doing.
-
-        Raises:
-            CloudError: There is no such job on the cluster.
-        """
+        """Return the state of a job."""
         try:
             return JobInfo.of(self.dashboard.get_job_info(_quoted(job_id)))
         except CloudError as error:
             if getattr(error, "status", None) == 404:
                 raise CloudError(
-                    f"There is no job {job_id!r} on the cluster at {self.dashboard.url}. A cluster"
-                    " that was started anew does not know those that were there before; `raypool"
-                    " job status` lists the ones it knows.",
+                    f"There is no job {job_id!r} on the cluster at {self.dashboard.url}. A"
+                    " restarted cluster forgets its jobs; `raypool job status` lists those that it"
+                    " knows.",
                     status=404,
                 ) from None
             raise
 
     def all(self) -> list[JobInfo]:
-        """Return how all jobs are doing that were handed in, the newest last; but for those that
-        have stopped others.
-        """
+        """Return the states of all submitted jobs, the newest last."""
         known = self.dashboard.list_jobs()
         submitted = [
             job
@@ -588,11 +527,9 @@ class Jobs:
         return [JobInfo.of(job) for job in sorted(submitted, key=lambda job: job.start_time or 0)]
 
     def wait(self, job_id: str, timeout_s: float | None = None) -> JobInfo:
-        """Wait for a job's end, at most so long; return how it is doing then.
+        """Wait for a job's end, or for the time limit, and return its state.
 
-        Raises:
-            CloudError: There is no such job, or its cluster has not answered for a minute, or when
-                the time is up.
+        A cluster that does not answer is an error after a minute, or at the time limit.
         """
         answered = time.monotonic()
         deadline = math.inf if timeout_s is None else answered + timeout_s
@@ -608,20 +545,13 @@ class Jobs:
             time.sleep(max(0.0, min(LOOK_S, deadline - time.monotonic())))
 
     def log(self, job_id: str) -> str:
-        """Return what a job has printed so far, after some lines of Ray's own."""
+        """Return a job's output so far, after some lines of Ray's own."""
         self.look(job_id)
         return str(self.dashboard.get_job_logs(_quoted(job_id)))
 
     def follow(self, job_id: str, seen: int = 0) -> Iterator[str]:
-        """Return what a job prints, as it comes, until it has ended; a connection that breaks is
-        made again.
-
-        Args:
-            job_id: The job.
-            seen: So many characters of it were seen, and are left out.
-
-        Raises:
-            CloudError: There is no such job, or its cluster does not answer any more.
+        """Yield a job's output from its character `seen` on, until it has ended; a broken
+        connection is made again.
         """
         self.look(job_id)
         answered = time.monotonic()
@@ -649,16 +579,22 @@ class Jobs:
             time.sleep(LOOK_S)
 
     def stop(self, job_id: str) -> JobInfo:
-        """End a job, also one that waits; return how it is doing then.
+        """End a job, also a waiting one, and return its state.
 
-        One that runs is asked to end (SIGTERM), and made to three seconds later.
+        A running job gets SIGTERM, and SIGKILL three seconds later.
 
         Raises:
-            CloudError: There is no such job, or it goes on.
+            CloudError: It has not ended in time.
         """
         info = self.look(job_id)
-        if info.state == "queued":
-            self._stop_waiting(job_id)
+        if info.state == "queued":  # another job ends it
+            stopper = self._hand_in(
+                entrypoint=shlex.join([self.python, "-c", STOPPER, job_id]),
+                submission_id=f"{STOPPING}{uuid.uuid4().hex[:12]}",
+            )
+            if self.wait(stopper, STOP_TIMEOUT_S).has_ended:
+                with suppress(CloudError):  # it may be deleted already
+                    self.dashboard.delete_job(stopper)
             info = self.look(job_id)
         if not info.has_ended:
             self.dashboard.stop_job(_quoted(job_id))
@@ -669,16 +605,6 @@ class Jobs:
                 " later."
             )
         return info
-
-    def _stop_waiting(self, job_id: str) -> None:
-        """End a waiting job by another job: Ray's own stop does not."""
-        command = shlex.join([self.python, "-c", STOPPER, job_id])
-        stopper = self._hand_in(
-            entrypoint=command, submission_id=f"{STOPPING}{uuid.uuid4().hex[:12]}"
-        )
-        if self.wait(stopper, STOP_TIMEOUT_S).has_ended:
-            with suppress(CloudError):  # it may be deleted already
-                self.dashboard.delete_job(stopper)
 
     def _check_room(self, cpus: float, gpus: float) -> None:
         """Refuse a command for which no node could ever have room."""
@@ -708,7 +634,7 @@ def _is_answer(error: Exception) -> bool:
 
 
 def new_id() -> str:
-    """Return an id for a job, which is one for all that ever ran on its cluster."""
+    """Return a unique id for a job."""
     return f"raypool_{uuid.uuid4().hex[:16]}"
 
 

@@ -139,30 +139,24 @@ def _cluster(plan: ClusterPlan) -> dict[str, Any]:
     ]
     ports = {"gcs-server": PORT, "dashboard": DASHBOARD_PORT, "client": CLIENT_PORT}
     container["ports"] = [{"name": name, "containerPort": port} for name, port in ports.items()]
+    workers = []
+    for group in plan.workers:
+        described = _group(plan, group, {})
+        template = described.pop("template")
+        # user code needs no access to Kubernetes
+        template["spec"]["automountServiceAccountToken"] = False
+        sizes = {"replicas": group.least, "minReplicas": group.least, "maxReplicas": group.most}
+        # Ray sees the kind of an existing GPU; the autoscaler has to know it before the first one.
+        kind = {"resources": {f"accelerator_type:{group.gpu}": "1"}} if group.gpu else {}
+        workers.append(
+            {"groupName": group.name, **sizes, **described, **kind, "template": template}
+        )
     return {
         "rayVersion": version("ray"),
         "authOptions": {"mode": "token"},
         **(autoscaling if grows else {}),
         "headGroupSpec": head,
-        "workerGroupSpecs": [_workers(plan, group) for group in plan.workers],
-    }
-
-
-def _workers(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
-    described = _group(plan, group, {})
-    template = described.pop("template")
-    # user code needs no access to Kubernetes
-    template["spec"]["automountServiceAccountToken"] = False
-    # Ray sees the kind of an existing GPU; the autoscaler has to know it before the first exists
-    kind = {"resources": {f"accelerator_type:{group.gpu}": "1"}} if group.gpu else {}
-    return {
-        "groupName": group.name,
-        "replicas": group.least,
-        "minReplicas": group.least,
-        "maxReplicas": group.most,
-        **described,
-        **kind,
-        "template": template,
+        "workerGroupSpecs": workers,
     }
 
 

@@ -28,24 +28,19 @@ import click
 from raypool.cluster import aws, gcp, packages
 from raypool.cluster.checks import check_file
 from raypool.cluster.connect import make_token
-from raypool.cluster.documents import read_documents
+from raypool.cluster.documents import launcher_document, read_documents
 from raypool.cluster.launcher_file import CLIENT_PORT, DASHBOARD_PORT, TOKEN
 from raypool.cluster.machines import OF_PROVIDERS, catalogue
 from raypool.errors import CloudError
 from raypool.profiles import Profile
 
-TUNNEL_S = 30.0
-"""The time for a tunnel to open [s]."""
-
+TUNNEL_S = 30.0  # for a tunnel to open
 TOKEN_MODE = "export RAY_AUTH_MODE=token"
-
-SEES_RAY = "cat /proc/[0-9]*/comm 2>/dev/null | grep -qx gcs_server"
-"""Succeeds on a machine where a Ray's head runs."""
-
+SEES_RAY = "cat /proc/[0-9]*/comm 2>/dev/null | grep -qx gcs_server"  # a head of Ray runs there
 OPEN = "raypool: open"
 
+# What an interactive shell says without a terminal; ~/.bashrc needs one that is interactive.
 NOISE = ("bash: cannot set terminal process group", "bash: no job control in this shell")
-"""Messages of an interactive shell without a terminal, which ~/.bashrc requires."""
 
 
 class _NotThereError(CloudError):
@@ -65,13 +60,13 @@ def up(path: str | Path) -> None:
 
     content = _content(path)
     check_file(path)
-    for warning in _prepare_packages(path, content):
+    if warning := _prepare_packages(path, content):
         click.echo(f"warning: {warning}", err=True)
     if token := _token(content):
         make_token(token)
         if "RAY_AUTH_TOKEN" in os.environ:
             click.echo(
-                f"RAY_AUTH_TOKEN is not taken: the token of the cluster is the one in {token}.",
+                f"RAY_AUTH_TOKEN is not used: the token of the cluster is the one in {token}.",
                 err=True,
             )
     file = Path(path).resolve()
@@ -85,11 +80,11 @@ def up(path: str | Path) -> None:
         raise
 
 
-def _prepare_packages(path: str | Path, content: dict[str, Any]) -> Iterator[str]:
-    """Make sure that a cluster's packages can be installed, make the wheel, and yield warnings."""
+def _prepare_packages(path: str | Path, content: dict[str, Any]) -> str | None:
+    """Make the wheel, and make sure that all packages can be installed; return a warning."""
     mounts = content.get("file_mounts") or {}
     if (lock := mounts.get(packages.LOCK)) is None:
-        return
+        return None
     wheel = None
     for here in mounts.values():
         if here.startswith(f"{packages.CACHE}/"):
@@ -102,8 +97,7 @@ def _prepare_packages(path: str | Path, content: dict[str, Any]) -> Iterator[str
     commands = "\n".join(content.get("setup_commands") or ())
     python = re.search(r"uv venv\b.* --python (\S+)", commands)
     lock = Path(path).parent / lock
-    if warning := packages.check_installable(lock, wheel, python[1] if python else None):
-        yield warning
+    return packages.check_installable(lock, wheel, python[1] if python else None)
 
 
 def is_running(path: str | Path) -> bool:
@@ -126,7 +120,7 @@ def is_running(path: str | Path) -> bool:
 
 
 def status(path: str | Path) -> str:
-    """Return the `ray status` of a cluster: machines that run or start, and resources in use.
+    """Return the `ray status` of a cluster, and its cost.
 
     Raises:
         CloudError: The cluster does not run, or does not answer.
@@ -154,7 +148,7 @@ def status(path: str | Path) -> str:
 
 
 def _cost(path: str | Path, content: dict[str, Any]) -> str:
-    """Return a sentence on what the machines that run now cost, as far as the catalogue knows."""
+    """Return a sentence on the cost of the running machines, as far as the catalogue knows."""
     from ray.autoscaler.tags import TAG_RAY_USER_NODE_TYPE
 
     from raypool.ray_private import _get_node_provider, prepare_config
@@ -171,29 +165,26 @@ def _cost(path: str | Path, content: dict[str, Any]) -> str:
             provider.node_tags(node).get(TAG_RAY_USER_NODE_TYPE, "")
             for node in provider.non_terminated_nodes({})
         )
-    total, parts, unknown = 0.0, [], []
+    total = 0.0
+    parts: list[str] = []
+    unknown: list[str] = []
     for name, count in counts.items():
         if name not in config["available_node_types"]:  # of an earlier file
             unknown.append(f"{count} {name}")
             continue
-        machine, gpu, gpus, spot = rented(config["available_node_types"][name]["node_config"])
+        machine, gpu, gpus, is_spot = rented(config["available_node_types"][name]["node_config"])
         has = f" with {gpus} {gpu}" if gpu else ""
-        what = f"{count} {name} ({machine}{has}{', spot' if spot else ''})"
-        price = known.price(machine, gpu, gpus, spot)
-        if price is None:
-            unknown.append(what)
-        else:
-            total += count * price
-            parts.append(what)
-    lines = [f"No price is known for {', '.join(unknown)}."] if unknown else []
-    if parts:
-        prices = known.prices
-        lines.insert(
-            0,
-            f"About ${total:.2f} an hour for {', '.join(parts)}: list prices of {prices['date']} in"
-            f" {prices['region']}, without disks and traffic.",
-        )
-    return "\n".join(lines)
+        what = f"{count} {name} ({machine}{has}{', spot' if is_spot else ''})"
+        price = known.price(machine, gpu, gpus, is_spot)
+        total += count * (price or 0)
+        (unknown if price is None else parts).append(what)
+    prices = known.prices
+    about = (
+        f"About ${total:.2f} an hour for {', '.join(parts)}: list prices of {prices['date']} in"
+        f" {prices['region']}, without disks and traffic."
+    )
+    rest = f"No price is known for {', '.join(unknown)}."
+    return "\n".join([about] * bool(parts) + [rest] * bool(unknown))
 
 
 def down(path: str | Path) -> None:
@@ -257,21 +248,18 @@ def _stop_everywhere(path: str | Path, content: dict[str, Any]) -> None:
     first, *others = hosts = [content["provider"]["head_ip"], *content["provider"]["worker_ips"]]
     stop = _in_shell("ray stop")
     key = "-i ~/ray_bootstrap_key.pem " if head.key else ""  # where Ray's launcher has put it
-    # standard output is for the hosts that are done, standard error for what Ray says
+    # standard output is for the hosts that are done, standard error for Ray's messages
     steps = [f"{stop} >&2 && echo {shlex.quote(first)}"]
     for host in others:
-        target = shlex.quote(f"{head.user}@{host}")
-        steps.append(
-            f"(ssh {key}{' '.join(OPTIONS)} {target} {shlex.quote(stop)} >&2 && echo"
-            f" {shlex.quote(host)}) &"
-        )
+        ssh = f"ssh {key}{' '.join(OPTIONS)} {shlex.quote(f'{head.user}@{host}')}"
+        steps.append(f"({ssh} {shlex.quote(stop)} >&2 && echo {shlex.quote(host)}) &")
     done = head.run("\n".join([*steps, "wait"]))
     click.echo(_said(done), err=True)
     if left := [host for host in hosts if host not in done.stdout.split()]:
         raise CloudError(
-            f"{path}: Ray could not be stopped on {', '.join(left)}, and may run on there; what was"
-            " said stands above. Look whether one can log in there by SSH (on workers, from the"
-            f" head), and say `raypool cluster down {path}` again."
+            f"{path}: Ray could not be stopped on {', '.join(left)}, and may still run there; the"
+            " messages are above. Check that SSH works there (to workers, from the head), and run"
+            f" `raypool cluster down {path}` again."
         )
 
 
@@ -280,16 +268,7 @@ def _stop_everywhere(path: str | Path, content: dict[str, Any]) -> None:
 
 def _content(path: str | Path) -> dict[str, Any]:
     """Return the content of a file for Ray's launcher, or raise a CloudError."""
-    documents = read_documents(path)
-    content = documents[0].content if documents else None
-    if not isinstance(content, dict) or not isinstance(content.get("provider"), dict):
-        hint = (
-            " A cluster on Kubernetes is made by `kubectl apply`."
-            if isinstance(content, dict) and "kind" in content
-            else ""
-        )
-        raise CloudError(f"{path} is no file for Ray's launcher: it says no provider.{hint}")
-    return content
+    return dict(launcher_document(read_documents(path), path).content)
 
 
 def _token(content: dict[str, Any]) -> Path | None:
@@ -345,15 +324,12 @@ def _launching(path: str | Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Tunnel:
-    """An open tunnel to a cluster.
+    """An open tunnel to a cluster."""
 
-    Attributes:
-        profile: How to reach the cluster through it, on this machine's loopback.
-        ssh: The process that keeps it open.
-    """
-
+    # How to reach the cluster through it, on this machine's loopback: its Ray Client (`address`)
+    # and its jobs (`jobs_address`).
     profile: Profile
-    ssh: subprocess.Popen[str]
+    ssh: subprocess.Popen[str]  # the process that keeps it open
 
     def wait(self) -> None:
         """Wait until it breaks, then raise a CloudError."""
@@ -371,23 +347,12 @@ class Tunnel:
 
 
 @contextlib.contextmanager
-def tunnel(path: str | Path) -> Iterator[Profile]:
+def tunnel(path: str | Path) -> Iterator[Tunnel]:
     """Open a tunnel to the head of a cluster, until the context ends.
-
-    Returns:
-        How to reach the cluster meanwhile, on this machine's loopback: its Ray Client (`address`)
-        and its jobs (`jobs_address`).
 
     Raises:
         CloudError: There is no such cluster, or no login on its head.
     """
-    with open_tunnel(path) as opened:
-        yield opened.profile
-
-
-@contextlib.contextmanager
-def open_tunnel(path: str | Path) -> Iterator[Tunnel]:
-    """Do as `tunnel`, but return the tunnel itself, which can be waited for."""
     content = _content(path)
     head, token = _head(path, content), _token(content)
     client, jobs = _free_port(CLIENT_PORT), _free_port(DASHBOARD_PORT)
@@ -403,11 +368,14 @@ def open_tunnel(path: str | Path) -> Iterator[Tunnel]:
     ssh = subprocess.Popen(
         command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True
     )
-    address, url = f"ray://127.0.0.1:{client}", f"http://127.0.0.1:{jobs}"
-    token_file = str(token) if token else None
+    profile = Profile(
+        address=f"ray://127.0.0.1:{client}",
+        jobs_address=f"http://127.0.0.1:{jobs}",
+        token_file=str(token) if token else None,
+    )
     try:
         _wait_open(ssh, path, head)
-        yield Tunnel(Profile(address=address, jobs_address=url, token_file=token_file), ssh)
+        yield Tunnel(profile, ssh)
     finally:
         _end(ssh)
         ssh.communicate()
@@ -442,7 +410,7 @@ def _wait_open(ssh: subprocess.Popen[str], path: str | Path, head: Login) -> Non
         raise _no_ray(path, head)
     words = f"it has not answered by SSH within {TUNNEL_S:g} s" if code < 0 else _last_words(ssh)
     raise CloudError(
-        f"{path}: there is no way to the head, {head.host}: {words}. Look whether it runs: `raypool"
+        f"{path}: the head, {head.host}, cannot be reached: {words}. Look whether it runs: `raypool"
         " cluster status`."
     )
 
@@ -456,39 +424,28 @@ def _free_port(wanted: int) -> int:
     raise CloudError("No port is free on this machine.")
 
 
-# --- logins by SSH, as by Ray's launcher ----------------------------------------------------------
-#
-# Source: `SSHOptions` in Ray's `autoscaler/_private/command_runner.py`.
+# --- logins by SSH, as by Ray's launcher (`SSHOptions` in its `command_runner.py`) ----------------
 
+UNREACHABLE = 255  # the exit status of ssh if it could not run the command
 
-UNREACHABLE = 255
-"""The exit status of ssh if it could not run the command."""
-
-# As in Ray's launcher: nobody knows the keys of machines that were made a minute ago, and addresses
-# are used again. The other end may be silent for 15 s, and for 10 s at the beginning.
-_SETTINGS = {
-    "BatchMode": "yes",
-    "ConnectTimeout": "10",
-    "StrictHostKeyChecking": "no",
-    "UserKnownHostsFile": os.devnull,
-    "LogLevel": "ERROR",
-    "ExitOnForwardFailure": "yes",
-    "ServerAliveInterval": "5",
-    "ServerAliveCountMax": "3",
-}
-
-OPTIONS = tuple(f"-o{name}={value}" for name, value in _SETTINGS.items())
+# Nobody knows the keys of machines that were made a minute ago, and addresses are used again. The
+# other end may be silent for 15 s, and for 10 s at the beginning.
+OPTIONS = (
+    "-oBatchMode=yes",
+    "-oConnectTimeout=10",
+    "-oStrictHostKeyChecking=no",
+    f"-oUserKnownHostsFile={os.devnull}",
+    "-oLogLevel=ERROR",
+    "-oExitOnForwardFailure=yes",
+    "-oServerAliveInterval=5",
+    "-oServerAliveCountMax=3",
+)
 
 
 @dataclass(frozen=True)
 class Login:
-    """A login by SSH.
-
-    Attributes:
-        user: The user there.
-        host: The machine's address.
-        key: The file with the private key; None for ssh's default.
-        proxy: The command that makes the connection; None for ssh itself.
+    """A login by SSH: the user and the machine's address; the file with the private key, and the
+    command that makes the connection, None for ssh's own choice.
     """
 
     user: str

@@ -31,23 +31,16 @@ CPUS_PER_GPU = 4  # to load and prepare data for a GPU
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine type.
+    """A machine type."""
 
-    Attributes:
-        name: The provider's name for it.
-        vcpus: The number of vCPUs.
-        memory_gb: The main memory [GB].
-        gpu: The kind of its built-in GPUs; None: it has none, but some may be attached.
-        gpus: The number of built-in GPUs.
-        compute: For a legacy name of AI Platform Training, the Compute Engine machine that it
-            stands for; else "".
-    """
-
-    name: str
+    name: str  # the provider's name for it
     vcpus: int
     memory_gb: float
+    # The kind of its built-in GPUs; None: it has none, but some may be attached.
     gpu: str | None = None
     gpus: int = 0
+    # For a legacy name of AI Platform Training, the Compute Engine machine that it stands for; else
+    # "".
     compute: str = ""
 
 
@@ -61,36 +54,21 @@ class Limit(NamedTuple):
 
 @dataclass(frozen=True)
 class Gpu:
-    """A kind of GPU.
+    """A kind of GPU."""
 
-    Attributes:
-        name: Ray's name for it, "T4".
-        accelerator: The provider's name for it, "nvidia-tesla-t4"; None on AWS.
-        limits: The machines that it may be attached to, for each number of GPUs.
-        zones: The zones that have it; AWS, where they have other names in each account: none.
-        regions: The regions that have it.
-        retired: The day since which the provider no longer has it.
-    """
-
-    name: str
-    accelerator: str | None = None
+    name: str  # Ray's name for it, "T4"
+    accelerator: str | None = None  # the provider's name for it, "nvidia-tesla-t4"; None on AWS
+    # The machines that it may be attached to, for each number of GPUs.
     limits: tuple[Limit, ...] = ()
+    # The zones that have it; AWS, where they have other names in each account: none.
     zones: tuple[str, ...] = ()
     regions: tuple[str, ...] = ()
-    retired: datetime.date | None = None
+    retired: datetime.date | None = None  # the day since which the provider no longer has it
 
 
 @dataclass(frozen=True)
 class Catalogue:
     """A provider's machines and GPUs.
-
-    Attributes:
-        name: One of `NAMES`.
-        date: The day for which the catalogue holds: providers change what they have.
-        sources: The sources of the data.
-        machines: The machine types, by name.
-        gpus: The kinds of GPUs, by Ray's name.
-        prices: The prices of some of them, in one region on one day.
 
     Example:
         >>> gce = catalogue("gce")
@@ -100,12 +78,12 @@ class Catalogue:
         Machine(name='a2-highgpu-8g', vcpus=96, memory_gb=680, gpu='A100', gpus=8, compute='')
     """
 
-    name: str
-    date: datetime.date
-    sources: tuple[str, ...]
-    machines: Mapping[str, Machine]
-    gpus: Mapping[str, Gpu]
-    prices: Mapping[str, Any]
+    name: str  # one of `NAMES`
+    date: datetime.date  # the day for which the catalogue holds: providers change what they have
+    sources: tuple[str, ...]  # the sources of the data
+    machines: Mapping[str, Machine]  # the machine types, by name
+    gpus: Mapping[str, Gpu]  # the kinds of GPUs, by Ray's name
+    prices: Mapping[str, Any]  # the prices of some of them, in one region on one day
 
     def machine(self, name: str) -> Machine:
         """Return the machine of that name, or raise a CloudError."""
@@ -304,7 +282,6 @@ def one_of(values: Iterable[object]) -> str:
 
 
 def _plain(name: str) -> str:
-    """Return a GPU's name without the differences between its spellings."""
     return re.sub(r"^nvidia-|tesla-", "", name.lower().replace("_", "-").replace(" ", "-"))
 
 
@@ -338,18 +315,14 @@ def catalogue(name: str) -> Catalogue:
 
 
 def region_of(zone: str) -> str:
-    """Return the region of one of Google's zones: "us-central1" for "us-central1-a"."""
+    """Return the region of one of Google's zones."""
     return zone.rpartition("-")[0]
 
 
 def choose_zone(kinds: tuple[str, ...], region: str | None, zone: str | None) -> str:
     """Return the zone of Google for machines with these kinds of GPUs: all must be in one.
 
-    Args:
-        kinds: The kinds of GPUs.
-        region: The requested region.
-        zone: The requested zone, which is taken. None: the first zone of the region that is known
-            to have all kinds.
+    A given zone is taken; else it is the first of the region that is known to have all kinds.
 
     Raises:
         CloudError: The zone is not in the region, or there is none to choose.

@@ -27,12 +27,9 @@ from packaging.requirements import InvalidRequirement, Requirement
 import raypool
 from raypool.errors import CloudError
 
-FOLDER = "~/raypool-packages"
-"""Where the lock file and the wheel are put on machines."""
-
+FOLDER = "~/raypool-packages"  # of the lock file and the wheel, on machines
 LOCK = f"{FOLDER}/requirements.txt"
-CACHE = "~/.cache/raypool"
-"""Where `raypool cluster up` makes the wheel, on this machine."""
+CACHE = "~/.cache/raypool"  # of the wheel, on this machine
 
 RAY_EXTRAS = ("client", "default", "train")
 
@@ -43,22 +40,18 @@ BY_NAME = (
     " https://...whl#sha256=...)."
 )
 
+# What pip says when it reaches no index.
 UNREACHABLE = ("Retrying (", "Could not fetch URL", "NewConnectionError")
-"""What pip says when it reaches no index."""
 
 
 def requirements(more: Iterable[str] = ()) -> tuple[str, ...]:
-    """Return what machines need: what raypool depends on, in the versions here, and more packages.
-
-    A package among `more` replaces the one of that name.
+    """Return the packages for machines: raypool's dependencies in the versions here, and `more`,
+    which replace those of the same name.
 
     Raises:
         CloudError: One of `more` names no package, or takes raypool from an index.
 
     Example:
-        >>> [line] = [line for line in requirements() if line.startswith("ray")]
-        >>> line.startswith("ray[client,default,train]==")
-        True
         >>> requirements(["raypool"])
         Traceback (most recent call last):
         raypool.errors.CloudError: raypool is not on any package index: anybody who registers...
@@ -94,11 +87,7 @@ def version_of(name: str, lines: Iterable[str]) -> str:
 
 
 def check_requirement(line: str) -> None:
-    """Make sure that a line of a lock file names a package, and does not take raypool by name.
-
-    Raises:
-        CloudError: It does not, or does.
-    """
+    """Raise a CloudError if a line of a lock file names no package, or takes raypool by name."""
     try:
         wanted = Requirement(line)
     except InvalidRequirement as error:
@@ -162,7 +151,7 @@ def make_wheel() -> Path:
     The same files always make the same wheel, so that a cluster that runs is not set up anew.
     """
     # From the package itself, not from its source: this needs no build tools and no network, and
-    # ships what runs here, however it was installed, with changes that no commit has yet.
+    # ships what runs here, however it was installed, also with uncommitted changes.
     here = metadata.distribution("raypool")
     package, info = Path(raypool.__file__).parent, f"raypool-{here.version}.dist-info"
     files = {
@@ -192,7 +181,7 @@ def make_wheel() -> Path:
 
 
 def address() -> str | None:
-    """Return the requirement for this raypool where no file can travel; None: it has no address.
+    """Return the requirement for this raypool where no file can be copied; None without address.
 
     Source: PEP 610, `direct_url.json`.
     """
@@ -234,30 +223,30 @@ def lock_lines(path: Path) -> list[str]:
         ) from None
     lines = []
     for number, line in enumerate(text.splitlines(), 1):
-        if words := line.partition(" #")[0].strip():
-            if words.startswith("#"):
-                continue
-            try:
-                check_requirement(words)
-            except CloudError as error:
-                raise CloudError(f"{path}, line {number}: {error}") from None
-            lines.append(words)
+        words = line.partition(" #")[0].strip()
+        if not words or words.startswith("#"):
+            continue
+        try:
+            check_requirement(words)
+        except CloudError as error:
+            raise CloudError(f"{path}, line {number}: {error}") from None
+        lines.append(words)
     return lines
 
 
 def check_installable(lock: Path, wheel: Path | None, python: str | None) -> str | None:
-    """Let pip look up all packages of a lock file, without installing any.
+    """Let pip look up all packages of a lock file and a wheel, without installing any.
 
     Args:
         lock: The lock file.
-        wheel: The wheel of raypool that is installed, too.
-        python: The version of Python that they are for ("3.11"); None: the one here.
+        wheel: The wheel of raypool.
+        python: The version of Python ("3.11"); None: the one here.
 
     Returns:
-        A warning if it could not, else None.
+        A warning if pip could not look, else None.
 
     Raises:
-        CloudError: Some cannot be installed together for that Python.
+        CloudError: The packages cannot be installed together for that Python.
     """
     lines = lock_lines(lock)
     if importlib.util.find_spec("pip") is None:

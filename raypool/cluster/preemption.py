@@ -16,7 +16,9 @@ Source:
 
 from __future__ import annotations
 
+import abc
 import argparse
+import contextlib
 import email.utils
 import http.client
 import json
@@ -28,7 +30,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -36,29 +38,16 @@ from raypool.errors import CloudError
 
 logger = logging.getLogger("raypool.cluster.preemption")
 
-ANSWER_TIMEOUT_S = 2.0
-"""The time for an answer [s]: the server is a hop away, and a late one is asked again."""
+ANSWER_TIMEOUT_S = 2.0  # the server is a hop away, and a late one is asked again
+MOST_BYTES = 64 * 1024  # of an answer
+RAY_TIMEOUT_S = 60.0  # for Ray to start on this machine
 
-MOST_BYTES = 64 * 1024
-"""No answer of a metadata server is longer."""
+SPOT_S = 25.0  # Compute Engine gives up to 30 s, of which some have passed
+MAINTENANCE_S = 60.0  # Compute Engine's notice of maintenance for a machine without GPUs
+HOUR_S = 3600.0  # with GPUs; an event that is known for days is a notice from then on, too
+EARLIER_S = 1.0  # a notice that brings the deadline forward by less is ignored
 
-RAY_TIMEOUT_S = 60.0
-"""The time for Ray to start on this machine [s]."""
-
-SPOT_S = 25.0
-"""Compute Engine gives up to 30 s, of which some have passed when they are seen [s]."""
-
-MAINTENANCE_S = 60.0
-"""Compute Engine's notice of maintenance for a machine without GPUs [s]."""
-
-HOUR_S = 3600.0
-"""With GPUs. An event that is known for days is a notice from then on, too [s]."""
-
-EARLIER_S = 1.0
-"""A notice that brings the deadline forward by less [s] is ignored."""
-
-NVIDIA = Path("/dev/nvidiactl")
-"""Is there on a machine with GPUs, and in containers that see them."""
+NVIDIA = Path("/dev/nvidiactl")  # exists on a machine with GPUs, and in containers that see them
 
 
 class Notice(NamedTuple):
@@ -68,20 +57,32 @@ class Notice(NamedTuple):
     gone_at: float
 
 
-class Metadata:
-    """A cloud's metadata server at a URL."""
+class Cloud(abc.ABC):
+    """A cloud's metadata server at a URL.
 
-    def __init__(self, url: str) -> None:
-        self._url = url.rstrip("/")
+    Args:
+        url: The URL; None: where the server always is.
+    """
+
+    address = ""
+    look_s = 1.0
+    """The interval of questions [s]."""
+
+    def __init__(self, url: str | None = None) -> None:
+        self._url = (url or self.address).rstrip("/")
         # Never through a proxy: what answered then would be another machine's.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
-    def ask(self, path: str, headers: Mapping[str, str], method: str = "GET") -> str | None:
-        """Return what stands at a path, None if nothing does.
+    @abc.abstractmethod
+    def find_notice(self) -> Notice | None:
+        """Ask whether this machine is about to go.
 
         Raises:
-            OSError: It does not answer, or has a failure of its own.
+            OSError: The server does not answer, or has a failure of its own.
         """
+
+    def _ask(self, path: str, headers: Mapping[str, str], method: str = "GET") -> str | None:
+        """Return the answer for a path, None if there is none."""
         request = urllib.request.Request(
             f"{self._url}/{path}", headers=dict(headers), method=method
         )
@@ -95,88 +96,54 @@ class Metadata:
                 raise
 
 
-class Cloud(Protocol):
-    """A source of notices."""
+class Gce(Cloud):
+    """Google Compute Engine: preempted spot machines, and hosts under maintenance."""
 
-    look_s: float
-    """How often to ask [s]."""
-
-    def find_notice(self) -> Notice | None:
-        """Ask whether this machine is about to go."""
-
-
-class Gce:
-    """Google Compute Engine: preempted spot machines, and hosts under maintenance.
-
-    Args:
-        url: Of the metadata server.
-    """
-
-    look_s = 1.0
-
-    def __init__(self, url: str = "http://metadata.google.internal") -> None:
-        self._metadata = Metadata(url)
+    address = "http://metadata.google.internal"
 
     def find_notice(self) -> Notice | None:
         """Ask whether this machine is about to go."""
-        if self._ask("preempted") == "TRUE":
+        path, headers = "computeMetadata/v1/instance", {"Metadata-Flavor": "Google"}
+        if self._ask(f"{path}/preempted", headers) == "TRUE":
             return Notice("Compute Engine takes this spot machine back", time.time() + SPOT_S)
-        if (self._ask("maintenance-event") or "").startswith("TERMINATE"):
-            notice_s = HOUR_S if NVIDIA.exists() else MAINTENANCE_S
-            return Notice(
-                "Compute Engine stops this machine for maintenance", time.time() + notice_s
-            )
+        event = self._ask(f"{path}/maintenance-event", headers) or ""
+        if event.startswith("TERMINATE"):
+            gone_at = time.time() + (HOUR_S if NVIDIA.exists() else MAINTENANCE_S)
+            return Notice("Compute Engine stops this machine for maintenance", gone_at)
         return None
 
-    def _ask(self, name: str) -> str | None:
-        return self._metadata.ask(
-            f"computeMetadata/v1/instance/{name}", {"Metadata-Flavor": "Google"}
-        )
 
-
-class Ec2:
+class Ec2(Cloud):
     """Amazon EC2 (metadata version 2): interrupted spot machines, and events of the next hour.
 
     A recommendation to rebalance is no notice: it says that a machine may go, and most do not.
-
-    Args:
-        url: Of the metadata server.
     """
 
+    address = "http://169.254.169.254"
     look_s = 5.0
-
-    def __init__(self, url: str = "http://169.254.169.254") -> None:
-        self._metadata = Metadata(url)
 
     def find_notice(self) -> Notice | None:
         """Ask whether this machine is about to go."""
-        token = self._metadata.ask(
-            "latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"}, "PUT"
-        )
+        seconds = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
+        token = self._ask("latest/api/token", seconds, "PUT")
         headers = {"X-aws-ec2-metadata-token": token or ""}
-        if action := self._metadata.ask("latest/meta-data/spot/instance-action", headers):
+        if action := self._ask("latest/meta-data/spot/instance-action", headers):
             # {"action": "terminate", "time": "2026-11-22T08:22:00Z"}
             said = json.loads(action)
             words = f"Amazon EC2 is about to {said['action']} this spot machine"
             return Notice(words, datetime.fromisoformat(said["time"]).timestamp())
-        events = self._metadata.ask("latest/meta-data/events/maintenance/scheduled", headers)
-        return _first_event(json.loads(events or "[]"))
+        notices = []
+        events = self._ask("latest/meta-data/events/maintenance/scheduled", headers)
+        for event in json.loads(events or "[]"):
+            # {"Code": "system-reboot", "NotBefore": "21 Jan 2026 09:00:43 GMT", "State": "active"}
+            begins_at = email.utils.parsedate_to_datetime(event["NotBefore"]).timestamp()
+            if event.get("State", "active") == "active" and begins_at - time.time() < HOUR_S:
+                words = f"Amazon EC2 has scheduled {event['Code']} for this machine"
+                notices.append(Notice(words, begins_at))
+        return min(notices, key=lambda notice: notice.gone_at, default=None)
 
 
-def _first_event(events: Sequence[Mapping[str, str]]) -> Notice | None:
-    """Return the first event of the next hour."""
-    # {"Code": "system-reboot", "NotBefore": "21 Jan 2026 09:00:43 GMT", "State": "active"}
-    notices = []
-    for event in events:
-        begins_at = email.utils.parsedate_to_datetime(event["NotBefore"]).timestamp()
-        if event.get("State", "active") == "active" and begins_at - time.time() < HOUR_S:
-            notices.append(
-                Notice(f"Amazon EC2 has scheduled {event['Code']} for this machine", begins_at)
-            )
-    return min(notices, key=lambda notice: notice.gone_at, default=None)
-
-
-CLOUDS: dict[str, type[Gce] | type[Ec2]] = {"gcp": Gce, "aws": Ec2}
+CLOUDS: dict[str, type[Cloud]] = {"gcp": Gce, "aws": Ec2}
 
 
 class RayNode:
@@ -206,17 +173,12 @@ class RayNode:
             return False
 
     def drain(self, notice: Notice) -> None:
-        """Tell Ray that this node is about to go.
-
-        Private names, checked on Ray 2.60; its own command (`ray drain-node`) is hidden.
-
-        Raises:
-            Exception: The head can't be reached, or does not want to hear of it.
-        """
+        """Tell Ray that this node is about to go; raises if the head does not answer or refuses."""
         _drain(self._connect(address=self._address), self.node_id, notice)
 
 
 def _drain(client: Any, node_id: str, notice: Notice) -> None:
+    # Private names, checked on Ray 2.60; its own command (`ray drain-node`) is hidden.
     from ray.core.generated import autoscaler_pb2
 
     reason = autoscaler_pb2.DRAIN_NODE_REASON_PREEMPTION
@@ -231,12 +193,12 @@ def drain(address: str, notice: Notice, node_address: str | None = None) -> list
     """Drain the nodes of the Ray at an address; return their names.
 
     Args:
-        address: Of its control store.
+        address: The address of its control store.
         notice: The reason, and the deadline.
         node_address: Only the node with this IP address. None: all nodes.
 
     Raises:
-        Exception: The head can't be reached, or refuses.
+        Exception: The head does not answer, or refuses.
     """
     from ray.core.generated.gcs_pb2 import GcsNodeInfo
 
@@ -261,45 +223,37 @@ def find_ray(node_id: str | None = None) -> RayNode:
         CloudError: There is none, or there are several.
     """
     deadline = time.monotonic() + RAY_TIMEOUT_S
+    own = os.getuid()
     while True:
-        raylets = [raylet for raylet in _raylets() if node_id in (None, _option(raylet, "node_id"))]
+        # A process that has ended, and is not cleared away yet, has no command line.
+        raylets = [
+            each
+            for each in psutil.process_iter(["name", "uids", "cmdline"])
+            if each.info["name"] == "raylet" and each.info["cmdline"]
+            if each.info["uids"].real == own and node_id in (None, _option(each, "node_id"))
+        ]
         if len(raylets) > 1:
             ids = ", ".join(_option(raylet, "node_id") for raylet in raylets)
             raise CloudError(
-                f"{len(raylets)} nodes of Ray run on this machine ({ids}). Say with --node which of"
-                " them goes with it."
+                f"{len(raylets)} nodes of Ray run on this machine ({ids}). Select one with --node."
             )
         if raylets:
             return RayNode(raylets[0])
         if time.monotonic() > deadline:
             raise CloudError(
-                f"Ray has not come up on this machine within {RAY_TIMEOUT_S:.0f} s. Start it first:"
+                f"Ray has not started on this machine within {RAY_TIMEOUT_S:.0f} s. Start it first:"
                 " ray start --address=..."
             )
         time.sleep(0.2)
 
 
-def _raylets() -> list[psutil.Process]:
-    """Return the raylets of this user."""
-    # A process that has ended, and is not cleared away yet, has no command line.
-    own = os.getuid()
-    every = psutil.process_iter(["name", "uids", "cmdline"])
-    return [
-        each
-        for each in every
-        if each.info["name"] == "raylet" and each.info["cmdline"] and each.info["uids"].real == own
-    ]
-
-
 def _option(process: psutil.Process, name: str) -> str:
-    """Return what a process was given as an option; nothing if it has gone meanwhile."""
-    try:
-        words = process.cmdline()
-    except psutil.Error:
-        return ""
-    return next(
-        (word.removeprefix(f"--{name}=") for word in words if word.startswith(f"--{name}=")), ""
-    )
+    """Return an option that a process was given; "" if there is none, or the process has ended."""
+    with contextlib.suppress(psutil.Error):
+        for word in process.cmdline():
+            if word.startswith(f"--{name}="):
+                return word.removeprefix(f"--{name}=")
+    return ""
 
 
 def watch(cloud: Cloud, node: RayNode) -> None:
@@ -316,11 +270,8 @@ def watch(cloud: Cloud, node: RayNode) -> None:
             if notice is not None and (told is None or notice.gone_at < told.gone_at - EARLIER_S):
                 node.drain(notice)
                 told = notice
-                logger.warning(
-                    "%s, in %.0f s: Ray drains this node.",
-                    notice.words,
-                    notice.gone_at - time.time(),
-                )
+                left_s = notice.gone_at - time.time()
+                logger.warning("%s, in %.0f s: Ray drains this node.", notice.words, left_s)
             words = ""
         except Exception as error:  # whatever it is, the next look may go well
             words = f"{type(error).__name__}: {error}"
@@ -339,24 +290,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m raypool.cluster.preemption", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--cloud", choices=CLOUDS, required=True, help="who has this machine")
-    parser.add_argument(
-        "--metadata",
-        metavar="URL",
-        help="where its metadata server is, if it is not where that always is",
-    )
-    parser.add_argument(
-        "--node", metavar="ID", help="Ray's id of the node, where several run on one machine"
-    )
+    parser.add_argument("--cloud", choices=CLOUDS, required=True, help="owner of this machine")
+    parser.add_argument("--metadata", metavar="URL", help="its metadata server, if elsewhere")
+    parser.add_argument("--node", metavar="ID", help="Ray's id of the node, if there are several")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
-    cloud = CLOUDS[options.cloud]
     try:
         node = find_ray(options.node)
     except CloudError as error:
         logger.error("%s", error)
         return 1
-    watch(cloud(options.metadata) if options.metadata else cloud(), node)
+    watch(CLOUDS[options.cloud](options.metadata), node)
     return 0
 
 

@@ -18,8 +18,7 @@ from raypool.cluster import launcher_file, software
 from raypool.cluster.documents import Findings
 from raypool.cluster.plan import ClusterPlan
 
-COMMAND = "python train.py"
-"""What a task runs unless another command is given."""
+COMMAND = "python train.py"  # unless the plan has another
 
 TOKEN = "RAY_AUTH_TOKEN"
 

@@ -15,8 +15,7 @@ from packaging.version import Version
 
 from raypool.errors import CloudError
 
-AUTO = "auto"
-"""The build of torch where the GPUs are unknown: the installer asks the driver on the machine."""
+AUTO = "auto"  # the build of torch for unknown GPUs: the installer asks the driver on the machine
 
 
 @functools.cache

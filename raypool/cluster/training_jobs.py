@@ -1,6 +1,4 @@
-"""Training jobs: their script, and running them on a cluster that is made for one job and then
-ended.
-"""
+"""Training jobs: their script, and running them, also on a cluster that is made for one job."""
 
 from __future__ import annotations
 
@@ -22,38 +20,26 @@ from raypool.cluster.slurm_jobs import SlurmJobs
 from raypool.errors import CloudError
 from raypool.profiles import Profile
 
-PATIENCE_S = 1800.0
-"""The time after which a lost connection is given up [s]."""
-
-RETRY_S = 5.0
-"""The pause before a reconnection [s]."""
+PATIENCE_S = 1800.0  # after this, a lost connection is given up: this machine may sleep
+RETRY_S = 5.0  # before a reconnection
 
 
 @dataclass(frozen=True)
 class Script:
-    """The script of a job.
+    """The script of a job."""
 
-    Attributes:
-        words: What Python is given: ("train.py",), or ("-m", "trainer.task").
-        folder: The folder that goes along, in which it runs; None for a command of an image.
-    """
-
-    words: tuple[str, ...]
+    words: tuple[str, ...]  # the arguments of Python: ("train.py",), or ("-m", "trainer.task")
+    # The folder that is uploaded, in which it runs; None for a command of an image.
     folder: Path | None
 
     @property
     def name(self) -> str:
-        """Return what to call a cluster or a job for it.
-
-        Example:
-            >>> Script(("-m", "trainer.My_Task"), Path()).name
-            'trainer-my-task'
-        """
+        """A name for its job."""
         return name_of(self.words[-1].removesuffix(".py").rpartition("/")[2])
 
 
 def name_of(text: str) -> str:
-    """Return a name for a cluster: of Google's labels, so short, in small letters and digits.
+    """Return a name for a cluster, as Google's labels allow: short, small letters and digits.
 
     Example:
         >>> name_of("Census_Training_2021"), name_of("7up")
@@ -64,34 +50,28 @@ def name_of(text: str) -> str:
 
 
 def own_name(name: str) -> str:
-    """Return a name for a cluster that nobody else's has: Ray's launcher restarts Ray on one that
-    is there already.
-
-    Example:
-        >>> own_name("train") != own_name("train"), len(own_name("a" * NAME_LIMIT)) <= NAME_LIMIT
-        (True, True)
-    """
+    """Return a unique name for a cluster: the launcher restarts Ray on an existing cluster."""
     mark = secrets.token_hex(3)
     return f"{name[: NAME_LIMIT - len(mark) - 1].rstrip('-')}-{mark}"
 
 
 def find_script(name: str, package: Path | None = None) -> Script:
-    """Return what is to be run, and make sure that it is there.
+    """Return the script to run, and make sure that it exists.
 
     Args:
         name: A file that ends with `.py`, or the name of a module.
-        package: The folder of the package that has it; the folder around that goes along. None:
-            this folder does.
+        package: The folder of the module's package; its parent folder is uploaded. None: the
+            current folder is.
 
     Raises:
         CloudError: There is no such file or module.
     """
-    folder = (package.resolve().parent if package is not None else Path.cwd()).resolve()
     if package is not None and not package.is_dir():
         raise CloudError(
             f"--package-path {package} is no folder. It should be that of the package, such as"
             " trainer/."
         )
+    folder = package.resolve().parent if package is not None else Path.cwd().resolve()
     if name.endswith(".py"):
         file = Path(name).resolve()
         if not file.is_file():
@@ -101,27 +81,22 @@ def find_script(name: str, package: Path | None = None) -> Script:
         if not file.is_relative_to(folder):
             folder = file.parent
         return Script((str(file.relative_to(folder)),), folder)
-    _check_module(name, folder)
-    return Script(("-m", name), folder)
-
-
-def _check_module(name: str, folder: Path) -> None:
-    """Make sure that a module is in the folder that goes along, or of an installed package."""
-    if not all(part.isidentifier() for part in name.split(".")):
+    parts = name.split(".")
+    if not all(part.isidentifier() for part in parts):
         raise CloudError(
             f"{name!r} is neither a file that ends with .py nor the name of a module, such as"
             " trainer.task."
         )
-    place = folder.joinpath(*name.split("."))
-    if place.with_name(f"{place.name}.py").is_file() or (place / "__main__.py").is_file():
-        return
-    top = name.partition(".")[0]
-    is_here = (folder / top).is_dir() or (folder / f"{top}.py").is_file()
-    if is_here or importlib.util.find_spec(top) is None:
-        raise CloudError(
-            f"There is no module {name} to run in {folder}, which goes along: neither {place}.py"
-            f" nor {place}/__main__.py. --package-path names the folder of the package that has it."
-        )
+    place = folder.joinpath(*parts)
+    if not (place.with_name(f"{place.name}.py").is_file() or (place / "__main__.py").is_file()):
+        is_here = (folder / parts[0]).is_dir() or (folder / f"{parts[0]}.py").is_file()
+        if is_here or importlib.util.find_spec(parts[0]) is None:  # else it is installed
+            raise CloudError(
+                f"There is no module {name} to run in {folder}, which is uploaded: neither"
+                f" {place}.py nor {place}/__main__.py. --package-path names the folder of the"
+                " package that has it."
+            )
+    return Script(("-m", name), folder)
 
 
 def command(python: str, training: Training, script: Script, args: Sequence[str]) -> list[str]:
@@ -129,9 +104,9 @@ def command(python: str, training: Training, script: Script, args: Sequence[str]
 
     Args:
         python: The Python of the cluster.
-        training: The job; `job_dir` is tried out before it begins, and its machines are waited for.
-        script: What it runs.
-        args: What that is given, after its `--job-dir`.
+        training: The job; its `job_dir` is tried out, and its machines are waited for.
+        script: The script.
+        args: The arguments of the script, after its `--job-dir`.
 
     Example:
         >>> from raypool.cluster.plan import NodeGroup
@@ -141,76 +116,43 @@ def command(python: str, training: Training, script: Script, args: Sequence[str]
     """
     folder = [] if training.job_dir is None else ["--job-dir", training.job_dir]
     machines = ["--machines", str(training.machines)] if training.machines > 1 else []
-    chief = training.chief
-    variables = ["-m", "raypool.cluster.tf_config", "--chief", chief, "--"] if chief else []
-    return [
-        python,
-        "-m",
-        "raypool.cluster.begin",
-        *folder,
-        *machines,
-        "--",
-        *variables,
-        *script.words,
-        *folder,
-        *args,
-    ]
+    chief = ["--chief", training.chief] if training.chief else []
+    begin = [python, "-m", "raypool.cluster.begin", *folder, *machines, *chief]
+    return [*begin, "--", *script.words, *folder, *args]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """A training job that is ready to run.
+    """A training job that is ready to run."""
 
-    Attributes:
-        name: What to call it.
-        training: What it needs.
-        script: What it runs.
-        args: What that is given.
-        say: Is told how it goes.
-        show: Is given what the job prints.
-    """
-
-    name: str
-    training: Training
-    script: Script
-    args: tuple[str, ...]
-    say: Callable[[str], None]
-    show: Callable[[str], None]
+    name: str  # its name
+    training: Training  # its needs
+    script: Script  # its script
+    args: tuple[str, ...]  # the arguments of the script
+    say: Callable[[str], None]  # takes messages about its progress
+    show: Callable[[str], None]  # takes its output
 
     def jobs(self, profile: Profile) -> Jobs:
-        """Return the jobs of a cluster, to which the script's folder goes along.
+        """Return the jobs of a profile's cluster, to which the script's folder is uploaded.
 
-        Raises:
-            CloudError: The cluster does not answer.
+        This and the other methods raise a CloudError if the cluster does not answer, or refuses.
         """
         return Jobs(replace(profile, working_dir=self.script.folder))
 
     def hand_in(self, jobs: Jobs) -> str:
-        """Hand the job in, and return its id.
-
-        Raises:
-            CloudError: The cluster refuses it.
-        """
-        job_id = jobs.submit(
-            command(jobs.python, self.training, self.script, self.args), name=self.name
-        )
-        self.say(f"Job {job_id} is handed in. It goes on if this command is interrupted.")
+        """Submit the job, and return its id."""
+        words = command(jobs.python, self.training, self.script, self.args)
+        job_id = jobs.submit(words, name=self.name)
+        self.say(f"Submitted job {job_id}. It goes on if this command is interrupted.")
         return job_id
 
     def follow(self, jobs: Jobs | SlurmJobs, job_id: str, seen: int = 0) -> int:
-        """Show what the job prints until it has ended, but for what was seen (characters), and
-        return its exit status.
-
-        Raises:
-            CloudError: The cluster does not answer any more.
-        """
+        """Show the job's output from its character `seen` on, and return its exit status."""
         for piece in jobs.follow(job_id, seen):
             self.show(piece)
         info = jobs.wait(job_id)
         self.say(f"Job {job_id} has ended: {info.state}, exit status {info.exit_status}.")
-        if not isinstance(jobs, Jobs) or self.training.machines == 1:
-            return info.exit_status
-        if (idle := idle_machines(jobs)) is not None:
+        if isinstance(jobs, Jobs) and self.training.machines > 1 and (idle := idle_machines(jobs)):
             self.say(
                 f"Nothing ran on {idle}: the script runs on the master, and a pool that it opens"
                 " uses machines with GPUs. Leave out machines that it does not use."
@@ -219,7 +161,7 @@ class Submission:
 
 
 def idle_machines(jobs: Jobs) -> str | None:
-    """Return which machines beside the head no actor or task has used; None if all were used."""
+    """Return the machines besides the head that no actor or task has used; None: all were used."""
     used = set()
     for kind in ("actors", "tasks"):
         answer = jobs.dashboard.get(f"/api/v0/{kind}", detail=1, limit=10_000)
@@ -233,11 +175,11 @@ def idle_machines(jobs: Jobs) -> str | None:
 
 
 def run_on(profile: Profile, submission: Submission) -> int:
-    """Run a job on a cluster that is there, and return its exit status.
+    """Run a job on an existing cluster, and return its exit status.
 
     Raises:
-        CloudError: The cluster has fewer GPUs than the job asks for; it refuses the job; or it does
-            not answer (any more).
+        CloudError: The cluster has fewer GPUs than the job asks for, refuses the job, or does not
+            answer.
     """
     jobs = submission.jobs(profile)
     wanted = submission.training.gpus
@@ -251,11 +193,11 @@ def run_on(profile: Profile, submission: Submission) -> int:
 
 
 def run_on_slurm(profile: Profile, submission: Submission, *, requeue: bool) -> int:
-    """Run a job on Slurm, on the nodes that the profile asks for, and return its exit status.
+    """Run a job on Slurm, on the nodes of the profile, and return its exit status.
 
     Args:
-        profile: Of Slurm.
-        submission: The job; what it says of machines does not count.
+        profile: The profile of Slurm.
+        submission: The job; its machines do not count.
         requeue: Run it again when its time is over.
 
     Raises:
@@ -270,17 +212,16 @@ def run_on_slurm(profile: Profile, submission: Submission, *, requeue: bool) -> 
 
 
 def run_on_own(file: Path, submission: Submission, *, is_kept: bool) -> int:
-    """Make the cluster of a file, run a job on it, end the cluster, and return the job's exit
+    """Make the cluster of a file, run a job on it, delete the cluster, and return the job's exit
     status.
 
-    A connection that is lost is made again. The cluster is left alone if the job may still be
-    running, since what it has done so far would be lost: after Ctrl-C, and when the connection is
-    lost for good.
+    A lost connection is made again. The cluster is left alone if the job may still run, so that
+    its work is not lost: after Ctrl-C, and when the connection is lost for good.
 
     Args:
         file: The file for Ray's launcher.
         submission: The job.
-        is_kept: Leave the cluster there when the job has ended, too.
+        is_kept: Keep the cluster in any case.
 
     Raises:
         CloudError: The cluster does not come up, refuses the job, does not answer any more, or does
@@ -289,29 +230,37 @@ def run_on_own(file: Path, submission: Submission, *, is_kept: bool) -> int:
     job_id = status = None
     try:
         launcher.up(file)
-        with launcher.tunnel(file) as profile:
-            job_id = submission.hand_in(submission.jobs(profile))
+        with launcher.tunnel(file) as opened:
+            job_id = submission.hand_in(submission.jobs(opened.profile))
         status = _follow(file, submission, job_id)
     finally:
-        if job_id is not None and status is None:
+        is_running = job_id is not None and status is None
+        if is_running:
             submission.say(
                 f"Job {job_id} may go on. `raypool cluster connect {file}` makes a way to it,"
                 f" `raypool job logs --follow {job_id}` shows what it does, and `raypool job stop"
                 f" {job_id}` ends it."
             )
-        if is_kept or (job_id is not None and status is None):
+        if is_kept or is_running:
             submission.say(
-                f"The cluster is left there, and costs money, until `raypool cluster down {file}`."
+                f"The cluster keeps running, and costs money, until `raypool cluster down {file}`."
             )
         else:
-            _end(file, status)
+            try:
+                launcher.down(file)
+            except CloudError as error:
+                if status is None:
+                    raise
+                raise CloudError(
+                    f"The job has ended with exit status {status}, but the cluster may still be"
+                    f" there. {error}"
+                ) from error
     return status
 
 
 def _follow(file: Path, submission: Submission, job_id: str) -> int:
     """Follow a job to its end, through one tunnel after the other."""
-    # This machine may sleep, or be without a network.
-    seen = 0
+    seen, lost_at = 0, None
 
     def show(text: str) -> None:
         nonlocal seen
@@ -319,32 +268,16 @@ def _follow(file: Path, submission: Submission, job_id: str) -> int:
         submission.show(text)
 
     counting = replace(submission, show=show)
-    lost_at = None
     while True:
         try:
-            with launcher.tunnel(file) as profile:
-                jobs = counting.jobs(profile)
+            with launcher.tunnel(file) as opened:
+                jobs = counting.jobs(opened.profile)
                 lost_at = None
                 return counting.follow(jobs, job_id, seen)
         except CloudError as error:
             lost_at = lost_at or time.monotonic()
-            if (
-                getattr(error, "status", None) is not None
-                or time.monotonic() - lost_at > PATIENCE_S
-            ):
+            is_answer = getattr(error, "status", None) is not None
+            if is_answer or time.monotonic() - lost_at > PATIENCE_S:
                 raise
             submission.say(f"The connection to the cluster is lost, and made again: {error}")
             time.sleep(RETRY_S)
-
-
-def _end(file: Path, status: int | None) -> None:
-    """End a cluster, and say what has become of the job, too, if that fails."""
-    try:
-        launcher.down(file)
-    except CloudError as error:
-        if status is None:
-            raise
-        raise CloudError(
-            f"The job has ended with exit status {status}, but the cluster may still be there."
-            f" {error}"
-        ) from error

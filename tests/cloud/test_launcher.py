@@ -92,7 +92,7 @@ def test_the_token_is_there_that_the_file_copies(
     assert len(token.read_text()) == 64
     assert not (home / "elsewhere").exists()
     assert (
-        f"RAY_AUTH_TOKEN is not taken: the token of the cluster is the one in {token}"
+        f"RAY_AUTH_TOKEN is not used: the token of the cluster is the one in {token}"
         in capsys.readouterr().err
     ) == (variable == "RAY_AUTH_TOKEN")
 
@@ -116,7 +116,7 @@ def test_a_head_that_cannot_be_reached(file: Path) -> None:
 def test_an_end_that_reaches_nobody_has_failed(file: Path) -> None:
     done = CliRunner().invoke(main, ["cluster", "down", "--yes", str(lead(file, "false"))])
     assert done.exit_code == 1
-    assert "could not be stopped on 192.0.2.1, 192.0.2.2, and may run on there" in done.output
+    assert "could not be stopped on 192.0.2.1, 192.0.2.2, and may still run there" in done.output
 
 
 # Ray leaves files open
@@ -212,7 +212,7 @@ def test_whom_an_end_has_not_reached_is_said(file: Path, home: Path) -> None:
     """
     done = CliRunner().invoke(main, ["cluster", "down", "--yes", str(machine(file, home))])
     assert done.exit_code == 1
-    assert "Ray could not be stopped on 192.0.2.2, and may run on there" in done.output
+    assert "Ray could not be stopped on 192.0.2.2, and may still run there" in done.output
 
 
 RUNS = (
@@ -236,7 +236,8 @@ def test_a_tunnel_shows_the_token_that_the_file_copies(
     file: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(home / "elsewhere"))
-    with launcher.tunnel(machine(file, home, RUNS.format(home))) as profile:
+    with launcher.tunnel(machine(file, home, RUNS.format(home))) as opened:
+        profile = opened.profile
         assert profile.token_file == str(home / ".ray" / "auth_token")
         host, port = str(profile.jobs_address).removeprefix("http://").split(":")
         socket.create_connection((host, int(port)), 5).close()

@@ -189,7 +189,7 @@ def test_a_cluster_is_started_used_and_ended(
     assert struck not in facts["hosts"]
     with pytest.raises(
         AssertionError,
-        match=rf"could not be stopped on {lab[struck].address}, and may run on there",
+        match=rf"could not be stopped on {lab[struck].address}, and may still run there",
     ):
         raypool(lab, "cluster", "down", "--yes", str(file))
     for name in HOSTS[1:]:

@@ -224,7 +224,7 @@ def test_a_machine_without_ray(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(preemption, "RAY_TIMEOUT_S", 0.0)
-    with pytest.raises(CloudError, match="has not come up on this machine within 0 s"):
+    with pytest.raises(CloudError, match="has not started on this machine within 0 s"):
         find_ray("no such node")
     assert main(["--cloud", "gcp", "--node", "no such node"]) == 1
     assert "Start it first" in caplog.text

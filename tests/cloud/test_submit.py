@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -549,8 +550,8 @@ class Log(list[str]):
         """Let the launcher, which would rent machines, only note what it is to do."""
 
         @contextmanager
-        def tunnel(file: Path) -> Iterator[Profile]:
-            yield profile
+        def tunnel(file: Path) -> Iterator[SimpleNamespace]:
+            yield SimpleNamespace(profile=profile)
 
         monkeypatch.setattr(launcher, "up", lambda file: self.append(f"up {file}"))
         monkeypatch.setattr(launcher, "down", lambda file: self.append(f"down {file}"))
@@ -564,12 +565,14 @@ def log() -> Log:
 
 LAUNCHER = """
     import contextlib
+    from types import SimpleNamespace
     from raypool.cluster import launcher
     from raypool.profiles import Profile
 
     launcher.up = lambda file: print("up", file, flush=True)
     launcher.down = lambda file: print("down", file, flush=True)
-    launcher.tunnel = lambda file: contextlib.nullcontext(Profile(jobs_address={address!r}))
+    lab = SimpleNamespace(profile=Profile(jobs_address={address!r}))
+    launcher.tunnel = lambda file: contextlib.nullcontext(lab)
 """
 """Ray's launcher would rent machines; the lab's are there."""
 
@@ -626,7 +629,7 @@ def stop_at(stage: str, error: BaseException, monkeypatch: pytest.MonkeyPatch) -
 
 
 FILE_OF_CLUSTER = Path("a-cluster.yaml")
-LEFT = "The cluster is left there, and costs money, until `raypool cluster down a-cluster.yaml`."
+LEFT = "The cluster keeps running, and costs money, until `raypool cluster down a-cluster.yaml`."
 
 
 @pytest.mark.parametrize("stage", ["jobs", "hand_in"])

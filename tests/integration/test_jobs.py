@@ -390,7 +390,7 @@ def test_a_cluster_counts_as_used_until_its_job_has_ended(jobs: Jobs, tmp_path: 
 
 def test_a_script_that_wants_tf_config_has_the_machines_in_it(jobs: Jobs) -> None:
     script = "import os; print(os.environ['TF_CONFIG'])"
-    command = [sys.executable, "-m", "raypool.cluster.tf_config", "--chief", "chief", "--"]
+    command = [sys.executable, "-m", "raypool.cluster.begin", "--chief", "chief", "--"]
     job = jobs.submit([*command, "-c", script])
     assert jobs.wait(job).exit_status == 0
     found = json.loads(jobs.log(job).splitlines()[-1])
