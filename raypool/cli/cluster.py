@@ -191,7 +191,7 @@ def init(
     No provider is contacted, and nothing is created.
     """
     from raypool.cluster.cluster_file import save, text_of
-    from raypool.cluster.drafts import draft
+    from raypool.cluster.plan import draft
 
     given = [
         option

@@ -228,11 +228,8 @@ def _check_instance(findings: Findings, config: Keys) -> None:
         findings.add((*config, "MetadataOptions", "HttpEndpoint"), text)
     if given("LaunchTemplate") is not None:
         return  # Amazon keeps it, and it may have the following
-    has_file, name = findings.at(("auth", "ssh_private_key")) is not None, given("KeyName")
-    if has_file and name is None and given("UserData") is None:
-        text = "KeyName is missing in node_config: EC2's name for the ssh_private_key in auth."
-        findings.add(config, text)
-    elif name is not None and not has_file:
+    name = given("KeyName")
+    if name is not None and findings.at(("auth", "ssh_private_key")) is None:
         text = (
             f"KeyName is {name!r}, and auth names no ssh_private_key, so Ray takes a key of its"
             " own. Name its file there."

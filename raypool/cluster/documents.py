@@ -177,13 +177,6 @@ class Findings:
         if not self._trusts:
             self.doubt(keys, text)
 
-    def check_keys(self, keys: Keys, known: Iterable[str]) -> None:
-        """Note unknown names in the mapping at `keys`."""
-        names = list(known)
-        for key in self.at(keys) or ():
-            if key not in names:
-                self.add((*keys, key), f"there is no setting {key!r}{nearest(str(key), names)}")
-
     def check_filled_in(self) -> None:
         """Note each placeholder."""
         for keys, text in texts(self.document.content):
@@ -200,8 +193,11 @@ class Findings:
             at = (*keys, *error.absolute_path)
             name = next((key for key in reversed(at) if isinstance(key, str)), "the file")
             rule = cast("dict[str, Any]", error.schema)
-            if error.validator == "additionalProperties":  # say which names there are
-                self.check_keys(at, rule.get("properties", {}))
+            if error.validator == "additionalProperties":
+                names = rule.get("properties", {})
+                for key in cast("dict[str, Any]", error.instance).keys() - names.keys():
+                    near = nearest(str(key), names)
+                    self.add((*at, key), f"there is no setting {key!r}{near}")
             elif error.validator == "enum":
                 near = nearest(str(error.instance), map(str, cast("Any", error.validator_value)))
                 self.add(at, f"{name} is {error.instance!r}{near}")

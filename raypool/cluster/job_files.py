@@ -22,8 +22,8 @@ from typing import Any
 from jsonschema import Draft7Validator
 
 from raypool.cluster.documents import Document, Findings, Keys
-from raypool.cluster.launcher_file import default_packages
 from raypool.cluster.machines import Catalogue, catalogue
+from raypool.cluster.packages import default_packages
 from raypool.cluster.plan import ClusterPlan, NodeGroup
 from raypool.errors import CloudError
 

@@ -29,6 +29,7 @@ from raypool.cluster.launcher_file import (
     CLIENT_PORT,
     DASHBOARD_PORT,
     HEALTH_CHECKS,
+    IDLE_MINUTES,
     PORT,
     ROLE,
 )
@@ -66,8 +67,8 @@ OTHERS = ("RayService", "RayCronJob")  # KubeRay's other kinds, which only Kuber
 
 PATIENCE_S = 60  # for an answer to `kubectl`
 
-# What a pod asks for, for each of its GPUs, unless the plan says more: it fits where a machine has
-# 4 vCPUs and 15 GB for each, of which Kubernetes keeps some.
+# What a pod asks for, for each of its GPUs: it fits where a machine has 4 vCPUs and 15 GB for each,
+# of which Kubernetes keeps some.
 CPUS, MEMORY_GB = 3, 12
 
 
@@ -129,7 +130,7 @@ def _cluster(plan: ClusterPlan) -> dict[str, Any]:
     grows = any(group.most > group.least for group in plan.workers)
     autoscaling = {
         "enableInTreeAutoscaling": True,
-        "autoscalerOptions": {"version": "v2", "idleTimeoutSeconds": round(plan.idle_minutes * 60)},
+        "autoscalerOptions": {"version": "v2", "idleTimeoutSeconds": IDLE_MINUTES * 60},
     }
     # a head without GPUs offers no CPUs either, so tasks stay off it
     head = _group(plan, plan.head, {} if plan.head.gpus else {"num-cpus": "0"})
@@ -168,9 +169,7 @@ def _group(plan: ClusterPlan, group: NodeGroup, start: dict[str, str]) -> dict[s
     terms, tolerations = _nodes(group)
     required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
     beside = max(group.gpus, 1)
-    cpus = CPUS * beside if group.cpus is None else group.cpus
-    memory_gb = MEMORY_GB * beside if group.memory_gb is None else group.memory_gb
-    amounts = {"cpu": str(cpus), "memory": f"{round(memory_gb * 1000)}M"}
+    amounts = {"cpu": str(CPUS * beside), "memory": f"{MEMORY_GB * beside * 1000}M"}
     if group.gpus:
         amounts[GPU] = str(group.gpus)
     # The operator appends `&& ulimit ...; ray start ...`: without the exit, Ray would start even

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from raypool.cluster import packages, software
@@ -25,6 +25,7 @@ TOKEN = "~/.ray/auth_token"  # where Ray looks for it, on every machine
 PORT = 6379  # of the head, which the workers join
 CLIENT_PORT = 10001  # of the head, for Ray Client; Ray's default
 DASHBOARD_PORT = 8265  # of the head, on localhost only: jobs, through a tunnel
+IDLE_MINUTES = 10  # a machine without work is released after this time
 START = "ray start"  # marks a command that starts Ray
 
 FAST_NETWORKS = ("p4d.", "p4de.", "p5.", "p5e.", "p5en.", "p6-", "a3-", "a4-")
@@ -44,9 +45,6 @@ UV = "0.13.9"  # makes the environment and its Python, and installs packages int
 ROLE = "raypool/role"  # the label with the group of a machine
 ACCELERATOR = "ray.io/accelerator-type"  # Ray's own label with the kind of GPU
 
-LAUNCHER_NEEDS = {"gcp": ("google-api-python-client",), "aws": ("boto3",)}
-"""The packages that Ray's launcher needs for a provider, also on the head."""
-
 # By default Ray gives up a silent machine after 65 s (5 times 3 s + 10 s), so after 8 s.
 HEALTH_CHECKS = {
     "RAY_health_check_period_ms": 1000,
@@ -62,17 +60,6 @@ class Rented(NamedTuple):
     gpu: str | None
     gpus: int
     is_spot: bool
-
-
-def default_packages(
-    provider: str, more: Iterable[str] = (), is_image: bool = False
-) -> tuple[str, ...]:
-    """Return the packages for a provider's machines: those of raypool and the launcher, and more.
-
-    An image of the user's keeps its own torch and NumPy; only Ray must be the same as here.
-    """
-    more = [*map(packages.pinned, LAUNCHER_NEEDS.get(provider, ())), *more]
-    return (packages.pinned("ray"), *more) if is_image else packages.requirements(more)
 
 
 def launcher_file(
@@ -108,7 +95,7 @@ def launcher_file(
         "provider": dict(provider),
         "auth": login(plan),
         "max_workers": most,
-        "idle_timeout_minutes": plan.idle_minutes,
+        "idle_timeout_minutes": IDLE_MINUTES,
         "head_node_type": plan.head.name,
         "available_node_types": {
             group.name: {
@@ -135,10 +122,8 @@ def login(plan: ClusterPlan) -> dict[str, str]:
 def _resources(plan: ClusterPlan, group: NodeGroup) -> dict[str, int]:
     if group is plan.head and not group.gpus:
         return {"CPU": 0}  # tasks stay off the head
-    cpus = group.cpus
-    if cpus is None:
-        shape = catalogue(OF_PROVIDERS[plan.provider]).shape(group.machine)
-        cpus = shape.vcpus or CPUS_PER_GPU * max(group.gpus, 1)
+    shape = catalogue(OF_PROVIDERS[plan.provider]).shape(group.machine)
+    cpus = shape.vcpus or CPUS_PER_GPU * max(group.gpus, 1)
     if not group.gpus:
         return {"CPU": cpus}
     # A machine tells Ray its kind of GPU; the autoscaler has to know it before there is one.
@@ -146,8 +131,8 @@ def _resources(plan: ClusterPlan, group: NodeGroup) -> dict[str, int]:
     return {"CPU": cpus, "GPU": group.gpus, **kind}
 
 
-def commands(plan: ClusterPlan, flags: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the entries for copying, installing and starting; `flags` are for `ray start`."""
+def commands(plan: ClusterPlan) -> dict[str, Any]:
+    """Return the entries for copying, installing and starting."""
     is_watched = plan.provider in OF_PROVIDERS and plan.idle_shutdown_minutes > 0
     idle = _in_background("idle", f"--minutes {plan.idle_shutdown_minutes:g}")
     # Empty entries stay: for a missing one, Ray takes defaults that open the dashboard to everybody
@@ -158,8 +143,8 @@ def commands(plan: ClusterPlan, flags: Iterable[str] = ()) -> dict[str, Any]:
         "setup_commands": setup_commands(plan),
         "head_setup_commands": [],
         "worker_setup_commands": [],
-        "head_start_ray_commands": [*head_commands(flags), *([idle] if is_watched else [])],
-        "worker_start_ray_commands": worker_commands(plan.provider, flags),
+        "head_start_ray_commands": [*head_commands(), *([idle] if is_watched else [])],
+        "worker_start_ray_commands": worker_commands(plan.provider),
     }
 
 
@@ -216,34 +201,24 @@ def package_mounts(plan: ClusterPlan) -> dict[str, str]:
     }
 
 
-def head_commands(flags: Iterable[str] = ()) -> list[str]:
-    """Return the commands that start Ray on the head, with more options in `flags`.
-
-    Example:
-        >>> stop, start = head_commands(["--num-gpus=0"])
-        >>> "export RAY_AUTH_MODE=token " in start, start.endswith("--num-gpus=0")
-        (True, True)
-    """
-    settings = [f"{name}={value}" for name, value in HEALTH_CHECKS.items()]
-    options = [
-        f"--head --port={PORT} --dashboard-host=127.0.0.1",
-        "--autoscaling-config=~/ray_bootstrap_config.yaml",
-    ]
-    return ["ray stop", _start(settings, [*options, *flags])]
+def head_commands() -> list[str]:
+    """Return the commands that start Ray on the head."""
+    settings = "".join(f" {name}={value}" for name, value in HEALTH_CHECKS.items())
+    options = "--dashboard-host=127.0.0.1 --autoscaling-config=~/ray_bootstrap_config.yaml"
+    return ["ray stop", _start(f"--head --port={PORT} {options}", settings)]
 
 
-def worker_commands(provider: str, flags: Iterable[str] = ()) -> list[str]:
+def worker_commands(provider: str) -> list[str]:
     """Return the commands that start Ray on a worker, and the watcher for preemption notices."""
-    start = ["ray stop", _start([], [f"--address=$RAY_HEAD_IP:{PORT}", *flags])]
+    start = ["ray stop", _start(f"--address=$RAY_HEAD_IP:{PORT}")]
     watcher = _in_background("preemption", f"--cloud {provider}")
     return [*start, watcher] if provider in OF_PROVIDERS else start
 
 
-def _start(settings: Iterable[str], options: Iterable[str]) -> str:
-    exports = " ".join(["RAY_AUTH_MODE=token", *settings])
+def _start(options: str, settings: str = "") -> str:
     # Without the first option, Ray asks at the terminal whether it may report its usage.
-    words = " ".join(["--disable-usage-stats", *options])
-    return f"ulimit -n 65536; export {exports}; {START} {words}"
+    start = f"{START} --disable-usage-stats {options}"
+    return f"ulimit -n 65536; export RAY_AUTH_MODE=token{settings}; {start}"
 
 
 def _in_background(module: str, options: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jsonschema import Draft7Validator
@@ -41,8 +41,8 @@ FILE = Draft7Validator(
 )
 
 
-def write(plan: ClusterPlan, flags: Iterable[str] = ()) -> dict[str, Any]:
-    """Return a file for Ray's launcher, with more options of `ray start` in `flags`.
+def write(plan: ClusterPlan) -> dict[str, Any]:
+    """Return a file for Ray's launcher.
 
     All hosts belong to the cluster from beginning to end.
 
@@ -55,7 +55,7 @@ def write(plan: ClusterPlan, flags: Iterable[str] = ()) -> dict[str, Any]:
         {'type': 'local', 'head_ip': '10.0.0.1', 'worker_ips': ['10.0.0.2']}
     """
     head, *workers = plan.hosts or ("<address of the head>", "<address of a worker>")
-    commands = launcher_file.commands(plan, flags)
+    commands = launcher_file.commands(plan)
     stop, start = commands["head_start_ray_commands"]
     return {
         "cluster_name": plan.name,
@@ -70,10 +70,6 @@ def write(plan: ClusterPlan, flags: Iterable[str] = ()) -> dict[str, Any]:
 
 def check(findings: Findings) -> None:
     """Note mistakes in a file whose entries have the right types."""
-    if findings.at(("provider", "coordinator_address")):
-        text = "coordinator_address is not supported; name head_ip and worker_ips."
-        findings.add(("provider", "coordinator_address"), text)
-        return
     findings.check_schema(FILE)
     for name in ("head_node_type", "available_node_types", "docker"):
         if findings.at((name,)):

@@ -31,6 +31,9 @@ FOLDER = "~/raypool-packages"  # of the lock file and the wheel, on machines
 LOCK = f"{FOLDER}/requirements.txt"
 CACHE = "~/.cache/raypool"  # of the wheel, on this machine
 
+LAUNCHER_NEEDS = {"gcp": ("google-api-python-client",), "aws": ("boto3",)}
+"""The packages that Ray's launcher needs for a provider, also on the head."""
+
 RAY_EXTRAS = ("client", "default", "train")
 
 BY_NAME = (
@@ -65,6 +68,17 @@ def requirements(more: Iterable[str] = ()) -> tuple[str, ...]:
         check_requirement(line)
         lines[Requirement(line).name.lower()] = line
     return tuple(line for _, line in sorted(lines.items()))
+
+
+def default_packages(
+    provider: str, more: Iterable[str] = (), is_image: bool = False
+) -> tuple[str, ...]:
+    """Return the packages for a provider's machines: those of raypool and the launcher, and more.
+
+    An image of the user's keeps its own torch and NumPy; only Ray must be the same as here.
+    """
+    more = [*map(pinned, LAUNCHER_NEEDS.get(provider, ())), *more]
+    return (pinned("ray"), *more) if is_image else requirements(more)
 
 
 def pinned(name: str) -> str:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from raypool.cluster.machines import OF_PROVIDERS, catalogue, region_of
+from raypool.cluster.packages import default_packages
+from raypool.errors import CloudError
 
 Provider = Literal["gcp", "aws", "on-prem", "kubernetes", "sky"]
-"""The providers of machines."""
+
+HEADS = {"gcp": "n2-standard-4", "aws": "m5.xlarge"}
+PLACES = {"gcp": "us-central1-a", "aws": "us-west-2"}  # the defaults, if the GPUs are there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +26,6 @@ class NodeGroup:
     machine: str = ""
     gpu: str | None = None  # the kind of its GPUs by Ray's name ("T4", "A100", "H100"); None: none
     gpus: int = 0
-    cpus: int | None = None  # the number of vCPUs; None: from the catalogue
-    memory_gb: float | None = None  # the main memory [GB]; None: from the catalogue
     least: int = 0
     most: int = 0
     # Whether the provider may take them back (cheap; half a minute's or two minutes' notice).
@@ -58,7 +63,6 @@ class ClusterPlan:
     working_dir: str | None = None
     # The version of Python to install ("3.11"); Ray needs the same at both ends.
     python: str = f"{sys.version_info.major}.{sys.version_info.minor}"
-    idle_minutes: float = 10  # a machine without work is released after this time [min]
     # A cluster in a cloud that no job, pool or client uses is deleted after this time [min]; 0:
     # never.
     idle_shutdown_minutes: float = 60
@@ -79,5 +83,114 @@ class ClusterPlan:
         if self.zone is None:
             return None
         if self.provider == "gcp":
-            return self.zone.rpartition("-")[0]
+            return region_of(self.zone)
         return self.zone.partition(",")[0].rstrip("abcdef")
+
+
+def draft(  # noqa: PLR0913 - options of a command, all named
+    provider: Provider,
+    *,
+    machine: str | None = None,
+    gpu: str | None = None,
+    gpus: int | None = None,
+    head_machine: str | None = None,
+    least: int = 0,
+    most: int = 4,
+    spot: bool = True,
+    fallback: bool = False,
+    zone: str | None = None,
+    packages: tuple[str, ...] = (),
+    **others: Any,
+) -> ClusterPlan:
+    """Return the plan of a cluster with one kind of worker.
+
+    Args:
+        provider: The provider of the machines.
+        machine: The machine type of the workers. None: the smallest with these GPUs and four vCPUs
+            for each.
+        gpu: The kind of GPU of the workers. None: that of `machine`, else T4.
+        gpus: The number of GPUs of each worker. None: that of `machine`, else 1.
+        head_machine: The machine type of the head.
+        least: The minimum number of workers.
+        most: The maximum number of workers.
+        spot: Whether the provider may take the workers back.
+        fallback: Whether to use machines on demand while no spot machine is available.
+        zone: The zone. None: one that has the GPUs.
+        packages: Packages to install besides raypool and its dependencies.
+        others: Further arguments of `ClusterPlan`; None: its default.
+
+    Raises:
+        CloudError: The wishes contradict each other, or there is no such machine, GPU or Python.
+
+    Example:
+        >>> plan = draft("gcp", gpu="A100", gpus=8, most=2)
+        >>> plan.workers[0].machine, plan.zone
+        ('a2-highgpu-8g', 'us-central1-a')
+    """
+    others = {name: value for name, value in others.items() if value is not None}
+    if least > most:
+        raise CloudError(f"The minimum of {least} workers is more than the maximum, {most}.")
+    if not re.fullmatch(r"3\.\d+(\.\d+)?", others.get("python", "3.11")):
+        raise CloudError(f"{others['python']!r} is no version of Python; one is like 3.11.")
+    if fallback and not spot:
+        raise CloudError("--fallback is for spot machines: leave out --fallback or --on-demand.")
+    if provider in OF_PROVIDERS:
+        machine, gpu, gpus = _machine(provider, machine, gpu, gpus)
+        zone = zone or _zone(provider, gpu)
+    elif provider == "sky":
+        gpu = gpu or "T4"
+    elif provider == "on-prem":  # all machines belong to the cluster from beginning to end
+        least = most = max(len(others.get("hosts", ())) - 1, 0)
+        spot = False
+    worker = NodeGroup(
+        name="worker",
+        machine=machine or "",
+        gpu=gpu,
+        gpus=gpus or 1,
+        least=least,
+        most=most,
+        spot=spot,
+    )
+    workers: tuple[NodeGroup, ...] = (worker,)
+    if fallback:
+        # Ray prefers the higher priority, and uses the other group for a while after a failure.
+        on_demand = replace(worker, name="worker-on-demand", least=0, spot=False)
+        workers = (replace(worker, priority=1), on_demand)
+    return ClusterPlan(
+        provider=provider,
+        head=NodeGroup(name="head", machine=head_machine or HEADS.get(provider, "")),
+        workers=workers,
+        most=most if fallback else None,
+        zone=zone,
+        packages=default_packages(provider, packages),
+        **others,
+    )
+
+
+def _machine(
+    provider: Provider, machine: str | None, gpu: str | None, gpus: int | None
+) -> tuple[str, str, int]:
+    """Return the machine type of the workers, and the kind and number of its GPUs."""
+    known = catalogue(OF_PROVIDERS[provider])
+    if machine is None:
+        gpu, gpus = known.gpu(gpu or "T4").name, gpus or 1
+        return known.smallest(gpu, gpus).name, gpu, gpus
+    try:
+        shape = known.machine(machine)
+    except CloudError as error:
+        if gpu and gpus:  # newer than the catalogue
+            return machine, gpu, gpus
+        raise CloudError(f"{error} If it is newer than that, add --gpu and --gpus.") from error
+    gpu, gpus = known.gpu(gpu or shape.gpu or "T4").name, gpus or shape.gpus or 1
+    known.check(machine, gpu, gpus)
+    return machine, gpu, gpus
+
+
+def _zone(provider: Provider, gpu: str) -> str | None:
+    """Return a zone that has these GPUs, None if none is known."""
+    known = catalogue(OF_PROVIDERS[provider])
+    if gpu not in known.gpus:
+        return None
+    places = known.zones(gpu) if provider == "gcp" else known.regions(gpu)
+    place = PLACES[provider] if PLACES[provider] in places else next(iter(places), None)
+    return f"{place}a" if place and provider == "aws" else place

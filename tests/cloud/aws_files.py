@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from raypool.cluster.launcher_file import default_packages
+from raypool.cluster.packages import default_packages
 from raypool.cluster.plan import ClusterPlan, NodeGroup
 
 GROUP, IMAGE = "sg-0123456789abcdef0", "ami-0123456789abcdef0"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from raypool.cluster import packages
 from raypool.cluster.cluster_file import lock_of, text_of
-from raypool.cluster.drafts import draft
+from raypool.cluster.plan import draft
 
 ROOT = Path(__file__).parents[2]
 INIT = "raypool cluster init --provider"

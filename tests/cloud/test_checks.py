@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from raypool.cli.main import main
 from raypool.cluster import aws, checks, cluster_file, gcp, kubernetes, launcher_file, skypilot
 from raypool.cluster.documents import documents_of
-from raypool.cluster.drafts import draft
+from raypool.cluster.plan import draft
 from raypool.errors import CloudError
 
 GCP = cluster_file.text_of(
@@ -402,12 +402,6 @@ ON_AWS = {
         GROUP + "      KeyName: mine\n",
         "KeyName",
         "so Ray takes a key of its own",
-    ),
-    "a key that EC2 does not know": (
-        "ssh_user: ubuntu",
-        f"ssh_user: ubuntu\n  ssh_private_key: {__file__}",
-        "node_config:",
-        "KeyName is missing in node_config",
     ),
 }
 

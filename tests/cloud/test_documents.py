@@ -8,6 +8,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from jsonschema import Draft7Validator
 
 from raypool.cluster.documents import Findings, documents_of, nearest, read_documents
 from raypool.errors import CloudError
@@ -85,8 +86,9 @@ def test_all_that_is_wrong_is_told_at_once_in_the_order_of_lines() -> None:
 def test_a_setting_that_is_misspelt_is_told_what_was_meant() -> None:
     [document] = documents_of("max_worker: 1\nzzz: 2\n", "file.yaml")
     findings = Findings(document)
-    findings.check_keys((), ["max_workers", "provider"])
-    texts = [problem.text for problem in findings.problems]
+    schema = {"properties": {"max_workers": {}, "provider": {}}, "additionalProperties": False}
+    findings.check_schema(Draft7Validator(schema))
+    texts = sorted(problem.text for problem in findings.problems)
     assert texts[0].endswith("Did you mean max_workers?")
     assert texts[1].endswith("There are: max_workers, provider.")
     assert nearest("", ["a"]) == ". There are: a."

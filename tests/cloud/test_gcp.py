@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from raypool.cluster import checks, gcp, launcher_file, packages
+from raypool.cluster import checks, gcp, packages
 from raypool.cluster.documents import documents_of
 from raypool.cluster.plan import ClusterPlan, NodeGroup
 from raypool.errors import CloudError
@@ -29,7 +29,7 @@ PLAN = ClusterPlan(
     zone="us-central1-a",
     head=HEAD,
     workers=(WORKER,),
-    packages=launcher_file.default_packages("gcp"),
+    packages=packages.default_packages("gcp"),
 )
 
 

@@ -13,7 +13,7 @@ import pytest
 from ray.job_submission import JobDetails, JobStatus, JobType
 
 from raypool.cluster import gcp, idle
-from raypool.cluster.drafts import draft
+from raypool.cluster.plan import draft
 from raypool.errors import CloudError
 from tests.cloud import fake_gce
 from tests.cloud.ray_provider import Cluster

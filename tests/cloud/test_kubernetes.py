@@ -23,7 +23,7 @@ from jsonschema import Draft202012Validator
 from raypool.cluster import checks, kubernetes
 from raypool.cluster.documents import documents_of
 from raypool.cluster.kubernetes import DRAIN, how_to_connect, write
-from raypool.cluster.launcher_file import default_packages
+from raypool.cluster.packages import default_packages
 from raypool.cluster.plan import ClusterPlan, NodeGroup
 from raypool.errors import CloudError
 from raypool.profile_files import named_profile
@@ -47,10 +47,8 @@ def plan(*workers: NodeGroup, head: NodeGroup = HEAD, **changes: Any) -> Cluster
 PLANS = {
     "GPUs on spot machines": plan(T4),
     "of a size": plan(NodeGroup(name="h100", gpu="H100", gpus=8, least=2, most=2)),
-    "any GPU": plan(NodeGroup(name="gpu", gpus=1, least=1, most=4, cpus=7, memory_gb=28.5)),
-    "several groups": plan(
-        T4, NodeGroup(name="parameter-server", cpus=8, memory_gb=52, least=3, most=3), python="3.12"
-    ),
+    "any GPU": plan(NodeGroup(name="gpu", gpus=1, least=1, most=4)),
+    "several groups": plan(T4, NodeGroup(name="parameter-server", least=3, most=3), python="3.12"),
     "a head with GPUs": plan(head=NodeGroup(name="head", gpu="V100", gpus=2)),
     "nothing to install": ClusterPlan(name="lab", provider="kubernetes", head=HEAD, workers=(T4,)),
 }
@@ -234,14 +232,12 @@ def plans(draw: Callable[..., Any]) -> ClusterPlan:
         kind = draw(st.sampled_from([None, "T4", "L4", "A100", "H100"])) if gpus else None
         most, spot = least + draw(st.integers(0, 5)), draw(st.booleans())
         workers.append(NodeGroup(name=name, gpu=kind, gpus=gpus, least=least, most=most, spot=spot))
-    idle_minutes = draw(st.floats(0, 600, allow_nan=False))
     return ClusterPlan(
         name=draw(names),
         provider="kubernetes",
         head=HEAD,
         workers=tuple(workers),
         packages=("a>1", "raypool @ https://a.org/a'b.whl#sha256=1a"),
-        idle_minutes=idle_minutes,
     )
 
 

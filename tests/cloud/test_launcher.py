@@ -20,7 +20,7 @@ from click.testing import CliRunner
 from raypool.cli.main import main
 from raypool.cluster import cluster_file, kubernetes, launcher
 from raypool.cluster.connect import make_token, token_path
-from raypool.cluster.drafts import draft
+from raypool.cluster.plan import draft
 from raypool.errors import CloudError
 from tests.cloud import fake_gce
 from tests.cloud.ray_provider import Cluster

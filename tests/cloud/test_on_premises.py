@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from raypool.cluster import cluster_file, on_prem
-from raypool.cluster.launcher_file import default_packages
+from raypool.cluster.packages import default_packages
 from raypool.cluster.plan import ClusterPlan, NodeGroup
 from tests.cloud.lab import Lab
 from tests.cloud.test_packages import UV
@@ -58,7 +58,7 @@ UsePAM no
 MaxStartups 50
 """
 
-FLAGS = ("--num-cpus=2", "--num-gpus=2", "--object-store-memory=80000000")
+FLAGS = "--num-cpus=2 --num-gpus=2 --object-store-memory=80000000"
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,10 @@ def file(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ssh_key=key,
         packages=default_packages("on-prem"),
     )
-    text = cluster_file.render([on_prem.write(plan, FLAGS)], ["Made by a test."])
+    content = on_prem.write(plan)
+    for role in ("head", "worker"):
+        content[f"{role}_start_ray_commands"][1] += f" {FLAGS}"
+    text = cluster_file.render([content], ["Made by a test."])
     cluster_file.save(text, path, plan)
     return path
 

@@ -21,7 +21,7 @@ from click.testing import CliRunner
 
 from raypool.cli.main import main
 from raypool.cluster import checks, cluster_file, launcher, packages
-from raypool.cluster.drafts import draft
+from raypool.cluster.plan import draft
 from raypool.errors import CloudError
 
 HOSTS = ("192.0.2.1", "192.0.2.2")
