@@ -89,14 +89,6 @@ def write(plan: ClusterPlan) -> dict[str, Any]:
 
     Raises:
         CloudError: The plan names no zone, or a machine cannot have its GPUs.
-
-    Example:
-        >>> head = NodeGroup(name="head", machine="m6i.xlarge")
-        >>> worker = NodeGroup(name="worker", machine="g5.12xlarge", gpu="A10G", gpus=4, most=4)
-        >>> here = {"name": "lab", "provider": "aws", "zone": "us-west-2a"}
-        >>> file = write(ClusterPlan(**here, head=head, workers=(worker,)))
-        >>> file["provider"]["region"], file["available_node_types"]["worker"]["resources"]
-        ('us-west-2', {'CPU': 48, 'GPU': 4, 'accelerator_type:A10G': 1})
     """
     provider = {
         "type": "aws",

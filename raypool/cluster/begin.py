@@ -128,19 +128,10 @@ def _nodes() -> list[Any]:
 
 
 def wait_until(machines: int, count: Callable[[], int], timeout_s: float) -> None:
-    """Wait until `machines` machines have joined, and print the progress.
-
-    Args:
-        machines: The expected number.
-        count: Returns the current number.
-        timeout_s: The time limit [s].
+    """Wait until so many machines have joined, according to `count`, and print the progress.
 
     Raises:
-        CloudError: Some have not joined by then.
-
-    Example:
-        >>> wait_until(2, lambda: 2, timeout_s=10)
-        raypool: 2 of 2 machines have joined.
+        CloudError: Some have not joined by the time limit [s].
     """
     deadline = time.monotonic() + timeout_s
     there, address = -1, os.environ.get("RAY_ADDRESS")
@@ -168,9 +159,8 @@ def wait_until(machines: int, count: Callable[[], int], timeout_s: float) -> Non
 def tf_config(machines: Iterable[tuple[str, str]], chief: str) -> str:
     """Return the TF_CONFIG of the master of a job.
 
-    Args:
-        machines: Group and address of each machine, "head" for the master.
-        chief: TensorFlow's name of the master: "chief", or once "master".
+    `machines` are groups and addresses; `chief` is TensorFlow's name of the master ("chief", or
+    once "master").
 
     Example:
         >>> tf_config([("worker", "10.0.0.2"), ("head", "10.0.0.1")], "chief")

@@ -147,14 +147,6 @@ class Findings:
         document: The document.
         trusts: Whether to leave out warnings about machines, GPUs and zones that the dated
             catalogues lack.
-
-    Example:
-        >>> [document] = documents_of("workers: -1", "some.yaml")
-        >>> findings = Findings(document)
-        >>> findings.add(("workers",), "workers is -1; it must be 0 or more.")
-        >>> findings.finish()
-        Traceback (most recent call last):
-        raypool.errors.CloudError: some.yaml, line 1: workers is -1; it must be 0 or more.
     """
 
     def __init__(self, document: Document, trusts: bool = False) -> None:

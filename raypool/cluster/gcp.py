@@ -114,14 +114,6 @@ def write(plan: ClusterPlan) -> dict[str, Any]:
 
     Raises:
         CloudError: The plan does not name one zone, or a machine cannot have its GPUs.
-
-    Example:
-        >>> head = NodeGroup(name="head", machine="n2-standard-4")
-        >>> worker = NodeGroup(name="worker", machine="n1-standard-8", gpu="T4", gpus=1, most=4)
-        >>> here = {"name": "lab", "provider": "gcp", "zone": "us-central1-a"}
-        >>> file = write(ClusterPlan(**here, head=head, workers=(worker,)))
-        >>> file["available_node_types"]["worker"]["resources"]
-        {'CPU': 8, 'GPU': 1, 'accelerator_type:T4': 1}
     """
     if "," in (plan.zone or ""):
         raise CloudError(

@@ -130,14 +130,7 @@ class Training:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The types of GPU, each once.
-
-        Example:
-            >>> workers = NodeGroup(name="worker", gpu="T4", gpus=2, least=3, most=3)
-            >>> training = Training(groups=(NodeGroup(name="head"), workers))
-            >>> training.kinds, training.machines, training.gpus
-            (('T4',), 4, 6)
-        """
+        """The types of GPU, each once."""
         return tuple(dict.fromkeys(group.gpu for group in self.groups if group.gpu is not None))
 
     @property
@@ -169,14 +162,7 @@ class Training:
 
 
 def is_training(content: Any) -> bool:
-    """Whether the content of a file describes a training job, perhaps a wrong one.
-
-    Example:
-        >>> is_training({"trainingInput": {}}), is_training({"scaleTier": "BASIC_GPU"})
-        (True, True)
-        >>> is_training({"provider": {}})
-        False
-    """
+    """Whether the content of a file describes a training job, perhaps a wrong one."""
     return isinstance(content, dict) and not content.keys().isdisjoint(
         (INPUT, *TRAINING["properties"])
     )
@@ -190,14 +176,6 @@ def read(document: Document, *, trust: bool = False) -> Training:
 
     Raises:
         CloudError: The file has mistakes; the message lists all, with their places.
-
-    Example:
-        >>> from raypool.cluster.documents import documents_of
-        >>> master = "scaleTier: CUSTOM, masterType: complex_model_m_p100"
-        >>> text = f"trainingInput: {{{master}, workerCount: 2, workerType: standard}}"
-        >>> training = read(documents_of(text, "config.yaml")[0])
-        >>> [(group.name, group.machine, group.gpus, group.most) for group in training.groups]
-        [('head', 'n1-standard-16', 4, 0), ('worker', 'n1-standard-4', 0, 2)]
     """
     findings = Findings(document, trust)
     content = document.content

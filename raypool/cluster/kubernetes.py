@@ -81,18 +81,40 @@ def write(plan: ClusterPlan) -> dict[str, Any]:
 
     Raises:
         CloudError: There is no GPU of a name.
-
-    Example:
-        >>> worker = NodeGroup(name="worker", gpu="T4", gpus=4, most=9)
-        >>> head = NodeGroup(name="head")
-        >>> plan = ClusterPlan(name="lab", provider="kubernetes", head=head, workers=(worker,))
-        >>> spec = write(plan)["spec"]
-        >>> spec["authOptions"], spec["workerGroupSpecs"][0]["maxReplicas"]
-        ({'mode': 'token'}, 9)
     """
-    kind, spec = "RayCluster", _cluster(plan)
+    grows = any(group.most > group.least for group in plan.workers)
+    autoscaling = {
+        "enableInTreeAutoscaling": True,
+        "autoscalerOptions": {"version": "v2", "idleTimeoutSeconds": IDLE_MINUTES * 60},
+    }
+    # a head without GPUs offers no CPUs either, so tasks stay off it
+    head = _group(plan, plan.head, {} if plan.head.gpus else {"num-cpus": "0"})
+    [container] = head["template"]["spec"]["containers"]
+    container["env"] += [
+        {"name": name, "value": str(value)} for name, value in HEALTH_CHECKS.items()
+    ]
+    ports = {"gcs-server": PORT, "dashboard": DASHBOARD_PORT, "client": CLIENT_PORT}
+    container["ports"] = [{"name": name, "containerPort": port} for name, port in ports.items()]
+    workers = []
+    for group in plan.workers:
+        described = _group(plan, group, {})
+        template = described.pop("template")
+        # user code needs no access to Kubernetes
+        template["spec"]["automountServiceAccountToken"] = False
+        sizes = {"replicas": group.least, "minReplicas": group.least, "maxReplicas": group.most}
+        # Ray sees the kind of an existing GPU; the autoscaler has to know it before the first one.
+        offers = {"resources": {f"accelerator_type:{group.gpu}": "1"}} if group.gpu else {}
+        workers.append(
+            {"groupName": group.name, **sizes, **described, **offers, "template": template}
+        )
+    spec: dict[str, Any] = {
+        "rayVersion": version("ray"),
+        "authOptions": {"mode": "token"},
+        **(autoscaling if grows else {}),
+        "headGroupSpec": head,
+        "workerGroupSpecs": workers,
+    }
     if plan.job is not None:
-        kind = "RayJob"
         spec = {
             "entrypoint": plan.job,
             "runtimeEnvYAML": f'working_dir: "{plan.working_dir or CODE}"\n',
@@ -100,6 +122,7 @@ def write(plan: ClusterPlan) -> dict[str, Any]:
             "ttlSecondsAfterFinished": 300,  # so long its logs can be read there
             "rayClusterSpec": spec,
         }
+    kind = "RayCluster" if plan.job is None else "RayJob"
     return {"apiVersion": "ray.io/v1", "kind": kind, "metadata": {"name": plan.name}, "spec": spec}
 
 
@@ -124,41 +147,6 @@ def how_to_connect(name: str) -> list[str]:
         f'  address = "ray://127.0.0.1:{CLIENT_PORT}"',
         f'  token_file = "{token}"',
     ]
-
-
-def _cluster(plan: ClusterPlan) -> dict[str, Any]:
-    grows = any(group.most > group.least for group in plan.workers)
-    autoscaling = {
-        "enableInTreeAutoscaling": True,
-        "autoscalerOptions": {"version": "v2", "idleTimeoutSeconds": IDLE_MINUTES * 60},
-    }
-    # a head without GPUs offers no CPUs either, so tasks stay off it
-    head = _group(plan, plan.head, {} if plan.head.gpus else {"num-cpus": "0"})
-    [container] = head["template"]["spec"]["containers"]
-    container["env"] += [
-        {"name": name, "value": str(value)} for name, value in HEALTH_CHECKS.items()
-    ]
-    ports = {"gcs-server": PORT, "dashboard": DASHBOARD_PORT, "client": CLIENT_PORT}
-    container["ports"] = [{"name": name, "containerPort": port} for name, port in ports.items()]
-    workers = []
-    for group in plan.workers:
-        described = _group(plan, group, {})
-        template = described.pop("template")
-        # user code needs no access to Kubernetes
-        template["spec"]["automountServiceAccountToken"] = False
-        sizes = {"replicas": group.least, "minReplicas": group.least, "maxReplicas": group.most}
-        # Ray sees the kind of an existing GPU; the autoscaler has to know it before the first one.
-        kind = {"resources": {f"accelerator_type:{group.gpu}": "1"}} if group.gpu else {}
-        workers.append(
-            {"groupName": group.name, **sizes, **described, **kind, "template": template}
-        )
-    return {
-        "rayVersion": version("ray"),
-        "authOptions": {"mode": "token"},
-        **(autoscaling if grows else {}),
-        "headGroupSpec": head,
-        "workerGroupSpecs": workers,
-    }
 
 
 def _group(plan: ClusterPlan, group: NodeGroup, start: dict[str, str]) -> dict[str, Any]:

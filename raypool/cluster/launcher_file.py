@@ -69,10 +69,7 @@ def launcher_file(
 ) -> dict[str, Any]:
     """Return a file for Ray's launcher, for rented machines.
 
-    Args:
-        plan: The cluster.
-        provider: The entry about the provider.
-        node_config: Returns the provider's settings for the machines of a group.
+    `provider` is the entry about the provider; `node_config` returns its settings for a group.
 
     Raises:
         CloudError: The plan has no zone, or a machine cannot have its GPUs.
@@ -135,11 +132,15 @@ def commands(plan: ClusterPlan) -> dict[str, Any]:
     """Return the entries for copying, installing and starting."""
     is_watched = plan.provider in OF_PROVIDERS and plan.idle_shutdown_minutes > 0
     idle = _in_background("idle", f"--minutes {plan.idle_shutdown_minutes:g}")
+    docker = ["sudo chmod a+rw /var/run/docker.sock"] if plan.image else []  # of its one user
+    registry = (plan.image or "").partition("/")[0]
+    if registry.endswith(("gcr.io", "pkg.dev")):
+        docker.append(f"gcloud auth configure-docker --quiet {shlex.quote(registry)}")
     # Empty entries stay: for a missing one, Ray takes defaults that open the dashboard to everybody
     # and install an old version.
     return {
         "file_mounts": {TOKEN: TOKEN, **package_mounts(plan)},
-        "initialization_commands": _open_docker(plan.image) if plan.image else [],
+        "initialization_commands": docker,
         "setup_commands": setup_commands(plan),
         "head_setup_commands": [],
         "worker_setup_commands": [],
@@ -176,16 +177,6 @@ def setup_commands(plan: ClusterPlan) -> list[str]:
         *([INSTALL_DRIVER.format(driver["driver"])] if driver.get("install_driver") else []),
         " ".join(install),
         f"grep -qxF {shlex.quote(path)} ~/.bashrc || echo {shlex.quote(path)} >> ~/.bashrc",
-    ]
-
-
-def _open_docker(image: str) -> list[str]:
-    """Return the commands that let the user of a machine run Docker, and pull from a registry."""
-    registry = image.partition("/")[0]
-    pull = f"gcloud auth configure-docker --quiet {shlex.quote(registry)}"
-    return [
-        "sudo chmod a+rw /var/run/docker.sock",  # the machine has one user
-        *([pull] if registry.endswith(("gcr.io", "pkg.dev")) else []),
     ]
 
 
@@ -241,13 +232,8 @@ def check_resources(
 
     Ray believes it: with too many GPUs, work waits forever; with too few, some are idle.
 
-    Args:
-        findings: The findings.
-        keys: The path to the node type.
-        shape: Its machine; None: a custom machine type.
-        gpu: The kind of its GPUs by Ray's name, None if it has none.
-        gpus: The number of its GPUs.
-        is_filled_in: Whether Ray asks the provider for missing numbers.
+    `shape` is None for a custom machine type. `is_filled_in` says whether Ray asks the provider for
+    missing numbers.
     """
     resources = findings.at((*keys, "resources")) or {}
     told = resources.get("GPU", gpus if is_filled_in else 0)

@@ -109,11 +109,6 @@ class Catalogue:
 
         Raises:
             CloudError: There is none, or no longer.
-
-        Example:
-            >>> gce = catalogue("gce")
-            >>> {gce.gpu(name).name for name in ("T4", "nvidia-tesla-t4", "NVIDIA_TESLA_T4")}
-            {'T4'}
         """
         available = [gpu.name for gpu in self.gpus.values() if gpu.retired is None]
         for gpu in self.gpus.values():
@@ -144,16 +139,6 @@ class Catalogue:
             for each in kind.limits
             if shape.vcpus <= each.vcpus and shape.memory_gb <= each.memory_gb
         )
-
-    def choices(self, machine: str) -> dict[str, tuple[int, ...]]:
-        """Return the GPUs that a machine may have: the possible numbers of each kind.
-
-        Example:
-            >>> catalogue("ai-platform-2021").choices("n1-highmem-32")
-            {'K80': (4, 8), 'P4': (2, 4), 'P100': (2, 4), 'T4': (2, 4), 'V100': (4, 8)}
-        """
-        available = [gpu.name for gpu in self.gpus.values() if gpu.retired is None]
-        return {name: counts for name in available if (counts := self.allowed(machine, name))}
 
     def check(self, machine: str, gpu: str | None, gpus: int) -> None:
         """Make sure that a machine can have this number of GPUs of this kind (None: no GPUs).
@@ -236,29 +221,11 @@ class Catalogue:
         known = [price * count for price, count in parts if price is not None]
         return sum(known) if len(known) == len(parts) else None
 
-    def zones(self, *gpus: str) -> tuple[str, ...]:
-        """Return the zones that have GPUs of all these kinds.
-
-        Example:
-            >>> catalogue("ai-platform-2021").zones("T4", "P100")[-3:]
-            ('us-east1-c', 'us-west1-a', 'us-west1-b')
-        """
-        return _common(self.gpu(gpu).zones for gpu in gpus)
-
-    def regions(self, *gpus: str) -> tuple[str, ...]:
-        """Return the regions that have GPUs of all these kinds, perhaps in different zones."""
-        return _common(self.gpu(gpu).regions for gpu in gpus)
-
     def check_place(self, place: str, *gpus: str) -> None:
         """Make sure that a zone or region has GPUs of all these kinds, as far as is known.
 
         Raises:
             CloudError: It does not; the message says where they are.
-
-        Example:
-            >>> catalogue("gce").check_place("us-west1-c", "T4")
-            Traceback (most recent call last):
-            raypool.errors.CloudError: As of 2026-11-22, us-west1-c has no T4 GPUs. Near it are ...
         """
         regions = {region for gpu in self.gpus.values() for region in gpu.regions}
         for kind in map(self.gpu, gpus):
@@ -268,11 +235,6 @@ class Catalogue:
                 command = f"raypool cluster machines --catalogue {self.name} --gpu {kind.name}"
                 where = f"Near it are {', '.join(near)}" if near else f"`{command}` lists where"
                 raise CloudError(f"As of {self.date}, {place} has no {kind.name} GPUs. {where}.")
-
-
-def _common(places: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    sets = [set(each) for each in places]
-    return tuple(sorted(set.intersection(*sets))) if sets else ()
 
 
 def one_of(values: Iterable[object]) -> str:
@@ -326,10 +288,6 @@ def choose_zone(kinds: tuple[str, ...], region: str | None, zone: str | None) ->
 
     Raises:
         CloudError: The zone is not in the region, or there is none to choose.
-
-    Example:
-        >>> choose_zone(("T4",), "us-central1", None)
-        'us-central1-a'
     """
     if zone is not None:
         if region is not None and region_of(zone) != region:
@@ -338,7 +296,9 @@ def choose_zone(kinds: tuple[str, ...], region: str | None, zone: str | None) ->
             )
         return zone
     gce = catalogue("gce")
-    zones = gce.zones(*kinds or ("T4",))  # which is almost everywhere
+    # without GPUs any zone would do: T4 are almost everywhere
+    having = [set(gce.gpu(kind).zones) for kind in kinds or ("T4",)]
+    zones = sorted(set.intersection(*having))
     for each in zones:
         if region_of(each) == region:
             return each

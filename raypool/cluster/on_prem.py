@@ -45,14 +45,6 @@ def write(plan: ClusterPlan) -> dict[str, Any]:
     """Return a file for Ray's launcher.
 
     All hosts belong to the cluster from beginning to end.
-
-    Example:
-        >>> from raypool.cluster.plan import NodeGroup
-        >>> head = NodeGroup(name="head")
-        >>> hosts = ("10.0.0.1", "10.0.0.2")
-        >>> plan = ClusterPlan(name="lab", provider="on-prem", head=head, workers=(), hosts=hosts)
-        >>> write(plan)["provider"]
-        {'type': 'local', 'head_ip': '10.0.0.1', 'worker_ips': ['10.0.0.2']}
     """
     head, *workers = plan.hosts or ("<address of the head>", "<address of a worker>")
     commands = launcher_file.commands(plan)

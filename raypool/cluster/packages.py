@@ -251,10 +251,7 @@ def lock_lines(path: Path) -> list[str]:
 def check_installable(lock: Path, wheel: Path | None, python: str | None) -> str | None:
     """Let pip look up all packages of a lock file and a wheel, without installing any.
 
-    Args:
-        lock: The lock file.
-        wheel: The wheel of raypool.
-        python: The version of Python ("3.11"); None: the one here.
+    `python` is their version of Python ("3.11"); None: the one here.
 
     Returns:
         A warning if pip could not look, else None.

@@ -104,20 +104,9 @@ def draft(  # noqa: PLR0913 - options of a command, all named
 ) -> ClusterPlan:
     """Return the plan of a cluster with one kind of worker.
 
-    Args:
-        provider: The provider of the machines.
-        machine: The machine type of the workers. None: the smallest with these GPUs and four vCPUs
-            for each.
-        gpu: The kind of GPU of the workers. None: that of `machine`, else T4.
-        gpus: The number of GPUs of each worker. None: that of `machine`, else 1.
-        head_machine: The machine type of the head.
-        least: The minimum number of workers.
-        most: The maximum number of workers.
-        spot: Whether the provider may take the workers back.
-        fallback: Whether to use machines on demand while no spot machine is available.
-        zone: The zone. None: one that has the GPUs.
-        packages: Packages to install besides raypool and its dependencies.
-        others: Further arguments of `ClusterPlan`; None: its default.
+    None means raypool's choice: the smallest machine with these GPUs and four vCPUs for each; the
+    GPUs of `machine`, else one T4; a zone that has them. `fallback` adds the same machines on
+    demand, for when no spot machine is available. `others` are arguments of `ClusterPlan`.
 
     Raises:
         CloudError: The wishes contradict each other, or there is no such machine, GPU or Python.
@@ -188,9 +177,9 @@ def _machine(
 
 def _zone(provider: Provider, gpu: str) -> str | None:
     """Return a zone that has these GPUs, None if none is known."""
-    known = catalogue(OF_PROVIDERS[provider])
-    if gpu not in known.gpus:
+    known = catalogue(OF_PROVIDERS[provider]).gpus.get(gpu)
+    if known is None:
         return None
-    places = known.zones(gpu) if provider == "gcp" else known.regions(gpu)
+    places = sorted(known.zones or known.regions)
     place = PLACES[provider] if PLACES[provider] in places else next(iter(places), None)
     return f"{place}a" if place and provider == "aws" else place

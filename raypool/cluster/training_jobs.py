@@ -100,13 +100,8 @@ def find_script(name: str, package: Path | None = None) -> Script:
 
 
 def command(python: str, training: Training, script: Script, args: Sequence[str]) -> list[str]:
-    """Return the words of a job's command.
-
-    Args:
-        python: The Python of the cluster.
-        training: The job; its `job_dir` is tried out, and its machines are waited for.
-        script: The script.
-        args: The arguments of the script, after its `--job-dir`.
+    """Return the words of a job's command: it tries out the job's folder, waits for its machines,
+    and runs the script with `--job-dir` and `args`.
 
     Example:
         >>> from raypool.cluster.plan import NodeGroup
@@ -195,10 +190,7 @@ def run_on(profile: Profile, submission: Submission) -> int:
 def run_on_slurm(profile: Profile, submission: Submission, *, requeue: bool) -> int:
     """Run a job on Slurm, on the nodes of the profile, and return its exit status.
 
-    Args:
-        profile: The profile of Slurm.
-        submission: The job; its machines do not count.
-        requeue: Run it again when its time is over.
+    The job's own machines do not count. With `requeue` it runs again when its time is over.
 
     Raises:
         CloudError: Slurm refuses it.
@@ -218,10 +210,7 @@ def run_on_own(file: Path, submission: Submission, *, is_kept: bool) -> int:
     A lost connection is made again. The cluster is left alone if the job may still run, so that
     its work is not lost: after Ctrl-C, and when the connection is lost for good.
 
-    Args:
-        file: The file for Ray's launcher.
-        submission: The job.
-        is_kept: Keep the cluster in any case.
+    With `is_kept` the cluster stays in any case.
 
     Raises:
         CloudError: The cluster does not come up, refuses the job, does not answer any more, or does

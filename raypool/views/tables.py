@@ -286,11 +286,13 @@ def machines_as_json(catalogue: Catalogue, gpu: str | None) -> str:
 
 def _choices(catalogue: Catalogue, gpu: str | None) -> dict[str, dict[str, tuple[int, ...]]]:
     """Return the possible numbers of GPUs of each machine, by kind."""
-    if gpu is None:
-        return {name: catalogue.choices(name) for name in catalogue.machines}
-    kind = catalogue.gpu(gpu).name
-    counts = {name: catalogue.allowed(name, kind) for name in catalogue.machines}
-    return {name: {kind: allowed} for name, allowed in counts.items() if allowed}
+    available = [kind.name for kind in catalogue.gpus.values() if kind.retired is None]
+    kinds = available if gpu is None else [catalogue.gpu(gpu).name]
+    choices = {
+        name: {kind: counts for kind in kinds if (counts := catalogue.allowed(name, kind))}
+        for name in catalogue.machines
+    }
+    return {name: counts for name, counts in choices.items() if counts or gpu is None}
 
 
 # --- GPUs -----------------------------------------------------------------------------------------

@@ -301,7 +301,7 @@ def test_each_machine_with_gpus_passes_in_a_region_that_has_them() -> None:
     wrong = {}
     for shape in catalogue("aws").machines.values():
         if shape.gpu:
-            zone = f"{catalogue('aws').regions(shape.gpu)[0]}a"
+            zone = f"{sorted(catalogue('aws').gpu(shape.gpu).regions)[0]}a"
             worker = NodeGroup(
                 name="worker", machine=shape.name, gpu=shape.gpu, gpus=shape.gpus, most=1, spot=True
             )
