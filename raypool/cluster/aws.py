@@ -17,7 +17,7 @@ from typing import Any
 from jsonschema import Draft7Validator
 
 from raypool.cluster import launcher_file, software
-from raypool.cluster.documents import PLACEHOLDER, Findings, Keys, nearest
+from raypool.cluster.documents import PLACEHOLDER, Findings, Keys, form, nearest
 from raypool.cluster.launcher_file import Rented
 from raypool.cluster.machines import catalogue
 from raypool.cluster.plan import ClusterPlan, NodeGroup
@@ -29,29 +29,13 @@ KEY = "<your key pair>"
 
 SUBNETS = "SubnetIds"  # Ray's own setting in node_config: it tries them in turn
 
-FILE = Draft7Validator(
-    {
-        "properties": {
-            "cluster_name": {
-                "pattern": rf"^([A-Za-z0-9][-\w.]{{0,99}}$|{PLACEHOLDER})",
-                "must": (
-                    "have letters, digits and - _ . only, 100 at most: names of machines begin with"
-                    " it"
-                ),
-            },
-            "provider": {
-                "required": ["region"],
-                "properties": {
-                    "region": {
-                        "type": "string",
-                        "pattern": rf"^([a-z]{{2}}(-[a-z]+)+-\d$|{PLACEHOLDER})",
-                        "must": "be a region, such as us-west-2",
-                    }
-                },
-            },
-        }
-    }
+_NAME = form(
+    r"[A-Za-z0-9][-\w.]{0,99}",
+    "have letters, digits and - _ . only, 100 at most: names of machines begin with it",
 )
+_REGION = form(r"[a-z]{2}(-[a-z]+)+-\d", "be a region, such as us-west-2")
+_PROVIDER = {"required": ["region"], "properties": {"region": _REGION}}
+FILE = Draft7Validator({"properties": {"cluster_name": _NAME, "provider": _PROVIDER}})
 """The rules for names."""
 
 

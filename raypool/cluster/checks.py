@@ -39,6 +39,7 @@ from raypool.cluster.documents import (
     Document,
     Findings,
     Keys,
+    form,
     nearest,
     read_documents,
     texts,
@@ -163,11 +164,9 @@ def _schema() -> Draft7Validator:
     known["min_workers"] = {"type": "integer", "minimum": 0}  # of machines on premises
     known["file_mounts"] = {"type": "object", "additionalProperties": {"type": "string"}}
     known["auth"]["required"] = ["ssh_user"]
-    known["auth"]["properties"]["ssh_user"] = {
-        "type": "string",
-        "pattern": rf"^({PLACEHOLDER}|[A-Za-z_][-A-Za-z0-9_.@]*$)",
-        "must": "be the name of a user, such as ubuntu",
-    }
+    known["auth"]["properties"]["ssh_user"] = form(
+        "[A-Za-z_][-A-Za-z0-9_.@]*", "be the name of a user, such as ubuntu"
+    )
     return Draft7Validator(schema)
 
 
@@ -204,7 +203,7 @@ def _check_commands(findings: Findings) -> None:
             )
             findings.doubt((), text)
     ports = []
-    for name, form in ((HEAD, r"--port[= ](\d+)"), (WORKER, r"--address[= ]\S+?:(\d+)")):
+    for name, port in ((HEAD, r"--port[= ](\d+)"), (WORKER, r"--address[= ]\S+?:(\d+)")):
         commands = findings.at((name,)) or ()
         starts = {number: text for number, text in enumerate(commands) if START in text}
         if commands and not starts:
@@ -217,7 +216,7 @@ def _check_commands(findings: Findings) -> None:
                     " `--autoscaling-config=~/ray_bootstrap_config.yaml` to `ray start`."
                 )
                 findings.add((name, number), text)
-        ports.append(re.search(form, "\n".join(starts.values())))
+        ports.append(re.search(port, "\n".join(starts.values())))
     head, worker = ports
     if head and worker and head[1] != worker[1]:
         text = f"the workers look for the head at port {worker[1]}, and it listens at {head[1]}."

@@ -243,6 +243,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f".{did_you_mean(name, known)}"
 
 
+def form(pattern: str, must: str) -> dict[str, str]:
+    """Return a JSON schema for texts of a form, and placeholders; `must` has the form in words."""
+    return {"type": "string", "pattern": rf"^({pattern}\Z|{PLACEHOLDER})", "must": must}
+
+
 def texts(content: Any, keys: Keys = ()) -> Iterator[tuple[Keys, str]]:
     """Yield every text in an entry, with the path to it.
 

@@ -17,7 +17,7 @@ from typing import Any
 from jsonschema import Draft7Validator
 
 from raypool.cluster import launcher_file, software
-from raypool.cluster.documents import PLACEHOLDER, Findings, Keys, texts
+from raypool.cluster.documents import PLACEHOLDER, Findings, Keys, form, texts
 from raypool.cluster.launcher_file import Rented
 from raypool.cluster.machines import catalogue, region_of
 from raypool.cluster.plan import ClusterPlan, NodeGroup
@@ -40,37 +40,21 @@ STORAGE = "https://www.googleapis.com/auth/devstorage.read_write"
 # Compute Engine takes 63 letters; Ray makes "ray-NAME-worker-12345678-compute" of the name
 NAME_LIMIT = 35
 
-FILE = Draft7Validator(
-    {
-        "properties": {
-            "cluster_name": {
-                "pattern": rf"^([a-z][-a-z0-9]{{0,{NAME_LIMIT - 1}}}$|{PLACEHOLDER})",
-                "must": (
-                    "have lower-case letters, digits and dashes only, a letter first,"
-                    f" {NAME_LIMIT} at most: names of machines begin with it"
-                ),
-            },
-            "provider": {
-                "required": ["project_id", "region", "availability_zone"],
-                "properties": {
-                    "project_id": {
-                        "type": "string",
-                        "pattern": rf"^(([a-z.]+:)?[a-z][-a-z0-9]{{4,28}}[a-z0-9]$|{PLACEHOLDER})",
-                        "must": (
-                            "be an ID of 6 to 30 lower-case letters, digits and dashes (`gcloud"
-                            " projects list`)"
-                        ),
-                    },
-                    "availability_zone": {
-                        "type": "string",
-                        "pattern": rf"^([a-z]+-[a-z]+\d+-[a-z]$|{PLACEHOLDER})",
-                        "must": "be a zone, such as us-central1-a",
-                    },
-                },
-            },
-        }
-    }
+_NAME = form(
+    rf"[a-z][-a-z0-9]{{0,{NAME_LIMIT - 1}}}",
+    f"have lower-case letters, digits and dashes only, a letter first, {NAME_LIMIT} at most: names"
+    " of machines begin with it",
 )
+_PROJECT = form(
+    "([a-z.]+:)?[a-z][-a-z0-9]{4,28}[a-z0-9]",
+    "be an ID of 6 to 30 lower-case letters, digits and dashes (`gcloud projects list`)",
+)
+_ZONE = form(r"[a-z]+-[a-z]+\d+-[a-z]", "be a zone, such as us-central1-a")
+_PROVIDER = {
+    "required": ["project_id", "region", "availability_zone"],
+    "properties": {"project_id": _PROJECT, "availability_zone": _ZONE},
+}
+FILE = Draft7Validator({"properties": {"cluster_name": _NAME, "provider": _PROVIDER}})
 """The rules for names."""
 
 _ACCELERATOR = {

@@ -15,7 +15,7 @@ from typing import Any
 from jsonschema import Draft7Validator
 
 from raypool.cluster import launcher_file
-from raypool.cluster.documents import PLACEHOLDER, Findings
+from raypool.cluster.documents import PLACEHOLDER, Findings, form
 from raypool.cluster.plan import ClusterPlan
 
 # Ray's newer autoscaler counts the head of such a cluster as a worker: the last worker never comes.
@@ -24,21 +24,16 @@ OLD_AUTOSCALER = "RAY_enable_autoscaler_v2=0"
 # a name has a letter, so that a mistyped address does not pass as one
 HOST = rf"(?=.*[A-Za-z])[A-Za-z0-9]([-A-Za-z0-9.]*[A-Za-z0-9])?|(?s:{PLACEHOLDER}.*)"
 
-FILE = Draft7Validator(
-    {
-        "properties": {
-            "cluster_name": {
-                "pattern": rf"^([A-Za-z0-9][-A-Za-z0-9_.]*$|{PLACEHOLDER})",
-                "must": "have letters, digits, dashes and dots only: files are named after it",
-            },
-            "provider": {
-                "required": ["head_ip", "worker_ips"],
-                "properties": {"type": {}, "head_ip": {}, "worker_ips": {}, "external_head_ip": {}},
-                "additionalProperties": False,
-            },
-        }
-    }
+_NAME = form(
+    "[A-Za-z0-9][-A-Za-z0-9_.]*",
+    "have letters, digits, dashes and dots only: files are named after it",
 )
+_PROVIDER = {
+    "required": ["head_ip", "worker_ips"],
+    "properties": {"type": {}, "head_ip": {}, "worker_ips": {}, "external_head_ip": {}},
+    "additionalProperties": False,
+}
+FILE = Draft7Validator({"properties": {"cluster_name": _NAME, "provider": _PROVIDER}})
 
 
 def write(plan: ClusterPlan) -> dict[str, Any]:
