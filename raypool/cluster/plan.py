@@ -45,8 +45,8 @@ class ClusterPlan:
     # The maximum number of workers together; None: the sum of the groups' `most`.
     most: int | None = None
     project: str | None = None  # the project to bill (GCP)
-    # The zone ("us-central1-a"); on AWS also several that are tried in turn ("us-west-2a,us-
-    # west-2b").
+    # "us-central1-a"; on AWS also several that Ray tries one after the other:
+    # "us-west-2a,us-west-2b".
     zone: str | None = None
     hosts: tuple[str, ...] = ()  # the addresses of machines on premises, the head's first
     ssh_user: str = "ubuntu"
@@ -58,7 +58,7 @@ class ClusterPlan:
     lock: str = "cluster.lock.txt"  # the file that lists them, beside the cluster's file
     # The Docker image that everything runs in; None: the machines themselves.
     image: str | None = None
-    job: str | None = None  # the command that a cluster on Kubernetes is for, or that SkyPilot runs
+    job: str | None = None  # the command of a RayJob on Kubernetes, or of a task for SkyPilot
     # The code of a job on Kubernetes: the address of a zip, or a folder of the image.
     working_dir: str | None = None
     # The version of Python to install ("3.11"); Ray needs the same at both ends.
