@@ -5,7 +5,6 @@ The text is edited at the places of its entries, so that comments and layout sta
 
 from __future__ import annotations
 
-import json
 import re
 
 import yaml
@@ -34,7 +33,7 @@ def hardened(text: str, name: str) -> str:
     Example:
         >>> text = "provider: {type: aws}\nworker_start_ray_commands: [ray start --address=a]"
         >>> print(hardened(text, "cluster.yaml").splitlines()[1])
-        worker_start_ray_commands: ["export RAY_AUTH_MODE=token; ray start --address=a"]
+        worker_start_ray_commands: [export RAY_AUTH_MODE=token; ray start --address=a]
     """
     document = launcher_document(documents_of(text, name), name)
     content = document.content
@@ -47,21 +46,18 @@ def hardened(text: str, name: str) -> str:
             edits.append((len(text), len(text), yaml.safe_dump({entry: starts}, width=1000)))
             continue
         commands = node.value if isinstance(node, yaml.SequenceNode) else []
-        starting = [each for each in commands if START in str(each.value)]
+        spans = [(each.start_mark.index, each.end_mark.index) for each in commands]
+        starting = [(start, end) for start, end in spans if START in text[start:end]]
         if not starting:
             raise CloudError(f"{document.place_of((entry,))}: no command there starts Ray.")
         is_local = is_head and content["provider"].get("type") == "local"
-        for each in starting:
-            safe = _closed(each.value, is_head, is_local)
-            if safe != each.value:
-                # JSON's strings are YAML's
-                edits.append((each.start_mark.index, each.end_mark.index, json.dumps(safe)))
+        # what is inserted needs no quotes
+        edits += [
+            (start, end, _closed(text[start:end], is_head, is_local)) for start, end in starting
+        ]
     if TOKEN not in (content.get("file_mounts") or {}):
         edits.append(_mount(document, len(text)))
     for start, end, new in sorted(edits, reverse=True):
-        # a block's end mark is that of the next entry
-        gap = re.search(r"\s*\Z", text[start:end])
-        end -= len(gap[0]) if gap and start < end else 0
         text = text[:start] + new + text[end:]
     return text
 
@@ -92,7 +88,7 @@ def asks_for_token(command: str) -> bool:
 
 def open_host(command: str) -> str | None:
     """Return the address at which a dashboard listens, None for the loopback (the default)."""
-    host = re.search(r"--dashboard-host[= ](\S+)", command)
+    host = re.search(r"--dashboard-host[= ]([^\s\"']+)", command)
     return host[1] if host and host[1] not in ("127.0.0.1", "localhost") else None
 
 
@@ -100,7 +96,7 @@ def _closed(command: str, is_head: bool, is_local: bool) -> str:
     """Return a command that starts Ray with a token, and a head's dashboard on the loopback."""
     wanted = [] if asks_for_token(command) else ["RAY_AUTH_MODE=token"]
     if open_host(command):
-        command = re.sub(r"(--dashboard-host[= ])\S+", r"\g<1>127.0.0.1", command)
+        command = re.sub(r"(--dashboard-host[= ])[^\s\"']+", r"\g<1>127.0.0.1", command)
     before, start, after = command.partition(START)
     if is_head:
         settings = [f"{name}={value}" for name, value in HEALTH_CHECKS.items()]

@@ -96,6 +96,11 @@ def test_any_form_of_an_entry_is_closed_and_comments_stay(tmp_path: Path) -> Non
     )
     for comment in ("    # the end of them", "    # starts it", "]  # all"):
         assert comment in file.read_text()
+    start = BLOCK[BLOCK.index(">-") :]
+    quoted = '"ray start --head --autoscaling-config=~/x.yaml --dashboard-host=0.0.0.0"\n'
+    [_, head] = harden(file, BLOCK.replace(start, quoted))["head_start_ray_commands"]
+    assert head.endswith("--dashboard-host=127.0.0.1")
+    assert not open_ends(file)
 
 
 def test_a_file_of_raypools_own_stays_as_it_is(tmp_path: Path) -> None:

@@ -155,6 +155,7 @@ def test_basic_gpu_is_one_machine_with_a_k80() -> None:
 def test_todays_machines_are_taken_where_a_file_names_them() -> None:
     training = read(custom(masterType="g2-standard-24", masterConfig=gpus(2, "NVIDIA_L4")))
     assert (training.groups[0].gpu, training.gpus) == ("L4", 2)
+    assert read(custom(masterType="a2-highgpu-2g")).gpus == 2, "which it always comes with"
 
 
 def test_what_else_a_file_says_is_kept() -> None:
