@@ -99,8 +99,7 @@ def _closed(command: str, is_head: bool, is_local: bool) -> str:
         command = re.sub(r"(--dashboard-host[= ])[^\s\"']+", r"\g<1>127.0.0.1", command)
     before, start, after = command.partition(START)
     if is_head:
-        settings = [f"{name}={value}" for name, value in HEALTH_CHECKS.items()]
-        settings += [OLD_AUTOSCALER] if is_local else []
+        settings = [*HEALTH_CHECKS, *([OLD_AUTOSCALER] if is_local else [])]
         wanted += [each for each in settings if each.partition("=")[0] not in before]
     # Variables right before `ray start` are its own, and win over exported ones.
     prefix = re.search(f"{PREFIX}$", before)

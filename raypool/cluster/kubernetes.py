@@ -90,9 +90,8 @@ def write(plan: ClusterPlan) -> dict[str, Any]:
     # a head without GPUs offers no CPUs either, so tasks stay off it
     head = _group(plan, plan.head, {} if plan.head.gpus else {"num-cpus": "0"})
     [container] = head["template"]["spec"]["containers"]
-    container["env"] += [
-        {"name": name, "value": str(value)} for name, value in HEALTH_CHECKS.items()
-    ]
+    settings = (each.split("=") for each in HEALTH_CHECKS)
+    container["env"] += [{"name": name, "value": value} for name, value in settings]
     ports = {"gcs-server": PORT, "dashboard": DASHBOARD_PORT, "client": CLIENT_PORT}
     container["ports"] = [{"name": name, "containerPort": port} for name, port in ports.items()]
     workers = []

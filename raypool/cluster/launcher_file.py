@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from raypool.cluster import packages, software
@@ -46,11 +46,11 @@ ROLE = "raypool/role"  # the label with the group of a machine
 ACCELERATOR = "ray.io/accelerator-type"  # Ray's own label with the kind of GPU
 
 # By default Ray gives up a silent machine after 65 s (5 times 3 s + 10 s), so after 8 s.
-HEALTH_CHECKS = {
-    "RAY_health_check_period_ms": 1000,
-    "RAY_health_check_timeout_ms": 2000,
-    "RAY_health_check_failure_threshold": 3,
-}
+HEALTH_CHECKS = (
+    "RAY_health_check_period_ms=1000",
+    "RAY_health_check_timeout_ms=2000",
+    "RAY_health_check_failure_threshold=3",
+)
 
 
 class Rented(NamedTuple):
@@ -194,9 +194,8 @@ def package_mounts(plan: ClusterPlan) -> dict[str, str]:
 
 def head_commands() -> list[str]:
     """Return the commands that start Ray on the head."""
-    settings = "".join(f" {name}={value}" for name, value in HEALTH_CHECKS.items())
     options = "--dashboard-host=127.0.0.1 --autoscaling-config=~/ray_bootstrap_config.yaml"
-    return ["ray stop", _start(f"--head --port={PORT} {options}", settings)]
+    return ["ray stop", _start(f"--head --port={PORT} {options}", HEALTH_CHECKS)]
 
 
 def worker_commands(provider: str) -> list[str]:
@@ -206,10 +205,11 @@ def worker_commands(provider: str) -> list[str]:
     return [*start, watcher] if provider in OF_PROVIDERS else start
 
 
-def _start(options: str, settings: str = "") -> str:
+def _start(options: str, settings: Iterable[str] = ()) -> str:
+    exports = " ".join(["RAY_AUTH_MODE=token", *settings])
     # Without the first option, Ray asks at the terminal whether it may report its usage.
     start = f"{START} --disable-usage-stats {options}"
-    return f"ulimit -n 65536; export RAY_AUTH_MODE=token{settings}; {start}"
+    return f"ulimit -n 65536; export {exports}; {start}"
 
 
 def _in_background(module: str, options: str) -> str:

@@ -61,7 +61,7 @@ def write(plan: ClusterPlan) -> dict[str, Any]:
         resources["accelerators"] = {GPUS.get(group.gpu, group.gpu): group.gpus}
     if minutes:
         resources["autostop"] = {"idle_minutes": minutes, "down": True}
-    health = " ".join(f"{name}={value}" for name, value in launcher_file.HEALTH_CHECKS.items())
+    health = " ".join(launcher_file.HEALTH_CHECKS)
     mounts = launcher_file.package_mounts(plan)
     # without the last command: SkyPilot's own shells keep their PATH
     setup = ["set -e", *launcher_file.setup_commands(plan)[:-1]]
