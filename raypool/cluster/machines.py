@@ -71,10 +71,7 @@ class Catalogue:
     """A provider's machines and GPUs.
 
     Example:
-        >>> gce = catalogue("gce")
-        >>> gce.allowed("n1-standard-16", "T4")
-        (1, 2, 4)
-        >>> gce.machine("a2-highgpu-8g")
+        >>> catalogue("gce").machine("a2-highgpu-8g")
         Machine(name='a2-highgpu-8g', vcpus=96, memory_gb=680, gpu='A100', gpus=8, compute='')
     """
 
@@ -249,7 +246,18 @@ def _plain(name: str) -> str:
 
 @functools.cache
 def catalogue(name: str) -> Catalogue:
-    """Return the catalogue of that name, one of `NAMES`, or raise a CloudError."""
+    """Return a catalogue of machines for rent.
+
+    Args:
+        name: "ai-platform-2021", "gce" or "aws".
+
+    Raises:
+        CloudError: There is no such catalogue.
+
+    Example:
+        >>> catalogue("gce").allowed("n1-standard-16", "T4")
+        (1, 2, 4)
+    """
     if name not in NAMES:
         raise CloudError(f"There is no catalogue {name!r}{nearest(name, NAMES)}")
     file = resources.files("raypool.cluster").joinpath("catalogues", f"{name}.toml")
