@@ -547,6 +547,8 @@ def did_you_mean(given: str, known: Iterable[str], places: Mapping[str, Iterable
         ' Did you mean pool.options(retries=...)?'
         >>> did_you_mean("x", ["retries", "timeout_s"])
         ' There are: retries, timeout_s.'
+        >>> did_you_mean("autodelete", ["autoDelete"])
+        ' Did you mean autoDelete?'
     """
     import difflib  # imported late: most programs never need them
 
@@ -554,7 +556,7 @@ def did_you_mean(given: str, known: Iterable[str], places: Mapping[str, Iterable
 
     names = {name.lower(): name for name in known}
     meant = [given, *ARGUMENTS.get(given.lower(), ())]
-    near = [name for name in meant if name.partition("=")[0] in names][:2]
+    near = [names.get(name, name) for name in meant if name.partition("=")[0] in names][:2]
     there = {name: place for place, others in reversed([*places.items()]) for name in others}
     elsewhere = [name for name in meant if name in there]
     if not near and not elsewhere:
