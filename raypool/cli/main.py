@@ -14,6 +14,7 @@ import click
 from raypool.cli.cluster import cluster
 from raypool.cli.job import job
 from raypool.cli.output import INTERRUPTED, echo, errors_said, readers_may_go
+from raypool.cli.search import search
 from raypool.cli.submit import submit
 from raypool.cli.sweep import RunFolder, ls, report, show, sweep
 from raypool.errors import traceback_text
@@ -57,6 +58,7 @@ main.add_command(cluster)
 main.add_command(job)
 main.add_command(submit)
 main.add_command(sweep)
+main.add_command(search)
 main.add_command(ls)
 main.add_command(show)
 main.add_command(report)

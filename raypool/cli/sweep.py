@@ -7,7 +7,7 @@ import itertools
 import os
 import shlex
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,44 +105,26 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
     from raypool.cli.inputs import check_takes_whole, find_function, read_configs
 
     run_dir: str = options["run_dir"]
-    again = f"  {click.get_current_context().meta['raypool.call']}"
     items: list[Config] = []
     with contextlib.redirect_stdout(sys.stderr), errors_said():
-        try:
-            items = read_configs(configs)
-            function = find_function(target)
-            check_takes_whole(function, items)
-            _check_fits(function, run_dir, options["seed"])
-            from raypool.pool import parpool
+        items = read_configs(configs)
+        function = find_function(target)
+        check_takes_whole(function, items)
+        check_fits(function, run_dir, options["seed"])
+        from raypool.pool import parpool
 
-            with parpool(options["workers"], profile=options["profile"]) as pool:
-                results: Results[Any] = pool.parfor(
-                    function,
-                    items,
-                    on_error="collect",
-                    run_dir=run_dir,
-                    rerun=options["rerun"],
-                    seed=options["seed"],
-                )
-        except KeyboardInterrupt as interrupt:
-            if (partial := getattr(interrupt, "results", None)) is None:
-                echo("Interrupted before any item ran.", err=True)
-            else:
-                echo(
-                    f"Interrupted: {_num_finished(partial)} of {len(items)} items finished; their"
-                    f" results are in {run_dir}. To run the others:\n{again}",
-                    err=True,
-                )
-            raise SystemExit(INTERRUPTED) from None
-        except PoolPreemptedError as error:
-            if (partial := getattr(error, "results", None)) is None:
-                raise
-            echo(
-                f"Preempted: {_num_finished(partial)} of {len(items)} items finished; their results"
-                f" are in {run_dir}. To run the others on other machines:\n{again}",
-                err=True,
+        with (
+            resumable(run_dir, len(items)),
+            parpool(options["workers"], profile=options["profile"]) as pool,
+        ):
+            results: Results[Any] = pool.parfor(
+                function,
+                items,
+                on_error="collect",
+                run_dir=run_dir,
+                rerun=options["rerun"],
+                seed=options["seed"],
             )
-            raise SystemExit(PREEMPTED) from None
     if is_json:
         from raypool.views import tables
 
@@ -159,7 +141,30 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
     raise SystemExit(1 if num_failed else 0)
 
 
-def _check_fits(function: Callable[[Any], Any], run_dir: str, seed: int | None) -> None:
+@contextlib.contextmanager
+def resumable(run_dir: str, total: int) -> Iterator[None]:
+    """Print how to resume what is interrupted meanwhile, and exit."""
+    again = f"  {click.get_current_context().meta['raypool.call']}"
+    try:
+        yield
+    except (KeyboardInterrupt, PoolPreemptedError) as error:
+        is_preempted = isinstance(error, PoolPreemptedError)
+        if (partial := getattr(error, "results", None)) is not None:
+            num_finished = int((partial.to_frame()["status"] == "finished").sum())
+            echo(
+                f"{'Preempted' if is_preempted else 'Interrupted'}: {num_finished} of {total} items"
+                f" finished; their results are in {run_dir}. To run the others"
+                f"{' on other machines' if is_preempted else ''}:\n{again}",
+                err=True,
+            )
+        elif is_preempted:
+            raise
+        else:
+            echo("Interrupted before any item ran.", err=True)
+        raise SystemExit(PREEMPTED if is_preempted else INTERRUPTED) from None
+
+
+def check_fits(function: Callable[[Any], Any], run_dir: str, seed: int | None) -> None:
     """Make sure, before a pool starts, that the folder is not another sweep's."""
     from raypool.journal.journal import check_same
     from raypool.journal.keys import function_key
@@ -175,10 +180,6 @@ def _check_fits(function: Callable[[Any], Any], run_dir: str, seed: int | None) 
     check_same(folder, contents, function_key(function), seed)
 
 
-def _num_finished(results: Results[Any]) -> int:
-    return int((results.to_frame()["status"] == "finished").sum())
-
-
 def _show_best(results: Results[Any], run_dir: str) -> None:
     """Print the table of a short sweep, or the best items of a longer one."""
     from raypool.results import best_first
@@ -188,14 +189,14 @@ def _show_best(results: Results[Any], run_dir: str) -> None:
     frame, metric = (results.to_frame(), None) if is_short else best_first(results)
     frame = tables.numbered(frame)
     kept = () if metric is None else (metric,)
-    _show_fitting(frame[tables.columns_of(frame)].head(FEW_ROWS), kept)
+    show_fitting(frame[tables.columns_of(frame)].head(FEW_ROWS), kept)
     if not is_short:
         which = f"The first {FEW_ROWS}" if metric is None else f"The {FEW_ROWS} best by {metric}"
         all_rows = shlex.join(["raypool", "show", run_dir, "--top", str(len(frame))])
         echo(f"{which}, of {len(frame):,} items. {all_rows} shows them all.", err=True)
 
 
-def _show_fitting(frame: pd.DataFrame, kept: Collection[str]) -> None:
+def show_fitting(frame: pd.DataFrame, kept: Collection[str]) -> None:
     """Print a table of results; in a narrow terminal columns after the first may be left out, not
     these.
     """
@@ -322,7 +323,7 @@ def show(run_dir: Path, sort: str | None, top: int | None, **options: Any) -> No
         elif not files:
             shown = rows.head(top or MOST_ROWS)
             kept = chosen or ["error", (sort or "").removeprefix("-")]
-            _show_fitting(shown[chosen or usual], kept)
+            show_fitting(shown[chosen or usual], kept)
             if rest := len(rows) - len(shown):
                 echo(f"and {rest:,} more: --top {len(rows)} shows them all.", err=True)
 

@@ -225,14 +225,19 @@ class SearchResults:
     def __len__(self) -> int:
         return len(self._trials)
 
-    def __repr__(self) -> str:
+    @property
+    def summary(self) -> str:
+        """How many trials ended how, and the best score, in a line."""
         counts: dict[str, int] = {}
         for trial in self._trials:
             counts[trial.state] = counts.get(trial.state, 0) + 1
-        said = ", ".join(f"{count} {state}" for state, count in counts.items())
+        words = ", ".join(f"{count} {state}" for state, count in counts.items())
         with contextlib.suppress(InvalidValueError):
-            said += f"; best {self.metric or 'score'} {self.best.score:.6g}"
-        return f"<SearchResults of {len(self)} trials: {said or 'none'}>"
+            words += f"; best {self.metric or 'score'} {self.best.score:.6g}"
+        return f"{len(self)} trials: {words or 'none'}"
+
+    def __repr__(self) -> str:
+        return f"<SearchResults of {self.summary}>"
 
     def _repr_html_(self) -> str:
         from raypool.channel.feed import as_html

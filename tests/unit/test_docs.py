@@ -27,6 +27,7 @@ from raypool.cli.main import main
 from raypool.core import messages, model
 from raypool.errors import InvalidTypeError
 from raypool.interop.multiprocessing import Pool
+from raypool.cli.search import read_space
 from raypool.profile_files import named_profile
 from tests.documents import DOCUMENTS, ROOT, Block, all_blocks, blocks_of, commands_of
 from tests.turns import FIRST, LAST, TAKE_TURNS
@@ -237,6 +238,10 @@ def test_profiles_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     Path("mylab").mkdir()
     Path("mylab/workers.py").write_text("def load_cache(): ...\n")
     for block in all_blocks("toml"):
+        if block.document == "docs/search.md":
+            Path("space.toml").write_text(block.code)
+            assert set(read_space(Path("space.toml"))) == {"lr", "momentum", "width"}
+            continue
         Path("raypool.toml").write_text(block.code)
         for name in tomllib.loads(block.code)["profiles"]:
             assert named_profile(name)

@@ -1,0 +1,188 @@
+"""`raypool search`: a search from the command line, with its space in a TOML file."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import sys
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from raypool.cli.output import echo, errors_said
+from raypool.cli.sweep import FEW_ROWS, Repeatable, RunFolder, check_fits, resumable, show_fitting
+from raypool.errors import InvalidTypeError, InvalidValueError, RaypoolError, did_you_mean
+
+if TYPE_CHECKING:
+    from raypool.search.run import SearchResults
+
+RANGES = ("uniform", "log_uniform", "int_uniform", "choice")
+
+
+@click.command(cls=Repeatable)
+@click.argument("target", metavar="MODULE:FUNCTION")
+@click.argument("space", type=click.Path(path_type=Path))
+@click.option(
+    "--run-dir",
+    type=RunFolder(file_okay=False),
+    required=True,
+    help="Folder for trials: created if missing, resumed if it exists.",
+)
+@click.option(
+    "--num-trials",
+    type=click.IntRange(min=1),
+    required=True,
+    help="Number of trials, with those that are in RUN_DIR already.",
+)
+@click.option("--metric", help="Name of the score that the function reports or returns.")
+@click.option(
+    "--mode",
+    type=click.Choice(["max", "min"]),
+    default="max",
+    show_default=True,
+    help="Whether a greater or a smaller score is better.",
+)
+@click.option(
+    "--halving",
+    type=click.IntRange(min=2),
+    metavar="MAX_EPOCHS",
+    help="Compare trials after 1, 3, 9, ... epochs; the best third continues, up to MAX_EPOCHS.",
+)
+@click.option(
+    "--median", "is_median", is_flag=True, help="Stop trials below the median of the others."
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    help="Number of workers. Default: one per GPU; without a GPU, one per core.",
+)
+@click.option(
+    "--profile",
+    help="Where to run: local, threads, inline or a profile of raypool.toml."
+    "  [default: the default of raypool.toml, else local]",
+)
+@click.option(
+    "--seed", type=click.IntRange(min=0), help="Seed the sampler and each trial's random numbers."
+)
+@click.option(
+    "--json",
+    "is_json",
+    is_flag=True,
+    help="Print the table as JSON: a list with one object per trial.",
+)
+def search(target: str, space: Path, is_json: bool, **options: Any) -> None:
+    r"""Search for the best configuration.
+
+    MODULE:FUNCTION is the function, such as train:main or train.py:main; its only argument is a
+    dict. SPACE is a TOML file with a range, a choice or a plain value for each name:
+
+    \b
+    lr = {log_uniform = [1e-5, 1e-1]}
+    width = {int_uniform = [16, 512], log = true}
+    kind = {choice = ["mlp", "cnn"]}
+    epochs = 27
+
+    Trials are kept in RUN_DIR; run the same command again to resume, or with more trials to
+    continue. The table goes to standard output, everything else to standard error. Exit status: 0
+    if there is a best trial, 1 if all failed, 2 for a usage error, 75 if all machines are about to
+    go, 130 after Ctrl-C.
+    """
+    from raypool import search as spaces
+    from raypool.cli.inputs import find_function
+
+    if options["halving"] is not None and options["is_median"]:
+        raise click.UsageError("--halving and --median are two rules for stopping. Choose one.")
+    run_dir: str = options["run_dir"]
+    with contextlib.redirect_stdout(sys.stderr), errors_said():
+        stop: Any = None
+        if options["halving"] is not None:
+            stop = spaces.halving(max_epochs=options["halving"])
+        elif options["is_median"]:
+            stop = spaces.median()
+        ranges = read_space(space)
+        function = find_function(target)
+        check_fits(function, run_dir, options["seed"])
+        from raypool.pool import parpool
+
+        with (
+            resumable(run_dir, options["num_trials"]),
+            parpool(options["workers"], profile=options["profile"]) as pool,
+        ):
+            try:
+                found = pool.search(
+                    function,
+                    ranges,
+                    metric=options["metric"],
+                    mode=options["mode"],
+                    num_trials=options["num_trials"],
+                    run_dir=run_dir,
+                    stop=stop,
+                    seed=options["seed"],
+                )
+            except RaypoolError:
+                raise
+            except Exception as error:  # of the function, in all trials
+                from raypool.views.words import describe_error
+
+                echo(f"All trials failed: {describe_error(error)}", err=True, color="red")
+                echo(f"  {shlex.join(['raypool', 'replay', run_dir, '0', '--debug'])}", err=True)
+                raise SystemExit(1) from None
+    _show(found, run_dir, is_json)
+
+
+def _show(found: SearchResults, run_dir: str, is_json: bool) -> None:
+    from raypool.views import tables
+
+    frame = found.to_frame()
+    if is_json:
+        echo(tables.sweep_as_json(frame))
+    else:
+        score = str(frame.columns[2])
+        shown = frame[tables.columns_of(frame)].drop(columns="status").head(FEW_ROWS)
+        show_fitting(shown, (score, "state", "epochs"))
+        if len(frame) > FEW_ROWS:
+            echo(f"The {FEW_ROWS} best, of {len(frame):,} trials.", err=True)
+    echo(f"{found.summary}. The trials are in {run_dir}.", err=True)
+
+
+def read_space(path: Path) -> dict[str, Any]:
+    r"""Return the search space in a TOML file.
+
+    Raises:
+        InvalidValueError: It cannot be read, or one of its ranges is wrong; the name is said.
+
+    Example:
+        >>> import tempfile
+        >>> file = Path(tempfile.mkdtemp()) / "space.toml"
+        >>> _ = file.write_text("lr = {log_uniform = [1e-5, 0.1]}\nepochs = 27\n")
+        >>> read_space(file)["epochs"]
+        27
+    """
+    from raypool import search as spaces
+
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidValueError(f"{path} could not be read: {error.strerror}.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidValueError(f"{path} is not TOML: {error}.") from None
+    made = {}
+    for name, value in table.items():
+        if not isinstance(value, dict):
+            made[name] = value
+            continue
+        kinds = [kind for kind in value if isinstance(value[kind], list)]
+        if len(kinds) != 1 or kinds[0] not in RANGES:
+            unknown = next((key for key in value if key not in RANGES), "")
+            raise InvalidValueError(
+                f"{path}: {name} must be a plain value or a range, such as"
+                f" {name} = {{uniform = [0, 1]}}.{did_you_mean(unknown, RANGES)}"
+            )
+        others = {key: each for key, each in value.items() if key != kinds[0]}
+        try:
+            made[name] = getattr(spaces, kinds[0])(*value[kinds[0]], **others)
+        except (InvalidTypeError, InvalidValueError, TypeError, ValueError) as error:
+            raise InvalidValueError(f"{path}: {name}: {error}") from None
+    return made

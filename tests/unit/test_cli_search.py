@@ -1,0 +1,96 @@
+"""`raypool search`: what it reads, prints, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from raypool import load_results
+from raypool.cli.main import main
+from raypool.journal.lock import is_in_use
+
+MODULE = """
+from raypool import current_task, report
+
+def train(config):
+    for epoch in range(9):
+        report(epoch=epoch, accuracy=config["x"] * (epoch + 1))
+        if current_task().should_stop:
+            break
+    return {"accuracy": config["x"] * (epoch + 1)}
+
+def fail(config):
+    raise LookupError("no data")
+"""
+
+SPACE = """
+x = {uniform = [0, 1]}
+rate = {log_uniform = [1e-5, 1e-1]}
+kind = {choice = ["mlp", "cnn"]}
+width = {int_uniform = [16, 512], log = true}
+depth = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Run in a folder with a module and a space; the module does not stay imported."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "module_of_search.py").write_text(MODULE)
+    (tmp_path / "space.toml").write_text(SPACE)
+    yield tmp_path
+    sys.modules.pop("module_of_search", None)
+
+
+def search(*options: str, function: str = "train", space: str = "space.toml") -> Result:
+    target = f"module_of_search:{function}"
+    given = ["search", target, space, "--run-dir", "run", "--profile", "inline", *options]
+    return CliRunner().invoke(main, given)
+
+
+def test_the_best_trials_are_the_table_and_a_second_call_continues(folder: Path) -> None:
+    options = ("--metric", "accuracy", "--halving", "9", "--seed", "1", "--num-trials")
+    done = search(*options, "12")
+    assert done.exit_code == 0, done.output
+    heading, best, *others = (line.split() for line in done.stdout.splitlines())
+    assert heading[:4] == ["trial", "state", "accuracy", "epochs"]
+    assert (best[1], best[3]) == ("complete", "9")
+    assert len(others) == 9
+    assert "The 10 best, of 12 trials." in done.stderr
+    assert done.stderr.splitlines()[-1].endswith("The trials are in run.")
+    assert len(load_results("run")) == 12
+    more = search(*options, "15", "--json")
+    assert more.exit_code == 0, more.output
+    trials = json.loads(more.stdout)
+    assert sorted(trial["trial"] for trial in trials) == list(range(15))
+    assert {trial["depth"] for trial in trials} == {3}
+
+
+def test_failures_and_mistakes(folder: Path) -> None:
+    failed = search("--num-trials", "2", function="fail")
+    assert failed.exit_code == 1
+    assert "LookupError: no data" in failed.stderr
+    for space, words in [
+        ("x = {unifrm = [0, 1]}", "x must be a plain value or a range.*Did you mean uniform"),
+        ("x = {uniform = [1, 0]}", "x: The range from 1 to 0 is empty"),
+        ("x = {uniform = [1]}", "x: .*missing 1 required"),
+        ("x = {uniform = [0, 1], stp = 3}", "x: .*'stp'"),
+        ("x = [1, 2]", r"search\.choice"),
+        ("x =", "is not TOML"),
+    ]:
+        (folder / "bad.toml").write_text(space)
+        done = search("--num-trials", "2", function="fail", space="bad.toml")
+        assert done.exit_code in (1, 2)
+        assert re.search(words, done.stderr.replace("\n", " ")), (words, done.stderr)
+    both = search("--num-trials", "2", "--halving", "9", "--median")
+    assert both.exit_code == 2
+    assert "Choose one" in both.stderr
+    assert search("--num-trials", "2", space="none.toml").exit_code == 2
+    assert not is_in_use(folder / "run")
