@@ -24,10 +24,10 @@ from click.testing import CliRunner
 
 import raypool
 from raypool.cli.main import main
+from raypool.cli.search import read_space
 from raypool.core import messages, model
 from raypool.errors import InvalidTypeError
 from raypool.interop.multiprocessing import Pool
-from raypool.cli.search import read_space
 from raypool.profile_files import named_profile
 from tests.documents import DOCUMENTS, ROOT, Block, all_blocks, blocks_of, commands_of
 from tests.turns import FIRST, LAST, TAKE_TURNS
