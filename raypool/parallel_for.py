@@ -10,6 +10,7 @@ import math
 import numbers
 import os
 import reprlib
+import threading
 import time
 from collections import deque
 from collections.abc import (
@@ -617,11 +618,14 @@ def watched(
 @contextlib.contextmanager
 def echoed(echo: bool | None, work: LoopWork, engine: Engine) -> Iterator[Watcher | None]:
     """Show the output of items while the context lasts, if wanted; not in a task, as above."""
-    if in_task() or not (_is_unseen_in_notebook(engine) if echo is None else echo):
+    from raypool.views.item_lines import ItemLines
+    from raypool.views.kernel import notebook_shell
+
+    if echo is None:
+        echo = is_unseen(engine) and notebook_shell() is not None
+    if in_task() or not echo:
         yield None
         return
-    from raypool.views.item_lines import ItemLines
-
     lines = ItemLines(is_direct=is_inline(engine))
     work.feed.on_text = lines.add
     try:
@@ -632,11 +636,11 @@ def echoed(echo: bool | None, work: LoopWork, engine: Engine) -> Iterator[Watche
         lines.end()
 
 
-def _is_unseen_in_notebook(engine: Engine) -> bool:
-    """Whether this is a notebook that shows nothing of what items print in other processes."""
-    from raypool.views.kernel import notebook_shell
-
-    return engine.profile.backend == "ray" and notebook_shell() is not None
+def is_unseen(engine: Engine) -> bool:
+    """Whether nothing shows what tasks print: they are in other processes, and Ray is quiet."""
+    # Ray's own thread, where the user has called `ray.init` without log_to_driver=False
+    is_shown = any(thread.name == "ray_print_logs" for thread in threading.enumerate())
+    return engine.profile.backend == "ray" and not is_shown
 
 
 def check_on_report(on_report: Any) -> None:

@@ -211,9 +211,12 @@ class Feed:
         "_new_rows",
         "_rows",
         "_text",
+        "on_text",
     )
 
     def __init__(self) -> None:
+        # called with an item's number and its new text
+        self.on_text: Callable[[int, str], object] | None = None
         # reentrant: a finalizer that happens to run while it is locked may print
         self._lock = threading.RLock()
         self._rows = Record()
@@ -233,6 +236,13 @@ class Feed:
             if rows := self.rows():
                 listener(rows)
             self._listeners += (listener,)
+
+    def listen(self, on_text: Callable[[int, str], object]) -> None:
+        """Pass the printed text of a call to a function, as `subscribe` passes reports."""
+        with self._lock:
+            if text := self.text():
+                on_text(0, text)
+            self.on_text = on_text
 
     def add_row(self, row: Row) -> None:
         """Take a report of this process."""
@@ -286,6 +296,8 @@ class Feed:
             self._missing += num_missing
             self._text.add(text.encode("utf-8", "backslashreplace"))
             self._missing += self._text.forget(TEXT_BYTES)
+            if self.on_text is not None:
+                self.on_text(item, text)
 
     def add_all_of(self, other: Feed) -> None:
         """Take all that another feed has, without the last values."""
@@ -413,16 +425,12 @@ class Printed:
 
 
 class LoopFeed(Feed):
-    """The feed of a loop; it keeps the output of each item's last run.
+    """The feed of a loop; it keeps the output of each item's last run."""
 
-    `on_text` is called with the number of an item and the text that it has just printed.
-    """
-
-    __slots__ = ("_forgotten", "_num_bytes", "_printed", "on_text")
+    __slots__ = ("_forgotten", "_num_bytes", "_printed")
 
     def __init__(self) -> None:
         super().__init__()
-        self.on_text: Callable[[int, str], object] | None = None
         # by item; the one that printed longest ago comes first
         self._printed: dict[int, Printed] = {}
         self._forgotten: dict[int, Printed] = {}  # items whose text had to go, without a piece

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from raypool.channel import queues
-from raypool.channel.feed import Feed, Holder, LoopFeed, feed_of
+from raypool.channel.feed import Feed, Holder, feed_of
 from raypool.channel.logs import Records
 from raypool.errors import InternalError
 from raypool.worker.running import TaskContext
@@ -66,7 +66,7 @@ class Hub:
             feed.add_row((time_, note.index, note.attempt, values))
             return False
         feed.add_text(payload, 0, note.index, note.call_id)
-        return isinstance(feed, LoopFeed) and feed.on_text is not None
+        return feed.on_text is not None
 
     def deliver(self, worker_id: int, number: int, batch: bytes) -> None:
         """Take a batch of another process's `Outbox`; b"" is none."""

@@ -23,7 +23,8 @@ def register_joblib() -> None:
     joblib's own processes.
 
     In a terminal or a notebook, calls that take more than a second show their progress as `parfor`
-    does; with `verbose` every call does, also in a log file.
+    does; with `verbose` every call does, also in a log file. The output and warnings of tasks on
+    Ray appear on standard output as they arrive.
 
     Short tasks share calls to the workers, and are drawn further ahead than `pre_dispatch`, unless
     `batch_size` is a number. If a worker dies, the tasks of its call run again, up to `retries`

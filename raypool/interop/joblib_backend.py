@@ -32,6 +32,7 @@ from joblib.parallel import (
 )
 
 from raypool.backends.ray.session import is_forked
+from raypool.channel.feed import feed_of
 from raypool.channel.records import (
     Failure,
     Function,
@@ -45,10 +46,11 @@ from raypool.engine.engine import Engine
 from raypool.engine.loop import LoopOptions, LoopWork, Segment
 from raypool.errors import InvalidTypeError, InvalidValueError, ResourceError, SerializationError
 from raypool.futures import Future, cancel_each
-from raypool.parallel_for import PLAIN, TICK_S, watched
+from raypool.parallel_for import PLAIN, TICK_S, is_unseen, watched
 from raypool.pool import ParallelPool, PoolView, gcp, open_pool
 from raypool.profile_files import resolve_profile
 from raypool.profiles import Profile
+from raypool.views.item_lines import ItemLines
 from raypool.views.lines import is_terminal
 from raypool.views.notebook import in_notebook
 from raypool.worker.runner import CALL_LIMIT_S, finished
@@ -145,13 +147,15 @@ class RaypoolBackend(ParallelBackendBase):  # type: ignore[misc]
     def configure(
         self,
         n_jobs: int = 1,
-        parallel: Parallel | None = None,
+        parallel: Any = None,
         max_nbytes: int | None = None,
         **settings: Any,
     ) -> int:
         """Prepare for a `Parallel`; return the number of its jobs, or raise FallbackToBackend."""
         if self._find_origin is None:
-            raise FallbackToBackend(self._copy_with(settings))
+            # a FallbackToBackend would be the context of every error raised in there
+            own = parallel._backend = self._copy_with(settings)
+            return own.configure(n_jobs, parallel, max_nbytes, **settings)
         num_workers = self._num_workers(n_jobs)
         if num_workers == 0:
             raise FallbackToBackend(SequentialBackend(nesting_level=self.nesting_level))
@@ -313,6 +317,7 @@ class Batches:
         self._waiting: deque[BatchPart] = deque()
         self._running: dict[Future[Any], BatchPart] = {}  # ordered, as `cancel_each` needs
         self._display: Display | None = None
+        self._lines = ItemLines("") if is_unseen(pool._engine) else None
         self._num_begun = 0
         self._is_begun = self._is_over = False
         self.newest_run_s = 0.0  # of the last batch passed to joblib
@@ -357,6 +362,10 @@ class Batches:
                     self._shared.replace_in(tasks)
                 submit = self._pool.options(name=name).parfeval
                 future = submit(run_tasks, tasks, self._manner, limit_s)
+                if self._lines is not None:
+                    first = piece.batch.first + piece.start
+                    show = functools.partial(_show_text, self._lines, self._ended, first)
+                    feed_of(future).listen(show)
             except SerializationError:
                 check_travels(tasks, self._pool._engine)  # raises the error that names the argument
                 raise
@@ -384,6 +393,9 @@ class Batches:
                     self._num_begun -= 1
             if next_one is not None:
                 self._begin(next_one)
+            if self._lines is not None:
+                future._caught_up()  # its last lines may still be on their way
+                self._lines.show()
             outcome = self._outcome(piece, future)
             if (display := self._display) is not None:
                 display.work.note(piece, future)
@@ -432,8 +444,22 @@ class Batches:
         display, self._display = self._display, None  # it has the errors, with their frames
         if display is not None:
             display.end()
+        if self._lines is not None:
+            self._lines.end()
         if self._shared is not None:
             self._shared.forget()
+
+
+def _show_text(
+    lines: ItemLines,
+    calls: queue.SimpleQueue[Callable[[], None] | None],
+    first: int,
+    _: int,
+    text: str,
+) -> None:
+    """Show what the call with this first task has printed, in the thread that shows the rest."""
+    lines.add(first, text)
+    calls.put(lines.show)
 
 
 def _call_each(
@@ -705,6 +731,8 @@ class PoolSource:
         self.is_said = pool is not None or bool(opening)
         self._given = pool
         self._opening = opening
+        if opening:
+            self._settings()  # raises now if one is wrong, not in the first `Parallel`
         self._opened: ParallelPool | None = None
         self._most_asked = 0  # the greatest `n_jobs` so far
         self._has_noted = False

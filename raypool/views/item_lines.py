@@ -30,10 +30,12 @@ class ItemLines:
     """Shows lines that items print on standard output; see `Watcher`.
 
     Args:
+        prefix: The beginning of each line; "{}" stands for the number of its item.
         is_direct: Show them at once, as the items run in the thread that would show them later.
     """
 
-    def __init__(self, is_direct: bool = False) -> None:
+    def __init__(self, prefix: str = "item {}: ", is_direct: bool = False) -> None:
+        self._prefix = prefix
         self._is_direct = is_direct
         self._open: dict[int, str] = {}  # unfinished lines, by item
         self._waiting: deque[str] = deque()
@@ -52,11 +54,11 @@ class ItemLines:
             for line in lines:
                 self._put(item, line)
         if self._is_direct:
-            self._show()
+            self.show()
 
     def _put(self, item: int, line: str) -> None:
         state = line.rstrip().rpartition("\r")[2]  # of a progress bar, the last one
-        line = f"item {item}: {state}\n"
+        line = f"{self._prefix.format(item)}{state}\n"
         self._waiting.append(line)
         self._size += len(line)
         while self._size > WAITING_CHARS:
@@ -65,7 +67,7 @@ class ItemLines:
 
     def update(self, work: LoopWork, total: int | None) -> None:
         """Show new lines."""
-        self._show()
+        self.show()
 
     def end(self) -> None:
         """Show the rest, including unfinished lines."""
@@ -73,17 +75,19 @@ class ItemLines:
             for item, line in self._open.items():
                 self._put(item, line)
             self._open.clear()
-        self._show()
+        self.show()
 
-    def _show(self) -> None:
+    def show(self) -> None:
+        """Show new lines."""
         with self._lock:
             text, num_dropped = "".join(self._waiting), self._num_dropped
             self._waiting.clear()
             self._size = self._num_dropped = 0
         if num_dropped:
+            where = "; results.diary has them" if self._prefix else ""
             text = (
-                f"raypool: {num_dropped:,} lines before these came too fast to be shown;"
-                f" results.diary has them.\n{text}"
+                f"raypool: {num_dropped:,} lines before these came too fast to be shown{where}.\n"
+                f"{text}"
             )
         # the current stream, which prints above the live display, if there is one
         stream = capture.beneath(sys.stdout)

@@ -113,6 +113,36 @@ def test_verbose_asks_for_lines_about_the_progress(
     assert re.search(last, capsys.readouterr().err)
 
 
+@pytest.mark.processes
+def test_output_and_warnings_of_tasks_are_shown_as_they_arrive(
+    config: Any, capsys: pytest.CaptureFixture[str], gate: Any, eventually: Any
+) -> None:
+    shown = ""
+
+    def is_shown(text: str) -> bool:
+        nonlocal shown
+        shown += capsys.readouterr().out
+        return text in shown
+
+    def train(x: int) -> None:
+        print("training", x)
+        if x:
+            gate.wait()
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.warn(f"{x} has not converged", stacklevel=1)
+        print("end of", x, end="")
+
+    results = Parallel(return_as="generator", batch_size=1)(delayed(train)(x) for x in range(2))
+    assert eventually(lambda: is_shown("training 1\n"))
+    assert "end of 1" not in shown
+    gate.open()
+    assert list(results) == [None, None]
+    for text in ("training 0\n", "UserWarning: 1 has not converged\n", "end of 0\n", "end of 1\n"):
+        assert is_shown(text)
+        assert shown.count(text) == 1
+
+
 @pytest.mark.threads
 def test_an_unordered_generator_does_not_wait_for_the_slowest(config: Any, gate: Any) -> None:
     results = Parallel(return_as="generator_unordered", batch_size=1)(

@@ -16,8 +16,10 @@ import pytest
 from joblib import Parallel, delayed, parallel_config
 
 from raypool import (
+    InvalidTypeError,
     InvalidValueError,
     ParallelPool,
+    ResourceError,
     WorkerResources,
     current_task,
     gcp,
@@ -239,12 +241,20 @@ def test_a_pool_that_a_single_parallel_has_opened_ends_with_it(eventually: Any) 
     assert eventually(lambda: num_open() == before)
 
 
-def test_where_joblib_can_open_no_pool_the_error_says_so() -> None:
+def test_wrong_arguments_for_a_pool_are_refused_before_the_first_parallel() -> None:
+    with pytest.raises(InvalidValueError, match="no such profile"):
+        parallel_config("raypool", profile="no such profile")
+    with pytest.raises(InvalidTypeError, match="no argument or field of a profile worker"):
+        parallel_config("raypool", worker=1)
+
+
+def test_an_error_in_opening_a_pool_has_no_exception_of_joblibs_as_its_context() -> None:
     with (
-        parallel_config("raypool", profile="no such profile"),
-        pytest.raises(InvalidValueError, match="no such profile"),
+        parallel_config("raypool", profile="threads", num_workers=10**9),
+        pytest.raises(ResourceError, match="requested 1000000000") as caught,
     ):
         Parallel()(delayed(square)(x) for x in range(5))
+    assert caught.value.__context__ is None
 
 
 @pytest.mark.skipif(
