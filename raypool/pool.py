@@ -594,6 +594,7 @@ class PoolView(concurrent.futures.Executor):
         """
         check_callable(fn, args)
         target = self._target()
+        target._engine.warn_of_generators(fn)
         return submit_call(target._engine, fn, args, kwargs, target._options, target._where())
 
     @overload
@@ -825,6 +826,7 @@ class PoolView(concurrent.futures.Executor):
                 " call."
             )
         target, size, places = self._ranks(workers_of(args) if workers is None else workers)
+        target._engine.warn_of_generators(fn)
         return submit_spmd(target._engine, fn, args, target._options, size, places)
 
     def _ranks(self, workers: Any) -> tuple[PoolView, int, tuple[int, ...] | None]:

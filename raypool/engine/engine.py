@@ -218,10 +218,10 @@ class Engine:
         found = generators_of(fn)
         if found:
             logger.warning(
-                "%s draws from %s, and each worker has its own copy of it: items on different"
-                " workers get the same random numbers, and the next run gets others. Use parfor"
-                " with seed=0, which seeds it for each item, or create the generator in the"
-                " function, from its item.",
+                "%s draws from %s, and each worker has its own copy of it: different workers draw"
+                " the same random numbers, and the next run draws others. Use parfor with seed=0,"
+                " which seeds it for each item, or create the generator in the function, seeded by"
+                " its item or rank.",
                 name,
                 ", ".join(
                     dict.fromkeys(f"the generator {generator.name}".rstrip() for generator in found)

@@ -566,7 +566,7 @@ def test_a_seed_reaches_the_generators_that_a_function_brings(pool: ParallelPool
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("verb", ["parfor", "map"])
+@pytest.mark.parametrize("verb", ["parfor", "map", "parfeval", "spmd"])
 def test_a_generator_that_is_copied_to_each_worker_is_warned_of_once(
     pool: ParallelPool, verb: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -577,8 +577,14 @@ def test_a_generator_that_is_copied_to_each_worker_is_warned_of_once(
     list(pool.parfor(train, range(2), seed=0))
     assert not caplog.records
 
+    calls: dict[str, Callable[[], object]] = {
+        "parfor": lambda: pool.parfor(train, range(2)),
+        "map": lambda: list(pool.map(train, range(2))),
+        "parfeval": lambda: pool.parfeval(train, 0).result(),
+        "spmd": lambda: pool.spmd(train),
+    }
     for _ in range(2):
-        list(getattr(pool, verb)(train, range(2)))
+        calls[verb]()
 
     assert [record.message.partition(",")[0] for record in caplog.records] == [
         f"train_by_{verb} draws from the generator RNG"
