@@ -34,7 +34,7 @@ from raypool.engine.engine import Engine
 from raypool.engine.loop import LoopOptions, LoopWork, Lost, Segment
 from raypool.errors import InvalidTypeError, InvalidValueError, optional_count, whole_number
 from raypool.options import check_callable, check_name, takes
-from raypool.results import Results, Row, run_name
+from raypool.results import FrameRows, Results, Row, run_name
 from raypool.worker.running import in_task
 
 if TYPE_CHECKING:
@@ -263,6 +263,7 @@ def listed(items: Any) -> Sequence[Any] | Iterator[Any]:
 
     Raises:
         InvalidTypeError: They are not iterable, or a text or dict.
+        InvalidValueError: A number is negative, or two columns have the same name.
     """
     number = whole_number(items)
     if number is not None:
@@ -273,7 +274,7 @@ def listed(items: Any) -> Sequence[Any] | Iterator[Any]:
         if hasattr(items, "to_dicts"):  # of polars
             return items.to_dicts()  # type: ignore[no-any-return]
         if hasattr(items, "to_dict"):  # of pandas
-            return items.to_dict("records")  # type: ignore[no-any-return]
+            return FrameRows(items)
     if isinstance(items, (list, tuple, range)):
         return items
     if isinstance(items, (str, bytes, Mapping)):

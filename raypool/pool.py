@@ -380,7 +380,8 @@ class PoolView(concurrent.futures.Executor):
                 captured model or array before changing it (`copy.deepcopy(model)`).
             items: A list or other iterable, also an endless generator (at most a few items per
                 worker are drawn ahead), a DataFrame of pandas or polars (each row a dict), or a
-                number `n` for `range(n)`.
+                number `n` for `range(n)`. pandas itself turns an int column with None into floats
+                with NaN; with dtype "Int64" the ints stay, and None is `pd.NA`.
             on_error: "stop": the first failure ends the loop and is raised. "raise": all items run,
                 then the first failure is raised. "collect": all items run; failures are in the
                 table. None: "raise" with `run_dir`, else "stop".

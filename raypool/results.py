@@ -98,6 +98,24 @@ class Miss(NamedTuple):
     why: str | None = None
 
 
+class FrameRows(list[dict[Any, Any]]):
+    """The rows of a pandas DataFrame as items, with its index as `labels`.
+
+    Raises:
+        InvalidValueError: Two columns have the same name.
+    """
+
+    def __init__(self, frame: Any) -> None:
+        twice = frame.columns[frame.columns.duplicated()]
+        if len(twice):
+            raise InvalidValueError(
+                f"The DataFrame has several columns named {twice[0]!r}, but a row is passed as a"
+                " dict, which holds one value per name: rename them."
+            )
+        super().__init__(frame.to_dict("records"))
+        self.labels = frame.index
+
+
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -186,7 +204,7 @@ class Results(Sequence[T_co]):
 
     def __reduce__(self) -> Any:
         return _restored, (
-            list(self._items),
+            self._items if isinstance(self._items, FrameRows) else list(self._items),
             self._values,
             self._rows,  # made now: what they are made of stays in this process
             self._errors,
@@ -281,6 +299,9 @@ class Results(Sequence[T_co]):
         (None if it finished; see `raypool.errors.reason_of`) and `error` (the exception's type and
         text).
 
+        The index has the numbers of the items, or that of the pandas DataFrame whose rows were the
+        items; `load_results` has only the numbers.
+
         Spreadsheets run cells that begin with = + - @ as formulas: before you open
         `to_frame().to_csv(path)` in one, look at the texts that others can choose, errors included.
         """
@@ -306,7 +327,12 @@ class Results(Sequence[T_co]):
         ]
         run["error"] = [self._described(index) for index in range(len(self))]
         users = {name: _with_gaps(cells) for name, cells in {**configs, **values}.items()}
-        return table({**users, **run}, pd.RangeIndex(len(self), name="index"))
+        labels = self._items.labels if isinstance(self._items, FrameRows) else None
+        if not isinstance(labels, pd.Index):
+            labels = pd.RangeIndex(len(self))
+        if list(labels.names) == [None]:
+            labels = labels.rename("index")
+        return table({**users, **run}, labels)
 
     def _described(self, index: int) -> str | None:
         error = self._errors.get(index)
@@ -443,7 +469,7 @@ class Results(Sequence[T_co]):
                 errno.ENOENT, f"There is no folder {target.parent}", str(target)
             )
         story = report.Story(
-            self.to_frame(),
+            self.to_frame().reset_index(drop=True),
             self.attempts,
             self.metrics,
             list(self._configs()),
@@ -463,7 +489,7 @@ class Results(Sequence[T_co]):
 
     @explains_calls
     def best(self, column: str, mode: Literal["min", "max"] | None = None) -> pd.Series[Any]:
-        """Return the row of the best finished item by a column; its `name` is the item's number.
+        """Return the row of the best finished item by a column, as it is in `to_frame`.
 
         NaN, infinities and texts never win; of equal numbers the first does.
 

@@ -521,7 +521,7 @@ def as_html(title: str, frame: pd.DataFrame) -> str:
     """
     import html
 
-    is_named = frame.index.name is not None
+    is_named = any(name is not None for name in frame.index.names)
     rows = frame.to_html(border=0, na_rep="-", float_format="{:.4g}".format, index=is_named)
     for state in ("failed", "lost"):  # cells are escaped, so nothing else looks like this
         rows = rows.replace(f"<td>{state}</td>", f'<td style="color: #c62828">{state}</td>')

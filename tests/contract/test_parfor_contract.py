@@ -9,6 +9,7 @@ import functools
 import math
 import operator
 import os
+import pickle
 import random
 import sys
 import threading
@@ -23,7 +24,7 @@ import pandas as pd
 import pytest
 
 import raypool
-from raypool import InvalidValueError, ParallelPool, Results, TaskError, current_task
+from raypool import InvalidValueError, ParallelPool, Results, TaskError, current_task, load_results
 
 pytestmark = pytest.mark.semantics
 
@@ -92,7 +93,29 @@ def test_each_row_of_a_data_frame_is_a_dict(pool: ParallelPool) -> None:
     assert list(frame["text"]) == ["a0.1", "b0.2", "c0.3"]
     assert set(frame["type"]) == {"dict"}
     assert list(frame["kind"]) == ["a", "b", "c"]
-    assert list(frame.index) == [0, 1, 2]
+    assert list(frame.index) == [7, 5, 9]
+    assert results.best("lr", "max").name == 9
+
+
+def test_the_table_has_the_index_of_the_data_frame(pool: ParallelPool, tmp_path: Path) -> None:
+    index = pd.MultiIndex.from_tuples([("a", 1), ("b", 1), ("b", 1)], names=["net", "fold"])
+    configs = pd.DataFrame({"lr": [0.3, 0.1, 0.2]}, index=index)
+
+    results = pool.parfor(lambda config: {"loss": config["lr"]}, configs, run_dir=tmp_path / "run")
+
+    for each in (results, pickle.loads(pickle.dumps(results))):
+        assert each.to_frame().index.equals(index)
+    assert results.best("loss").name == ("b", 1)
+    assert "<th>net</th>" in results._repr_html_()
+    results.report(tmp_path / "report.html")  # it numbers the items
+    assert list(load_results(tmp_path / "run").to_frame().index) == [0, 1, 2]
+
+
+@pytest.mark.arguments
+def test_two_columns_of_a_data_frame_with_one_name_are_refused(pool: ParallelPool) -> None:
+    twice = pd.DataFrame([[0.1, 2, 0.3]], columns=["lr", "width", "lr"])
+    with pytest.raises(InvalidValueError, match="several columns named 'lr'"):
+        pool.parfor(lambda config: config, twice)
 
 
 @pytest.mark.quick
