@@ -410,7 +410,8 @@ class PoolView(concurrent.futures.Executor):
             name: The loop's name in messages and displays.
             run_dir: Save the result of each item in this folder, before it is reported. The same
                 call later, with the same items in any order, more of them or fewer, resumes from
-                there. Items are identified by their content, `fn` by its name. The folder also has
+                there. Items are identified by their content, `fn` by its name; a warning says if
+                its code, or a plain global value that it reads, has changed. The folder also has
                 the reports, output and `current_task().checkpoint_dir` of each item; if items use
                 the last, all machines of the pool must see this folder, or
                 `pool.options(checkpoints=...)` names a URL for it.

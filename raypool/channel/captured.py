@@ -212,7 +212,7 @@ def _parts_of_function(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
             continue
     if not is_users(fn.__module__):
         return
-    for first, *others in _variables(fn.__code__):
+    for first, *others in variables_of(fn.__code__):
         value: Any = fn.__globals__.get(first)
         is_in_module = bool(others) and isinstance(value, types.ModuleType)
         for name in others:
@@ -241,7 +241,7 @@ def _parts_of_object(value: Any, pick: Callable[[Any], Any]) -> Iterator[tuple[s
 
 
 @functools.lru_cache(1024)
-def _variables(code: types.CodeType) -> Sequence[tuple[str, ...]]:
+def variables_of(code: types.CodeType) -> Sequence[tuple[str, ...]]:
     """Return the global variables that code reads, each with the attributes read of it."""
     found: dict[tuple[str, ...], None] = {}
     chain: tuple[str, ...] = ()
@@ -257,7 +257,7 @@ def _variables(code: types.CodeType) -> Sequence[tuple[str, ...]]:
             found[chain] = None
     for constant in code.co_consts:  # functions in it
         if isinstance(constant, types.CodeType):
-            found.update(dict.fromkeys(_variables(constant)))
+            found.update(dict.fromkeys(variables_of(constant)))
     return tuple(found)
 
 

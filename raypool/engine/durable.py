@@ -39,6 +39,7 @@ from raypool.core.model import Slice, TaskState
 from raypool.engine.loop import LoopOptions, LoopWork, Lost, Restored, Segment
 from raypool.errors import InternalError, JournalError, TaskError
 from raypool.journal.files import Damaged, make_folder
+from raypool.journal.fingerprints import fingerprint_of
 from raypool.journal.journal import Journal
 from raypool.journal.keys import FunctionSource
 from raypool.journal.reading import saved_items
@@ -46,6 +47,9 @@ from raypool.journal.rows import Outcome, Stored, row_of
 
 UNCHANGEABLE = frozenset({int, float, bool, str, bytes, type(None)})
 """Types whose values cannot change."""
+
+MOST_CHANGES = 3
+"""So many changes of a function are named in a warning."""
 
 logger = logging.getLogger("raypool")
 
@@ -71,16 +75,21 @@ class DurableLoop(LoopWork):
         Raises:
             JournalError: It is in use, was made for something else, or cannot be written.
         """
-        source = FunctionSource.of(fn)
+        source = FunctionSource.of(fn)._replace(fingerprint=fingerprint_of(fn))
         if rerun == "all":
             source = source._replace(given=None)  # it may hold other values then
         journal = Journal.open(
             Path(run_dir).expanduser().absolute(), source.function, options.seed, source
         )
-        return cls(function, options, journal, rerun)
+        return cls(function, options, journal, rerun, source)
 
     def __init__(
-        self, function: Function, options: LoopOptions, journal: Journal, rerun: str
+        self,
+        function: Function,
+        options: LoopOptions,
+        journal: Journal,
+        rerun: str,
+        source: FunctionSource,
     ) -> None:
         super().__init__(function, (), options)
         self.run_dir = journal.run_dir
@@ -90,6 +99,8 @@ class DurableLoop(LoopWork):
         # an item's checkpoint is beside its other files, unless the user has chosen another place
         self._home = self._home or str(journal.run_dir)
         self._rerun = rerun
+        self._source: FunctionSource | None = source  # None: a change of it was warned of
+        self._compared: set[int] = set()  # runs with the same function
         self._runs: dict[int, int] = {}  # in which run a restored item ran
         self._files = ItemFiles(feed, self.keys, self._folder, journal.run)
         self._recorder = Recorder(journal, self._files, options.label, self._give_up)
@@ -181,11 +192,29 @@ class DurableLoop(LoopWork):
         row = row_of(stored)
         self.restored[index] = Restored(value, error, row)
         self._runs[index] = stored.run
+        if self._source is not None and stored.run not in self._compared:
+            self._compared.add(stored.run)
+            self._compare(stored.run, self._source)
         if error is not None:
             self.errors[index] = error
         with self.changed:
             self.num_settled += 1
         return True
+
+    def _compare(self, run: int, source: FunctionSource) -> None:
+        """Warn, once, if the function has changed since a run whose results count."""
+        changes = self._journal.changes(run, source)
+        if changes:
+            self._source = None
+            more = f" and {len(changes) - MOST_CHANGES:,} more" if changes[MOST_CHANGES:] else ""
+            logger.warning(
+                "Results saved in %s are reused, but %s %s%s. Use another run_dir, or rerun='all',"
+                " to compute them again.",
+                self.run_dir,
+                self.function.name,
+                "; it ".join(changes[:MOST_CHANGES]),
+                more,
+            )
 
     def caught_up(self) -> Feed:
         """Return the feed of all items, also restored ones."""

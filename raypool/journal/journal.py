@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from raypool.errors import JournalError, SerializationError
 from raypool.journal.files import Damaged, check_run, make_folder, write_file
+from raypool.journal.fingerprints import Fingerprint
 from raypool.journal.keys import FunctionSource
 from raypool.journal.lock import Identity, RunLock, closed, identity, opening
 from raypool.journal.opening import Contents, cannot_write, connect, lost_with_log, open_database
@@ -73,6 +74,7 @@ class Journal:
         self._next = {table: rows[-1][0] + 1 if rows else 1 for table, rows in contents.items()}
         self._numbers: dict[str, int] = {row[1]: row[0] for row in contents["items"]}
         self._orders = contents["orders"]
+        self._sources = {row[0]: row[3] for row in contents["runs"]}
         self._newest: dict[str, Stored] = {}
         for row in sorted(contents["attempts"], key=lambda row: (row[2], row[0])):
             self._take(row)
@@ -118,7 +120,7 @@ class Journal:
                 if lost := lost_with_log(folder, lock.outcomes_before, contents):
                     logger.warning("%s", lost)
                 check_same(folder, contents, function, seed)
-                check_held(folder, contents, source)
+                check_given(folder, contents, source)
                 journal = cls(folder, lock, connection, contents)
                 journal._begin(function, seed, source)
             except BaseException:
@@ -193,6 +195,21 @@ class Journal:
             for position, number in enumerate(numbers_of(text), first)
             if number in keys  # its row may be lost
         }
+
+    def changes(self, run: int, source: FunctionSource) -> list[str]:
+        """Return how a function differs from that of an earlier run, each for a sentence."""
+        if not (text := self._sources.get(run)):
+            return []  # its row may be lost
+        old = FunctionSource.from_text(text)
+        changes: list[str] = []
+        if old.fingerprint is not None and source.fingerprint is not None:
+            changes += Fingerprint(*source.fingerprint).changes(Fingerprint(*old.fingerprint))
+        if None not in (old.held, source.held) and old.held != source.held:
+            changes.append(
+                "holds other values (in a partial, a closure, defaults, or its object) than when"
+                " they were made"
+            )
+        return changes
 
     def value(self, stored: Stored) -> Any:
         """Return the value of an item.
@@ -407,11 +424,11 @@ def check_same(folder: Path, contents: Contents, function: str, seed: int | None
         )
 
 
-def check_held(folder: Path, contents: Contents, source: FunctionSource | None) -> None:
-    """Compare a function's captured values with those of the last run; warn of differences.
+def check_given(folder: Path, contents: Contents, source: FunctionSource | None) -> None:
+    """Compare a partial's arguments with those of the last run.
 
     Raises:
-        JournalError: A partial has other arguments, so that results would differ.
+        JournalError: They are others, so that results would differ.
     """
     texts = [row[3] for row in contents["runs"] if row[3]]
     if not texts or source is None:
@@ -423,12 +440,4 @@ def check_held(folder: Path, contents: Contents, source: FunctionSource | None) 
             f" functools.partial; this call passes {source.words or 'none'}. Use another folder;"
             " load_results still reads this one.",
             run_dir=str(folder),
-        )
-    if known.held is not None and source.held is not None and known.held != source.held:
-        logger.warning(
-            "%s holds other values (in a partial, a closure, defaults, or its object) than when"
-            " %s was written, or is another lambda. Saved results are kept: rerun='all' or"
-            " another folder gives new ones.",
-            source.function,
-            folder,
         )

@@ -17,7 +17,7 @@ import struct
 import sys
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from decimal import Decimal
 from enum import Enum, Flag
 from fractions import Fraction
@@ -226,11 +226,6 @@ def _function(fn: FunctionType, path: str, outer: list[int]) -> bytes:
     return _node("function", _name(fn), _code(fn.__code__, path, outer), held)
 
 
-def code_key(code: CodeType) -> str:
-    """Return the key of a function's code."""
-    return blake2b(_code(code, "it", []), digest_size=KEY_BYTES).hexdigest()
-
-
 def _code(code: CodeType, path: str, outer: list[int]) -> bytes:
     constants = [
         (_code if isinstance(constant, CodeType) else _canonical)(constant, path, outer)
@@ -403,6 +398,7 @@ class FunctionSource(NamedTuple):
         held: The key of its captured values: closure, defaults, the object that it is a method of;
             None if that has no key.
         pickled: The pickled function, if no name leads to it.
+        fingerprint: What else its results depend on (`fingerprints.Fingerprint`).
     """
 
     function: str
@@ -415,6 +411,7 @@ class FunctionSource(NamedTuple):
     words: str | None = None
     held: str | None = None
     pickled: bytes | None = None
+    fingerprint: Sequence[Any] | None = None
 
     @staticmethod
     def of(fn: Any) -> FunctionSource:
@@ -502,11 +499,10 @@ def _arguments(fn: Any) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], Any]:
 
 
 def _held(fn: Any) -> list[Any]:
-    """Return the captured values of a function; for a lambda, which has no name, also its code."""
+    """Return the captured values of a function."""
     if isinstance(fn, FunctionType):
         cells = [cell.cell_contents for cell in fn.__closure__ or ()]
-        code = [code_key(fn.__code__)] if fn.__name__ == "<lambda>" else []
-        return [*cells, *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values(), *code]
+        return [*cells, *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
     owner = getattr(fn, "__self__", None)
     if owner is not None:
         return [] if isinstance(owner, ModuleType) else [owner]

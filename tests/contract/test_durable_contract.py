@@ -64,6 +64,153 @@ def note_and_square(marks: Any, x: int) -> int:
     return x * x
 
 
+# --- a function that has changed ------------------------------------------------------------------
+
+
+SCRIPT = """
+import functools
+
+LR = 0.1
+LAYERS = {"a", "b"}
+DATA = list(range(2000))
+SEEN, HITS = [], {}
+
+
+class Net:
+    width = 8
+
+    def forward(self, x):
+        return x in {"one", "two", 3}
+
+
+def loss(x, power=1):
+    return x**power
+
+
+def logged(fn):
+    @functools.wraps(fn)
+    def call(x):
+        return fn(x)
+
+    return call
+
+
+def unused():
+    return 1
+
+
+@logged
+def train(x):
+    'Train.'
+    SEEN.append(x)
+    HITS[x] = HITS.get(x, 0) + len(DATA)
+    return sum(LR * loss(x) + Net().forward(x) for _ in LAYERS)
+"""
+
+
+def defined(script: str) -> Any:
+    variables: dict[str, Any] = {"__name__": "script"}
+    exec(script, variables)
+    return variables["train"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (
+            "LR = 0.1",
+            "LR = 0.01",
+            "train reads the global LR, which was 0.1 when they were made and is 0.01 now",
+        ),
+        ('"b"}', '"c"}', "reads the global LAYERS, which was {"),
+        ("width = 8", "width = 9", "reads the global Net.width, which was 8 when"),
+        ("return x in", "return x not in", "uses Net, whose code has changed"),
+        ("x**power", "x*power", "uses loss, whose code has changed"),
+        ("power=1", "power=2", "uses loss, whose code has changed"),
+        ("sum(", "max(", "train has other code"),
+        ("return 1", "return 2", None),
+        ("'Train.'", "'Trains.'", None),
+        ("def train", "\n# more\ndef train", None),
+        ("range(2000)", "range(2001)", None),
+        ("for _ in", "for y in", None),
+    ],
+)
+def test_a_function_that_has_changed_is_pointed_out_once(
+    pool: ParallelPool,
+    folder: Path,
+    caplog: pytest.LogCaptureFixture,
+    old: str,
+    new: str,
+    words: str | None,
+) -> None:
+    """Only results that count matter, whichever call has made them."""
+    assert SCRIPT.count(old) == 1
+    train, other = defined(SCRIPT), defined(SCRIPT.replace(old, new))
+    for items in ([1, 2], [1, 2, 3]):  # the function itself has filled SEEN and HITS by then
+        pool.parfor(train, items, run_dir=folder)
+    pool.parfor(other, [1], run_dir=folder, rerun="all")
+    assert not caplog.records
+
+    pool.parfor(other, (x for x in range(5)), run_dir=folder)
+
+    messages = [record.message for record in caplog.records]
+    assert len(messages) == (words is not None)
+    assert all(words in message for message in messages if words is not None)
+
+
+class Model:
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def train(self, x: int) -> int:
+        return x * self.size
+
+
+def closed_over(n: int) -> Any:
+    def inner(x: int) -> int:
+        return x + n
+
+    return inner
+
+
+@pytest.mark.parametrize(
+    ("one", "same", "other"),
+    [
+        (closed_over(1), closed_over(1), closed_over(2)),
+        (Model(1).train, Model(1).train, Model(2).train),
+        (
+            functools.partial(operator.mul, np.arange(3)),
+            functools.partial(operator.mul, np.arange(3)),
+            functools.partial(operator.mul, np.arange(4)),
+        ),
+    ],
+    ids=["closure", "method", "partial that is no plain data"],
+)
+def test_a_function_that_holds_something_else_is_pointed_out(
+    pool: ParallelPool,
+    folder: Path,
+    caplog: pytest.LogCaptureFixture,
+    one: Any,
+    same: Any,
+    other: Any,
+) -> None:
+    for fn in (one, same):
+        pool.parfor(fn, [1], run_dir=folder)
+    assert not caplog.records
+    pool.parfor(other, [1], run_dir=folder)
+    assert "holds other values" in caplog.text
+
+
+def test_a_function_is_the_same_in_another_process(run_python: Any, folder: Path) -> None:
+    call = "from raypool import parpool\nparpool(profile='inline').parfor(train, [1], run_dir=RUN)"
+    for seed in ("1", "2"):
+        done = run_python(f"{SCRIPT}\nRUN = {str(folder)!r}\n{call}", PYTHONHASHSEED=seed)
+        assert "raypool" not in done.stderr
+    changed = SCRIPT.replace("LR = 0.1", "LR = 0.2")
+    done = run_python(f"{changed}\nRUN = {str(folder)!r}\n{call}")
+    assert "which was 0.1 when they were made and is 0.2 now" in done.stderr
+
+
 # --- going on -------------------------------------------------------------------------------------
 
 

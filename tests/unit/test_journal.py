@@ -469,55 +469,11 @@ def test_other_arguments_of_a_partial_are_refused(tmp_path):
         sourced(tmp_path, multiply)
 
 
-class Model:
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def train(self, x: int) -> int:
-        return x * self.size
-
-
-def closed_over(n: int) -> Any:
-    def inner(x: int) -> int:
-        return x + n
-
-    return inner
-
-
 def test_what_a_large_function_holds_is_not_kept():
     large = np.ones(5_000_000)
     source = FunctionSource.of(lambda x: x + large)
     assert source.pickled is None
     assert source.held is not None
-
-
-def test_a_lambda_with_code_inside_is_the_same_each_time():
-    held = {FunctionSource.of(lambda xs: sum(x in {"a", "b"} for x in xs)).held for _ in range(3)}
-    assert len(held) == 1
-    assert None not in held
-
-
-@pytest.mark.parametrize(
-    ("one", "same", "other"),
-    [
-        (closed_over(1), closed_over(1), closed_over(2)),
-        (Model(1).train, Model(1).train, Model(2).train),
-        (lambda x: x + 1, None, lambda x: x + 2),
-        (
-            functools.partial(multiply, by=np.arange(3)),
-            functools.partial(multiply, by=np.arange(3)),
-            functools.partial(multiply, by={1}),
-        ),
-    ],
-    ids=["closure", "method", "lambda", "partial that is no plain data"],
-)
-def test_a_function_that_holds_something_else_is_pointed_out(tmp_path, caplog, one, same, other):
-    caplog.set_level(logging.WARNING, "raypool")
-    sourced(tmp_path, one)
-    sourced(tmp_path, same or one)
-    assert not caplog.records
-    sourced(tmp_path, other)
-    assert "holds other values" in caplog.text
 
 
 def test_a_relative_folder_stays_where_it_was_when_the_process_goes_elsewhere(
