@@ -504,7 +504,7 @@ def table(columns: Mapping[str, Any], index: pd.Index[Any]) -> pd.DataFrame:
     except UnicodeEncodeError:
         # pandas keeps texts as UTF-8 where Arrow is installed, which has no such halves
         texts = {
-            name: pd.Series(column, dtype=object)
+            name: pd.Series(column, dtype=object, index=index)
             for name, column in columns.items()
             if isinstance(column, list) and any(isinstance(entry, str) for entry in column)
         }
