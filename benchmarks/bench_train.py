@@ -212,7 +212,7 @@ def reported(pool, counts, lane="warm"):
 
     with tempfile.TemporaryDirectory() as folder:
         run = pool.train(
-            trainings.reports, {"counts": counts}, lane=lane, options=RunOptions(run_dir=folder)
+            trainings.reports, {"counts": counts}, lane=lane, run_options=RunOptions(run_dir=folder)
         )
         return run.result().values[0]
 

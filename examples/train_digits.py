@@ -97,7 +97,9 @@ def main(folder=None, epochs=10):
         options = RunOptions(
             run_dir=folder, keep_checkpoints=2, best_metric="accuracy", best_mode="max"
         )
-        result = pool.train(train_loop, {"lr": 0.05, "epochs": epochs}, options=options).result()
+        result = pool.train(
+            train_loop, {"lr": 0.05, "epochs": epochs}, run_options=options
+        ).result()
     print(result.metrics_frame.drop(columns=["time", "attempt"]))
     print(f"The last checkpoint is {result.checkpoint.path}")
 

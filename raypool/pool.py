@@ -854,7 +854,7 @@ class PoolView(concurrent.futures.Executor):
         *,
         workers: Workers = None,
         lane: Literal["warm", "managed"] = "warm",
-        options: RunOptions | None = None,
+        run_options: RunOptions | None = None,
         trainer: type | None = None,
         datasets: Mapping[str, Any] | None = None,
         **trainer_args: Any,
@@ -884,7 +884,7 @@ class PoolView(concurrent.futures.Executor):
                 with the constants and Composites in them; other work for them waits. Afterwards the
                 pool claims the same GPUs again. A worker whose GPU somebody else has taken by then,
                 and keeps for `start_timeout_s`, is lost; a warning says who has it.
-            options: Where checkpoints are kept, how many, and from which one to begin. In the
+            run_options: Where checkpoints are kept, how many, and from which one to begin. In the
                 managed lane `min_workers` is also the least of Ray's elastic number of ranks.
             trainer: A trainer of Ray's instead of `TorchTrainer`, such as `TensorflowTrainer`;
                 needs the managed lane.
@@ -929,7 +929,7 @@ class PoolView(concurrent.futures.Executor):
             config,
             workers=workers,
             lane=lane,
-            options=options,
+            run_options=run_options,
             trainer=trainer,
             datasets=datasets,
             trainer_args=trainer_args,

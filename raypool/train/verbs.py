@@ -32,7 +32,7 @@ def train(  # noqa: PLR0913 - the arguments of the verb
     *,
     workers: Workers,
     lane: str,
-    options: RunOptions | None,
+    run_options: RunOptions | None,
     trainer: type | None,
     datasets: Mapping[str, Any] | None,
     trainer_args: Mapping[str, Any],
@@ -50,10 +50,10 @@ def train(  # noqa: PLR0913 - the arguments of the verb
     if lane == "warm":
         _check_warm({"trainer": trainer, "datasets": datasets}, trainer_args)
         _check_names_in(loop)
-    kept = RunOptions() if options is None else options
+    kept = RunOptions() if run_options is None else run_options
     if not isinstance(kept, RunOptions):
         raise InvalidTypeError(
-            f"options={options!r} is a {type(options).__name__}. Give RunOptions(...)."
+            f"run_options={run_options!r} is a {type(run_options).__name__}. Give RunOptions(...)."
         )
     places = _rank_places(view, workers, kept.min_workers)
     given = trainer_args if datasets is None else {"datasets": datasets, **trainer_args}

@@ -160,7 +160,7 @@ def loop():
     return start
 
 with parpool(4, address=os.environ["HEAD"], quiet=True, start_timeout_s=300) as pool:
-    run = pool.options(retries=1).train(loop, options=RunOptions(run_dir=marks / "run"))
+    run = pool.options(retries=1).train(loop, run_options=RunOptions(run_dir=marks / "run"))
     while len(run.metrics) < 3 and not run.done():
         time.sleep(0.05)
     (marks / "heard").touch()  # what has not travelled yet goes with the machine

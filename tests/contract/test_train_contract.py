@@ -44,7 +44,7 @@ def train(pool: ParallelPool, tmp_path: Path) -> Callable[..., Any]:
 
     def run(loop: Callable[..., Any], config: Any = None, **options: Any) -> Any:
         options.setdefault("run_dir", tmp_path / "run")
-        return pool.train(loop, config, options=RunOptions(**options)).result(300)
+        return pool.train(loop, config, run_options=RunOptions(**options)).result(300)
 
     return run
 

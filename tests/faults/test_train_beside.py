@@ -176,13 +176,13 @@ def test_two_trainings_in_one_folder(
     checkpoints.
     """
     kept = RunOptions(run_dir=tmp_path / "run")
-    run = pool.train(waits, workers=[0], options=kept)
+    run = pool.train(waits, workers=[0], run_options=kept)
     begun(eventually, run)
     with pytest.raises(InvalidValueError, match="run_dir"):
-        pool.train(lambda: 1, workers=[1], options=RunOptions(run_dir=tmp_path / "." / "run"))
+        pool.train(lambda: 1, workers=[1], run_options=RunOptions(run_dir=tmp_path / "." / "run"))
     gate.open()
     assert run.result(300).values == [[0, 0, 0]]
-    assert pool.train(lambda: 1, workers=[1], options=kept).result(300).values == [1]
+    assert pool.train(lambda: 1, workers=[1], run_options=kept).result(300).values == [1]
 
 
 # --- the handle -----------------------------------------------------------------------------------

@@ -98,7 +98,7 @@ def test_it_is_cancelled_in_mid_training(
             add_up({"epochs": 10**6})
         time.sleep(120)
 
-    run = pool.train(loop, options=RunOptions(run_dir=tmp_path / "run"))
+    run = pool.train(loop, run_options=RunOptions(run_dir=tmp_path / "run"))
     if where != "the beginning":
         gate.wait()
     if where == "checkpoints":
@@ -128,11 +128,13 @@ def test_cancelled_at_any_moment(pool: Any, tmp_path: Path, rounds: int) -> None
         return process.pid, process.num_fds(), threading.active_count()
 
     kept = RunOptions(run_dir=tmp_path / "warm")
-    assert pool.train(add_up, {"epochs": 20}, options=kept).result(300).values == [[0, 20.0]] * 2
+    assert (
+        pool.train(add_up, {"epochs": 20}, run_options=kept).result(300).values == [[0, 20.0]] * 2
+    )
     before = pool.parfeval_on_all(look).result(300)
     for number in range(rounds):
         run = pool.train(
-            add_up, {"epochs": 10**6}, options=RunOptions(run_dir=tmp_path / str(number))
+            add_up, {"epochs": 10**6}, run_options=RunOptions(run_dir=tmp_path / str(number))
         )
         threading.Event().wait(chance.uniform(0, 0.25))
         run.cancel()
@@ -141,7 +143,7 @@ def test_cancelled_at_any_moment(pool: Any, tmp_path: Path, rounds: int) -> None
         assert epochs == list(range(len(epochs)))
         if epochs:
             again = pool.train(
-                add_up, {"epochs": len(epochs) + 1}, options=RunOptions(run_dir=run.path)
+                add_up, {"epochs": len(epochs) + 1}, run_options=RunOptions(run_dir=run.path)
             ).result(300)
             assert again.values == [[len(epochs), len(epochs) + 1]] * 2
             assert not list(run.path.glob(".*"))
@@ -251,7 +253,7 @@ def test_a_training_that_is_late(pool: Any, tmp_path: Path) -> None:
     warm = pool.train(add_up, {"epochs": 1})
     assert warm.result(300).values == [[0, 1.0]] * 2
     run = pool.options(timeout_s=20).train(
-        add_up, {"epochs": 9, "hold": hold}, options=RunOptions(run_dir=tmp_path / "run")
+        add_up, {"epochs": 9, "hold": hold}, run_options=RunOptions(run_dir=tmp_path / "run")
     )
     error = run.exception(300)
     assert type(error) is TaskTimeoutError
@@ -277,7 +279,7 @@ def report_with_uneven_batches(config: dict[str, Any]) -> None:
 @on_shared_pool
 def test_one_rank_has_more_batches_than_another(pool: Any, tmp_path: Path) -> None:
     run = pool.options(mismatch_timeout_s=1).train(
-        report_with_uneven_batches, {}, options=RunOptions(run_dir=tmp_path)
+        report_with_uneven_batches, {}, run_options=RunOptions(run_dir=tmp_path)
     )
     with pytest.raises(
         TrainingError,
@@ -335,14 +337,14 @@ def test_a_driver_that_is_killed(
                 time.sleep(600)
 
         with parpool(2, quiet=True) as pool:
-            pool.train(add_up, {{"epochs": 9, "hold": hold}}, options=RunOptions(run_dir={str(tmp_path / "run")!r})).result()
+            pool.train(add_up, {{"epochs": 9, "hold": hold}}, run_options=RunOptions(run_dir={str(tmp_path / "run")!r})).result()
         """)
     inside.wait()
     os.kill(started.pid, signal.SIGKILL)
     assert eventually(lambda: not started.family()), started.family()
-    result = pool.train(add_up, {"epochs": 9}, options=RunOptions(run_dir=tmp_path / "run")).result(
-        300
-    )
+    result = pool.train(
+        add_up, {"epochs": 9}, run_options=RunOptions(run_dir=tmp_path / "run")
+    ).result(300)
     assert result.values == [[4, 9.0]] * 2
     assert result.metrics_frame["epoch"].tolist() == [4, 5, 6, 7, 8]
     assert sum(path.is_dir() for path in (tmp_path / "run").iterdir()) == 9

@@ -132,13 +132,17 @@ CANNOT_BEGIN: list[tuple[dict[str, Any], type[Exception], str]] = [
         InvalidValueError,
         'torch_config= is no argument .*give lane="managed"',
     ),
-    ({"loop": abs, "options": {"run_dir": "/tmp"}}, InvalidTypeError, r"Give RunOptions\(...\)"),
+    (
+        {"loop": abs, "run_options": {"run_dir": "/tmp"}},
+        InvalidTypeError,
+        r"Give RunOptions\(...\)",
+    ),
     ({"loop": abs, "workers": 3}, ResourceError, "[Rr]equested 3.*available 2|3 .*2"),
     ({"loop": abs, "workers": []}, InvalidValueError, "workers"),
     ({"loop": abs, "workers": [0, 0]}, InvalidValueError, "Worker 0 is named twice"),
     ({"loop": abs, "workers": [5]}, InvalidValueError, "There is no worker 5 here"),
     (
-        {"loop": abs, "options": RunOptions(min_workers=3)},
+        {"loop": abs, "run_options": RunOptions(min_workers=3)},
         InvalidValueError,
         "min_workers=3 is more than the 2 workers",
     ),
@@ -205,7 +209,7 @@ def test_a_folder_that_cannot_be_written(pool: Any) -> None:
     dark, null = RunOptions(run_dir="/proc/raypool"), RunOptions(run_dir="/dev/null/run")
     options = TrainingOptions(max_epochs=1, checkpoint_every=1)
     for run, kept in (
-        (pool.train(save, {"epochs": 1}, options=dark), dark),
+        (pool.train(save, {"epochs": 1}, run_options=dark), dark),
         (pool.fit(linear(), line(), mse_loss, options, run_options=null), null),
     ):
         error = failure(run)
@@ -230,7 +234,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_disk_that_is_full(pool: Any, small_disk: Path) -> None:
     """The checkpoints before are there; with room it goes on from the last one."""
     kept = RunOptions(run_dir=small_disk / "run")
-    error = failure(pool.train(save, {"epochs": 5, "size": 500_000}, options=kept))
+    error = failure(pool.train(save, {"epochs": 5, "size": 500_000}, run_options=kept))
     assert set(error.failures) == {0, 1}
     text = (
         f"Rank 0, on {os.uname().nodename}, could not write a checkpoint to {kept.run_dir}: No"
@@ -242,5 +246,5 @@ def test_a_disk_that_is_full(pool: Any, small_disk: Path) -> None:
     assert error.result.metrics["epoch"] in (3, 4)
     assert not list((small_disk / "run").glob(".*"))
     shutil.rmtree(small_disk / "run" / "checkpoint_000001")
-    result = pool.train(save, {"epochs": 1, "size": 500_000}, options=kept).result(300)
+    result = pool.train(save, {"epochs": 1, "size": 500_000}, run_options=kept).result(300)
     assert Path(result.checkpoint.path).name == "checkpoint_000005"

@@ -98,7 +98,7 @@ def test_a_rank_that_raises_in_its_backward_pass(pool: Any, tmp_path: Path, culp
 
     kept = RunOptions(run_dir=tmp_path / "run")
     error = pool.train(
-        count_up, {"epochs": 5, "strike": strike}, lane="managed", options=kept
+        count_up, {"epochs": 5, "strike": strike}, lane="managed", run_options=kept
     ).exception(LONG_S)
     assert isinstance(error, TrainingError), error
     assert error.first_rank == culprit, str(error)
@@ -107,7 +107,7 @@ def test_a_rank_that_raises_in_its_backward_pass(pool: Any, tmp_path: Path, culp
     assert str(error).startswith(f"Rank {culprit} of count_up (")
     assert error.result.metrics == {"epoch": 1}
     assert error.result.metrics_frame["epoch"].tolist() == [0, 1]
-    again = pool.train(count_up, {"epochs": 5}, lane="managed", options=kept).result(LONG_S)
+    again = pool.train(count_up, {"epochs": 5}, lane="managed", run_options=kept).result(LONG_S)
     assert again.values == [[2, 0], [2, 1]]
 
 
@@ -126,7 +126,7 @@ def test_a_rank_that_is_killed_in_its_backward_pass(
 
     kept = RunOptions(run_dir=tmp_path / "run")
     run = pool.options(retries=0).train(
-        count_up, {"epochs": 5, "strike": strike}, lane="managed", options=kept
+        count_up, {"epochs": 5, "strike": strike}, lane="managed", run_options=kept
     )
     error = run.exception(LONG_S)
     assert isinstance(error, TrainingError), error
@@ -139,7 +139,7 @@ def test_a_rank_that_is_killed_in_its_backward_pass(
         "Ray Train's controller looks after checkpoints from time to time: the last one may be"
         " missing"
     )
-    assert pool.train(count_up, {"epochs": 5}, options=kept).result(300).values == [
+    assert pool.train(count_up, {"epochs": 5}, run_options=kept).result(300).values == [
         [start, 0],
         [start, 1],
     ]
@@ -219,12 +219,12 @@ def test_a_driver_that_is_killed(
 
         with parpool(2, quiet=True) as pool:
             config = {{"epochs": 5, "strike": strike}}
-            pool.train(count_up, config, lane="managed", options=RunOptions(run_dir={str(tmp_path / "run")!r})).result()
+            pool.train(count_up, config, lane="managed", run_options=RunOptions(run_dir={str(tmp_path / "run")!r})).result()
         """)
     inside.wait()
     os.kill(started.pid, signal.SIGKILL)
     assert eventually(lambda: not started.family()), started.family()
     result = pool.train(
-        count_up, {"epochs": 5}, lane="managed", options=RunOptions(run_dir=tmp_path / "run")
+        count_up, {"epochs": 5}, lane="managed", run_options=RunOptions(run_dir=tmp_path / "run")
     ).result(LONG_S)
     assert result.values in ([[3, 0], [3, 1]], [[2, 0], [2, 1]])

@@ -58,7 +58,7 @@ def test_a_pool_that_ends_in_good_order_waits_for_another_attempt(
     blow.gate.open()
     with parpool(2, quiet=True) as pool:
         run = pool.train(
-            add_up, {"epochs": 5, "hold": blow}, options=RunOptions(run_dir=tmp_path / "run")
+            add_up, {"epochs": 5, "hold": blow}, run_options=RunOptions(run_dir=tmp_path / "run")
         )
     assert run.done()
     assert run.result(0).values == [[2, 5.0]] * 2
@@ -102,7 +102,7 @@ def test_a_pool_that_ends_in_mid_training(
                 pool.train(
                     add_up,
                     {"epochs": 5, "hold": hold},
-                    options=RunOptions(run_dir=tmp_path / "run"),
+                    run_options=RunOptions(run_dir=tmp_path / "run"),
                 )
             )
             runs.append(pool.train(count_ranks))
@@ -158,7 +158,7 @@ def test_workers_that_rest_begin_again(eventually: Any, tmp_path: Path) -> None:
         for number in range(2):
             assert eventually(lambda: {worker.state for worker in pool.workers} == {"parked"})
             result = pool.train(
-                add_up, {"epochs": 2 * number + 2}, options=RunOptions(run_dir=tmp_path / "run")
+                add_up, {"epochs": 2 * number + 2}, run_options=RunOptions(run_dir=tmp_path / "run")
             ).result(300)
             assert result.values == [[2 * number, 2.0 * number + 2]] * 2
         assert eventually(lambda: {worker.state for worker in pool.workers} == {"parked"})

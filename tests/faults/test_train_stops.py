@@ -59,7 +59,7 @@ def whole(pool: Any, tmp_path: Path) -> Any:
     """
     if not WHOLE:
         run = pool.train(
-            descend, {"epochs": EPOCHS}, options=RunOptions(run_dir=tmp_path / "whole")
+            descend, {"epochs": EPOCHS}, run_options=RunOptions(run_dir=tmp_path / "whole")
         )
         WHOLE.append(state_of(run.result(300)))
     return WHOLE[0]
@@ -215,7 +215,9 @@ def test_a_rank_that_fails_in_mid_training(
     lost = shared_pool.statistics().workers_lost
     kept, is_killed = RunOptions(run_dir=run_dir), how in ("os._exit", "SIGKILL")
 
-    run = pool.options(retries=0).train(descend, {"epochs": EPOCHS, "strike": strike}, options=kept)
+    run = pool.options(retries=0).train(
+        descend, {"epochs": EPOCHS, "strike": strike}, run_options=kept
+    )
     error = run.exception(300)
 
     assert isinstance(error, TrainingError), error
@@ -235,7 +237,7 @@ def test_a_rank_that_fails_in_mid_training(
     assert shared_pool.statistics().workers_lost == lost + (how != "raise")
     assert (run.attempts, run.state) == (1, "failed")
 
-    again = pool.train(descend, {"epochs": EPOCHS, "strike": strike}, options=kept).result(300)
+    again = pool.train(descend, {"epochs": EPOCHS, "strike": strike}, run_options=kept).result(300)
     assert again.values == [2, 2]
     assert_same(again, whole)
     names = sorted(path.name for path in run_dir.iterdir())
@@ -262,7 +264,9 @@ def test_a_rank_that_is_lost_is_replaced(
     strike = Strike("SIGKILL", culprit, place, tmp_path / "mark")
     before = [worker.gpu for worker in pool.workers]
     run = pool.train(
-        descend, {"epochs": EPOCHS, "strike": strike}, options=RunOptions(run_dir=tmp_path / "run")
+        descend,
+        {"epochs": EPOCHS, "strike": strike},
+        run_options=RunOptions(run_dir=tmp_path / "run"),
     )
     result = run.result(300)
     assert run.attempts == 2
@@ -285,7 +289,7 @@ def test_what_the_loop_raises_is_tried_again_if_it_was_named(
     )
     kept = RunOptions(run_dir=tmp_path / "run")
     run = pool.options(retry_on=KeyError).train(
-        descend, {"epochs": EPOCHS, "strike": strike}, options=kept
+        descend, {"epochs": EPOCHS, "strike": strike}, run_options=kept
     )
     assert_same(run.result(300), whole)
     assert (run.attempts, shared_pool.statistics().workers_lost) == (2, lost)
@@ -302,7 +306,7 @@ def test_a_rank_that_is_always_lost(pool: Any, tmp_path: Path) -> None:
             os._exit(7)
         ray.train.report({"epoch": 1}, None)
 
-    run = pool.options(retries=1).train(loop, options=RunOptions(run_dir=tmp_path / "run"))
+    run = pool.options(retries=1).train(loop, run_options=RunOptions(run_dir=tmp_path / "run"))
     with pytest.raises(TrainingError, match=r"It was attempt 2\.") as caught:
         run.result(300)
     assert caught.value.result.metrics == {"epoch": 0}

@@ -312,7 +312,7 @@ def test_a_loop_asks_ray_train_whose_machine_is_about_to_go(
         + textwrap.dedent(f"""
     node = add(num_cpus=1)
     with parpool(2, address=cluster.address, quiet=True, retries=0) as pool:
-        run = pool.train(loop, options=RunOptions(run_dir={str(tmp_path / "run")!r}, min_workers=1))
+        run = pool.train(loop, run_options=RunOptions(run_dir={str(tmp_path / "run")!r}, min_workers=1))
         eventually(lambda: marked("step 3"))
         watched(2)
         watcher = take_back(node)

@@ -93,7 +93,7 @@ def test_a_ray_train_loop_reads_digits(pool: Any, load: Load, tmp_path: Path) ->
             best_mode="max",
         )
         run = pool.train(
-            example.train_loop, {"lr": 0.05, "epochs": 10}, workers=num_workers, options=options
+            example.train_loop, {"lr": 0.05, "epochs": 10}, workers=num_workers, run_options=options
         )
         result = run.result(DEADLINE_S)
         frame = result.metrics_frame
@@ -119,9 +119,9 @@ def test_a_ray_train_loop_equals_one_process(pool: Any, load: Load, tmp_path: Pa
     """
     example = load("train_digits")
     config = {"lr": 0.05, "epochs": 1}
-    result = pool.train(example.train_loop, config, options=RunOptions(run_dir=tmp_path)).result(
-        DEADLINE_S
-    )
+    result = pool.train(
+        example.train_loop, config, run_options=RunOptions(run_dir=tmp_path)
+    ).result(DEADLINE_S)
     data = TensorDataset(*example.load_data()[0])
     torch.manual_seed(0)
     net = example.make_net()
@@ -142,7 +142,7 @@ def test_a_ray_train_loop_goes_on_where_it_was(pool: Any, load: Load, tmp_path: 
         for epochs in legs:
             options = RunOptions(run_dir=tmp_path / folder)
             result = pool.train(
-                example.train_loop, {"lr": 0.05, "epochs": epochs}, options=options
+                example.train_loop, {"lr": 0.05, "epochs": epochs}, run_options=options
             ).result(DEADLINE_S)
         ends.append(result)
     whole, parts = ends
@@ -162,7 +162,9 @@ def test_both_lanes_train_the_same(
         options = RunOptions(
             run_dir=tmp_path / lane, keep_checkpoints=2, best_metric="accuracy", best_mode="max"
         )
-        run = pool.train(example.train_loop, {"lr": 0.05, "epochs": 4}, lane=lane, options=options)
+        run = pool.train(
+            example.train_loop, {"lr": 0.05, "epochs": 4}, lane=lane, run_options=options
+        )
         results.append(run.result(DEADLINE_S))
     warm, managed = results
     assert managed.metrics == warm.metrics

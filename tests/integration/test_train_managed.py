@@ -50,7 +50,7 @@ LONG_S = 300.0
 
 
 def folders(tmp_path: Path) -> dict[str, RunOptions]:
-    return {"options": RunOptions(run_dir=tmp_path / "run")}
+    return {"run_options": RunOptions(run_dir=tmp_path / "run")}
 
 
 def is_free(pool: ParallelPool) -> bool:
@@ -166,7 +166,7 @@ def test_ray_train_has_the_gpus_of_the_workers(pool: ParallelPool, tmp_path: Pat
     held = pool.spmd(lambda context: context.rank)
     kept = RunOptions(run_dir=tmp_path / "run", keep_checkpoints=2, best_metric="loss")
     run = pool.options(name="learn").train(
-        learn, {"num_steps": 6}, workers=[2, 0], lane="managed", options=kept
+        learn, {"num_steps": 6}, workers=[2, 0], lane="managed", run_options=kept
     )
     waiting = pool.options(worker=0).parfeval(pow, 2, 4)
     while not run.running():
@@ -209,15 +209,17 @@ def test_a_run_goes_on_in_either_lane_and_knows_what_was_kept(
     deleted.
     """
     kept = RunOptions(run_dir=tmp_path / "run", keep_checkpoints=2)
-    pool.train(learn, {"num_steps": 6}, workers=1, options=kept).result(LONG_S)
+    pool.train(learn, {"num_steps": 6}, workers=1, run_options=kept).result(LONG_S)
     for before in (2, 2):
         (value,) = (
-            pool.train(learn, {"num_steps": 6}, workers=1, lane="managed", options=kept)
+            pool.train(learn, {"num_steps": 6}, workers=1, lane="managed", run_options=kept)
             .result(LONG_S)
             .values
         )
         assert (value["before"], value["kept"]) == (before, [True, True])
-    (value,) = pool.train(learn, {"num_steps": 2}, workers=1, options=kept).result(LONG_S).values
+    (value,) = (
+        pool.train(learn, {"num_steps": 2}, workers=1, run_options=kept).result(LONG_S).values
+    )
     assert (value["before"], value["kept"]) == (2, [True, True])
     assert len([path for path in (tmp_path / "run").iterdir() if path.is_dir()]) == 2
 
@@ -362,8 +364,8 @@ def test_what_cannot_work_is_refused_at_the_call(pool: ParallelPool, tmp_path: P
     )
     for words, wishes in {
         "workers=": {"scaling_config": ScalingConfig(num_workers=2)},
-        "Both run_dir=": {"run_config": mine, "options": RunOptions(run_dir=tmp_path)},
-        "Both RunOptions": {"run_config": kept, "options": RunOptions(keep_checkpoints=1)},
+        "Both run_dir=": {"run_config": mine, "run_options": RunOptions(run_dir=tmp_path)},
+        "Both RunOptions": {"run_config": kept, "run_options": RunOptions(keep_checkpoints=1)},
     }.items():
         with pytest.raises(InvalidValueError, match=words):
             train(**wishes)
@@ -524,22 +526,22 @@ def test_two_at_once_on_two_parts(pool: ParallelPool, tmp_path: Path) -> None:
     """Each on its own GPUs; the second is begun in one lane and goes on in the other."""
     first, second = pool.partition(workers=[0, 1])
     kept = RunOptions(run_dir=tmp_path / "b")
-    warm = second.train(steps_forever, {"num_steps": 20}, options=kept).result(LONG_S)
+    warm = second.train(steps_forever, {"num_steps": 20}, run_options=kept).result(LONG_S)
     assert warm.values[0]["first"] == 0
     runs = [
         first.train(
             steps_forever,
             {"num_steps": 20},
             lane="managed",
-            options=RunOptions(run_dir=tmp_path / "a"),
+            run_options=RunOptions(run_dir=tmp_path / "a"),
         ),
-        second.train(steps_forever, {"num_steps": 40}, lane="managed", options=kept),
+        second.train(steps_forever, {"num_steps": 40}, lane="managed", run_options=kept),
     ]
     a, b = (run.result(LONG_S) for run in runs)
     assert sorted(value["gpu"] for value in [*a.values, *b.values]) == [0, 1, 2]
     assert [value["first"] for value in b.values] == [20]
     assert [each.metrics["step"] for each in list_kept(tmp_path / "b")] == [10, 20, 30, 40]
-    again = second.train(steps_forever, {"num_steps": 50}, options=kept).result(LONG_S)
+    again = second.train(steps_forever, {"num_steps": 50}, run_options=kept).result(LONG_S)
     assert again.values[0]["first"] == 40
     assert is_free(pool)
 

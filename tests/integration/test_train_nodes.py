@@ -58,7 +58,7 @@ def lose(node):
 
 node = add(num_cpus=1)
 with parpool(2, address=cluster.address, quiet=True) as pool:
-    run = pool.options(retries=1).train(loop, options=RunOptions(run_dir=folder / "run"))
+    run = pool.options(retries=1).train(loop, run_options=RunOptions(run_dir=folder / "run"))
     eventually(lambda: len(list(folder.glob("* at three on *"))) == 2)
     eventually(lambda: len(run.metrics) == 3)  # what has not travelled yet goes with the machine
     watched(2)

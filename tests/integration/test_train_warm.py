@@ -109,14 +109,14 @@ def assert_nothing_is_left(pool: Any) -> None:
 def test_a_loop_of_the_documentation(pool: Any, tmp_path: Path) -> None:
     """In one go, and in two: the same parameters, to the last bit."""
     whole = pool.train(
-        train_func, {"epochs": 4}, options=RunOptions(run_dir=tmp_path / "whole")
+        train_func, {"epochs": 4}, run_options=RunOptions(run_dir=tmp_path / "whole")
     ).result(300)
     assert whole.metrics_frame["epoch"].tolist() == [0, 1, 2, 3]
     assert whole.metrics["loss"] < whole.metrics_frame["loss"][0]
     assert state_of(whole.checkpoint)["epoch"] == 3
     halves = [
         pool.train(
-            train_func, {"epochs": epochs}, options=RunOptions(run_dir=tmp_path / "halves")
+            train_func, {"epochs": epochs}, run_options=RunOptions(run_dir=tmp_path / "halves")
         ).result(300)
         for epochs in (2, 4)
     ]
@@ -152,7 +152,7 @@ def test_the_same_as_by_a_bare_trainer(
     done = run_python(code, RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.2")
     theirs = torch.load(Path(done.stdout.split()[-1]) / "model.pt")
     ours = state_of(
-        pool.train(train_func, {"epochs": 2}, options=RunOptions(run_dir=tmp_path / "run"))
+        pool.train(train_func, {"epochs": 2}, run_options=RunOptions(run_dir=tmp_path / "run"))
         .result(300)
         .checkpoint
     )
@@ -270,7 +270,7 @@ def failure(
     pool: Any, loop: Callable[..., Any], config: Any = None, **options: Any
 ) -> TrainingError:
     with pytest.raises(TrainingError) as caught:
-        pool.train(loop, config, options=RunOptions(**options)).result(300)
+        pool.train(loop, config, run_options=RunOptions(**options)).result(300)
     assert_nothing_is_left(pool)
     return caught.value
 
@@ -461,7 +461,7 @@ def test_a_lost_rank_is_replaced_and_all_begin_again(pool: Any, tmp_path: Path) 
                 ray.train.report({"epoch": epoch}, ray.train.Checkpoint.from_directory(folder))
         return start
 
-    run = pool.options(retries=1).train(loop, options=RunOptions(run_dir=tmp_path / "run"))
+    run = pool.options(retries=1).train(loop, run_options=RunOptions(run_dir=tmp_path / "run"))
     result = run.result(300)
     assert result.values == [2, 2]
     assert result.metrics_frame["epoch"].tolist() == [0, 1, 2, 3]
@@ -484,7 +484,7 @@ def test_cancelled_in_the_middle(pool: Any, tmp_path: Path) -> None:
 
     for number in range(4):
         run = pool.train(
-            loop, options=RunOptions(run_dir=tmp_path / f"{number}", keep_checkpoints=2)
+            loop, run_options=RunOptions(run_dir=tmp_path / f"{number}", keep_checkpoints=2)
         )
         while run.metrics.empty:
             assert not run.done()
