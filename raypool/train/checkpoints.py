@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from raypool.errors import InvalidTypeError, InvalidValueError, RankInterrupted
+from raypool.errors import InvalidTypeError, InvalidValueError, RankInterrupted, did_you_mean
 from raypool.worker.folders import sync_folder
 from raypool.worker.running import note_here, uninterruptible
 
@@ -214,9 +214,15 @@ def _plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def prune(run_dir: Folder, keep: int | None, metric: str | None, mode: str) -> list[Path]:
-    """Delete all but the last and the `keep` best (or newest) checkpoints; return those."""
+    """Delete all but the last and the `keep` best (or newest) checkpoints; return those deleted.
+
+    None is deleted as long as no checkpoint has the metric.
+    """
     folder, there = Path(run_dir), ranked(run_dir, metric, mode)
     if keep is None or len(there) <= keep:
+        return []
+    # its name may be misspelled
+    if metric is not None and not any(metric in kept.metrics for kept in there):
         return []
     last = max(there, key=lambda kept: kept.index)
     stay = [
@@ -318,6 +324,7 @@ class CheckpointCommit:
         self._rank = rank
         self._tell = tell
         self._token = uuid.uuid4().hex[:8]
+        self._has_warned = False
 
     def keep(
         self, delivery: RankContribution | None, name: str | None, metrics: Mapping[str, Any]
@@ -438,6 +445,15 @@ class CheckpointCommit:
             path = commit(partial, metrics, plan.attempt, place)
         except OSError as error:
             return None, self._disk_fault(error, "a checkpoint")
+        if plan.best_metric not in {None, *_plain(metrics)} and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%s was reported without best_metric=%r.%s No checkpoint is deleted until one has"
+                " it.",
+                path.name,
+                plan.best_metric,
+                did_you_mean(str(plan.best_metric), metrics),
+            )
         try:
             prune(plan.run_dir, plan.keep, plan.best_metric, plan.best_mode)
         except OSError as error:

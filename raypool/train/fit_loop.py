@@ -33,7 +33,7 @@ from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.task import current_task
 from raypool.train.data import Batch, Samples, call_model, mixed_seed, order_of
 from raypool.train.shares import Division, LearningRates, Share, share_of
-from raypool.train.training_options import TrainingOptions
+from raypool.train.training_options import TrainingOptions, optimizer_arguments
 from raypool.worker.running import note_here
 
 LOOK_S = 1.0  # each check waits for the device
@@ -558,7 +558,7 @@ def _optimizer(options: TrainingOptions, parameters: list[nn.Parameter]) -> torc
     if options.optimizer == "adamw":
         return torch.optim.AdamW(parameters, **asked)
     assert callable(options.optimizer)
-    optimizer = options.optimizer(parameters)
+    optimizer = options.optimizer(parameters, **optimizer_arguments(options))
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidTypeError(
             f"optimizer={options.optimizer!r} has made a {type(optimizer).__name__} of the"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,16 @@ SHUFFLES = ("every-epoch", "once", "never")
 OUTPUT_MODELS = ("last", "best")
 STRATEGIES = ("ddp", "fsdp")
 
+OPTIMIZER_ARGUMENTS = {
+    "lr": "learning_rate",
+    "momentum": "momentum",
+    "weight_decay": "weight_decay",
+}
+"""The arguments of torch's optimizers, and the options that set them."""
+
+REPORTED = ("epoch", "step", "loss", "learning_rate", "samples_per_s", "dropped_samples")
+"""The metrics of every training by `fit`; with validation data there is "validation_loss"."""
+
 PLAIN: dict[str, dict[bool | None, str | None]] = {
     "shuffle": {True: "every-epoch", False: "never"},
     "scale_batch": {True: "per_worker", False: None},
@@ -42,8 +53,9 @@ class TrainingOptions:
     out; a data set that is smaller than a mini-batch is one mini-batch.
 
     Args:
-        optimizer: "sgdm", "adam", "adamw", or a function that makes an optimizer of the parameters
-            it is given, with its own learning rate.
+        optimizer: "sgdm", "adam", "adamw", or a class or function that makes an optimizer of the
+            parameters it is given. If it takes `lr`, it is called with `learning_rate`; with
+            `weight_decay` and `momentum`, if they are set here.
         learning_rate: At the start, after the warm-up.
         momentum: Of "sgdm".
         weight_decay: As torch's optimizers take it: part of the gradient with "sgdm" and "adam",
@@ -84,8 +96,8 @@ class TrainingOptions:
             `DataLoader` does that is trained on; without one "every-epoch".
         seed: Of the first parameters (if `model` is a function), the order of the samples, and what
             the model draws: from 0 on.
-        checkpoint_every: Epochs between two checkpoints, to go on from. None: none but when a
-            machine is about to go.
+        checkpoint_every: Epochs between two checkpoints. None: 1 if `run_options` of `fit` has a
+            `run_dir`, `keep_checkpoints` or `best_metric`; else none, except before a preemption.
         strategy: "ddp": each worker has the whole model. "fsdp": each holds a part of every
             parameter, gradient and state of the optimizer (torch's FSDP2), for models too large for
             one GPU.
@@ -235,12 +247,40 @@ class TrainingOptions:
                 " with the workers, and mini_batch_size is one for all of them. Add"
                 " scale_batch='per_worker', or set the learning rate itself."
             )
+        optimizer_arguments(self)
         if self.warmup_steps and callable(self.schedule):
             raise InvalidValueError(
                 f"warmup_steps={self.warmup_steps} does not go with a schedule of your own, which"
                 " sets the learning rate alone. Put the warm-up into it, by torch's SequentialLR"
                 " for one."
             )
+
+
+def optimizer_arguments(options: TrainingOptions) -> dict[str, float]:
+    """Return the named arguments for the user's own optimizer.
+
+    Raises:
+        InvalidValueError: It does not take one that the options set.
+    """
+    make = options.optimizer
+    if not callable(make):
+        return {}
+    try:
+        taken = inspect.signature(make).parameters.keys() - getattr(make, "keywords", {}).keys()
+    except (TypeError, ValueError):  # not every builtin has a signature
+        taken = set()
+    given = {}
+    for argument, name in OPTIMIZER_ARGUMENTS.items():
+        value = getattr(options, name)
+        is_default = value == getattr(TrainingOptions, name)
+        if argument in taken and not (is_default and argument != "lr"):
+            given[argument] = value
+        elif not is_default:
+            raise InvalidValueError(
+                f"{name}={value:g} would be ignored: optimizer={make!r} sets {argument!r} itself."
+                f" Set it there, or let the function take an argument {argument!r}."
+            )
+    return given
 
 
 def _check_choice(name: str, value: Any, choices: Sequence[str], other: str = "") -> None:

@@ -7,9 +7,10 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from raypool.errors import InvalidTypeError, InvalidValueError
+from raypool.errors import InvalidTypeError, InvalidValueError, did_you_mean
 from raypool.options import check_callable
 
 if TYPE_CHECKING:
@@ -38,8 +39,6 @@ def train(  # noqa: PLR0913 - the arguments of the verb
     trainer_args: Mapping[str, Any],
 ) -> TrainingRun:
     """Train a model by a loop written for Ray Train; see `PoolView.train`."""
-    from raypool.train.runs import RunOptions
-
     _check_loop(loop)
     if config is not None and not isinstance(config, Mapping):
         raise InvalidTypeError(
@@ -50,11 +49,7 @@ def train(  # noqa: PLR0913 - the arguments of the verb
     if lane == "warm":
         _check_warm({"trainer": trainer, "datasets": datasets}, trainer_args)
         _check_names_in(loop)
-    kept = RunOptions() if run_options is None else run_options
-    if not isinstance(kept, RunOptions):
-        raise InvalidTypeError(
-            f"run_options={run_options!r} is a {type(run_options).__name__}. Give RunOptions(...)."
-        )
+    kept = _checked_run_options(run_options)
     places = _rank_places(view, workers, kept.min_workers)
     given = trainer_args if datasets is None else {"datasets": datasets, **trainer_args}
     name = view._options.name or _name_of(loop)
@@ -73,7 +68,6 @@ def fit(  # noqa: PLR0913, PLR0917 - the arguments of the verb
 ) -> TrainingRun:
     """Train a model without a loop of the user's; see `PoolView.fit`."""
     from raypool.train.fit import prepare_fit
-    from raypool.train.runs import RunOptions
     from raypool.train.scaling import Recipe
     from raypool.train.training_options import TrainingOptions
 
@@ -82,10 +76,14 @@ def fit(  # noqa: PLR0913, PLR0917 - the arguments of the verb
         hint = (
             "Inputs and targets are one argument, a pair: fit(model, (x, y), loss)."
             if callable(options)
-            else "Give TrainingOptions(...)."
+            else "Give TrainingOptions(...); RunOptions(...) is for run_options=."
         )
         raise InvalidTypeError(f"options={options!r} is a {type(options).__name__}. {hint}")
-    kept = RunOptions() if run_options is None else run_options
+    kept = _checked_run_options(run_options)
+    _check_best_metric(kept.best_metric, options)
+    wants_checkpoints = (kept.run_dir, kept.keep_checkpoints, kept.best_metric) != (None,) * 3
+    if options.checkpoint_every is None and wants_checkpoints:
+        options = replace(options, checkpoint_every=1)
     target, size, only = view._ranks(workers)
     by_number = {worker.index: worker for worker in target._workers()}
     numbers = by_number if only is None else [place for place in only if place in by_number]
@@ -104,6 +102,29 @@ def fit(  # noqa: PLR0913, PLR0917 - the arguments of the verb
     run = _started(view, places, lane, call.loop, call.config, kept, name, call.finish)
     run.recipe = Recipe(places.engine, places.size, places.places, call.config)
     return run
+
+
+def _checked_run_options(given: Any) -> RunOptions:
+    from raypool.train.runs import RunOptions
+
+    if given is not None and not isinstance(given, RunOptions):
+        raise InvalidTypeError(
+            f"run_options={given!r} is a {type(given).__name__}. Give RunOptions(...)."
+        )
+    return given or RunOptions()
+
+
+def _check_best_metric(name: str | None, options: TrainingOptions) -> None:
+    """Refuse a metric that `fit` does not report: no checkpoint would be the best."""
+    from raypool.train.training_options import REPORTED
+
+    has_validation = options.validation_data is not None
+    known = {*REPORTED, *(["validation_loss"] if has_validation else [])}
+    if name is not None and name not in known:
+        more = "" if has_validation else " There is validation_loss with validation_data=."
+        raise InvalidValueError(
+            f"best_metric={name!r} is not reported by fit.{did_you_mean(name, sorted(known))}{more}"
+        )
 
 
 def _rank_places(view: PoolView, workers: Workers, least: int | None) -> RankPlaces:

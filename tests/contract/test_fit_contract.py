@@ -234,13 +234,12 @@ def test_a_sampler_orders_the_samples_the_same_on_all_ranks(
 def test_it_goes_on_from_a_checkpoint(
     pool: ParallelPool, alone: ParallelPool, tmp_path: Any, strategy: str
 ) -> None:
-    """Also one that was made by another number of ranks."""
+    """Also one that was made by another number of ranks. With a folder, each epoch makes one."""
     kept, changes = (
         RunOptions(run_dir=tmp_path / "run"),
         {
             "strategy": strategy,
             "optimizer": "adam",
-            "checkpoint_every": 1,
         },
     )
     fit(alone, run_options=kept, max_epochs=2, **changes)
@@ -393,6 +392,12 @@ def test_what_cannot_work_is_refused_at_the_call(pool: ParallelPool) -> None:
     data = INPUTS, TARGETS
     with pytest.raises(InvalidTypeError, match="options=\\{\\} is a dict"):
         pool.fit(make_model, data, mse_loss, {})  # type: ignore[arg-type]
+    for kept, message in (
+        ({"best_metric": "los"}, "'los' is not reported by fit. Did you mean loss?"),
+        ({"best_metric": "validation_loss"}, "validation_loss with validation_data="),
+    ):
+        with pytest.raises(InvalidValueError, match=message):
+            pool.fit(make_model, data, mse_loss, run_options=RunOptions(**kept))  # type: ignore[arg-type]
     with pytest.raises(InvalidTypeError, match="model=3"):
         pool.fit(3, data, mse_loss)
     with pytest.raises(InvalidTypeError, match="loss=None is not callable"):

@@ -415,6 +415,18 @@ def test_so_many_checkpoints_are_kept(train: Callable[..., Any], tmp_path: Path)
     assert listed == [("checkpoint_000005", 4), ("checkpoint_000002", 1), ("checkpoint_000001", 0)]
 
 
+@pytest.mark.semantics
+@pytest.mark.processes
+def test_a_misspelled_best_metric_deletes_nothing(train: Callable[..., Any], caplog: Any) -> None:
+    result = train(epochs, {"epochs": 3}, keep_checkpoints=1, best_metric="los")
+    assert len(result.best_checkpoints) == 3
+    warnings = [each.getMessage() for each in caplog.records if "best_metric" in each.getMessage()]
+    assert warnings == [
+        "checkpoint_000001 was reported without best_metric='los'. Did you mean loss? No checkpoint"
+        " is deleted until one has it."
+    ]
+
+
 @pytest.mark.everywhere
 def test_what_a_loop_sees_of_its_checkpoints(train: Callable[..., Any], size: int) -> None:
     """Each rank puts in its part, and all see the whole."""

@@ -156,8 +156,8 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Any], torch.optim.Optimizer], d
         {"accumulate": 2, "clip": 0.1},
     ),
     "an optimizer of one's own": (
-        {"optimizer": lambda params: torch.optim.RMSprop(params, lr=0.01), "learning_rate": 5},
-        lambda params: torch.optim.RMSprop(params, lr=0.01),
+        {"optimizer": torch.optim.RMSprop, "weight_decay": 0.1},
+        lambda params: torch.optim.RMSprop(params, lr=0.02, weight_decay=0.1),
         {},
     ),
 }

@@ -319,7 +319,7 @@ def test_only_numbers_that_are_none_have_no_best(run_dir: Path) -> None:
         (2, "loss", "min", [1, 2, 3]),  # the two best, and the last
         (2, "loss", "max", [5, 4, 3]),
         (3, "loss", "min", [1, 2, 3]),
-        (2, "none", "min", [2, 3]),
+        (2, "none", "min", [5, 1, 4, 2, 3]),
     ],
 )
 def test_prune(

@@ -4,6 +4,7 @@ goes on.
 
 from __future__ import annotations
 
+import functools
 import math
 import pickle
 from typing import Any
@@ -14,6 +15,11 @@ import pytest
 from raypool.errors import InvalidTypeError, InvalidValueError
 from raypool.train.shares import LearningRates, default_warmup
 from raypool.train.training_options import TrainingOptions
+
+
+def make(weights: Any, lr: float, weight_decay: float = 0.5) -> None:
+    """An optimizer of one's own."""
+
 
 WRONG_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": "rmsprop"}, "'sgdm', 'adam', 'adamw', or a function"),
@@ -54,6 +60,9 @@ WRONG_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"worker_load": [1, -1]}, "below 0"),
     ({"worker_load": [1, math.nan]}, "not finite"),
     ({"schedule": lambda optimizer: None, "warmup_steps": 5}, "SequentialLR"),
+    ({"optimizer": lambda weights: None, "learning_rate": 1}, "learning_rate=1 would be ignored"),
+    ({"optimizer": functools.partial(make, lr=1), "learning_rate": 2}, "sets 'lr' itself"),
+    ({"optimizer": make, "momentum": 0.5}, "let the function take an argument 'momentum'"),
 ]
 
 WRONG_TYPES: list[dict[str, Any]] = [
