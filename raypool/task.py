@@ -22,6 +22,7 @@ from raypool.worker.running import (
     item_seed,
     note_here,
     notes_here,
+    secure_reports,
     uninterruptible,
 )
 
@@ -285,7 +286,8 @@ PathLike = str | os.PathLike[str]
 def save_checkpoint(state: Any, path: PathLike | None = None) -> Path:
     """Save something with `torch.save`, in one step: the old file stays until the new one is whole.
 
-    A task that is cancelled meanwhile ends when it is saved.
+    A task that is cancelled meanwhile ends when it is saved. Earlier reports are sent first, so
+    that they survive a crash of this process, too.
 
     Args:
         state: What `torch.load(weights_only=True)` gives back: tensors, numbers, texts, and lists
@@ -313,6 +315,7 @@ def save_checkpoint(state: Any, path: PathLike | None = None) -> Path:
     """
     file = current_task().checkpoint_dir / FILE if path is None else Path(path)
     note = note_here()
+    secure_reports()
     with uninterruptible(note):
         _write(state, file)
         if path is None and note is not None and note.folders is not None:

@@ -136,12 +136,12 @@ class Outbox:
             return self._take()
 
     def drain(self, timeout_s: float) -> None:
-        """Send what waits, and wait until it has arrived: this process is about to end."""
-        number, batch = self.flush()
-        if batch:
-            self._deliver(number, batch)
+        """Wait until all that was added has arrived: this process may be about to end."""
         deadline = time.monotonic() + timeout_s
-        while self._is_sending and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
+            with self._taking:
+                if self._entries.empty() and not self._is_sending:
+                    return
             time.sleep(LOOK_AGAIN_S)
 
     def close(self) -> None:

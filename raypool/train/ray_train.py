@@ -48,7 +48,7 @@ from raypool.train.checkpoints import (
     list_kept,
     remove_partials,
 )
-from raypool.worker.running import TaskContext, note_here, running
+from raypool.worker.running import TaskContext, note_here, running, secure_reports
 
 __all__ = ["RankEnd", "TrainingAttempt", "run_loop"]
 
@@ -347,6 +347,8 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
                 bool(delete_local_checkpoint_after_upload),
                 checkpoint_upload_fn,
             )
+            if self._spmd.rank == 0:
+                secure_reports()
             brought = None if checkpoint is None else own
             path = self._commit.keep(brought, checkpoint_dir_name, said)
             self._checkpoint = Checkpoint.from_directory(path)

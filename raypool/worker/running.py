@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from raypool.worker.interrupts import Interrupts
 
 
+SECURE_TIMEOUT_S = 5.0
+"""How long a checkpoint waits for reports that cannot be sent [s]."""
+
+
 def _say_nothing(note: TaskContext, kind: str, payload: Any) -> bool | None:
     """Nobody listens."""
     return None
@@ -212,6 +216,12 @@ def item_seed(seed: int, index: int) -> int:
     return int(np.random.SeedSequence(seed, spawn_key=(index,)).generate_state(1, np.uint64)[0])
 
 
+def secure_reports() -> None:
+    """Wait until the reports of this process have left it: a checkpoint after them survives it."""
+    if this_process.link is not None:
+        this_process.link.drain(SECURE_TIMEOUT_S)
+
+
 class ExchangeClient(Protocol):
     """A connection to a pool's `Exchange`."""
 
@@ -237,6 +247,9 @@ class PoolLink(ExchangeClient, Protocol):
 
     def send_latest(self, key: str, maxsize: int, payload: bytes) -> None:
         """Send to a queue that keeps the newest values: older ones that wait are dropped."""
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait until what was sent has arrived."""
 
     def flush(self) -> int:
         """Send what waits to be sent, now; return the number of the newest batch."""

@@ -8,17 +8,19 @@ import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from raypool import report
+from raypool import report, save_checkpoint
 from raypool.channel import outbox as outbox_module
 from raypool.channel.feed import TEXT_BYTES, Feed
 from raypool.channel.hub import Hub
 from raypool.channel.outbox import Outbox
 from raypool.errors import InvalidValueError
-from raypool.worker.running import TaskContext, running
+from raypool.worker.running import TaskContext, running, this_process
 
 
 class Agent:
@@ -132,6 +134,21 @@ def test_before_the_end_all_of_it_is_sent(held: Outbox, agent: Agent) -> None:
     held.drain(30)
     assert agent.entries() == [("queue", "key", b"0"), ("queue", "key", b"1")]
     opener.join()
+
+
+def test_reports_leave_before_a_checkpoint_is_saved(
+    held: Outbox, agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the curve of an attempt that resumes from it has a hole."""
+
+    def drain(timeout_s: float) -> None:
+        agent.is_open.set()
+        held.drain(timeout_s)
+
+    monkeypatch.setattr(this_process, "link", SimpleNamespace(drain=drain))
+    held.say(note_of(held), "metrics", (1.0, {"step": 1}))
+    save_checkpoint({}, tmp_path / "checkpoint.pt")
+    assert [entry[0] for entry in agent.entries()] == ["queue", "metrics"]
 
 
 @pytest.mark.parametrize("limit", ["MAX_ENTRIES", "MAX_BYTES"])

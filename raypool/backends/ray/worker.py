@@ -519,7 +519,7 @@ class WorkerLink:
         self, worker_id: int, outbox: Outbox, agent: Any, home: Any, home_name: tuple[str, int]
     ) -> None:
         self.worker_id = worker_id
-        self.send, self.send_latest = outbox.send, outbox.send_latest
+        self.send, self.send_latest, self.drain = outbox.send, outbox.send_latest, outbox.drain
         self._outbox = outbox
         self._agent = agent
         self._home = home
