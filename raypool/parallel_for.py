@@ -612,8 +612,10 @@ def watched(
     if progress is False or in_task():  # nobody sees a display in a task
         return contextlib.nullcontext()
     from raypool.views.progress import watched as watched_by_somebody
+    from raypool.views.status import LoopStatus
 
-    return watched_by_somebody(progress, label, engine.backend, is_inline(engine))
+    status = LoopStatus(label, engine.backend.gpu_readings)
+    return watched_by_somebody(progress, status, is_inline(engine))
 
 
 @contextlib.contextmanager

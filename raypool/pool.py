@@ -946,6 +946,7 @@ class PoolView(concurrent.futures.Executor):
         workers: Workers = None,
         lane: Literal["warm", "managed"] = "warm",
         run_options: RunOptions | None = None,
+        progress: bool | Callable[..., Any] | None = None,
     ) -> TrainingRun:
         """Train a model on all workers at once, without a loop of one's own; return a future.
 
@@ -973,6 +974,8 @@ class PoolView(concurrent.futures.Executor):
             workers: Those that may train: how many, or which. None: all.
             lane: As for `train`.
             run_options: Where checkpoints are kept; see `RunOptions`.
+            progress: Whether `result` shows epochs, losses and samples per second while it waits;
+                None, True, False or a function like `tqdm`, as for `parfor`.
 
         Returns:
             A `TrainingRun`. Its result's `model` is the trained model, on the CPU.
@@ -998,7 +1001,7 @@ class PoolView(concurrent.futures.Executor):
         """
         from raypool.train.verbs import fit
 
-        return fit(self, model, data, loss, options, workers, lane, run_options)
+        return fit(self, model, data, loss, options, workers, lane, run_options, progress)
 
     @_explains
     def predict(

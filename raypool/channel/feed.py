@@ -312,11 +312,11 @@ class Feed:
                 self._text.add(data)
             self._missing += self._text.forget(TEXT_BYTES)
 
-    def last(self, item: int, attempt: int) -> dict[str, Any]:
-        """Return the newest value of each metric of an item in this attempt, if there are any."""
+    def last(self, item: int, attempt: int | None = None) -> dict[str, Any]:
+        """Return the newest value of each metric of an item in this attempt (None: the newest)."""
         with self._lock:
             known_attempt, values = self._last.get(item, (attempt, {}))
-        return values if known_attempt == attempt else {}
+        return values if attempt in {None, known_attempt} else {}
 
     def rows(self) -> list[Row]:
         """Return all reports, in the order of their arrival."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -23,6 +25,7 @@ from raypool.errors import (
 )
 from raypool.futures import Future, joined_feed
 from raypool.journal.lock import RunLock
+from raypool.worker.running import in_task
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,6 +34,9 @@ if TYPE_CHECKING:
 
 
 MODES = ("min", "max")
+
+TICK_S = 0.1
+"""How often the display of a training is updated [s]."""
 
 
 @explains_calls
@@ -177,6 +183,7 @@ class TrainingRun(Future[TrainingResult]):
     Attributes:
         path: The folder of the run; it is made with the first checkpoint.
         recipe: For `scaling_report`, if this is a training by `pool.fit`; else None.
+        progress: How `result` shows it; see `PoolView.fit`.
     """
 
     def __init__(self, name: str, path: Path) -> None:
@@ -184,9 +191,42 @@ class TrainingRun(Future[TrainingResult]):
         super().__init__(name, on_ask=_pass_on)
         self.path = path
         self.recipe: Any = None
+        self.progress: bool | Callable[..., Any] | None = False
         self._adopting = threading.Lock()  # requests may come from any thread
         self._listeners: list[Callable[[list[Row]], object]] = []
         self.catch_up = lambda: joined_feed(self.tries)
+
+    def result(self, timeout: float | None = None) -> TrainingResult:
+        """Return the result, waiting for it at most `timeout` seconds; see `Future.result`.
+
+        Meanwhile it shows the progress of a training by `pool.fit`.
+        """
+        __tracebackhide__ = True  # notebooks and pytest: only the user's own line
+        if self.progress is not False and not self.done() and not in_task():
+            deadline = time.monotonic() + (math.inf if timeout is None else timeout)
+            self.check_wait(timeout)
+            self._show(deadline)
+            timeout = max(deadline - time.monotonic(), 0)
+        return super().result(None if timeout == math.inf else timeout)
+
+    def _show(self, deadline: float) -> None:
+        from raypool.views.progress import watched
+        from raypool.views.status import TrainingStatus
+
+        job, first = self.recipe.config["fit"], None
+        num_epochs, num_steps = job.options.max_epochs, job.division.steps
+        status = TrainingStatus(self.name, num_epochs, num_steps, self._submitted_at)
+        with watched(self.progress, status, is_serial=False) as watch:
+            while watch is not None:
+                is_over = self.done() or time.monotonic() >= deadline
+                feeds = [each.feed for each in self.tries if each.feed is not None]
+                last = feeds[-1].last(0) if feeds else {}
+                if last and first is None:
+                    first = int(self.metrics["step"].iloc[0])
+                watch.update(last, first or 0)
+                if is_over:
+                    break
+                wait([self], TICK_S)
 
     def running(self) -> bool:
         """Whether an attempt runs, or has run, and the training has not ended."""

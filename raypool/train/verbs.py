@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from raypool.errors import InvalidTypeError, InvalidValueError, did_you_mean
 from raypool.options import check_callable
+from raypool.parallel_for import check_progress
 
 if TYPE_CHECKING:
     from raypool.pool import PoolView, Workers
@@ -65,6 +66,7 @@ def fit(  # noqa: PLR0913, PLR0917 - the arguments of the verb
     workers: Workers,
     lane: str,
     run_options: RunOptions | None,
+    progress: bool | Callable[..., Any] | None,
 ) -> TrainingRun:
     """Train a model without a loop of the user's; see `PoolView.fit`."""
     from raypool.train.fit import prepare_fit
@@ -79,6 +81,7 @@ def fit(  # noqa: PLR0913, PLR0917 - the arguments of the verb
             else "Give TrainingOptions(...); RunOptions(...) is for run_options=."
         )
         raise InvalidTypeError(f"options={options!r} is a {type(options).__name__}. {hint}")
+    check_progress(progress)
     kept = _checked_run_options(run_options)
     _check_best_metric(kept.best_metric, options)
     wants_checkpoints = (kept.run_dir, kept.keep_checkpoints, kept.best_metric) != (None,) * 3
@@ -101,6 +104,7 @@ def fit(  # noqa: PLR0913, PLR0917 - the arguments of the verb
     name = view._options.name or "fit"
     run = _started(view, places, lane, call.loop, call.config, kept, name, call.finish)
     run.recipe = Recipe(places.engine, places.size, places.places, call.config)
+    run.progress = progress
     return run
 
 

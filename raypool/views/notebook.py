@@ -77,6 +77,8 @@ def page(status: LoopStatus, rows: Rows) -> str:
             '<table style="margin: 0.3em 0 0 1em; border: none; font-size:'
             f' inherit">{table}</table>'
         )
+    if status.values:
+        body += _line(status.values, "")
     if rows.others:
         body += _line(rows.others, "dim")
     if status.last_failure is not None:

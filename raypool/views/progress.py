@@ -1,4 +1,4 @@
-"""Shows the progress of a loop: live, as lines in a log file, or by another package's bar."""
+"""Shows the progress of a loop or training: live, as log lines, or by another package's bar."""
 
 from __future__ import annotations
 
@@ -7,17 +7,12 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from raypool.views.lines import LogLines, is_terminal
 from raypool.views.notebook import NotebookView, in_notebook
 from raypool.views.status import LoopStatus
 from raypool.views.words import describe_error
-
-if TYPE_CHECKING:
-    from raypool.backends.base import Backend
-    from raypool.engine.loop import LoopWork
-
 
 SPARING = 200
 """The rest of a view, in durations of its last update: it takes half a percent of a core."""
@@ -59,9 +54,9 @@ class LoopWatch:
         self._is_new = True
         self._is_broken = False
 
-    def update(self, work: LoopWork, total: int | None) -> None:
-        """Look at the loop, and show it if it is time; `total` is None while unknown."""
-        self._status.look(work, total)
+    def update(self, *state: Any) -> None:
+        """Look at the loop (see `LoopStatus.look`), and show it if it is time."""
+        self._status.look(*state)
         if self._clock() < self._next_at or self._is_broken:
             return
         started = time.thread_time()
@@ -88,17 +83,15 @@ class LoopWatch:
 
 @contextlib.contextmanager
 def watched(
-    progress: bool | Callable[..., Any] | None, label: str, backend: Backend, is_serial: bool
+    progress: bool | Callable[..., Any] | None, status: LoopStatus, is_serial: bool
 ) -> Iterator[LoopWatch | None]:
-    """Show a loop within the context.
+    """Show a loop or a training within the context.
 
     Args:
         progress: True: from the start. None: as suits the output. Or a factory of progress bars.
-        label: The name of the loop.
-        backend: Tells the memory of the workers' GPUs.
-        is_serial: Whether the loop runs in the thread that waits for it.
+        status: Its state, which `update` of the watch changes.
+        is_serial: Whether it runs in the thread that waits for it.
     """
-    status = LoopStatus(label, backend.gpu_readings)
     view = _view(progress, is_serial)  # last: only its `end` releases the terminal
     if view is None:
         yield None

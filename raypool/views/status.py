@@ -1,11 +1,11 @@
-"""The state of a loop for all views: progress, and each worker's item, metrics and memory."""
+"""The state of a loop or a training for all views: progress, metrics, each worker's item."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raypool.channel.records import GpuReading, named
 from raypool.core.model import TaskState
@@ -16,6 +16,7 @@ from raypool.views.words import (
     duration,
     gibibytes,
     one_line,
+    rate,
 )
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 16
 """The most lines of workers; further workers share one."""
+
+FIT_METRICS = ("loss", "validation_loss", "learning_rate")
+"""The metrics of a training that are shown, besides its speed."""
 
 MEMORY_LOOK_S = 2.0
 """The interval of questions for GPU memory [s]."""
@@ -69,11 +73,15 @@ class Rows(NamedTuple):
 class LoopStatus:
     """The state of a loop at the last look.
 
+    `values` are metrics of the whole, in one line; a loop has none.
+
     Args:
         label: The name of the loop.
         ask_memory: Asks for the memory of the workers' GPUs; None: it is not shown.
         clock: Returns the Unix time [s].
     """
+
+    values = ""
 
     def __init__(
         self,
@@ -192,6 +200,62 @@ class LoopStatus:
         if self._work is not None:
             self._tally.look_at(self._work)
         return self._tally.last_failure
+
+
+class TrainingStatus(LoopStatus):
+    """The state of a training by `fit` at the last look; it counts epochs.
+
+    Args:
+        label: The name of the training.
+        num_epochs: The greatest number of epochs.
+        num_steps: The steps of an epoch.
+        started: When it was submitted (Unix time [s]).
+        clock: Returns the Unix time [s].
+    """
+
+    def __init__(
+        self,
+        label: str,
+        num_epochs: int,
+        num_steps: int,
+        started: float,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        super().__init__(label, clock=clock)
+        self.total, self._num_steps, self._started = num_epochs, num_steps, started
+        self.is_whole = True  # it may end before its last epoch
+
+    @property
+    def is_begun(self) -> bool:
+        """True: it may be shown before its first report."""
+        return True
+
+    def look(self, last: Mapping[str, Any], first_step: int) -> None:  # type: ignore[override]
+        """Update the state: the last metrics, and the step of the first report of this run."""
+        done = (last.get("step", -1) + 1) // self._num_steps
+        if done != self.num_settled:
+            self.num_settled, self._settled_at = done, self._clock()
+        self.num_restored = first_step // self._num_steps
+        self.values = describe_values({name: last[name] for name in FIT_METRICS if name in last})
+        if "samples_per_s" in last:
+            self.values += f", {rate(last['samples_per_s'], 1).replace('/', ' samples/')}"
+
+    def end(self) -> None:
+        """Note the end of the training."""
+        self.is_over = True
+
+    def counts(self) -> list[tuple[str, str]]:
+        """Return the progress as texts, each with a style of rich."""
+        (settled, style), *others = super().counts()
+        return [(f"{settled} epochs", style), *others]
+
+    def left_s(self) -> float | None:
+        """Return the estimated remaining time [s]; None if unknown."""
+        if self.is_over or self.total is None or self.num_new <= 0:
+            return None
+        epoch_s = (self._settled_at - self._started) / self.num_new
+        left_s = epoch_s * (self.total - self.num_settled) - (self._clock() - self._settled_at)
+        return left_s if left_s > LEAST_LEFT_S else None
 
 
 class Tally:

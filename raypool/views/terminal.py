@@ -110,6 +110,8 @@ class Picture:
         self._width, self._height = console.width, console.height
         self._head, self._bar = self._headline(status)
         self._lines = [] if status.is_over else self._rest(status)
+        if status.values:
+            self._lines.append([(fit(f"  {status.values}", self._width), "")])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         # segments, as rich's tables and texts take ten times as long

@@ -7,6 +7,7 @@ from __future__ import annotations
 import collections
 import copy
 import os
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -387,6 +388,30 @@ def test_a_model_with_more_than_tensors_in_its_state(pool: ParallelPool) -> None
     assert model.seen == 3
 
 
+def test_its_progress_is_shown_while_somebody_waits_for_it() -> None:
+    is_shown, bars = threading.Event(), []
+
+    class Bar:
+        def __init__(self, total: int, desc: str) -> None:
+            self.said = [desc, total]
+            bars.append(self)
+            is_shown.set()
+
+        def update(self, step: int) -> None:
+            self.said.append(step)
+
+    def hold(_: Any) -> None:
+        assert is_shown.wait(WAIT_S)
+
+    with parpool(1, profile="threads", quiet=True) as pool:
+        how = options(max_epochs=3, output_fn=hold)
+        run = pool.fit(make_model, (INPUTS, TARGETS), mse_loss, how, progress=Bar)
+        assert run.result(WAIT_S).metrics["epoch"] == 2
+    (bar,) = bars
+    assert bar.said[:2] == ["fit", 3]
+    assert sum(bar.said[2:]) == 3
+
+
 @pytest.mark.arguments
 def test_what_cannot_work_is_refused_at_the_call(pool: ParallelPool) -> None:
     data = INPUTS, TARGETS
@@ -398,6 +423,8 @@ def test_what_cannot_work_is_refused_at_the_call(pool: ParallelPool) -> None:
     ):
         with pytest.raises(InvalidValueError, match=message):
             pool.fit(make_model, data, mse_loss, run_options=RunOptions(**kept))  # type: ignore[arg-type]
+    with pytest.raises(InvalidTypeError, match="progress=3"):
+        pool.fit(make_model, data, mse_loss, progress=3)  # type: ignore[arg-type]
     with pytest.raises(InvalidTypeError, match="model=3"):
         pool.fit(3, data, mse_loss)
     with pytest.raises(InvalidTypeError, match="loss=None is not callable"):

@@ -7,7 +7,6 @@ from __future__ import annotations
 import io
 import re
 import sys
-import types
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,9 @@ from raypool.channel.records import Function, GpuReading
 from raypool.core.model import TaskState
 from raypool.engine.loop import LoopOptions, LoopWork
 from raypool.errors import LossReason, WorkerLostError
+from raypool.views.lines import line
 from raypool.views.progress import watched
-from raypool.views.status import LoopStatus
+from raypool.views.status import LoopStatus, TrainingStatus
 from raypool.views.terminal import TerminalView, terminal_view
 from raypool.views.words import describe_error, describe_item
 from raypool.worker.running import TaskContext, running
@@ -375,6 +375,28 @@ def test_what_tasks_print_meanwhile_is_theirs_and_the_picture_is_not(
     assert "0 of 3" in shown
 
 
+def test_a_training_shows_epochs_metrics_and_speed_also_at_its_end() -> None:
+    """It resumed after one of ten epochs of five steps."""
+    terminal, now = Terminal(), 1000.0
+    status = TrainingStatus("fit", 10, 5, started=now, clock=lambda: now)
+    terminal.view.show(status)
+    assert text_of(terminal.lines[0]) == "fit 0 of 10 epochs 0 s"
+    now += 30
+    last = {"epoch": 3, "step": 21, "loss": 0.5, "learning_rate": 0.01, "samples_per_s": 26151.3}
+    status.look(last, first_step=9)
+    terminal.view.show(status)
+    now += 3
+    terminal.view.show(status)
+    first, *others = terminal.lines
+    assert text_of(first) == "fit 4 of 10 epochs, 1 restored 33 s, about 57 s left"
+    assert others == ["  loss=0.5, learning_rate=0.01, 26,151 samples/s"]
+    assert "4 of 10 epochs done, 1 restored, loss=0.5, " in line(status)
+    status.end()
+    terminal.view.end(status)
+    assert text_of(terminal.lines[0]) == "fit 4 of 10 epochs, 1 restored 33 s"
+    assert terminal.lines[1:] == others
+
+
 def is_free() -> bool:
     """Whether the next loop would have the terminal."""
     view = terminal_view()
@@ -392,22 +414,18 @@ def test_one_loop_at_a_time_has_the_terminal(monkeypatch: pytest.MonkeyPatch) ->
     assert is_free()
 
 
-@pytest.mark.parametrize(
-    "name", ["raypool.views.terminal.Live", "raypool.views.progress.LoopStatus"]
-)
 def test_a_picture_that_cannot_be_made_does_not_keep_the_terminal(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise MemoryError("no room")
 
     look_at(Screen(), monkeypatch)
-    machine: Any = types.SimpleNamespace(gpu_readings=None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(name, fail)
+        patch.setattr("raypool.views.terminal.Live", fail)
         with (
             pytest.raises(MemoryError, match="no room"),
-            watched(None, "train", machine, is_serial=False),
+            watched(None, LoopStatus("train"), is_serial=False),
         ):
             raise AssertionError("it has begun")
     assert is_free()
