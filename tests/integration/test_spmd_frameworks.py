@@ -95,6 +95,19 @@ def test_tensor_parallel_equals_one_process(pool: ParallelPool, load: Load) -> N
         }
 
 
+def test_a_mesh_of_two_dimensions_equals_one_process(pool: ParallelPool, load: Load) -> None:
+    """In `pool.train`, on two by two workers of its own."""
+    example = load("train_mesh")
+    losses_alone, parameters_alone = example.train_alone(10)
+    with parpool(4, resources=WorkerResources(gpus=0, cpus=0.5), quiet=True) as four:
+        result = four.train(example.train_loop, {"steps": 10}).result(300)
+    total = sum(weights.numel() for weights in parameters_alone)
+    for held, parameters in result.values:
+        assert held < 0.3 * total
+        assert_same(parameters, parameters_alone)
+    assert losses_alone[-1] < losses_alone[0]
+
+
 def test_pipeline_equals_one_process(pool: ParallelPool, load: Load) -> None:
     example = load("spmd_pipeline")
     loss_alone, gradients_alone = example.train_alone()
