@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shlex
@@ -28,6 +29,7 @@ def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("block", SCRIPTS, ids=str)
 def test_the_code_runs(block: Block, tmp_path: Path) -> None:
     """What it prints is what the comments say."""
+    skip_without_keras(block)
     done = run("-c", block.code, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     printed = done.stdout.splitlines()
@@ -35,6 +37,25 @@ def test_the_code_runs(block: Block, tmp_path: Path) -> None:
     assert [line for line in printed if line in expected] == expected
     for name in re.findall(r"\"(sweep\.\w+)\"", block.code):
         assert (tmp_path / name).stat().st_size > 1000
+
+
+def test_a_keras_model_resumes_after_its_last_epoch(tmp_path: Path) -> None:
+    """It comes to what an uninterrupted training comes to."""
+    (block,) = (each for each in SCRIPTS if each.heading == "Keras")
+    skip_without_keras(block)
+    more = """
+with parpool(1, profile="inline", quiet=True) as pool:
+    whole = pool.parfeval(train, {"lr": 0.3, "epochs": 4}).result()
+first, second = (train({"lr": 0.3, "epochs": epochs}) for epochs in (2, 4))
+assert first > second == whole, (first, second, whole)
+"""
+    done = run("-c", block.code + more, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def skip_without_keras(block: Block) -> None:
+    if "import keras" in block.code and importlib.util.find_spec("keras") is None:
+        pytest.skip("keras is not installed")
 
 
 def raypool(line: str, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -66,6 +66,7 @@ AT_HOME = {
             "Where a pool is taken",
             "multiprocessing's Pool",
             "joblib and scikit-learn",
+            "Keras",
         ],
         AT_HOME_RUNS,
     ),
