@@ -247,7 +247,7 @@ def ls(folder: Path, is_json: bool) -> None:
     """List the saved runs below a folder, newest first.
 
     FOLDER is the current folder by default. `raypool sweep` and parfor(run_dir=...) write saved
-    runs.
+    runs, and so do train and fit with their first checkpoint.
     """
     from raypool.journal.reading import runs_below, summary_of
     from raypool.views import tables
@@ -292,11 +292,11 @@ def ls(folder: Path, is_json: bool) -> None:
 def show(run_dir: Path, sort: str | None, top: int | None, **options: Any) -> None:
     """Show the table of a saved run, which may still be running.
 
-    RUN_DIR is the folder given to `raypool sweep` or parfor. On a terminal the table has 50 rows by
-    default (--top changes that), and the columns that fit. Pipes, files and JSON have all columns,
-    files and JSON also all rows.
+    RUN_DIR is the folder given to `raypool sweep`, parfor, train or fit. The table of a training
+    has its reports up to the last checkpoint. On a terminal the table has 50 rows by default (--top
+    changes that), and the columns that fit. Pipes, files and JSON have all columns, files and JSON
+    also all rows.
     """
-    from raypool.journal.reading import load_results
     from raypool.results import collector_paused, ranked
     from raypool.views import tables
 
@@ -304,7 +304,7 @@ def show(run_dir: Path, sort: str | None, top: int | None, **options: Any) -> No
     if files.get("csv") == "-" and options["is_json"]:
         raise click.UsageError("--csv - and --json both write to standard output. Choose one.")
     with errors_said(), collector_paused():
-        frame = tables.numbered(load_results(run_dir).to_frame())
+        frame = _table_of(run_dir, options["is_failed"])
         num_items, usual = len(frame), tables.columns_of(frame)
         if options["is_failed"]:
             frame = frame[frame["status"] == "failed"]
@@ -340,6 +340,18 @@ def _write(frame: pd.DataFrame, kind: str, path: str) -> None:
         getattr(columns, f"to_{kind}")(path, index=False)
     except (OSError, ImportError) as error:
         raise click.ClickException(f"{path} could not be written: {error}.") from error
+
+
+def _table_of(run_dir: Path, is_failed: bool) -> pd.DataFrame:
+    """Return the items of a saved run, or the reports of a training; their numbers come first."""
+    from raypool.journal.reading import is_training, load_results, reports_of
+    from raypool.views import tables
+
+    if not is_training(run_dir):
+        return tables.numbered(load_results(run_dir).to_frame())
+    if is_failed:
+        raise InvalidValueError(f"{run_dir} is a training, whose reports do not fail.")
+    return reports_of(run_dir)
 
 
 def _named(frame: pd.DataFrame, columns: str | None) -> list[str]:

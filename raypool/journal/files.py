@@ -18,6 +18,9 @@ from typing import Any
 
 from raypool.errors import SerializationError
 
+REPORTS = "training_reports.jsonl"
+"""The file of a training with the reports of rank 0 up to the last checkpoint, a line each."""
+
 DIGEST_BYTES = 16
 
 MAX_TWICE_BYTES = 16 * 1024 * 1024

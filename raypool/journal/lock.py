@@ -23,6 +23,8 @@ import psutil
 
 from raypool.errors import JournalError
 
+TRAINING_LOCK = ".training.lock"
+
 logger = logging.getLogger("raypool")
 
 

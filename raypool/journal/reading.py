@@ -15,14 +15,14 @@ import time
 from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raypool.channel.feed import Feed, text_of_file
 from raypool.channel.feed import Row as Report
 from raypool.channel.gpu_usage import samples_in
 from raypool.errors import MAX_NAMES, JournalError, did_you_mean, explains_calls
-from raypool.journal.files import Damaged, is_trusted
-from raypool.journal.lock import bare, is_in_use, is_running, noted_outcomes
+from raypool.journal.files import REPORTS, Damaged, is_trusted
+from raypool.journal.lock import TRAINING_LOCK, bare, is_in_use, is_running, noted_outcomes
 from raypool.journal.opening import (
     SALVAGED,
     UNREADABLE,
@@ -52,6 +52,9 @@ from raypool.journal.rows import (
 from raypool.journal.salvage import carve
 from raypool.journal.schema import checksum, numbers_of
 from raypool.results import Miss, Results, Row, collector_paused, run_name
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 class ItemRecord(NamedTuple):
@@ -222,7 +225,7 @@ def positions_of(contents: Contents, run: int) -> dict[int, int]:
 
 
 class RunSummary(NamedTuple):
-    """What `raypool ls` shows of a run.
+    """What `raypool ls` shows of a run; of a training (`last`: its last metrics) items are reports.
 
     `started_at` is when its newest call began (Unix time [s]), `num_bytes` what all its files take.
     """
@@ -235,12 +238,13 @@ class RunSummary(NamedTuple):
     is_running: bool
     started_at: float
     num_bytes: int
+    last: dict[str, Any] | None = None
 
 
 def runs_below(folder: Path) -> Iterator[Path]:
     """Find the folders of runs: this one, or those below it that are in no other run."""
     for place, folders, files in os.walk(folder):
-        if DATABASE in files or SALVAGED in files:
+        if not {DATABASE, SALVAGED, REPORTS}.isdisjoint(files):
             folders.clear()  # the folders of its items
             yield Path(place)
         folders.sort()
@@ -252,13 +256,17 @@ def summary_of(folder: Path) -> RunSummary:
     Raises:
         JournalError: It cannot be read.
     """
+    size = sum(
+        path.lstat().st_size for path in folder.rglob("*") if path.is_file() or path.is_symlink()
+    )
+    if is_training(folder):
+        name, rows = reports_in(folder)
+        now = is_running(folder, TRAINING_LOCK)
+        return RunSummary(folder, name, len(rows), len(rows), 0, now, rows[0][0], size, rows[-1][3])
     contents = read_contents(folder)
     entries = entries_of(contents)
     statuses = Counter(entry.stored.status for entry in entries if entry.stored is not None)
     newest: Any = max(contents["runs"], default=(0, "", None, None, 0, 0.0))
-    size = sum(
-        path.lstat().st_size for path in folder.rglob("*") if path.is_file() or path.is_symlink()
-    )
     return RunSummary(
         folder,
         str(newest[1]),
@@ -269,6 +277,37 @@ def summary_of(folder: Path) -> RunSummary:
         float(newest[5]),
         size,
     )
+
+
+def is_training(folder: Path) -> bool:
+    """Whether the run in a folder is a training, by `train` or `fit`."""
+    return (folder / REPORTS).exists() and not (folder / DATABASE).exists()
+
+
+def reports_in(folder: Path) -> tuple[str, list[Report]]:
+    """Return the name of a training and the reports of its rank 0, up to the last checkpoint.
+
+    Raises:
+        JournalError: None can be read.
+    """
+    name, rows = "", []
+    with contextlib.suppress(OSError):
+        for line in (folder / REPORTS).read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(KeyError, TypeError, ValueError):  # cut off by a crash
+                entry = json.loads(line)
+                name, metrics = str(entry["name"]), dict(entry["metrics"])
+                rows.append((float(entry["time"]), 0, int(entry["attempt"]), metrics))
+    if not rows:
+        raise JournalError(f"{folder / REPORTS} cannot be read.", run_dir=str(folder))
+    return name, rows
+
+
+def reports_of(folder: Path) -> pd.DataFrame:
+    """Return the reports of a training as a table: their numbers, then as in `run.metrics`."""
+    feed = Feed()
+    for row in reports_in(folder)[1]:
+        feed.add_row(row)
+    return feed.metrics(None).reset_index(names="report")
 
 
 # --- reading --------------------------------------------------------------------------------------

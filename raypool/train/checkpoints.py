@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from raypool.errors import InvalidTypeError, InvalidValueError, RankInterrupted, did_you_mean
+from raypool.journal.files import REPORTS
 from raypool.worker.folders import sync_folder
 from raypool.worker.running import note_here, uninterruptible
 
@@ -177,6 +178,16 @@ def commit(
     return path
 
 
+def add_reports(run_dir: Folder, name: str, rows: Sequence[tuple[float, int, Any]]) -> None:
+    """Add what rank 0 of a training has reported: times (Unix [s]), attempts, metrics."""
+    lines = [
+        json.dumps({"name": name, "time": moment, "attempt": attempt, "metrics": _plain(metrics)})
+        for moment, attempt, metrics in rows
+    ]
+    with (Path(run_dir) / REPORTS).open("a", encoding="utf-8") as stream:
+        stream.write("\n".join(["", *lines]))  # a line that a crash has cut off ends here
+
+
 def note_down(
     folder: Path, index: int, metrics: Mapping[str, Any], attempt: int, elsewhere: str | None = None
 ) -> None:
@@ -327,9 +338,16 @@ class CheckpointCommit:
         self._has_warned = False
 
     def keep(
-        self, delivery: RankContribution | None, name: str | None, metrics: Mapping[str, Any]
+        self,
+        delivery: RankContribution | None,
+        name: str | None,
+        metrics: Mapping[str, Any],
+        reports: Sequence[tuple[float, int, Any]],
     ) -> str:
-        """Keep a checkpoint, together with all ranks; return its folder."""
+        """Keep a checkpoint, together with all ranks; return its folder.
+
+        `reports`: those of rank 0 since the last one, for `add_reports`.
+        """
         partial: Partial | None = None
         try:
             opened: tuple[Partial | None, Fault | None] | None = None
@@ -343,7 +361,7 @@ class CheckpointCommit:
             assert partial is not None
             place = self._gather(delivery, partial)
             path, fault = self._tell(
-                self._commit(partial, metrics, place) if self._rank == 0 else None
+                self._commit(partial, metrics, place, reports) if self._rank == 0 else None
             )[0]
             _see([RankOutcome(fault)], None)
         except BaseException:
@@ -438,10 +456,15 @@ class CheckpointCommit:
         return str(self._local_folder(checkpoint).absolute())
 
     def _commit(
-        self, partial: Partial, metrics: Mapping[str, Any], place: str | None
+        self,
+        partial: Partial,
+        metrics: Mapping[str, Any],
+        place: str | None,
+        reports: Sequence[tuple[float, int, Any]],
     ) -> tuple[str | None, Fault | None]:
         plan = self._plan
         try:
+            add_reports(plan.run_dir, plan.name, reports)
             path = commit(partial, metrics, plan.attempt, place)
         except OSError as error:
             return None, self._disk_fault(error, "a checkpoint")

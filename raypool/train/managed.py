@@ -215,9 +215,7 @@ class ManagedLane:
             **self.engine.profile.worker_env,
             **running.worker_runtime_env.get("env_vars", {}),
         }
-        hooks = ControllerHooks(
-            coordinator, None if self.is_elsewhere else plan.run_dir, plan.attempt
-        )
+        hooks = ControllerHooks(coordinator, None if self.is_elsewhere else plan.run_dir, plan)
         changed: dict[str, Any] = {
             "callbacks": [*running.callbacks, hooks],
             "worker_runtime_env": {**running.worker_runtime_env, "env_vars": environment},

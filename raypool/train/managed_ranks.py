@@ -35,7 +35,13 @@ from raypool.ray_private import (
 )
 from raypool.spmd.failures import is_disconnect
 from raypool.spmd.wire import ordinal
-from raypool.train.checkpoints import TrainingAttempt, forget_deleted, next_index, note_down
+from raypool.train.checkpoints import (
+    TrainingAttempt,
+    add_reports,
+    forget_deleted,
+    next_index,
+    note_down,
+)
 from raypool.train.ray_train import checked
 from raypool.worker.running import (
     TaskContext,
@@ -125,10 +131,10 @@ class ControllerHooks(
     `run_dir`: the folder of the run; None if its checkpoints are in other storage.
     """
 
-    def __init__(self, coordinator: Any, run_dir: str | None, attempt: int) -> None:
+    def __init__(self, coordinator: Any, run_dir: str | None, plan: TrainingAttempt) -> None:
         self._coordinator = coordinator
         self._run_dir = run_dir
-        self._attempt = attempt
+        self._name, self._attempt = plan.name, plan.attempt
 
     def after_controller_start(self, train_run_context: Any) -> None:
         """Send the controller's handle to the pool, which can abort it by this."""
@@ -143,6 +149,7 @@ class ControllerHooks(
     def after_report(self, training_report: Any, metrics: list[dict[str, Any]]) -> None:
         """Note a checkpoint that Ray Train has kept, so that the run can resume in either lane."""
         if training_report.checkpoint is not None and self._run_dir is not None:
+            add_reports(self._run_dir, self._name, [(time.time(), self._attempt, metrics[0])])
             note_down(
                 Path(training_report.checkpoint.path),
                 next_index(self._run_dir),

@@ -230,6 +230,7 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
         self.plan = plan
         self.note = note
         self.metrics: dict[str, Any] | None = None
+        self._reports: list[tuple[float, int, Any]] = []  # of rank 0, since the last checkpoint
         self._spmd = context
         self._checkpoint = None if plan.start is None else Checkpoint.from_directory(plan.start)
         self._commit = CheckpointCommit(plan, context.rank, self._tell)
@@ -339,7 +340,9 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
             note.is_leaving |= is_going
             note.agreed_stop = bool(note.agreed_stop) or is_asked or is_going
             if said and self._spmd.rank == 0:
-                note.say(note, "metrics", (time.time(), said))
+                moment = time.time()
+                note.say(note, "metrics", (moment, said))
+                self._reports.append((moment, self.plan.attempt, said))
         if any(each.has_checkpoint for each in told):
             own = RankContribution(
                 checkpoint,
@@ -350,7 +353,8 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
             if self._spmd.rank == 0:
                 secure_reports()
             brought = None if checkpoint is None else own
-            path = self._commit.keep(brought, checkpoint_dir_name, said)
+            path = self._commit.keep(brought, checkpoint_dir_name, said, self._reports)
+            self._reports.clear()
             self._checkpoint = Checkpoint.from_directory(path)
 
     # --- other functions --------------------------------------------------------------------------

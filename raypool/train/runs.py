@@ -24,6 +24,7 @@ from raypool.errors import (
     optional_count,
 )
 from raypool.futures import Future, joined_feed
+from raypool.journal.lock import TRAINING_LOCK as LOCK
 from raypool.journal.lock import RunLock
 from raypool.worker.running import in_task
 
@@ -333,8 +334,6 @@ _locked: dict[Path, Locked] = {}
 """The folders that users named for trainings."""
 
 _starting = threading.Lock()
-
-LOCK = ".training.lock"
 
 
 def take_folder(run: TrainingRun, is_named: bool) -> None:

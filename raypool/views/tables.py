@@ -19,7 +19,7 @@ from rich.text import Text
 
 from raypool.views.console import SafeConsole
 from raypool.views.drawing import number_column
-from raypool.views.words import describe_item, one_line
+from raypool.views.words import describe_item, describe_values, one_line
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -96,8 +96,12 @@ def _plain(value: Any) -> Any:
 def columns_of(frame: pd.DataFrame) -> list[str]:
     """Return the columns of a table of results that a terminal shows unless others are named."""
     left_out = {*LEFT_OUT, *(str(name) for name in frame if frame[name].isna().all())}
-    if (frame["attempts"] == 1).all():
-        left_out.add("attempts")
+    is_training = frame.columns[0] == "report"
+    if is_training:
+        left_out.add("time")
+    attempts = "attempt" if is_training else "attempts"
+    if (frame[attempts] == 1).all():
+        left_out.add(attempts)
     return [str(name) for name in frame if name not in left_out]
 
 
@@ -184,6 +188,10 @@ def _show_fitting(columns: Sequence[TextColumn], leaving: Sequence[str]) -> list
 #     digits/b  train.main     24  stopped after 12 of 24, 2 failed   2026-11-25 18:40  590.1 kB
 
 
+TRAINING_METRICS = ("epoch", "loss", "validation_loss")
+"""The metrics of a training that are shown, if it has reported them; else all."""
+
+
 def show_runs(summaries: Sequence[RunSummary], folder: Path) -> list[str]:
     """Print a table of saved runs, each by its path from a folder; return what had no room."""
     started = [datetime.fromtimestamp(run.started_at).astimezone() for run in summaries]
@@ -192,7 +200,11 @@ def show_runs(summaries: Sequence[RunSummary], folder: Path) -> list[str]:
     columns = [
         TextColumn("run", [Text(one_line(path)) for path in paths], may_be_cut=True),
         TextColumn("function", functions, may_be_cut=True),
-        TextColumn("items", [Text(f"{run.items:,}") for run in summaries], is_right=True),
+        TextColumn(
+            "items",
+            [Text(f"{run.items:,}" if run.last is None else "training") for run in summaries],
+            is_right=True,
+        ),
         TextColumn("state", list(map(_state, summaries))),
         TextColumn("started", [Text(f"{time:%Y-%m-%d %H:%M}") for time in started]),
         TextColumn(
@@ -203,6 +215,10 @@ def show_runs(summaries: Sequence[RunSummary], folder: Path) -> list[str]:
 
 
 def _state(run: RunSummary) -> Text:
+    if run.last is not None:
+        shown = {name: value for name, value in run.last.items() if name in TRAINING_METRICS}
+        last = describe_values(shown or run.last)
+        return Text(f"running, {last}" if run.is_running else last)
     done = run.finished + run.failed
     if run.is_running:
         state = Text(f"running, {done:,} of {run.items:,} done")
@@ -218,11 +234,13 @@ def _state(run: RunSummary) -> Text:
 def runs_as_json(summaries: Sequence[RunSummary]) -> str:
     """Return the same as JSON, each on a line; `started_at` is UTC."""
     objects = [
-        {
-            **run._asdict(),
-            "folder": str(run.folder),
-            "started_at": datetime.fromtimestamp(run.started_at, UTC).isoformat(),
-        }
+        _plain(
+            {
+                **run._asdict(),
+                "folder": str(run.folder),
+                "started_at": datetime.fromtimestamp(run.started_at, UTC).isoformat(),
+            }
+        )
         for run in summaries
     ]
     return "[" + ",\n ".join(map(json.dumps, objects)) + "]"

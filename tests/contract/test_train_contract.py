@@ -579,6 +579,7 @@ def test_a_loop_writes_into_the_folder_of_the_run_itself(
         "checkpoint_000003.json",
         "checkpoint_000004",
         "checkpoint_000004.json",
+        "training_reports.jsonl",
     }
 
 

@@ -240,9 +240,14 @@ def test_a_rank_that_fails_in_mid_training(
     assert again.values == [2, 2]
     assert_same(again, whole)
     names = sorted(path.name for path in run_dir.iterdir())
-    assert names == sorted(
-        f"checkpoint_{number:06}{end}" for number in range(1, EPOCHS + 1) for end in ("", ".json")
-    )
+    assert names == [
+        *(
+            f"checkpoint_{number:06}{end}"
+            for number in range(1, EPOCHS + 1)
+            for end in ("", ".json")
+        ),
+        "training_reports.jsonl",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -365,6 +365,7 @@ def test_a_disk_that_is_full_on_one_rank(pool: Any, tmp_path: Path) -> None:
     assert sorted(path.name for path in run_dir.iterdir()) == [
         "checkpoint_000001",
         "checkpoint_000001.json",
+        "training_reports.jsonl",
     ]
     assert Path(error.result.checkpoint.path).name == "checkpoint_000001"
     assert str(run_dir) in str(error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+import tempfile
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pandas as pd
 import pytest
 from click.testing import CliRunner, Result
 
-from raypool import parpool
+from raypool import RunOptions, parpool
 from raypool.cli.main import main
 
 
@@ -85,6 +86,38 @@ def test_the_state_of_a_run_that_goes_on_or_was_stopped(tmp_path: Path) -> None:
     assert ("  running, 0 of 4 done  " in line, is_running) == (True, True)
     line, is_running = listed()
     assert ("  stopped after 2 of 4, 1 failed  " in line, is_running) == (True, False)
+
+
+def loop(config: dict[str, Any]) -> None:
+    """Train: odd epochs end with a checkpoint."""
+    import ray.train
+
+    for epoch in config["epochs"]:
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "weights").touch()
+            checkpoint = ray.train.Checkpoint.from_directory(folder) if epoch % 2 else None
+            ray.train.report({"epoch": epoch, "loss": 0.5**epoch}, checkpoint=checkpoint)
+
+
+def test_a_training_is_listed_with_its_last_metrics_and_shown_up_to_its_last_checkpoint(
+    tmp_path: Path,
+) -> None:
+    """It resumes after a crash in the midst of a line."""
+    kept = RunOptions(run_dir=tmp_path / "net", keep_checkpoints=1)
+    with parpool(profile="inline", quiet=True) as pool:
+        for epochs in ([0, 1, 2], [2, 3]):
+            run = pool.train(loop, {"epochs": epochs}, run_options=kept)
+            assert run.exception() is None
+            with (tmp_path / "net" / "training_reports.jsonl").open("a") as file:
+                file.write('\n{"name": "lo')
+    (line,) = rows("ls", str(tmp_path))[1:]
+    assert line[:5] == ["net", "loop", "training", "epoch=3,", "loss=0.125"]
+    (listed,) = json.loads(raypool("ls", str(tmp_path), "--json").stdout)
+    assert (listed["items"], listed["last"]) == (4, {"epoch": 3, "loss": 0.125})
+    heading, *reports = rows("show", str(tmp_path / "net"))
+    assert heading == ["report", "epoch", "loss"]
+    assert [report[1] for report in reports] == ["0", "1", "2", "3"]
+    assert "is a training" in raypool("show", str(tmp_path / "net"), "--failed").stderr
 
 
 def test_what_is_no_run_is_said(
