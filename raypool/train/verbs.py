@@ -242,8 +242,10 @@ def _check_warm(given: Mapping[str, Any], others: Mapping[str, Any]) -> None:
         raise InvalidValueError(
             f"{name}= is no argument of pool.train. "
             + (
-                f"Did you mean options=RunOptions({name}=...)?"
+                f"Did you mean run_options=RunOptions({name}=...)?"
                 if name in RunOptions.__annotations__
+                else "Did you mean run_options=?"
+                if name == "options"
                 else 'If it is one of Ray\'s trainers, give lane="managed" with it.'
             )
         )
