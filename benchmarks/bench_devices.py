@@ -76,7 +76,7 @@ def run():
         ),
         Line(
             area,
-            "memory and utilisation of a card",
+            "memory and utilization of a card",
             "1 ms",
             "us",
             us["load"],

@@ -252,13 +252,13 @@ class PoolView(concurrent.futures.Executor):
         """Return a table of the GPUs of the workers' machines, as they are now.
 
         No CUDA context is made: the nodes' agents ask the GPUs' driver. What it does not say is NA,
-        and so is all that changes (memory, utilisation, temperature, processes) on a node that does
+        and so is all that changes (memory, utilization, temperature, processes) on a node that does
         not answer within 3 s. With "threads" and "inline", and in a task, it is the table of this
         machine.
 
         Returns:
             A table with the column `host`, those of `gpu_device_table` except the last (`index`,
-            `name`, `uuid`, `total_bytes`, `used_bytes`, `free_bytes`, `utilisation`,
+            `name`, `uuid`, `total_bytes`, `used_bytes`, `free_bytes`, `utilization`,
             `temperature_c`, `processes`, ...), `workers` (the numbers of this pool's or part's
             workers on the GPU) and `running` (what each of these runs, None for an idle one).
             Without a GPU it is empty.

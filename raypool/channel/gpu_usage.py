@@ -32,7 +32,7 @@ class GpuSample(NamedTuple):
     gpu: int
     used_bytes: int
     total_bytes: int | None
-    utilisation: float | None
+    utilization: float | None
 
 
 class GpuLog:

@@ -90,7 +90,7 @@ class GpuReading(NamedTuple):
 
     used_bytes: int
     total_bytes: int | None
-    utilisation: float | None = None
+    utilization: float | None = None
 
 
 class NodeGpus(NamedTuple):

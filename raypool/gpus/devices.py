@@ -34,7 +34,7 @@ class GpuDevice:
         name: The driver's name, such as "NVIDIA H200".
         uuid: Its UUID, which never changes.
         total_bytes, used_bytes: Its memory, and the part in use by all processes [bytes].
-        utilisation: The share of the driver's interval (1/6 s to 1 s) in which it computed, 0 to 1.
+        utilization: The share of the driver's interval (1/6 s to 1 s) in which it computed, 0 to 1.
         temperature_c: Its temperature [degrees Celsius].
         processes: The processes that use it.
         mig: The UUIDs of its instances; empty if it is not divided.
@@ -48,7 +48,7 @@ class GpuDevice:
     uuid: str | None = None
     total_bytes: int | None = None
     used_bytes: int | None = None
-    utilisation: float | None = None
+    utilization: float | None = None
     temperature_c: float | None = None
     processes: tuple[GpuProcess, ...] | None = None
     mig: tuple[str, ...] | None = None
@@ -73,7 +73,7 @@ class Inventory(Protocol):
         """Return the GPU with this index, UUID or instance; None if unknown."""
 
     def load(self, indices: Sequence[int]) -> list[GpuDevice]:
-        """Return only the memory and utilisation of these GPUs, which is quick."""
+        """Return only the memory and utilization of these GPUs, which is quick."""
 
     def memory_used(self, indices: Sequence[int]) -> int | None:
         """Return the memory in use on these GPUs [bytes]; None if one of them is unknown."""

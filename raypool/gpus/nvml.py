@@ -67,7 +67,7 @@ class NvmlInventory:
         return self._nvml.find(device)
 
     def load(self, indices: Sequence[int]) -> list[GpuDevice]:
-        """Return their memory and utilisation."""
+        """Return their memory and utilization."""
         return [self._nvml.load(index) for index in indices]
 
     def memory_used(self, indices: Sequence[int]) -> int | None:
@@ -111,7 +111,7 @@ class Nvml:
         return None if card is None else self._describe(card.index)
 
     def load(self, index: int) -> GpuDevice:
-        """Return a GPU's memory and utilisation."""
+        """Return a GPU's memory and utilization."""
         if self._library is None:
             self._indices()
         memory = self._ask(index, "nvmlDeviceGetMemoryInfo")
@@ -120,7 +120,7 @@ class Nvml:
             index=index,
             total_bytes=None if memory is None else int(memory.total),
             used_bytes=None if memory is None else int(memory.used),
-            utilisation=None if rates is None else rates.gpu / 100,
+            utilization=None if rates is None else rates.gpu / 100,
         )
 
     def _indices(self) -> list[int]:
@@ -173,7 +173,7 @@ class Nvml:
             lasting,
             total_bytes=load.total_bytes,
             used_bytes=load.used_bytes,
-            utilisation=load.utilisation,
+            utilization=load.utilization,
             temperature_c=self._ask(index, "nvmlDeviceGetTemperature", TEMPERATURE_OF_GPU),
             processes=self._processes(index),
             mig=self._mig(index),

@@ -20,7 +20,7 @@ MARGIN = 0.1
 """The share of a GPU's memory that "auto" leaves free: items differ, and memory is fragmented."""
 
 SATURATED = 0.9
-"""The utilisation of a GPU from which one more worker hardly helps."""
+"""The utilization of a GPU from which one more worker hardly helps."""
 
 
 class Load(NamedTuple):
@@ -28,7 +28,7 @@ class Load(NamedTuple):
 
     `total_bytes`: the GPU's memory. `others_bytes`: the memory of processes that are no workers of
     this pool. `peak_bytes`: the most that an item has taken through torch. `overhead_bytes`: the
-    memory of its process beside that. `utilisation`: the share of the time with computation.
+    memory of its process beside that. `utilization`: the share of the time with computation.
     """
 
     seats: int
@@ -36,7 +36,7 @@ class Load(NamedTuple):
     others_bytes: int = 0
     peak_bytes: int | None = None
     overhead_bytes: int = CONTEXT_BYTES
-    utilisation: float | None = None
+    utilization: float | None = None
 
 
 def fitting(load: Load) -> int | None:
@@ -53,16 +53,16 @@ def fitting(load: Load) -> int | None:
 
 
 def worthwhile(load: Load) -> int:
-    """Return how many workers can use a GPU by its utilisation; `MOST` if unknown.
+    """Return how many workers can use a GPU by its utilization; `MOST` if unknown.
 
     Example:
-        >>> [worthwhile(Load(1, utilisation=busy)) for busy in (0.95, 0.5, 0.1)]
+        >>> [worthwhile(Load(1, utilization=busy)) for busy in (0.95, 0.5, 0.1)]
         [1, 2, 9]
     """
-    if not load.utilisation:
+    if not load.utilization:
         return MOST
     # 1e-9: a quotient that rounding has put just above a whole number is that number
-    return max(1, math.ceil(min(SATURATED * load.seats / load.utilisation, float(MOST)) - 1e-9))
+    return max(1, math.ceil(min(SATURATED * load.seats / load.utilization, float(MOST)) - 1e-9))
 
 
 def workers_for(load: Load) -> int:

@@ -39,8 +39,8 @@ class SimulatedGpus:
     Example:
         >>> import tempfile
         >>> gpus = SimulatedGpus(Path(tempfile.mkdtemp()), 2)
-        >>> gpus.change(1, utilisation=0.5)
-        >>> [(card.index, card.free_bytes // 2**30, card.utilisation) for card in gpus.devices()]
+        >>> gpus.change(1, utilization=0.5)
+        >>> [(card.index, card.free_bytes // 2**30, card.utilization) for card in gpus.devices()]
         [(0, 16, 0.0), (1, 16, 0.5)]
     """
 
@@ -62,7 +62,7 @@ class SimulatedGpus:
                     uuid=f"GPU-00000000-0000-0000-0000-{index:012d}",
                     total_bytes=16 * 2**30,
                     used_bytes=0,
-                    utilisation=0.0,
+                    utilization=0.0,
                     temperature_c=30.0,
                     processes=(),
                     mig=(),
@@ -99,17 +99,17 @@ class SimulatedGpus:
         return self.allocator().allocate(num_bytes)
 
     @contextlib.contextmanager
-    def computing(self, utilisation: float) -> Iterator[None]:
-        """Add to the utilisation of this process's GPU, from 0 to 1.
+    def computing(self, utilization: float) -> Iterator[None]:
+        """Add to the utilization of this process's GPU, from 0 to 1.
 
         Example:
             >>> import tempfile
             >>> gpus = SimulatedGpus(Path(tempfile.mkdtemp()), 1)
             >>> with gpus.computing(0.25):
-            ...     gpus.devices()[0].utilisation
+            ...     gpus.devices()[0].utilization
             0.25
         """
-        with self.allocator().computing(utilisation):
+        with self.allocator().computing(utilization):
             yield
 
     def devices(self) -> list[GpuDevice]:
@@ -127,11 +127,11 @@ class SimulatedGpus:
         return named(device, self.devices())
 
     def load(self, indices: Sequence[int]) -> list[GpuDevice]:
-        """Return their memory and utilisation."""
+        """Return their memory and utilization."""
         cards = {card.index: card for card in self.devices()}
         found = [cards.get(index) or GpuDevice(index=index) for index in indices]
         # nothing else, as `Inventory` says: code that relies on more would fail on real GPUs
-        names = ("index", "total_bytes", "used_bytes", "utilisation")
+        names = ("index", "total_bytes", "used_bytes", "utilization")
         return [GpuDevice(**{name: getattr(card, name) for name in names}) for card in found]
 
     def memory_used(self, indices: Sequence[int]) -> int | None:
@@ -176,9 +176,9 @@ class SimulatedGpus:
         fields = dict(card)
         if card["used_bytes"] is not None:
             fields["used_bytes"] += sum(entry.num_bytes for entry in held.values())
-        if card["utilisation"] is not None:
-            busy = sum(entry.utilisation for entry in held.values())
-            fields["utilisation"] = min(card["utilisation"] + busy, 1.0)
+        if card["utilization"] is not None:
+            busy = sum(entry.utilization for entry in held.values())
+            fields["utilization"] = min(card["utilization"] + busy, 1.0)
         if card["processes"] is not None:
             others = [GpuProcess(**entry) for entry in card["processes"]]
             ours = [GpuProcess(pid=pid, used_bytes=entry.num_bytes) for pid, entry in held.items()]
@@ -200,10 +200,10 @@ class SimulatedGpus:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Held:
-    """A process's part of a GPU: memory [bytes] and utilisation."""
+    """A process's part of a GPU: memory [bytes] and utilization."""
 
     num_bytes: int
-    utilisation: float = 0.0
+    utilization: float = 0.0
 
 
 class SimulatedAllocator:
@@ -217,7 +217,7 @@ class SimulatedAllocator:
         self._names = count()
         self._reserved = 0
         self._peak = 0
-        self._utilisation = 0.0
+        self._utilization = 0.0
         self._fraction: float | None = None
         self._is_in_use = False
 
@@ -262,10 +262,10 @@ class SimulatedAllocator:
         return SimulatedTensor(self._live, name)
 
     @contextlib.contextmanager
-    def computing(self, utilisation: float) -> Iterator[None]:
+    def computing(self, utilization: float) -> Iterator[None]:
         """Keep the card busy; see `SimulatedGpus.computing`."""
-        before = self._utilisation
-        self._work(before + utilisation)
+        before = self._utilization
+        self._work(before + utilization)
         try:
             yield
         finally:
@@ -291,9 +291,9 @@ class SimulatedAllocator:
                 f" allowed to this process, which has {self._reserved}. (simulated)"
             )
 
-    def _work(self, utilisation: float) -> None:
+    def _work(self, utilization: float) -> None:
         with self._gpus.turn():
-            self._utilisation = utilisation
+            self._utilization = utilization
             self._note()
             self._is_in_use = True
 
@@ -306,7 +306,7 @@ class SimulatedAllocator:
         return next(card for card in cards if card.index == seen[0].index)
 
     def _note(self) -> None:
-        self._gpus.hold(self._card().index, Held(self._reserved + CONTEXT_BYTES, self._utilisation))
+        self._gpus.hold(self._card().index, Held(self._reserved + CONTEXT_BYTES, self._utilization))
 
 
 class SimulatedTensor:

@@ -23,7 +23,7 @@ COLUMNS = {
     "total_bytes": "Int64",
     "used_bytes": "Int64",
     "free_bytes": "Int64",
-    "utilisation": "Float64",
+    "utilization": "Float64",
     "temperature_c": "Float64",
     "processes": "object",
     "mig": "object",
@@ -52,9 +52,9 @@ def frame_of(
     """Return a table with columns of these types, even without rows.
 
     Example:
-        >>> frame = frame_of([row_of(GpuDevice(index=0, utilisation=0.5))])
-        >>> frame[["index", "utilisation"]].to_dict("list")
-        {'index': [0], 'utilisation': [0.5]}
+        >>> frame = frame_of([row_of(GpuDevice(index=0, utilization=0.5))])
+        >>> frame[["index", "utilization"]].to_dict("list")
+        {'index': [0], 'utilization': [0.5]}
     """
     import pandas as pd
 
@@ -107,7 +107,7 @@ def gpu_device_table(*, inventory: Inventory = NVIDIAS) -> pd.DataFrame:
     """Return a table of this machine's GPUs as they are now, a row for each.
 
     The columns are `index` (as nvidia-smi counts), `name`, `uuid`, `total_bytes`, `used_bytes` (by
-    all processes), `free_bytes`, `utilisation` (0 to 1), `temperature_c`, `processes` (each one's
+    all processes), `free_bytes`, `utilization` (0 to 1), `temperature_c`, `processes` (each one's
     memory [bytes], by process number), `mig` (the UUIDs of its instances), `compute_mode`,
     `compute_capability` and `is_selected` (whether this process sees it, by CUDA_VISIBLE_DEVICES).
     Unknown values are missing; of GPUs that are not NVIDIA's, that is nearly all. No CUDA context

@@ -320,7 +320,7 @@ def measure_loop(config: dict[str, Any]) -> list[float]:
             ranks.wait()
             start = time.perf_counter()
             learner.iterate(
-                step % job.course.num_steps, chosen, is_synchronised=measure.is_synchronised
+                step % job.course.num_steps, chosen, is_synchronized=measure.is_synchronized
             )
             if ranks.device.type == "cuda":
                 torch.cuda.synchronize(ranks.device)
@@ -397,7 +397,7 @@ class Learner:
 
     # --- one step ---------------------------------------------------------------------------------
 
-    def iterate(self, step: int, batches: Sequence[Batch], *, is_synchronised: bool = True) -> None:
+    def iterate(self, step: int, batches: Sequence[Batch], *, is_synchronized: bool = True) -> None:
         """Take one step by the mean gradient of mini-batches, of which this rank has a share."""
         self._is_settled = False
         if self._call is None:
@@ -408,7 +408,7 @@ class Learner:
                 group["lr"] = rate * factor
         last = len(batches) - 1
         for number, batch in enumerate(batches):
-            with self._reduction(number == last and is_synchronised):
+            with self._reduction(number == last and is_synchronized):
                 if self._weight is None:
                     loss = self._first_loss_of(self._call, batch)
                     weight = self.ranks.size * self.share.weight / self._job.division.accumulate
@@ -996,4 +996,4 @@ class Measure(NamedTuple):
 
     num_steps: int
     num_warm_up: int
-    is_synchronised: bool
+    is_synchronized: bool

@@ -234,13 +234,13 @@ def scaling_report(run: TrainingRun, *, num_steps: int = 20, num_warm_up: int = 
             " time.perf_counter, and report them."
         )
     recipe: Recipe = run.recipe
-    measure = Measure(num_steps, num_warm_up, is_synchronised=True)
+    measure = Measure(num_steps, num_warm_up, is_synchronized=True)
     times = []
     for size in [*(2**n for n in range((recipe.size - 1).bit_length())), recipe.size]:
         step_s = compute_s = _typical(_steps(recipe, size, measure))
         if size > 1:
             # without adding up the gradients no rank waits for another
-            apart = measure._replace(is_synchronised=False)
+            apart = measure._replace(is_synchronized=False)
             compute_s = _typical(_steps(recipe, size, apart))
         times.append((size, step_s, compute_s))
     return ScalingReport(

@@ -391,7 +391,7 @@ def gpu_usage(shown: Timeline, samples: Sequence[GpuSample]) -> dict[str, Any] |
     figure = go.Figure()
     for number, (title, field, unit, top) in enumerate(
         (
-            ("utilization [%]", "utilisation", 0.01, 1.0),
+            ("utilization [%]", "utilization", 0.01, 1.0),
             ("memory [GiB]", "used_bytes", 2**30, most_bytes),
         )
     ):

@@ -315,7 +315,7 @@ def _choices(catalogue: Catalogue, gpu: str | None) -> dict[str, dict[str, tuple
 
 # --- GPUs -----------------------------------------------------------------------------------------
 #
-#       GPU  name         memory            utilisation  temperature  processes       compute mode
+#       GPU  name         memory            utilization  temperature  processes       compute mode
 #     *   0  NVIDIA H200  2.0 of 140.0 GiB         25 %        41 °C  4711 (1.9 GiB)  default
 #         1  NVIDIA H200  unknown               unknown      unknown  unknown         unknown
 #
@@ -342,7 +342,7 @@ def gpus_as_table(frame: pd.DataFrame) -> Table:
     """Return a table of GPUs for a terminal."""
     table = Table("", box=None, pad_edge=False)
     text = ("name", "memory", "processes", "compute mode")
-    headings = ("GPU", "name", "memory", "utilisation", "temperature", "processes", "compute mode")
+    headings = ("GPU", "name", "memory", "utilization", "temperature", "processes", "compute mode")
     for heading in headings:
         table.add_column(heading, justify="left" if heading in text else "right")
     for row in _rows(frame):
@@ -354,7 +354,7 @@ def gpus_as_table(frame: pd.DataFrame) -> Table:
             str(row["index"]),
             "\n  ".join([UNKNOWN if name is None else name, *(mig or ())]),
             memory,
-            _text(row["utilisation"], lambda share: f"{share * 100:.0f} %"),
+            _text(row["utilization"], lambda share: f"{share * 100:.0f} %"),
             _text(row["temperature_c"], lambda degrees: f"{degrees:.0f} °C"),
             _text(row["processes"], lambda used: "\n".join(map(_process, used.items())) or "none"),
             _text(row["compute_mode"], str),

@@ -39,14 +39,14 @@ class GpuLoad(NamedTuple):
     """A worker's load on its GPU after a call; None for what is not known.
 
     Of the GPU's memory, `used_bytes` are in use by any process, `own_bytes` by this one, and
-    `overhead_bytes` of these are not torch's. `utilisation`: how busy the GPU was just now.
+    `overhead_bytes` of these are not torch's. `utilization`: how busy the GPU was just now.
     """
 
     total_bytes: int | None = None
     used_bytes: int | None = None
     own_bytes: int | None = None
     overhead_bytes: int | None = None
-    utilisation: float | None = None
+    utilization: float | None = None
 
 
 def settle(sharing: Sharing, inventory: Inventory, device: str) -> None:
@@ -131,7 +131,7 @@ class GpuTurns:
             # in a container, NVIDIA's driver knows this process by another number
             own = max(used - before, 0)
         overhead = None if own is None else max(own - self._allocator.allocated(), 0)
-        return GpuLoad(card.total_bytes, used, own, overhead, card.utilisation)
+        return GpuLoad(card.total_bytes, used, own, overhead, card.utilization)
 
     def _pass_door(self) -> None:
         """Let items that wait to run alone go first."""

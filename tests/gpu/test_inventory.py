@@ -86,7 +86,7 @@ def test_the_load_is_that_of_the_card() -> None:
     cards = inventory.devices()
     for card, load in zip(cards, inventory.load([card.index for card in cards]), strict=True):
         assert load.total_bytes == card.total_bytes
-        assert load.utilisation is None or 0 <= load.utilisation <= 1
+        assert load.utilization is None or 0 <= load.utilization <= 1
         assert inventory.find(str(card.uuid)) is not None
 
 

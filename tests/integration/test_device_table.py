@@ -21,7 +21,7 @@ from raypool.gpus.simulated import CONTEXT_BYTES, SimulatedGpus
 pytestmark = pytest.mark.usefixtures("ray_session", "by_value")
 
 GIBIBYTE = 2**30
-LIVE = ["total_bytes", "used_bytes", "free_bytes", "utilisation", "temperature_c", "processes"]
+LIVE = ["total_bytes", "used_bytes", "free_bytes", "utilization", "temperature_c", "processes"]
 
 
 class Cards(SimulatedGpus):
@@ -82,7 +82,7 @@ def test_every_gpu_of_the_machine_and_who_is_on_it(pool: ParallelPool, gpus: Car
 
 
 def test_what_changes_is_as_it_is_now(pool: ParallelPool, gpus: Cards) -> None:
-    gpus.change(3, utilisation=0.25, used_bytes=3 * GIBIBYTE, temperature_c=71.0)
+    gpus.change(3, utilization=0.25, used_bytes=3 * GIBIBYTE, temperature_c=71.0)
     row = by_index(pool).loc[3]
     assert [row[name] for name in LIVE] == [
         16 * GIBIBYTE,
@@ -92,8 +92,8 @@ def test_what_changes_is_as_it_is_now(pool: ParallelPool, gpus: Cards) -> None:
         71.0,
         {},
     ]
-    gpus.change(3, utilisation=0.5)
-    assert by_index(pool).loc[3, "utilisation"] == 0.5
+    gpus.change(3, utilization=0.5)
+    assert by_index(pool).loc[3, "utilization"] == 0.5
 
 
 def test_what_runs_and_what_it_takes(

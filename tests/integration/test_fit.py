@@ -601,10 +601,10 @@ def test_losses_that_are_none(
 
 def test_steps_are_measured(pool: ParallelPool, model: nn.Module, data: Any) -> None:
     call = prepare_fit(model, data, mse_loss, options(accumulate_steps=2), pool.workers)
-    for is_synchronised in (True, False):
+    for is_synchronized in (True, False):
         config = {
             "config": call.config,
-            "measure": Measure(num_steps=5, num_warm_up=1, is_synchronised=is_synchronised),
+            "measure": Measure(num_steps=5, num_warm_up=1, is_synchronized=is_synchronized),
         }
         values = pool.train(measure_loop, config).result(WAIT_S).values
         assert [len(seconds) for seconds in values] == [5] * 3

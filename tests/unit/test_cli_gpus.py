@@ -31,7 +31,7 @@ def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimulatedGpus:
     gpus.change(
         1,
         used_bytes=5 * GIB,
-        utilisation=0.75,
+        utilization=0.75,
         processes=[{"pid": 7, "used_bytes": 4 * GIB}, {"pid": 8, "used_bytes": None}],
     )
     return gpus
@@ -47,7 +47,7 @@ def test_a_line_for_each_card_and_who_is_on_it(gpus: SimulatedGpus) -> None:
     heading, first, second, more, below = (
         " ".join(line.split()) for line in show(gpus).splitlines()
     )
-    assert heading == "GPU name memory utilisation temperature processes compute mode"
+    assert heading == "GPU name memory utilization temperature processes compute mode"
     assert first == "* 0 Simulated GPU 0.0 of 16.0 GiB 0 % 30 °C none default"
     assert second == "* 1 Simulated GPU 5.0 of 16.0 GiB 75 % 30 °C 7 (4.0 GiB) default"
     assert more == "8"
@@ -102,7 +102,7 @@ def test_json_says_all_that_the_table_says(gpus: SimulatedGpus) -> None:
         "total_bytes": 16 * GIB,
         "used_bytes": 5 * GIB,
         "free_bytes": 11 * GIB,
-        "utilisation": 0.75,
+        "utilization": 0.75,
         "temperature_c": 30.0,
         "processes": {"7": 4 * GIB, "8": None},
         "mig": [],

@@ -40,7 +40,7 @@ def test_a_row_for_each_card_as_it_is_now(gpus: SimulatedGpus) -> None:
     gpus.change(
         1,
         used_bytes=5 * GIB,
-        utilisation=0.75,
+        utilization=0.75,
         processes=[{"pid": 7, "used_bytes": 5 * GIB}],
         mig=["MIG-1"],
     )
@@ -55,7 +55,7 @@ def test_a_row_for_each_card_as_it_is_now(gpus: SimulatedGpus) -> None:
         "total_bytes": 16 * GIB,
         "used_bytes": 0,
         "free_bytes": 16 * GIB,
-        "utilisation": 0.0,
+        "utilization": 0.0,
         "temperature_c": 30.0,
         "processes": {},
         "mig": (),
@@ -65,7 +65,7 @@ def test_a_row_for_each_card_as_it_is_now(gpus: SimulatedGpus) -> None:
     }
     changed = {
         "free_bytes": 11 * GIB,
-        "utilisation": 0.75,
+        "utilization": 0.75,
         "processes": {7: 5 * GIB},
         "mig": ("MIG-1",),
         "is_selected": True,
@@ -149,7 +149,7 @@ def test_the_table_says_unknown_when_nvml_fails_in_mid_run(gpus: SimulatedGpus) 
     nvml.broken = error("UNKNOWN")
     table = gpu_device_table(inventory=NvmlInventory(nvml))
     assert table["name"].tolist() == ["NVIDIA H200"]
-    assert table[["used_bytes", "utilisation", "processes", "mig"]].isna().all(axis=None)
+    assert table[["used_bytes", "utilization", "processes", "mig"]].isna().all(axis=None)
 
 
 # --- what only Ray knows of -----------------------------------------------------------------------

@@ -26,7 +26,7 @@ WELL = GpuDevice(
     uuid=FIRST,
     total_bytes=140 * GIB,
     used_bytes=2 * GIB,
-    utilisation=0.25,
+    utilization=0.25,
     temperature_c=41,
     processes=(),
     mig=(),
@@ -92,7 +92,7 @@ def test_a_divided_card_names_its_instances() -> None:
     nvml = FakeNvml(FakeCard(uuid=SECOND), card)
     inventory = NvmlInventory(nvml)
     assert [device.mig for device in inventory.devices()] == [(), ("MIG-a", "MIG-b")]
-    assert inventory.devices()[1].utilisation is None  # of a divided card NVML does not say
+    assert inventory.devices()[1].utilization is None  # of a divided card NVML does not say
     for name in ("MIG-b", f"MIG-{FIRST}/3/0"):
         found = inventory.find(name)
         assert found is not None
@@ -132,11 +132,11 @@ def test_the_load_is_all_that_is_asked_for_when_it_is_asked_for() -> None:
     inventory = NvmlInventory(nvml)
     for _ in range(2):
         nvml.asked.clear()
-        busy = GpuDevice(index=1, total_bytes=140 * GIB, used_bytes=2 * GIB, utilisation=0.25)
+        busy = GpuDevice(index=1, total_bytes=140 * GIB, used_bytes=2 * GIB, utilization=0.25)
         assert inventory.load([1, 2]) == [busy, GpuDevice(index=2)]
     assert nvml.asked.count("nvmlInit") == 0
     assert nvml.asked.count("nvmlDeviceGetMemoryInfo") == 1
-    # memory and utilisation of the one, and twice whether the other is there
+    # memory and utilization of the one, and twice whether the other is there
     assert len(nvml.asked) == 4
     assert inventory.memory_used([0, 1]) == 4 * GIB
     assert inventory.memory_used([0, 2]) is None
@@ -218,7 +218,7 @@ FIELDS = [
     ("uuid", {"uuid"}),
     ("name", {"name"}),
     ("memory", {"total_bytes", "used_bytes"}),
-    ("rates", {"utilisation"}),
+    ("rates", {"utilization"}),
     ("temperature", {"temperature_c"}),
     ("mode", {"compute_mode"}),
     ("capability", {"compute_capability"}),

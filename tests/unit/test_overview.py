@@ -53,7 +53,7 @@ def test_a_machine_that_does_not_answer_has_what_its_workers_have_said() -> None
     assert table["running"].tolist() == [(None,), (None,), ("fold", None)]
     assert (
         table[
-            ["total_bytes", "used_bytes", "free_bytes", "utilisation", "temperature_c", "processes"]
+            ["total_bytes", "used_bytes", "free_bytes", "utilization", "temperature_c", "processes"]
         ]
         .isna()
         .all(axis=None)
@@ -69,14 +69,14 @@ def test_what_is_known_in_part_keeps_the_types_of_the_columns() -> None:
             used_bytes=0,
             processes=(GpuProcess(pid=7), GpuProcess(pid=8)),
         ),
-        GpuDevice(index=1, utilisation=0.5),
+        GpuDevice(index=1, utilization=0.5),
     ]
     table = device_table([NodeDevices("a", cards, [WorkerInfo(0, "a", 1)])], {}, [0])
     assert {name: str(dtype) for name, dtype in table.dtypes.items()} == COLUMNS
     assert table["free_bytes"].iloc[0] == 2**60 + 1
     assert table["processes"].isna().tolist() == [False, True]
     assert table["processes"].iloc[0] == {7: None, 8: None}
-    assert table["utilisation"].isna().tolist() == [True, False]
+    assert table["utilization"].isna().tolist() == [True, False]
 
 
 def test_a_simulated_pool_has_no_machine_to_be_asked() -> None:

@@ -50,7 +50,7 @@ loads = st.builds(
     others_bytes=st.integers(0, 100 * GIBIBYTE),
     peak_bytes=st.none() | st.integers(0, 150 * GIBIBYTE),
     overhead_bytes=st.integers(0, 2 * GIBIBYTE),
-    utilisation=st.none() | st.floats(0, 1),
+    utilization=st.none() | st.floats(0, 1),
 )
 
 
@@ -122,7 +122,7 @@ def test_a_busy_gpu_gets_no_more() -> None:
         (None, 4, 8),
     ]:
         assert (
-            workers_for(Load(seats, CARD, peak_bytes=GIBIBYTE // 4, utilisation=busy)) == expected
+            workers_for(Load(seats, CARD, peak_bytes=GIBIBYTE // 4, utilization=busy)) == expected
         )
 
 
@@ -215,8 +215,8 @@ class FakeSeating:
 
 BUSY = Usage(
     num_readings=5,
-    mean_utilisation=0.95,
-    peak_utilisation=1.0,
+    mean_utilization=0.95,
+    peak_utilization=1.0,
     mean_used_bytes=0.0,
     peak_used_bytes=0,
 )

@@ -189,16 +189,16 @@ def test_many_at_once_never_have_more_than_there_is(gpus: SimulatedGpus) -> None
 
 
 def test_a_card_is_as_busy_as_all_its_processes_make_it(gpus: SimulatedGpus) -> None:
-    gpus.change(1, utilisation=0.5)
+    gpus.change(1, utilization=0.5)
     with gpus.computing(0.25):
-        assert [card.utilisation for card in gpus.devices()] == [0.0, 0.75]
+        assert [card.utilization for card in gpus.devices()] == [0.0, 0.75]
         with gpus.computing(0.5):
-            assert gpus.devices()[1].utilisation == 1.0
-        assert gpus.devices()[1].utilisation == 0.75
-    assert gpus.devices()[1].utilisation == 0.5
-    gpus.change(1, utilisation=None)
+            assert gpus.devices()[1].utilization == 1.0
+        assert gpus.devices()[1].utilization == 0.75
+    assert gpus.devices()[1].utilization == 0.5
+    gpus.change(1, utilization=None)
     with gpus.computing(0.25):
-        assert gpus.devices()[1].utilisation is None
+        assert gpus.devices()[1].utilization is None
 
 
 def test_what_others_do_is_said_as_it_is_shown(gpus: SimulatedGpus) -> None:
@@ -227,7 +227,7 @@ def test_nothing_is_known_of_broken_cards(gpus: SimulatedGpus) -> None:
     gpus.break_down(is_broken=False)
     assert gpus.memory_used([0, 1]) == tensor.num_bytes + CONTEXT_BYTES
     assert gpus.memory_used([0, 2]) is None
-    busy = GpuDevice(index=1, total_bytes=16 * GIB, used_bytes=GIB + CONTEXT_BYTES, utilisation=0.0)
+    busy = GpuDevice(index=1, total_bytes=16 * GIB, used_bytes=GIB + CONTEXT_BYTES, utilization=0.0)
     assert gpus.load([1, 7]) == [busy, GpuDevice(index=7)]
 
 

@@ -48,8 +48,8 @@ def test_mean_and_peak_of_what_was_seen_between_two_times() -> None:
     ]
     assert noted(readings).usage(0, 10.5, 12.0) == Usage(
         num_readings=2,
-        mean_utilisation=0.4,
-        peak_utilisation=0.6,
+        mean_utilization=0.4,
+        peak_utilization=0.6,
         mean_used_bytes=6.0,
         peak_used_bytes=8,
     )
@@ -70,8 +70,8 @@ def test_readings_of_which_a_part_is_not_known() -> None:
     usage = telemetry.usage(0, 0.0, 5.0)
     assert usage == Usage(
         num_readings=2,
-        mean_utilisation=None,
-        peak_utilisation=None,
+        mean_utilization=None,
+        peak_utilization=None,
         mean_used_bytes=5.0,
         peak_used_bytes=6,
     )
@@ -93,7 +93,7 @@ def test_watched_gpus_are_looked_at_until_nobody_has_them(gpus: SimulatedGpus) -
     async def main() -> None:
         started = time.time()
         telemetry = Telemetry(gpus, look_s=0.01)
-        gpus.change(1, utilisation=0.75, used_bytes=3 * GIBIBYTE)
+        gpus.change(1, utilization=0.75, used_bytes=3 * GIBIBYTE)
         telemetry.watch([1])
         telemetry.watch([1])
 
@@ -112,7 +112,7 @@ def test_watched_gpus_are_looked_at_until_nobody_has_them(gpus: SimulatedGpus) -
         await asyncio.sleep(0.1)  # ten looks, if there were any
         assert seen() == last
         assert last is not None
-        assert (last.mean_utilisation, last.peak_used_bytes) == (0.75, 3 * GIBIBYTE)
+        assert (last.mean_utilization, last.peak_used_bytes) == (0.75, 3 * GIBIBYTE)
         assert telemetry.usage(0, started, time.time()) is None
 
     asyncio.run(main())
@@ -136,7 +136,7 @@ def test_a_driver_that_fails_in_mid_run_is_looked_at_again(gpus: SimulatedGpus) 
 
     async def main() -> None:
         telemetry = Telemetry(gpus, look_s=0.01)
-        gpus.change(0, utilisation=0.5)
+        gpus.change(0, utilization=0.5)
         telemetry.watch([0])
         for is_broken, expected in [(False, 0.5), (True, None), (False, 0.5)]:
             gpus.break_down(is_broken)
@@ -145,7 +145,7 @@ def test_a_driver_that_fails_in_mid_run_is_looked_at_again(gpus: SimulatedGpus) 
                 usage = telemetry.usage(0, time.time() - 0.05, time.time())
                 return (
                     usage is not None
-                    and usage.mean_utilisation == usage.peak_utilisation == expected
+                    and usage.mean_utilization == usage.peak_utilization == expected
                 )
 
             await until(shows)

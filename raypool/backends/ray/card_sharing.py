@@ -85,7 +85,7 @@ class SharedGpu:
             self.others_bytes,
             max(self.peaks) if self.peaks else None,
             CONTEXT_BYTES if self.overhead_bytes is None else self.overhead_bytes,
-            self.weight.utilisation,
+            self.weight.utilization,
         )
 
     @property
@@ -321,9 +321,9 @@ class SharedGpus:
                 return
             load = gpu.load
             if self._ask_usage is None:
-                load = load._replace(utilisation=None)
-            elif usage is not None and usage.mean_utilisation is not None:
-                load = load._replace(utilisation=usage.mean_utilisation)
+                load = load._replace(utilization=None)
+            elif usage is not None and usage.mean_utilization is not None:
+                load = load._replace(utilization=usage.mean_utilization)
             room = min(workers_for(load), self._limit(gpu))
             if room > gpu.claim.room:
                 self._set_room(gpu, room)

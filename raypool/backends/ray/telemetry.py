@@ -32,7 +32,7 @@ class Reading(NamedTuple):
     """The state of a GPU at some time [s since the epoch]; None: unknown."""
 
     taken_at: float
-    utilisation: float | None
+    utilization: float | None
     used_bytes: int | None
     total_bytes: int | None = None
 
@@ -43,13 +43,13 @@ class Usage:
 
     Attributes:
         num_readings: How often it was read.
-        mean_utilisation, peak_utilisation: The part of the time that it computed, from 0 to 1.
+        mean_utilization, peak_utilization: The part of the time that it computed, from 0 to 1.
         mean_used_bytes, peak_used_bytes: Its memory in use [bytes].
     """
 
     num_readings: int
-    mean_utilisation: float | None
-    peak_utilisation: float | None
+    mean_utilization: float | None
+    peak_utilization: float | None
     mean_used_bytes: float | None
     peak_used_bytes: int | None
 
@@ -109,7 +109,7 @@ class Telemetry:
         cards = self._inventory.load(gpus)
         now = time.time()
         return [
-            (card.index, Reading(now, card.utilisation, card.used_bytes, card.total_bytes))
+            (card.index, Reading(now, card.utilization, card.used_bytes, card.total_bytes))
             for card in cards
         ]
 
@@ -122,7 +122,7 @@ class Telemetry:
         since = time.time() - STALE_S
         newest = {gpu: readings[-1] for gpu, readings in self._readings.items()}
         return {
-            gpu: GpuReading(reading.used_bytes, reading.total_bytes, reading.utilisation)
+            gpu: GpuReading(reading.used_bytes, reading.total_bytes, reading.utilization)
             for gpu, reading in newest.items()
             if reading.taken_at >= since and reading.used_bytes is not None
         }
@@ -134,12 +134,12 @@ class Telemetry:
         ]
         if not readings:
             return None
-        rates = [reading.utilisation for reading in readings if reading.utilisation is not None]
+        rates = [reading.utilization for reading in readings if reading.utilization is not None]
         used = [reading.used_bytes for reading in readings if reading.used_bytes is not None]
         return Usage(
             num_readings=len(readings),
-            mean_utilisation=fmean(rates) if rates else None,
-            peak_utilisation=max(rates, default=None),
+            mean_utilization=fmean(rates) if rates else None,
+            peak_utilization=max(rates, default=None),
             mean_used_bytes=fmean(used) if used else None,
             peak_used_bytes=max(used, default=None),
         )
