@@ -24,7 +24,7 @@ from ray.train import Checkpoint
 from raypool.backends.ray.packing import Packed, pack_error, snapshot, unpack
 from raypool.channel import capture
 from raypool.channel.outbox import Outbox
-from raypool.errors import CollectiveError
+from raypool.errors import CollectiveError, InvalidValueError, did_you_mean
 from raypool.ray_private import (
     ControllerCallback,
     DistributedTrainFnUtils,
@@ -256,7 +256,19 @@ class _Utils(DistributedTrainFnUtils):  # type: ignore[misc]
         self.metrics = metrics
         if rank == 0:
             note.say(note, "metrics", (time.time(), metrics))
+        self._check_rated(args[0] if args else kwargs.get("checkpoint"), metrics)
         super().report(metrics, *args, **kwargs)
+
+    def _check_rated(self, checkpoint: Any, metrics: dict[str, Any]) -> None:
+        """Refuse a checkpoint without the metric by which the best are kept."""
+        # Ray Train would delete it, and the metric's name may be misspelled
+        wanted, keep = self._plan.best_metric, self._plan.keep
+        if checkpoint is not None and keep is not None and wanted not in {None, *metrics}:
+            raise InvalidValueError(
+                f"A checkpoint was reported without best_metric={wanted!r}."
+                f"{did_you_mean(str(wanted), metrics)} Report it with each checkpoint:"
+                f" keep_checkpoints={keep} keeps the best."
+            )
 
     def get_checkpoint(self) -> Checkpoint | None:
         """Return the last checkpoint of this run, or the one to begin with."""

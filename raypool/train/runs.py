@@ -54,7 +54,8 @@ class RunOptions:
             which is made with the first checkpoint.
         keep_checkpoints: The number of checkpoints to keep: the best ones by `best_metric` (without
             one the newest), and always the last. None: all.
-        best_metric: The reported metric that tells which checkpoint is the best.
+        best_metric: The reported metric that tells which checkpoint is the best. Until a checkpoint
+            has it, none is deleted; with lane="managed" and `keep_checkpoints` each must have it.
         best_mode: "min" if lower is better, "max" if higher is.
         start_from: A checkpoint to begin with, a folder or a `ray.train.Checkpoint`; not used where
             `run_dir` has one.

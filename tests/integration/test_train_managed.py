@@ -202,6 +202,15 @@ def test_ray_train_has_the_gpus_of_the_workers(pool: ParallelPool, tmp_path: Pat
         held[0]
 
 
+def test_a_misspelled_best_metric_is_refused_before_ray_train_deletes_checkpoints(
+    pool: ParallelPool, tmp_path: Path
+) -> None:
+    kept = RunOptions(run_dir=tmp_path / "run", keep_checkpoints=1, best_metric="los")
+    run = pool.train(learn, {"num_steps": 2}, workers=1, lane="managed", run_options=kept)
+    with pytest.raises(TrainingError, match="was reported without best_metric='los'"):
+        run.result(LONG_S)
+
+
 def test_a_run_goes_on_in_either_lane_and_knows_what_was_kept(
     pool: ParallelPool, tmp_path: Path
 ) -> None:
