@@ -53,7 +53,7 @@ class RunOptions:
             checkpoints, the run resumes from the last one. None: a new folder in `~/raypool_runs`,
             which is made with the first checkpoint.
         keep_checkpoints: The number of checkpoints to keep: the best ones by `best_metric` (without
-            one the newest), and always the last. None: all.
+            one the newest), and always the last. None: all; in `fit` without `checkpoint_every` 1.
         best_metric: The reported metric that tells which checkpoint is the best. Until a checkpoint
             has it, none is deleted; with lane="managed" and `keep_checkpoints` each must have it.
         best_mode: "min" if lower is better, "max" if higher is.

@@ -87,6 +87,8 @@ def fit(  # noqa: PLR0913, PLR0917 - the arguments of the verb
     wants_checkpoints = (kept.run_dir, kept.keep_checkpoints, kept.best_metric) != (None,) * 3
     if options.checkpoint_every is None and wants_checkpoints:
         options = replace(options, checkpoint_every=1)
+        if kept.keep_checkpoints is None:  # all of them would fill the disk
+            kept = replace(kept, keep_checkpoints=1)
     target, size, only = view._ranks(workers)
     by_number = {worker.index: worker for worker in target._workers()}
     numbers = by_number if only is None else [place for place in only if place in by_number]
