@@ -24,6 +24,7 @@ import threading
 import time
 import urllib.parse
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -400,7 +401,69 @@ class PackedCall(NamedTuple):
     workers: tuple[int | None, int | None] = (None, None)
 
 
-class Jobs:
+class JobRequest(NamedTuple):
+    """A command to run as a job, and the function to run, if any."""
+
+    job_id: str
+    command: Sequence[str]
+    name: str
+    env: Mapping[str, str]
+    cpus: float
+    gpus: float
+    call: PackedCall | None
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """The metadata of the call."""
+        return {} if self.call is None else self.call.metadata
+
+
+class JobQueue(ABC):
+    """Where jobs are submitted: a cluster of Ray, or Slurm."""
+
+    def submit(
+        self,
+        command: Sequence[str],
+        *,
+        name: str | None = None,
+        env: Mapping[str, str] | None = None,
+        cpus: float = 0,
+        gpus: float = 0,
+        call: PackedCall | None = None,
+    ) -> str:
+        """Submit a job; return its id.
+
+        On a cluster of Ray it runs on the head, unless it asks for CPUs or GPUs for itself. A pool
+        that it opens reserves its own.
+
+        Args:
+            command: The words of the command; each arrives unchanged. "python" is the Python of the
+                cluster.
+            name: The name of the job.
+            env: Environment variables of the job and its workers. Whoever may look at the dashboard
+                can read them.
+            cpus: Cores to reserve for the command itself, all on one node.
+            gpus: GPUs likewise.
+            call: The function to run, see `PackedCall`.
+
+        Raises:
+            InvalidValueError: There is no command; or Slurm is asked for `cpus` or `gpus`.
+            CloudError: No node could ever run it, or it is refused.
+        """
+        if not command:
+            raise InvalidValueError(
+                "There is no command to run. Give one, such as ['python', 'train.py']."
+            )
+        job_id = new_id() if call is None else call.job_id
+        self._submit(JobRequest(job_id, command, name or job_id, env or {}, cpus, gpus, call))
+        return job_id
+
+    @abstractmethod
+    def _submit(self, request: JobRequest) -> None:
+        """Hand a request to the cluster, or to Slurm."""
+
+
+class Jobs(JobQueue):
     """The jobs of a cluster.
 
     Every method raises a CloudError if the cluster does not answer, or there is no such job.
@@ -430,52 +493,20 @@ class Jobs:
         )
         return sys.executable if any(session in line for line in lines) else "python"
 
-    def submit(
-        self,
-        command: Sequence[str],
-        *,
-        name: str | None = None,
-        env: Mapping[str, str] | None = None,
-        cpus: float = 0,
-        gpus: float = 0,
-        call: PackedCall | None = None,
-    ) -> str:
-        """Submit a job; return its id.
-
-        It runs on the head, unless it asks for CPUs or GPUs for itself. A pool that it opens
-        reserves its own.
-
-        Args:
-            command: The words of the command; each arrives unchanged. "python" is the Python of the
-                cluster.
-            name: The name of the job.
-            env: Environment variables of the job and its workers. Whoever may look at the dashboard
-                can read them.
-            cpus: Cores to reserve for the command itself, all on one node.
-            gpus: GPUs likewise.
-            call: The function to run, see `PackedCall`.
-
-        Raises:
-            CloudError: No node could ever run it, or the cluster refuses it.
-        """
-        if not command:
-            raise InvalidValueError(
-                "There is no command to run. Give one, such as ['python', 'train.py']."
-            )
-        self._check_room(cpus, gpus)
+    def _submit(self, request: JobRequest) -> None:
+        self._check_room(request.cpus, request.gpus)
         environment = runtime_env(self._profile)
-        if call is not None:
-            environment["py_modules"] = [call.module]
-        if env:
-            environment["env_vars"] = dict(env)
-        job_id = call.job_id if call is not None else new_id()
-        return self._hand_in(
-            entrypoint=shlex.join(command),
-            submission_id=job_id,
+        if request.call is not None:
+            environment["py_modules"] = [request.call.module]
+        if request.env:
+            environment["env_vars"] = dict(request.env)
+        self._hand_in(
+            entrypoint=shlex.join(request.command),
+            submission_id=request.job_id,
             runtime_env=environment,
-            metadata={**(call.metadata if call is not None else {}), "job_name": name or job_id},
-            entrypoint_num_cpus=cpus or None,
-            entrypoint_num_gpus=gpus or None,
+            metadata={**request.metadata, "job_name": request.name},
+            entrypoint_num_cpus=request.cpus or None,
+            entrypoint_num_gpus=request.gpus or None,
         )
 
     def _hand_in(self, *, submission_id: str, **request: Any) -> str:

@@ -24,15 +24,10 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from raypool.cluster.slurm_job import CONNECTION, JOIN_S, TOKEN, ask, write_private
-from raypool.errors import (
-    CloudError,
-    InvalidValueError,
-    StartupError,
-    did_you_mean,
-)
+from raypool.errors import CloudError, InvalidValueError, StartupError, did_you_mean
 from raypool.profiles import Profile, Slurm
 from raypool.worker.folders import make_private
 
@@ -75,40 +70,31 @@ def size_of(profile: Profile, least: int | None, most: int | None) -> Size:
     if slurm.gpus:
         cpus = slurm.cpus_per_gpu and slurm.cpus_per_gpu * slurm.gpus
         nodes = [
-            max(1, math.ceil(_gpus(profile, number) / slurm.gpus - 1e-6))
+            max(1, math.ceil(_total(profile, number, "gpus") / slurm.gpus - 1e-6))
             for number in (least or 1, most or least or 1)
         ]
     else:
         given = slurm.nodes or 1
-        cores = math.ceil(_cores(profile, most or least) / given) if most or least else None
-        cpus, nodes = cores, [given, given]
+        number = most or least
+        cpus = math.ceil(_total(profile, number, "cpus") / given) if number else None
+        nodes = [given, given]
     if slurm.nodes is None:
         return Size(nodes[0], nodes[1], cpus)
     if nodes[0] > slurm.nodes:
         raise InvalidValueError(
-            f"{least} workers need {_gpus(profile, least or 1):g} GPUs, and nodes={slurm.nodes}"
-            f" with gpus_per_node={slurm.gpus_per_node} have {slurm.nodes * slurm.gpus}. Ask for"
-            " more nodes, or leave nodes out."
+            f"{least} workers need {_total(profile, least or 1, 'gpus'):g} GPUs, and"
+            f" nodes={slurm.nodes} with gpus_per_node={slurm.gpus_per_node} have"
+            f" {slurm.nodes * slurm.gpus}. Ask for more nodes, or leave nodes out."
         )
     return Size(slurm.nodes, slurm.nodes, cpus)
 
 
-def _gpus(profile: Profile, number: int) -> float:
-    """Return how many GPUs so many workers take."""
-    if profile.listed:
-        return sum(1 if each.gpus is None else each.gpus for each in profile.listed)
-    (kind,) = profile.kinds
-    if isinstance(profile.workers_per_gpu, int):
+def _total(profile: Profile, number: int, field: Literal["gpus", "cpus"]) -> float:
+    """Return how many GPUs or cores so many workers take: one each, unless the profile says."""
+    if not profile.listed and field == "gpus" and isinstance(profile.workers_per_gpu, int):
         return number / profile.workers_per_gpu
-    return number * (1 if kind.gpus is None else kind.gpus)
-
-
-def _cores(profile: Profile, number: int | None) -> float:
-    """Return how many cores so many workers take."""
-    if profile.listed:
-        return sum(1 if each.cpus is None else each.cpus for each in profile.listed)
-    (kind,) = profile.kinds
-    return (number or 1) * (1 if kind.cpus is None else kind.cpus)
+    each = [getattr(kind, field) for kind in profile.listed or number * profile.kinds]
+    return sum(1 if amount is None else amount for amount in each)
 
 
 def job_file(  # noqa: PLR0913 - all are named
@@ -170,6 +156,8 @@ def job_file(  # noqa: PLR0913 - all are named
             "#!/bin/bash",
             *(f"#SBATCH {line}" for line in lines),
             *(f"export {key}={shlex.quote(value)}" for key, value in (env or {}).items()),
+            # a notice that comes before Python can take it would end the job
+            "trap '' USR1",
             # exec: the signal is for this process, not for the shell
             f"exec {shlex.join(launcher)}",
             "",

@@ -23,7 +23,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
+import math
 import os
 import re
 import secrets
@@ -67,6 +69,9 @@ UNUSED_S = 60.0
 FIRST_DRIVER_S = 600.0
 """How long the first driver may take to connect [s]."""
 
+UNTOLD_S = 30.0
+"""The time to save where Slurm does not say when it takes a node back [s]: its usual KillWait."""
+
 ANSWER_S = 10.0
 """The time for Ray to answer a question [s]."""
 
@@ -86,7 +91,11 @@ NOT_FOR_TASKS = re.compile(
     "(SLURM_(PROCID|LOCALID|NODEID|NTASKS|NPROCS|TASKS_PER_NODE|STEP|TASK_PID|GTIDS|SRUN|LAUNCH"
     "|CPU_BIND|OPEN_MODE)|PMI)"
 )
-"""Lightning, Accelerate and MPI would take a worker with these variables for a task of srun."""
+"""Lightning, Accelerate and MPI would take a worker with these variables for a task of srun.
+
+Source:
+    github.com/ray-project/ray/issues/10995.
+"""
 
 NOT_FOR_SRUN = re.compile(
     "SLURM_(NTASKS|NPROCS|TASKS_PER_NODE|MEM_PER_|GPUS|GPU_BIND|TRES_PER_TASK|CPU_BIND"
@@ -97,23 +106,13 @@ NOT_FOR_SRUN = re.compile(
 TOKEN, CONNECTION, STATUS = "token", "connection.json", "status.json"
 """Files in a job's folder: Ray's token, its addresses, and how the command has ended."""
 
-MEBI = 2**20
-
 STORE_SHARE = 0.3
 """Ray's own share of the memory for its object store."""
 
 
-def not_for_tasks(environment: Mapping[str, str]) -> list[str]:
-    """Return the variables that make a process look like a task of srun.
-
-    Source:
-        github.com/ray-project/ray/issues/10995.
-
-    Example:
-        >>> not_for_tasks({"SLURM_PROCID": "0", "SLURM_JOB_ID": "7", "PMIX_RANK": "0"})
-        ['SLURM_PROCID', 'PMIX_RANK']
-    """
-    return [name for name in environment if NOT_FOR_TASKS.match(name)]
+def environment_without(names: re.Pattern[str]) -> dict[str, str]:
+    """Return the environment of this process without some variables."""
+    return {name: value for name, value in os.environ.items() if not names.match(name)}
 
 
 class RaySetup(NamedTuple):
@@ -130,6 +129,11 @@ class RaySetup(NamedTuple):
     def address(self) -> str:
         """Where Ray's control store listens."""
         return f"{self.head_address}:{self.port}"
+
+    @property
+    def client_address(self) -> str:
+        """Where Ray Client's server listens."""
+        return f"{self.head_address}:{self.client_port}"
 
 
 def say(text: str) -> None:
@@ -196,20 +200,14 @@ def address_of(node: str) -> str:
     return socket.gethostbyname(name[1] if name else node)
 
 
-def ends_at(job: str) -> float:
-    """Return when Slurm ends a job [Unix time, s]; a preemption brings that forward."""
-    shown = re.search(r"EndTime=(\S+)", ask("scontrol", "show", "job", job))
-    if shown is None or shown[1] == "Unknown":
-        return float("inf")
-    return datetime.fromisoformat(shown[1]).timestamp()
-
-
-def deadline(job: str, notice_s: float) -> float:
+def deadline(job: str, notice_s: float = math.inf) -> float:
     """Return the time by which a command must have ended, after a signal now [Unix time, s]."""
     at = time.time() + notice_s
     with contextlib.suppress(CloudError):  # the controller may be down: the notice still counts
-        at = min(at, ends_at(job) - SPARE_S)
-    return at
+        # a preemption brings the end forward; without a time limit it is "Unknown"
+        if shown := re.search(r"EndTime=(\d\S+)", ask("scontrol", "show", "job", job)):
+            at = min(at, datetime.fromisoformat(shown[1]).timestamp() - SPARE_S)
+    return at if at < math.inf else time.time() + UNTOLD_S
 
 
 # --- on each node, as the only task of a step there -----------------------------------------------
@@ -237,7 +235,6 @@ def serve_node() -> None:
         shutil.rmtree(own, ignore_errors=True)
         os.close(held)
     say(f"{name}: Ray has ended.")
-    sys.stdout.flush()
     os._exit(0)  # the thread still reads standard input
 
 
@@ -252,13 +249,11 @@ def _run_ray(
     """Run Ray until `over`, and drain this node when it is `told`."""
     address = address_of(name)
     command = _ray_start(setup, name, address, own)
-    environment = {
-        key: value for key, value in os.environ.items() if key not in not_for_tasks(os.environ)
-    }
+    environment = environment_without(NOT_FOR_TASKS)
     environment["RAY_TMPDIR"] = str(own)  # it also marks Ray's processes for `_kill_all`
     while name != setup.head and not _listens(setup.address) and not over.wait(LOOK_S):
         pass
-    gone_at = float("inf")
+    gone_at = math.inf
     for _ in range(STARTS):
         with (own / "start.log").open("wb") as log:
             ray = subprocess.Popen(
@@ -267,11 +262,12 @@ def _run_ray(
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                preexec_fn=_block_sigterm,
+                # Slurm sends it to all of a step; a pool's workers unblock it for users' programs
+                preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}),
             )
         while ray.poll() is None and not over.wait(LOOK_S) and time.time() < gone_at:
-            if told.is_set() and gone_at == float("inf"):
-                gone_at = deadline(job, float("inf"))
+            if told.is_set() and gone_at == math.inf:
+                gone_at = deadline(job)
                 _drain(setup, Notice("Slurm takes this node back", gone_at), address)
         if ray.poll() is None:
             return
@@ -304,7 +300,7 @@ def _ray_start(setup: RaySetup, name: str, address: str, own: Path) -> list[str]
         command.append(f"--address={setup.address}")
     if (memory := os.environ.get("SLURM_MEM_PER_NODE", "")).isdigit() and int(memory):
         # without this, Ray counts all memory of the machine
-        given = int(memory) * MEBI
+        given = int(memory) * 2**20
         free = shutil.disk_usage("/dev/shm").free  # where Ray's store is
         store = min(int(given * STORE_SHARE), free)
         command += [f"--object-store-memory={store}", f"--memory={given - store}"]
@@ -316,11 +312,6 @@ def _gpus_here() -> int:
     if visible is None:
         return int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)
     return sum(entry not in ("", "NoDevFiles") for entry in visible.split(","))
-
-
-def _block_sigterm() -> None:
-    """Keep SIGTERM from Ray's processes; a worker of a pool unblocks it for what tasks start."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
 def _listens(address: str) -> bool:
@@ -473,9 +464,7 @@ class SlurmJob:
 
     def _start_ray(self, setup: RaySetup, gpus: Mapping[str, int]) -> None:
         """Start Ray on all nodes, and wait until they have joined."""
-        environment = {
-            key: value for key, value in os.environ.items() if not NOT_FOR_SRUN.match(key)
-        }
+        environment = environment_without(NOT_FOR_SRUN)
         environment[SETUP] = json.dumps(setup)
         # one step for each number of GPUs: --gres is the same on all nodes of a step
         for number in sorted(set(gpus.values())):
@@ -492,29 +481,26 @@ class SlurmJob:
             ]
             self._steps.append(subprocess.Popen(step, stdin=subprocess.PIPE, env=environment))
         os.environ["RAY_ADDRESS"] = setup.address
-        wait_until(len(gpus), self._count, JOIN_S)
+        wait_until(len(gpus), functools.partial(self._count, setup), JOIN_S)
 
-    def _count(self) -> int:
+    def _count(self, setup: RaySetup) -> int:
         """Return how many nodes have joined."""
         if self._ended.is_set() or all(step.poll() is not None for step in self._steps):
             raise CloudError(
                 "Ray does not run on the nodes of this job: "
                 + ("Slurm has ended the job." if self._ended.is_set() else "see the lines above.")
             )
-        return machines_there()
+        # the server for drivers elsewhere starts last
+        return machines_there() if self._command or _listens(setup.client_address) else 0
 
     def _run_command(self, setup: RaySetup) -> int:
         """Run the command; return its exit code, 128 and the signal's number after a signal."""
         program, *arguments = self._command
         command = subprocess.Popen(
             [sys.executable if program == "python" else program, *arguments],
-            env={
-                key: value
-                for key, value in os.environ.items()
-                if key not in not_for_tasks(os.environ)
-            },
+            env=environment_without(NOT_FOR_TASKS),
         )
-        gone_at = float("inf")
+        gone_at = math.inf
         while command.poll() is None:
             gone_at = self._pass_on_notice(setup, gone_at)
             if self._ended.is_set() or time.time() > gone_at:
@@ -537,14 +523,14 @@ class SlurmJob:
         write_private(folder / TOKEN, os.environ["RAY_AUTH_TOKEN"])
         addresses = {
             "address": setup.address,
-            "client": f"ray://{setup.head_address}:{setup.client_port}",
+            "client": f"ray://{setup.client_address}",
         }
         write_private(folder / CONNECTION, json.dumps(addresses))  # a driver waits for it
         is_child = self._options.child
         over = threading.Event()
         if is_child:
             _set_at_end_of_input(over)
-        gone_at, unused_at = float("inf"), time.monotonic() + FIRST_DRIVER_S
+        gone_at, unused_at = math.inf, time.monotonic() + FIRST_DRIVER_S
         try:
             while not over.wait(LOOK_S):
                 gone_at = self._pass_on_notice(setup, gone_at)
@@ -570,7 +556,7 @@ class SlurmJob:
         if not self._is_early and time.monotonic() > self._look_at:
             self._look_at = time.monotonic() + 1
             self._is_early = _is_draining(setup)
-        if not self._told.is_set() or gone_at < float("inf"):
+        if not self._told.is_set() or gone_at < math.inf:
             return gone_at
         self._is_early = True
         gone_at = deadline(self._job, self._options.notice_s)

@@ -10,13 +10,13 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from raypool.cluster.jobs import ENDED, JobInfo, Jobs, PackedCall, new_id
+from raypool.cluster.jobs import ENDED, JobInfo, JobQueue, JobRequest, Jobs
 from raypool.cluster.slurm import (
     FILE,
     GONE,
@@ -59,17 +59,19 @@ def jobs_of(profile: Profile) -> Jobs | SlurmJobs:
     return Jobs(profile) if profile.slurm is None else SlurmJobs(profile)
 
 
-class SlurmJobs:
+class SlurmJobs(JobQueue):
     """The jobs that this user has submitted to Slurm with raypool.
 
     Args:
         profile: `slurm` says what to ask for; the job starts in `working_dir`, or in this folder.
+        is_requeued: Put a job back into the queue when its time is over or it is preempted.
     """
 
     python = "python"
 
-    def __init__(self, profile: Profile) -> None:
+    def __init__(self, profile: Profile, *, is_requeued: bool = False) -> None:
         self._profile = profile
+        self._is_requeued = is_requeued
         self._slurm = profile.slurm or Slurm()
 
     @property
@@ -77,67 +79,37 @@ class SlurmJobs:
         """The folder for the outputs of `batch`."""
         return make_private(folder_of_jobs(self._slurm) / "outputs")
 
-    def submit(  # noqa: PLR0913 - the arguments of Jobs.submit, all named
-        self,
-        command: Sequence[str],
-        *,
-        name: str | None = None,
-        env: Mapping[str, str] | None = None,
-        cpus: float = 0,
-        gpus: float = 0,
-        call: PackedCall | None = None,
-        requeue: bool = False,
-    ) -> str:
-        """Submit a job; return its id.
-
-        Args:
-            command: The words of the command; "python" is the Python that runs here.
-            name: The name of the job.
-            env: Environment variables.
-            cpus: Means nothing here: the job has all cores of its nodes.
-            gpus: Likewise.
-            call: A call that goes along.
-            requeue: Put the job back into the queue when its time is over or it is preempted.
-
-        Raises:
-            CloudError: Slurm refuses it, or could never run it.
-        """
-        if not command:
-            raise InvalidValueError(
-                "There is no command to run. Give one, such as ['python', 'train.py']."
-            )
-        if cpus or gpus:
+    def _submit(self, request: JobRequest) -> None:
+        if request.cpus or request.gpus:
             raise InvalidValueError(
                 "cpus and gpus reserve parts of a Ray cluster for a command. A job of Slurm has all"
                 " of its nodes: set gpus_per_node and cpus_per_gpu in the profile."
             )
-        folder = new_folder(self._slurm, new_id() if call is None else call.job_id)
-        variables = dict(env or {})
+        folder = new_folder(self._slurm, request.job_id)
+        env, call = dict(request.env), request.call
         if call is not None:
             shutil.copytree(call.module, folder / Path(call.module).name)
             paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
-            variables["PYTHONPATH"] = os.pathsep.join(paths)
+            env["PYTHONPATH"] = os.pathsep.join(paths)
         text = job_file(
             self._slurm,
-            size_of(self._profile, *(call.workers if call is not None else (None, None))),
-            command,
-            name=name or folder.name,
+            size_of(self._profile, *((None, None) if call is None else call.workers)),
+            request.command,
+            name=request.name,
             folder=folder,
-            requeue=requeue,
-            env=variables,
+            requeue=self._is_requeued,
+            env=env,
         )
         write_private(folder / FILE, text)
-        directory = self._profile.working_dir or Path.cwd()
-        number = submit(folder / FILE, f"--chdir={Path(directory).expanduser().absolute()}")
+        directory = Path(self._profile.working_dir or "").expanduser().absolute()
         info = {
-            "name": name or folder.name,
-            "command": " ".join(command),
-            "number": number,
+            "name": request.name,
+            "command": " ".join(request.command),
+            "number": submit(folder / FILE, f"--chdir={directory}"),
             "submitted_at": time.time(),
-            "metadata": dict(call.metadata) if call is not None else {},
+            "metadata": dict(request.metadata),
         }
         write_private(folder / INFO, json.dumps(info))
-        return folder.name
 
     def look(self, job_id: str) -> JobInfo:
         """Return the state of a job, by its id or Slurm's number.
@@ -154,7 +126,8 @@ class SlurmJobs:
         at = look(number)
         state = STATES.get(at.state, "failed")
         if at.state == GONE or (status and state == "running"):
-            state = _ended(status)
+            state = "finished" if status.get("exit_code") == 0 else "failed"
+            state = "cancelled" if status.get("is_cancelled") else state
         return JobInfo(
             id=folder.name,
             name=info["name"],
@@ -163,7 +136,11 @@ class SlurmJobs:
             message=f"Slurm job {number}: {at}",
             exit_code=status.get("exit_code") if state in ENDED else None,
             submitted_at=datetime.fromtimestamp(info["submitted_at"], UTC),
-            finished_at=_time_of(status.get("ended_at")) if state in ENDED else None,
+            finished_at=(
+                datetime.fromtimestamp(status["ended_at"], UTC)
+                if status and state in ENDED
+                else None
+            ),
             node=None,
             metadata=info["metadata"],
         )
@@ -243,14 +220,3 @@ class SlurmJobs:
         raise CloudError(
             f"There is no job {job_id!r} in {root}. `raypool job status` lists the jobs there."
         )
-
-
-def _ended(status: Mapping[str, Any]) -> str:
-    """Return the state of a job that Slurm no longer knows."""
-    if status.get("is_cancelled"):
-        return "cancelled"
-    return "finished" if status.get("exit_code") == 0 else "failed"
-
-
-def _time_of(seconds: float | None) -> datetime | None:
-    return datetime.fromtimestamp(seconds, UTC) if seconds else None

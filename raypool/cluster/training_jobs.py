@@ -195,10 +195,11 @@ def run_on_slurm(profile: Profile, submission: Submission, *, requeue: bool) -> 
     Raises:
         CloudError: Slurm refuses it.
     """
-    jobs = SlurmJobs(replace(profile, working_dir=submission.script.folder))
+    profile = replace(profile, working_dir=submission.script.folder)
+    jobs = SlurmJobs(profile, is_requeued=requeue)
     training = replace(submission.training, groups=submission.training.groups[:1])
     words = command(jobs.python, training, submission.script, submission.args)
-    job_id = jobs.submit(words, name=submission.name, requeue=requeue)
+    job_id = jobs.submit(words, name=submission.name)
     submission.say(f"Submitted job {job_id}. It goes on if this command is interrupted.")
     return submission.follow(jobs, job_id)
 

@@ -13,6 +13,7 @@ import pytest
 
 from raypool.cluster import preemption
 from raypool.cluster.preemption import Ec2, Gce, Notice, find_ray, main, watch
+from raypool.cluster.slurm_job import UNTOLD_S, deadline
 from raypool.errors import CloudError
 from tests.cloud.fake_metadata import FakeMetadata, in_iso, in_mail, serving
 
@@ -46,6 +47,14 @@ def is_in(notice: Notice, seconds: float) -> bool:
 def test_of_a_machine_that_stays_nothing_is_said(metadata: FakeMetadata) -> None:
     assert Gce(metadata.url).find_notice() is None
     assert Ec2(metadata.url).find_notice() is None
+
+
+def test_a_node_of_slurm_has_a_deadline_while_the_controller_is_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray takes no infinite one."""
+    monkeypatch.setenv("PATH", "")  # scontrol fails
+    assert is_in(Notice("Slurm takes this node back", deadline("7")), UNTOLD_S)
 
 
 def test_a_spot_machine_of_compute_engine(metadata: FakeMetadata) -> None:

@@ -334,7 +334,8 @@ def assert_continued(user: User, number: str) -> None:
     """
     until(lambda: user.shown(number, "Restarts") == "1", LIMIT_S)
     user.wait_for(number, "PENDING")
-    user.run("scontrol", "update", f"jobid={number}", "StartTime=now")
+    # not in the second of its requeue: its nodes would refuse it ("Job credential revoked")
+    user.run("scontrol", "update", f"jobid={number}", "StartTime=now+2")
     until(lambda: user.shown(number, "JobState") in ("COMPLETED", "FAILED"), LIMIT_S)
     assert CONTINUED in user.output(number), user.output(number)
 

@@ -157,12 +157,12 @@ def test_where_all_nodes_go_the_pool_ends_and_the_same_call_resumes_elsewhere(
     on_cluster: Any, tmp_path: Any
 ) -> None:
     """One after the other, as Slurm preempts a job: what runs on either is told and saves, and
-    nothing starts instead.
+    nothing starts instead. Both nodes are on one host, and each has a GPU 0.
     """
     facts, words = on_cluster(
         f"""
     from raypool import load_checkpoint, save_checkpoint, PoolPreemptedError
-    nodes = [add(num_cpus=1) for _ in range(2)]
+    nodes = [add(num_cpus=1, num_gpus=1) for _ in range(2)]
 
     def work(item):
         done = load_checkpoint() or 0
@@ -188,6 +188,7 @@ def test_where_all_nodes_go_the_pool_ends_and_the_same_call_resumes_elsewhere(
 
     threading.Thread(target=take_back, daemon=True).start()
     with parpool(2, address=cluster.address, quiet=True) as pool:
+        facts["gpus"] = [worker.gpu for worker in pool.workers]
         try:
             loop(pool)
         except PoolPreemptedError as error:
@@ -198,7 +199,7 @@ def test_where_all_nodes_go_the_pool_ends_and_the_same_call_resumes_elsewhere(
             pool.parfeval(work, 0)
         except PoolPreemptedError:
             facts["refused"] = True
-    nodes = [add(num_cpus=2)]
+    nodes = [add(num_cpus=2, num_gpus=2)]
     mark("door")
     with parpool(2, address=cluster.address, quiet=True) as pool:
         facts["values"] = list(loop(pool))
@@ -207,6 +208,7 @@ def test_where_all_nodes_go_the_pool_ends_and_the_same_call_resumes_elsewhere(
     """,
         cores=0,
     )
+    assert facts["gpus"] == [0, 0]
     ended = re.search(r"is about to go, in (\d+) s, and no other node can come", facts["ended"])
     assert ended
     assert int(ended[1]) > 0, "the time was up"

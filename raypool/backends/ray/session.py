@@ -214,9 +214,10 @@ def _not_a_task() -> Iterator[None]:
     if "SLURM_JOB_ID" not in os.environ:
         yield
         return
-    from raypool.cluster.slurm_job import not_for_tasks
+    from raypool.cluster.slurm_job import NOT_FOR_TASKS
 
-    hidden = {name: os.environ.pop(name) for name in not_for_tasks(os.environ)}
+    names = [name for name in os.environ if NOT_FOR_TASKS.match(name)]
+    hidden = {name: os.environ.pop(name) for name in names}
     try:
         yield
     finally:
