@@ -401,7 +401,7 @@ class LoopRun:
             else:
                 check_travels(items, self._backend, work.label)
                 size = work.take(items)
-                self._total = len(items)
+                self._total = size + len(work.restored)
                 self._driver.submit(work, spec._replace(size=size))
             self._wait(lambda: work.is_done)
             work.catch_up()

@@ -20,8 +20,12 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from raypool.cli.inputs import Config
+    from raypool.engine.durable import RunPart
     from raypool.results import Results
 
+
+ITEMS_PER_TASK = 4
+"""How many items a task of a job array runs, unless it is told."""
 
 FEW_ROWS = 10
 """The greatest number of rows that a sweep ends with."""
@@ -86,6 +90,18 @@ class Repeatable(click.Command):
     help="Seed each item's random numbers, the same in every run.",
 )
 @click.option(
+    "--array",
+    type=click.IntRange(min=1),
+    is_flag=False,
+    flag_value=ITEMS_PER_TASK,
+    metavar="[N]",
+    help=(
+        "Slurm: submit a job array, and return at once. Each of its tasks runs N items,"
+        f" {ITEMS_PER_TASK} if N is left out."
+    ),
+)
+@click.option("--part-of", type=int, hidden=True)  # the run of which this is a task
+@click.option(
     "--json",
     "is_json",
     is_flag=True,
@@ -105,36 +121,49 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
     from raypool.cli.inputs import check_takes_whole, find_function, read_configs
 
     run_dir: str = options["run_dir"]
+    place: str | RunPart = run_dir
+    workers, profile, rerun = options["workers"], options["profile"], options["rerun"]
     items: list[Config] = []
     with contextlib.redirect_stdout(sys.stderr), errors_said():
         items = read_configs(configs)
         function = find_function(target)
         check_takes_whole(function, items)
-        check_fits(function, run_dir, options["seed"])
+        num_items = len(items)
+        if options["array"] is not None:
+            from raypool.cli.sweep_array import submit_array
+
+            if submit_array(function, items, target, configs, options):
+                raise SystemExit(0)
+            workers, profile = None, "inline"  # no item has to run
+        if options["part_of"] is None:
+            check_fits(function, run_dir, options["seed"])
+        else:
+            from raypool.cli.sweep_array import part_of
+
+            place = part_of(Path(run_dir), options["part_of"])
+            # after a requeue a failed item has had its turn
+            num_items, rerun = len(place.items), "missing"
         from raypool.pool import parpool
 
-        with (
-            resumable(run_dir, len(items)),
-            parpool(options["workers"], profile=options["profile"]) as pool,
-        ):
+        with resumable(run_dir, num_items), parpool(workers, profile=profile) as pool:
             results: Results[Any] = pool.parfor(
                 function,
                 items,
                 on_error="collect",
-                run_dir=run_dir,
-                rerun=options["rerun"],
+                run_dir=place,
+                rerun=rerun,
                 seed=options["seed"],
             )
     if is_json:
         from raypool.views import tables
 
         echo(tables.sweep_as_json(tables.numbered(results.to_frame())))
-    else:
+    elif place is run_dir:
         _show_best(results, run_dir)
     _say_failures(results.errors, items, run_dir)
     num_failed = len(results.errors)
     echo(
-        f"{len(items) - num_failed} of {len(items)} finished, {num_failed} failed. The results"
+        f"{num_items - num_failed} of {num_items} finished, {num_failed} failed. The results"
         f" are in {run_dir}.",
         err=True,
     )

@@ -197,6 +197,11 @@ def _hint(words: str, file: Path) -> str:
             ". No node of the partition has what was asked for; `sinfo --Node --long` and `sinfo"
             " --format='%R %D %c %m %G'` list what they have."
         )
+    if "array" in words.lower():
+        return (
+            ". `scontrol show config` has the greatest number of tasks of an array (MaxArraySize)."
+            " Give each task more items: --array N."
+        )
     return f". The job file is {file}."
 
 
@@ -224,6 +229,16 @@ def look(number: str) -> JobState:
             return JobState(GONE)
         raise
     return JobState(*line.splitlines()[0].split("|")) if line else JobState(GONE)
+
+
+def num_left(number: str) -> int:
+    """Return how many tasks of a job array have not ended."""
+    try:
+        return len(ask("squeue", "--noheader", "--array", f"--jobs={number}").splitlines())
+    except CloudError as error:
+        if "Invalid job id" in str(error):
+            return 0
+        raise
 
 
 # --- the allocation of a pool ---------------------------------------------------------------------

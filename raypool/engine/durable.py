@@ -43,7 +43,7 @@ from raypool.journal.fingerprints import fingerprint_of
 from raypool.journal.journal import Journal
 from raypool.journal.keys import FunctionSource
 from raypool.journal.reading import saved_items
-from raypool.journal.rows import Outcome, Stored, row_of
+from raypool.journal.rows import PARTS, Outcome, Stored, row_of
 
 UNCHANGEABLE = frozenset({int, float, bool, str, bytes, type(None)})
 """Types whose values cannot change."""
@@ -52,6 +52,31 @@ MOST_CHANGES = 3
 """So many changes of a function are named in a warning."""
 
 logger = logging.getLogger("raypool")
+
+
+class RunPart(os.PathLike[str]):
+    """A folder for some items of a run that another process has begun: `run_dir` for `parfor`.
+
+    Args:
+        run_dir: The folder of that run.
+        name: The name of the part.
+        run: The number of the run.
+        items: The numbers of the items.
+    """
+
+    def __init__(self, run_dir: Path, name: str, run: int, items: Sequence[int]) -> None:
+        self.folder = run_dir / PARTS / name
+        self.run = run
+        self.items = items
+        make_folder(self.folder)
+        make_folder(run_dir / "items")
+        # only the journal has one writer; what items keep, whoever runs them next finds
+        for shared in ("items", GPU_USAGE):
+            with contextlib.suppress(FileExistsError):
+                (self.folder / shared).symlink_to(f"../../{shared}")
+
+    def __fspath__(self) -> str:
+        return str(self.folder)
 
 
 class DurableLoop(LoopWork):
@@ -78,8 +103,11 @@ class DurableLoop(LoopWork):
         source = FunctionSource.of(fn)._replace(fingerprint=fingerprint_of(fn))
         if rerun == "all":
             source = source._replace(given=None)  # it may hold other values then
+        run = 1
+        if isinstance(run_dir, RunPart):
+            options, run = options._replace(order=run_dir.items), run_dir.run
         journal = Journal.open(
-            Path(run_dir).expanduser().absolute(), source.function, options.seed, source
+            Path(run_dir).expanduser().absolute(), source.function, options.seed, source, run
         )
         return cls(function, options, journal, rerun, source)
 
@@ -112,9 +140,10 @@ class DurableLoop(LoopWork):
         """Take the items, write them down, and return how many have to run."""
         self.items = items
         self.keys += [self._name(item, index) for index, item in enumerate(items)]
+        numbers: Sequence[int] = range(len(items)) if self._order is None else self._order
         try:
             self._journal.note_items(
-                (key, index, items[index]) for index, key in enumerate(self.keys)
+                (self.keys[index], index, items[index]) for index in sorted(numbers)
             )
             self._stored = {} if self._rerun == "all" else self._journal.stored()
         except OSError as error:
@@ -133,7 +162,6 @@ class DurableLoop(LoopWork):
                 self.run_dir,
                 what_differs(items, saved_items(self._journal.run_dir, set(self.keys))),
             )
-        numbers: Sequence[int] = range(len(items)) if self._order is None else self._order
         order = [index for index in numbers if not self._restore(index)]
         self._order = None if items and order == list(range(len(items))) else order
         if self._options.seed is not None and self.restored:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import socket
 import sqlite3
 import threading
@@ -20,9 +21,11 @@ from raypool.journal.fingerprints import Fingerprint
 from raypool.journal.keys import FunctionSource
 from raypool.journal.lock import Identity, RunLock, closed, identity, opening
 from raypool.journal.opening import Contents, cannot_write, connect, lost_with_log, open_database
+from raypool.journal.reading import new_rows, parts_of, rows_of_parts
 from raypool.journal.rows import (
     DATABASE,
     NOWHERE,
+    PARTS,
     Outcome,
     Stored,
     StoredAt,
@@ -62,7 +65,12 @@ class Journal:
     """
 
     def __init__(
-        self, run_dir: Path, lock: RunLock, connection: sqlite3.Connection, contents: Contents
+        self,
+        run_dir: Path,
+        lock: RunLock,
+        connection: sqlite3.Connection,
+        contents: Contents,
+        run: int,
     ) -> None:
         self.run_dir = run_dir
         self._lock = lock
@@ -81,7 +89,7 @@ class Journal:
         # of a damaged journal the row of the last run may be lost
         runs = [row[0] for row in contents["runs"]]
         runs += [row[2] for row in contents["attempts"]] + [row[1] for row in contents["orders"]]
-        self.run = max(runs, default=0) + 1
+        self.run = max([run - 1, *runs]) + 1
 
     @classmethod
     def open(
@@ -90,17 +98,22 @@ class Journal:
         function: str,
         seed: int | None,
         source: FunctionSource | None = None,
+        run: int = 1,
     ) -> Self:
         """Lock the folder, make or open its journal, and begin the next run in it.
+
+        The outcomes in parts of the run are taken over, and the parts removed.
 
         Args:
             run_dir: The folder; it is made if it does not exist.
             function: The key of the function that runs (`keys.function_key`).
             seed: The seed of the run.
             source: Where the function is defined, for replays.
+            run: The least number of the run: that of the run that this journal is a part of.
 
         Raises:
-            JournalError: It is in use, for another function or seed, or not writable by you alone.
+            JournalError: It or a part of it is in use, it is for another function or seed, or it is
+                not writable by you alone.
         """
         folder = Path(os.path.abspath(run_dir))  # noqa: PTH100 (links stay what they are)
         try:
@@ -121,7 +134,8 @@ class Journal:
                     logger.warning("%s", lost)
                 check_same(folder, contents, function, seed)
                 check_given(folder, contents, source)
-                journal = cls(folder, lock, connection, contents)
+                take_parts(folder, connection, contents)
+                journal = cls(folder, lock, connection, contents, run)
                 journal._begin(function, seed, source)
             except BaseException:
                 connection.close()
@@ -395,6 +409,29 @@ def _as_os_error(error: sqlite3.Error, folder: Path) -> OSError:
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     numbers = {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_READONLY: errno.EROFS}
     return OSError(numbers.get(code, errno.EIO), str(error), str(folder))
+
+
+def take_parts(folder: Path, connection: sqlite3.Connection, contents: Contents) -> None:
+    """Move the outcomes in the parts of a run into its journal, and remove the parts.
+
+    Raises:
+        JournalError: A part is in use, or the journal cannot be written.
+    """
+    if not (folder / PARTS).exists():
+        return
+    with contextlib.ExitStack() as locks:
+        for part in parts_of(folder):
+            locks.callback(RunLock(part).release)
+        rows = new_rows(rows_of_parts(folder), contents)
+        try:
+            if not connection.in_transaction:
+                connection.execute("BEGIN IMMEDIATE")
+            insert(connection, "attempts", rows)
+            connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            raise cannot_write(folder, error) from error
+        contents["attempts"] += rows
+        shutil.rmtree(folder / PARTS, ignore_errors=True)
 
 
 # --- checks that a call fits its folder -----------------------------------------------------------

@@ -21,7 +21,7 @@ from raypool.channel.feed import Feed, text_of_file
 from raypool.channel.feed import Row as Report
 from raypool.channel.gpu_usage import samples_in
 from raypool.errors import MAX_NAMES, JournalError, did_you_mean, explains_calls
-from raypool.journal.files import REPORTS, Damaged, is_trusted
+from raypool.journal.files import REPORTS, Damaged, check_run, is_trusted
 from raypool.journal.lock import TRAINING_LOCK, bare, is_in_use, is_running, noted_outcomes
 from raypool.journal.opening import (
     SALVAGED,
@@ -41,6 +41,7 @@ from raypool.journal.opening import (
 from raypool.journal.plain import decode
 from raypool.journal.rows import (
     DATABASE,
+    PARTS,
     Stored,
     StoredAt,
     error_of,
@@ -50,6 +51,7 @@ from raypool.journal.rows import (
     words_of,
 )
 from raypool.journal.salvage import carve
+from raypool.journal.schema import Row as Entry
 from raypool.journal.schema import checksum, numbers_of
 from raypool.results import Miss, Results, Row, collector_paused, run_name
 
@@ -273,7 +275,7 @@ def summary_of(folder: Path) -> RunSummary:
         len(entries),
         statuses["finished"],
         statuses["failed"],
-        is_running(folder),
+        any(map(is_running, (folder, *parts_of(folder)))),
         float(newest[5]),
         size,
     )
@@ -319,7 +321,8 @@ def read_contents(folder: Path) -> Contents:
     Raises:
         JournalError: There is no journal, or it cannot be read.
     """
-    # first: a running writer notes outcomes after it has written them
+    rows = rows_of_parts(folder)  # first: they may be moved into the journal meanwhile
+    # before it is read: a running writer notes outcomes after it has written them
     noted = noted_outcomes(folder)
     path = folder / (DATABASE if not (folder / SALVAGED).exists() else SALVAGED)
     if not path.exists() or not (path.stat().st_size or log_of(path)):
@@ -342,6 +345,7 @@ def read_contents(folder: Path) -> Contents:
         contents = _read(path)
         if lost := lost_with_log(folder, noted, contents):
             logger.warning("%s", lost)
+        contents["attempts"] += new_rows(rows, contents)
         return contents
     except (OSError, *UNREADABLE) as error:
         reason = getattr(error, "strerror", None) or error
@@ -356,6 +360,37 @@ def _runs_in(folder: Path) -> list[str]:
         return sorted(path.name for path in folder.iterdir() if (path / DATABASE).exists())
     except OSError:
         return []
+
+
+def parts_of(folder: Path) -> list[Path]:
+    """Return the folders of the parts of a run."""
+    return sorted(path.parent for path in (folder / PARTS).glob(f"*/{DATABASE}"))
+
+
+def rows_of_parts(folder: Path) -> list[Entry]:
+    """Return the rows of `attempts` in the parts of a run, without their numbers.
+
+    Raises:
+        JournalError: A part cannot be read, or others may have written to it.
+    """
+    rows = []
+    for part in parts_of(folder):
+        try:
+            if is_trusted(folder):  # so pickles will be opened
+                check_run(part)
+        except Damaged as error:
+            raise JournalError(f"{part} is not read: {error}.", run_dir=str(folder)) from error
+        if (part / DATABASE).stat().st_size or log_of(part / DATABASE):  # else it has just begun
+            rows += [row[1:] for row in read_contents(part)["attempts"]]
+    return rows
+
+
+def new_rows(rows: Sequence[Entry], contents: Contents) -> list[Entry]:
+    """Return rows that a journal does not have, with numbers that follow its own."""
+    own = contents["attempts"]
+    known = {row[1:] for row in own}
+    first = own[-1][0] + 1 if own else 1
+    return [(n, *row) for n, row in enumerate((row for row in rows if row not in known), first)]
 
 
 def _read(path: Path) -> Contents:
@@ -421,7 +456,8 @@ def _read_once(path: Path) -> Contents:
         except UNREADABLE as error:
             failure = error
             continue
-        if sum(lost_of(contents).values()):
+        # as in `opening`: a part of a run begins with the number of that run
+        if any(count for table, count in lost_of(contents).items() if table != "runs"):
             raise DamagedError("rows are missing")
         return contents
     assert failure is not None
@@ -485,10 +521,11 @@ def _feed_of(folder: Path, keys: Sequence[str]) -> Feed:
         there = {path.name for path in (folder / "items").iterdir()}
     except OSError:
         return feed
+    is_still_written = any(map(is_in_use, (folder, *parts_of(folder))))
     for index, key in enumerate(keys):
         if key in there:
             path = folder / "items" / key / "metrics.jsonl"
-            reports, num_lost = _reports_of(path, index, is_in_use(folder))
+            reports, num_lost = _reports_of(path, index, is_still_written)
             if reports:
                 feed.add_rows(pickle.dumps(reports, protocol=5), {})
             if num_lost:

@@ -34,6 +34,9 @@ logger = logging.getLogger("raypool")
 
 DATABASE = "journal.sqlite"
 
+PARTS = "parts"
+"""The folder with parts of a run: journals of processes elsewhere that run some of its items."""
+
 
 class Outcome(NamedTuple):
     """The outcome of an attempt at an item.

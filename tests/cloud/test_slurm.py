@@ -5,6 +5,7 @@ nodes, and what is left behind.
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shutil
 import signal
@@ -207,6 +208,53 @@ def test_a_pool_on_an_allocation_of_its_own(user: User) -> None:
     until(lambda: user.lab.run("squeue", "-h") == "", LIMIT_S)
 
 
+ARRAY = """
+from tasks import HERE, train
+def run(config):
+    if config["x"] == 4 and not (HERE / "mended").exists():
+        raise ValueError("not yet")
+    return train(config["x"]) if config["x"] in (0, 3) else config["x"]
+"""
+
+
+def test_a_job_array_is_one_run(user: User) -> None:
+    """Two tasks, both of which are told to save and go on after a requeue; then the failed item,
+    alone; then nothing is left.
+    """
+    user.write("array.py", ARRAY)
+    user.write("many.csv", "x\n" + "\n".join(map(str, range(1100))))
+    user.write("few.csv", "x\n0\n1\n2\n3\n4\n")
+    sweep = ("raypool", "sweep", "array.py:run", "few.csv", "--run-dir", "run", "--profile", "hpc")
+    _, err = user.run(
+        *("many.csv" if word == "few.csv" else word for word in sweep), "--array", "1", code=1
+    )
+    assert "MaxArraySize" in err
+
+    _, err = user.run(*sweep, "--array", "3")
+    [number] = re.findall(r"Slurm job (\d+) for 5 of 5 items", err)
+    until(lambda: user.has("running-0", "running-3"), LIMIT_S)
+    _, err = user.run(*sweep, "--array", "3", code=1)
+    assert f"Slurm job {number} has not ended: of its tasks for {user.folder}/run, 2 are" in err
+    tasks = [f"{number}_{task}" for task in (0, 1)]
+    for task in tasks:
+        user.run("scancel", "--batch", "--signal=USR1", task)
+    for task in tasks:
+        restart(user, task)
+    until(lambda: user.lab.run("squeue", "-h") == "", LIMIT_S)
+    assert [user.shown(task, "JobState") for task in tasks] == ["COMPLETED", "FAILED"]
+    out, _ = user.run("raypool", "show", "run", "--failed", "--json")
+    assert [item["error"] for item in json.loads(out)] == ["ValueError: not yet"]
+
+    user.write("mended", "")
+    _, err = user.run(*sweep, "--array")
+    assert "for 1 of 5 items" in err
+    until(lambda: user.lab.run("squeue", "-h") == "", LIMIT_S)
+    user.run(*sweep, "--array")
+    user.write("look.py", "from raypool import load_results; print(list(load_results('run')))")
+    out, _ = user.run("python", "look.py")
+    assert ast.literal_eval(out) == [[0, 4], 1, 2, [0, 4], 4]
+
+
 def test_what_slurm_cannot_give_is_refused_at_once(user: User) -> None:
     """With its own words and a hint; also what it would accept, and let wait forever."""
     for words, hint in (
@@ -328,14 +376,19 @@ def begin(user: User, *options: str) -> str:
     return number
 
 
-def assert_continued(user: User, number: str) -> None:
-    """Check that a job is put back into the queue and ends well; Slurm lets it wait for two
+def restart(user: User, number: str) -> None:
+    """Check that a job is put back into the queue, and start it; Slurm lets it wait for two
     minutes.
     """
     until(lambda: user.shown(number, "Restarts") == "1", LIMIT_S)
     user.wait_for(number, "PENDING")
     # not in the second of its requeue: its nodes would refuse it ("Job credential revoked")
     user.run("scontrol", "update", f"jobid={number}", "StartTime=now+2")
+
+
+def assert_continued(user: User, number: str) -> None:
+    """Check that a job is put back into the queue and ends well."""
+    restart(user, number)
     until(lambda: user.shown(number, "JobState") in ("COMPLETED", "FAILED"), LIMIT_S)
     assert CONTINUED in user.output(number), user.output(number)
 

@@ -92,6 +92,7 @@ def of_command(name: str, command: click.Command) -> Iterator[str]:
     parameters = [
         f"{'/'.join([*each.opts, *each.secondary_opts])}{f'={each.default}' if isinstance(each.default, (str, int)) else ''}"
         for each in command.params
+        if not getattr(each, "hidden", False)
     ]
     yield " ".join([name, *parameters])
     if isinstance(command, click.Group):

@@ -1,0 +1,119 @@
+"""`raypool sweep --array`: a job array of Slurm, each task of which runs a few items.
+
+The login node begins a run and writes a plan: the items of each task. A task has a journal of its
+own, a part of the run (`engine.durable.RunPart`). Readers add the parts; the next run takes them
+over, and removes them with the plan. So a task of an older array, which may still be in the queue,
+finds no plan of its run and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raypool.channel.records import Function, function_name
+from raypool.cli.output import echo
+from raypool.cluster.slurm import FILE, job_file, new_folder, num_left, size_of, submit
+from raypool.cluster.slurm_job import write_private
+from raypool.core.model import Slice
+from raypool.engine.durable import RunPart
+from raypool.engine.loop import LoopOptions
+from raypool.errors import CloudError, InvalidValueError
+from raypool.journal.files import make_folder
+from raypool.journal.rows import PARTS
+from raypool.parallel_for import durable_loop
+from raypool.profile_files import resolve_profile
+
+if TYPE_CHECKING:
+    from raypool.cli.inputs import Config
+
+PLAN = f"{PARTS}/plan.json"
+"""The file in a run's folder with the number of the run, the items of each task, and the job."""
+
+
+def submit_array(
+    function: Callable[[Any], Any],
+    items: list[Config],
+    target: str,
+    configs: Path,
+    options: dict[str, Any],
+) -> bool:
+    """Submit an array for the items that have to run; return whether there are any.
+
+    Raises:
+        InvalidValueError: The profile is not of Slurm.
+        JournalError: The folder cannot be used.
+        CloudError: Slurm refuses the array, or an earlier one has not ended.
+    """
+    profile = resolve_profile(options["profile"], {})
+    if profile.slurm is None:
+        raise InvalidValueError(
+            '--array submits a job array to Slurm. Name a profile with kind = "slurm".'
+        )
+    run_dir = Path(options["run_dir"]).absolute()
+    with contextlib.suppress(FileNotFoundError, KeyError):  # no array, or it was interrupted
+        job = json.loads((run_dir / PLAN).read_text())["job"]
+        if count := num_left(job):
+            raise CloudError(
+                f"Slurm job {job} has not ended: of its tasks for {run_dir}, {count} are queued or"
+                f" running. Wait for them, or end them with scancel {job}."
+            )
+    name, seed, workers = function_name(function), options["seed"], options["workers"]
+    how = LoopOptions(name, seed=seed)
+    loop = durable_loop(function, Function(-1, None, name), how, run_dir, options["rerun"])
+    with contextlib.closing(loop):
+        numbers = loop.numbers(Slice(-1, 0, loop.take(items), 1))
+    if not numbers:
+        return False
+    per_task = options["array"]
+    tasks = [[*numbers[first : first + per_task]] for first in range(0, len(numbers), per_task)]
+    make_folder(run_dir / PARTS)
+    copy = run_dir / PARTS / f"configs{configs.suffix}"  # the user may edit the original meanwhile
+    shutil.copyfile(configs, copy)
+    plan = {"run": loop.run, "tasks": tasks}
+    write_private(run_dir / PLAN, json.dumps(plan))  # first: a task may start at once
+    command = ["python", "-m", "raypool", "sweep", target, str(copy), f"--run-dir={run_dir}"]
+    command += [f"--part-of={loop.run}"]
+    command += [
+        f"--{option}={options[option]}"
+        for option in ("profile", "workers", "seed")
+        if options[option] is not None
+    ]
+    folder = new_folder(profile.slurm, f"array_{uuid.uuid4().hex[:16]}")
+    size = size_of(profile, workers, workers)
+    file = folder / FILE
+    write_private(file, job_file(profile.slurm, size, command, name=name, requeue=True))
+    try:
+        job = submit(file, f"--array=0-{len(tasks) - 1}", f"--output={folder}/%a.log")
+    except BaseException:
+        shutil.rmtree(run_dir / PARTS)
+        raise
+    write_private(run_dir / PLAN, json.dumps({**plan, "job": job}))
+    echo(
+        f"Submitted Slurm job {job} for {len(numbers)} of {len(items)} items, {per_task} per task."
+        f" {shlex.join(['raypool', 'show', options['run_dir']])} shows their results, {folder} has"
+        " their output. When the job has ended, the same command submits missing and failed items.",
+        err=True,
+    )
+    return True
+
+
+def part_of(run_dir: Path, run: int) -> RunPart:
+    """Return the part of a run that this task of an array is to run.
+
+    Raises:
+        CloudError: There was another run since.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        plan = json.loads((run_dir / PLAN).read_text())
+        if plan["run"] == run:
+            task = os.environ["SLURM_ARRAY_TASK_ID"]
+            return RunPart(run_dir, task, run, plan["tasks"][int(task)])
+    raise CloudError(f"{run_dir} was used by another run since this job was submitted.")
