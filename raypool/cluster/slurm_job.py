@@ -180,6 +180,15 @@ def ask(*command: str) -> str:
     return done.stdout
 
 
+def own_job() -> str:
+    """Return Slurm's id of this job."""
+    # one task of an array has the id of the whole array as its SLURM_JOB_ID
+    task = os.environ.get("SLURM_ARRAY_TASK_ID")
+    if task is None:
+        return os.environ["SLURM_JOB_ID"]
+    return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{task}"
+
+
 def gpus_of_nodes(job: str) -> dict[str, int]:
     """Return the number of GPUs that a job has on each of its nodes, by name."""
     # srun's own idea of it is wrong for jobs with --gpus or --gpus-per-task
@@ -216,7 +225,7 @@ def deadline(job: str, notice_s: float = math.inf) -> float:
 def serve_node() -> None:
     """Run Ray on this node until standard input ends: srun connects it to that of `main`."""
     setup = RaySetup(*json.loads(os.environ[SETUP]))
-    name, job = os.environ["SLURMD_NODENAME"], os.environ["SLURM_JOB_ID"]
+    name = os.environ["SLURMD_NODENAME"]
     over, told = threading.Event(), threading.Event()
     # a handler in Python: Ray and its children do not inherit it
     _set_at(signal.SIGTERM, told)
@@ -228,7 +237,7 @@ def serve_node() -> None:
     own = folders / f"{setup.name}.{os.environ.get('SLURM_NODEID', '0')}"
     held = hold(own)
     try:
-        _run_ray(setup, name, job, own, over, told)
+        _run_ray(setup, name, own, over, told)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         _kill_all(own)
@@ -239,12 +248,7 @@ def serve_node() -> None:
 
 
 def _run_ray(
-    setup: RaySetup,
-    name: str,
-    job: str,
-    own: Path,
-    over: threading.Event,
-    told: threading.Event,
+    setup: RaySetup, name: str, own: Path, over: threading.Event, told: threading.Event
 ) -> None:
     """Run Ray until `over`, and drain this node when it is `told`."""
     address = address_of(name)
@@ -267,7 +271,7 @@ def _run_ray(
             )
         while ray.poll() is None and not over.wait(LOOK_S) and time.time() < gone_at:
             if told.is_set() and gone_at == math.inf:
-                gone_at = deadline(job)
+                gone_at = deadline(own_job())
                 _drain(setup, Notice("Slurm takes this node back", gone_at), address)
         if ray.poll() is None:
             return
@@ -413,7 +417,7 @@ class SlurmJob:
     def __init__(self, options: argparse.Namespace, command: Sequence[str]) -> None:
         self._options = options
         self._command = command
-        self._job = os.environ["SLURM_JOB_ID"]
+        self._job = own_job()
         self._told = threading.Event()  # the time is nearly over
         self._ended = threading.Event()  # Slurm, or the user, ends the job
         self._steps: list[subprocess.Popen[bytes]] = []

@@ -221,19 +221,17 @@ def test_a_job_array_is_one_run(user: User) -> None:
     """Two tasks, both of which are told to save and go on after a requeue; then the failed item,
     alone; then nothing is left.
     """
-    user.write("array.py", ARRAY)
+    user.write("sweeps.py", ARRAY)
     user.write("many.csv", "x\n" + "\n".join(map(str, range(1100))))
     user.write("few.csv", "x\n0\n1\n2\n3\n4\n")
-    sweep = ("raypool", "sweep", "array.py:run", "few.csv", "--run-dir", "run", "--profile", "hpc")
-    _, err = user.run(
-        *("many.csv" if word == "few.csv" else word for word in sweep), "--array", "1", code=1
-    )
+    words = ("raypool", "sweep", "--run-dir", "run", "--profile", "hpc", "sweeps.py:run")
+    _, err = user.run(*words, "many.csv", "--run-dir", "many", "--array", "1", code=1)
     assert "MaxArraySize" in err
 
-    _, err = user.run(*sweep, "--array", "3")
+    _, err = user.run(*words, "few.csv", "--array", "3")
     [number] = re.findall(r"Slurm job (\d+) for 5 of 5 items", err)
     until(lambda: user.has("running-0", "running-3"), LIMIT_S)
-    _, err = user.run(*sweep, "--array", "3", code=1)
+    _, err = user.run(*words, "few.csv", "--array", "3", code=1)
     assert f"Slurm job {number} has not ended: of its tasks for {user.folder}/run, 2 are" in err
     tasks = [f"{number}_{task}" for task in (0, 1)]
     for task in tasks:
@@ -246,10 +244,10 @@ def test_a_job_array_is_one_run(user: User) -> None:
     assert [item["error"] for item in json.loads(out)] == ["ValueError: not yet"]
 
     user.write("mended", "")
-    _, err = user.run(*sweep, "--array")
+    _, err = user.run(*words, "few.csv", "--array")
     assert "for 1 of 5 items" in err
     until(lambda: user.lab.run("squeue", "-h") == "", LIMIT_S)
-    user.run(*sweep, "--array")
+    user.run(*words, "few.csv", "--array")
     user.write("look.py", "from raypool import load_results; print(list(load_results('run')))")
     out, _ = user.run("python", "look.py")
     assert ast.literal_eval(out) == [[0, 4], 1, 2, [0, 4], 4]
