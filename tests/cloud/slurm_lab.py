@@ -65,7 +65,7 @@ InactiveLimit=0
 SlurmdParameters=config_overrides
 NodeName=n1 NodeHostname=n1 NodeAddr=10.88.0.2 CPUs=4 RealMemory=8000 Gres=gpu:t4:2
 NodeName=n2 NodeHostname=n2 NodeAddr=10.88.0.3 CPUs=4 RealMemory=8000 Gres=gpu:t4:2
-PartitionName=low Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
+PartitionName=low Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=300
 PartitionName=high Nodes=n[1-2] MaxTime=INFINITE State=UP PriorityTier=10
 """
 
@@ -90,8 +90,8 @@ fi
 
 GPUS = "NodeName=n[1-2] Name=gpu Type=t4 Count=2 File={run}/gpu[0-1]\n"
 
-UP_S = 120.0
-"""The time for nodes to be idle, and for a job to get somewhere, on a busy machine [s]."""
+UP_S = 600.0
+"""The end of every wait [s]: far more than a busy machine needs."""
 
 
 class SlurmLab:
@@ -161,7 +161,7 @@ class SlurmLab:
         process = self.start(*command, host=host, **env)
         assert self.lab is not None
         try:
-            out, err = process.communicate(timeout=500)
+            out, err = process.communicate(timeout=UP_S)
         except BaseException:
             self.lab.end(process)
             raise
