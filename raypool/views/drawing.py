@@ -497,7 +497,7 @@ def curves_of(
             " chosen evenly."
         )
     if is_thinned:
-        notes.append(f"Of longer curves {MAX_POINTS} points are drawn, chosen evenly.")
+        notes.append(f"Longer curves are thinned evenly to {MAX_POINTS} points.")
     num_ranked = len(set(ranked).intersection(drawn))
     curves: dict[str, Any] = {"items": items, "starts": starts, "columns": columns}
     curves |= {"metrics": chosen, "steps": steps, "num_ranked": num_ranked}

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from raypool.errors import InvalidValueError, RemoteTraceback, traceback_text
 from raypool.journal.files import write_file
@@ -18,6 +18,7 @@ from raypool.views.drawing import (
     COLORS,
     MAX_TEXT,
     PALETTE,
+    Cell,
     Timeline,
     at_once,
     columns,
@@ -33,7 +34,7 @@ from raypool.views.drawing import (
     unit_of,
 )
 from raypool.views.importance import Importance, importance_of
-from raypool.views.words import describe_error, describe_item, printable
+from raypool.views.words import describe_error, printable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -82,6 +83,10 @@ class Story(NamedTuple):
     gpus: Sequence[GpuSample]
 
 
+Columns: TypeAlias = Mapping[str, Sequence[Cell]]
+"""Columns of cells, by name."""
+
+
 class FailureGroup(NamedTuple):
     """Items that failed in the same way; `text` is the error of the first one."""
 
@@ -122,7 +127,10 @@ def page(story: Story, title: str) -> str:
         undefined=jinja2.StrictUndefined,
     )
     environment.filters["took"] = took
-    data, notes = _data(story, shown)
+    config = columns(story.frame, story.configs)
+    importance = _importance(config, story.scores)
+    data, notes = _data(story, shown, config)
+    data["curves"]["color_by"] = [name for name, _ in importance.by_field] if importance else []
     unit_s, unit = unit_of(min(shown.wall_s, 1.0))  # seconds add up by eye, minutes do not
     # within the page, no `<` of the data can end the script
     json_data = json.dumps(data, cls=PlotlyJSONEncoder, separators=(",", ":"))
@@ -133,8 +141,8 @@ def page(story: Story, title: str) -> str:
         counts=story.frame["status"].value_counts().to_dict(),
         colors=MARKS,
         shown=shown,
-        best=_best(story),
-        importance=_importance(story),
+        best=_best(story, config),
+        importance=importance,
         max_fields=MAX_FIELDS,
         unit_s=unit_s,
         unit=unit,
@@ -154,54 +162,64 @@ def page(story: Story, title: str) -> str:
     )
 
 
-def _best(story: Story) -> dict[str, Any] | None:
-    """Return what the page says of the best item, if one is known to be."""
+def _best(story: Story, config: Columns) -> dict[str, Any] | None:
+    """Return what the page says of the best item; None if no metric tells which it is."""
     if not story.scores:
         return None
     item, score = next(iter(story.scores.items()))
-    config, value = columns(story.frame, story.configs), short(score)
+    there = {name: cells[item] for name, cells in config.items() if cells[item] is not None}
     return {
         "item": item,
         "metric": story.metric,
-        "value": f"{value:.5g}" if isinstance(value, float) else value,  # as in the table
-        "config": {name: describe_item(cells[item]) for name, cells in config.items()},
+        "value": _written(short(score)),
+        "config": {name: _written(value) for name, value in there.items()},
     }
 
 
-def _importance(story: Story) -> Importance | None:
-    """Return which fields moved the metric; None if that is not known."""
+def _written(value: Cell) -> str:
+    """Return a cell as the table shows it."""
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def _importance(config: Columns, scores: Mapping[int, Any]) -> Importance | None:
+    """Return which fields affect the metric; None if that is not known."""
     try:
-        return importance_of(columns(story.frame, story.configs), story.scores)
+        return importance_of(config, scores)
     except Exception as error:  # of a library: no reason to be without a report
-        text = "The report says nothing of hyperparameter importance: %s."
+        text = "The report has no hyperparameter importance: %s."
         logger.warning(text, describe_error(error))
         return None
 
 
-def _data(story: Story, shown: Timeline) -> tuple[dict[str, Any], dict[str, str]]:
+def _data(story: Story, shown: Timeline, config: Columns) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the data for the page's scripts, and notes on data left out."""
-    table = _table(story)
     curves, notes = curves_of(story.metrics, list(story.scores))
     curves["ranked_by"] = story.metric
-    data: dict[str, Any] = {"table": table, "curves": curves, "colors": MARKS, "palette": PALETTE}
+    data: dict[str, Any] = {
+        "table": _table(story, config),
+        "best_first": list(story.scores),
+        "curves": curves,
+        "colors": MARKS,
+        "palette": PALETTE,
+    }
     if shown.lanes:
         data["timeline"], num_bars = timeline(shown)
-        data["concurrency"] = concurrency(shown.attempts, shown.wall_s, len(shown.lanes))
+        data["concurrency"] = concurrency(shown)
         if (gpus := gpu_usage(shown, story.gpus)) is not None:
             data["gpus"] = gpus
         if num_bars < len(shown.attempts):
             notes["timeline"] = (
                 f"{len(shown.attempts):,} attempts are drawn as {num_bars:,} bars: "
-                "short ones that follow each other on a worker share one."
+                "consecutive short attempts on a worker share a bar."
             )
     return data, notes
 
 
-def _table(story: Story) -> dict[str, Any]:
+def _table(story: Story, config: Columns) -> dict[str, Any]:
     """Return the page's table: columns of configurations, values, metrics and runs."""
     frame = story.frame
     values = [name for name in frame.columns if name not in story.configs and name not in story.run]
-    config, value = columns(frame, story.configs), columns(frame, values)
+    value = columns(frame, values)
     reported = {
         f"last {name}": cells
         for name, cells in last_of(story.metrics, len(frame))
@@ -212,20 +230,21 @@ def _table(story: Story) -> dict[str, Any]:
         frame[list(story.run)]
         .assign(started_at=started)
         .rename(columns={"started_at": "started_at (UTC)"})
+        .drop(columns="error")
     )
-    (status, statuses), *others = columns(about, about.columns).items()
-    run = {name: cells for name, cells in others if set(cells) != {None}}
-    if story.errors:
+    run = columns(about, about.columns)
+    first = {"status": run.pop("status")}
+    run = {name: cells for name, cells in run.items() if set(cells) != {None}}
+    if story.errors:  # beside the status, to be seen without scrolling sideways
         most = min(MAX_TRACEBACK, max(MAX_ERRORS // len(story.errors), MAX_TEXT))
-        run["error"] = [_cut(text, most) for text in frame["error"]]
-    kinds = {"config": config, "value": value, "reported": reported, "run": run}
-    number = number_column({status}.union(*kinds.values()))
-    entries: list[tuple[str, str, list[Any]]] = [
-        (number, "run", [int(index) for index in frame.index]),
-        (status, "run", statuses),
+        first["error"] = [_cut(text, most) for text in frame["error"]]
+    kinds: list[tuple[str, Columns]] = [
+        *(("run", first), ("config", config), ("value", value), ("reported", reported)),
+        ("run", run),
     ]
-    for kind, named in kinds.items():
-        entries += [(name, kind, cells) for name, cells in named.items()]
+    number = number_column(set[str]().union(*(named for _, named in kinds)))
+    kinds.insert(0, ("run", {number: frame.index.tolist()}))
+    entries = [(name, kind, cells) for kind, named in kinds for name, cells in named.items()]
     return {
         "columns": [
             {"name": name, "kind": kind, "is_numeric": is_numeric(cells)}
@@ -264,8 +283,9 @@ def _traceback(error: BaseException) -> str:
         text = cause.text if isinstance(cause, RemoteTraceback) else traceback_text(error)
     except Exception:  # the user's own __str__
         return ""
-    notes = "\n".join(str(note) for note in getattr(error, "__notes__", ()))
-    whole = f"{text.rstrip()}\n{notes}" if notes and notes not in text else text
+    notes = [str(note) for note in getattr(error, "__notes__", ())]
+    # a worker's text has the notes that were added there
+    whole = "\n".join([text.rstrip(), *(note for note in notes if note not in text)])
     return whole if len(whole) <= MAX_TRACEBACK else f"[...]{whole[-MAX_TRACEBACK:]}"
 
 
@@ -278,6 +298,8 @@ MAX_BARS = 2000
 MAX_POINTS = 1500
 
 LANE_PIXELS = 26
+
+LEGEND = {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0}
 
 
 def timeline(shown: Timeline) -> tuple[dict[str, Any], int]:
@@ -313,8 +335,8 @@ def timeline(shown: Timeline) -> tuple[dict[str, Any], int]:
         bargap=0.25,
         height=120 + LANE_PIXELS * max(len(labels), 2),
         margin={"l": 10, "r": 10, "t": 30, "b": 70},
-        legend={"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0},
-        xaxis_title_text=f"time since the start [{symbol}]",
+        legend={**LEGEND, "title": {"text": "attempts:"}},
+        xaxis_title_text=f"run time [{symbol}]",
         xaxis_range=[0, shown.wall_s / unit_s or 1],
         yaxis_categoryorder="array",
         yaxis_categoryarray=labels[::-1],  # plotly's first one is at the bottom
@@ -338,12 +360,12 @@ def _hover(row: Any) -> str:
     return "<br>".join(lines)
 
 
-def concurrency(attempts: pd.DataFrame, wall_s: float, num_workers: int) -> dict[str, Any]:
+def concurrency(shown: Timeline) -> dict[str, Any]:
     """Return the chart of how many attempts ran at once."""
     import plotly.graph_objects as go
 
-    unit_s, symbol = unit_of(wall_s)
-    times, counts = at_once(attempts, MAX_POINTS)
+    unit_s, symbol = unit_of(shown.wall_s)
+    times, counts = at_once(shown.attempts, MAX_POINTS)
     figure = go.Figure()
     figure.add_scatter(
         x=[at_s / unit_s for at_s in times],
@@ -352,17 +374,17 @@ def concurrency(attempts: pd.DataFrame, wall_s: float, num_workers: int) -> dict
         line={"shape": "hv", "width": 1.5, "color": COLORS["finished"]},
         fill="tozeroy",
         name="running",
-        hovertemplate="%{y:.3~g} at once<extra></extra>",
+        hovertemplate="%{y:.3~g} running<extra></extra>",
     )
-    figure.add_hline(y=num_workers, line={"dash": "dot", "width": 1, "color": "#888"})
+    figure.add_hline(y=len(shown.lanes), line={"dash": "dot", "width": 1, "color": "#888"})
     figure.update_layout(
         height=260,
         showlegend=False,
         margin={"l": 10, "r": 10, "t": 20, "b": 40},
-        xaxis_title_text=f"time since the start [{symbol}]",
-        xaxis_range=[0, wall_s / unit_s or 1],
-        yaxis_title_text="items at once",
-        yaxis_range=[0, num_workers * 1.1],
+        xaxis_title_text=f"run time [{symbol}]",
+        xaxis_range=[0, shown.wall_s / unit_s or 1],
+        yaxis_title_text="running items",
+        yaxis_range=[0, len(shown.lanes) * 1.1],
         yaxis_automargin=True,
     )
     chart: dict[str, Any] = figure.to_plotly_json()
@@ -420,8 +442,8 @@ def gpu_usage(shown: Timeline, samples: Sequence[GpuSample]) -> dict[str, Any] |
     figure.update_layout(
         height=420,
         margin={"l": 10, "r": 10, "t": 20, "b": 70},
-        legend={"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0},
-        xaxis_title_text=f"time since the start [{symbol}]",
+        legend=LEGEND,
+        xaxis_title_text=f"run time [{symbol}]",
         xaxis_range=[0, shown.wall_s / unit_s or 1],
         xaxis_anchor="y2",
     )

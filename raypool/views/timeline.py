@@ -59,7 +59,7 @@ def draw(attempts: pd.DataFrame, title: str | None) -> Figure:
     axes.set_yticks(range(len(shown.lanes)), [_plain(lane.label) for lane in shown.lanes])
     axes.set_ylim(max(len(shown.lanes), 1) - 0.5, -0.5)  # the first worker is at the top
     axes.set_xlim(0, shown.wall_s / unit_s or 1)
-    pauses = ", pauses between calls left out" if shown.breaks_s else ""
+    pauses = ", pauses between sessions left out" if shown.breaks_s else ""
     axes.set_xlabel(f"time since the start [{symbol}]{pauses}")
     axes.set_title(_plain(title) if title is not None else headline(shown), loc="left")
     for side in ("top", "right", "left"):

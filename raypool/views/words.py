@@ -15,6 +15,7 @@ TIMES = ("m", "M")
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = MAX_VALUE
+_short.maxlist = _short.maxtuple = 12  # layers of a network
 
 
 def duration(seconds: float, digits: int = 0) -> str:
@@ -94,7 +95,7 @@ def describe_item(item: Any) -> str:
         >>> describe_item({"network": "cnn", "lr": 0.001})
         'network=cnn, lr=0.001'
         >>> describe_item(list(range(1_000_000)))
-        '[0, 1, 2, 3, 4, 5, ...]'
+        '[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ...]'
     """
     if isinstance(item, dict) and all(isinstance(key, str) for key in item):
         text = ", ".join(f"{key}={_number(value, 6)}" for key, value in item.items())

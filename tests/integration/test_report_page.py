@@ -21,7 +21,7 @@ from tests.leaks import poll as eventually
 
 browser = browsers.browser
 
-HEADINGS = "div.dt-scroll-head thead tr:first-child th"
+HEADINGS = "#items thead tr:first-child th"
 
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"
 
@@ -165,10 +165,10 @@ def test_the_page_is_not_blank(page: Any) -> None:
     assert eventually(lambda: colours_of(page) > 100)
 
 
-def test_numbers_sort_as_numbers(page: Any) -> None:
+def test_numbers_sort_as_numbers_and_the_best_item_comes_first(page: Any) -> None:
     from selenium.webdriver.common.by import By
 
-    assert cells(page, "lr") == ["0.2", "0.2", "0.1", "0.1", "0.3", "0.3", "10", "10"]
+    assert cells(page, "lr") == ["0.1", "0.1", "0.2", "0.2", "10", "10", "0.3", "0.3"]
     heading = page.find_elements(By.CSS_SELECTOR, HEADINGS)[headings(page).index("lr")]
     heading.click()
     assert eventually(
@@ -202,7 +202,7 @@ def test_the_search_filters_the_table_and_the_charts(page: Any) -> None:
     field = page.find_element(By.CSS_SELECTOR, "div.dt-search input")
     field.send_keys("mlp")
     assert eventually(lambda: cells(page, "network") == ["mlp"] * 4)
-    assert eventually(lambda: curves_drawn(page) == 4)
+    assert eventually(lambda: sorted(items_drawn(page)) == [1, 3, 5, 7])
     field.send_keys(Keys.BACKSPACE * len("mlp"))
     assert eventually(lambda: curves_drawn(page) == 8)
 
@@ -219,9 +219,7 @@ def test_a_column_can_be_filtered(page: Any) -> None:
     from selenium.webdriver.common.keys import Keys
 
     at = headings(page).index("status")
-    fields = page.find_elements(
-        By.CSS_SELECTOR, "div.dt-scroll-head thead tr:nth-child(2) :is(th, td)"
-    )[at]
+    fields = page.find_elements(By.CSS_SELECTOR, "#items thead tr:nth-child(2) :is(th, td)")[at]
     field = fields.find_element(By.CSS_SELECTOR, "input")
     field.send_keys("failed")
     assert eventually(lambda: cells(page, "status") == ["failed"] * 2)
@@ -299,12 +297,10 @@ def test_a_chart_below_the_window_is_drawn_when_somebody_gets_near_it(
 
 BOXES = """
 for (const details of document.querySelectorAll("details")) details.open = true;
-const table = document.querySelector("div.dt-scroll-body");
-table.scrollLeft = table.scrollWidth;
 return [...document.querySelectorAll("#items .error, summary .error, pre")].map((box) => ({
   text: box.textContent,
   hidden: box.scrollWidth - box.clientWidth,
-  right: box.getBoundingClientRect().right,
+  right: box.getBoundingClientRect().right, // without scrolling sideways
   scrolls: getComputedStyle(box).overflowY === "auto",
 }));
 """
@@ -314,11 +310,11 @@ return [...document.querySelectorAll("#items .error, summary .error, pre")].map(
 def test_no_error_is_cut_however_long_and_narrow(browser: Any, tmp_path: Path) -> None:
     text = "begin " + "x" * 1500 + "\n" + "words and lines\n" * 200 + "end"
 
-    def fail(item: int) -> None:
+    def fail(item: dict[str, float]) -> None:
         raise ValueError(text)
 
     with parpool(1, profile="inline", quiet=True) as pool:
-        found = pool.parfor(fail, [1], on_error="collect")
+        found = pool.parfor(fail, [{f"field {i}": i / 7 for i in range(20)}], on_error="collect")
     path = found.report(tmp_path / "page.html")
     try:
         for width in (1280, 390):
@@ -348,14 +344,23 @@ def items_drawn(page: Any) -> list[int]:
 def test_the_ten_best_curves_are_drawn_until_others_are_chosen(
     browser: Any, tmp_path: Path
 ) -> None:
-    def descend(rate: float) -> dict[str, float]:
+    def descend(config: dict[str, Any]) -> dict[str, float]:
         report(loss=1.0)
-        report(loss=1 - rate)
-        return {"loss": 1 - rate}
+        report(loss=1 - config["rate"])
+        return {"loss": 1 - config["rate"]}
 
+    items = [
+        {"is_long": item > 9, "seed": 0, "rate": item / 100, "network": "abc"[item % 3]}
+        for item in range(24)
+    ]
+    color = "return document.getElementById('curve-color').value"
     with parpool(1, profile="inline", quiet=True) as pool:
-        found = pool.parfor(descend, [item / 100 for item in range(24)])
+        constant = pool.parfor(descend, items[-1:] * 3)
+        found = pool.parfor(descend, items)
+    open_page(browser, constant.report(tmp_path / "page.html"))
+    assert browser.execute_script(color) == "rank by loss", "no field varies"
     open_page(browser, found.report(tmp_path / "page.html"))
+    assert browser.execute_script(color) == "rate", "is_long does not vary among those drawn"
 
     assert items_drawn(browser) == list(range(23, 13, -1))
     for choice, drawn in (("-10", range(9, -1, -1)), ("24", range(23, -1, -1)), ("named", ())):
@@ -363,6 +368,39 @@ def test_the_ten_best_curves_are_drawn_until_others_are_chosen(
         assert items_drawn(browser) == list(drawn)
     choose(browser, "curve-numbers", "3, 7-9 x 99")
     assert items_drawn(browser) == [9, 8, 7, 3]
+    assert complaints(browser) == []
+
+
+def test_items_that_lack_a_field_are_drawn_with_those_that_they_have(
+    browser: Any, tmp_path: Path
+) -> None:
+    """Resumed with a renamed field, a run has items of both kinds."""
+    layers = [(128, 256, 512, 1024), (128, 256, 512, 2048)]
+    items = [{"hidden": i, "layers": layers[i % 2]} for i in range(4)]
+    items += [{"width": i, "layers": layers[i % 2]} for i in range(5)]
+
+    def train(config: dict[str, Any]) -> dict[str, int]:
+        return {"score": 10 // config.get("width", 1)}
+
+    with parpool(1, profile="inline", quiet=True) as pool:
+        found = pool.parfor(train, items, on_error="collect")
+    open_page(browser, found.report(tmp_path / "page.html"))
+
+    axes = browser.execute_script(
+        "return document.getElementById('coordinates').data[0].dimensions.map((axis) =>"
+        " [axis.label, axis.values, axis.tickvals, axis.ticktext])"
+    )
+    assert [label for label, *_ in axes] == ["hidden", "layers", "width", "score"]
+    for label, values, places, ticks in axes[:-1]:
+        at = dict(zip(places, ticks, strict=True))
+        assert [at[value] for value in values] == [
+            str(item.get(label, "none")).replace(", ", ",")
+            for item in items
+            if item.get("width") != 0
+        ]
+    assert min(axes[0][2]) < 0, "below the values"
+    note = browser.execute_script("return document.getElementById('coordinates-note').innerText")
+    assert note.startswith("1 of 9 items have no score and are left out.")
     assert complaints(browser) == []
 
 

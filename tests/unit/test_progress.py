@@ -474,7 +474,7 @@ DESCRIBED = [
     ({1: 2}, "{1: 2}"),
     ("[bold]x", "'[bold]x'"),
     (None, "None"),
-    (list(range(100)), "[0, 1, 2, 3, 4, 5, ...]"),
+    (list(range(100)), "[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ...]"),
     ({"n": 10**5000}, "n=a int"),
     (
         {"lr": np.float32(0.1), "n": np.int64(3), "is_deep": np.True_, "w": np.array(0.5)},

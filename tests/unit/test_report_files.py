@@ -21,7 +21,7 @@ import pytest
 from raypool import InvalidValueError, Results, WorkerLostError, load_results, parpool
 from raypool.channel.feed import Feed
 from raypool.channel.gpu_usage import GpuSample
-from raypool.errors import LossReason
+from raypool.errors import LossReason, RemoteTraceback
 from raypool.results import Miss, Row
 from raypool.views.drawing import at_once, plan
 
@@ -111,7 +111,7 @@ def test_the_best_item_has_a_card(tmp_path: Path) -> None:
     assert "in item 1" in card[1]
     assert re.findall(r'class="given">(.*?)</span>', card[1]) == [
         "lr = 0.2",
-        "net.kind = &#39;cnn&#39;",
+        "net.kind = cnn",
     ]
     for values in ([1, 2], [{"width": 1}, {"width": 2}]):  # no name says what is good
         page = made(items, values).report(tmp_path / "sweep.html").read_text()
@@ -188,7 +188,7 @@ def test_chance_is_not_taken_for_importance(tmp_path: Path) -> None:
     losses = [{"loss": float(loss)} for loss in random.random(60)]
     found = importance_in(made(sweep_of(60), losses).report(tmp_path / "noise.html"))
     assert found is not None
-    assert "No field has moved loss enough to show" in found[0]
+    assert "No field clearly affects loss" in found[0]
     assert found[1] == []
     for num_items, values in ((19, losses), (60, [{"loss": 0.5}] * 60), (60, [{"x": 1}] * 60)):
         path = made(sweep_of(num_items), values[:num_items]).report(tmp_path / "page.html")
@@ -208,7 +208,7 @@ def test_no_report_is_lost_over_its_importance(
     monkeypatch.setattr("sklearn.ensemble.RandomForestRegressor", broken)
     losses = [{"loss": item["lr"]} for item in sweep_of(30)]
     assert importance_in(made(sweep_of(30), losses).report(tmp_path / "page.html")) is None
-    assert "nothing of hyperparameter importance: RuntimeError: built for" in caplog.text
+    assert "no hyperparameter importance: RuntimeError: built for" in caplog.text
 
 
 # --- the page -------------------------------------------------------------------------------------
@@ -322,6 +322,7 @@ def test_curves_are_of_what_was_reported(tmp_path: Path) -> None:
         "steps": ["epoch"],
         "num_ranked": 2,
         "ranked_by": "last loss",
+        "color_by": [],
     }
     assert column(story, "last loss") == [1.0, 3.0]
 
@@ -405,6 +406,29 @@ def test_a_run_in_which_all_failed(tmp_path: Path) -> None:
     assert "2\N{MULTIPLICATION SIGN}" in page
     assert "KeyError: " in page
     assert "Rude" in page
+
+
+def test_a_traceback_begins_in_the_users_code_and_has_each_note_once(tmp_path: Path) -> None:
+    def fail(item: int) -> None:
+        print("epoch 1")
+        raise ValueError("diverged")
+
+    with parpool(1, profile="inline", quiet=True) as pool:
+        results = pool.parfor(fail, [1], on_error="collect", run_dir=tmp_path / "run")
+    error = results.errors[0]
+    text = load_results(tmp_path / "run").errors[0].__cause__
+    assert isinstance(text, RemoteTraceback)
+    error.__cause__ = RemoteTraceback(text.text.rpartition("\nraypool: item 0")[0])  # as on Ray
+    for found in (results, load_results(tmp_path / "run")):
+        page = own_markup(found.report(tmp_path / "page.html").read_text())
+        lines = page.partition("<pre>")[2].partition("</pre>")[0].splitlines()
+        assert lines[1].strip().endswith("in fail")
+        assert [line.partition(",")[0] for line in lines[3:]] == [
+            "ValueError: diverged",
+            "raypool: its last output:",
+            "  epoch 1",
+            "raypool: item 0 of fail",
+        ]
 
 
 def test_what_was_there_stays_until_the_new_page_is_whole(
@@ -603,15 +627,17 @@ def test_a_worker_does_one_thing_at_a_time_whatever_its_clocks_say(tmp_path: Pat
     assert max(counts) == 1
 
 
-def test_pauses_between_calls_are_left_out() -> None:
+def test_pauses_between_sessions_are_left_out(tmp_path: Path) -> None:
     rows = [
         Row("finished", 1.0, START, 0, None, 1, host="a"),
         Row("finished", 1.0, START + 86_400, 0, None, 1, host="a", run=2),
     ]
-    figure = Results([1, 2], [1, 2], lambda: rows, {}).timeline()
+    results = Results([1, 2], [1, 2], lambda: rows, {})
+    figure, page = results.timeline(), results.report(tmp_path / "page.html")
 
+    assert "<b>2.0 s</b><span>of run time, in 2 sessions</span>" in own_markup(page.read_text())
     assert figure.axes[0].get_xlim() == (0, 2)
-    assert "pauses between calls left out" in figure.axes[0].get_xlabel()
+    assert "pauses between sessions left out" in figure.axes[0].get_xlabel()
     assert "0% idle" in figure.axes[0].get_title(loc="left")
 
 

@@ -7,8 +7,9 @@ const column = Object.fromEntries(story.table.columns.map((about, i) => [about.n
 const ofKind = (...kinds) => story.table.columns.filter((about) => kinds.includes(about.kind)).map((about) => about.name);
 const markup = { "&": "&amp;", "<": "&lt;", ">": "&gt;" };
 const plain = (text) => String(text).replace(/[&<>]/g, (sign) => markup[sign]); // plotly takes some tags in texts for markup
-const shorter = (text, most) => (text.length > most ? text.slice(0, most - 1) + "…" : text);
+const shorter = (text, most) => (text.length > most ? `${text.slice(0, most >> 1)}…${text.slice(-(most >> 1) + 1)}` : text);
 const written = (value) => (typeof value === "number" && !Number.isInteger(value) ? String(Number(value.toPrecision(4))) : String(value));
+const varying = ofKind("config").filter((name) => new Set(column[name].cells).size > 1);
 const distinct = (cells) => [...new Set(cells)].filter((cell) => cell !== null);
 const PALETTE = story.palette;
 const SCALE = [[0, "#3b4cc0"], [0.25, "#3d8fc4"], [0.5, "#2a9d8f"], [0.75, "#c2a83e"], [1, "#e07a1f"]];
@@ -117,7 +118,7 @@ function drawCurves() {
     };
   });
   if (colors.bar !== null) traces.push(colorBar(by, colors.bar));
-  byId("curves-note").textContent = [byId("curves-note").dataset.always, drawn.length ? "" : "This page has no curve of a chosen item that the table shows."].join(" ").trim();
+  byId("curves-note").textContent = [byId("curves-note").dataset.always, drawn.length ? "" : "This page has no curves of the chosen items in the table."].join(" ").trim();
   draw("curves", traces, {
     height: 420, margin: { l: 10, r: 10, t: 20, b: 40 }, hovermode: "closest", legend: { title: { text: plain(shorter(by, 40)) } },
     xaxis: { title: { text: plain(step || "report") }, automargin: true },
@@ -143,45 +144,46 @@ function areApart(values) {
 // An axis of the parallel coordinates; null where a column has too many different texts for one.
 function axisOf(name, items) {
   const { cells, is_numeric } = column[name];
-  const label = plain(shorter(name, 24));
-  const values = items.map((item) => cells[item]);
-  if (is_numeric) {
-    const there = distinct(values), least = there.reduce((a, b) => Math.min(a, b), Infinity), most = there.reduce((a, b) => Math.max(a, b), -Infinity);
-    if (least > 0 && most / least >= WIDE) {
-      const ticks = areApart(there.map(Math.log10)) ? there : [0, 1, 2, 3, 4].map((i) => least * (most / least) ** (i / 4));
-      return { label, values: values.map(Math.log10), tickvals: ticks.map(Math.log10), ticktext: ticks.map(written) };
-    }
-    const ticks = areApart(there) ? { tickvals: there, ticktext: there.map(written) } : {};
-    return { label, values, range: least < most ? undefined : [least - 1, most + 1], ...ticks };
+  const values = items.map((item) => cells[item]), there = distinct(values);
+  const known = is_numeric ? there.sort((a, b) => a - b) : [...new Set(there.map(String))].sort();
+  if (!is_numeric && known.length > 30) return null;
+  const isLog = is_numeric && known[0] > 0 && known.at(-1) / known[0] >= WIDE;
+  const places = new Map(known.map((text, i) => [text, i]));
+  const place = isLog ? Math.log10 : is_numeric ? Number : (value) => places.get(String(value));
+  const lacks = values.includes(null);
+  let [least, most] = [place(known[0]), place(known.at(-1))];
+  let ticks = known.map(place), texts = known.map((value) => (is_numeric ? written(value) : shorter(value.replaceAll(", ", ","), 32)));
+  if (is_numeric && !areApart(ticks)) {
+    ticks = isLog || lacks ? [0, 1, 2, 3, 4].map((i) => least + ((most - least) * i) / 4) : []; // none: plotly's own
+    texts = ticks.map((at) => written(isLog ? 10 ** at : at));
   }
-  const texts = distinct(values).map(String).sort();
-  if (texts.length > 30) return null;
-  const place = new Map(texts.map((text, i) => [text, i]));
-  return { label, values: values.map((value) => (value === null ? null : place.get(String(value)))), tickvals: texts.map((_, i) => i),
-    ticktext: texts.map((text) => shorter(text, 18)), range: [-0.3, texts.length - 0.7] };
+  const edge = is_numeric ? Number(least === most) : 0.3, none = least - (most - least || 1) / 6;
+  if (lacks) [least, ticks, texts] = [none, [none, ...ticks], [NONE, ...texts]];
+  return { label: plain(shorter(name, 24)), values: values.map((value) => (value === null ? none : place(value))), range: [least - edge, most + edge],
+    ...(ticks.length && { tickvals: ticks, ticktext: texts }), lacks };
 }
 
+const NONE = "none";
 const MAX_AXES = 11;
 const MAX_LINES = 2000;
 const count = (number) => number.toLocaleString("en");
 
 function drawCoordinates() {
   const metric = byId("coordinates-metric").value;
-  const known = (item) => metric === "" || column[metric].cells[item] !== null;
   const all = column[story.table.number].cells.filter((item) => shownItems === null || shownItems.has(item));
-  const varying = ofKind("config").filter((name) => distinct(column[name].cells).length > 1);
-  const complete = (item) => known(item) && varying.every((name) => !column[name].is_numeric || column[name].cells[item] !== null);
-  const whole = all.filter(complete);
-  const items = whole.length <= MAX_LINES ? whole : Array.from({ length: MAX_LINES }, (_, i) => whole[Math.round((i * (whole.length - 1)) / (MAX_LINES - 1))]);
-  const axes = varying.map((name) => axisOf(name, items)).filter((axis) => axis !== null);
-  const notes = [];
-  if (items.length < whole.length) notes.push(`${count(items.length)} of ${count(whole.length)} items are drawn, chosen evenly by number: filter the table to see others.`);
-  if (whole.length < all.length) notes.push(`${count(all.length - whole.length)} of ${count(all.length)} items lack a value on one of the axes.`);
-  if (axes.length < varying.length) notes.push(`${varying.length - axes.length} columns with more than 30 different texts are left out.`);
-  if (axes.length > MAX_AXES) notes.push(`The first ${MAX_AXES} of ${axes.length} columns are drawn.`);
-  notes.push("Drag along an axis to pick a range, drag its name to move it.");
-  byId("coordinates-note").textContent = items.length ? notes.join(" ") : "No item in the table has a value of this metric.";
+  const known = all.filter((item) => metric === "" || column[metric].cells[item] !== null);
+  const items = known.length <= MAX_LINES ? known : Array.from({ length: MAX_LINES }, (_, i) => known[Math.round((i * (known.length - 1)) / (MAX_LINES - 1))]);
+  const fields = varying.filter((name) => items.some((item) => column[name].cells[item] !== null));
+  const axes = fields.map((name) => axisOf(name, items)).filter((axis) => axis !== null);
   const dimensions = axes.slice(0, MAX_AXES);
+  const notes = [];
+  if (items.length < known.length) notes.push(`${count(items.length)} of ${count(known.length)} items are drawn, chosen evenly by number: filter the table to see others.`);
+  if (known.length < all.length) notes.push(`${count(all.length - known.length)} of ${count(all.length)} items have no ${metric} and are left out.`);
+  if (dimensions.some(({ lacks }) => lacks)) notes.push(`Items that lack a field cross its axis at “${NONE}”.`);
+  if (axes.length < fields.length) notes.push(`${fields.length - axes.length} columns with more than 30 different texts are left out.`);
+  if (axes.length > MAX_AXES) notes.push(`The first ${MAX_AXES} of ${axes.length} columns are drawn.`);
+  notes.push("Drag along an axis to select a range; drag its name to move it.");
+  byId("coordinates-note").textContent = items.length ? notes.join(" ") : "No item in the table has a value of this metric.";
   const style = getComputedStyle(document.documentElement);
   const line = { color: "#2a9d8f" };
   if (metric !== "") {
@@ -190,8 +192,9 @@ function drawCoordinates() {
   }
   const trace = { type: "parcoords", line, dimensions, labelfont: { size: 13 }, tickfont: { color: style.getPropertyValue("--text") },
     rangefont: { color: "rgba(0,0,0,0)" }, unselected: { line: { color: style.getPropertyValue("--line"), opacity: 0.4 } } };
-  byId("coordinates").style.minWidth = `${110 * dimensions.length + 120}px`;
-  if (items.length) draw("coordinates", [trace], { height: 400, margin: { l: 70, r: 40, t: 60, b: 30 } });
+  const [first, ...others] = dimensions.map(({ ticktext = [] }) => 20 + 6 * Math.max(8, ...ticktext.map((text) => text.length))); // texts are at the left of their axis
+  byId("coordinates").style.minWidth = `${Math.max(110, ...others) * dimensions.length + first + 50}px`;
+  if (items.length) draw("coordinates", [trace], { height: 400, margin: { l: first, r: 40, t: 60, b: 30 } });
   else Plotly.purge("coordinates"); // a chart without a line has axes that are nowhere
 }
 
@@ -237,11 +240,16 @@ if (story.curves.metrics.length) {
   offer("curve-metric", story.curves.metrics, "curves");
   const steps = [...story.curves.steps, "", ...story.curves.metrics];
   offer("curve-step", steps, "curves");
-  for (const option of byId("curve-step").options) if (option.value === "") option.text = "number of the report";
-  const varying = ofKind("config").filter((name) => distinct(column[name].cells).length > 1);
-  const colors = [...varying, story.table.number, "status", ...ofKind("value", "reported").filter((name) => column[name].is_numeric)];
-  offer("curve-color", colors, "curves");
+  for (const option of byId("curve-step").options) if (option.value === "") option.text = "report number";
   offerItems();
+  const fields = [...new Set([...story.curves.color_by, ...varying])], others = [story.table.number];
+  if (story.best_first.length) {
+    const places = new Map(story.best_first.map((item, i) => [item, i + 1])), rank = `rank by ${story.curves.ranked_by}`;
+    column[rank] ??= { cells: column[others[0]].cells.map((item) => places.get(item) ?? null), is_numeric: true };
+    others.unshift(rank);
+  }
+  offer("curve-color", [...fields, ...others, "status", ...ofKind("value", "reported").filter((name) => column[name].is_numeric)], "curves");
+  byId("curve-color").value = fields.find((name) => distinct(chosenCurves().map(({ item }) => column[name].cells[item])).length > 1) ?? others[0];
   byId("curve-log").addEventListener("change", () => drawAgain("curves"));
 }
 if (story.table.has_coordinates) {

@@ -6,11 +6,12 @@ const renderError = (value, type) => (value !== null && type === "display" ? `<d
 const about = story.table.columns, cells = story.table.cells;
 const statusAt = about.findIndex(({ name, kind }) => name === "status" && kind === "run");
 
+const itemOf = [...new Set([...story.best_first, ...cells[0]])]; // the number of the item in each row
 const headings = byId("items").createTHead().insertRow();
 for (const { name } of about) headings.append(Object.assign(document.createElement("th"), { textContent: name }));
 
 const table = new DataTable("#items", {
-  data: cells[0].map((_, row) => cells.map((column) => column[row])),
+  data: itemOf.map((item) => cells.map((column) => column[item])),
   columns: about.map(({ name, kind, is_numeric }, i) => {
     const isError = kind === "run" && name === "error";
     const className = [kind, ...(i === 0 ? ["mark"] : []), ...(isError ? ["message"] : [])].join(" ");
@@ -22,7 +23,7 @@ const table = new DataTable("#items", {
   pageLength: 25,
   lengthMenu: [10, 25, 100, 500],
   deferRender: true,
-  scrollX: true,
+  autoWidth: false, // else DataTables measures every cell of every row
   createdRow: (row, values) => row.cells[0].style.setProperty("--mark", story.colors[values[statusAt]] || "transparent"),
 });
 let wanted = null;
@@ -30,6 +31,6 @@ table.on("search", () => {
   clearTimeout(wanted); // while somebody types, the charts wait
   wanted = setTimeout(() => {
     const rows = table.rows({ search: "applied" }).indexes().toArray();
-    showItems(rows.length === cells[0].length ? null : new Set(rows));
+    showItems(rows.length === itemOf.length ? null : new Set(rows.map((row) => itemOf[row])));
   }, 250);
 });

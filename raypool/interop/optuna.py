@@ -1,0 +1,285 @@
+"""`optimize`: an objective of Optuna's, unchanged, on the workers of a pool.
+
+The trial that an objective gets is in a worker, and its study in the driver. What has an answer
+(`suggest_float`, `should_prune`) is asked through a queue and answered through the pool's store;
+`report` and `set_user_attr` only go through the queue. All calls of Optuna are made in the thread
+that called `optimize`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import optuna
+from optuna.distributions import BaseDistribution
+
+from raypool.channel.queues import DataQueue
+from raypool.errors import InvalidTypeError, checked_count, optional_count
+from raypool.options import check_callable
+from raypool.pool import PoolView, gcp
+from raypool.task import current_task
+
+if TYPE_CHECKING:
+    from raypool.futures import Future
+
+Callback = Callable[[optuna.Study, optuna.trial.FrozenTrial], None]
+
+
+class RemoteTrial:
+    """The trial of an objective in a worker: `suggest_*`, `report`, `should_prune`, attributes.
+
+    A suggestion takes one round trip to the driver, or none if `optimize` was given the space.
+
+    Attributes:
+        number: Its number in the study.
+        params: What was suggested so far.
+        user_attrs: What `set_user_attr` set.
+    """
+
+    def __init__(
+        self, queue: DataQueue[Any], key: str, number: int, params: dict[str, Any]
+    ) -> None:
+        self.number, self.params = number, params
+        self.user_attrs: dict[str, Any] = {}
+        self._queue, self._key = queue, key
+
+    def suggest_float(
+        self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
+    ) -> float:
+        """Suggest a real number."""
+        value: float = self._suggest("suggest_float", name, low, high, step=step, log=log)
+        return value
+
+    def suggest_int(
+        self, name: str, low: int, high: int, *, step: int = 1, log: bool = False
+    ) -> int:
+        """Suggest a whole number."""
+        value: int = self._suggest("suggest_int", name, low, high, step=step, log=log)
+        return value
+
+    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
+        """Suggest one of these values."""
+        return self._suggest("suggest_categorical", name, choices)
+
+    def report(self, value: float, step: int) -> None:
+        """Report the objective's value at a step, for `should_prune`."""
+        self._tell("report", float(value), step)
+
+    def should_prune(self) -> bool:
+        """Whether the study's pruner gives the trial up."""
+        return bool(self._ask("should_prune"))
+
+    def set_user_attr(self, key: str, value: Any) -> None:
+        """Note something with the trial."""
+        self.user_attrs[key] = value
+        self._tell("set_user_attr", key, value)
+
+    def _suggest(self, verb: str, name: str, *arguments: Any, **options: Any) -> Any:
+        if name not in self.params:
+            self.params[name] = self._ask(verb, name, *arguments, **options)
+        return self.params[name]
+
+    def _tell(self, verb: str, *arguments: Any) -> None:
+        self._queue.put((self.number, None, verb, arguments, {}))
+
+    def _ask(self, verb: str, *arguments: Any, **options: Any) -> Any:
+        key = f"{self._key}/{uuid.uuid4().hex}"
+        self._queue.put((self.number, key, verb, arguments, options))
+        store = current_task().store
+        answer, error = store.wait(key)
+        store.remove(key)
+        if error is not None:
+            raise error
+        return answer
+
+
+def run_objective(
+    objective: Callable[[Any], Any],
+    queue: DataQueue[Any],
+    key: str,
+    number: int,
+    params: dict[str, Any],
+) -> Any:
+    """Call an objective in a worker; return its value, or None and the error that pruned it."""
+    try:
+        return objective(RemoteTrial(queue, key, number, params)), None
+    except optuna.TrialPruned as pruned:
+        return None, pruned
+
+
+def optimize(  # noqa: PLR0913 - those of `Study.optimize`
+    study: optuna.Study,
+    objective: Callable[[Any], Any],
+    n_trials: int,
+    *,
+    pool: PoolView | None = None,
+    timeout: float | None = None,
+    catch: type[Exception] | tuple[type[Exception], ...] = (),
+    callbacks: Sequence[Callback] = (),
+    space: Mapping[str, BaseDistribution] | None = None,
+    max_in_flight: int | None = None,
+) -> None:
+    """Optimize an objective as `study.optimize` does, with a trial on each worker of a pool.
+
+    The objective runs unchanged, with `suggest_*`, `report`, `should_prune`, `set_user_attr`, and
+    parameters that depend on others. A trial whose worker is lost runs again with the same
+    parameters.
+
+    Args:
+        study: The study, with any sampler, pruner and storage.
+        objective: Called as `objective(trial)`, in a worker, where `trial` is a `RemoteTrial`.
+        n_trials: How many trials to run.
+        pool: The pool, or a view of one. None: the current pool.
+        timeout: Start no trial after this time [s].
+        catch: Errors after which a trial has failed and the others go on; any other is raised.
+        callbacks: Called as `callback(study, trial)` after each trial; they may call
+            `study.stop()`.
+        space: Parameters to suggest before a trial starts, which saves their round trips.
+        max_in_flight: Run at most so many trials at once. None: one for each worker.
+
+    Raises:
+        Exception: What an objective raised, unless `catch` names it.
+
+    Source:
+        Optuna 5, Study.optimize.
+
+    Example:
+        >>> import optuna
+        >>> from raypool import parpool
+        >>> optuna.logging.set_verbosity(optuna.logging.WARNING)
+        >>> study = optuna.create_study()
+        >>> def objective(trial):
+        ...     x = trial.suggest_float("x", -5, 5)
+        ...     return (x - 1) ** 2
+        >>> with parpool(2, profile="threads", quiet=True) as pool:
+        ...     optimize(study, objective, n_trials=10, pool=pool)
+        >>> len(study.trials)
+        10
+    """
+    if not isinstance(study, optuna.Study):
+        raise InvalidTypeError(f"study={study!r} must be a study of Optuna's.")
+    check_callable(objective)
+    n_trials = checked_count("n_trials", n_trials, least=1)
+    max_in_flight = optional_count("max_in_flight", max_in_flight, least=1)
+    view = gcp() if pool is None else pool
+    assert view is not None
+    target = view._target()
+    if target._engine.profile.backend == "inline":
+        study.optimize(objective, n_trials, timeout, catch=catch, callbacks=list(callbacks))
+        return
+    catch = catch if isinstance(catch, tuple) else (catch,)
+    limit = max_in_flight or max(target._engine.driver.scheduler.workers.size, 1)
+    run = _Run(study, view, objective, dict(space or {}))
+    until = None if timeout is None else time.monotonic() + timeout
+    with _stoppable(study):
+        try:
+            num_begun = 0
+            while True:
+                is_open = num_begun < n_trials and not study._stop_flag
+                if is_open and (until is None or time.monotonic() < until) and len(run) < limit:
+                    run.begin()
+                    num_begun += 1
+                elif not len(run):
+                    return
+                else:
+                    run.take(catch, callbacks)
+        finally:
+            run.end()
+
+
+@contextlib.contextmanager
+def _stoppable(study: optuna.Study) -> Any:
+    """Let callbacks call `study.stop()`, which only notes it in a running `Study.optimize`."""
+    # private: there is no public way to say so
+    local = study._thread_local
+    local.in_optimize_loop, study._stop_flag = True, False
+    try:
+        yield
+    finally:
+        local.in_optimize_loop = False
+
+
+class _Run:
+    """The trials of one `optimize` that have not ended."""
+
+    def __init__(
+        self,
+        study: optuna.Study,
+        view: PoolView,
+        objective: Callable[[Any], Any],
+        space: dict[str, BaseDistribution],
+    ) -> None:
+        self._study, self._view, self._objective, self._space = study, view, objective, space
+        self._queue: DataQueue[Any] = DataQueue()
+        self._key = uuid.uuid4().hex
+        self._running: dict[int, tuple[optuna.Trial, Future[Any]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def begin(self) -> None:
+        """Begin a trial."""
+        trial = self._study.ask(self._space)
+        future = self._view.parfeval(
+            run_objective, self._objective, self._queue, self._key, trial.number, trial.params
+        )
+        self._running[trial.number] = trial, future
+        # behind all that the trial has put there
+        future.add_done_callback(functools.partial(self._note_end, trial.number))
+
+    def _note_end(self, number: int, _: Any) -> None:
+        self._queue.put((number, None, "end", (), {}))
+
+    def take(self, catch: tuple[type[Exception], ...], callbacks: Sequence[Callback]) -> None:
+        """Wait for the next thing that a trial wants, and do it."""
+        number, key, verb, arguments, options = self._queue.get()
+        if number not in self._running:
+            return  # an attempt that was lost
+        trial, future = self._running[number]
+        if verb == "end":
+            self._take_end(number, trial, future, catch, callbacks)
+            return
+        answer, error = None, None
+        try:
+            answer = getattr(trial, verb)(*arguments, **options)
+        except Exception as raised:
+            error = raised
+        if key is not None:
+            self._view._engine.store.put(key, (answer, error))
+        elif error is not None:
+            raise error
+
+    def _take_end(
+        self,
+        number: int,
+        trial: optuna.Trial,
+        future: Future[Any],
+        catch: tuple[type[Exception], ...],
+        callbacks: Sequence[Callback],
+    ) -> None:
+        states = optuna.trial.TrialState
+        del self._running[number]
+        error = future.exception()
+        if error is None:
+            value, pruned = future.result()
+            frozen = self._study.tell(
+                trial, value, None if pruned is None else states.PRUNED, skip_if_finished=True
+            )
+        else:
+            frozen = self._study.tell(trial, state=states.FAIL, skip_if_finished=True)
+            if not isinstance(error, catch):
+                raise error
+        for callback in callbacks:
+            callback(self._study, frozen)
+
+    def end(self) -> None:
+        """Cancel what still runs after an error: Optuna would count it as running forever."""
+        for trial, future in self._running.values():
+            future.cancel()
+            self._study.tell(trial, state=optuna.trial.TrialState.FAIL, skip_if_finished=True)
+        self._queue.close()

@@ -1,0 +1,135 @@
+"""`raypool.interop.optuna.optimize`: objectives of Optuna's run unchanged on a pool."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from optuna.study import MaxTrialsCallback
+from optuna.trial import TrialState
+
+from raypool import InvalidTypeError, ParallelPool
+from raypool.interop.optuna import optimize
+
+pytestmark = pytest.mark.concurrent
+
+
+def quadratic(trial: Any) -> float:
+    x = trial.suggest_float("x", -10, 10)
+    return float((x - 2) ** 2)
+
+
+def conditional(trial: Any) -> float:
+    """A classifier with its own parameters, and one that is asked for twice."""
+    if trial.suggest_categorical("classifier", ["svc", "forest"]) == "svc":
+        c = trial.suggest_float("svc_c", 1e-5, 1e5, log=True)
+        assert trial.suggest_float("svc_c", 1e-5, 1e5, log=True) == c
+        trial.set_user_attr("kind", "svc")
+        return float(c)
+    depth = trial.suggest_int("forest_depth", 2, 32, log=True)
+    width = trial.suggest_int("forest_width", 10, 50, step=10)
+    assert trial.params == {"classifier": "forest", "forest_depth": depth, "forest_width": width}
+    return float(depth * width)
+
+
+def pruned(trial: Any) -> float:
+    slope = trial.suggest_float("slope", 0.0, 1.0)
+    for step in range(20):
+        trial.report(slope * step, step)
+        if trial.should_prune():
+            raise optuna.TrialPruned
+    return float(slope * 20)
+
+
+def pareto(trial: Any) -> tuple[float, float]:
+    x, y = trial.suggest_float("x", 0, 5), trial.suggest_float("y", 0, 3)
+    return 4 * x**2 + 4 * y**2, (x - 5) ** 2 + (y - 5) ** 2
+
+
+def fragile(trial: Any) -> float:
+    if trial.suggest_int("number", 0, 3) % 2:
+        raise ArithmeticError(trial.params["number"])
+    return 0.0
+
+
+def states(study: optuna.Study) -> Counter[TrialState]:
+    return Counter(trial.state for trial in study.trials)
+
+
+@pytest.mark.quick
+@pytest.mark.everywhere
+def test_objectives_run_unchanged(pool: ParallelPool) -> None:
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    study.enqueue_trial({"x": 2.0})
+    optimize(study, quadratic, 8, pool=pool)
+    assert study.best_value == 0
+    assert states(study) == {TrialState.COMPLETE: 8}
+
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    optimize(study, conditional, 10, pool=pool)
+    assert {len(trial.params) for trial in study.trials} == {2, 3}
+    assert all(
+        trial.user_attrs == ({"kind": "svc"} if len(trial.params) == 2 else {})
+        for trial in study.trials
+    )
+
+    study = optuna.create_study(directions=["minimize", "minimize"])
+    optimize(study, pareto, 6, pool=pool)
+    assert study.best_trials
+    assert all(len(trial.values) == 2 for trial in study.trials)
+
+
+def test_pruners_see_every_report(pool: ParallelPool) -> None:
+    study = optuna.create_study(
+        direction="maximize", pruner=optuna.pruners.MedianPruner(n_startup_trials=2)
+    )
+    optimize(study, pruned, 12, pool=pool, max_in_flight=1)
+    assert set(states(study)) == {TrialState.COMPLETE, TrialState.PRUNED}
+    for trial in study.trials:
+        steps = len(trial.intermediate_values)
+        assert list(trial.intermediate_values) == list(range(steps))
+        assert (steps == 20) or trial.state is TrialState.PRUNED
+
+
+def test_errors_are_caught_or_raised(pool: ParallelPool) -> None:
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    optimize(study, fragile, 10, pool=pool, catch=ArithmeticError)
+    assert set(states(study)) == {TrialState.COMPLETE, TrialState.FAIL}
+    with pytest.raises(ArithmeticError):
+        optimize(study, fragile, 50, pool=pool)
+    assert TrialState.RUNNING not in states(study)
+
+    def wrong(trial: Any) -> float:
+        return float(trial.suggest_float("x", 1, 0))
+
+    with pytest.raises(ValueError, match="low"):
+        optimize(study, wrong, 1, pool=pool)
+    with pytest.raises(InvalidTypeError, match="must be a study of Optuna's"):
+        optimize(3, quadratic, 1, pool=pool)  # type: ignore[arg-type]
+
+
+def test_callbacks_storage_and_a_space_that_is_known(pool: ParallelPool, tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def note(study: optuna.Study, trial: optuna.trial.FrozenTrial) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        seen.append(trial.number)
+
+    study = optuna.create_study(storage=f"sqlite:///{tmp_path}/study.db")
+    space = {"x": optuna.distributions.FloatDistribution(-10, 10)}
+    optimize(
+        study,
+        quadratic,
+        50,
+        pool=pool,
+        space=space,
+        callbacks=[note, MaxTrialsCallback(5, states=(TrialState.COMPLETE,))],
+        max_in_flight=1,
+    )
+    assert seen == [0, 1, 2, 3, 4]
+    optimize(study, quadratic, 2, pool=pool, timeout=0.0)
+    assert len(study.trials) == 5
