@@ -1,13 +1,13 @@
-"""A convolutional network that reads digits, trained on all workers of a pool without a loop of
-one's own.
+"""A convolutional network that reads digits, trained on all workers of a pool without writing a
+loop.
 
 `pool.fit` takes a network, data, a loss and options, as MATLAB's trainnet does. Each mini-batch is
-shared out among the workers, and what comes out is what one worker would have come to. Then all
-workers read the test images. Run it with
+split across the workers, and the result is that of a single worker. Then all workers read the test
+images. Run it with
 
     python examples/fit_digits.py
 
-on two workers: CPUs here, and GPUs without a change where there are two. It needs scikit-learn.
+on two workers: CPUs here, and GPUs, unchanged, if there are two. It needs scikit-learn.
 """
 
 import pandas as pd

@@ -1,11 +1,11 @@
 """Data parallel training: torch's DistributedDataParallel on all workers of a pool.
 
 Each rank trains on its share of every batch, and DDP averages the gradients, so that all keep the
-same model: the one that a single process comes to with the whole batch. Run it with
+same model: the one that a single process would get from the whole batch. Run it with
 
     python examples/spmd_ddp.py
 
-on two workers: CPUs here, and GPUs without a change where there are two.
+on two workers: CPUs here, and GPUs, unchanged, if there are two.
 """
 
 import torch

@@ -1,12 +1,12 @@
 """Sharded training: torch's FSDP2 (`fully_shard`) on all workers of a pool.
 
-Each rank holds its part only of every parameter, gradient and state of the optimizer, and gathers a
-layer while it computes with
-it: for models that are too large for one GPU. Each trains on its share of the batch. Run it with
+Each rank holds only its part of every parameter, gradient and state of the optimizer, and gathers a
+layer while it computes with it: for models that are too large for one GPU. Each trains on its share
+of the batch. Run it with
 
     python examples/spmd_fsdp2.py
 
-on two workers: CPUs here, and GPUs without a change where there are two.
+on two workers: CPUs here, and GPUs, unchanged, if there are two.
 """
 
 import torch

@@ -1,12 +1,12 @@
-"""JAX in a pool: one JAX over all workers, told of them by `ctx.jax_options()`.
+"""JAX in a pool: one JAX over all workers, set up with `ctx.jax_options()`.
 
-Each rank gives its share of the rows of an array, which JAX then knows as one, spread over all
-ranks; what is computed with it under `jax.jit` is divided among them. Run it with
+Each rank provides its share of the rows of an array. JAX treats these as one array, spread over all
+ranks, and divides computations under `jax.jit` among them. Run it with
 
     pip install jax
     python examples/spmd_jax.py
 
-on two workers: CPUs here, and GPUs without a change where there are two.
+on two workers: CPUs here, and GPUs, unchanged, if there are two.
 
 JAX looks for its devices once in a process. So that the next call can connect again, `disconnect`
 lets JAX forget them, and with them its arrays: return NumPy arrays, as `train` does. It waits for

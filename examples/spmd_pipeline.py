@@ -1,12 +1,12 @@
 """Pipeline parallel: each worker of a pool holds some layers of one model, by
 `torch.distributed.pipelining`.
 
-A batch goes through in pieces, so that the stages compute at the same time: while the second has
-the first piece, the first has the next one. Run it with
+A batch goes through in pieces, so that the stages compute at the same time: while the second stage
+has the first piece, the first stage has the next one. Run it with
 
     python examples/spmd_pipeline.py
 
-on two workers: CPUs here, and GPUs without a change where there are two.
+on two workers: CPUs here, and GPUs, unchanged, if there are two.
 """
 
 import torch

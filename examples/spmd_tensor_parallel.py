@@ -2,11 +2,11 @@
 `torch.distributed.tensor.parallel`.
 
 Each rank holds some columns of the first matrix and the matching rows of the second, computes with
-them on the whole batch, and the ranks add up what comes out. Run it with
+them on the whole batch, and the ranks add up the results. Run it with
 
     python examples/spmd_tensor_parallel.py
 
-on two workers: CPUs here, and GPUs without a change where there are two.
+on two workers: CPUs here, and GPUs, unchanged, if there are two.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""TensorFlow in a pool: its MultiWorkerMirroredStrategy on all workers, told of them by
+"""TensorFlow in a pool: its MultiWorkerMirroredStrategy on all workers, set up with
 `ctx.tf_config()`.
 
 Each rank trains on its share of the data, and TensorFlow averages the gradients by its own
@@ -7,12 +7,12 @@ collectives. Run it with
     pip install tensorflow
     python examples/spmd_tensorflow.py
 
-on two workers: CPUs here, and GPUs without a change where there are two.
+on two workers: CPUs here, and GPUs, unchanged, if there are two.
 
-A process can belong to one cluster of TensorFlow's only, as long as it lives; a strategy for
-another one would wait for ever. So `connect` makes it once, it stays on the workers as a Composite,
-and any number of calls use it. If a worker is lost, open another pool. (Keras 3 cannot `fit` with
-this strategy, so the loop is written out.)
+A process can belong to only one TensorFlow cluster in its life; a strategy for another one would
+wait forever. So `connect` makes it once, it stays on the workers as a Composite, and any number of
+calls use it. If a worker is lost, open another pool. (Keras 3 cannot `fit` with this strategy, so
+the loop is written out.)
 """
 
 import numpy as np

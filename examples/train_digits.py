@@ -1,14 +1,14 @@
 """A convolutional network that reads digits, trained by Ray Train's own functions on all workers of
 a pool.
 
-`train_loop` is an ordinary loop for Ray Train: a `TorchTrainer` would run it as it stands.
-`pool.train` runs it in the pool's workers, which are there already. After each epoch it keeps a
-checkpoint, from which the training goes on if a worker is lost, or if this script is run again with
+`train_loop` is an ordinary loop for Ray Train: a `TorchTrainer` would run it unchanged.
+`pool.train` runs it in the pool's workers, which are running already. After each epoch it saves a
+checkpoint, from which the training resumes if a worker is lost, or if this script is run again with
 the same folder:
 
     python examples/train_digits.py [FOLDER]
 
-on two workers: CPUs here, and GPUs without a change where there are two. It needs scikit-learn.
+on two workers: CPUs here, and GPUs, unchanged, if there are two. It needs scikit-learn.
 """
 
 import sys

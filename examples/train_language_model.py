@@ -7,7 +7,7 @@ optimizer: for models that are too large for one GPU. Run it with
 
     python examples/train_language_model.py
 
-on two workers: CPUs here, and GPUs without a change where there are two. It needs scikit-learn.
+on two workers: CPUs here, and GPUs, unchanged, if there are two. It needs scikit-learn.
 """
 
 import torch

@@ -58,7 +58,7 @@ with parpool() as pool:
         print(f"{jobs[number].name}: {right:.1%}")
         if right > 0.975:
             best = jobs[number]
-    pool.cancel_all()  # also what runs
+    pool.cancel_all()  # running jobs too
     cancelled_at = time.perf_counter()
     pool.parfeval_on_all(abs, 1).result()
     took_ms = 1000 * (time.perf_counter() - cancelled_at)
