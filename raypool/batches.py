@@ -65,7 +65,7 @@ Workers = int | tuple[int, int]
 
 
 class BatchCall(NamedTuple):
-    """A job: `fn(*args)`, with a pool of so many workers (None: without one), as `profile` says."""
+    """A job: `fn(*args)`, with a pool of `pool` workers (None: without one), as `profile` says."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
@@ -83,7 +83,7 @@ def batch(
     name: str | None = None,
     outputs: str | None = None,
 ) -> Job:
-    """Let a cluster call `fn(*args)`, with its own pool; this process and machine need not stay.
+    """Call `fn(*args)` on a cluster, with its own pool, as a job that outlives this process.
 
     The call is submitted as a Ray job through the dashboard of the cluster. It runs on the head, in
     its own process; `raypool.gcp()` is its pool there, whose workers are wherever the cluster has
@@ -92,9 +92,9 @@ def batch(
 
     Args:
         fn: The function. Use `functools.partial` for keyword arguments.
-        *args: Its arguments. They travel with the job, to all its nodes: give large data by
-            address.
-        pool: So many workers, or `(least, most)`, are opened before the call and end after it.
+        *args: Its arguments. They travel with the job, to all its nodes: for large data, pass its
+            location.
+        pool: The number of workers, or `(least, most)`, of the pool that is open during the call.
             None: no pool is opened; `fn` can open one itself.
         profile: The cluster (`jobs_address`, `token_file`) and what the workers get; its name, or a
             `Profile`. "local": the Ray of this machine that has a dashboard, as `ray start --head`
@@ -112,7 +112,7 @@ def batch(
             room, the job itself reports that it did not.
         CloudError: The cluster does not answer, or refuses the job.
         SerializationError: The function or its arguments cannot travel.
-        InvalidValueError, InvalidTypeError: An argument cannot work.
+        InvalidValueError, InvalidTypeError: An argument is invalid.
 
     Source:
         MATLAB R2025b, batch.
@@ -133,10 +133,7 @@ def batch(
     from raypool.cluster.slurm_jobs import jobs_of
 
     if not callable(fn):
-        raise InvalidTypeError(
-            f"{fn!r} is not a function, so that it cannot be called. Give it first: batch(fn,"
-            " *args)."
-        )
+        raise InvalidTypeError(f"{fn!r} cannot be called. Pass a function first: batch(fn, *args).")
     checked_range(pool, "pool")  # mistakes are raised here, not hours later on the cluster
     settings = _checked_profile(profile)
     outputs = _checked_place(outputs)
@@ -155,9 +152,9 @@ def batch(
     body = snapshot(BatchCall(fn, args, pool, as_there), "a call to a cluster")
     if len(body) >= MOST_BYTES:
         raise CloudError(
-            f"The function and its arguments are {len(body) / 2**20:.0f} MiB, and at most"
-            f" {MOST_BYTES / 2**20:.0f} MiB can be handed in with a job. Put the data where the"
-            " cluster can read them, and give their address."
+            f"The function and its arguments are {len(body) / 2**20:.0f} MiB; a job can carry"
+            f" {MOST_BYTES / 2**20:.0f} MiB. Store the data where the cluster can read them, and"
+            " pass their location."
         )
     jobs = jobs_of(settings)
     if isinstance(jobs, Jobs):
@@ -182,7 +179,7 @@ def batch(
 @without_own_frames
 @explains_calls
 def find_job(job_id: str, *, profile: str | Profile | None = None) -> Job:
-    """Return a job that some process has submitted.
+    """Return a job that any process has submitted.
 
     Args:
         job_id: Its `id`.
@@ -204,8 +201,8 @@ def _checked_profile(profile: str | Profile | None) -> Profile:
     settings = resolve_profile(profile, {})
     if settings.backend != "ray":
         raise InvalidValueError(
-            f"profile={profile!r} is this process itself, which a job is to outlive. It needs a Ray"
-            " with a dashboard: that of a cluster, or of `ray start --head` on this machine."
+            f"profile={profile!r} runs in this process, which a job must outlive. Use a profile of"
+            " a cluster, or of a Ray with a dashboard on this machine (`ray start --head`)."
         )
     return settings
 
@@ -218,17 +215,17 @@ def _checked_place(outputs: str | None) -> str | None:
         return None
     if not isinstance(outputs, str):
         raise InvalidTypeError(
-            f"outputs={outputs!r} is not a folder or URL, such as 'gs://bucket/folder'."
+            f"outputs must be a folder or URL, such as 'gs://bucket/folder', not {outputs!r}."
         )
     if "://" not in outputs and not outputs.startswith("/"):
         raise InvalidValueError(
-            f"outputs={outputs!r} is neither a URL, such as 'gs://bucket/folder', nor a path from"
-            " / on."
+            "outputs must be a URL, such as 'gs://bucket/folder', or an absolute path, not"
+            f" {outputs!r}."
         )
     if urllib.parse.urlsplit(outputs).password is not None:
         raise InvalidValueError(
-            "outputs= has a password in it, which the dashboard would show. Let the machines'"
-            " account do."
+            "outputs contains a password, which the dashboard would show. Use the machines'"
+            " account instead."
         )
     filesystem(outputs, "outputs")  # it raises the error for a place that cannot be reached
     return outputs.rstrip("/")
@@ -255,9 +252,9 @@ def _check_room(jobs: Jobs, pool: Workers | None, profile: Profile) -> None:
             each = ", ".join(f"{amount:g} {name}" for name, amount in demand.bundle.items())
             where = f"{len(nodes)} node{'s' if len(nodes) != 1 else ''}, no autoscaler"
             raise ResourceError(
-                f"The job's pool could never open: {number} workers are asked for, and the cluster"
-                f" has room for {room} ({each} for each; {there:g} {demand.kind} on {where}). Ask"
-                f" for at most {room}, or for less for each worker.",
+                f"The job's pool could never open: requested {number} workers, but the cluster has"
+                f" room for {room} ({each} for each; {there:g} {demand.kind} on {where}). Request"
+                f" at most {room}, or fewer resources for each.",
                 requested=number,
                 available=room,
                 holders=(),
@@ -265,7 +262,7 @@ def _check_room(jobs: Jobs, pool: Workers | None, profile: Profile) -> None:
 
 
 class Job:
-    """A job on a cluster, from `batch` or `find_job`. All properties are asked of the cluster."""
+    """A job on a cluster, from `batch` or `find_job`. Its properties are read from the cluster."""
 
     def __init__(self, jobs: Jobs | SlurmJobs, info: JobInfo) -> None:
         self._jobs = jobs
@@ -337,27 +334,27 @@ class Job:
 
     @explains_calls
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for its end, at most so long; return whether it has ended."""
+        """Wait at most `timeout_s` seconds for its end; return whether it has ended."""
         if not self._info.has_ended:
             self._info = self._jobs.wait(self.id, timeout_s)
         return self._info.has_ended
 
     @explains_calls
     def fetch_outputs(self, timeout_s: float | None = None) -> Any:
-        """Return the function's value, waiting for it at most so long.
+        """Return the function's value, waiting for it at most `timeout_s` seconds.
 
         Raises:
-            TimeoutError: It has not ended by then; it goes on.
+            TimeoutError: It has not ended by then; it keeps running.
             concurrent.futures.CancelledError: It was cancelled.
-            Exception: What the function raised, as itself; the traceback there is its cause.
+            Exception: The exception that the function raised; its cause is the remote traceback.
             TaskError: It ended otherwise: its process was killed, or never began.
             SerializationError: Its value cannot be opened here.
             CloudError: Its cluster does not answer, or no longer has the outputs.
         """
         if not self.wait(timeout_s):
             raise TimeoutError(
-                f"Job {self.id} ({self.name}) has not ended after timeout_s={timeout_s:g}; it"
-                " goes on."
+                f"Job {self.id} ({self.name}) has not ended after timeout_s={timeout_s:g}; it keeps"
+                " running."
             )
         if self._info.state == "cancelled":
             raise CancelledError(f"Job {self.id} ({self.name}) was cancelled.")
@@ -367,7 +364,7 @@ class Job:
         return value
 
     def cancel(self) -> bool:
-        """End it, whether it waits or runs; return whether it had not ended by itself.
+        """End it, queued or running; return False if it had already ended by itself.
 
         Raises:
             CloudError: The cluster does not answer, or the job does not end.
@@ -390,8 +387,8 @@ class Job:
         key = self._info.metadata.get(KEY)
         if key is None:
             raise CloudError(
-                f"Job {self.id} has no outputs: it was not handed in by raypool.batch. What it"
-                " printed is in its diary."
+                f"Job {self.id} has no outputs: it was not submitted by raypool.batch. Its diary"
+                " has what it printed."
             )
         return key
 
@@ -404,17 +401,16 @@ class Job:
             except FileNotFoundError:
                 if self._info.exit_code == 0:  # then it had left them
                     raise CloudError(
-                        f"The outputs of job {self.id} are not there any more, or this machine does"
-                        f" not see them: the job has put them on {self.outputs_at}."
+                        f"The outputs of job {self.id} no longer exist, or this machine does not"
+                        f" see them. The job wrote them to {self.outputs_at}."
                     ) from None
                 self._outcome = None, self._unsaid()
             else:
                 if (opened := _opened(key, data)) is None:
                     raise CloudError(
-                        f"What lies at {self.outputs_at} ({len(data)} bytes) is not what job"
-                        f" {self.id} has written: its checksum is another one, and it was not"
-                        " opened. Either it has not arrived in whole (try again), or somebody has"
-                        " changed it."
+                        f"The file at {self.outputs_at} ({len(data)} bytes) is not the one that job"
+                        f" {self.id} wrote: its checksum differs, so it was not opened. Either it"
+                        " is incomplete (try again), or it was changed."
                     )
                 self._outcome = self._unpickled(*opened)
         return self._outcome
@@ -459,8 +455,8 @@ class Job:
         except Exception as error:
             raise SerializationError(
                 f"The outputs of job {self.id} have arrived but cannot be unpickled here"
-                f" ({type(error).__name__}: {error}). Their classes must be importable in this"
-                " process too, and Python be of the version there.",
+                f" ({type(error).__name__}: {error}). This process must be able to import their"
+                " classes, and must have the same version of Python.",
                 what="the outputs of a job",
             ) from error
 
@@ -477,16 +473,16 @@ class Job:
             for line in printed
         ):
             hint = (
-                "Raypool is not installed there: install it on the cluster, or name it in the"
+                "Raypool is not installed there: install it on the cluster, or add it to the"
                 " profile's packages."
             )
         else:
-            hint = "Something has killed it, or ended its process. It printed last: " + " / ".join(
+            hint = "It was killed, or ended its own process. Its last output: " + " / ".join(
                 printed[-3:]
             )
         return TaskError(
-            f"Job {self.id} ({self.name}) has ended with exit code {self._info.exit_code} and has"
-            f" left nothing. {hint}"
+            f"Job {self.id} ({self.name}) ended with exit code {self._info.exit_code} and without a"
+            f" result. {hint}"
         )
 
 
@@ -546,7 +542,7 @@ def run() -> Any:
             value = finished(call.fn(*call.args))
         outcome, code = _sealed(key, "value", snapshot(value, "a result back")), 0
     except SystemExit as error:  # the job still ends with its exit code
-        told = TaskError(f"The function has ended its process, with exit code {error.code}.")
+        told = TaskError(f"The function ended its process with exit code {error.code}.")
         outcome, code = _sealed(key, "error", pack_error(told)), error.code
     except BaseException as error:
         traceback.print_exc()  # into the job's log, which is its diary
@@ -556,7 +552,7 @@ def run() -> Any:
 
 
 def _versions() -> dict[str, str]:
-    """Return what has to be the same on both sides."""
+    """Return the versions that must be the same on both sides."""
     return {  # functions travel as code of one version of Python
         "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "raypool": version("raypool"),
@@ -573,15 +569,14 @@ def _loaded(body: bytes, theirs: dict[str, str]) -> BatchCall:
     )
     if words:
         raise CloudError(
-            f"A function and its outputs travel between the same versions only: {words}. Install"
-            " the same on both sides."
+            f"A job needs the same versions on both sides, but has {words}. Install the same ones."
         )
     try:
         return pickle.loads(body)  # type: ignore[no-any-return]
     except ImportError as error:
         raise CloudError(
-            f"The function cannot be loaded on the cluster: {error}. Ship the folder that has the"
-            " module with the profile's working_dir, or name the package in its packages."
+            f"The function cannot be loaded on the cluster: {error}. Send the module's folder with"
+            " the profile's working_dir, or add the package to its packages."
         ) from error
 
 
@@ -592,9 +587,9 @@ def _try_out(place: str, job_id: str) -> None:
         files.delete_file(name)
     except Exception as error:
         raise CloudError(
-            f"The function was not called: its outputs are to go to {place}, where the cluster"
-            f" cannot write: {error}. Make sure that the place exists, and that the account of the"
-            " machines may write there."
+            f"The function was not called: the cluster cannot write its outputs to {place}:"
+            f" {error}. Make sure that this location exists, and that the machines' account may"
+            " write there."
         ) from None
 
 
@@ -608,8 +603,7 @@ def _leave(data: bytes, job_id: str, place: str | None) -> None:
         except Exception:
             traceback.print_exc()
             sys.stderr.write(
-                f"raypool: {place} could be written to before, and cannot now; what comes is left"
-                " on this node\n"
+                f"raypool: {place} is no longer writable; the outputs stay on this node\n"
             )
         else:
             return

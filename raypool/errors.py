@@ -3,32 +3,32 @@
 ::
 
     RaypoolError
-    ├── InvalidValueError (+ ValueError)    an argument with a value that cannot work
-    ├── InvalidTypeError  (+ TypeError)     an argument of a kind that cannot work
-    ├── ResourceError        asked for more than there is
-    ├── StartupError         (+ BrokenExecutor)  a worker did not come up
+    ├── InvalidValueError (+ ValueError)    an argument has an invalid value
+    ├── InvalidTypeError  (+ TypeError)     an argument has an invalid type
+    ├── ResourceError        more was requested than is available
+    ├── StartupError         (+ BrokenExecutor)  a worker did not start
     ├── PoolClosedError      (+ RuntimeError)    used after shutdown
-    ├── PoolBrokenError      (+ BrokenExecutor)  no worker is left that can come back
-    │   └── PoolPreemptedError    all nodes of the pool are about to go, and no other can come
+    ├── PoolBrokenError      (+ BrokenExecutor)  no worker is left, and none can be restarted
+    │   └── PoolPreemptedError    all nodes are about to be taken back, and no others can come
     ├── QueueClosedError     (+ RuntimeError)    a queue was closed, or read to its end
-    ├── JournalError         a durable run's folder is in use, not its own, or not writable
+    ├── JournalError         a run's folder is in use, belongs to another run, or is not writable
     ├── TaskError            a task ended without a value and without an exception of the user's
     │   ├── WorkerLostError       its worker's process or node died
     │   ├── SerializationError    (+ PicklingError)  something could not travel between processes
     │   └── TaskTimeoutError      its time limit was reached and it was stopped
     ├── SpmdError            some ranks of an spmd call failed
     ├── CollectiveError      ranks called different collectives, or some did not take part
-    ├── CompositeError       (+ IndexError)      a part of a Composite is not there
+    ├── CompositeError       (+ IndexError)      a part of a Composite is missing
     ├── RankInterrupted      a rank of an spmd call was ended because another one failed
     ├── TrainingError        a training has failed
     ├── CloudError           a cluster file, job or node request was refused
-    └── InternalError        raypool's own mistake
+    └── InternalError        a bug in raypool
 
 `TaskCancelled` is not in the tree: it is raised inside a task that is cancelled while it runs, and
 is a `BaseException`, so that ``except Exception`` does not catch it.
 
 Exceptions of the user's own are raised as themselves, never wrapped. `TaskTimeoutError` is
-deliberately no `TimeoutError`, which means that a *wait* ran out while the task continues.
+deliberately not a `TimeoutError`, which means that a *wait* ran out while the task continues.
 
 A message states the fact with its numbers, then the likely cause, then the next step. Fields are
 keyword-only and survive pickling.
@@ -111,11 +111,11 @@ def _rebuild(cls: type[RaypoolError], message: str, fields: dict[str, object]) -
 
 
 class InvalidValueError(RaypoolError, ValueError):
-    """An argument has a value that cannot work; raised at the call, before anything happens."""
+    """An argument has an invalid value; raised at the call, before anything happens."""
 
 
 class InvalidTypeError(RaypoolError, TypeError):
-    """An argument is of a kind that cannot work; raised at the call, before anything happens."""
+    """An argument has an invalid type; raised at the call, before anything happens."""
 
 
 class ResourceError(RaypoolError):
@@ -127,7 +127,7 @@ class ResourceError(RaypoolError):
 
 
 class StartupError(RaypoolError, BrokenExecutor):
-    """A worker did not come up in time, or failed its first check; nothing of the pool is left."""
+    """A worker did not start in time, or failed its first check; nothing of the pool is left."""
 
 
 class PoolClosedError(RaypoolError, RuntimeError):
@@ -135,15 +135,15 @@ class PoolClosedError(RaypoolError, RuntimeError):
 
 
 class PoolBrokenError(RaypoolError, BrokenExecutor):
-    """No worker is left that can come back; every pending future gets this error at once."""
+    """No worker is left or can be restarted; every pending future gets this error at once."""
 
 
 class PoolPreemptedError(PoolBrokenError):
-    """All nodes of the pool are about to go, and no other can come; nothing starts any more.
+    """All nodes of the pool are about to be taken back, and no others can come.
 
-    Running tasks were told and could save. Once none runs, every unfinished future ends with this
-    error, and so does each later call; the same call with the same `run_dir` continues on other
-    nodes. `raypool sweep` exits with status 75 then: try again later.
+    Running tasks were notified and could save. When the last one has ended, every unfinished future
+    fails with this error, and so does each later call; the same call with the same `run_dir`
+    continues on other nodes. `raypool sweep` then exits with status 75: try again later.
     """
 
 
@@ -152,7 +152,7 @@ class QueueClosedError(RaypoolError, RuntimeError):
 
 
 class JournalError(RaypoolError):
-    """The folder of a durable run (`.run_dir`) is in use, not its own, or cannot be written."""
+    """A run's folder (`.run_dir`) is in use, belongs to another run, or cannot be written."""
 
     run_dir: str
 
@@ -216,7 +216,7 @@ class TrainingError(RaypoolError):
     """A training has failed: `.failures` maps rank to exception.
 
     `.first_rank` failed first, and its exception is the `__cause__`. `.result` is a
-    `TrainingResult` with all that was reported, and with the last checkpoint, from which another
+    `TrainingResult` with everything reported and the last checkpoint, from which another
     run can resume (`RunOptions(start_from=error.result.checkpoint)`).
     """
 
@@ -230,7 +230,7 @@ class CloudError(RaypoolError):
 
 
 class InternalError(RaypoolError):
-    """A mistake of raypool's; report it with `.story`, the last events about the task or worker."""
+    """A bug in raypool; report it with `.story`, the last events about the task or worker."""
 
     story: tuple[str, ...]
 
@@ -255,7 +255,7 @@ class RemoteTraceback(Exception):
 
 
 def _with_sources(text: str) -> str:
-    """Add the source lines that only this process has: those of a notebook's cells."""
+    """Add the source lines that only this process has: those of notebook cells."""
     lines = text.splitlines(keepends=True)
     shown = []
     for line, following in itertools.zip_longest(lines, lines[1:], fillvalue=""):
@@ -363,7 +363,7 @@ HOST_WORDS = ("DefaultCPUAllocator: ", "Cannot allocate memory")
 
 
 def reason_of(error: BaseException) -> str:
-    """Return why a task has failed that has raised this.
+    """Return why a task that raised this has failed.
 
     "gpu out of memory", "out of memory" (of the machine, or by `memory_bytes`), "timeout",
     "cancelled"; a value of `LossReason` for a lost worker ("process ended", "node lost" and so on);
@@ -478,9 +478,9 @@ def checked_count(name: str, value: Any, least: int) -> int:
     """
     number = whole_number(value)
     if number is None:
-        raise InvalidTypeError(f"{name}={value!r} is not a whole number.")
+        raise InvalidTypeError(f"{name} must be an integer, not {value!r}.")
     if number < least:
-        raise InvalidValueError(f"{name}={number} is less than {least}.")
+        raise InvalidValueError(f"{name} must be at least {least}, not {number}.")
     return number
 
 

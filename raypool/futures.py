@@ -106,7 +106,7 @@ logger = logging.getLogger("raypool")
 
 
 class Deferred:
-    """One of these values, fetched when somebody asks, and from then on kept only here."""
+    """One of these values, fetched on first use, and from then on kept only here."""
 
     __slots__ = ("_position", "_value", "_values")
 
@@ -133,7 +133,7 @@ class Deferred:
 
 
 class Owner(Protocol):
-    """The thread that brings a future to its end."""
+    """The thread that ends a future."""
 
     @property
     def is_own_thread(self) -> bool:
@@ -155,7 +155,7 @@ class Future(concurrent.futures.Future[T], Generic[T]):
     Attributes:
         name: The caller's name for the work, or the function's.
         worker: The number of the worker that ran it last, None before.
-        attempts: The number of starts; above 1 only after the loss of a worker or by `retry_on`.
+        attempts: How often it started; above 1 only after the loss of a worker or with `retry_on`.
         started_at: The start of its (last) run, None before.
         finished_at: Its end, None before.
         stop_requested: Whether `request_stop` was called.
@@ -414,7 +414,7 @@ class Future(concurrent.futures.Future[T], Generic[T]):
         return True, False, None if error is not None else self.result(), error
 
     def check_wait(self, timeout: float | None) -> None:
-        """Make sure that this thread does not wait for what only it can end. For the pool.
+        """Make sure that this thread does not wait for a future that only it can end. For the pool.
 
         Raises:
             InvalidValueError: It would.
@@ -424,8 +424,8 @@ class Future(concurrent.futures.Future[T], Generic[T]):
         for owner in self.owners:
             if owner.is_own_thread:
                 raise InvalidValueError(
-                    f"{self.name!r} cannot be waited for here: this is the thread of its own pool"
-                    " (the callback of a future runs in it, say), which would wait for itself. Use"
+                    f"Cannot wait for {self.name!r} here: this is the thread of its own pool (which"
+                    " runs callbacks of futures), and it would wait for itself. Use"
                     " raypool.after_each, or another thread."
                 )
 
@@ -450,7 +450,7 @@ class Future(concurrent.futures.Future[T], Generic[T]):
                 self.set_running_or_notify_cancel()
 
     def add_done_callback(self, fn: Callable[[concurrent.futures.Future[T]], object]) -> None:
-        """Call `fn(self)` when it has ended; what `fn` raises is logged and ignored."""
+        """Call `fn(self)` when it has ended; an exception of `fn` is logged and ignored."""
         super().add_done_callback(functools.partial(_call_back, fn))
 
     def add_report_callback(self, fn: Callable[[Future[T], MetricsReport], object]) -> None:
@@ -489,9 +489,9 @@ class Future(concurrent.futures.Future[T], Generic[T]):
             owner.do(call)
 
     def cancel(self) -> bool:
-        """Cancel it, also while it runs; return whether it is cancelled.
+        """Cancel it, even while it runs; return whether it is cancelled.
 
-        It counts as cancelled at once, and what it may still return is dropped. `TaskCancelled` is
+        It counts as cancelled at once, and a late return value is dropped. `TaskCancelled` is
         raised in its Python code if it runs, and its worker takes the next task. If it has not
         ended after the profile's `cancel_grace_s`, its worker is killed and replaced on the same
         GPU: `worker_replaced` says so.
@@ -603,7 +603,7 @@ def owners_of(futures: Iterable[Future[Any]]) -> tuple[Owner, ...]:
 
 
 def joined_feed(futures: Iterable[Future[Any]]) -> Feed:
-    """Return what all of these have said, those of one after those of the other."""
+    """Return the reports and output of all of these, one after the other."""
     feed = Feed()
     for future in futures:
         feed.add_all_of(future._caught_up())
@@ -650,7 +650,7 @@ def cancel_each(futures: Reversible[Future[Any]]) -> None:
 def gather(futures: Sequence[Future[Any]], name: str) -> Future[list[Any]]:
     """Return a future of all their results; it fails, once all have ended, with the first error.
 
-    Its metrics and its diary are theirs, those of one after those of the other.
+    Its metrics and its diary join theirs, one after the other.
     """
 
     def ask_parts(whole: Future[list[Any]]) -> None:
@@ -714,14 +714,14 @@ P = ParamSpec("P")
 class MapResults(Iterator[T], Generic[T]):
     """The results of `PoolView.map`, also after a failed call.
 
-    The calls that are left are cancelled by `close`, when the time is up, and when the iterator is
+    The remaining calls are cancelled by `close`, when the time is up, and when the iterator is
     dropped after its first result.
 
     Args:
         submit: Submits the call with these arguments.
         rows: The arguments of each call.
         timeout: When `next` stops waiting [s], from now; None: never.
-        buffersize: So many calls are submitted ahead of the results; None: all, now.
+        buffersize: How many calls are submitted ahead of the results; None: all, now.
 
     Raises:
         SerializationError: The arguments of a call cannot be sent; all calls are cancelled.
@@ -786,8 +786,8 @@ class MapResults(Iterator[T], Generic[T]):
             self._futures.appendleft(future)
             self.close()
             raise TimeoutError(
-                f"A result of map had not come {self._timeout:g} s after the call of map. What was"
-                " left is cancelled."
+                f"map() had no result {self._timeout:g} s after its call. The remaining calls are"
+                " cancelled."
             ) from None
         except BaseException:
             if not future.done():  # Ctrl-C
@@ -807,7 +807,7 @@ class MapResults(Iterator[T], Generic[T]):
             del why
 
     def close(self) -> None:
-        """Cancel what is left; nothing more comes."""
+        """Cancel the remaining calls; no more results follow."""
         self._calls, self._why = iter(()), None
         while self._futures:
             # the last first, as `cancel_each` does; if Ctrl-C comes, the rest is still here
@@ -888,7 +888,7 @@ def fetch_next(
         with _reading:
             unread = [future for future in checked if not future.read]
             if not unread:
-                raise InvalidValueError("There is no future left to read.")
+                raise InvalidValueError("fetch_next() got no unread future.")
             # `done`, without its lock
             ended = [future for future in unread if future._state in ENDED]
             if ended:
@@ -902,7 +902,7 @@ def fetch_next(
         left_s = None if until is None else max(0.0, until - time.monotonic())
         if not _wait(unread, left_s, concurrent.futures.FIRST_COMPLETED).done:
             raise TimeoutError(
-                f"None of {len(unread)} futures has ended within {timeout_s} s; they go on."
+                f"None of {len(unread)} futures has ended within {timeout_s} s; they keep running."
             )
     return checked.index(first), first.result()
 
@@ -975,21 +975,20 @@ def after_each(
 ) -> list[Future[T]]:
     """Call `fn(value)` here when each of these has ended; return futures of these calls.
 
-    One thread of this process makes the calls, one after the other in the order in which the
-    futures
-    end: `fn` may write to a file or draw without a lock. A future that fails or is cancelled is
-    skipped, and the new one ends with the same error, or cancelled. A call can be cancelled until
-    it begins.
+    One thread of this process makes the calls, one after the other, in the order in which the
+    futures end: `fn` may write to a file or draw without a lock. A future that fails or is
+    cancelled is skipped, and the new one ends with the same error, or cancelled. A call can be
+    cancelled until it begins.
 
     Args:
         futures: Futures of any pools, also those of `after_each`; a single one counts as a list.
         fn: A function of a value. It cannot wait for futures of this kind: its thread would wait
             for itself.
-        pass_future: Give `fn` the futures themselves; then none is skipped.
+        pass_future: Pass `fn` the futures themselves; then none is skipped.
 
     Raises:
-        InvalidTypeError: Something is not a future, or `fn` is not callable. What `fn` raises is
-            the new future's exception.
+        InvalidTypeError: An input is not a future, or `fn` is not callable. An exception of `fn` is
+            the new future's.
 
     Source:
         MATLAB R2025b, afterEach (which returns one future for all).
@@ -1019,11 +1018,11 @@ def after_all(
         futures: Futures of any pools, also those of `after_each`. For a single one, `fn` is called
             with its value, and not at all if it fails.
         fn: A function of a list of values.
-        pass_future: Give `fn` the list of the futures (or the single one) instead.
+        pass_future: Pass `fn` the list of the futures (or the single one) instead.
 
     Raises:
-        InvalidTypeError: Something is not a future, or `fn` is not callable. What `fn` raises is
-            the new future's exception.
+        InvalidTypeError: An input is not a future, or `fn` is not callable. An exception of `fn` is
+            the new future's.
 
     Source:
         MATLAB R2025b, afterAll (which does not call `fn` if one has failed).
@@ -1065,8 +1064,8 @@ def after_all(
 def _check_pass_future(pass_future: Any) -> None:
     if not isinstance(pass_future, bool):
         raise InvalidTypeError(
-            f"pass_future={pass_future!r} is neither True nor False. after_each and after_all"
-            " take no number of outputs, unlike MATLAB's afterEach and afterAll."
+            f"pass_future must be True or False, not {pass_future!r}. after_each and after_all take"
+            " no number of outputs, unlike MATLAB's afterEach and afterAll."
         )
 
 
@@ -1095,7 +1094,7 @@ class _Follower(Future[T]):
         return True
 
     def run(self, call: Callable[[], T]) -> None:
-        """Make the call, unless somebody has cancelled it."""
+        """Make the call, unless it was cancelled."""
         if not self.start():
             return
         self.attempts = 1
@@ -1123,7 +1122,7 @@ class _Follower(Future[T]):
         if timeout is None and _dispatcher.is_here:
             raise InvalidValueError(
                 f"The function of an after_each or after_all waits for {self.name!r}, which can"
-                " only run after it. Chain them instead: give its future to after_all."
+                " only run after it. Chain them instead: pass its future to after_all."
             )
         super().check_wait(timeout)
 
@@ -1143,7 +1142,7 @@ class _Dispatcher:
         return threading.current_thread() is self._thread
 
     def put(self, call: Callable[[], None]) -> None:
-        """Make a call, soon, in its turn; it must not raise."""
+        """Queue a call, which must not raise."""
         with self._lock:
             self._calls.append(call)
             # in a forked child it is not alive
@@ -1192,7 +1191,7 @@ def _name_of(fn: Callable[..., Any]) -> str:
 
 def _check_callable(fn: Any) -> None:
     if not callable(fn):
-        raise InvalidTypeError(f"{fn!r} is not callable. Give a function of one argument.")
+        raise InvalidTypeError(f"{fn!r} is not callable. Pass a function of one argument.")
 
 
 def _checked(futures: Iterable[Future[T]] | Future[T]) -> list[Future[T]]:

@@ -50,7 +50,7 @@ class Options:
     def __post_init__(self) -> None:
         if self.retries is None:
             raise InvalidTypeError(
-                "retries=None is not a whole number. Give 0 to run every item at most once."
+                "retries must be an integer, not None. Use 0 to run every item at most once."
             )
         # by object's method, as the class is frozen
         object.__setattr__(self, "retries", checked_count("retries", self.retries, least=0))
@@ -60,18 +60,19 @@ class Options:
         check_delay("retry_delay_s", self.retry_delay_s)
         if not isinstance(self.fresh_process, bool):
             raise InvalidTypeError(
-                f"fresh_process={self.fresh_process!r} is neither True nor False."
+                f"fresh_process must be True or False, not {self.fresh_process!r}."
             )
         priority = whole_number(self.priority)
         if priority is None:
-            raise InvalidTypeError(f"priority={self.priority!r} is not a whole number.")
+            raise InvalidTypeError(f"priority must be an integer, not {self.priority!r}.")
         object.__setattr__(self, "priority", priority)
         check_name(self.name)
         kinds = (self.retry_on,) if isinstance(self.retry_on, type) else self.retry_on
         kinds = tuple(kinds) if isinstance(kinds, Iterable) else (kinds,)
         if not all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in kinds):
             raise InvalidTypeError(
-                f"retry_on={self.retry_on!r} is not an exception type, or a list or tuple of them."
+                "retry_on must be an exception type, or a list or tuple of them, not"
+                f" {self.retry_on!r}."
             )
         object.__setattr__(self, "retry_on", kinds)
         object.__setattr__(self, "checkpoints", checked_home(self.checkpoints))
@@ -102,8 +103,8 @@ def checked_home(home: Any) -> str | None:
     """Return where checkpoints are kept: the absolute path of a folder, or a URL as it is.
 
     Raises:
-        InvalidTypeError: It is no text or path.
-        InvalidValueError: It is the path of a file, or names nothing.
+        InvalidTypeError: It is not a string or path.
+        InvalidValueError: It is the path of a file, or names no location.
 
     Example:
         >>> checked_home("gs://bucket/sweep"), checked_home("/data/./sweep")
@@ -112,12 +113,12 @@ def checked_home(home: Any) -> str | None:
     if home is None:
         return None
     if not isinstance(home, (str, os.PathLike)):
-        raise InvalidTypeError(f"checkpoints={home!r} is neither the path of a folder nor a URL.")
+        raise InvalidTypeError(f"checkpoints must be the path of a folder or a URL, not {home!r}.")
     text = os.fspath(home)
     scheme, _, place = text.partition("://")
     if not scheme or ("://" in text and not place.strip("/")):
         raise InvalidValueError(
-            f"checkpoints={text!r} names no place. Give the path of a folder, or a URL with a"
+            f"checkpoints={text!r} is incomplete. Pass the path of a folder, or a URL with a"
             ' bucket: "s3://bucket/sweep".'
         )
     if isinstance(home, str) and "://" in text:
@@ -125,15 +126,15 @@ def checked_home(home: Any) -> str | None:
     folder = Path(text).expanduser().absolute()
     if folder.exists() and not folder.is_dir():
         raise InvalidValueError(
-            f"checkpoints={text!r} is a file. Name a folder, which need not be there yet."
+            f"checkpoints={text!r} is a file. Pass a folder; it need not exist yet."
         )
     return str(folder)
 
 
 def check_callable(fn: Any, others: Iterable[Any] = ()) -> None:
-    """Raise the error for something that cannot be called; `others` came after it."""
+    """Raise an error if this cannot be called; `others` came after it."""
     if not callable(fn):
-        hint = "Give the function itself, and its arguments after it."
+        hint = "Pass the function itself, and its arguments after it."
         if isinstance(fn, Executor):
             hint = POOL_FIRST
         elif any(map(callable, others)):
@@ -143,7 +144,7 @@ def check_callable(fn: Any, others: Iterable[Any] = ()) -> None:
         if inspect.isgeneratorfunction(code) or inspect.isasyncgenfunction(code):
             raise InvalidTypeError(
                 f"{getattr(fn, '__qualname__', fn)!r} has a yield in it: a call runs nothing and"
-                " returns a generator, which cannot leave the worker. Return a list, or hand on"
+                " returns a generator, which cannot leave the worker. Return a list, or send"
                 " values while it runs with raypool.report or a DataQueue."
             )
 
@@ -163,33 +164,31 @@ def takes(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def check_name(name: Any) -> None:
-    """Raise the error unless this is a text or None."""
+    """Raise an error unless this is a string or None."""
     if name is not None and not isinstance(name, str):
-        raise InvalidTypeError(f"name={name!r} is not a text.")
+        raise InvalidTypeError(f"name must be a string, not {name!r}.")
 
 
 def check_seconds(name: str, value: Any) -> None:
-    """Raise the error for a time [s] (or None) that is no number, or not above zero."""
+    """Raise an error for a time [s] (or None) that is not a number, or not above zero."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)):  # True is an int
         raise InvalidTypeError(f"{name}={value!r} is not a number of seconds.")
     if not value > 0:  # not <=, which NaN would pass
         raise InvalidValueError(
-            f"{name}={value!r} leaves no time. Give seconds above 0, or None for no limit."
+            f"{name}={value!r} leaves no time. Use a number above 0, or None for no limit."
         )
 
 
 def check_delay(name: str, value: Any) -> None:
-    """Raise the error for a delay [s] that is no number, below zero, or too long."""
+    """Raise an error for a delay [s] that is not a number, below zero, or too long."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InvalidTypeError(
-            f"{name}={value!r} is not a number of seconds. Give 0 to wait for nothing."
-        )
+        raise InvalidTypeError(f"{name}={value!r} is not a number of seconds. Use 0 for no wait.")
     if not 0 <= value <= LONGEST_RETRY_DELAY_S:  # refuses NaN too
         raise InvalidValueError(
-            f"{name}={value!r} is not between 0 and {LONGEST_RETRY_DELAY_S:g} s, the longest that"
-            " anything waits."
+            f"{name}={value!r} is not between 0 and {LONGEST_RETRY_DELAY_S:g} s, the longest"
+            " possible wait."
         )
 
 
@@ -199,8 +198,8 @@ def worker_numbers(workers: Any, numbers: Sequence[int]) -> list[int]:
         named = list(workers)
     except TypeError:
         raise InvalidTypeError(
-            f"workers={workers!r} is not a list of workers, such as pool.workers[:2], or of their"
-            " numbers."
+            "workers must be a list of workers, such as pool.workers[:2], or of their numbers, not"
+            f" {workers!r}."
         ) from None
     wanted: list[int] = []
     for worker in named:
@@ -209,14 +208,13 @@ def worker_numbers(workers: Any, numbers: Sequence[int]) -> list[int]:
             number = whole_number(getattr(worker, "index", None))
         if number is None:
             raise InvalidTypeError(
-                f"workers has {worker!r} in it, which is neither a worker nor the number of one."
+                f"workers contains {worker!r}, which is neither a worker nor a worker's number."
             )
         if number not in numbers:
             raise InvalidValueError(
-                f"There is no worker {number} here. There are:"
-                f" {', '.join(map(str, numbers)) or 'none'}."
+                f"There is no worker {number} here, only {', '.join(map(str, numbers)) or 'none'}."
             )
         if number in wanted:
-            raise InvalidValueError(f"Worker {number} is named twice. Name each worker once.")
+            raise InvalidValueError(f"Worker {number} is listed twice. List each worker once.")
         wanted.append(number)
     return wanted

@@ -74,7 +74,7 @@ Items = Iterable[Item] | int | Frame | Array
 
 
 class LoopArguments(TypedDict, total=False):
-    """The arguments of `parfor` that have no bearing on the type of its result."""
+    """The arguments of `parfor` that do not affect the type of its result."""
 
     on_error: Literal["stop", "raise", "collect"] | None
     cost: Sequence[float] | Callable[[Any], float] | None
@@ -117,25 +117,25 @@ def run_loop(  # noqa: PLR0913 - the arguments of the verb
     if on_error is None:
         on_error = "stop" if run_dir is None else "raise"
     if on_error not in ("stop", "raise", "collect"):
-        raise InvalidValueError(f"on_error={on_error!r} is none of 'stop', 'raise' and 'collect'.")
+        raise InvalidValueError(f"on_error must be 'stop', 'raise' or 'collect', not {on_error!r}.")
     check_progress(progress)
     if not (echo is None or isinstance(echo, bool)):
-        raise InvalidTypeError(f"echo={echo!r} is neither True, False nor None.")
+        raise InvalidTypeError(f"echo must be True, False or None, not {echo!r}.")
     check_name(name)
     max_workers = optional_count("max_workers", max_workers, least=0)
     chunk_size = optional_count("chunk_size", chunk_size, least=1)
     seed = optional_count("seed", seed, least=0)
     if rerun not in RERUNS:
-        raise InvalidValueError(f"rerun={rerun!r} is none of 'failed', 'missing' and 'all'.")
+        raise InvalidValueError(f"rerun must be 'failed', 'missing' or 'all', not {rerun!r}.")
     if rerun != "failed" and run_dir is None:
         raise InvalidValueError(
-            f"rerun={rerun!r} needs run_dir, the folder of the run that is to go on."
+            f"rerun={rerun!r} needs run_dir, the folder of the run to continue."
         )
     check_on_report(on_report)
     if reduce is sum or (reduce is not None and not (callable(reduce) and takes(reduce, (0, 0)))):
         raise InvalidTypeError(
             f"reduce={getattr(reduce, '__name__', repr(reduce))} does not fold two values into one."
-            " Give a function of two values, such as operator.add."
+            " Pass a function of two values, such as operator.add."
         )
     sequence = listed(items)
     order = None if cost is None else longest_first(sequence, cost)
@@ -173,7 +173,7 @@ def run_loop(  # noqa: PLR0913 - the arguments of the verb
 
 
 def checkpoint_owner(fn: Callable[[Any], Any]) -> str:
-    """Return what the names of checkpoint folders begin with: it differs for other functions."""
+    """Return the prefix of checkpoint folders, which differs between functions."""
     from raypool.journal.keys import content_key, function_key
     from raypool.journal.plain import encode
 
@@ -213,11 +213,11 @@ def check_run_dir(run_dir: Any) -> None:
         InvalidValueError: It is empty, a URL or a file.
     """
     if not isinstance(run_dir, (str, os.PathLike)):
-        raise InvalidTypeError(f"run_dir={run_dir!r} is not a path. Give the name of a folder.")
+        raise InvalidTypeError(f"run_dir={run_dir!r} is not a path. Pass the name of a folder.")
     path = os.fspath(run_dir)
     if not path:
         raise InvalidValueError(
-            "run_dir='' is empty. Give the name of a folder, which need not be there yet."
+            "run_dir is empty. Pass the name of a folder; it need not exist yet."
         )
     try:
         os.fsencode(path)
@@ -234,7 +234,7 @@ def check_run_dir(run_dir: Any) -> None:
         )
     if os.path.isfile(os.path.expanduser(path)):  # noqa: PTH111, PTH113
         raise InvalidValueError(
-            f"run_dir={path!r} is a file. Name a folder, which need not be there yet."
+            f"run_dir={path!r} is a file. Pass a folder; it need not exist yet."
         )
 
 
@@ -268,7 +268,7 @@ def listed(items: Any) -> Sequence[Any] | Iterator[Any]:
     number = whole_number(items)
     if number is not None:
         if number < 0:
-            raise InvalidValueError(f"items={number} is less than 0.")
+            raise InvalidValueError(f"items must be at least 0, not {number}.")
         return range(number)
     if hasattr(items, "columns"):
         if hasattr(items, "to_dicts"):  # of polars
@@ -280,18 +280,16 @@ def listed(items: Any) -> Sequence[Any] | Iterator[Any]:
     if isinstance(items, (str, bytes, Mapping)):
         pairs = ".items()" if isinstance(items, Mapping) else ""
         raise InvalidTypeError(
-            f"items={reprlib.repr(items)} is a single {type(items).__name__}. Give [items] for one"
+            f"items={reprlib.repr(items)} is a single {type(items).__name__}. Pass [items] for one"
             f" item, or list(items{pairs}) for its {'pairs' if pairs else 'parts'}."
         )
     if isinstance(items, float) and items.is_integer():
-        raise InvalidTypeError(
-            f"items={items!r} is not a whole number. Give items={int(items)}, without a point."
-        )
+        raise InvalidTypeError(f"items must be an integer, not {items!r}. Pass items={int(items)}.")
     try:
         iterator = iter(items)
     except TypeError:
         raise InvalidTypeError(
-            f"items={items!r} is not iterable. Give a list, a DataFrame, a generator or a number of"
+            f"items={items!r} is not iterable. Pass a list, a DataFrame, a generator or a number of"
             " items."
         ) from None
     # a set or an array has an end: then the number of items is known from the beginning
@@ -309,8 +307,7 @@ def longest_first(items: Sequence[Any] | Iterator[Any], cost: Any) -> list[int] 
     """
     if isinstance(items, Iterator):
         raise InvalidValueError(
-            "cost= needs to know all items before the first one runs: give a list instead of a"
-            " generator."
+            "cost= needs all items before the first one runs: pass a list instead of a generator."
         )
     costs: list[Any] = []
     if callable(cost):
@@ -324,21 +321,19 @@ def longest_first(items: Sequence[Any] | Iterator[Any], cost: Any) -> list[int] 
         hasattr(cost, "__len__") and hasattr(cost, "__getitem__")
     ):
         raise InvalidTypeError(
-            f"cost={cost!r} is neither a number for each item nor a function that returns one."
+            f"cost must be a number for each item, or a function that returns one, not {cost!r}."
         )
     else:
         costs = list(cost)
     if len(costs) != len(items):
         raise InvalidValueError(
-            f"cost= has {len(costs)} numbers for {len(items)} items. Give one for each."
+            f"cost= has {len(costs)} numbers for {len(items)} items. Pass one for each."
         )
     for index, value in enumerate(costs):
         if not isinstance(value, numbers.Real):
             raise InvalidTypeError(f"The cost of item {index} is {value!r}, which is not a number.")
         if not value <= math.inf:  # sorting with a NaN would give any order
-            raise InvalidValueError(
-                f"The cost of item {index} is NaN, which is neither more nor less than others."
-            )
+            raise InvalidValueError(f"The cost of item {index} is NaN, which cannot be compared.")
     order = sorted(range(len(costs)), key=costs.__getitem__, reverse=True)
     return None if order == list(range(len(costs))) else order
 
@@ -347,7 +342,7 @@ def check_travels(items: Sequence[Any], backend: Backend, label: str, first: int
     """Make sure, here and now, that the items can be sent; the first of them has this number.
 
     Raises:
-        SerializationError: One of them cannot; the message names it, and what of it.
+        SerializationError: One of them cannot; the message names it, and the part that cannot.
     """
     if isinstance(items, range) or PLAIN.issuperset(map(type, items)):
         return
@@ -387,13 +382,13 @@ class LoopRun:
         """Run all items and return their results; a first failure is not raised here.
 
         Interrupted (Ctrl-C, here or in an item that runs inline, or an error in the generator), it
-        cancels what is queued and raises; the exception's `results` has all that had finished.
+        cancels the queued items and raises; the exception's `results` has the finished ones.
         """
         work = self._work
         if self._driver.is_own_thread:
             raise InvalidValueError(
-                "A loop cannot run in the callback of a future: the pool would wait for itself. Use"
-                " a thread."
+                "parfor() cannot be called in the callback of a future: the pool would wait for "
+                "itself. Use a thread."
             )
         try:
             if isinstance(items, Iterator):
@@ -502,7 +497,7 @@ class LoopRun:
         self._show_at = time.monotonic() + TICK_S
 
     def cancel(self) -> None:
-        """Let nothing more of the loop start."""
+        """Let no further items start."""
         driver, work = self._driver, self._work
 
         def cancel() -> None:  # inline, the loop may still be inside `submit`: it has no number yet
@@ -513,7 +508,7 @@ class LoopRun:
         driver.do(cancel)
 
     def _note_rest(self, error: KeyboardInterrupt) -> None:
-        """Note in the exception that it has the finished results: nobody expects them there."""
+        """Note in the exception that it has the finished results, where nobody expects them."""
         work = self._work
         count = work.num_settled - (work.interrupt is not None)  # without the item of the Ctrl-C
         of = f"of {self._total} items" if self._total is not None else "items"
@@ -529,7 +524,7 @@ class LoopRun:
         )
 
     def results(self) -> Results[Any]:
-        """Join the results that have come back so far."""
+        """Join the results that have arrived so far."""
         work = self._work
         # copies: after a Ctrl-C the driver may still add to them
         segments, lost, errors = list(work.segments), list(work.lost), dict(work.errors)
@@ -595,7 +590,7 @@ def _rows(
 
 
 def attach(error: BaseException, results: Results[Any]) -> None:
-    """Give an exception the results that came before it, if it can carry them."""
+    """Attach the results so far to an exception, if it can carry them."""
     with contextlib.suppress(AttributeError):  # frozen, or `results` is a property
         error.results = results  # type: ignore[attr-defined]
 
@@ -640,7 +635,7 @@ def echoed(echo: bool | None, work: LoopWork, engine: Engine) -> Iterator[Watche
 
 
 def is_unseen(engine: Engine) -> bool:
-    """Whether nothing shows what tasks print: they are in other processes, and Ray is quiet."""
+    """Whether tasks' output is not shown: they run in other processes, and Ray is quiet."""
     # Ray's own thread, where the user has called `ray.init` without log_to_driver=False
     is_shown = any(thread.name == "ray_print_logs" for thread in threading.enumerate())
     return engine.profile.backend == "ray" and not is_shown
@@ -659,20 +654,20 @@ def check_on_report(on_report: Any) -> None:
 
 
 def check_progress(progress: Any) -> None:
-    """Make sure that `progress` is one of the things that it may be.
+    """Make sure that `progress` has a valid type.
 
     Raises:
-        InvalidTypeError: It is none of them.
+        InvalidTypeError: It has another type.
     """
     if not (progress is None or isinstance(progress, bool) or callable(progress)):
         raise InvalidTypeError(
-            f"progress={progress!r} is neither True, False nor None, nor something that makes a"
-            " progress bar. Give tqdm, say: progress=tqdm."
+            "progress must be True, False, None, or a function that makes a progress bar, such as"
+            f" tqdm, not {progress!r}."
         )
 
 
 def raise_if_failed(work: LoopWork, results: Results[Any], on_error: str) -> None:
-    """Raise what ended the loop early, or its first failure if that is wanted."""
+    """Raise the error that ended the loop early, or its first failure if that is wanted."""
     __tracebackhide__ = True
     is_complete = work.state is TaskState.FINISHED
     if is_complete and (on_error == "collect" or not results.errors):
@@ -689,7 +684,7 @@ def raise_if_failed(work: LoopWork, results: Results[Any], on_error: str) -> Non
             )
     if error is None:
         error = concurrent.futures.CancelledError(
-            f"The loop {work.label} was cancelled; what had finished is in .results."
+            f"The loop {work.label} was cancelled; .results has the finished items."
         )
     attach(error, results)
     raise error  # the item's own, if one has failed

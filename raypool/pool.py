@@ -157,10 +157,10 @@ class PoolView(concurrent.futures.Executor):
                 `mismatch_timeout_s`: ranks (`spmd`, `train` and `fit` in the warm lane) that have
                 waited for each other this long [s] in places where they cannot meet fail with a
                 `CollectiveError`; None: never. Computing may take any time. `fresh_process`: each
-                item runs in a new process that ends after it (this costs a worker's start, and
-                means nothing in pools of this process). `priority`: higher goes first; equal ones
-                in the order of submission. `worker`: run only on the worker with this number; if it
-                is lost, so is the task. `name`: its name in messages and displays. `checkpoints`: a
+                item runs in a new process that ends after it (this costs a worker's start, and has
+                no effect in pools of this process). `priority`: higher goes first; equal ones in
+                the order of submission. `worker`: run only on the worker with this number; if it is
+                lost, so is the task. `name`: its name in messages and displays. `checkpoints`: a
                 folder that all machines of the pool see, or a URL ("gs://..."), that keeps
                 `current_task().checkpoint_dir` of each item, also for equal calls later (same
                 function, equal arguments); equal calls at the same time share it.
@@ -192,7 +192,7 @@ class PoolView(concurrent.futures.Executor):
         self._check_open()
         if self._places is not None and not self._numbers():
             raise ResourceError(
-                "This part of the pool has no workers: requested 1, available 0. Nothing fitted"
+                "This part of the pool has no workers: requested 1, available 0. No worker fitted"
                 " when it was made, or the pool has become smaller since; use the pool itself, or"
                 " its other part.",
                 requested=1,
@@ -208,7 +208,7 @@ class PoolView(concurrent.futures.Executor):
         return view
 
     def _check_open(self) -> None:
-        """Raise the error if no work is taken any more."""
+        """Raise an error if the pool takes no more work."""
         __tracebackhide__ = True
         if self._pool is not None:
             self._pool._check_open()
@@ -243,7 +243,7 @@ class PoolView(concurrent.futures.Executor):
         numbers = self._numbers()
         if number not in numbers:
             raise InvalidValueError(
-                f"There is no worker {number}. There are: {', '.join(map(str, numbers))}."
+                f"There is no worker {number}, only {', '.join(map(str, numbers))}."
             )
         # `place` is the worker that is there now; a fresh process is another one
         return Where(None, (number,), is_fresh) if is_fresh else Where(number)
@@ -251,16 +251,15 @@ class PoolView(concurrent.futures.Executor):
     def device_table(self) -> pd.DataFrame:
         """Return a table of the GPUs of the workers' machines, as they are now.
 
-        No CUDA context is made: the nodes' agents ask the GPUs' driver. What it does not say is NA,
-        and so is all that changes (memory, utilization, temperature, processes) on a node that does
-        not answer within 3 s. With "threads" and "inline", and in a task, it is the table of this
-        machine.
+        No CUDA context is made: the nodes' agents ask the GPUs' driver. Unknown values are NA, and
+        so are memory, utilization, temperature and processes on a node that does not answer within
+        3 s. With "threads" and "inline", and in a task, it is the table of this machine.
 
         Returns:
             A table with the column `host`, those of `gpu_device_table` except the last (`index`,
             `name`, `uuid`, `total_bytes`, `used_bytes`, `free_bytes`, `utilization`,
             `temperature_c`, `processes`, ...), `workers` (the numbers of this pool's or part's
-            workers on the GPU) and `running` (what each of these runs, None for an idle one).
+            workers on the GPU) and `running` (the task of each of these, None for an idle one).
             Without a GPU it is empty.
 
         Example:
@@ -391,18 +390,18 @@ class PoolView(concurrent.futures.Executor):
             cost: How long each item will take, roughly and in any unit: a number for each, or a
                 function of the item. The most expensive items go first, so that no long one begins
                 when the others are done. It needs a list of items.
-            max_workers: Use at most so many workers; 0 runs serially in this process.
-            chunk_size: Send so many items in a call, however long they take. None: by measured
+            max_workers: Use at most this many workers; 0 runs serially in this process.
+            chunk_size: Send this many items in a call, however long they take. None: by measured
                 time.
             seed: Give every item its own random numbers, which depend only on the seed and the
                 item's number: those of Python's, NumPy's and torch's global generators, of all
                 generators in global variables, the closure, default arguments or a partial of `fn`,
                 and `current_task().seed`. In this process (profiles "inline" and "threads")
-                generators are put back afterwards.
+                generators are restored afterwards.
             progress: Show the progress of the loop. None: a live display below the cell of a
                 notebook, or on a terminal; elsewhere lines on standard error, the first after ten
-                seconds. True: lines from the beginning, too. False: nothing. Or a function like
-                `tqdm`, called as `progress(total=..., desc=...)`; the bar has `update(n)` and
+                seconds. True: the same, but lines from the beginning. False: nothing. Or a function
+                like `tqdm`, called as `progress(total=..., desc=...)`; the bar has `update(n)` and
                 optionally `set_postfix(failed=...)` and `close()`.
             echo: Show the output of items on standard output as it arrives, each line after the
                 number of its item. None: in a notebook, unless the items run in this process.
@@ -426,14 +425,16 @@ class PoolView(concurrent.futures.Executor):
             `Results`: the values in order, and a table of them; with `reduce` the folded value.
 
         Raises:
-            Exception: What `fn` raised, as itself, with a note of the item, worker and attempt, the
-                remote traceback as its cause, and `.results`, everything that has finished.
-            WorkerLostError: An item has lost its worker too often.
+            Exception: The exception that `fn` raised, with a note of the item, worker and attempt,
+                the remote traceback as its cause, and the finished results as `.results`.
+            WorkerLostError: An item lost its worker more than `retries` times.
             SerializationError: `fn` or an item cannot be sent; it names the variable.
             PoolClosedError: The pool was shut down.
-            PoolPreemptedError: All nodes of the pool are about to go, and no other can come.
-            JournalError: `run_dir` is in use by somebody else, was made by another function or with
-                another seed, or cannot be written; if only at the end, `.results` has all values.
+            PoolPreemptedError: All nodes of the pool are about to be taken back, and no others can
+                come.
+            JournalError: `run_dir` is in use by another process, belongs to another function or
+                seed, or cannot be written; if that fails only at the end, `.results` has all
+                values.
 
         Source:
             MATLAB R2025b, parfor; concurrent.futures.
@@ -504,7 +505,7 @@ class PoolView(concurrent.futures.Executor):
                 or a plain value for all trials.
             metric: The name of the score. None: `fn` returns it.
             mode: "max" if more is better, else "min".
-            num_trials: How many trials there are, with those of earlier calls in `run_dir`.
+            num_trials: The number of trials, including those of earlier calls in `run_dir`.
             run_dir: Save each trial in this folder, also Optuna's study ("study.log"). The same
                 call later resumes: interrupted trials continue from their checkpoints, and
                 `load_results`, `raypool show` and `report()` read it as they read a sweep.
@@ -515,7 +516,7 @@ class PoolView(concurrent.futures.Executor):
             study: A study of Optuna's to continue. It brings its own sampler and storage.
             seed: Seed the sampler, and every trial as `parfor` does. Which configurations are tried
                 is repeatable with one worker, or with a sampler that does not look at results.
-            max_in_flight: Run at most so many trials at once. None: one for each worker.
+            max_in_flight: Run at most this many trials at once. None: one for each worker.
             max_failures: Raise the first error once more trials than this have failed. None: failed
                 trials are recorded, and the search continues.
             progress: As for `parfor`.
@@ -526,7 +527,7 @@ class PoolView(concurrent.futures.Executor):
             ModuleNotFoundError: Optuna is missing; it comes with `raypool[search]`.
             InvalidValueError: The first trial has no score; the study has another direction;
                 `stop=halving(...)` lacks `run_dir`.
-            Exception: What the first trial raised, if all of them failed.
+            Exception: The exception of the first trial, if all trials failed.
             JournalError: As for `parfor`.
 
         Source:
@@ -608,7 +609,7 @@ class PoolView(concurrent.futures.Executor):
         self, fn: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> Future[T]: ...
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Do as `parfeval` does, under the name of `concurrent.futures`."""
+        """Call `parfeval` by its name in `concurrent.futures`."""
         return self.parfeval(fn, *args, **kwargs)
 
     @_explains
@@ -629,10 +630,10 @@ class PoolView(concurrent.futures.Executor):
         Args:
             fn: Any function; it is shipped to each worker once.
             *iterables: The arguments. The shortest iterable sets the number of calls.
-            timeout: How long to wait for a value, from now on [s]; then `TimeoutError` is raised.
+            timeout: How long to wait for values, from now on [s]; then `TimeoutError` is raised.
                 None: as long as it takes.
-            chunksize: Changes nothing: short calls travel together by measured time.
-            buffersize: At most so many calls are ahead of the values that were taken, so the
+            chunksize: Has no effect: short calls travel together by measured time.
+            buffersize: The most calls that are submitted ahead of the values taken, so the
                 iterables may be endless. None: all are submitted now.
 
         Returns:
@@ -720,7 +721,7 @@ class PoolView(concurrent.futures.Executor):
             raise
 
     def _begin_with(self, fn: Callable[[], object]) -> Callable[[], None]:
-        """Let every later worker call a function first; return what takes that back."""
+        """Let every later worker call a function first; return a function that undoes this."""
         engine = self._target()._engine
         setup = engine.function(
             fn if self._places is None else functools.partial(_call_in, self._places, fn)
@@ -740,16 +741,16 @@ class PoolView(concurrent.futures.Executor):
     ) -> Composite[T]:
         """Call `fn(context, *args)` on all workers at the same time, each of which is a rank.
 
-        The ranks are in one process group, through which `context` (an `SpmdContext`) lets them
-        talk: `context.all_reduce(x)` and the like, and `torch.distributed` as it is, so that DDP,
-        FSDP and tensor parallel work. The group stays open for the next call. All ranks begin
-        together, when all their workers are free, and later work waits for them; none ever runs
-        twice. Inside a task there is one rank, right there.
+        The ranks are in one process group. They communicate through `context` (an `SpmdContext`):
+        `context.all_reduce(x)` and the like, or `torch.distributed`, so DDP, FSDP and tensor
+        parallel work. The group stays open for the next call. All ranks begin together, when all
+        their workers are free, and later work waits for them; none ever runs twice. Inside a task
+        there is one rank, the task itself.
 
         Args:
             fn: Any function whose first argument is the context.
-            *args: Its other arguments, the same for each rank; of a `Composite` each rank gets its
-                own part, where it is.
+            *args: Its other arguments, the same for each rank; each rank gets its own part of a
+                `Composite`, which is not moved.
             workers: The ranks: how many, or which, by number or as in `pool.workers`, rank 0 first.
                 0: a single rank, in this process. None: the workers of the first `Composite` among
                 `args`; without one, all.
@@ -759,10 +760,10 @@ class PoolView(concurrent.futures.Executor):
             one.
 
         Raises:
-            SpmdError: A rank has failed or was lost, ranks have waited for each other in different
-                places (`options(mismatch_timeout_s=...)`), or the time was up
-                (`options(timeout_s=...)`). The other ranks were ended; their workers continue.
-            ResourceError: There are fewer workers than were asked for.
+            SpmdError: A rank failed or was lost, ranks waited for each other in different places
+                (`options(mismatch_timeout_s=...)`), or the time was up (`options(timeout_s=...)`).
+                The other ranks were ended; their workers continue.
+            ResourceError: There are fewer workers than requested.
             InvalidValueError: A `Composite` is on other workers than the call.
             CompositeError: An argument is a `Composite` with a missing part.
             SerializationError: The function or an argument cannot be sent; it names the variable.
@@ -782,8 +783,8 @@ class PoolView(concurrent.futures.Executor):
         if self._engine.driver.is_own_thread and not future.done():
             future.cancel()
             raise InvalidValueError(
-                "An spmd call cannot be waited for in the callback of a future: the pool would wait"
-                " for itself. Use spmd_async."
+                "spmd() cannot be called in the callback of a future: the pool would wait for "
+                "itself. Use spmd_async."
             )
         try:
             return future.result()
@@ -799,9 +800,9 @@ class PoolView(concurrent.futures.Executor):
         *args: Any,
         workers: int | Iterable[int | WorkerInfo] | None = None,
     ) -> Future[Composite[T]]:
-        """Do as `spmd` does, but return at once: a future of the `Composite`.
+        """Call `spmd` without waiting; return a future of the `Composite`.
 
-        Its `metrics` have a column `rank`; to cancel it ends all ranks.
+        Its `metrics` have a column `rank`; cancelling it ends all ranks.
 
         Example:
             >>> from raypool import parpool
@@ -824,8 +825,8 @@ class PoolView(concurrent.futures.Executor):
             )
         if self._options.fresh_process:
             raise InvalidValueError(
-                "fresh_process=True does not go with spmd, whose ranks stay together from call to"
-                " call."
+                "fresh_process=True cannot be used with spmd, whose workers stay in one group "
+                "from call to call."
             )
         target, size, places = self._ranks(workers_of(args) if workers is None else workers)
         target._engine.warn_of_generators(fn)
@@ -885,24 +886,24 @@ class PoolView(concurrent.futures.Executor):
                 pool claims the same GPUs again. A worker whose GPU somebody else has taken by then,
                 and keeps for `start_timeout_s`, is lost; a warning says who has it.
             run_options: Where checkpoints are kept, how many, and from which one to begin. In the
-                managed lane `min_workers` is also the least of Ray's elastic number of ranks.
+                managed lane `min_workers` is also the minimum of Ray's elastic number of ranks.
             trainer: A trainer of Ray's instead of `TorchTrainer`, such as `TensorflowTrainer`;
                 needs the managed lane.
             datasets: Ray Data datasets by name, for `ray.train.get_dataset_shard`; needs the
                 managed lane, and a free core.
             **trainer_args: In the managed lane, the trainer's other arguments: `torch_config`,
                 `dataset_config`, `validation_config`, `run_config` (with `callbacks`,
-                `storage_filesystem`, `checkpoint_config`, ...) and `scaling_config`, without what
-                the pool itself sets: how many ranks there are, and what each gets.
+                `storage_filesystem`, `checkpoint_config`, ...) and `scaling_config`, except for the
+                number of ranks and their resources, which the pool sets.
 
         Returns:
             A `TrainingRun`. Its result is a `TrainingResult`; or it fails with a `TrainingError`
             that names the rank, or with a `TaskTimeoutError` (`pool.options(timeout_s=...)`); both
-            have `.result` with all that was reached.
+            have `.result` with everything reached so far.
 
         Raises:
-            ResourceError: There are fewer workers than were asked for, or no core for Ray Data.
-            InvalidValueError, InvalidTypeError: An argument cannot work.
+            ResourceError: There are fewer workers than requested, or no core for Ray Data.
+            InvalidValueError, InvalidTypeError: An argument is invalid.
             SerializationError: The loop or its configuration cannot be sent; it names the variable.
             PoolClosedError: The pool was shut down.
 
@@ -948,24 +949,24 @@ class PoolView(concurrent.futures.Executor):
         run_options: RunOptions | None = None,
         progress: bool | Callable[..., Any] | None = None,
     ) -> TrainingRun:
-        """Train a model on all workers at once, without a loop of one's own; return a future.
+        """Train a model on all workers at once, without writing a loop; return a future.
 
-        Each mini-batch is shared out among the ranks, and their gradients are weighted by their
-        shares: the result is that of one process with the whole mini-batch.
+        Each mini-batch is split across the ranks, and their gradients are weighted by their shares:
+        the result is that of one process with the whole mini-batch.
 
         Args:
-            model: A `torch.nn.Module`, or a function without arguments that makes one. The caller's
-                own stays as it is.
+            model: A `torch.nn.Module`, or a function without arguments that makes one. Yours is not
+                changed.
             data: (inputs, targets), two arrays or tensors of equal length, each of which may be a
                 tuple or dict of several; a DataFrame whose last column is the target; a list of
                 samples or a map-style `Dataset`; or a `DataLoader` of one, whose `collate_fn` and
-                sampler are used, and whose batch size and shuffling unless `options` say others. A
+                sampler are used, and, unless `options` set others, its batch size and shuffling. A
                 sample is a pair (input, target), or a dict as in Hugging Face's data sets, whose
                 target is called "labels" or "label". (data, "name") names another target of a
                 DataFrame or of dicts, (data, ["name", "name"]) several: columns of one array, or a
-                dict. The model gets inputs in a tuple as its arguments in order, in a dict as its
-                arguments by name (if it has none of these names, the dict; of samples that are
-                dicts an only input itself). Arrays, tables, Python's numbers and 64-bit floats of a
+                dict. The model gets inputs in a tuple as positional arguments, inputs in a dict as
+                arguments by name (if it has none of these names, the dict, or the only input of
+                samples that are dicts). Arrays, tables, Python's numbers and 64-bit floats of a
                 `Dataset` become the type of the model's parameters; other tensors stay as they are.
             loss: A function of outputs and targets, such as `torch.nn.functional.cross_entropy`. It
                 returns the mean over its samples; one that weighs them (class weights,
@@ -981,7 +982,7 @@ class PoolView(concurrent.futures.Executor):
             A `TrainingRun`. Its result's `model` is the trained model, on the CPU.
 
         Raises:
-            InvalidValueError, InvalidTypeError: An argument cannot work.
+            InvalidValueError, InvalidTypeError: An argument is invalid.
             ResourceError: There are too few workers, or none with a GPU where one is asked for.
 
         Source:
@@ -1016,20 +1017,20 @@ class PoolView(concurrent.futures.Executor):
 
         Args:
             model: A `torch.nn.Module`, or a function of a mini-batch. Each worker gets it once, a
-                module on its device and in evaluation mode; the caller's stays as it is. (A
-                function gets its mini-batches on the CPU.)
+                module on its device and in evaluation mode; yours is not changed. (A function gets
+                its mini-batches on the CPU.)
             data: A NumPy array, a tensor or a DataFrame, with a row for each sample; a tuple or
                 dict of those, if the model has several inputs; a list of samples; or a map-style
-                `Dataset`. Of samples that are pairs (input, target) the input is taken; of dicts
-                all but "labels" or "label", as the model's arguments by name. Each worker reads its
-                own copy of a `Dataset` other than `TensorDataset`. Floating-point numbers become
-                the type of the model's weights.
+                `Dataset`. Samples that are pairs (input, target) give their input; dicts give
+                everything but "labels" or "label", as the model's arguments by name. Each worker
+                reads its own copy of a `Dataset` other than `TensorDataset`. Floating-point numbers
+                become the type of the model's weights.
             mini_batch_size: The number of samples that go through the model at once. A call to a
                 worker has one mini-batch, or several that take milliseconds; `timeout_s` and
                 `retries` of `options` are for one call.
             output: Called on the worker with the model's output for a mini-batch; what it returns
-                comes back instead. Arrays and lists are put end to end; of anything else the result
-                is a list with an entry for each mini-batch.
+                comes back instead. Arrays and lists are concatenated; other values form a list with
+                an entry for each mini-batch.
 
         Returns:
             The outputs of all samples, in order, on the CPU: tensors; NumPy arrays if `data` is
@@ -1037,8 +1038,8 @@ class PoolView(concurrent.futures.Executor):
             each sample.
 
         Raises:
-            InvalidValueError, InvalidTypeError: An argument cannot work.
-            Exception: What the model has raised, as itself, with a note of the samples.
+            InvalidValueError, InvalidTypeError: An argument is invalid.
+            Exception: The exception that the model raised, with a note of the samples.
 
         Source:
             MATLAB R2025b, minibatchpredict.
@@ -1084,7 +1085,7 @@ class PoolView(concurrent.futures.Executor):
             An array with the number, or the label, of each sample's class.
 
         Raises:
-            InvalidValueError, InvalidTypeError: An argument cannot work, or the output has no
+            InvalidValueError, InvalidTypeError: An argument is invalid, or the output has no
                 column for each class.
 
         Source:
@@ -1190,7 +1191,7 @@ class StaffedView(PoolView):
 
     @property
     def is_closed(self) -> bool:
-        """Whether no work is taken any more: it was shut down (or is broken beyond repair)."""
+        """Whether the pool takes no more work: it was shut down (or is broken beyond repair)."""
         return self._engine.is_over
 
     def _works(self) -> Works:
@@ -1225,7 +1226,8 @@ class StaffedView(PoolView):
             source: The value; or a function without arguments (or a class) that makes it, called on
                 each worker at the first use there.
             cleanup: Called with the value when a worker that has used it ends: with the pool, when
-                that gets smaller, or after `idle_timeout_s`. A process that dies cannot call it.
+                the pool gets smaller, or after `idle_timeout_s`. A process that dies cannot call
+                it.
 
         Raises:
             SerializationError: The value or the function cannot be sent.
@@ -1294,7 +1296,7 @@ class StaffedView(PoolView):
     def delete(self) -> None:
         """Cancel queued calls and unfinished loops, wait for running calls, and release everything.
 
-        Twice does nothing.
+        Calling it again has no effect.
         """
         self.shutdown(cancel_futures=True)
 
@@ -1341,21 +1343,20 @@ class StaffedView(PoolView):
         per_host: int | None = None,
         workers: Iterable[int | WorkerInfo] | None = None,
     ) -> tuple[PoolPart, PoolPart]:
-        """Choose some of the workers; return them as a part of the pool, and the others as another.
+        """Return some of the workers as one part of the pool, and the others as another.
 
         Each part has the verbs of a pool, for its own workers. Parts and pool can be used at the
-        same time, and parts be parted further. A replaced worker stays in its part; those that
-        `resize` adds are in neither. If nothing fits, for example without a GPU, the part is empty
-        (`num_workers` is 0); only work for it is an error.
+        same time, and parts can be partitioned again. A replaced worker stays in its part; those
+        that `resize` adds are in neither. If nothing fits, for example without a GPU, the part is
+        empty (`num_workers` is 0); only work for it is an error.
 
         Args:
-            per_gpu: So many workers for each GPU, as far as they exist: 1 gives each GPU to a
-                single worker.
-            per_host: So many workers for each machine, as far as they exist.
-            workers: These ones, by number or as in `workers`.
+            per_gpu: At most this many workers for each GPU: 1 gives each GPU to a single worker.
+            per_host: At most this many workers for each machine.
+            workers: These workers, by number or as in `workers`.
 
         Raises:
-            InvalidTypeError: Not exactly one of the three was given, or it is of a wrong kind.
+            InvalidTypeError: Not exactly one of the three was passed, or it has the wrong type.
             InvalidValueError: A number is below 1, or there is no such worker here.
 
         Source:
@@ -1378,7 +1379,7 @@ class StaffedView(PoolView):
         }
         if len(given) != 1:
             raise InvalidTypeError(
-                "partition() takes one of per_gpu=, per_host= and workers=, and was given"
+                "partition() takes one of per_gpu=, per_host= and workers=, but got"
                 f" {' and '.join(given) or 'none'}."
             )
         per_gpu = optional_count("per_gpu", per_gpu, least=1)
@@ -1413,7 +1414,7 @@ class PoolPart(StaffedView):
 
     @property
     def is_closed(self) -> bool:
-        """Whether no work is taken any more: this part or the pool was shut down."""
+        """Whether this part takes no more work: it or the pool was shut down."""
         return self._is_over or self._engine.is_over
 
     def _check_open(self) -> None:
@@ -1528,11 +1529,11 @@ class ParallelPool(StaffedView):
     def resize(self, num_workers: int) -> None:
         """Give the pool this many workers.
 
-        New ones are up on return. Free ones are given back first; a busy one ends after its current
-        work.
+        New workers are running on return. Free ones are released first; a busy one ends after its
+        current work.
 
         Raises:
-            ResourceError: There are fewer; the pool stays as it is.
+            ResourceError: Too few are available; the pool is not changed.
         """
         num_workers = checked_count("num_workers", num_workers, least=1)
         self._engine.check_open()
@@ -1576,18 +1577,18 @@ def parpool(
 ) -> ParallelPool:
     """Open a pool of workers, each with its own GPU (or core), and print one line about it.
 
-    Inside a task there is one worker, the task's own thread. Only `initializer`, `setup` and
-    `teardown` count there, also those of a `Profile`, but not those of a name, whose file may not
-    be there.
+    Inside a task the pool has one worker, the task's own thread, and uses only `initializer`,
+    `setup` and `teardown`: those passed here or in a `Profile`, but not those of a profile by name,
+    whose file may be missing there.
 
     Args:
-        num_workers: Exactly so many, or `(least, most)` for as many as there are in that range.
+        num_workers: The exact number, or `(least, most)` for as many as possible in that range.
             None: one for each GPU that this process may use; without a GPU, one for each physical
             core; one for each entry if the profile's `resources` is a list.
-        profile: "local" (Ray: the one that runs in this process, else a new one on this machine),
-            "threads" or "inline" (in this process, without Ray); the name of one in a file
-            raypool.toml (`[profiles.NAME]`) or pyproject.toml (`[tool.raypool.profiles.NAME]`) of
-            this folder or the nearest one above; or a `Profile`. None: the profile that this file
+        profile: "local" (the Ray that this process uses, else a new one on this machine), "threads"
+            or "inline" (in this process, without Ray); the name of a table in raypool.toml
+            (`[profiles.NAME]`) or pyproject.toml (`[tool.raypool.profiles.NAME]`), in this folder
+            or the nearest parent that has one; or a `Profile`. None: the profile that this file
             names (`default = "NAME"`), else "local".
         initializer: The standard library's form of `setup=functools.partial(initializer,
             *initargs)`: it runs once in each worker before anything else.
@@ -1596,11 +1597,11 @@ def parpool(
             `resources=WorkerResources(gpus=0.5)`.
 
     Raises:
-        ResourceError: There is less than was asked for; it says what was requested, what is
+        ResourceError: Too little is available; the message says what was requested, what is
             available and who holds the rest.
-        StartupError: A worker did not come up, or its `setup` or `initializer` failed; it is a
+        StartupError: A worker did not start, or its `setup` or `initializer` failed; it is a
             `BrokenExecutor` too.
-        InvalidValueError, InvalidTypeError: An argument cannot work.
+        InvalidValueError, InvalidTypeError: An argument is invalid.
 
     Source:
         MATLAB R2025b, parpool; concurrent.futures.ProcessPoolExecutor for `initializer` and
@@ -1634,7 +1635,7 @@ def open_pool(
     initargs: Iterable[Any] = (),
     **changes: Any,
 ) -> ParallelPool:
-    """Do as `parpool` does, but never make it the current pool: the caller ends it itself."""
+    """Open a pool as `parpool` does, but never make it the current one: the caller closes it."""
     asked = checked_range(num_workers)
     if initializer is not None:
         changes = _with_setup(initializer, initargs, changes)
@@ -1668,11 +1669,11 @@ def _with_setup(initializer: Any, initargs: Any, changes: dict[str, Any]) -> dic
     check_callable(initializer)
     if "setup" in changes:
         raise InvalidValueError(
-            "setup and initializer are two names of one thing. Give one function that calls both."
+            "setup and initializer mean the same. Pass one function that calls both."
         )
     if not isinstance(initargs, Iterable):
         raise InvalidTypeError(
-            f"initargs={initargs!r} is not a list or tuple of arguments. Of one argument it is"
+            f"initargs={initargs!r} is not a list or tuple of arguments. For one argument write"
             " (argument,)."
         )
     return {**changes, "setup": functools.partial(initializer, *initargs)}
@@ -1695,7 +1696,7 @@ def gcp(create: bool = True) -> ParallelPool | None:
     """
     if not isinstance(create, bool):
         raise InvalidTypeError(
-            f'create={create!r} is neither True nor False. MATLAB\'s gcp("nocreate") is'
+            f'create must be True or False, not {create!r}. MATLAB\'s gcp("nocreate") is'
             " gcp(create=False)."
         )
     if in_task():
@@ -1713,7 +1714,7 @@ def gcp(create: bool = True) -> ParallelPool | None:
 
 
 def _of_current_pool(verb: Callable[[PoolView], Verb]) -> Callable[[Callable[..., Any]], Verb]:
-    """Make of a function, of which only the docstring counts, a verb of the current pool."""
+    """Turn a function, of which only the docstring counts, into a verb of the current pool."""
 
     def decorate(described: Callable[..., Any]) -> Verb:
         @functools.wraps(described)
@@ -1730,7 +1731,7 @@ def _of_current_pool(verb: Callable[[PoolView], Verb]) -> Callable[[Callable[...
 
 @_of_current_pool(lambda pool: pool.parfor)
 def parfor(*args: Any, **kwargs: Any) -> Any:
-    """Do as `PoolView.parfor` does on the current pool, which is opened if there is none.
+    """Call `PoolView.parfor` on the current pool, which is opened if there is none.
 
     Example:
         >>> import raypool
@@ -1742,7 +1743,7 @@ def parfor(*args: Any, **kwargs: Any) -> Any:
 
 @_of_current_pool(lambda pool: pool.parfeval)
 def parfeval(*args: Any, **kwargs: Any) -> Any:
-    """Do as `PoolView.parfeval` does on the current pool, which is opened if there is none.
+    """Call `PoolView.parfeval` on the current pool, which is opened if there is none.
 
     Example:
         >>> import raypool
@@ -1754,7 +1755,7 @@ def parfeval(*args: Any, **kwargs: Any) -> Any:
 
 @_of_current_pool(lambda pool: pool.fit)
 def fit(*args: Any, **kwargs: Any) -> Any:
-    """Do as `PoolView.fit` does on the current pool, which is opened if there is none.
+    """Call `PoolView.fit` on the current pool, which is opened if there is none.
 
     Example:
         >>> import torch
@@ -1768,7 +1769,7 @@ def fit(*args: Any, **kwargs: Any) -> Any:
 
 @_of_current_pool(lambda pool: pool.predict)
 def predict(*args: Any, **kwargs: Any) -> Any:
-    """Do as `PoolView.predict` does on the current pool, which is opened if there is none.
+    """Call `PoolView.predict` on the current pool, which is opened if there is none.
 
     Example:
         >>> import torch
@@ -1781,7 +1782,7 @@ def predict(*args: Any, **kwargs: Any) -> Any:
 
 @_of_current_pool(lambda pool: pool.classify)
 def classify(*args: Any, **kwargs: Any) -> Any:
-    """Do as `PoolView.classify` does on the current pool, which is opened if there is none.
+    """Call `PoolView.classify` on the current pool, which is opened if there is none.
 
     Example:
         >>> import torch

@@ -60,7 +60,7 @@ def resolve_profile(profile: str | Profile | None, changes: Mapping[str, Any]) -
 
     Raises:
         InvalidValueError: There is no such profile, or its file is wrong.
-        InvalidTypeError: There is no such field, or one is of a wrong kind.
+        InvalidTypeError: There is no such field, or one has the wrong type.
 
     Example:
         >>> resolve_profile("threads", {"retries": 0}).retries
@@ -71,12 +71,12 @@ def resolve_profile(profile: str | Profile | None, changes: Mapping[str, Any]) -
     elif isinstance(profile, str):
         profile = named_profile(profile)
     if not isinstance(profile, Profile):
-        raise InvalidTypeError(f"profile={profile!r} is neither a name nor a Profile.")
+        raise InvalidTypeError(f"profile must be a name or a Profile, not {profile!r}.")
     known = [entry.name for entry in fields(Profile)]
     for name in changes:
         if name not in known:
             hint = did_you_mean(name, ["num_workers", *known])
-            raise InvalidTypeError(f"There is no argument or field of a profile {name}.{hint}")
+            raise InvalidTypeError(f"parpool() has no argument {name!r}.{hint}")
     return replace(profile, **changes)
 
 
@@ -84,9 +84,9 @@ def default_profile() -> Profile:
     """Return the profile that the nearest file calls its default, or "local".
 
     Raises:
-        InvalidValueError: A file on the way cannot be read: what it calls the default is unknown;
-            or there is no such profile.
-        InvalidTypeError: The default is no name, or a field of its profile is of a wrong kind.
+        InvalidValueError: A file on the way cannot be read, so its default is unknown; or there is
+            no such profile.
+        InvalidTypeError: The default is not a name, or a field of its profile has the wrong type.
     """
     file = nearest_file()
     if file is None or file.default is None:
@@ -99,8 +99,8 @@ def default_profile() -> Profile:
         file.refuse(
             InvalidValueError,
             keys,
-            "the file belongs to another user, or others can write to it, so it cannot name the"
-            ' default profile. Name a profile, such as parpool(profile="local").',
+            "the file belongs to another user, or others can write to it, so it cannot set the"
+            ' default profile. Pass one, such as parpool(profile="local").',
         )
     if not isinstance(file.default, str):
         file.refuse(
@@ -119,7 +119,7 @@ def named_profile(name: str) -> Profile:
 
     Raises:
         InvalidValueError: There is none, or its file is wrong.
-        InvalidTypeError: A field in the file is of a wrong kind.
+        InvalidTypeError: A field in the file has the wrong type.
     """
     try:
         file = nearest_file()
@@ -134,9 +134,8 @@ def named_profile(name: str) -> Profile:
     names = [*BUILT_IN, *([] if file is None else file.profiles)]
     hint = did_you_mean(name, names)
     raise InvalidValueError(
-        f"There is no profile {name!r}.{hint} A table [profiles.NAME] in"
-        f" {'a file raypool.toml, in this folder or further up,' if file is None else file.path}"
-        " makes another."
+        f"There is no profile {name!r}.{hint} To define one, add a table [profiles.NAME] to"
+        f" {'raypool.toml in this folder or a parent' if file is None else file.path}."
     )
 
 
@@ -144,8 +143,8 @@ def nearest_file() -> ProfileFile | None:
     """Return the first file with profiles, from the working directory upwards, if there is one.
 
     Raises:
-        InvalidValueError: A file on the way cannot be read, or has something else beside profiles.
-        InvalidTypeError: Its profiles are no tables.
+        InvalidValueError: A file on the way cannot be read, or has other entries than profiles.
+        InvalidTypeError: Its profiles are not tables.
     """
     try:
         here = Path.cwd()
@@ -170,7 +169,7 @@ def _read(path: Path, within: Keys) -> ProfileFile:
     except OSError as error:
         raise InvalidValueError(f"{path} could not be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:
-        raise InvalidValueError(f"{path} is not UTF-8, which TOML has to be: {error}.") from None
+        raise InvalidValueError(f"{path} is not UTF-8, as TOML must be: {error}.") from None
     except tomllib.TOMLDecodeError as error:
         raise InvalidValueError(f"{path} is not valid TOML: {error}.") from None
     for key in within:  # a pyproject.toml may have anything there, for other tools
@@ -215,9 +214,9 @@ class ProfileFile:
         """Return a profile of this file.
 
         Raises:
-            InvalidValueError: Its name is that of a built-in one; or a field is unknown, or has a
-                value that cannot work.
-            InvalidTypeError: A field is of a wrong kind.
+            InvalidValueError: Its name is that of a built-in one; or a field is unknown, or has an
+                invalid value.
+            InvalidTypeError: A field has the wrong type.
         """
         keys = (*self.within, "profiles", name)
         # here, not in `check`: the other profiles of the file can be used
@@ -225,7 +224,7 @@ class ProfileFile:
             self.refuse(
                 InvalidValueError,
                 keys,
-                f"the profile {name!r} is built in. Give yours another name.",
+                f"the profile {name!r} is built in. Use another name.",
             )
         table = dict(self.profiles[name])
         kind = table.pop("kind", None)
@@ -243,7 +242,7 @@ class ProfileFile:
         return replace(self._made(Profile, table, keys, "a profile of Slurm"), slurm=slurm)
 
     def _made(self, cls: type[T], table: Mapping[str, Any], keys: Keys, what: str) -> T:
-        """Make an object of a table."""
+        """Make an object from a table."""
         known = [entry.name for entry in fields(cls)]  # type: ignore[arg-type]
         values: dict[str, Any] = {}
         for key, entry in table.items():
@@ -322,8 +321,8 @@ class ProfileFile:
             self.refuse(
                 InvalidValueError,
                 keys,
-                f"{key}={entry!r} could not be imported: {type(error).__name__}: {error}. It has to"
-                " be, here and on the workers.",
+                f"{key}={entry!r} could not be imported: {type(error).__name__}: {error}. It must"
+                " be importable here and on the workers.",
                 error,
             )
 

@@ -89,11 +89,11 @@ class Tls:
 @explains_calls
 @dataclass(frozen=True, kw_only=True)
 class Slurm:
-    """An allocation of a Slurm cluster: what `sbatch` is asked for.
+    """An allocation of a Slurm cluster, as requested from `sbatch`.
 
     Args:
         partition: The partition. None: the cluster's default.
-        account: The account that is charged. None: the user's default.
+        account: The account to bill. None: the user's default.
         time: The time limit as Slurm writes it ("30", "4:00:00", "1-12:00:00"), or in minutes.
             None: the partition's default.
         nodes: The number of nodes. None: as many as the workers need, at least one.
@@ -102,12 +102,12 @@ class Slurm:
         cpus_per_gpu: Cores for each GPU. None: the cluster's default.
         constraint: Features that each node must have.
         sbatch: More options of `sbatch`, such as ["--qos=long", "--mem=64G"].
-        notice_s: How long before the end tasks hear of it, so that they can save [s].
+        notice_s: How long before the end tasks are notified, so that they can save [s].
         folder: Where jobs keep their files; this machine and all nodes must share it.
 
     Raises:
-        InvalidTypeError: A value is of a wrong kind.
-        InvalidValueError: A value cannot work.
+        InvalidTypeError: A value has the wrong type.
+        InvalidValueError: A value is invalid.
 
     Source:
         The manual of sbatch. Names are those of submitit and dask-jobqueue where these agree.
@@ -132,27 +132,27 @@ class Slurm:
         for name in ("partition", "account", "constraint"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
-                raise InvalidTypeError(f"{name}={value!r} is not a text.")
+                raise InvalidTypeError(f"{name}={value!r} is not a string.")
         for name in ("nodes", "cpus_per_gpu"):
             object.__setattr__(self, name, optional_count(name, getattr(self, name), least=1))
         if isinstance(self.sbatch, str) or not all(isinstance(each, str) for each in self.sbatch):
             raise InvalidTypeError(
-                f"sbatch={self.sbatch!r} is not a list of options, such as ['--qos=long']."
+                f"sbatch must be a list of options, such as ['--qos=long'], not {self.sbatch!r}."
             )
         for option in self.sbatch:
             if not option.startswith("-") or "\n" in option:
                 raise InvalidValueError(
-                    f"sbatch has {option!r} in it, which is not an option, such as '--qos=long'."
+                    f"sbatch contains {option!r}, which is not an option, such as '--qos=long'."
                 )
         object.__setattr__(self, "sbatch", tuple(self.sbatch))
         if isinstance(self.time, bool) or not isinstance(self.time, (str, int, NoneType)):
             raise InvalidTypeError(
-                f"time={self.time!r} is neither a time limit, such as '4:00:00', nor a number of"
-                " minutes."
+                "time must be a time limit, such as '4:00:00', or a number of minutes, not"
+                f" {self.time!r}."
             )
         if not self.notice_s > 0:
             raise InvalidValueError(
-                f"notice_s={self.notice_s!r} leaves tasks no time to save. Give seconds above 0."
+                f"notice_s={self.notice_s!r} leaves tasks no time to save. Use a number above 0."
             )
         if self.gpus < 0:
             raise InvalidValueError(f"gpus_per_node={self.gpus_per_node!r} is negative.")
@@ -166,8 +166,8 @@ class Slurm:
         number = int(given) if str(given).isdecimal() else whole_number(given)
         if number is None:
             raise InvalidTypeError(
-                f"gpus_per_node={self.gpus_per_node!r} is neither a number nor 'KIND:NUMBER', such"
-                " as 'a100:4'."
+                f"gpus_per_node={self.gpus_per_node!r} must be a number or 'KIND:NUMBER', such as"
+                " 'a100:4'."
             )
         return number
 
@@ -179,14 +179,13 @@ class WorkerResources:
 
     Args:
         gpus: GPUs for each worker. A fraction puts several workers on one GPU, which the pool then
-            holds whole, so it has to divide it: 0.5, 0.33, 0.25. None: one, where there are GPUs,
-            else none.
+            holds whole, so the fraction must divide it: 0.5, 0.33, 0.25. None: one if there are
+            GPUs, else none.
         cpus: CPU cores, as Ray counts them. None: one for a worker without a GPU, none for one
             with.
-        memory_bytes: Main memory that Ray sets aside, and that the worker may use with all
-            processes that it has started [bytes]; a worker that uses more is ended and replaced, as
-            one that has died. Values in Ray's object store and other shared memory do not count.
-            None: as much as there is.
+        memory_bytes: Main memory that Ray reserves, and that the worker and the processes that it
+            started may use [bytes]; a worker that uses more is ended and replaced, like one that
+            died. Values in Ray's object store and other shared memory do not count. None: no limit.
         accelerator_type: Only on nodes with this kind of accelerator, by Ray's name for it ("T4",
             "H100", ...).
         labels: Only on nodes with these labels, such as `{"market-type": "spot"}`; a value may be
@@ -218,7 +217,7 @@ class WorkerResources:
             object.__setattr__(self, name, number)
             if not number >= 0:  # not `< 0`: NaN is refused, too
                 raise InvalidValueError(
-                    f"WorkerResources({name}={value!r}) is negative. Give 0 or more, or leave it"
+                    f"WorkerResources({name}={value!r}) is negative. Use 0 or more, or leave it"
                     " out."
                 )
         if self.accelerator_type is not None and not isinstance(self.accelerator_type, str):
@@ -231,8 +230,8 @@ class WorkerResources:
         gpus = self.gpus or 0
         if gpus > 1 and gpus != int(gpus):
             raise InvalidValueError(
-                f"WorkerResources(gpus={gpus}) would share a second GPU in part, which Ray"
-                " cannot do. Give a whole number, or a fraction below 1."
+                f"WorkerResources(gpus={gpus}) would take part of a second GPU, which Ray cannot"
+                " do. Use an integer, or a fraction below 1."
             )
         if 0 < gpus < 1:
             _check_fraction(gpus)
@@ -270,13 +269,13 @@ def _part(share: int) -> str:
 
 
 def _check_texts(name: str, mapping: Any, kind: str) -> None:
-    """Refuse what does not map texts to texts; `kind` names them."""
+    """Refuse anything but a mapping of strings to strings; `kind` names them."""
     if not isinstance(mapping, Mapping):
-        raise InvalidTypeError(f"{name}={mapping!r} is not a mapping of names to texts.")
+        raise InvalidTypeError(f"{name}={mapping!r} is not a mapping of names to strings.")
     for key, value in mapping.items():
         if not isinstance(key, str) or not isinstance(value, str):
             raise InvalidTypeError(
-                f"{name} has {key!r}: {value!r}. Names and values of {kind} are texts."
+                f"{name} has {key!r}: {value!r}. Names and values of {kind} are strings."
             )
 
 
@@ -295,25 +294,26 @@ class Profile:
             RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token).
         tls: The certificates for a cluster with encrypted connections.
         slurm: The allocation of a Slurm cluster that the pool waits for, uses, and releases at its
-            end; `kind = "slurm"` in a file, with the fields of `Slurm` beside the others. In a job
-            of Slurm: the nodes of that job.
+            end; `kind = "slurm"` in a file, with the fields of `Slurm` beside the others. Inside a
+            Slurm job: the nodes of that job.
         working_dir: A folder whose copy is the workers' working directory, so that they can import
-            its modules; without what its .gitignore and .rayignore name.
-        packages: What `pip` is to install for the workers, as in a requirements file.
+            its modules; without the files in its .gitignore and .rayignore.
+        packages: Packages that `pip` installs for the workers, as in a requirements file.
         jobs_address: Where jobs are submitted: the URL of the cluster's dashboard. None: see
             `jobs_url`.
-        resources: What each worker gets; or a list of that, one for each worker in order, which
-            sets their number: `[WorkerResources(gpus=0)] * 6 + [WorkerResources(gpus=1)] * 2`.
+        resources: The resources of each worker; or a list, one entry for each worker in order,
+            which sets their number:
+            `[WorkerResources(gpus=0)] * 6 + [WorkerResources(gpus=1)] * 2`.
         gpus: Only these GPUs of this machine, by index; on a cluster a mapping of machines (their
             names, addresses or Ray's node ids) to such lists, `{"lab-3": [0, 2]}`. None: any.
-        min_free_memory_bytes: Only GPUs with so much free memory [bytes]; others are left out, and
-            named. None: any.
+        min_free_memory_bytes: Only GPUs with this much free memory [bytes]; others are left out,
+            and named. None: any.
         workers_per_gpu: The most workers that share a GPU, each with its part of the GPU's memory,
             which it cannot exceed through torch; workers are spread evenly over the GPUs. "auto":
-            one on each at first (a number of workers that is asked for is a number of GPUs), then
-            as many as fit, by the needs of the last items, 16 at most; an item that finds too
-            little memory beside others runs again alone, which does not count as a retry. None: by
-            the `gpus` of `resources`. It means nothing without a GPU.
+            one on each at first (`num_workers` then counts GPUs), then as many as fit, judged by
+            the last items, 16 at most; an item that finds too little memory beside others runs
+            again alone, which does not count as a retry. None: by the `gpus` of `resources`. It has
+            no effect without a GPU.
         mps: Let workers that share a GPU compute at the same time, by NVIDIA's Multi-Process
             Service, which starts and stops with the pool where possible; elsewhere they take turns.
         max_leftover_bytes: How much more of a GPU's memory a worker may use after a task than
@@ -321,19 +321,18 @@ class Profile:
             it is replaced before the next task [bytes]. None: a tenth of its part of the GPU's
             memory.
         env: Environment variables of the workers, set before anything else happens there.
-        fast_multinode: Set up the workers for machines that are joined by InfiniBand: NCCL may use
-            it (NCCL_IB_DISABLE=0), and its IP interfaces (NCCL_SOCKET_IFNAME) instead of the one by
-            which rank 0 is reached. `env` counts first, and so does an NCCL_SOCKET_IFNAME of the
-            machine's. Nothing changes without InfiniBand; see docs/several_gpus.md.
+        fast_multinode: Set up the workers for machines connected by InfiniBand: NCCL may use it
+            (NCCL_IB_DISABLE=0), and its IP interfaces (NCCL_SOCKET_IFNAME) instead of the one by
+            which rank 0 is reached. `env` takes precedence, and so does an NCCL_SOCKET_IFNAME of
+            the machine. Nothing changes without InfiniBand; see docs/several_gpus.md.
         setup: A function without arguments that runs once in each worker process, before its first
-            task; also in a replacement. If it raises, the worker does not start. Tasks find the
-            global variables that it sets, even if they travel by value (of a script or a notebook),
-            except a variable that has changed in this process since: of that they see the new
-            value.
-        teardown: A function without arguments that runs once in each worker process at its orderly
-            end: not in one that was killed.
-        start_timeout_s: Longest wait for resources, and for a worker to come up [s].
-        idle_timeout_s: After so long without work the workers end and their memory is free; the
+            task; also in a replacement. If it raises, the worker does not start. Tasks see the
+            global variables that it sets, even in functions of a script or a notebook; if a
+            variable has changed in this process since, they see the new value.
+        teardown: A function without arguments that runs once in each worker process at its normal
+            end, not in one that was killed.
+        start_timeout_s: Longest wait for resources, and for a worker to start [s].
+        idle_timeout_s: After this time without work the workers exit and free their memory; the
             next call starts them again [s]. None: never.
         cancel_grace_s: Time for a cancelled task to end [s]; then its process is killed and
             replaced.
@@ -345,8 +344,8 @@ class Profile:
             does not know.
 
     Raises:
-        InvalidTypeError: A field is of a wrong kind.
-        InvalidValueError: A field has a value that cannot work.
+        InvalidTypeError: A field has the wrong type.
+        InvalidValueError: A field has an invalid value.
 
     Source:
         MATLAB R2025b, parcluster and the properties of its cluster profiles; IdleTimeout of
@@ -434,9 +433,9 @@ class Profile:
         ):
             return f"http://127.0.0.1:{DASHBOARD_PORT}"
         raise InvalidValueError(
-            f"Where jobs for {self.address} are handed in is not known: a dashboard listens on its"
-            " own machine only. Open a tunnel (raypool cluster connect) and set jobs_address to"
-            f" its end here, http://127.0.0.1:{DASHBOARD_PORT}."
+            f"The dashboard for jobs of {self.address} is unknown: it listens only on its own"
+            " machine. Open a tunnel (raypool cluster connect) and set jobs_address to its local"
+            f" end, http://127.0.0.1:{DASHBOARD_PORT}."
         )
 
     @property
@@ -475,8 +474,8 @@ class Profile:
         if least is not None and most is not None and not least <= number <= most:
             asked = f"{least}" if least == most else f"{least} to {most}"
             raise InvalidValueError(
-                f"num_workers asks for {asked}, but resources=[...] says what each of {number}"
-                " workers gets. Leave num_workers out, or give one WorkerResources for all."
+                f"num_workers asks for {asked}, but resources=[...] describes {number} workers."
+                " Leave num_workers out, or pass one WorkerResources for all."
             )
         return number, number
 
@@ -485,9 +484,10 @@ class Profile:
 
 
 def _check(profile: Profile) -> None:
-    """Refuse fields that cannot work."""
+    """Refuse invalid values."""
     if profile.backend not in BACKENDS:
-        raise InvalidValueError(f"Backend {profile.backend!r} is none of {', '.join(BACKENDS)}.")
+        kinds = ", ".join(map(repr, BACKENDS))
+        raise InvalidValueError(f"backend must be one of {kinds}, not {profile.backend!r}.")
     _check_kinds(profile)  # first: what follows compares fields with numbers
     pinning = [name for name in profile.env if name in PINNING]
     if pinning:
@@ -498,22 +498,22 @@ def _check(profile: Profile) -> None:
     # `not ... > 0` and the like refuse NaN, too
     if not profile.start_timeout_s > 0:
         raise InvalidValueError(
-            f"start_timeout_s={profile.start_timeout_s!r} leaves no time to start. Give seconds"
+            f"start_timeout_s={profile.start_timeout_s!r} leaves no time to start. Use a number"
             " above 0."
         )
     if profile.idle_timeout_s is not None and not profile.idle_timeout_s > 0:
         raise InvalidValueError(
-            f"idle_timeout_s={profile.idle_timeout_s!r} would end workers that were just started. "
-            "Give seconds above 0, or None to keep them."
+            f"idle_timeout_s={profile.idle_timeout_s!r} would end workers that were just started."
+            " Use a number above 0, or None to keep them."
         )
     if not profile.cancel_grace_s >= 0:
         raise InvalidValueError(
-            f"cancel_grace_s={profile.cancel_grace_s!r} is negative. Give 0 to kill what is"
-            " cancelled at once."
+            f"cancel_grace_s={profile.cancel_grace_s!r} is negative. Use 0 to kill cancelled tasks"
+            " at once."
         )
     if profile.retries < 0:
         raise InvalidValueError(
-            f"retries={profile.retries!r} is negative. Give 0 to run every item at most once."
+            f"retries={profile.retries!r} is negative. Use 0 to run every item at most once."
         )
     _check_address(profile)
     _check_sharing(profile)
@@ -523,17 +523,17 @@ def _check_address(profile: Profile) -> None:
     """Refuse addresses of another form, and GPUs of this machine for a cluster elsewhere."""
     if profile.slurm is not None and profile.address is not None:
         raise InvalidValueError(
-            f"address={profile.address!r} is that of a cluster that runs, and slurm asks for a new"
-            " one. Give one of them."
+            f"address={profile.address!r} is that of a running cluster, but slurm requests a new"
+            " one. Pass only one of them."
         )
     if profile.slurm is not None and profile.backend != "ray":
         raise InvalidValueError(
-            f"slurm asks for machines, and backend={profile.backend!r} is this process. Leave one"
+            f"slurm requests machines, but backend={profile.backend!r} is this process. Leave one"
             " of them out."
         )
     if profile.address is not None and "://" in profile.address and not profile.is_remote:
         raise InvalidValueError(
-            f"address={profile.address!r} is neither 'ray://HOST:10001' nor 'HOST:6379'."
+            f"address={profile.address!r} must be 'ray://HOST:10001' or 'HOST:6379'."
         )
     if profile.jobs_address is not None and not profile.jobs_address.startswith(
         ("http://", "https://")
@@ -544,29 +544,29 @@ def _check_address(profile: Profile) -> None:
     # a tuple has indices of this machine, a mapping those of others
     if profile.is_remote and isinstance(profile.gpus, tuple):
         raise InvalidValueError(
-            f"gpus={list(profile.gpus)} are GPUs of this machine, which is no node of"
-            f" {profile.address}. Say of which machine: gpus={{'lab-3': [0, 2]}}."
+            f"gpus={list(profile.gpus)} are GPUs of this machine, which is not a node of"
+            f" {profile.address}. Specify the machine: gpus={{'lab-3': [0, 2]}}."
         )
 
 
 def _checked_packages(packages: Any) -> tuple[str, ...]:
-    """Return what `pip` is to install, as a tuple."""
+    """Return the packages for `pip`, as a tuple."""
     # a text is a sequence, of its characters
     if isinstance(packages, (str, bytes)) or not isinstance(packages, Sequence):
         raise InvalidTypeError(
-            f"packages={packages!r} is not a list of what pip is to install, such as"
-            " ['scikit-learn>=1.5']."
+            "packages must be a list of packages for pip, such as ['scikit-learn>=1.5'], not"
+            f" {packages!r}."
         )
     for package in packages:
         if not isinstance(package, str) or not package.strip():
             raise InvalidTypeError(
-                f"packages has {package!r} in it, which names no package for pip."
+                f"packages contains {package!r}, which is not a package for pip."
             )
     return tuple(packages)
 
 
 def _check_kinds(profile: Profile) -> None:
-    """Refuse fields of a kind that cannot work."""
+    """Refuse invalid types."""
     for name, kind, what in (
         ("address", str, "the address of a Ray cluster, such as '10.0.0.7:6379'"),
         ("jobs_address", str, "a URL, such as 'http://127.0.0.1:8265'"),
@@ -581,7 +581,7 @@ def _check_kinds(profile: Profile) -> None:
             raise InvalidTypeError(f"{name}={value!r} is not {what}.")
     for name in ("quiet", "fast_multinode", "mps"):
         if not isinstance(getattr(profile, name), bool):
-            raise InvalidTypeError(f"{name}={getattr(profile, name)!r} is neither True nor False.")
+            raise InvalidTypeError(f"{name} must be True or False, not {getattr(profile, name)!r}.")
     _check_texts("env", profile.env, "environment variables")
     for name in ("start_timeout_s", "idle_timeout_s", "cancel_grace_s"):
         value = getattr(profile, name)
@@ -593,19 +593,19 @@ def _check_kinds(profile: Profile) -> None:
         _check_plain_call(name, getattr(profile, name))
     retries = whole_number(profile.retries)
     if retries is None:
-        raise InvalidTypeError(f"retries={profile.retries!r} is not a whole number.")
+        raise InvalidTypeError(f"retries must be an integer, not {profile.retries!r}.")
     object.__setattr__(profile, "retries", retries)
 
 
 def _check_sharing(profile: Profile) -> None:
-    """Refuse numbers of bytes and of workers that cannot work."""
+    """Refuse invalid numbers of bytes and of workers."""
     for name, least in (("min_free_memory_bytes", 1), ("max_leftover_bytes", 0)):
         value = getattr(profile, name)
         if value is None:
             continue
         if whole_number(value) is None:
             raise InvalidTypeError(
-                f"{name}={value!r} is not a whole number of bytes, such as 8 * 2**30."
+                f"{name} must be an integer number of bytes, such as 8 * 2**30, not {value!r}."
             )
         object.__setattr__(profile, name, checked_count(name, value, least))
     per_gpu = profile.workers_per_gpu
@@ -613,27 +613,27 @@ def _check_sharing(profile: Profile) -> None:
         number = whole_number(per_gpu)
         if number is None:
             raise InvalidTypeError(
-                f"workers_per_gpu={per_gpu!r} is neither a whole number nor 'auto'."
+                f"workers_per_gpu must be an integer or 'auto', not {per_gpu!r}."
             )
         if number < 1:
             raise InvalidValueError(
-                f"workers_per_gpu={number} leaves no worker. Give 1 or more, or 'auto'."
+                f"workers_per_gpu={number} leaves no worker. Use 1 or more, or 'auto'."
             )
         object.__setattr__(profile, "workers_per_gpu", number)
     sized = [kind.gpus for kind in profile.kinds if kind.gpus]  # neither None nor 0
     if per_gpu is not None and sized:
         raise InvalidValueError(
-            f"workers_per_gpu={per_gpu!r} says how many workers share a GPU, and so does"
-            f" gpus={sized[0]:g} in resources. Give one of the two."
+            f"workers_per_gpu={per_gpu!r} sets how many workers share a GPU, and so does"
+            f" gpus={sized[0]:g} in resources. Leave one out."
         )
 
 
 def _check_plain_call(name: str, fn: Any) -> None:
-    """Refuse what cannot be called without arguments, as far as its signature says."""
+    """Refuse functions that, by their signature, cannot be called without arguments."""
     if fn is None:
         return
     if not callable(fn):
-        raise InvalidTypeError(f"{name}={fn!r} is not callable. Give a function without arguments.")
+        raise InvalidTypeError(f"{name}={fn!r} is not callable. Pass a function without arguments.")
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):  # some builtins have no signature
@@ -648,21 +648,19 @@ def _check_plain_call(name: str, fn: Any) -> None:
 
 
 def _checked_resources(resources: Any) -> tuple[WorkerResources, ...]:
-    """Return what each worker gets, as a tuple."""
+    """Return the resources of each worker, as a tuple."""
     if not isinstance(resources, Sequence) or isinstance(resources, (str, bytes)):
         raise InvalidTypeError(
-            f"resources={resources!r} is not a WorkerResources, nor a list of them, one for each"
-            " worker."
+            "resources must be a WorkerResources, or a list of them, one for each worker, not"
+            f" {resources!r}."
         )
     for entry in resources:
         if not isinstance(entry, WorkerResources):
-            raise InvalidTypeError(
-                f"resources has {entry!r} in it, which is not a WorkerResources."
-            )
+            raise InvalidTypeError(f"resources contains {entry!r}, which is not a WorkerResources.")
     if not resources:
         raise InvalidValueError(
-            "resources=[] names no worker. Give one WorkerResources for all workers, or one for"
-            " each."
+            "resources=[] describes no worker. Pass one WorkerResources for all workers, or one"
+            " for each."
         )
     return tuple(resources)
 
@@ -673,14 +671,14 @@ def _check_chosen(kinds: Sequence[WorkerResources]) -> None:
         kinds = [kind for kind in kinds if kind.gpus != 0]  # the others need none of the GPUs
         if len(kinds) != 1:  # which of them has which GPU could not be said
             raise InvalidValueError(
-                f"gpus= chooses single GPUs, but resources=[...] names {len(kinds)} kinds of worker"
-                " with a GPU. Name one such kind, beside workers with gpus=0."
+                f"gpus= chooses single GPUs, but resources=[...] has {len(kinds)} kinds of workers"
+                " with a GPU. Use one such kind, beside workers with gpus=0."
             )
     wanted = kinds[0].gpus
     if wanted is not None and not 0 < wanted <= 1:
         raise InvalidValueError(
-            f"gpus= chooses single GPUs, but each worker is to have {wanted:g} (resources.gpus)."
-            " Set one of the two."
+            f"gpus= chooses single GPUs, but resources.gpus gives each worker {wanted:g}. Set only"
+            " one of the two."
         )
 
 
@@ -691,11 +689,12 @@ def _checked_gpus(gpus: Any) -> tuple[int, ...] | dict[str, tuple[int, ...]]:
     for machine in gpus:
         if not isinstance(machine, str):
             raise InvalidTypeError(
-                f"gpus has {machine!r} in it, which is not the name of a machine."
+                f"gpus contains {machine!r}, which is not the name of a machine."
             )
     if not gpus:
         raise InvalidValueError(
-            "gpus={} names no GPU. For workers without one, use resources=WorkerResources(gpus=0)."
+            "gpus={} selects no GPU. For workers without one, use"
+            " resources=WorkerResources(gpus=0)."
         )
     return {machine: _checked_indices(indices) for machine, indices in gpus.items()}
 
@@ -705,7 +704,7 @@ def _checked_indices(gpus: Any) -> tuple[int, ...]:
         given = tuple(gpus)
     except TypeError:
         raise InvalidTypeError(
-            f"gpus={gpus!r} is not a list of GPU indices, such as [0, 2]."
+            f"gpus must be a list of GPU indices, such as [0, 2], not {gpus!r}."
         ) from None
     indices: list[int] = []
     for entry in given:
@@ -718,12 +717,13 @@ def _checked_indices(gpus: Any) -> tuple[int, ...]:
             raise InvalidValueError(f"GPU index {index} is negative. GPUs are numbered from 0.")
         if index in indices:
             raise InvalidValueError(
-                f"GPU {index} is named twice in gpus={list(given)}. Name each GPU once."
+                f"GPU {index} is listed twice in gpus={list(given)}. List each GPU once."
             )
         indices.append(index)
     if not indices:
         raise InvalidValueError(
-            "gpus=[] names no GPU. For workers without one, use resources=WorkerResources(gpus=0)."
+            "gpus=[] selects no GPU. For workers without one, use"
+            " resources=WorkerResources(gpus=0)."
         )
     return tuple(indices)
 
@@ -756,26 +756,26 @@ def for_ray(wanted: Mapping[str, str]) -> dict[str, str]:
 
 
 def _check_labels(wanted: Mapping[str, str]) -> None:
-    """Refuse labels that no machine can have, and questions that Ray would not understand."""
+    """Refuse labels that no machine can have, and conditions that Ray would not understand."""
     for name, value in wanted.items():
         prefix, slash, word = name.rpartition("/")
         if not LABEL_WORD.fullmatch(word) or (slash and not LABEL_PREFIX.fullmatch(prefix)):
             raise InvalidValueError(
-                f"labels has the name {name!r}, which no label can have. A name has letters and"
-                " digits, with - _ . between them, and perhaps a domain and a slash before it."
+                f"{name!r} in labels is not a valid name. A name has letters and digits, with - _ ."
+                " between them, and perhaps a domain and a slash before it."
             )
         values = _label_values(value)  # a label may have an empty value, a list may not
         if not values or not all(
             entry == value == "" or LABEL_WORD.fullmatch(entry) for entry in values
         ):
             raise InvalidValueError(
-                f"labels has {name!r}: {value!r}, which is no value that a label can have. "
-                'Give one ("spot"), what it is not ("!spot"), or several ("in(a, b)", "!in(a, b)").'
+                f"{name}: {value!r} in labels is not a valid value. Use one"
+                ' ("spot"), an excluded one ("!spot"), or several ("in(a, b)", "!in(a, b)").'
             )
 
 
 def _label_values(wanted: str) -> list[str]:
-    """Return the values that are named; none if this is no question."""
+    """Return the values in a condition; none if this is not one."""
     found = LABEL_VALUE.fullmatch(wanted)
     if found is None:
         return []

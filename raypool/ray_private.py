@@ -1,14 +1,13 @@
-"""Every private name that raypool imports from Ray, and what it is needed for: an update of Ray
-begins here.
+"""Every private name that raypool imports from Ray, and its purpose: an update of Ray begins here.
 
 Private attributes of Ray's objects are where the objects are: actors' ids and the connection of Ray
 Client in `backends/ray/client.py` and `session.py`, `JobSubmissionClient._do_request` in
 `cluster/jobs.py`, and the scripts that `cli/doctor.py` and `cluster/jobs.py` run in other
 processes.
 
-All were checked on Ray 2.60. A name is imported when somebody asks for it, so this module costs
-nothing, and where a Ray lacks one, only the code that asks for it fails (or does without, where it
-says so).
+All were checked on Ray 2.60. A name is imported when it is first used, so this module costs
+nothing, and if a Ray lacks one, only the code that uses it fails (or does without, where it says
+so).
 
 >>> from raypool.ray_private import GCS_STORAGE_MAX_SIZE
 >>> GCS_STORAGE_MAX_SIZE
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 
 
 class PrivateName(NamedTuple):
-    """Where a name is in Ray (without one, the module itself), and why a public one does not do."""
+    """Where a name is in Ray (without one, the module itself), and why no public one suffices."""
 
     module: str
     name: str | None

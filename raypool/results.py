@@ -75,7 +75,7 @@ class Row:
     run: int = 1  # of a durable run: with which call
 
     def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
-        """Take what was pickled, perhaps by a version with fewer fields."""
+        """Restore a pickled row, perhaps of a version with fewer fields."""
         for field in dataclasses.fields(self):
             setattr(self, field.name, state[1].get(field.name, field.default))
 
@@ -121,7 +121,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """Let the garbage collector rest while many objects are made that all stay.
+    """Pause the garbage collector while many objects are made that all stay.
 
     It would scan all of them again and again, which takes half of the time.
     """
@@ -290,20 +290,20 @@ class Results(Sequence[T_co]):
         """Return the table: one row an item, with its configuration, its values and how it ran.
 
         Each key of a dict, dataclass, named tuple, `argparse.Namespace`, `SimpleNamespace`, attrs
-        class or pydantic model is a column; anything else is one column ("item", "value"). Missing
-        items and values leave their cells empty (a column of integers is Int64 then); until an item
-        has finished, that is the column "value". A key of both a configuration and a value appears
-        as "result_KEY" for the value. Then come `status`, `duration_s` [s], `started_at` (a UTC
-        time), `worker`, `gpu`, `attempts`, `peak_memory_bytes` (the most GPU memory of its worker
-        while it ran, or while the short items of its call ran; empty if it had none), `reason`
-        (None if it finished; see `raypool.errors.reason_of`) and `error` (the exception's type and
-        text).
+        class or pydantic model is a column; anything else is one column ("item", "value"). Cells of
+        missing items and values are empty (a column of integers is Int64 then); before the first
+        item has finished, the only column of values is "value". A key of both a configuration and a
+        value appears as "result_KEY" for the value. Then come `status`, `duration_s` [s],
+        `started_at` (a UTC time), `worker`, `gpu`, `attempts`, `peak_memory_bytes` (the most GPU
+        memory of its worker while it ran, or while the short items of its call ran; empty if it had
+        none), `reason` (None if it finished; see `raypool.errors.reason_of`) and `error` (the
+        exception's type and text).
 
         The index has the numbers of the items, or that of the pandas DataFrame whose rows were the
         items; `load_results` has only the numbers.
 
         Spreadsheets run cells that begin with = + - @ as formulas: before you open
-        `to_frame().to_csv(path)` in one, look at the texts that others can choose, errors included.
+        `to_frame().to_csv(path)` in one, check texts that others can choose, errors included.
         """
         import pandas as pd
 
@@ -340,16 +340,17 @@ class Results(Sequence[T_co]):
 
     @property
     def attempts(self) -> pd.DataFrame:
-        """When and where each item ran, each time that it did.
+        """When and where each attempt of each item ran.
 
         A row for each attempt, in the order of the items and then of time: `item` (its number),
         `attempt`, `status` ("finished", "failed"; "lost" with its worker; "retried", since
         `retry_on` names its error; "cancelled" while it ran), `started_at` (a UTC time),
         `duration_s` [s], `worker`, `gpu`, `host`, `run` (the number of the call, of those with the
-        same `run_dir`) and `error`. Of an attempt without an outcome only its call's time is known:
-        items that shared the call, the last of which may not have begun, all have that. Items that
-        waited in a worker have no row if they were cancelled; if the worker was lost, and that
-        counts as an attempt, one without a time. `started_at` is NaT if it is unknown.
+        same `run_dir`) and `error`. Of an attempt without an outcome only the time of its call is
+        known: all items that shared the call have that time, even the last ones, which may not have
+        begun. Cancelled items that were waiting in a worker have no row; if the worker was lost,
+        they have one without a time, since that counts as an attempt. `started_at` is NaT if it is
+        unknown.
 
         Example:
             >>> from raypool import parpool
@@ -505,7 +506,7 @@ class Results(Sequence[T_co]):
                 or its name does not tell the mode.
         """
         if mode not in (None, "min", "max"):
-            raise InvalidValueError(f"mode={mode!r} is neither 'min' nor 'max'.")
+            raise InvalidValueError(f"mode must be 'min' or 'max', not {mode!r}.")
         frame = self.to_frame()
         values = numbers_in(frame, column)
         is_best = {"min": min, "max": max}[mode or direction(column)]
@@ -608,7 +609,7 @@ def best_first(results: Results[Any]) -> tuple[pd.DataFrame, str | None]:
 
 
 def leading_metric(results: Results[Any]) -> str | None:
-    """Return the first column of values with numbers in it whose name tells what is good."""
+    """Return the first column of values with numbers in it whose name tells the direction."""
     from raypool.views.drawing import spread
 
     frame = results.to_frame()
@@ -625,8 +626,8 @@ def leading_metric(results: Results[Any]) -> str | None:
 def scores_of(results: Results[Any]) -> tuple[str | None, dict[int, Any]]:
     """Return a metric, and its finite numbers by finished item, the best first.
 
-    The metric is the leading one; without one, the last report of the first whose name tells what
-    is good.
+    The metric is the leading one; without one, the last report of the first whose name tells the
+    direction.
     """
     frame, name = results.to_frame(), leading_metric(results)
     metric, scores = name, {} if name is None else numbers_in(frame, name)
@@ -649,7 +650,7 @@ def scores_of(results: Results[Any]) -> tuple[str | None, dict[int, Any]]:
 
 
 def direction(column: str) -> Literal["min", "max"]:
-    """Return by its name whether small or large numbers of a metric are good.
+    """Return, by a metric's name, whether small or large numbers are good.
 
     Raises:
         InvalidValueError: The name does not say.
@@ -664,8 +665,8 @@ def direction(column: str) -> Literal["min", "max"]:
     # scikit-learn's neg_log_loss is the better the larger it is
     if is_small == is_large or "neg" in words:
         raise InvalidValueError(
-            f"The name {column!r} does not say whether small or large numbers are good. "
-            f"Say it: best({column!r}, mode='min') or best({column!r}, mode='max')."
+            f"The name {column!r} does not say whether small or large numbers are good. Specify it:"
+            f" best({column!r}, mode='min') or best({column!r}, mode='max')."
         )
     return "min" if is_small else "max"
 

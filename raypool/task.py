@@ -39,7 +39,7 @@ class CurrentTask:
     Attributes:
         index: The item's number in its loop, from 0; 0 for a single call.
         attempt: The number of this attempt at the item, from 1; above 1 only after a worker was
-            lost or by `retry_on`.
+            lost or with `retry_on`.
         seed: The item's own 64-bit seed if the loop has one; the same on any number of workers.
         worker: The worker's number in its pool, from 0.
         gpu: The GPU's index on its machine, None without one.
@@ -56,17 +56,17 @@ class CurrentTask:
 
     @property
     def should_stop(self) -> bool:
-        """Whether to end early: on `request_stop`, or before the machine goes away.
+        """Whether to end early: after `request_stop`, or before the machine is taken back.
 
-        After `future.request_stop()` the value that you return counts. Before the machine goes away
-        it does not: the item runs again elsewhere, which does not count as a retry, and resumes
-        from its `checkpoint_dir`, if other machines find that (`run_dir=`,
-        `options(checkpoints=...)`). That holds for items that have read this property since the
+        After `future.request_stop()` the value that you return counts. Before the machine is taken
+        back it does not: the item runs again elsewhere, which does not count as a retry, and
+        resumes from its `checkpoint_dir` if other machines see that (`run_dir=`,
+        `options(checkpoints=...)`). This applies to items that have read this property since the
         notice; others that end are finished.
 
         Reading it costs next to nothing. In a loop of `pool.train` it becomes true for all ranks at
         once, at a `ray.train.report`, so that none continues without the others. An item that may
-        run only once (`retries=0`) is not told that its machine is about to go.
+        run only once (`retries=0`) is not notified that its machine is to be taken back.
         """
         note = self._note
         if note is None:
@@ -79,17 +79,18 @@ class CurrentTask:
         return is_asked
 
     def on_preempt(self, fn: Callable[[], object]) -> None:
-        """Register a function to be called once, before this machine goes away (spot preemption).
+        """Register a function to be called once, before this machine is taken back (spot
+        preemption).
 
         For code whose loop cannot check `should_stop`: save a checkpoint, or let the loop end. It
         is called in the thread of the task, between two lines of Python, as a signal's handler is
         (never in the midst of `save_checkpoint` or of an import); so it may find a model in the
         middle of an optimizer's step. Time is short: about 20 seconds on Compute Engine, two
-        minutes on EC2. What it raises is printed, and changes nothing. Afterwards the item runs
-        again elsewhere, whatever it still returns; that does not count as a retry.
+        minutes on EC2. An exception in it is printed and otherwise ignored. Afterwards the item
+        runs again elsewhere, whatever it returns; that does not count as a retry.
 
-        If the notice has come already, the function is called at once. Without a pool, on the
-        backends "threads" and "inline" and with `retries=0` it never is.
+        If the notice has already arrived, the function is called at once. It is never called
+        without a pool, with "threads" or "inline", or with `retries=0`.
 
         Args:
             fn: Takes no arguments.
@@ -115,7 +116,7 @@ class CurrentTask:
         """
         if not callable(fn):
             raise InvalidTypeError(
-                f"on_preempt got a {type(fn).__name__}, which can't be called. Give it a function."
+                f"on_preempt got a {type(fn).__name__}, which can't be called. Pass it a function."
             )
         note = self._note
         if note is not None:
@@ -140,8 +141,8 @@ class CurrentTask:
 
         In a loop with a `run_dir` it is in that folder, and stays; with `options(checkpoints=...)`
         it is there instead. If that is a URL, this is a local copy, which `save_checkpoint` and the
-        end of the item upload. Without either it is a temporary folder of the machine, which goes
-        with the pool; outside a pool, of this process.
+        end of the item upload. Without either it is a temporary folder of the machine, deleted with
+        the pool; outside a pool, one of this process.
 
         Raises:
             InvalidValueError: The `run_dir` (or `checkpoints=...`) is a folder that this machine
@@ -168,7 +169,7 @@ class CurrentTask:
 
 
 def current_task() -> CurrentTask:
-    """Return what is known of the task that is running here.
+    """Return the task that is running here.
 
     Outside a pool this is item 0, attempt 1, on the best device of this machine, so that a function
     runs unchanged by itself.
@@ -198,16 +199,16 @@ def report(**metrics: float | str | None) -> None:
     """Report metrics of the task: values by name, as often as you like.
 
     A moment later they appear in the table `metrics` of the task's future, or of the loop's
-    `Results`; the display of a loop shows the last ones. It takes some microseconds and never
+    `Results`; the display of a loop shows the last ones. A call takes a few microseconds and never
     waits. Outside a pool, and in the forked processes of a DataLoader, it only checks the values,
     so that a function runs unchanged by itself.
 
     Args:
-        metrics: Numbers (Python's or NumPy's) and short texts (at most 256 characters), in units of
-            your own. None is a missing value.
+        metrics: Numbers (Python's or NumPy's) and short strings (at most 256 characters), in your
+            own units. None is a missing value.
 
     Raises:
-        InvalidTypeError: A value is neither. A tensor: give it to a `MetricBuffer`, or report
+        InvalidTypeError: A value is neither. A tensor: pass it to a `MetricBuffer`, or report
             `tensor.item()`, which waits for the GPU.
         InvalidValueError: A text is too long.
 
@@ -243,8 +244,8 @@ def checked_metric(name: str, value: Any) -> float | str | None:
     if isinstance(value, str):
         if len(value) > MAX_METRIC_TEXT:
             raise InvalidValueError(
-                f"report({name}=...) got a text of {len(value):,} characters; {MAX_METRIC_TEXT}"
-                " fit. print() it."
+                f"report({name}=...) got a string of {len(value):,} characters, but at most"
+                f" {MAX_METRIC_TEXT} fit. print() it instead."
             )
         return str.__str__(value)  # NumPy's texts become plain ones, as numbers below
     if isinstance(value, float):
@@ -263,13 +264,12 @@ def checked_metric(name: str, value: Any) -> float | str | None:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         step = (
-            f"Give it to a raypool.MetricBuffer, or report {name}.item(), which waits for the GPU"
-            " if it is there."
+            f"Pass it to a raypool.MetricBuffer, or report {name}.item(), which waits for the GPU."
         )
     else:
-        step = "Report single numbers or short texts."
+        step = "Report single numbers or short strings."
     raise InvalidTypeError(
-        f"report({name}=...) got a {type(value).__name__}, which is neither a number nor a text."
+        f"report({name}=...) got a {type(value).__name__}, which is neither a number nor a string."
         f" {step}"
     )
 
@@ -290,16 +290,16 @@ def save_checkpoint(state: Any, path: PathLike | None = None) -> Path:
     that they survive a crash of this process, too.
 
     Args:
-        state: What `torch.load(weights_only=True)` gives back: tensors, numbers, texts, and lists
-            and dicts of those, as all `state_dict()` are. Anything else is refused here, not when
-            it is needed.
+        state: Values that `torch.load(weights_only=True)` accepts: tensors, numbers, strings, and
+            lists and dicts of those, such as any `state_dict()`. Anything else is refused here, not
+            when it is needed.
         path: The file; None: "checkpoint.pt" in the task's `current_task().checkpoint_dir`.
 
     Returns:
         The file.
 
     Raises:
-        InvalidTypeError: `state` has something else in it. The old file stays.
+        InvalidTypeError: `state` contains something else. The old file stays.
         OSError: It cannot be written (a full disk, say). The old file stays.
 
     Source:
@@ -325,7 +325,7 @@ def save_checkpoint(state: Any, path: PathLike | None = None) -> Path:
 
 @explains_calls
 def load_checkpoint(path: PathLike | None = None, map_location: Any = "cpu") -> Any:
-    """Return what was saved with `save_checkpoint`; None if there is no such file.
+    """Return the state saved with `save_checkpoint`; None if there is no such file.
 
     Nothing in the file is executed: it is read with `weights_only=True`.
 
@@ -334,7 +334,7 @@ def load_checkpoint(path: PathLike | None = None, map_location: Any = "cpu") -> 
         map_location: The device of its tensors; see `torch.load`.
 
     Raises:
-        InvalidValueError: The file is damaged, or holds something that is not loaded for safety.
+        InvalidValueError: The file is damaged, or contains something that is not loaded for safety.
     """
     import torch
 
@@ -348,22 +348,22 @@ def load_checkpoint(path: PathLike | None = None, map_location: Any = "cpu") -> 
     except Exception as error:  # whatever a damaged file makes torch do
         if isinstance(error, pickle.UnpicklingError) and "GLOBAL " in str(error):
             raise InvalidValueError(
-                f"The checkpoint {file} holds something else than tensors, numbers, texts, and"
-                f" lists and dicts of those ({_forbidden(error)}): it was not written by"
-                " save_checkpoint, and code in it could run here. If you trust whoever has written"
-                " it: torch.load(file, weights_only=False)."
+                f"The checkpoint {file} contains more than tensors, numbers, strings, and lists and"
+                f" dicts of those ({_forbidden(error)}): save_checkpoint did not write it, and"
+                " loading it could run code. If you trust its author: torch.load(file,"
+                " weights_only=False)."
             ) from error
         if "map_location" in str(error):  # it was saved on a device that is not here
             raise
         reason = str(error).partition("\n")[0].partition(". ")[0].rstrip(".") or "it ends too early"
         raise InvalidValueError(
-            f"The checkpoint {file} ({file.stat().st_size:,} bytes) is damaged, or none of torch's:"
-            f" {reason}. Delete it to begin anew, or put a complete copy in its place."
+            f"The checkpoint {file} ({file.stat().st_size:,} bytes) is damaged, or was not written"
+            f" by torch: {reason}. Delete it to start over, or replace it with a complete copy."
         ) from error
 
 
 def _write(state: Any, file: Path) -> None:
-    """Write a file whole, or leave the one of before as it is."""
+    """Write a complete file, or leave the old one unchanged."""
     from raypool.worker.folders import sync_folder
 
     # beside the file: a rename does not cross file systems
@@ -398,7 +398,7 @@ class _Watched:
             raise
 
     def flush(self) -> None:
-        """Write what waits to be written."""
+        """Write buffered data."""
         self._stream.flush()
 
 
@@ -416,7 +416,7 @@ def _dump(state: Any, stream: IO[bytes], file: Path) -> None:
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise InvalidTypeError(
             f"The checkpoint {file} cannot be saved: {error}. Save state_dict(), tensors, numbers"
-            " and texts."
+            " and strings."
         ) from error
 
 
@@ -429,20 +429,20 @@ def _check_loads(spare: Path, file: Path) -> None:
         torch.load(spare, map_location="meta", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         raise InvalidTypeError(
-            f"The checkpoint {file} was not saved: it could not be loaded again, since that"
-            f" executes no code of what is in it ({_forbidden(error)}). Save tensors, numbers and"
-            " texts, in lists and dicts: float(x) for a NumPy number, torch.from_numpy(x) for an"
-            " array, state_dict() for a model."
+            f"The checkpoint {file} was not saved: it could not be loaded again, because loading"
+            f" runs no code ({_forbidden(error)}). Save tensors, numbers and strings, in lists and"
+            " dicts: float(x) for a NumPy number, torch.from_numpy(x) for an array, state_dict()"
+            " for a model."
         ) from error
 
 
 def _forbidden(error: Exception) -> str:
-    """Return the name of what torch does not load for safety."""
+    """Return the name of the object that torch refuses to load for safety."""
     words = str(error).split()
     return (
         words[words.index("GLOBAL") + 1].strip(".,")
         if "GLOBAL" in words
-        else "of a kind that torch does not name"
+        else "of a type that torch does not name"
     )
 
 
@@ -454,19 +454,19 @@ Place = tuple[int, str]
 
 
 class MetricBuffer:
-    """Collects the metrics of each step where they are, and reports many steps at once.
+    """Collects the metrics of each step on their device, and reports many steps at once.
 
     `report(loss=loss.item())` in each step makes CPU and GPU wait for each other. A buffer takes
-    the tensor itself, and neither waits. When it is full, the values of all its steps come to the
-    CPU in one transfer (for each dtype and device), and each step is reported by itself, with the
-    time at which it was added. The numbers are those of `.item()`.
+    the tensor itself, and neither waits. When it is full, the values of all its steps go to the CPU
+    in one transfer (for each dtype and device), and each step is reported by itself, with the time
+    at which it was added. The numbers are those of `.item()`.
 
     Use it as a context manager, which flushes at its end: otherwise the last steps are not
-    reported. Outside a pool nobody listens to reports; `flush` returns them.
+    reported. Outside a pool there is no receiver; `flush` returns the reports.
 
     Args:
-        size: It flushes by itself after so many steps. The display of a running task is at most so
-            many steps old.
+        size: It flushes by itself after this many steps, so the display of a running task is at
+            most this many steps old.
 
     Raises:
         InvalidValueError: `size` is not a count of at least 1.
@@ -493,8 +493,7 @@ class MetricBuffer:
         number = whole_number(size)
         if number is None or number < 1:
             raise InvalidValueError(
-                f"MetricBuffer(size={size!r}) holds no step. Give the number of steps that it is to"
-                " hold."
+                f"size is the number of steps that a MetricBuffer holds, at least 1, not {size!r}."
             )
         self._size = number
         self._moments: list[float] = []
@@ -510,7 +509,7 @@ class MetricBuffer:
         """Take the metrics of a step, as they are now.
 
         Args:
-            metrics: Tensors of one element, on any device, or what `report` takes.
+            metrics: Tensors of one element, on any device, or values that `report` takes.
 
         Raises:
             InvalidTypeError: A value is neither.
@@ -548,7 +547,7 @@ class MetricBuffer:
             self.flush()
 
     def flush(self) -> list[dict[str, float | str | None]]:
-        """Report all steps that wait here; return them, one dict each, from the oldest on."""
+        """Report all buffered steps; return them, one dict each, the oldest first."""
         import torch
 
         moments, steps, tensors = self._moments, self._steps, self._tensors

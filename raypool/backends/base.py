@@ -1,4 +1,4 @@
-"""The protocol of a backend: what the driver asks of whatever runs user code."""
+"""The protocol of a backend, which runs user code for the driver."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Backend(Protocol):
     """Runs workers in places; only `claim` and `close` may block, results are posted.
 
     Attributes:
-        is_ending: Whether the pool takes no more work, so that its resources will come free. The
+        is_ending: Whether the pool takes no more work, so that its resources will be released. The
             engine sets it.
     """
 
     is_ending: bool
 
     def claim(self, least: int | None, most: int | None) -> list[int]:
-        """Claim as many places as there are, from `least` to `most` (both None: all there are).
+        """Claim as many places as possible, from `least` to `most` (both None: all).
 
         Raises:
             ResourceError: There are fewer than `least`, even after `start_timeout_s`; none is kept.
@@ -49,7 +49,7 @@ class Backend(Protocol):
         """
 
     def vacate(self, place: int, *, keep: bool = False) -> None:
-        """End the worker in a place, and give the place up unless it is kept for another worker."""
+        """End the worker in a place, and release the place unless it is kept for another worker."""
 
     def pack(self, value: Any, what: str, *, is_trial: bool = False) -> Any:
         """Make a value ready to travel; in a trial, only check that it can.
@@ -76,8 +76,8 @@ class Backend(Protocol):
         """Pass a wish for the slices of a task in a call on to their worker.
 
         `Signal.CANCEL` ends them at once, or keeps them from starting. If they still run after
-        `cancel_grace_s`, the worker is killed; once nothing of it is left, `WorkerLost` is posted,
-        with `LossReason.STOPPED`.
+        `cancel_grace_s`, the worker is killed; once all its processes have ended, `WorkerLost` is
+        posted, with `LossReason.STOPPED`.
         """
 
     def devices(self) -> list[NodeDevices]:

@@ -69,9 +69,9 @@ KEPT_INTERRUPTS = 64
 """How many tasks ended by Ctrl-C are remembered: each only until the driver handles its post."""
 
 NOT_STOPPED = (
-    "%s has run longer than its timeout_s=%g and does not stop: it is in native code, or goes on"
-    " after TaskCancelled. In this process nothing can end it: it has failed, and the call returns"
-    " when it does. On Ray its worker would be replaced (profile='local')."
+    "%s has run longer than its timeout_s=%g and does not stop: it runs native code, or continues"
+    " after TaskCancelled. It has failed, but nothing in this process can end it, so the call"
+    " returns when it does. On Ray its worker would be replaced (profile='local')."
 )
 
 MOST_WORKERS = 1024
@@ -93,10 +93,10 @@ class InlineBackend:
 
     Args:
         profile: How long a cancelled task has to end, and the teardown.
-        post: Tells the driver what has happened.
+        post: Passes events to the driver.
         say: Takes the reports and output of tasks.
-        default_workers: The size of a pool that names none.
-        find_way: Leads to another pool's exchange, to be used instead of an own one.
+        default_workers: The default number of workers.
+        find_way: Finds another pool's exchange, to be used instead of a new one.
     """
 
     is_ending = False
@@ -153,7 +153,7 @@ class InlineBackend:
         return None
 
     def gpu_readings(self, take: Callable[[NodeGpus], object]) -> None:
-        """Do nothing: nobody knows which GPU a worker uses."""
+        """Do nothing: it is unknown which GPU a worker uses."""
 
     def _way_of_own(self) -> ExchangeClient:
         # it imports asyncio, and few need it
@@ -169,10 +169,10 @@ class InlineBackend:
     sizing = contextlib.nullcontext  # nobody else changes the size of the pool
 
     def claim(self, least: int | None, most: int | None) -> list[int]:
-        """Claim as many places as wanted, up to `MOST_WORKERS`.
+        """Claim the requested number of places, up to `MOST_WORKERS`.
 
         Raises:
-            ResourceError: They would be more; nothing is claimed.
+            ResourceError: More were requested; nothing is claimed.
         """
         if least is None or most is None:
             count = self._default_workers
@@ -181,9 +181,9 @@ class InlineBackend:
         available = MOST_WORKERS - len(self._places)
         if count > available:
             raise ResourceError(
-                f"Workers: requested {count}, available {available}. A pool in this process may"
-                f" have {MOST_WORKERS}, since each takes a thread. Ask for fewer, or take"
-                ' processes: profile="local", or address= for those of a cluster.',
+                f"Workers: requested {count}, available {available}. A pool in this process can"
+                f" have {MOST_WORKERS}, since each takes a thread. Ask for fewer, or use"
+                ' processes: profile="local", or address= of a cluster.',
                 requested=count,
                 available=available,
                 holders=(),
@@ -367,7 +367,7 @@ class InlineBackend:
             # raypool's own mistake, not the user's: nobody may be left waiting
             self._post(
                 WorkerLost(worker_id, LossReason.UNKNOWN),
-                f"raypool failed in it, {type(error).__name__}: {error}",
+                f"raypool itself failed, {type(error).__name__}: {error}",
             )
             self._break_up(parts[0].task_id)
             return False

@@ -64,8 +64,8 @@ def _proxy(make: Callable[..., Any], *arguments: Any) -> Any:
     except OSError as error:
         error.add_note(
             "raypool: this worker cannot reach the multiprocessing.Manager() whose proxy was sent."
-            " One without an address= is reached on its own machine only. Use a raypool.DataQueue"
-            " or pool.store, which reach all machines."
+            " Without an address=, only processes on its own machine can reach it. Use a"
+            " raypool.DataQueue or pool.store, which reach all machines."
         )
         raise
 
@@ -84,7 +84,7 @@ def teach_multiprocessing() -> None:
 
 
 def note_globals(fn: Callable[..., Any]) -> None:
-    """Let functions that come to forked children share the global variables of this one."""
+    """Let functions sent to forked children share this one's global variables."""
     function = function_in(fn)
     if function is not None:
         _last_run[function.__module__] = weakref.ref(function)
@@ -131,7 +131,7 @@ def _function_in_child(
 def _set_in_child(
     set_state: Callable[..., None], function: Any, state: tuple[dict[str, Any], dict[str, Any]]
 ) -> None:
-    """Give a function what it brings."""
+    """Set a function's own state."""
     there = function.__globals__
     # without global variables that are there: what an initializer has set stays
     state[1]["__globals__"] = {

@@ -20,7 +20,7 @@ STREAMS = ("stdout", "stderr")
 
 MAX_LINES = 10
 MAX_LINE = 500
-"""An error carries the last lines that its task printed, so many of so many characters."""
+"""An error carries the last lines that its task printed: this many, of this many characters."""
 
 KEPT_WRITES = 50 * MAX_LINES
 KEPT_TEXT = MAX_LINES * MAX_LINE

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 MOST_VALUES = 5_000
-"""At most so many values are searched for a function."""
+"""At most this many values are searched for a function."""
 
 MOST_ENTRIES = 1_000
 """A list or dict with more entries is data, and not searched."""
@@ -129,7 +129,7 @@ class CapturedModels:
 
 
 def _version(model: Any) -> int:
-    """Return a number that grows as the parameters change."""
+    """Return a number that grows when the parameters change."""
     try:
         # a fused optimizer does not count versions, but leaves gradients
         return sum(

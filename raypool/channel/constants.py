@@ -104,7 +104,7 @@ def content_of(source: Any, cleanup: Callable[[Any], object] | None) -> Content:
     """
     if cleanup is not None and not callable(cleanup):
         raise InvalidTypeError(
-            f"cleanup={cleanup!r} is not callable. Give a function of the value."
+            f"cleanup={cleanup!r} is not callable. Pass a function of the value."
         )
     return Content(source, isinstance(source, BUILDERS), cleanup)
 

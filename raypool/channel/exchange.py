@@ -24,9 +24,9 @@ END_TIMEOUT_S = 2.0
 """How long the end of a queue waits for its workers, of which one may have been killed [s]."""
 
 MAX_CHANGES = 100_000
-"""When so many changes of the store wait for a listener, it has gone with its process."""
+"""When this many changes of the store wait for a listener, it has gone with its process."""
 
-POOL_ENDED = "What the tasks of a pool share has gone: the pool was shut down. Read it before."
+POOL_ENDED = "The pool was shut down, and the values that its tasks shared are gone."
 
 LOOK_AGAIN_S = 0.05
 """The length of a wait's pieces [s]: a thread is cancelled only while it runs Python code."""

@@ -1,7 +1,7 @@
 """Feeds: what a task, or the items of a loop, reported and printed.
 
 A feed keeps little in memory, however much arrives: older data is in a file without a name, which
-vanishes with the process. Also here: tables of users' values (`table`, `fields_of`).
+disappears with the process. Also here: tables of users' values (`table`, `fields_of`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ Last: TypeAlias = "dict[int, tuple[int, dict[str, Any]]]"
 
 
 class MetricsReport(NamedTuple):
-    """What one call of `raypool.report` passed, for a function that gets reports as they arrive.
+    """The values of one call of `raypool.report`, for a function that gets reports as they arrive.
 
     Attributes:
         item: The number of the item in its loop; 0 for a single call, the rank for `spmd`.
@@ -181,7 +181,7 @@ class Record:
             self._recent_size = 0
 
     def forget(self, keep_bytes: int) -> int:
-        """Drop old pieces, but keep at least so much; return how many bytes are gone."""
+        """Drop old pieces, but keep at least this much; return how many bytes were dropped."""
         gone = 0
         while self._pieces and self.size - len(self._pieces[0]) >= keep_bytes:
             gone += len(self._pieces[0])
@@ -458,7 +458,7 @@ class LoopFeed(Feed):
             self.on_text(item, text)
 
     def diary(self, item: int) -> str:
-        """Return the output of an item's last run, as far as it is kept."""
+        """Return the kept output of an item's last run."""
         with self._lock:
             printed = self._printed.get(item) or self._forgotten.get(item)
             if printed is None:

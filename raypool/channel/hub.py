@@ -26,7 +26,7 @@ CATCH_UP_S = 5.0
 """How long a reader waits for messages that were sent before a task ended [s]."""
 
 MAX_EARLY = 100
-"""When so many batches wait for an earlier one, that one counts as lost."""
+"""When this many batches wait for an earlier one, that one counts as lost."""
 
 
 class Hub:
@@ -100,7 +100,7 @@ class Hub:
             self._skip(worker_id)
 
     def close(self) -> None:
-        """Note that nothing more comes."""
+        """Note that no more messages will arrive."""
         with self._changed:
             self._is_closed = True
             for worker_id in self._early:
@@ -157,9 +157,7 @@ class Hub:
             if feed is not None:
                 (feed.add_rows if kind == "metrics" else feed.add_text)(*rest)
         else:
-            raise InternalError(
-                f"A worker says something of a kind that nobody knows: {kind!r}.", story=()
-            )
+            raise InternalError(f"A worker sent a message of an unknown kind: {kind!r}.", story=())
 
     def _feed_of(self, task_id: int) -> Feed | None:
         holder = self._holders.get(task_id)

@@ -24,7 +24,7 @@ PICKLED_BYTES = 64 * 1024
 """A larger field that somebody has added to a record travels as text."""
 
 SILENCE_S = 0.5
-"""After so long without a record the thread that delivers them ends [s]."""
+"""After this long without a record the thread that delivers them ends [s]."""
 
 WAIT_S = 5.0
 """How long to wait for the driver's handlers to take all records [s]."""

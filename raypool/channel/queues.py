@@ -46,12 +46,11 @@ class DataQueue(Generic[T]):
 
     It reads with `get`, in a loop, or by `after_each`. A queue goes to tasks like any value: in an
     argument, in a closure, in a list. Values arrive while the task runs, in the order in which it
-    puts them; none is lost, also not just before a task ends or is cancelled. (A worker that is
+    puts them; none is lost, even just before a task ends or is cancelled. (A worker that is
     killed may lose the values of its last tenth of a second.) On Ray, a value is sent as it is at
     `put`; in pools of this process it is the value itself.
 
-    A queue that nobody holds any more, and that has no listeners, is forgotten; later values are
-    dropped.
+    A queue without references and listeners is forgotten; later values are dropped.
 
     Args:
         maxsize: With "block", how many values may wait to be read: `put` waits for room. With
@@ -60,7 +59,7 @@ class DataQueue(Generic[T]):
             oldest value.
 
     Raises:
-        InvalidValueError, InvalidTypeError: An argument cannot work.
+        InvalidValueError, InvalidTypeError: An argument is invalid.
 
     Source:
         MATLAB R2025b, parallel.pool.DataQueue and PollableDataQueue; the limit is that of Python's
@@ -82,14 +81,15 @@ class DataQueue(Generic[T]):
         self, maxsize: int | None = None, policy: Literal["block", "latest"] = "block"
     ) -> None:
         if policy not in ("block", "latest"):
-            raise InvalidValueError(f"policy={policy!r} is neither 'block' nor 'latest'.")
+            raise InvalidValueError(f"policy must be 'block' or 'latest', not {policy!r}.")
         if maxsize is not None:
             number = whole_number(maxsize)
             if number is None:
-                raise InvalidTypeError(f"maxsize={maxsize!r} is not a whole number.")
+                raise InvalidTypeError(f"maxsize must be an integer, not {maxsize!r}.")
             if number < 1:
                 raise InvalidValueError(
-                    f"maxsize={number} is less than 1. Leave it out for a queue without a limit."
+                    f"maxsize must be at least 1, not {number}. Leave it out for a queue without a"
+                    " limit."
                 )
             maxsize = number
         if policy == "latest":
@@ -109,13 +109,13 @@ class DataQueue(Generic[T]):
     # --- methods for tasks and the owner ----------------------------------------------------------
 
     def put(self, value: T) -> None:
-        """Put a value in; wait only if the queue has a limit, is full, and is to "block".
+        """Put a value in; wait only if the queue is full and its policy is "block".
 
-        In a pool with profile "inline" the task runs in the thread that has asked for it: read in
-        another, or by `after_each`.
+        With profile "inline" the task runs in the thread that submits it: read in another, or with
+        `after_each`.
 
         Raises:
-            QueueClosedError: The queue was closed, perhaps while this waited for room.
+            QueueClosedError: The queue was closed, perhaps while this call waited for room.
             SerializationError: The value cannot be sent; it names the variable.
             InvalidValueError: This process neither made the queue nor is a worker of its pools.
             PoolClosedError: The pool has ended meanwhile.
@@ -140,16 +140,16 @@ class DataQueue(Generic[T]):
 
     @explains_calls
     def get(self, timeout_s: float | None = None) -> T:
-        """Return the value that has waited longest; wait for one if there is none.
+        """Return the oldest value; wait for one if the queue is empty.
 
         Args:
-            timeout_s: How long to wait [s]; 0 only looks, None waits forever.
+            timeout_s: How long to wait [s]; 0 returns at once, None waits forever.
 
         Raises:
-            TimeoutError: Nothing came in this time.
+            TimeoutError: No value arrived in this time.
             QueueClosedError: The queue was closed, and everything in it was read.
             SerializationError: The value cannot be unpickled here; the next `get` skips it.
-            InvalidValueError: This is a task, or the queue has listeners, which get everything.
+            InvalidValueError: This is a task, or the queue has listeners, which get every value.
 
         Example:
             >>> queue = DataQueue()
@@ -191,11 +191,11 @@ class DataQueue(Generic[T]):
                 yield self.get()
 
     def after_each(self, fn: Callable[[T], object]) -> Listener:
-        """Call `fn(value)` for each value: for those that wait already, then as they come.
+        """Call `fn(value)` for each value: first for queued ones, then as they arrive.
 
-        The queue's own thread calls it, for one value after the other. Exceptions are logged and
-        stop nothing. Each of several listeners gets every value that comes while it is registered.
-        A queue with listeners lives until they are removed, or it is closed.
+        The queue's own thread calls it, for one value after the other. Exceptions are logged and do
+        not stop the queue. Each of several listeners gets every value that arrives while it is
+        registered. A queue with listeners lives until they are removed, or it is closed.
 
         Returns:
             The listener, with a method `remove()`. Without listeners, values wait in the queue.
@@ -217,17 +217,17 @@ class DataQueue(Generic[T]):
             ['early', 'late']
         """
         if not callable(fn):
-            raise InvalidTypeError(f"{fn!r} is not callable. Give a function of one value.")
+            raise InvalidTypeError(f"{fn!r} is not callable. Pass a function of one value.")
         owner = self._owner("after_each")
         kept[self._key] = self
         return owner.listen(fn)
 
     def close(self) -> None:
-        """Let nothing more in: `put` raises `QueueClosedError`. Values in it can still be read.
+        """Close the queue: `put` raises `QueueClosedError`. Values in it can still be read.
 
         A `put` that waits for room raises that error now, in workers too. `close` returns when
-        everything that was put before has arrived, and the listeners have had it (unless a listener
-        calls it). A closed queue cannot be opened again; a second `close` does nothing.
+        everything that was put before has arrived, and the listeners have received it (unless a
+        listener calls it). A closed queue cannot be opened again; a second `close` has no effect.
 
         Raises:
             InvalidValueError: This is a task.
@@ -241,8 +241,8 @@ class DataQueue(Generic[T]):
         owner = self._end
         if isinstance(owner, QueueProxy) or (in_task() and not owner.is_of_task):
             raise InvalidValueError(
-                f"{verb}() was called in a task. A queue is read and closed where it was made; in"
-                " tasks, call put()."
+                f"{verb}() was called in a task. Read and close a queue in the process that made"
+                " it; in tasks, call put()."
             )
         return owner
 
@@ -257,7 +257,7 @@ class DataQueue(Generic[T]):
     def __repr__(self) -> str:
         limit = "" if self._maxsize is None else f" of at most {self._maxsize}"
         where = (
-            f"{len(self._end.values)} values wait"
+            f"{len(self._end.values)} queued"
             if isinstance(self._end, QueueOwner)
             else "made in another process"
         )
@@ -323,14 +323,14 @@ os.register_at_fork(after_in_child=_become_proxies)
 
 
 def check_timeout(timeout_s: Any) -> None:
-    """Raise the error for a time to wait (or None) that is no number, or negative."""
+    """Raise an error for a time to wait (or None) that is not a number, or negative."""
     if timeout_s is None:
         return
     if not isinstance(timeout_s, numbers.Real) or isinstance(timeout_s, bool):
-        raise InvalidTypeError(f"timeout_s={timeout_s!r} is not a number of seconds.")
+        raise InvalidTypeError(f"timeout_s must be a number of seconds, not {timeout_s!r}.")
     if not float(timeout_s) >= 0:
         raise InvalidValueError(
-            f"timeout_s={timeout_s} is no time to wait. Give 0 to look only, None to wait forever."
+            f"timeout_s must be at least 0, not {timeout_s}. Use None to wait forever."
         )
 
 
@@ -349,12 +349,11 @@ LOOK_AGAIN_S = 0.05
 """The length of a wait's pieces [s]: a thread is cancelled only while it runs Python code."""
 
 PATIENCE_S = 10.0
-"""A `put` warns when it waits for room, and nothing was read for so long [s]."""
+"""A `put` warns when it waits for room, and nothing was read for this long [s]."""
 
 NOBODY_READS = (
-    "put() has waited for room in a queue of at most %d values for %g s, in which nobody has read"
-    " any. Read in another thread than the one that puts: with profile='inline', tasks run in the"
-    " one that asks for them."
+    "put() waits for room in a queue of at most %d values, and nothing was read for %g s. Read in"
+    " another thread: with profile='inline', tasks run in the thread that submits them."
 )
 
 logger = logging.getLogger("raypool")
@@ -376,12 +375,12 @@ class Listener:
         self.is_removed = False
 
     def remove(self) -> None:
-        """Stop calling the function; a running call completes. A second `remove` does nothing."""
+        """Stop calling the function; a running call completes. A second `remove` has no effect."""
         self.is_removed = True
         self._on_remove(self)
 
     def call(self, *values: Any) -> None:
-        """Call the function; what it raises is logged."""
+        """Call the function; an exception is logged."""
         try:
             self._fn(*values)
         except BaseException:  # also sys.exit(): other listeners need the thread
@@ -539,8 +538,8 @@ class QueueOwner:
             while True:
                 if self._listeners:
                     raise InvalidValueError(
-                        f"get() was called, but the queue has {len(self._listeners)} listeners,"
-                        " which get everything. Remove them, or read in them."
+                        "get() cannot be called while the queue has listeners, which get every"
+                        " value. Remove them first."
                     )
                 if self.values:
                     entry, admitted = self._pop()
@@ -555,7 +554,7 @@ class QueueOwner:
         return entry
 
     def _pop(self) -> tuple[Any, list[_Putter]]:
-        """Return the oldest entry, and the putters whose values have found room."""
+        """Return the oldest entry, and the putters whose values now have room."""
         entry = self.values.popleft()
         self._num_taken += 1
         admitted: list[_Putter] = []
@@ -644,7 +643,7 @@ class QueueOwner:
         return True
 
     def close(self) -> None:
-        """Let nothing more in; return when all has arrived, and the listeners have had it."""
+        """Close it; return when all values have arrived, and the listeners have received them."""
         with self._lock:
             is_first = not self.is_closed
             self.is_closed = True
@@ -690,10 +689,7 @@ def _tell(putters: list[_Putter]) -> None:
 
 def closed_error() -> QueueClosedError:
     """Return the error of `put` into a closed queue."""
-    return QueueClosedError(
-        "The queue was closed, so nothing more can be put into it. Whoever has made it wants no"
-        " more."
-    )
+    return QueueClosedError("The queue was closed, so nothing more can be put into it.")
 
 
 # --- proxy: a queue in a worker -------------------------------------------------------------------
@@ -715,9 +711,9 @@ class QueueProxy:
         way = this_process.link
         if way is None or self.is_of_task:
             raise InvalidValueError(
-                "This process is neither the one that has made the queue nor a worker of a pool of"
-                " its own, so nothing can be put here. Make the queue where the pool is opened, and"
-                " put into it in tasks."
+                "This process neither made the queue nor is a worker of a pool of the process that"
+                " made it. Make the queue in the process that opens the pool, and call put() in"
+                " its tasks."
             )
         if self.is_closed:
             raise closed_error()

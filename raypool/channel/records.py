@@ -271,7 +271,7 @@ class Values(Protocol):
 
 
 class Missing(NamedTuple):
-    """In place of a value that has arrived and cannot be opened."""
+    """Stands for a value that arrived and cannot be unpickled."""
 
     error: Exception
 
@@ -282,7 +282,7 @@ def where(worker: WorkerInfo) -> str:
 
 
 def named(numbers: Sequence[int]) -> str:
-    """Return the name of some items in messages.
+    """Return words for some items in messages.
 
     Example:
         >>> named([3]), named(range(3, 6)), named([9, 2]), named([9, 2, 7, 5, 1])

@@ -31,11 +31,11 @@ class ValueStore:
 
     Every task, and the process that opened the pool, may put, read and remove at any time; the last
     `put` wins. On Ray, a value is kept as it is at `put`, and each reader gets a copy; in pools of
-    this process it is the value itself. One process beside the workers has the values in memory;
-    they go with the pool. Outside a pool `current_task().store` is a store of this process, so that
-    a function runs unchanged by itself.
+    this process it is the value itself. One process beside the workers keeps the values in memory
+    until the pool ends. Outside a pool `current_task().store` is a store of this process, so that a
+    function runs unchanged by itself.
 
-    Keys are texts, whole numbers, or tuples of them. Every method may raise `PoolClosedError` (the
+    Keys are strings, integers, or tuples of them. Every method may raise `PoolClosedError` (the
     pool has ended) or `WorkerLostError` (the process with the values was lost).
 
     Source:
@@ -114,7 +114,7 @@ class ValueStore:
             timeout_s: How long to wait [s]; None waits forever.
 
         Raises:
-            TimeoutError: Nobody has put it in this time.
+            TimeoutError: No value was put there in this time.
 
         Example:
             >>> from raypool import parpool
@@ -129,7 +129,7 @@ class ValueStore:
         check_timeout(timeout_s)
         is_there, packed = self._ask("wait", key, timeout_s)
         if not is_there:
-            raise TimeoutError(f"Nobody has put {key!r} into the store within {timeout_s:g} s.")
+            raise TimeoutError(f"Nothing was stored under {key!r} within {timeout_s:g} s.")
         return self._way.unpack(packed)
 
     # --- keys -------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class ValueStore:
 
     def __repr__(self) -> str:
         try:
-            return f"<ValueStore: {len(self)} values>"
+            return f"<ValueStore: {len(self)} value{'s' if len(self) != 1 else ''}>"
         except (PoolClosedError, WorkerLostError):
             return "<ValueStore: closed>"
 
@@ -160,7 +160,7 @@ class ValueStore:
         """Call `fn(store, key)` here after each `put` and each removal, by any process.
 
         `key in store` tells which it was. Another thread calls `fn`, in the order of the changes; a
-        value may have changed again by then. Exceptions are logged and stop nothing.
+        value may have changed again by then. Exceptions are logged and otherwise ignored.
 
         Returns:
             The listener; its `remove()` ends it, and so does the end of the pool.
@@ -185,7 +185,7 @@ class ValueStore:
         """
         if not callable(fn):
             raise InvalidTypeError(
-                f"{fn!r} is not callable. Give a function of the store and a key."
+                f"{fn!r} is not callable. Pass a function of the store and a key."
             )
         number = self._ask("watch")
         listener = Listener(fn, lambda _: self._unwatch(number))
@@ -204,8 +204,8 @@ class ValueStore:
                     listener.call(self, key)
             if not listener.is_removed:
                 logger.warning(
-                    "A listener of a store is too slow: too many changes are waiting for it. It"
-                    " gets no further ones."
+                    "A listener of a store is too slow: too many changes wait for it. It gets no"
+                    " more of them."
                 )
 
     def _unwatch(self, number: int) -> None:
@@ -218,8 +218,8 @@ class ValueStore:
         answer = self._way.ask("store", self._key, verb, *args)
         if answer is None:
             raise InvalidValueError(
-                "This is the store of another pool than the one whose task this is. Use"
-                " current_task().store, or send the value."
+                "This store belongs to another pool than this task. Use current_task().store, or"
+                " send the value."
             )
         return answer[0]
 
@@ -276,5 +276,5 @@ def _check_key(key: Any) -> None:
     for part in parts:
         if not isinstance(part, (str, int)) or isinstance(part, bool):  # True would be 1
             raise InvalidTypeError(
-                f"The key {key!r} is neither a text nor a whole number, nor a tuple of them."
+                f"A key must be a string, an integer, or a tuple of them, not {key!r}."
             )

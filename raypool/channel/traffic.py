@@ -43,7 +43,7 @@ class Traffic:
 class TransferBytes:
     """How many bytes were sent to and received from each worker during a `with` block.
 
-    Within the block it tells the numbers so far. See `ParallelPool.transfer_bytes`.
+    Within the block it has the numbers so far. See `ParallelPool.transfer_bytes`.
     """
 
     def __init__(self, traffic: Traffic, workers: Callable[[], Sequence[int]]) -> None:

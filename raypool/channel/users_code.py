@@ -143,7 +143,7 @@ def _sorted_folders(path: tuple[Any, ...], here: str) -> tuple[tuple[str, ...], 
 
 
 def _newest_import() -> tuple[int, str]:
-    """Return what every import changes: the number of modules, and the last one."""
+    """Return values that every import changes: the number of modules, and the last one."""
     return len(sys.modules), next(reversed(sys.modules))
 
 
@@ -363,7 +363,7 @@ class Follower:
 
 
 def reload_all(modules: Iterable[types.ModuleType]) -> None:
-    """Reload modules, and renew what other modules of the user have imported from them.
+    """Reload modules, and rebind the names that other modules of the user imported from them.
 
     Raises:
         Exception: One of them has raised it.
@@ -389,7 +389,7 @@ def different_module(name: str, file: str, host: str) -> str:
     """Return the warning about a module of which workers on a machine run another version."""
     return (
         f"Workers on {host} run another version of the module {name} than this process: {file}"
-        " there is not what was imported here. If it was edited since, call"
+        " there differs from the version imported here. If it was edited since, call"
         f" importlib.reload({name}) here. If that machine has its own copy, update it, or let"
         " working_dir= send it."
     )

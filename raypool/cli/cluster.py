@@ -130,7 +130,7 @@ def machines(gpu: str | None, name: str, is_json: bool) -> None:
 @click.option(
     "--fallback",
     is_flag=True,
-    help="With --spot: use on-demand machines while no spot machine can be had.",
+    help="With --spot: use on-demand machines while no spot machine is available.",
 )
 @click.option(
     "--host",
@@ -146,7 +146,7 @@ def machines(gpu: str | None, name: str, is_json: bool) -> None:
     "--package",
     "packages",
     multiple=True,
-    help="Package to install there besides raypool and what it needs; may be repeated.",
+    help="Package to install there besides raypool and its dependencies; may be repeated.",
 )
 @click.option("--python", help="Python version there, such as 3.11. Default: the local one.")
 @click.option(
@@ -154,7 +154,7 @@ def machines(gpu: str | None, name: str, is_json: bool) -> None:
     type=click.FloatRange(min=0),
     default=60,
     show_default=True,
-    help="Delete the whole cluster when no job, pool or client has used it for so long; 0: never.",
+    help="Delete the whole cluster after this time without a job, pool or client; 0: never.",
 )
 @click.option(
     "--job",
@@ -169,7 +169,7 @@ def machines(gpu: str | None, name: str, is_json: bool) -> None:
     metavar="URL",
     help="Kubernetes, with --job: a zip of the code (https://..., gs://..., s3://...).",
 )
-@click.option("--profile", help="Slurm: a profile of raypool.toml that says what to ask for.")
+@click.option("--profile", help="Slurm: the profile in raypool.toml with the allocation.")
 @click.option(
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -348,7 +348,7 @@ def harden(file: Path) -> None:
     changes = difflib.unified_diff(
         before.splitlines(), after.splitlines(), str(file), str(file), n=0, lineterm=""
     )
-    echo("\n".join(changes) or f"{file}: nothing is to be changed.")
+    echo("\n".join(changes) or f"{file}: nothing to change.")
 
 
 @cluster.command()

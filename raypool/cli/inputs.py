@@ -50,7 +50,7 @@ def read_configs(path: Path) -> list[Config]:
     parse = PARSERS.get(path.suffix.lower())
     if parse is None:
         raise InvalidValueError(
-            f"{path} ends in none of {', '.join(PARSERS)}. Rename it to match its format."
+            f"{path} must end in {', '.join(PARSERS)}. Rename it to match its format."
         )
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -375,7 +375,8 @@ def _file(path: Path) -> ModuleType:
     path = path.resolve()
     if "." in path.stem:
         raise InvalidValueError(
-            f"{path.name!r} cannot be imported: the name of a module has no dot. Rename the file."
+            f"{path.name!r} cannot be imported: a module name cannot contain a dot. Rename the"
+            " file."
         )
     _look_in(path.parent)
     # Workers of a Ray started here search the current folder anyway, but not this one.

@@ -34,7 +34,7 @@ RANGES = ("uniform", "log_uniform", "int_uniform", "choice")
     "--num-trials",
     type=click.IntRange(min=1),
     required=True,
-    help="Number of trials, with those that are in RUN_DIR already.",
+    help="Number of trials, including those already in RUN_DIR.",
 )
 @click.option("--metric", help="Name of the score that the function reports or returns.")
 @click.option(
@@ -42,13 +42,13 @@ RANGES = ("uniform", "log_uniform", "int_uniform", "choice")
     type=click.Choice(["max", "min"]),
     default="max",
     show_default=True,
-    help="Whether a greater or a smaller score is better.",
+    help="Whether a higher or a lower score is better.",
 )
 @click.option(
     "--halving",
     type=click.IntRange(min=2),
     metavar="MAX_EPOCHS",
-    help="Compare trials after 1, 3, 9, ... epochs; the best third continues, up to MAX_EPOCHS.",
+    help="Compare trials after 1, 3, 9, ... epochs and continue the best third, up to MAX_EPOCHS.",
 )
 @click.option(
     "--median", "is_median", is_flag=True, help="Stop trials below the median of the others."
@@ -87,13 +87,13 @@ def search(target: str, space: Path, is_json: bool, **options: Any) -> None:
     Trials are kept in RUN_DIR; run the same command again to resume, or with more trials to
     continue. The table goes to standard output, everything else to standard error. Exit status: 0
     if there is a best trial, 1 if all failed, 2 for a usage error, 75 if all machines are about to
-    go, 130 after Ctrl-C.
+    shut down, 130 after Ctrl-C.
     """
     from raypool import search as spaces
     from raypool.cli.inputs import find_function
 
     if options["halving"] is not None and options["is_median"]:
-        raise click.UsageError("--halving and --median are two rules for stopping. Choose one.")
+        raise click.UsageError("--halving and --median cannot be combined. Choose one.")
     run_dir: str = options["run_dir"]
     with contextlib.redirect_stdout(sys.stderr), errors_said():
         stop: Any = None
@@ -151,7 +151,7 @@ def read_space(path: Path) -> dict[str, Any]:
     r"""Return the search space in a TOML file.
 
     Raises:
-        InvalidValueError: It cannot be read, or one of its ranges is wrong; the name is said.
+        InvalidValueError: It cannot be read, or one of its ranges is wrong; the message names it.
 
     Example:
         >>> import tempfile

@@ -86,11 +86,11 @@ def _settings() -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]:
         ),
         "--runtime-version": (
             ("runtimeVersion",),
-            {"help": "Accepted and not used: machines get the versions installed here."},
+            {"help": "Accepted but ignored: machines get the versions installed here."},
         ),
         "--python-version": (
             ("pythonVersion",),
-            {"help": "Accepted and not used: machines get the Python that runs here."},
+            {"help": "Accepted but ignored: machines get the Python that runs here."},
         ),
         "--use-chief-in-tf-config": (
             ("useChiefInTfConfig",),
@@ -244,7 +244,7 @@ def _slurm_profile(given: dict[str, Any]) -> Profile | None:
     is_slurm = profile is not None and profile.slurm is not None
     if not is_slurm and (given["is_slurm"] or given["is_requeued"]):
         raise CloudError(
-            '--slurm and --requeue are for Slurm. Name a profile with kind = "slurm", or none.'
+            '--slurm and --requeue are for Slurm. Pass a profile with kind = "slurm", or none.'
         )
     return profile if is_slurm else None
 
@@ -267,7 +267,7 @@ def _submission(context: click.Context, given: dict[str, Any]) -> Submission:
         )
     if len(documents) != 1:
         raise CloudError(
-            f"{given['config']} has {len(documents)} YAML documents. A training job is one."
+            f"{given['config']} has {len(documents)} YAML documents. A training job must be one."
         )
     options = {
         option: ((job_files.INPUT, *keys), value)
@@ -289,8 +289,8 @@ def _submission(context: click.Context, given: dict[str, Any]) -> Submission:
         found = Script(("-c", start, *rest), None)
     else:
         raise CloudError(
-            "There is nothing to run. Name a script (train.py), a module (trainer.task), or, for an"
-            " image, its containerCommand."
+            "There is nothing to run. Pass a script (train.py), a module (trainer.task), or, for"
+            " an image, its containerCommand."
         )
     args = context.meta[ARGS]
     return Submission(
@@ -336,12 +336,12 @@ def _target(
 def _check_for_real(given: dict[str, Any], training: Training) -> None:
     if given["project"] is None:
         raise CloudError(
-            "There is no project to bill. Give --project, or set GOOGLE_CLOUD_PROJECT."
+            "There is no project to bill. Pass --project, or set GOOGLE_CLOUD_PROJECT."
         )
     if training.job_dir is not None and "://" not in training.job_dir and not given["is_kept"]:
         raise CloudError(
             f"--job-dir {training.job_dir} is on a disk of the cluster, which is deleted with it."
-            " Give gs://BUCKET/..., or --keep."
+            " Use gs://BUCKET/..., or --keep."
         )
 
 

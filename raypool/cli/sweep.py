@@ -116,7 +116,8 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
 
     Finished results are kept in RUN_DIR; run the same command again to resume. The table goes to
     standard output, everything else to standard error. Exit status: 0 if all items finished, 1 if
-    some failed, 2 for a usage error, 75 if all machines are about to go, 130 after Ctrl-C.
+    some failed, 2 for a usage error, 75 if all machines are about to shut down, 130 after
+    Ctrl-C.
     """
     from raypool.cli.inputs import check_takes_whole, find_function, read_configs
 

@@ -18,7 +18,7 @@ MOST_STREAKS = 8
 """The number of functions whose failures are counted in a place, the latest ones."""
 
 SUSPECT_AFTER = 3
-"""After so many failed calls in a row a place gets items from behind the head of the queue."""
+"""After this many failed calls in a row a place gets items from behind the head of the queue."""
 
 MOST_SKIPPED = 16
 

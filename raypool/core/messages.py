@@ -13,10 +13,10 @@ from raypool.errors import LossReason
 
 
 class Signal(Enum):
-    """What a running task is told.
+    """A request to a running task.
 
     STOP: return early, with a result. CANCEL: the task is interrupted. LEAVE: the machine is about
-    to go; save and return, to run again elsewhere.
+    to shut down; save and return, to run again elsewhere.
     """
 
     STOP = "stop"
@@ -82,7 +82,7 @@ class PlaceLeaving(NamedTuple):
 
 
 class PoolLeaving(NamedTuple):
-    """All places will be gone soon: nothing starts any more, and running tasks get a signal.
+    """All places will be gone soon: nothing new starts, and running tasks get a signal.
 
     `is_final`: no other node can come. The pool ends when nothing runs any more, at `gone_at` at
     the latest; what still runs at `at` is interrupted (None: never). Else it waits for a node.

@@ -17,7 +17,7 @@ FADING = 0.9
 """Decay of the longest recent time with each later call."""
 
 PLENTY = 4
-"""Calls are sent ahead while each worker has so many items left: one stuck behind a long item is
+"""Calls are sent ahead while each worker has this many items left: one stuck behind a long item is
 then not the last to run.
 """
 
@@ -31,7 +31,7 @@ LEAST_CHUNK_S = 0.005
 """Calls shrink towards the end of a queue, but not below this [s]; they cost about 1 ms each."""
 
 GROWTH = 16
-"""A call has at most so many times the measured items: few measurements justify no long call."""
+"""A call has at most this many times the measured items: few measurements justify no long call."""
 
 NEWEST_WEIGHT = 0.25
 """Weight of the newest call in the running mean, once there are four."""
@@ -40,7 +40,7 @@ MAX_IN_FLIGHT = 2
 """Calls of a worker: one that runs, and one of look-ahead."""
 
 MAX_FAILED_STARTS = 3
-"""A place is given up after so many failed starts in a row."""
+"""A place is given up after this many failed starts in a row."""
 
 FORGIVEN = (LossReason.STOPPED, LossReason.PREEMPTED)
 """Losses for these reasons count neither as retries nor against the place."""

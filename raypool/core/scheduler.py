@@ -423,7 +423,7 @@ class Scheduler:
         story = self.story(task_id, worker_id)
         raise InternalError(
             f"The scheduler cannot take {event!r} in state {self.state.value}. "
-            "This is a mistake in raypool; report it with the story below.\n" + "\n".join(story),
+            "This is a bug in raypool; report it with the story below.\n" + "\n".join(story),
             story=story,
         )
 

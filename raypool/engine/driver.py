@@ -59,7 +59,7 @@ class Driver:
     Args:
         scheduler: The core.
         inbox: Where events arrive.
-        hub: Collects what tasks report and print.
+        hub: Collects reports and output of tasks.
         tell: Callbacks for messages to the user and the pool.
         record: Writes down every event with its time.
     """
@@ -322,7 +322,7 @@ class Driver:
         turn.worker = self._info_of(event.worker_id)
         if event.kind == "ready":
             self._losses.words = (
-                "it had not come up within start_timeout_s; raise that, or look for what keeps the"
+                "it did not start within start_timeout_s; raise that, or check what keeps the"
                 " machine busy"
             )
 
@@ -489,7 +489,7 @@ class Driver:
 
 
 class Arrivals:
-    """Which workers are up, by place, and why others are not.
+    """Which workers have started, by place, and why others have not.
 
     Args:
         is_closed: Whether the pool has ended, so that waiting is pointless.
@@ -527,7 +527,7 @@ class Arrivals:
             self._awaited.update(places)
 
     def let_go(self, places: Iterable[int]) -> None:
-        """Take it that nobody waits for the workers in these places any more."""
+        """Note that nobody waits for the workers in these places any more."""
         with self.changed:
             for place in places:
                 del self._awaited[place]
@@ -550,7 +550,7 @@ class Arrivals:
             why = (
                 "the pool was closed"
                 if is_known
-                else f"it had not come up within start_timeout_s={timeout_s:g}"
+                else f"it did not start within start_timeout_s={timeout_s:g}"
             )
             return {
                 place: self._failed.get(place, why) for place in places if place not in self.infos
@@ -572,8 +572,8 @@ class Turn:
     Attributes:
         event: The event.
         worker: The worker that it is about.
-        results: What has come back with it, by task.
-        fallen: What the worker was running, if the event is its loss.
+        results: The results that came with it, by task.
+        fallen: The tasks that the worker was running, if the event is its loss.
         missed: Slices without an outcome of this attempt, and why: they run again, unless a command
             settles them.
     """
@@ -620,7 +620,7 @@ class LossRecord:
         self._scheduler = scheduler
 
     def note_fallen(self, call: Call, reason: LossReason, was_idle: bool, turn: Turn) -> None:
-        """Note what a call held whose worker is lost, as far as it is still waited for."""
+        """Note the awaited items of a call whose worker is lost."""
         # also if nobody knows whether it was begun
         is_attempt = not was_idle and (call.began_at is not None or reason not in policy.FORGIVEN)
         for piece, _, _ in call.sent:
@@ -639,7 +639,7 @@ class LossRecord:
         # a rank that was interrupted, or what came back
         if isinstance(turn.event, ANSWERS) and reason is LossReason.PREEMPTED:
             words = self.leaving.get(
-                turn.worker.index, "the machine of another rank is about to go"
+                turn.worker.index, "the machine of another rank is about to shut down"
             )
             return explanations.lost(turn.worker, what, items.attempt, reason, words)
         words = self.words if isinstance(turn.event, LOSSES) else "the pool was made smaller"

@@ -1,7 +1,7 @@
 """A loop with a `run_dir`: it records outcomes in that folder, and resumes from there.
 
 `DurableLoop` is the loop, `Recorder` the thread that writes the journal, and `ItemFiles` the files
-with what each item reports and prints.
+with the reports and output of each item.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ UNCHANGEABLE = frozenset({int, float, bool, str, bytes, type(None)})
 """Types whose values cannot change."""
 
 MOST_CHANGES = 3
-"""So many changes of a function are named in a warning."""
+"""At most this many changes of a function are named in a warning."""
 
 logger = logging.getLogger("raypool")
 
@@ -269,7 +269,7 @@ class DurableLoop(LoopWork):
         self._recorder.put(partial(self._write_gpus, sample))
 
     def close(self) -> None:
-        """Write what is left, and release the folder."""
+        """Write the rest, and release the folder."""
         self._recorder.close()
         self.trouble = self._recorder.failure
 
@@ -368,8 +368,7 @@ class DurableLoop(LoopWork):
 
     def _give_up(self, error: BaseException) -> None:
         mistake = InternalError(
-            "What writes the journal has failed. This is a mistake in raypool; report it with the"
-            " cause.",
+            "The journal's writer has failed. This is a bug in raypool; report it with the cause.",
             story=(),
         )
         mistake.__cause__ = error
@@ -530,11 +529,11 @@ class Recorder:
         self._inbox.put(prepare)
 
     def end(self, tell: Callable[[BaseException | None], None]) -> None:
-        """Write what is left, and then tell."""
+        """Write the rest, then call `tell`."""
         self._inbox.put(End(tell))
 
     def close(self) -> None:
-        """Write what is left, without further tries, and wait for the thread's end."""
+        """Write the rest, without further tries, and wait for the thread's end."""
         is_first = not self._is_hurried
         self._is_hurried = True
         self._inbox.put(End(lambda error: None))
@@ -573,11 +572,11 @@ class Recorder:
         return True
 
     def _failed(self, num_left: int) -> JournalError:
-        tried = "" if self._is_hurried else f", also not within {PATIENCE_S:g} s after its end"
+        tried = "" if self._is_hurried else f", even within {PATIENCE_S:g} s after its end"
         error = JournalError(
             f"{self._said(num_left)} of {self._label} could not be written to"
-            f" {self._journal.run_dir}{tried}: {self._trouble}. All values are in .results of this"
-            " error. Make room there, and the same call runs again what is missing.",
+            f" {self._journal.run_dir}{tried}: {self._trouble}. This error's .results has all"
+            " values. Free some space there and repeat the call: it runs the missing items.",
             run_dir=str(self._journal.run_dir),
         )
         if self._is_hurried:
@@ -586,7 +585,7 @@ class Recorder:
 
     def _said(self, num_left: int) -> str:
         if not num_left:
-            return f"What {self._files.num_unwritten:,} items have reported and printed"
+            return f"Reports and output of {self._files.num_unwritten:,} items"
         return f"{num_left:,} outcome{'s' if num_left != 1 else ''}"
 
     def _take(self) -> None:
@@ -626,7 +625,7 @@ class Recorder:
             self._note_trouble(refusal or unsaid, is_total=refusal is not None and not done)
 
     def _write_steps(self, steps: Sequence[Step]) -> OSError | None:
-        """Write what can be, and leave the rest in the steps; return why that can't."""
+        """Write as much as possible, and leave the rest in the steps; return why that failed."""
         try:
             entries = [entry for step in steps for entry in step.entries]
             if entries:
@@ -683,7 +682,7 @@ DIARY = "diary.txt"
 
 
 class ItemLogFeed(LoopFeed):
-    """A feed that also queues what items report and print, for `ItemFiles`."""
+    """A feed that also queues reports and output of items, for `ItemFiles`."""
 
     __slots__ = ("_new",)
 
@@ -717,14 +716,14 @@ class ItemLogFeed(LoopFeed):
 
 
 class Unwritten(NamedTuple):
-    """What an item reported and printed that is not in its files yet."""
+    """Reports and output of an item that are not in its files yet."""
 
     lines: list[str]
     texts: list[str]
 
 
 class ItemFiles:
-    """The files with what each item of a run reported and printed.
+    """The files with reports and output of each item of a run.
 
     Args:
         feed: Where reports and output arrive.
@@ -748,7 +747,7 @@ class ItemFiles:
         return len(self._unwritten)
 
     def write(self) -> OSError | None:
-        """Add what is new to the files; return why something has to wait for the next time."""
+        """Add new entries to the files; return why some must wait."""
         for new in self._feed.hand_on():
             if len(new) == 4:
                 time, item, attempt, metrics = new

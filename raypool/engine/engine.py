@@ -164,7 +164,7 @@ class Engine:
             logger.exception("The cleanup of a constant failed.")
 
     def check_open(self) -> None:
-        """Make sure that work is still taken.
+        """Make sure that the pool still takes work.
 
         Raises:
             PoolClosedError: The pool was shut down, or its driver has ended.
@@ -174,8 +174,7 @@ class Engine:
             raise self.driver.crash_error()
         if self.driver.scheduler.state is PoolState.BROKEN:
             raise self.driver.preempted_error() or PoolBrokenError(
-                "No worker of the pool is left that could be started again. Open another with"
-                " parpool()."
+                "No worker of the pool is left or can be restarted. Open another with parpool()."
             )
         if self.is_closing or self.driver.closed.is_set():
             raise PoolClosedError(self._why_closed)
@@ -230,7 +229,7 @@ class Engine:
 
     @functools.cached_property
     def store(self) -> ValueStore:
-        """The values that all of the pool may put and read."""
+        """The value store that the pool and its tasks share."""
         return ValueStore(self.find_way())
 
     def opener(self, value: Any, what: str) -> Callable[[], Any]:
@@ -310,7 +309,7 @@ class Engine:
 
         Raises:
             ResourceError: There are fewer.
-            StartupError: One did not come up.
+            StartupError: One did not start.
         """
         with self.backend.sizing():
             self.driver.barrier()  # the size counts what was asked for before
@@ -322,7 +321,7 @@ class Engine:
                 self.driver.barrier()  # `num_workers` is the new size on return
 
     def grow(self, most: int) -> None:
-        """Give the pool so many workers, on Ray as far as there is room; return when they are up.
+        """Give the pool this many workers, or on Ray as many as fit; return when they have started.
 
         Raises:
             ResourceError: There is no room for a single one more.
@@ -336,7 +335,7 @@ class Engine:
 
     @property
     def is_over(self) -> bool:
-        """Whether no work is taken any more."""
+        """Whether the pool takes no more work."""
         return (
             self.is_closing
             or self.driver.closed.is_set()
@@ -383,8 +382,8 @@ def _forget_all() -> None:
     for engine in list(_engines):
         engine.is_closing = engine.is_forked = True
         engine._why_closed = (
-            "This process was forked from the one that has opened the pool, which works only there."
-            " Start the process by spawn (multiprocessing.get_context('spawn')), or open a pool"
+            "The pool works only in the process that opened it, and this process was forked from"
+            " that. Start it with spawn (multiprocessing.get_context('spawn')), or open a pool"
             " here: parpool(profile='threads')."
         )
         engine.driver.closed = threading.Event()
@@ -406,8 +405,8 @@ def _end_all() -> None:
         if not engine.is_over:
             engine._why_closed = (
                 "The interpreter ends, and the pool with it: it cannot schedule new futures after"
-                " interpreter shutdown. Hand in all work before the script ends, and wait for the"
-                " threads that hand in more."
+                " interpreter shutdown. Submit all work before the script ends, and join the"
+                " threads that submit more."
             )
     if not hasattr(sys, "last_type"):  # the interpreter sets it after an uncaught exception
         for engine in engines:

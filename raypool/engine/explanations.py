@@ -24,12 +24,12 @@ HINTS = {
         " set."
     ),
     LossReason.EXIT: (
-        "The function ended its process, or crashed in native code; run it with profile='inline' to"
-        " see."
+        "The function ended its process, or crashed in native code; run it with profile='inline'"
+        " to debug it."
     ),
     LossReason.NODE: "Check the node, or raise retries.",
     LossReason.PREEMPTED: (
-        "With retries=1 an item moves to another node by itself; make a call on all workers again."
+        "With retries=1 an item moves to another node automatically; repeat a call on all workers."
     ),
     LossReason.START: "Try the function with profile='inline'.",
     LossReason.FAULTY: "Check that machine and its GPU.",
@@ -39,7 +39,7 @@ HINTS = {
 """The next step, by what happened."""
 
 
-FAULTY = "it failed every task that it was given, while others did not"
+FAULTY = "every task failed there, but not on other workers"
 
 
 class Tell(NamedTuple):
@@ -79,7 +79,7 @@ def parked(num_workers: int) -> str:
 
 
 def not_started(num_failed: int, num_places: int, place: int, why: str, logs: str | None) -> str:
-    """Return the message about workers that did not come up: why that place, and the logs."""
+    """Return the message about workers that did not start: why that place, and the logs."""
     step = ""
     if isinstance(why, Refusal):
         step = " Try the function with profile='inline'."
@@ -90,7 +90,7 @@ def not_started(num_failed: int, num_places: int, place: int, why: str, logs: st
 
 def dropped(words: str, num_left: int) -> str:
     """Return the message that a worker is not started again; `words` say why."""
-    return f"A worker could not be started again: {words}. The pool has {num_left} left."
+    return f"A worker could not be restarted: {words}. The pool has {num_left} left."
 
 
 def left(worker: WorkerInfo, words: str, num_left: int) -> str:
@@ -127,16 +127,16 @@ def timed_out(worker: WorkerInfo, what: str, timeout_s: float) -> TaskTimeoutErr
     """Return the error for items that have run too long."""
     return TaskTimeoutError(
         f"{what} had not ended after timeout_s={timeout_s:g}, and was stopped on worker"
-        f" {worker.index} ({where(worker)}). Give it more time, or look at what it printed and"
-        " reported until then."
+        f" {worker.index} ({where(worker)}). Raise timeout_s, or check what it printed and"
+        " reported."
     )
 
 
 def pool_broken(words: str) -> PoolBrokenError:
     """Return the error for tasks of a pool without workers; `words` are about the last one."""
     return PoolBrokenError(
-        f"No worker is left, and none could be started again; the last error: {words}. Open a new"
-        " pool with parpool()."
+        f"No worker is left, and none could be restarted; the last error: {words}. Open a new pool"
+        " with parpool()."
     )
 
 
@@ -151,7 +151,7 @@ def pool_preempted(words: str, left_s: float | None, counts: Counts) -> PoolPree
 
 
 def driver_failed(cause: BaseException | None) -> PoolBrokenError:
-    """Return the error for those who still want something of a failed driver."""
+    """Return the error for calls that still wait for a failed driver."""
     # Ray Client's, before anybody has noticed that nothing comes any more
     if isinstance(cause, ConnectionError):
         ended = PoolBrokenError(
@@ -161,22 +161,21 @@ def driver_failed(cause: BaseException | None) -> PoolBrokenError:
         ended.__cause__ = cause
         return ended
     broken = PoolBrokenError(
-        "The pool's driver has failed. This is a mistake in raypool; report it with the cause"
-        " below."
+        "The pool's driver has failed. This is a bug in raypool; report it with the cause below."
     )
     broken.__cause__ = cause
     return broken
 
 
 def missing_module(name: str, host: str) -> str | None:
-    """Return what to do about a module that a worker did not find; None if it is not here."""
+    """Return the advice for a module that a worker did not find; None if it is not here either."""
     folder = folder_of(name)
     if folder is None:
         return None
     if is_installed(str(folder)):
         return (
             f"raypool: {name} is installed here, but not on {host}. Install the same version there,"
-            " or name it in packages=."
+            " or add it to packages=."
         )
     return (
         f"raypool: this process finds {name} in {folder}, workers on {host} do not. parpool(...,"

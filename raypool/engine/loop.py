@@ -68,8 +68,8 @@ class LoopOptions(NamedTuple):
     """How a loop is run.
 
     `is_fixed`: the user has set `chunk_size`. `order`: the numbers of the items in the order of
-    submission; None: as they are. `checkpoints`: a path or URL for what items keep for their next
-    attempt, and what the names there begin with.
+    submission; None: as they are. `checkpoints`: a path or URL for checkpoints of items, and the
+    prefix of the names there.
     """
 
     label: str
@@ -271,7 +271,7 @@ class LoopWork:
     def _errors_of(
         self, piece: Slice, result: SliceResult, worker: WorkerInfo
     ) -> dict[int, BaseException]:
-        """Return what the items of a slice have raised, by their numbers."""
+        """Return the exceptions of the items of a slice, by their numbers."""
         numbers = self.numbers(piece)
         errors = {}
         for position, failure in result.failures.items():

@@ -1,4 +1,4 @@
-"""The table of a pool's GPUs (`pool.device_table`): their state, workers, and what these run."""
+"""The table of a pool's GPUs (`pool.device_table`): their state, workers, and running tasks."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def running(driver: Driver) -> dict[int, str]:
                 piece, *others = attempt.slices
                 work = driver.works.get(piece.task_id)
                 found[worker.place] = (
-                    "something that was cancelled"
+                    "a cancelled task"
                     if work is None
                     else work.describe(piece) + (f" and {len(others)} more" if others else "")
                 )

@@ -35,7 +35,7 @@ class Work(Protocol):
         """Return the slice ready to travel."""
 
     def describe(self, piece: Slice) -> str:
-        """Return what to call these items in a message."""
+        """Return the name of these items for a message."""
 
     def wants_retry(self, error: BaseException) -> bool:
         """Whether an item that raised this should run again."""
@@ -50,7 +50,7 @@ class Work(Protocol):
         """Record that these items run again: a text says how they were lost, or their error."""
 
     def end(self, state: TaskState, error: BaseException | None) -> None:
-        """Take it that nothing more will come; `error` stands for items without an outcome."""
+        """Note that no more outcomes will come; `error` is for items without one."""
 
 
 @runtime_checkable
@@ -174,7 +174,7 @@ class CallWork:
         elif not future.done():
             self._fail_with(
                 error
-                or TaskError(f"{future.name} was given up while it ran: the pool was shut down.")
+                or TaskError(f"{future.name} was stopped while it ran: the pool was shut down.")
             )
 
     def _fail_with(self, error: BaseException) -> None:

@@ -37,14 +37,14 @@ def gpu(i: int = 0) -> torch.device:
     """Return a GPU of this process: one card with its own memory.
 
     In a worker of a pool, `gpu()` is its own GPU, whatever its number on the machine
-    (`current_task().gpu`). Code that should also run without a GPU takes `current_task().device`.
-    No CUDA context is made.
+    (`current_task().gpu`). Code that should also run without a GPU uses `current_task().device`. No
+    CUDA context is made.
 
     Args:
         i: Its number among the GPUs that this process sees, from 0, in CUDA's order.
 
     Raises:
-        InvalidTypeError: `i` is not a whole number.
+        InvalidTypeError: `i` is not an integer.
         InvalidValueError: This process sees no such GPU.
 
     Source:
@@ -54,7 +54,7 @@ def gpu(i: int = 0) -> torch.device:
 
     number = whole_number(i)
     if number is None:
-        raise InvalidTypeError(f"gpu({i!r}) is not a number of a GPU. They are numbered from 0.")
+        raise InvalidTypeError(f"gpu() takes the number of a GPU, from 0, not {i!r}.")
     _check_seen(number, f"gpu({number})")
     return torch.device("cuda", number)
 
@@ -63,31 +63,30 @@ def gpu(i: int = 0) -> torch.device:
 def as_device(
     x: T, device: torch.device | str, *, pinned: bool = False, non_blocking: bool = False
 ) -> T:
-    """Return `x` on a device: `x` itself if it is there already, else with moved parts.
+    """Return `x` on a device: `x` itself if it is already there, else with moved parts.
 
     torch does not move the operands of an operation to one device. A function that begins with
     `x = as_device(x, device)` takes any `x`, at no cost if it is on the device. In nested
     containers (dicts, lists, tuples, named tuples, dataclasses), only changed parts are new. A
     tensor that occurs twice is moved once. Gradients flow back through the move, as with
-    `Tensor.to`; a moved tensor is no leaf, so make one that you optimize on its device:
+    `Tensor.to`; a moved tensor is not a leaf, so create one that you optimize on its device:
     `as_device(x.detach(), device).requires_grad_()`.
 
-    A model (`torch.nn.Module`) is moved itself, not copied, as optimizers hold its parameters.
+    A model (`torch.nn.Module`) is moved in place, since optimizers hold its parameters.
     NumPy arrays, numbers, texts, sets and objects of other types stay as they are.
 
     Args:
         x: A tensor, a model, or containers of these.
         device: `cpu()`, `gpu(1)`, `current_task().device`, or torch's name for it ("cuda:1").
         pinned: Use locked main memory, which the GPU reads and writes by itself, for tensors on the
-            CPU (also those that are there already) and for those that leave it. For a single move,
+            CPU (including those already there) and for those that leave it. For a single move,
             locking costs more than it gains. No effect without a GPU.
         non_blocking: Do not wait for the end of a move between pinned memory and a GPU. Later work
             on that GPU does wait; the CPU does not: call `torch.cuda.synchronize()` before you read
             a tensor that moved to the CPU, or change one that left it.
 
     Raises:
-        InvalidValueError: `device` is not the name of one, or is a GPU that this process does not
-            see.
+        InvalidValueError: `device` is not a device, or is a GPU that this process does not see.
 
     Source:
         Zhang, Lipton, Li, Smola, "Dive into Deep Learning", section 6.7 (GPUs), storage on the GPU,
@@ -110,7 +109,7 @@ def as_device(
 def copy_to(
     x: T, device: torch.device | str, *, pinned: bool = False, non_blocking: bool = False
 ) -> T:
-    """Return a copy of `x` on a device, also if `x` is there already.
+    """Return a copy of `x` on a device, even if `x` is already there.
 
     Containers, models and NumPy arrays are copied, too; numbers, texts, sets and objects of other
     types are shared. A tensor that occurs twice is copied once. Gradients flow back through the
@@ -123,8 +122,7 @@ def copy_to(
         non_blocking: As for `as_device`.
 
     Raises:
-        InvalidValueError: `device` is not the name of one, or is a GPU that this process does not
-            see.
+        InvalidValueError: `device` is not a device, or is a GPU that this process does not see.
 
     Source:
         Zhang, Lipton, Li, Smola, "Dive into Deep Learning", section 6.7 (GPUs), copying, and
@@ -148,8 +146,8 @@ def _checked(device: torch.device | str) -> torch.device:
         made = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise InvalidValueError(
-            f"{device!r} is not a device. Give cpu(), gpu(1), current_task().device, or torch's"
-            " name of one, such as 'cuda:1'."
+            f"{device!r} is not a device. Use cpu(), gpu(1), current_task().device, or torch's name"
+            " of one, such as 'cuda:1'."
         ) from error
     if made.type == "cuda":
         _check_seen(made.index or 0, str(made))
@@ -167,7 +165,7 @@ def _check_seen(i: int, name: str) -> None:
         )
         raise InvalidValueError(
             f"{name} does not exist: this process sees {seen}. A worker of a pool sees only its"
-            " own, as gpu(). current_task().device is the best device that there is."
+            " own, as gpu(). current_task().device is the best device available."
         )
 
 
@@ -254,7 +252,7 @@ class _Copy(_Move):
 
 
 def _opened(x: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """Return a container's parts and a function that rebuilds it; None if it is none."""
+    """Return a container's parts and a function that rebuilds it; None if it is not one."""
     import torch
 
     # its batch sizes stay on the CPU, where torch wants them

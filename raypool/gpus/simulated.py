@@ -93,7 +93,7 @@ class SimulatedGpus:
 
         Raises:
             RuntimeError: This process sees no card.
-            torch.OutOfMemoryError: Too little is free, or this process may not have so much (see
+            torch.OutOfMemoryError: Too little is free, or this process may not have this much (see
                 `Allocator.limit`, and "per_process_memory_fraction" in PYTORCH_CUDA_ALLOC_CONF).
         """
         return self.allocator().allocate(num_bytes)

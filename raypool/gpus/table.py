@@ -84,7 +84,7 @@ def gpu_device_count(
         inventory: The source of all facts about the GPUs.
 
     Raises:
-        InvalidValueError: `which` is something else.
+        InvalidValueError: `which` has another value.
 
     Source:
         MATLAB R2025b, gpuDeviceCount.
@@ -94,7 +94,7 @@ def gpu_device_count(
         True
     """
     if which not in ("available", "all"):
-        raise InvalidValueError(f"which={which!r} is neither 'available' nor 'all'.")
+        raise InvalidValueError(f"which must be 'available' or 'all', not {which!r}.")
     devices, seen = gpus_here(inventory)
     if which == "all":
         return len(devices)
@@ -110,7 +110,7 @@ def gpu_device_table(*, inventory: Inventory = NVIDIAS) -> pd.DataFrame:
     all processes), `free_bytes`, `utilization` (0 to 1), `temperature_c`, `processes` (each one's
     memory [bytes], by process number), `mig` (the UUIDs of its instances), `compute_mode`,
     `compute_capability` and `is_selected` (whether this process sees it, by CUDA_VISIBLE_DEVICES).
-    Unknown values are missing; of GPUs that are not NVIDIA's, that is nearly all. No CUDA context
+    Unknown values are missing; for GPUs that are not NVIDIA's, nearly all are. No CUDA context
     is made.
 
     Args:
@@ -187,7 +187,7 @@ def _asked(question: Callable[[], Any]) -> Any:
 
 
 def import_ray() -> None:
-    """Import Ray without its advice to install packages that nobody needs."""
+    """Import Ray without its advice to install packages that are not needed."""
     # in a notebook, Ray asks for ipywidgets, and so does tqdm, which it imports
     logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)
     with warnings.catch_warnings():

@@ -62,7 +62,7 @@ class Collector:
         if threading.current_thread() is self.thread and (timeout is None or timeout > 0):
             raise InvalidValueError(
                 "A callback cannot wait for results of its pool, or join it: the pool would wait"
-                " for itself. Give what is waited for a callback too."
+                " for itself. Use a callback of that result instead."
             )
 
     def _live(self) -> None:
@@ -85,7 +85,7 @@ def outcome_of(future: Future[Any]) -> Any:
         return future.result()
     except concurrent.futures.CancelledError:
         raise concurrent.futures.CancelledError(
-            f"{future.name} was cancelled, as all is by terminate()."
+            f"{future.name} was cancelled by terminate()."
         ) from None
     except SerializationError as error:
         raise standard.MaybeEncodingError(error, error.what) from error
@@ -231,7 +231,7 @@ class AsyncResult(Generic[T]):
         self.wait(timeout)
         if not self.ready():
             raise multiprocessing.TimeoutError(
-                f"The result had not come after {timeout:g} s; the work goes on."
+                f"There was no result after {timeout:g} s; the work continues."
             )
         if self._gathering.is_success:
             return self._gathering.value  # type: ignore[no-any-return]
@@ -248,7 +248,7 @@ class IMapIterator(Iterator[T], Generic[T]):
     """The results of `imap` or `imap_unordered`, while a thread draws from the iterable.
 
     Without the iterator, submitted calls still run, and their results are discarded. A generator is
-    drawn no further if results were taken; otherwise all of it is drawn, as of a list.
+    drawn no further if results were taken; otherwise all of it is drawn, like a list.
 
     Source:
         multiprocessing.pool.IMapIterator.
@@ -437,7 +437,7 @@ class Drawing(Generic[T]):
                 timeout,
             ):
                 raise multiprocessing.TimeoutError(
-                    f"The next result had not come after {timeout:g} s; the work goes on."
+                    f"There was no next result after {timeout:g} s; the work continues."
                 )
             if self._values:
                 return self._values.popleft()

@@ -14,12 +14,12 @@ def register_joblib() -> None:
     `parallel_config("raypool", num_workers=4, gpus=[0, 1])`; or a pool, a part or a view of one:
     `parallel_config("raypool", pool=pool.options(retries=0))`.
 
-    `n_jobs` counts workers: -1 are all (the default), -2 all but one; more than there are means
+    `n_jobs` counts workers: -1 means all (the default), -2 all but one; a number above theirs means
     all, with a warning. A pool opened for joblib grows with `n_jobs` while there is room, unless
     `num_workers` is given. With `n_jobs=1`, inside a task, and in a process forked from one that
-    uses Ray (with a warning), joblib runs everything in turn, here. With one worker, messages
-    (`verbose`) and `pre_dispatch` count two jobs, since joblib does not use a backend with one;
-    `joblib.effective_n_jobs()` is 1. A `Parallel` inside a task uses threads there, as with
+    uses Ray (with a warning), joblib runs everything here, one after the other. With one worker,
+    messages (`verbose`) and `pre_dispatch` count two jobs, since joblib does not use a backend with
+    one; `joblib.effective_n_jobs()` is 1. A `Parallel` inside a task uses threads there, as with
     joblib's own processes.
 
     In a terminal or a notebook, calls that take more than a second show their progress as `parfor`
@@ -28,7 +28,7 @@ def register_joblib() -> None:
 
     Short tasks share calls to the workers, and are drawn further ahead than `pre_dispatch`, unless
     `batch_size` is a number. If a worker dies, the tasks of its call run again, up to `retries`
-    times. A time-out (`Parallel(timeout=...)`) and an error stop running tasks. Arguments of
+    times. A timeout (`Parallel(timeout=...)`) or an error stops running tasks. Arguments of
     `max_nbytes` or more (arrays, tensors and tables; by default 1 MB) travel once per `Parallel`:
     do not change them here meanwhile; a task may. `inner_max_num_threads` limits the threads of
     BLAS and OpenMP in each worker process. `temp_folder` and `mmap_mode` are not used.

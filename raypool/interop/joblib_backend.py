@@ -720,13 +720,13 @@ class PoolSource:
     def __init__(self, pool: PoolView | None, opening: dict[str, Any]) -> None:
         if pool is not None and not isinstance(pool, PoolView):
             raise InvalidTypeError(
-                f"pool={pool!r} is not a pool. Give what parpool() returns, or a part or view"
+                f"pool={pool!r} is not a pool. Pass what parpool() returns, or a part or view"
                 " of it."
             )
         if pool is not None and opening:
             raise InvalidValueError(
                 f"The backend raypool was given a pool, and {', '.join(opening)} to open another."
-                " Give one or the other."
+                " Pass only one of them."
             )
         self.is_said = pool is not None or bool(opening)
         self._given = pool

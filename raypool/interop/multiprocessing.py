@@ -87,8 +87,8 @@ class Pool:
         **changes: Single fields of the profile.
 
     Raises:
-        ResourceError: There is less than was asked for.
-        InvalidValueError, InvalidTypeError: An argument cannot work.
+        ResourceError: Too little is available.
+        InvalidValueError, InvalidTypeError: An argument is invalid.
         Exception: The exception of the initializer.
 
     Source:
@@ -119,25 +119,25 @@ class Pool:
         self._state = multiprocessing.pool.INIT
         if initializer is not None and not callable(initializer):
             raise InvalidTypeError(
-                f"initializer={initializer!r} is not callable. Give a function; initargs= is what"
-                " it is called with."
+                f"initializer={initializer!r} is not callable. Pass a function, and its arguments"
+                " as initargs=."
             )
         processes = optional_count("processes", processes, least=1)
         if context is not None and not isinstance(context, BaseContext):
             raise InvalidTypeError(
-                f"context={context!r} is no context of multiprocessing. Leave it out: Ray starts"
-                " the workers, whatever it is."
+                f"context={context!r} is not a multiprocessing context. Leave it out: it has no"
+                " effect, since Ray starts the workers."
             )
         self._limit = task_limit(maxtasksperchild)
         if pool is not None and not isinstance(pool, PoolView):
             raise InvalidTypeError(
-                f"pool={pool!r} is not a pool of raypool's. Give what parpool() returns, or leave"
-                " it out."
+                "pool must be a pool, as parpool() returns it, or a part or view of one, not"
+                f" {pool!r}."
             )
         if pool is not None and (processes is not None or profile is not None or changes):
             raise InvalidValueError(
-                "pool= has its workers: processes=, profile= and what else is said of workers go"
-                " with a new one."
+                "pool= already has workers; processes=, profile= and other settings are for a new"
+                " pool."
             )
         self._own = _opened(processes, profile, changes) if pool is None else None
         self._view: PoolView = self._own or pool  # type: ignore[assignment]
@@ -151,7 +151,7 @@ class Pool:
     def _initialize(
         self, initializer: Callable[..., object], initargs: Iterable[Any]
     ) -> Callable[[], None]:
-        """Call it on every worker, also on later ones; return a function that ends that."""
+        """Call it on every worker, including later ones; return a function that ends this."""
         begin = functools.partial(call_once, uuid.uuid4().hex, initializer, *initargs)
         with contextlib.ExitStack() as undo:
             if self._own is not None:
@@ -228,7 +228,7 @@ class Pool:
     ) -> AsyncResult[list[T]]:
         """Do as `map`, but return the future result.
 
-        All items run, except those behind a failed one in its chunk. The error is the first failed
+        All items run, except those after a failed one in its chunk. The error is the first failed
         item's.
 
         Args:
@@ -504,7 +504,7 @@ def task_limit(maxtasksperchild: int | None) -> TaskLimit | None:
     number = whole_number(maxtasksperchild)  # no InvalidTypeError: as the standard pool does
     if number is None or number < 1:
         raise InvalidValueError(
-            f"maxtasksperchild={maxtasksperchild!r} is neither a whole number from 1 on nor None."
+            f"maxtasksperchild must be an integer of at least 1 or None, not {maxtasksperchild!r}."
         )
     return TaskLimit(number, uuid.uuid4().hex)
 

@@ -161,8 +161,8 @@ def cloudpickled(value: Any) -> bytes:
         kind = type(value).__name__
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise SerializationError(
-            f"The value cannot be stored: a {kind} cannot be pickled ({reason}). Return what it is"
-            " made from.",
+            f"The value cannot be stored: a {kind} cannot be pickled ({reason}). Return the values"
+            " that it is made from.",
             what=f"a {kind}",
         ) from error
 

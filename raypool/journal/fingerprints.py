@@ -20,7 +20,7 @@ PYTHON = f"{sys.implementation.cache_tag} -O{sys.flags.optimize}"
 """The compiler: another one makes other instructions of the same source."""
 
 MAX_PARTS = 100
-"""At most so many functions, classes and variables are looked at."""
+"""At most this many functions, classes and variables are looked at."""
 
 MAX_VALUES = 1000
 """A value with more parts is data, and not compared."""
@@ -56,17 +56,17 @@ class Fingerprint(NamedTuple):
         for number, (name, key) in enumerate(self.code.items()):
             if self.python == old.python and old.code.get(name, key) != key:
                 yield (
-                    f"uses {name}, whose code has changed since they were made"
+                    f"uses {name}, whose code has changed since they were computed"
                     if number
-                    else "has other code than when they were made"
+                    else "has different code than when they were computed"
                 )
         for name, (key, words) in self.values.items():
             old_key, old_words = old.values.get(name, (key, words))
             if old_key != key:
                 yield f"reads the global {name}, which " + (
-                    f"was {old_words} when they were made and is {words} now"
+                    f"was {old_words} when they were computed and is {words} now"
                     if old_words != words
-                    else "has changed since they were made"
+                    else "has changed since they were computed"
                 )
 
 

@@ -220,8 +220,8 @@ class Journal:
             changes += Fingerprint(*source.fingerprint).changes(Fingerprint(*old.fingerprint))
         if None not in (old.held, source.held) and old.held != source.held:
             changes.append(
-                "holds other values (in a partial, a closure, defaults, or its object) than when"
-                " they were made"
+                "holds different values (in a partial, a closure, defaults, or its object) than"
+                " when they were computed"
             )
         return changes
 
@@ -449,8 +449,8 @@ def check_same(folder: Path, contents: Contents, function: str, seed: int | None
     known_seed = json.loads(known_seed)
     if known_function != function[:MAX_TEXT_BYTES]:
         raise JournalError(
-            f"{folder} belongs to {known_function}; this call runs {function}. Use a folder of"
-            " its own for each function.",
+            f"{folder} belongs to {known_function}; this call runs {function}. Use a separate"
+            " folder for each function.",
             run_dir=str(folder),
         )
     if known_seed != seed:

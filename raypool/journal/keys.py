@@ -55,8 +55,8 @@ def content_key(value: Any, what: str) -> str:
         data = _canonical(value, what, [])
     except RecursionError:
         raise InvalidTypeError(
-            f"{what} is nested too deeply to be identified by its content. Pass something from"
-            " which the function can make it."
+            f"{what} is nested too deeply to be identified by its content. Pass a value from which"
+            " the function can create it."
         ) from None
     return blake2b(data, digest_size=KEY_BYTES).hexdigest()
 
@@ -314,7 +314,8 @@ def _reduced(value: Any, path: str, outer: list[int]) -> bytes:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise InvalidTypeError(
             f"{path} is a {kind.__name__} that cannot be pickled ({reason}), so it cannot be"
-            " identified by its content. Make it inside the function, or pass what it is made from."
+            " identified by its content. Create it inside the function, or pass the values that it"
+            " is made from."
         ) from error
     if isinstance(reduced, str):
         return _node("global", _name(kind), _text(reduced))
@@ -466,7 +467,7 @@ def found(module: ModuleType, qualname: str) -> Any:
 
 
 class _Room(io.BytesIO):
-    """A file that takes so much and no more."""
+    """A file with a limited size."""
 
     def write(self, data: Any) -> int:
         if self.tell() + memoryview(data).nbytes > MAX_PICKLE_BYTES:

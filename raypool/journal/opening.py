@@ -157,7 +157,7 @@ def _checked(connection: sqlite3.Connection, rest: bytes) -> Contents:
             raise DamagedError("its first page is gone")
         return {table: [] for table in TABLES}
     if application != APPLICATION_ID or version > SCHEMA or version < 1:
-        raise DamagedError("its first page says that it is something else")
+        raise DamagedError("its first page is that of another kind of file")
     migrate(connection)
     if connection.in_transaction:
         connection.execute("COMMIT")
@@ -214,7 +214,7 @@ def _append_found(connection: sqlite3.Connection, contents: Contents, rest: byte
     contents.update(both)
     if sum(lost.values()):
         logger.warning(
-            "The log of the journal is damaged: %s. The items concerned run again.",
+            "The log of the journal is damaged: %s. Those items run again.",
             what_is_lost(lost),
         )
 

@@ -74,11 +74,10 @@ def load_results(run_dir: str | os.PathLike[str]) -> Results[Any]:
     Each item appears once: those of the newest call first, in its order, then those of older calls
     only. An item without an outcome, or whose value cannot be read back, is "missing" in the table.
     The folder is not changed and may be read-only; Ray is not needed. Values other than plain data
-    are pickles, which can run code when they are opened: they are opened only from files of your
-    own.
+    are pickles, which can run code when they are opened: only pickles in your own files are opened.
 
     Args:
-        run_dir: The folder that was given to `parfor`.
+        run_dir: The folder that was passed to `parfor`.
 
     Raises:
         JournalError: There is no run in it, or it cannot be read. From a damaged one the readable
@@ -208,7 +207,7 @@ def entries_of(contents: Contents) -> list[ItemRecord]:
 
 
 def newest_run(contents: Contents) -> int:
-    """Return the number of the newest call that has noted its items, 0 if none has."""
+    """Return the number of the newest call that has recorded its items, 0 if none has."""
     return max((row[1] for row in contents["orders"]), default=0)
 
 
@@ -227,9 +226,10 @@ def positions_of(contents: Contents, run: int) -> dict[int, int]:
 
 
 class RunSummary(NamedTuple):
-    """What `raypool ls` shows of a run; of a training (`last`: its last metrics) items are reports.
+    """What `raypool ls` shows of a run; items of a training are its reports, `last` its metrics.
 
-    `started_at` is when its newest call began (Unix time [s]), `num_bytes` what all its files take.
+    `started_at` is when its newest call began (Unix time [s]), `num_bytes` the size of all its
+    files.
     """
 
     folder: Path

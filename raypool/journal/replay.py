@@ -118,7 +118,7 @@ def _entry(folder: Path, entries: list[ItemRecord], item: str) -> ItemRecord:
     said = said if matches else f"There is no item {item}"
     last = f"the numbers 0 to {len(entries) - 1}" if entries else "no items"
     raise JournalError(
-        f"{said} in {folder}, which has {last}. Give a number or a longer key.", run_dir=str(folder)
+        f"{said} in {folder}, which has {last}. Pass a number or a longer key.", run_dir=str(folder)
     )
 
 
@@ -172,7 +172,7 @@ def _function(folder: Path, source: FunctionSource) -> Callable[[Any], Any]:
     """
     if source.qualname is None:
         if source.digest is None:
-            raise Damaged(f"{source.function} has no name to be found by, and could not be pickled")
+            raise Damaged(f"{source.function} cannot be found by its name, nor pickled")
         path = folder / source.pickle_name
         check_owner(path)
         fn = load(read_file(path, path.stat().st_size, bytes.fromhex(source.digest)))

@@ -1,4 +1,5 @@
-"""Search spaces and stopping rules for `pool.search`; Optuna does the thinking (extra `search`).
+"""Search spaces and stopping rules for `pool.search`; Optuna suggests configurations (extra
+`search`).
 
 >>> from raypool import parpool, search
 >>> space = {"lr": search.log_uniform(1e-4, 1e-1), "kind": search.choice("mlp", "cnn")}
@@ -106,7 +107,7 @@ def halving(*, min_epochs: int = 1, max_epochs: int, factor: int = 3) -> Halving
     """Return the rule of asynchronous successive halving.
 
     Every trial trains for `min_epochs`, then waits without a worker. As soon as it is among the
-    best third (with `factor=3`) of those that came so far, it continues from its checkpoint for
+    best third (with `factor=3`) of those that have arrived, it continues from its checkpoint for
     three times as many epochs, and so on up to `max_epochs`. The others are pruned.
 
     A trial's epoch is what it reports as `epoch`, counted from 0; if it reports none, every report

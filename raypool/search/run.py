@@ -72,11 +72,11 @@ Stop = "Halving | optuna.pruners.BasePruner | Callable[[dict[str, Any]], bool]"
 
 
 class TrialEndedError(BaseException):
-    """Raised in `report` where the function of a trial goes on after it was asked to stop."""
+    """Raised in `report` if the function of a trial continues after it was asked to stop."""
 
 
 def run_part(fn: Callable[[Any], Any], metric: str | None, sent: tuple[Any, float, int]) -> Any:
-    """Run a trial until it has trained for so many epochs; return what its function returns.
+    """Run a trial until it has trained for this many epochs; return its function's value.
 
     `sent`: the configuration, the number of epochs, and how many of them are behind it.
     """
@@ -278,8 +278,8 @@ class SearchOptions(NamedTuple):
             raise InvalidValueError(f"mode={self.mode!r} must be 'max' or 'min'.")
         if self.stop is not None and self.metric is None:
             raise InvalidValueError(
-                "stop= needs metric, the name of what the function reports, by which trials are"
-                " compared while they run."
+                "stop= needs metric, the name of the reported value by which running trials are"
+                " compared."
             )
         return self._replace(
             num_trials=checked_count("num_trials", self.num_trials, least=1),
@@ -354,7 +354,7 @@ class Space(NamedTuple):
         made = cls({}, {})
         for name, value in space.items():
             if not isinstance(name, str):
-                raise InvalidTypeError(f"The name {name!r} in space= must be a text.")
+                raise InvalidTypeError(f"The name {name!r} in space= must be a string.")
             if name == metric:
                 raise InvalidValueError(f"{name!r} is both the metric and a name in space=.")
             if isinstance(value, optuna.distributions.BaseDistribution):
@@ -408,10 +408,10 @@ def quiet_optuna() -> Iterator[None]:
 
 
 def check_direction(study: optuna.Study, mode: str) -> None:
-    """Make sure that a study looks for what the user wants.
+    """Make sure that a study has the wanted direction.
 
     Raises:
-        InvalidValueError: It looks for the opposite, or for several things.
+        InvalidValueError: It has the opposite one, or several.
     """
     wanted = "MAXIMIZE" if mode == "max" else "MINIMIZE"
     found = [direction.name for direction in study.directions]
@@ -459,8 +459,8 @@ class Search(LoopRun):
     def _choose_sampler(self) -> None:
         """Use the user's sampler, or raypool's choice, seeded for each trial by its number.
 
-        So a search that was interrupted tries the same as one that was not, if the sampler does not
-        look at results.
+        So an interrupted search tries the same configurations as an uninterrupted one, if the
+        sampler does not look at results.
         """
         from optuna.samplers import RandomSampler, TPESampler
 

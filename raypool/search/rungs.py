@@ -18,7 +18,7 @@ class Rungs:
     Args:
         levels: The epochs after which trials are compared, in ascending order; the last one is the
             end of a trial.
-        factor: One in so many trials continues.
+        factor: One in this many trials continues.
 
     Source:
         Li et al. 2020, A System for Massively Parallel Hyperparameter Tuning, algorithm 2.

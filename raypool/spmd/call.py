@@ -264,11 +264,11 @@ class SpmdWork:
         if error is not None:
             return error
         if state is TaskState.CANCELLED:
-            return TaskError(f"{name} was given up while it ran: the pool was shut down.")
+            return TaskError(f"{name} was stopped while it ran: the pool was shut down.")
         available = self._engine.driver.scheduler.workers.size
         return ResourceError(
-            f"{name} has lost a worker that it was to run on before it began: requested {size},"
-            f" available {available}. Ask for fewer ranks, or open another pool.",
+            f"{name} lost one of its workers before it began: requested {size}, available"
+            f" {available}. Ask for fewer ranks, or open another pool.",
             requested=size,
             available=available,
             holders=(),
@@ -294,15 +294,15 @@ def choose_ranks(
         chosen = worker_numbers(workers, numbers)
         if not chosen:
             raise InvalidValueError(
-                "workers=[] names nobody. Name those that are to be ranks, or leave it out for all."
+                "workers=[] has no workers. List those that are to be ranks, or leave it out for"
+                " all."
             )
         return len(chosen), tuple(chosen)
     number = checked_count("workers", workers, least=0)
     if number > len(numbers):
         raise ResourceError(
-            f"More ranks are asked for than there are workers: requested {number}, available"
-            f" {len(numbers)}. Each rank needs a worker of its own: ask for fewer, or open a larger"
-            " pool.",
+            f"Each rank needs its own worker: requested {number}, available {len(numbers)}. Ask"
+            " for fewer ranks, or open a larger pool.",
             requested=number,
             available=len(numbers),
             holders=(),

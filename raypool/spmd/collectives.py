@@ -116,20 +116,19 @@ def _averageable(x: Any, op: Op) -> Any:
     """Check the operation; return x, as floats if its mean is taken."""
     if not callable(op) and (not isinstance(op, str) or op not in OPS):
         raise InvalidValueError(
-            f"op={op!r} is none of {', '.join(map(repr, OPS))}, nor a function of two values."
+            f"op must be {', '.join(map(repr, OPS))} or a function of two values, not {op!r}."
         )
     is_complex = (is_tensor(x) and x.is_complex()) or (is_array(x) and x.dtype.kind == "c")
     if is_complex and op in ("min", "max"):
         raise InvalidTypeError(
-            f"Complex numbers have no order, so op={op!r} cannot be taken of them. Take it of their"
-            " abs()."
+            f"Complex numbers have no order, so op={op!r} does not apply to them. Use their abs()."
         )
     if op != "mean":
         return x
     if is_tensor(x) and not (x.is_floating_point() or x.is_complex()):
         raise InvalidTypeError(
-            f"The mean of {x.dtype} tensors does not fit into one, and it is taken in place. Pass"
-            " x.float(), or use op='sum'."
+            f"The mean of {x.dtype} tensors cannot be written into one, as it is not an integer."
+            " Pass x.float(), or use op='sum'."
         )
     return x.astype("float64") if is_array(x) and x.dtype.kind in "biu" else x
 

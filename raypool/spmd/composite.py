@@ -83,8 +83,8 @@ def find(key: str, rank: int) -> Any:
         return _parts[key][rank]
     except KeyError:
         raise CompositeError(
-            f"The part of rank {rank} of a Composite is not on this worker any more: it was"
-            " replaced, or the part was deleted, after the call was handed in. Make it again in an"
+            f"The part of rank {rank} of a Composite is no longer on this worker: the worker was"
+            " replaced, or the part deleted, after the call was submitted. Create it again in an"
             " spmd call, or assign it.",
             rank=rank,
         ) from None
@@ -175,7 +175,7 @@ def _count(number: int, what: str) -> str:
 
 
 MAX_LINES = 16
-"""The text of a Composite lists at most so many ranks."""
+"""The text of a Composite lists at most this many ranks."""
 
 
 class PartInfo(NamedTuple):
@@ -191,12 +191,12 @@ class Composite(Generic[T]):
 
     `c[rank]` returns the current value of a rank, `c[1:]` a list of several; both wait until those
     workers are free, except for small values that cannot change (a number, a short text, None).
-    `c[rank] = value` sends a value to the worker of that rank and keeps it there, also where there
-    was none; `del c[rank]` frees the memory of one part. Iteration yields all values in rank order.
+    `c[rank] = value` sends a value to the worker of that rank and keeps it there, even if there was
+    none; `del c[rank]` frees the memory of one part. Iteration yields all values in rank order.
 
-    Passed as an argument of its own to another spmd call, it gives each rank its own part, and
-    nothing is moved: a model that was loaded once serves any number of calls. Changes that a call
-    makes to the part persist.
+    Passed as a separate argument to another spmd call, it gives each rank its own part, and nothing
+    is moved: a model that was loaded once serves any number of calls. Changes that a call makes to
+    the part persist.
 
     The parts live as long as this object, their workers and the pool. With "threads" and "inline"
     they are objects of this process, and reading one returns the object itself. On Ray it returns a
@@ -282,8 +282,8 @@ class Composite(Generic[T]):
 
     def __reduce__(self) -> Any:
         raise InvalidTypeError(
-            "A Composite's parts stay on their workers: pass it to pool.spmd as an argument of its"
-            " own, or send c[rank]."
+            "A Composite's parts stay on their workers: pass it to pool.spmd as a separate"
+            " argument, or send c[rank]."
         )
 
     # --- reading ----------------------------------------------------------------------------------
@@ -299,8 +299,8 @@ class Composite(Generic[T]):
             CompositeError: There is no rank `.rank`, its part is missing, or its worker is lost.
             PoolClosedError: The pool was shut down.
             SerializationError: The value cannot travel.
-            InvalidTypeError: `rank` is no number and no slice, or this is called in a task.
-            InvalidValueError: The callback of a future calls this, and would wait for itself.
+            InvalidTypeError: `rank` is not a number or slice, or this is called in a task.
+            InvalidValueError: This is the callback of a future, which would wait for itself.
         """
         if isinstance(rank, slice):
             return list(self._read(range(len(self))[rank]))
@@ -348,7 +348,7 @@ class Composite(Generic[T]):
         if now_there is None:
             raise CompositeError(
                 f"Worker {place} of rank {rank} is no longer in the pool, so nothing can be kept"
-                " there. Make another Composite in an spmd call.",
+                " there. Create another Composite in an spmd call.",
                 rank=rank,
             )
         before = now_there.worker_id
@@ -402,7 +402,7 @@ class Composite(Generic[T]):
             number = operator.index(rank)
         except TypeError:
             raise InvalidTypeError(
-                f"{rank!r} is not the number of a rank. Give a number from 0 to {len(self) - 1}."
+                f"A rank is a number from 0 to {len(self) - 1}, not {rank!r}."
             ) from None
         if not -len(self) <= number < len(self):
             raise CompositeError(
@@ -417,13 +417,13 @@ class Composite(Generic[T]):
         self._check_open()
         if in_task() and not self._is_in_task:
             raise InvalidTypeError(
-                "A Composite cannot be used within a task: its parts stay on their workers. "
-                "Pass it to pool.spmd as an argument of its own, or send c[rank]."
+                "A Composite cannot be used within a task: its parts stay on their workers. Pass"
+                " it to pool.spmd as a separate argument, or send c[rank]."
             )
         if self._engine.driver.is_own_thread:
             raise InvalidValueError(
-                "A Composite cannot be used here: this is the thread of its own pool (the callback"
-                " of a future runs in it, say), which would wait for itself. Use another thread, or"
+                "A Composite cannot be used here: this is the thread of its own pool (which runs"
+                " callbacks of futures), and it would wait for itself. Use another thread, or"
                 " raypool.after_each."
             )
 
@@ -432,8 +432,7 @@ class Composite(Generic[T]):
             self._engine.check_open()
         except PoolClosedError:
             raise PoolClosedError(
-                "The pool was shut down, and the parts of this Composite have gone with it. Read"
-                " what you need before."
+                "The pool was shut down, and the parts of this Composite are gone."
             ) from None
 
     def _present(self, rank: int) -> Any:
@@ -453,8 +452,8 @@ class Composite(Generic[T]):
     def _lost(self, rank: int, entry: PartInfo) -> CompositeError:
         return CompositeError(
             f"Worker {entry.place} was lost, or replaced (idle_timeout_s, fresh_process), and the"
-            f" part of rank {rank} with it. Make it again in an spmd call, or assign c[{rank}]"
-            " = ...",
+            f" part of rank {rank} with it. Create it again in an spmd call, or assign c[{rank}] ="
+            " ...",
             rank=rank,
         )
 
@@ -570,7 +569,7 @@ def forget_on(engine: Engine, key: str, seats: Sequence[tuple[int, int]]) -> Non
 
 
 def _not_cancelled(engine: Engine, again: Callable[[], None], future: Future[None]) -> None:
-    """Free the parts after all if the call was cancelled: `cancel_all` does not mean this one."""
+    """Free the parts even if the call was cancelled: `cancel_all` must not apply to it."""
     if future.cancelled() and not engine.is_over:
         engine.driver.do(again)
 

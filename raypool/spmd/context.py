@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 class SpmdContext:
     """One rank of an spmd call: its number, its device, and the collectives.
 
-    Every function of an spmd call is given one. Made without arguments it has a single rank, so the
+    Every function of an spmd call gets one. Created without arguments it has a single rank, so the
     function also runs without a pool.
 
     Collectives take tensors, NumPy arrays, and any value that can be pickled. Tensors are changed
-    in place where that has a meaning, stay on their device, and are never copied through the host:
+    in place where that makes sense, stay on their device, and are never copied through the host:
     they go through NCCL between GPUs, through gloo between CPUs. Arrays and other values are never
     changed; a new one is returned. No gradients flow through a collective. All ranks have to call
     the same collectives in the same order; otherwise all get the same `CollectiveError`. Every
@@ -112,8 +112,8 @@ class SpmdContext:
 
         Raises:
             InvalidValueError: There is no such operation.
-            InvalidTypeError: It has no meaning for these values: the mean of an integer tensor, the
-                least of complex numbers.
+            InvalidTypeError: It does not apply to these values: the mean of an integer tensor, the
+                minimum of complex numbers.
 
         Source:
             torch.distributed.all_reduce; MATLAB R2025b, spmdPlus and spmdReduce.
@@ -162,7 +162,7 @@ class SpmdContext:
 
         Raises:
             InvalidValueError: There is no such rank.
-            CollectiveError: A rank has passed a tensor of another shape or dtype.
+            CollectiveError: A rank passed a tensor of another shape or dtype.
 
         Source:
             torch.distributed.broadcast; MATLAB R2025b, spmdBroadcast.
@@ -228,7 +228,7 @@ class SpmdContext:
 
         Raises:
             InvalidValueError: There is no such rank.
-            CollectiveError: src has not brought one part for each rank.
+            CollectiveError: src did not pass one part for each rank.
 
         Source:
             torch.distributed.scatter and scatter_object_list.

@@ -77,7 +77,7 @@ def spmd_error(
     first = culprits[0]
     failures = {end.rank: end.error for end in culprits}
     if isinstance(first.error, CollectiveError):
-        fact = f"The ranks of {name} could not go on together: {first.error}"
+        fact = f"The ranks of {name} could not continue together: {first.error}"
     else:
         fact = (
             f"Rank {first.rank} of {name} (worker {first.worker.index}, {where(first.worker)})"
@@ -112,8 +112,8 @@ def _late(name: str, ends: Sequence[RankFailure], timeout_s: float) -> SpmdError
             for operation, ranks in by_operation.items()
         ]
     fact = (
-        f"{name} had not ended after timeout_s={timeout_s:g}: {'; '.join(parts)}. Give it more"
-        " time, or see what it does."
+        f"{name} had not ended after timeout_s={timeout_s:g}: {'; '.join(parts)}. Raise timeout_s,"
+        " or check what it does."
     )
     failures: dict[int, BaseException] = {
         end.rank: TaskTimeoutError(

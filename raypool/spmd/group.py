@@ -46,7 +46,7 @@ LONG_WAIT_S = 60.0
 
 LOOK_AGAIN_S, LOOKS = 1.0, 3
 """A rank that waits for a message checks at this interval [s] whether its sender has ended, and
-gives up after so many such findings in a row: the last message may be under way."""
+gives up after this many such findings in a row: the last message may be under way."""
 
 FAREWELL_S = 2.0
 """Connections stay open this long after a good end [s]: closing one drops data that the other side
@@ -213,7 +213,7 @@ class Group:
             self._has_said = True
             logger.warning(
                 "Rank %d has waited for %s in %s (operation %d of this call) since %s. Unless"
-                " they are just slower, they run code that does not call it.",
+                " they are only slower, their code does not call it.",
                 self.rank,
                 "the other ranks" if at_hand.peer is None else f"rank {at_hand.peer}",
                 at_hand.operation,
@@ -463,7 +463,7 @@ def connect(assignment: Assignment, way: ExchangeClient | None) -> Group:
 
 
 STORE_TIMEOUT = timedelta(seconds=60)
-"""One question to the store may take so long."""
+"""One question to the store may take this long."""
 
 
 class Assignment(NamedTuple):

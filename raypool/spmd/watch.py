@@ -29,10 +29,9 @@ ENDED = "the end"
 """The meeting of ranks whose function has returned."""
 
 HINT = (
-    "All ranks have to call the same collectives, equally often. Where one rank has more batches"
-    " than another, use drop_last=True in the DataLoader or torch.distributed.algorithms.Join."
-    " Where a collective, a break or a return is under a condition, let all ranks take the same"
-    " branch."
+    "All ranks must call the same collectives, equally often. Where one rank has more batches than"
+    " another, use drop_last=True in the DataLoader or torch.distributed.algorithms.Join. Where a"
+    " collective, a break or a return is under a condition, let all ranks take the same branch."
 )
 
 

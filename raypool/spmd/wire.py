@@ -64,7 +64,7 @@ def _signature(data: Any, secret: bytes) -> bytes:
 
 
 class Header(NamedTuple):
-    """What one rank announces in a meeting: the number of the meeting, the operation, and a value.
+    """A rank's announcement in a meeting: the number of the meeting, the operation, and a value.
 
     `kind`: "tensor", "array", "value" (anything that is pickled) or "" (nothing). `peer`: dst or
     src, -1 without. `op`: of a reduction. `size`: of a pickled value [bytes]. `payload`: that value
@@ -99,7 +99,7 @@ class Header(NamedTuple):
 
 
 class Disagreement(NamedTuple):
-    """What is wrong with a meeting, as a text, and the ranks that did not join the others."""
+    """The fault of a meeting, as a text, and the ranks that did not join the others."""
 
     text: str
     missing: tuple[int, ...] = ()
@@ -115,20 +115,19 @@ def find_disagreement(headers: Sequence[Header]) -> Disagreement | None:
         way = "to" if operation in ("reduce", "gather") else "from"
         return Disagreement(
             _parties([f"{operation} {way} rank {header.peer}" for header in headers], first)
-            + " All ranks have to give the same dst or src."
+            + " All ranks must pass the same dst or src."
         )
     if operation in ("broadcast", "scatter"):
         return (_of_targets if operation == "broadcast" else _of_parts)(headers)
     if any(header.op != first.op for header in headers):
         ops = ("a function" if each.op == "function" else f"op={each.op!r}" for each in headers)
         return Disagreement(
-            _parties([f"{operation} with {op}" for op in ops], first) + " All have to use one op."
+            _parties([f"{operation} with {op}" for op in ops], first) + " All must use the same op."
         )
     if operation in AGREE and any(_form(header) != _form(first) for header in headers):
         return Disagreement(
             _parties([f"{operation} of {_what(header)}" for header in headers], first)
-            + " All ranks have to bring values of one kind, shape and dtype; all_gather takes"
-            " different ones."
+            + " All must pass the same kind, shape and dtype; all_gather accepts others."
         )
     return None
 
@@ -140,10 +139,10 @@ def _of_operations(headers: Sequence[Header]) -> Disagreement:
     if ended and len({headers[rank].operation for rank in waits}) == 1:
         return Disagreement(
             f"{list_ranks(ended).capitalize()} {_has(ended)} ended, {list_ranks(waits)}"
-            f" {_wait(waits)} for {'it' if len(ended) == 1 else 'them'} in {waiting.operation} (the"
-            f" {ordinal(waiting.number)} collective of this call). Every rank has to call the same"
-            " collectives: look for a return, a break or an if that not all ranks take, or for"
-            " loops of different length.",
+            f" {_wait(waits)} for {'it' if len(ended) == 1 else 'them'} in {waiting.operation}"
+            f" (the {ordinal(waiting.number)} collective of this call). Every rank must call the"
+            " same collectives: look for a return, a break or an if that not all ranks take, or"
+            " for loops of different length.",
             ended,
         )
     differ = len({header.number for header in headers}) > 1 and not ended
@@ -155,7 +154,7 @@ def _of_operations(headers: Sequence[Header]) -> Disagreement:
     ]
     return Disagreement(
         _parties(did, waiting)
-        + " Every rank has to call the same collectives in the same order: look for an if that not"
+        + " Every rank must call the same collectives in the same order: look for an if that not"
         " all ranks take, or an exception that one rank has caught.",
         ended,
     )
@@ -246,11 +245,9 @@ def ordinal(number: int) -> str:
 
 
 def check_rank(name: str, rank: Any, world_size: int) -> None:
-    """Refuse an argument that names no rank."""
+    """Refuse an argument that is not a rank."""
     if whole_number(rank) is None:
-        raise InvalidTypeError(
-            f"{name}={rank!r} is a {type(rank).__name__}. Ranks are whole numbers."
-        )
+        raise InvalidTypeError(f"{name}={rank!r} is a {type(rank).__name__}. Ranks are integers.")
     if not 0 <= rank < world_size:
         last = (
             f"are {world_size}, from 0 to {world_size - 1}" if world_size > 1 else "is 1, number 0"
@@ -259,7 +256,7 @@ def check_rank(name: str, rank: Any, world_size: int) -> None:
 
 
 def check_other(name: str, rank: Any, own: int, world_size: int) -> None:
-    """Refuse an argument that names no other rank."""
+    """Refuse an argument that is not another rank."""
     check_rank(name, rank, world_size)
     if rank == own:
         raise InvalidValueError(
@@ -298,7 +295,7 @@ class Packer:
             except Exception as error:
                 raise SerializationError(
                     f"The {type(value).__name__} for {operation} cannot be sent to other ranks:"
-                    f" {error}. Send what it is made of, or make it on each rank.",
+                    f" {error}. Send the values that it is made of, or create it on each rank.",
                     what=type(value).__name__,
                 ) from error
         return signed(pickled, self.secret)
@@ -310,9 +307,9 @@ class Packer:
             return pickle.loads(pickled)
         except Exception as error:
             raise SerializationError(
-                f"What rank {rank} has sent in {operation} cannot be read here:"
-                f" {type(error).__name__}: {error}. Most likely a class of it cannot be made from"
-                " what it pickles.",
+                f"The value that rank {rank} sent in {operation} cannot be unpickled here:"
+                f" {type(error).__name__}: {error}. Most likely its class cannot be restored from"
+                " its pickle.",
                 what=f"the value of rank {rank}",
             ) from error
 
@@ -340,7 +337,7 @@ def describe(value: Any, operation: str) -> Header:
             )
         if hasattr(value, "device_mesh"):
             raise InvalidTypeError(
-                f"{operation} got a DTensor, which is spread over the ranks already. Use its own"
+                f"{operation} got a DTensor, which is already spread over the ranks. Use its own"
                 " methods, or pass tensor.to_local()."
             )
         dtype = str(value.dtype).removeprefix("torch.")

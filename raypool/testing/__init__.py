@@ -1,7 +1,7 @@
 """Test your own code, or raypool, without Ray and without waiting: a pool in simulated time, with
 faults on demand.
 
-A function that is handed to a simulated pool really runs, in this process; a `FaultPlan` decides
+A function submitted to a simulated pool really runs, in this process; a `FaultPlan` decides
 when it starts, how long it takes and whether its worker dies. The same plan always gives the same
 course of events.
 
@@ -73,7 +73,7 @@ class VirtualClock:
         return not self._messages
 
     def give_way(self) -> None:
-        """Do nothing: whoever hands something in is the driver."""
+        """Do nothing: the submitting thread is the driver."""
 
     def now(self) -> float:
         """Return the time [s]."""
@@ -111,10 +111,10 @@ class _Call(NamedTuple):
 
 
 class SimBackend(InlineBackend):
-    """The backend "inline", with workers that come up, answer and die in simulated time.
+    """The backend "inline", with workers that start, answer and die in simulated time.
 
-    Functions run at once. What becomes of them is held back until their worker, by the plan, has
-    come up, is done or has died.
+    Functions run at once. Their outcomes are held back until their worker, by the plan, has
+    started, is done or has died.
     """
 
     _limits_time = False  # the driver does, in simulated time
@@ -136,7 +136,7 @@ class SimBackend(InlineBackend):
             self._clock.put((event, what))
 
     def claim(self, least: int | None, most: int | None) -> list[int]:
-        """Claim as many places as wanted (one, if any number will do)."""
+        """Claim the requested number of places (one, if any number will do)."""
         count = most or 1
         places = list(range(self._next_place, self._next_place + count))
         self._next_place += count
@@ -147,10 +147,10 @@ class SimBackend(InlineBackend):
         return []
 
     def start_worker(self, worker_id: int, place: int, setups: Sequence[Function]) -> None:
-        """Let a worker come up after a while, or not."""
+        """Let a worker start after a while, or not."""
         if self._dice.happens(self._dice.plan.p_failed_start):
             self._hold_back(
-                m.WorkerLost(worker_id, LossReason.START), "it was planned that it would not start"
+                m.WorkerLost(worker_id, LossReason.START), "as planned, it did not start"
             )
         else:
             super().start_worker(worker_id, place, setups)
@@ -174,7 +174,7 @@ class SimBackend(InlineBackend):
         """
         if preemption := self._dice.preemption(self._clock.now()):
             seconds, leaving = preemption
-            self._clock.put_later(seconds, (leaving, "its simulated nodes are about to go"))
+            self._clock.put_later(seconds, (leaving, "its simulated nodes are about to shut down"))
         item_s = self._dice.item_s() / self._dice.plan.speed(self._workers[worker_id].index)
         is_lost = self._dice.happens(self._dice.plan.p_loss)
         call = _Call(
@@ -209,7 +209,7 @@ class SimBackend(InlineBackend):
             self._finish(call, longest_s)
 
     def _finish(self, call: _Call, longest_s: float) -> None:
-        """Let a call end: with what the worker answers, or with its death. It takes so long at
+        """Let a call end: with what the worker answers, or with its death. It takes this long at
         most; a rank always does.
         """
         self._dice.note(
@@ -225,7 +225,7 @@ class SimBackend(InlineBackend):
         if call.is_lost:
             event, what = (
                 m.WorkerLost(call.worker_id, LossReason.EXIT),
-                "it was planned that it would die",
+                "as planned, it died",
             )
         self._clock.put_later(
             longest_s if call.parts[0].is_rank else call.seconds * num_done, (event, what)
@@ -242,7 +242,7 @@ class SimBackend(InlineBackend):
             is_lost = isinstance(event, m.WorkerLost)
             self._clock.put_later(
                 seconds,
-                (event, "it was planned that it would not end" if is_lost else [nothing_done()]),
+                (event, "as planned, it did not end" if is_lost else [nothing_done()]),
             )
 
 
@@ -259,7 +259,7 @@ def sim_pool(num_workers: int, plan: FaultPlan | None = None, **changes: Any) ->
 
 def replay(path: str | Path) -> list[tuple[m.Event, list[m.Command]]]:
     """Run the events of a recorded pool (`Profile.trace`) through a fresh scheduler; return each
-    with what it answers.
+    with its answer.
 
     All invariants are checked on the way, so a recorded mistake shows where it began.
 

@@ -24,24 +24,24 @@ class FaultPlan:
     """What goes wrong in a simulation, and how long things take.
 
     Args:
-        seed: Of all that follows.
+        seed: The seed of all random choices below.
         p_loss: Probability that a call loses its worker: half of the time before the function runs,
             half of the time after.
-        p_failed_start: Probability that a worker does not come up.
-        p_stubborn: Probability that a call that is told to end does not, so that its worker is
-            ended after `grace_s`.
+        p_failed_start: Probability that a worker does not start.
+        p_stubborn: Probability that a cancelled call does not end, so that its worker is ended
+            after `grace_s`.
         grace_s: How long that takes [s].
         p_straggler: Probability that a call takes `straggler_factor` times as long.
         straggler_factor: How much longer.
-        start_s: How long a worker takes to come up [s].
+        start_s: How long a worker takes to start [s].
         item_s: How long an item takes, on average [s].
         spread: It takes between `1 - spread` and `1 + spread` times as long.
         speeds: How fast the workers are: the first in place 0, and so on, then from the beginning
             again.
-        submit_s: When the tasks are handed in [s]; for `simulate`.
-        preempted_s: How long after the first call all nodes are announced to go, with no other to
-            come [s]; None: never. What runs is interrupted `grace_s` later, and the pool ends
-            `grace_s` after that.
+        submit_s: When the tasks are submitted [s]; for `simulate`.
+        preempted_s: How long after the first call all nodes are announced to shut down, with no
+            replacement [s]; None: never. Running tasks are interrupted `grace_s` later, and the
+            pool ends `grace_s` after that.
     """
 
     seed: int = 0
@@ -117,8 +117,8 @@ class Dice:
     def stop(
         self, worker_id: int, attempt_id: int, now: float
     ) -> tuple[float, m.WorkerLost | m.AttemptFinished] | None:
-        """Decide what becomes of a call that is told to end, after how long [s]; None: it ends
-        before, or goes on for others.
+        """Decide how a cancelled call ends, after how long [s]; None: it ends before, or continues
+        for others.
         """
         course = next(
             course
@@ -137,13 +137,13 @@ class Dice:
 
 @dataclass(frozen=True, slots=True)
 class SimReport:
-    """How a simulation went.
+    """The results of a simulation.
 
     Attributes:
         num_events: How many events the scheduler handled.
         makespan_s: When the last task ended, in simulated time [s].
         work_s: The sum of the times of all calls that came back [s].
-        counts: What became of the tasks.
+        counts: How many tasks ended in which way.
         trace: A hash of all commands in their order: equal for equal courses.
         num_ended: How many tasks have ended.
     """
@@ -176,7 +176,7 @@ def simulate(
 
 
 class _Simulation:
-    """A heap of future events, and what is counted on the way."""
+    """A heap of future events, and the counts so far."""
 
     def __init__(self, num_workers: int, plan: FaultPlan, check: bool) -> None:
         self._scheduler = Scheduler()

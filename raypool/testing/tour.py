@@ -1,9 +1,9 @@
 """A tour of raypool: one loop over three items on two simulated workers, and the code that it
 passes through.
 
-`python -m raypool.testing.tour` prints every event that the scheduler is told, every command that
-it answers, and below each the file and the function that handles it.
-docs/internals/first_ten_minutes.md walks through what it prints. Time is simulated, so it prints
+`python -m raypool.testing.tour` prints every event that the scheduler gets, every command that it
+returns, and below each the file and the function that handles it.
+docs/internals/first_ten_minutes.md walks through its output. Time is simulated, so it prints
 the same on every machine.
 
 The tour changes nothing in raypool: Python itself reports each function call to a guide

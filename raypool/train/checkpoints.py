@@ -113,8 +113,8 @@ def check_name(name: str | None) -> None:
         )
     if not name or name.startswith(".") or "/" in name or os.sep in name or "\0" in name:
         raise InvalidValueError(
-            f"checkpoint_dir_name={name!r} is not the name of a folder in the folder of the run. It"
-            " is one name without a slash, and does not begin with a dot."
+            f"checkpoint_dir_name={name!r} is not a valid folder name: it must be one name without"
+            " a slash that does not begin with a dot."
         )
 
 
@@ -403,8 +403,8 @@ class CheckpointCommit:
         if not partial.path.is_dir():
             raise InvalidValueError(
                 f"Rank {self._rank}, on {platform.node()}, does not see the folder"
-                f" {self._plan.run_dir} as rank 0 does. All machines have to see the folder of a"
-                " run, in one place: name one that they share with RunOptions(run_dir=...)."
+                f" {self._plan.run_dir} as rank 0 does. All machines must see the run's folder at"
+                " the same path: pass a shared one with RunOptions(run_dir=...)."
             )
         if delivery is None:
             return RankOutcome()
@@ -419,8 +419,7 @@ class CheckpointCommit:
         if partial.path.resolve().is_relative_to(source.resolve()):
             raise InvalidValueError(
                 f"The folder of the run, {self._plan.run_dir}, is in the checkpoint that rank"
-                f" {self._rank} has reported, {source}. Save the checkpoint to a folder of its"
-                " own."
+                f" {self._rank} has reported, {source}. Save the checkpoint to a separate folder."
             )
         copy_in(source, partial.path, self._rank)
         return RankOutcome(has_copied=True)
@@ -428,11 +427,11 @@ class CheckpointCommit:
     def _local_folder(self, checkpoint: Any) -> Path:
         folder = Path(checkpoint.path)
         if not folder.is_dir():
-            what = "is a file" if folder.exists() else "is not there"
+            what = "is a file" if folder.exists() else "does not exist"
             raise InvalidValueError(
                 f"Rank {self._rank}, on {platform.node()}, has reported the checkpoint {folder},"
-                f" which {what}. Report a folder, while it is there: in the block of the temporary"
-                " directory, say."
+                f" which {what}. Report a folder while it exists, for example inside the block of"
+                " the temporary directory."
             )
         return folder
 
@@ -444,7 +443,7 @@ class CheckpointCommit:
         if not hasattr(checkpoint, "filesystem"):
             raise InvalidValueError(
                 f"checkpoint_upload_fn has returned a {type(checkpoint).__name__} on rank"
-                f" {self._rank}. It has to return the ray.train.Checkpoint that it has made."
+                f" {self._rank}. It must return the ray.train.Checkpoint that it made."
             )
         if not _is_local(checkpoint):
             raise InvalidValueError(
@@ -488,9 +487,9 @@ class CheckpointCommit:
         file = f" ({error.filename})" if isinstance(error.filename, str | os.PathLike) else ""
         text = (
             f"Rank {self._rank}, on {platform.node()}, could not write {what} to"
-            f" {self._plan.run_dir}: {error.strerror or error}{file}. Nothing is kept of this"
-            " checkpoint; those before it are there. Make room or see to the permissions, then go"
-            " on from the last one."
+            f" {self._plan.run_dir}: {error.strerror or error}{file}. This checkpoint is lost;"
+            " earlier ones are kept. Free some space or fix the permissions, then resume from the"
+            " last one."
         )
         return Fault("os", text, error.errno or 0)
 
@@ -516,7 +515,7 @@ def _common_place(outcomes: Sequence[RankOutcome]) -> str | None:
         ]
         raise InvalidValueError(
             "The ranks have reported parts of one checkpoint that stay in different places:"
-            f" {', '.join(parts)}. Bring them to one folder, or let all be copied."
+            f" {', '.join(parts)}. Put them into one folder, or let all be copied."
         )
     return next(iter(places), None)
 

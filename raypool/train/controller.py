@@ -173,8 +173,8 @@ class Controller:
             return self._finish(result)
         except Exception as error:
             raise TrainingError(
-                f"{self._run.name} has come to its end, but its model cannot be made here:"
-                f" {type(error).__name__}: {error}. What there is is in this error's .result.",
+                f"{self._run.name} has finished, but its model cannot be rebuilt here:"
+                f" {type(error).__name__}: {error}. This error's .result has the rest.",
                 failures={},
                 first_rank=None,
                 result=result,
@@ -268,7 +268,8 @@ class Controller:
             left = len(ranks.left)
             text = (
                 f"{run.name} has lost a worker for good: requested {ranks.size}, available {left}."
-                f" With RunOptions(min_workers={max(left, 1)}) it goes on with those that are left."
+                f" With RunOptions(min_workers={max(left, 1)}) it continues with the remaining"
+                " ones."
             )
         first = error if first_rank is None else failures[first_rank]
         if isinstance(first, TaskTimeoutError):
@@ -285,7 +286,7 @@ class Controller:
             text += f" It was attempt {run.attempts}."
         if result.checkpoint is not None and result.checkpoint.path != self._first_start:
             text += (
-                f" It goes on from its last checkpoint, {result.checkpoint.path}, with"
+                f" Resume from its last checkpoint, {result.checkpoint.path}, with"
                 f" RunOptions(run_dir={str(result.path)!r})."
             )
         made = TrainingError(text, failures=failures, first_rank=first_rank, result=result)

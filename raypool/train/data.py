@@ -173,8 +173,8 @@ def _as_pair(batch: Any, target: str | tuple[str, ...] | None) -> Batch:
         number = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
         what = "a pair" if target is None else f"a dict with {target!r} in it"
         raise InvalidTypeError(
-            f"A mini-batch of the data set is a {type(batch).__name__}{number}, not {what}. Let"
-            " each sample be a pair of an input and a target, or a dict; an input may be a tuple"
+            f"A mini-batch of the data set is a {type(batch).__name__}{number}, not {what}. Each"
+            " sample must be a pair of an input and a target, or a dict; an input may be a tuple"
             " or a dict of several."
         )
     inputs, targets = batch
@@ -192,7 +192,7 @@ def _split(batch: Mapping[Any, Any], target: str | tuple[str, ...] | None) -> Ba
     if missing or not set(batch).difference(left_out):
         fact = f"no {missing[0]!r}" if missing else "nothing but targets"
         raise InvalidValueError(
-            f"The samples are dicts of {', '.join(map(repr, batch))}, with {fact}. Name the target,"
+            f"The samples are dicts of {', '.join(map(repr, batch))}, with {fact}. Pass the target,"
             ' (data, "NAME"), or several, (data, ["NAME", "NAME"]); the others are the inputs of'
             " the model."
         )
@@ -230,7 +230,7 @@ def mixed_seed(*numbers: int) -> int:
 # --- training data from the user ------------------------------------------------------------------
 
 FORMS = (
-    "Give a tuple (inputs, targets) of arrays or tensors, a DataFrame whose last column is the"
+    "Pass a tuple (inputs, targets) of arrays or tensors, a DataFrame whose last column is the"
     " target, or a map-style Dataset (or a DataLoader of one) of pairs or dicts."
 )
 
@@ -302,9 +302,9 @@ def _from_pair(inputs: Any, targets: Any, what: str) -> ArraySamples:
     if not all(lengths) or len({*lengths[0], *lengths[1]}) > 1:
         has = [" and ".join(f"{length:,}" for length in part) or "no" for part in lengths]
         raise InvalidValueError(
-            f"{what} has {has[0]} inputs and {has[1]} targets. The first axis of all is the"
-            " samples: give as many. Several inputs are a tuple, ((x1, x2), y); a list is one"
-            " array."
+            f"{what} has {has[0]} inputs and {has[1]} targets. The first axis of both is the"
+            " samples: pass equal numbers. Several inputs are a tuple, ((x1, x2), y); a list is"
+            " one array."
         )
     return ArraySamples(inputs=columns[0], targets=columns[1])
 
@@ -320,8 +320,7 @@ def _from_frame(frame: Any, target: Any, what: str) -> ArraySamples:
     inputs = frame.drop(columns=names)
     if inputs.columns.empty:
         raise InvalidValueError(
-            f"{what} has no columns but {', '.join(map(repr, names))}, the target. Give it inputs"
-            " too."
+            f"{what} has no columns but {', '.join(map(repr, names))}, the target. Add the inputs."
         )
     _check_numbers(inputs, what)
     if len(names) > 1:
@@ -375,11 +374,11 @@ def _column(values: Any, name: str) -> Column:
     try:
         array = floats_of(values) if hasattr(values, "columns") else np.asarray(values)
     except ValueError as error:
-        raise InvalidValueError(f"{start} are no array: {error}.") from error
+        raise InvalidValueError(f"{start} are not an array: {error}.") from error
     if array.dtype.kind not in "biufc":
         raise InvalidTypeError(
-            f"{start} are of type {array.dtype}, not numbers. Give arrays or tensors of numbers;"
-            " for names of classes their numbers, pandas.factorize(names)[0]."
+            f"{start} are of type {array.dtype}, not numbers. Pass arrays or tensors of numbers;"
+            " for class names pass pandas.factorize(names)[0]."
         )
     if array.ndim == 0:
         raise InvalidValueError(single)
@@ -393,8 +392,8 @@ def _checked_dataset(data: Any, what: str) -> Any:
     if isinstance(data, Mapping):
         names = ", ".join(map(repr, list(data)[:5]))
         raise InvalidTypeError(
-            f"{what} is a {type(data).__name__} of {names}. Give one of its parts, {what}[NAME],"
-            f" say. {FORMS}"
+            f"{what} is a {type(data).__name__} of {names}. Pass one of its parts, such as"
+            f" {what}[NAME]. {FORMS}"
         )
     if isinstance(data, (str, bytes, np.ndarray, torch.Tensor)) or hasattr(data, "to_numpy"):
         raise InvalidTypeError(f"{what} is of type {type(data).__name__}, without targets. {FORMS}")
@@ -402,11 +401,11 @@ def _checked_dataset(data: Any, what: str) -> Any:
         hasattr(data, "__iter__") and not hasattr(data, "__getitem__")
     ):
         raise InvalidTypeError(
-            f"{what} is of type {type(data).__name__}, whose samples come one after the other."
-            " raypool takes them by number, to share each mini-batch out among the workers and to"
-            " resume within an epoch. Give list(data) if it fits into memory, or a Dataset with"
-            " __len__ and __getitem__; else write a loop for pool.train, in which each rank reads"
-            " its own part."
+            f"{what} is of type {type(data).__name__}, which can only be iterated. raypool reads"
+            " samples by number, to split mini-batches across the workers and to resume within an"
+            " epoch. Pass list(data) if it fits into memory, or a Dataset with __len__ and"
+            " __getitem__; else write a loop for pool.train, in which each rank reads its own"
+            " part."
         )
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
         raise InvalidTypeError(
@@ -419,21 +418,21 @@ def _from_loader(loader: Any, target: Any, what: str) -> Samples:
     dataset, sampler = _checked_dataset(loader.dataset, what), loader.sampler
     if type(loader.batch_sampler) is not BatchSampler:
         raise InvalidTypeError(
-            f"{what} is a DataLoader with a batch_sampler of its own, or without mini-batches."
-            " raypool shares mini-batches of one size out among the workers. Give the DataLoader a"
-            " batch_size, and a sampler if the order matters."
+            f"{what} is a DataLoader with its own batch_sampler, or without mini-batches. raypool"
+            " splits mini-batches of one size across the workers. Set the DataLoader's batch_size,"
+            " and a sampler if the order matters."
         )
     if isinstance(sampler, DistributedSampler):
         raise InvalidTypeError(
-            f"{what} is a DataLoader with a DistributedSampler, by which each rank would read its"
-            " own part. raypool shares out each mini-batch itself. Leave the sampler out."
+            f"{what} is a DataLoader with a DistributedSampler, with which each rank would read its"
+            " own part. raypool splits each mini-batch itself. Leave the sampler out."
         )
     # of the plain samplers only the kind counts: raypool orders the samples itself
     is_in_order = type(sampler) is SequentialSampler and len(sampler) == len(dataset)
     own = None if is_in_order or is_shuffled(loader) else sampler
     if own is not None and not hasattr(own, "__len__"):
         raise InvalidTypeError(
-            f"The sampler of {what}, a {type(own).__name__}, has no length. Give it __len__, the"
+            f"The sampler of {what}, a {type(own).__name__}, has no length. Define its __len__, the"
             " number of samples of an epoch: the schedule of the learning rate depends on it."
         )
     if loader.collate_fn is default_collate:
@@ -532,8 +531,8 @@ def samples_of(data: Any) -> Inputs:
         hasattr(data, "__next__") and not hasattr(data, "__getitem__")
     ):
         raise InvalidTypeError(
-            f"data is a {type(data).__name__}, which has no samples by number. Give {KINDS}; of a"
-            " DataLoader its .dataset."
+            f"data is a {type(data).__name__}, which has no samples by number. Pass {KINDS}; for a"
+            " DataLoader, its .dataset."
         )
     if isinstance(data, TensorDataset):
         return Columns(_checked_column(input_of(data.tensors)))
@@ -548,7 +547,7 @@ def samples_of(data: Any) -> Inputs:
         lengths = [len(column) for column in leaves(columns)]
         if not lengths:
             raise InvalidValueError(
-                "data=() names no input. Give an array for each input of the model."
+                "data=() has no input. Pass an array for each input of the model."
             )
         if len(set(lengths)) > 1:
             raise InvalidValueError(
@@ -562,7 +561,7 @@ def samples_of(data: Any) -> Inputs:
     # these have a length and entries, but no samples
     is_plain = isinstance(data, (str, bytes, Mapping, Set))
     if is_plain or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-        raise InvalidTypeError(f"data is a {type(data).__name__}. Give {KINDS}.")
+        raise InvalidTypeError(f"data is a {type(data).__name__}. Pass {KINDS}.")
     return Elsewhere(in_tensors(data))
 
 
@@ -574,7 +573,7 @@ def _checked_column(data: Any) -> np.ndarray[Any, Any] | torch.Tensor:
     """Return an array or tensor, of a type that torch can use."""
     if not _is_column(data):
         raise InvalidTypeError(
-            f"An input is a {type(data).__name__}. Give a NumPy array, a tensor or a DataFrame for"
+            f"An input is a {type(data).__name__}. Pass a NumPy array, a tensor or a DataFrame for"
             " each."
         )
     if hasattr(data, "columns"):
@@ -598,7 +597,8 @@ def _checked_column(data: Any) -> np.ndarray[Any, Any] | torch.Tensor:
             torch.from_numpy(column[:0].copy())  # torch itself says which types it takes
         except (TypeError, ValueError) as error:
             raise InvalidTypeError(
-                f"data is an array of {column.dtype}, of which torch makes no tensor: {error}"
+                f"data is an array of {column.dtype}, which torch cannot convert to a tensor:"
+                f" {error}"
             ) from None
     return column
 

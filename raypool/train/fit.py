@@ -150,7 +150,7 @@ def _check_model(model: Any) -> None:
         return
     if not callable(model):
         raise InvalidTypeError(
-            f"model={model!r} is a {type(model).__name__}. Give a torch.nn.Module, or a function"
+            f"model={model!r} is a {type(model).__name__}. Pass a torch.nn.Module, or a function"
             " without arguments that makes one."
         )
     try:
@@ -158,7 +158,7 @@ def _check_model(model: Any) -> None:
     except TypeError as error:
         name = getattr(model, "__name__", repr(model))
         raise InvalidTypeError(
-            f"model={name} cannot be called without arguments: {error}. Give a model, or bind them:"
+            f"model={name} cannot be called without arguments: {error}. Pass a model, or bind them:"
             f" functools.partial({name}, ...)."
         ) from None
     except ValueError:  # some builtins do not say what they take
@@ -168,19 +168,19 @@ def _check_model(model: Any) -> None:
 def _check_loss(loss: Any) -> None:
     if isinstance(loss, type):
         raise InvalidTypeError(
-            f"loss={loss.__name__} is a class. Give one of its objects: loss={loss.__name__}()."
+            f"loss={loss.__name__} is a class. Pass an instance: loss={loss.__name__}()."
         )
     if not callable(loss):
         raise InvalidTypeError(
-            f"loss={loss!r} is not callable. Give a function of outputs and targets,"
-            " torch.nn.functional.cross_entropy for one."
+            f"loss={loss!r} is not callable. Pass a function of outputs and targets, such as"
+            " torch.nn.functional.cross_entropy."
         )
     # of a functools.partial
     given = getattr(loss, "keywords", {}).get("reduction", getattr(loss, "reduction", "mean"))
     if given in ("sum", "none"):
         raise InvalidValueError(
-            f"loss has reduction={given!r}. It is to return the mean loss of the samples it is"
-            " given, by which those of the workers are put together: reduction='mean'."
+            f"loss has reduction={given!r}. It must return the mean over its samples, from which"
+            " raypool combines the losses of the workers: reduction='mean'."
         )
 
 
@@ -189,8 +189,8 @@ def _completed(options: TrainingOptions, data: Any, samples: Samples) -> Trainin
     loader, shuffle = loader_of(data), options.shuffle
     if samples.sampler is not None and shuffle is not None:
         raise InvalidValueError(
-            f"shuffle={shuffle!r} does not go with a sampler, which sets the order of the samples"
-            " itself. Leave one of them out."
+            f"shuffle={shuffle!r} cannot be combined with a sampler, which sets the order of the"
+            " samples itself. Leave one of them out."
         )
     if shuffle is None:
         shuffle = loader is None or is_shuffled(loader)
@@ -209,8 +209,8 @@ def _chosen(options: TrainingOptions, workers: Sequence[WorkerInfo]) -> Chosen:
     if len(loads) != len(workers):
         numbers = ", ".join(str(worker.index) for worker in workers)
         raise InvalidValueError(
-            f"worker_load={list(loads)} has {len(loads)} numbers, and {len(workers)} workers may"
-            f" train: {numbers}. Give a number for each."
+            f"worker_load={list(loads)} has {len(loads)} numbers, but {len(workers)} workers may"
+            f" train: {numbers}. Pass one for each."
         )
     able = [worker.index for worker in _able(options.execution, workers)]
     chosen = [
@@ -221,8 +221,8 @@ def _chosen(options: TrainingOptions, workers: Sequence[WorkerInfo]) -> Chosen:
     if not chosen:
         raise InvalidValueError(
             f"worker_load={list(loads)} gives nothing to the workers that can train with"
-            f" execution={options.execution!r}: {', '.join(map(str, able))}. Give one of them a"
-            " number above 0."
+            f" execution={options.execution!r}: {', '.join(map(str, able))}. Set one of them above"
+            " 0."
         )
     return chosen[:1] if options.execution == "gpu" else chosen  # MATLAB's "gpu" is one GPU
 
@@ -257,7 +257,7 @@ def _notes_on_workers(
     if not idle:
         return []
     able = _able(options.execution, workers)
-    why = "one GPU was asked for" if options.execution == "gpu" else "its load is 0"
+    why = "one GPU was requested" if options.execution == "gpu" else "its load is 0"
     names = ", ".join(
         f"worker {each.index} ({why if each in able else 'no GPU of its own'})" for each in idle
     )
@@ -315,7 +315,7 @@ def _notes_on_samples(division: Division, batch_size: int, options: TrainingOpti
         )
     if division.dropped:
         size = division.batch_size * division.accumulate
-        other = ", other ones each time" if options.shuffle == "every-epoch" else ""
+        other = ", different ones each time" if options.shuffle == "every-epoch" else ""
         notes.append(
             f"Each epoch leaves out {division.dropped:,} of {division.num_samples:,}"
             f" samples{other}: they do not fill a step of {size:,}."

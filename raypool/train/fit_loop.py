@@ -290,7 +290,7 @@ def ordered(samples: Samples, shuffle: str, seed: int, epoch: int, ranks: Ranks)
         if len(numbers) != len(order):
             raise InvalidValueError(
                 f"The sampler, a {type(samples.sampler).__name__}, has given {len(numbers):,}"
-                f" samples in epoch {epoch}, and its length is {len(order):,}. Let both be equal."
+                f" samples in epoch {epoch}, and its length is {len(order):,}. They must be equal."
             )
         order = torch.tensor(numbers, dtype=torch.int64)
     order = order.to(ranks.device)
@@ -377,8 +377,8 @@ class Learner:
             self.scheduler = options.schedule(self.optimizer)
             if not hasattr(self.scheduler, "step"):
                 raise InvalidTypeError(
-                    f"schedule={options.schedule!r} has made a {type(self.scheduler).__name__} of"
-                    " the optimizer, not an LRScheduler."
+                    f"schedule={options.schedule!r} returned a {type(self.scheduler).__name__}, not"
+                    " an LRScheduler."
                 )
         is_scaled = options.precision == "fp16"
         self.scaler = torch.amp.GradScaler(ranks.device.type) if is_scaled else None
@@ -450,8 +450,8 @@ class Learner:
                     raise  # another one, which the user's filters make an error
                 raise InvalidValueError(
                     "The loss was given outputs and targets of different shapes:"
-                    f" {str(warning).split('. ')[0]}. Give targets the shape of the outputs,"
-                    " targets[:, None] for one."
+                    f" {str(warning).split('. ')[0]}. Reshape the targets to the shape of the"
+                    " outputs, such as targets[:, None]."
                 ) from None
         check_loss(loss)
         if self.ranks.size > 1:
@@ -561,8 +561,8 @@ def _optimizer(options: TrainingOptions, parameters: list[nn.Parameter]) -> torc
     optimizer = options.optimizer(parameters, **optimizer_arguments(options))
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidTypeError(
-            f"optimizer={options.optimizer!r} has made a {type(optimizer).__name__} of the"
-            " parameters, not a torch Optimizer."
+            f"optimizer={options.optimizer!r} returned a {type(optimizer).__name__}, not a torch"
+            " Optimizer."
         )
     return optimizer
 
@@ -721,13 +721,13 @@ def check_loss(loss: Any) -> None:
     """Raise the error for a loss that a model cannot be trained by."""
     if not isinstance(loss, torch.Tensor):
         raise InvalidTypeError(
-            f"The loss function has returned a {type(loss).__name__}. It is to return a tensor, one"
-            " number."
+            f"The loss function has returned a {type(loss).__name__}. It must return a tensor with"
+            " one number."
         )
     if loss.ndim:
         raise InvalidValueError(
-            f"The loss function has returned a tensor of shape {tuple(loss.shape)}. It is to return"
-            " one number, the mean over the samples it was given: reduction='mean'."
+            f"The loss function has returned a tensor of shape {tuple(loss.shape)}. It must return"
+            " one number, the mean over its samples: reduction='mean'."
         )
     if loss.grad_fn is None:
         raise InvalidValueError(
@@ -894,22 +894,23 @@ def take(learner: Learner, progress: Progress, best: dict[str, Any] | None) -> d
 def read(folder: str) -> dict[str, Any]:
     """Return the content of a checkpoint, without running any code in it."""
     path = Path(folder) / FILE
-    advice = "Give one that a training by pool.fit has made."
+    advice = "Pass one that pool.fit has made."
     if not path.is_file():
         found = ", ".join(sorted(each.name for each in Path(folder).iterdir())[:5]) or "nothing"
         raise InvalidValueError(
-            f"{folder} is no checkpoint of pool.fit: it has no {FILE} in it, but {found}. {advice}"
+            f"{folder} is not a checkpoint of pool.fit: it has no {FILE} in it, but {found}."
+            f" {advice}"
         )
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # for a truncated file torch may raise anything, even an IndexError
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise InvalidValueError(
-            f"{path} is no checkpoint of pool.fit: it cannot be read ({reason}). {advice}"
+            f"{path} is not a checkpoint of pool.fit: it cannot be read ({reason}). {advice}"
         ) from error
     if not isinstance(state, dict) or state.get("raypool") != VERSION:
         raise InvalidValueError(
-            f"{path} is no checkpoint of pool.fit, but something else that torch has saved."
+            f"{path} is not a checkpoint of pool.fit, but something else that torch has saved."
             f" {advice}"
         )
     return state
@@ -920,9 +921,9 @@ def restore(learner: Learner, state: dict[str, Any], folder: str) -> Progress:
     check_same_model(state["model"], learner.module, folder)
     if state["strategy"] != learner.strategy:
         raise InvalidValueError(
-            f"{folder} was made with strategy={state['strategy']!r}, and this training goes on with"
-            f" {learner.strategy!r}, which keeps the optimizer's state in another way. Use the"
-            " same."
+            f"{folder} was made with strategy={state['strategy']!r}, but this training uses"
+            f" {learner.strategy!r}, which stores the optimizer's state differently. Use the same"
+            " strategy."
         )
     if learner.is_sharded:
         from torch.distributed.checkpoint.state_dict import set_model_state_dict
@@ -957,8 +958,8 @@ def _restore_rest(learner: Learner, state: dict[str, Any], folder: str) -> None:
                 part.load_state_dict(state[name])
     except (ValueError, KeyError) as error:
         raise InvalidValueError(
-            f"{folder} was made with other options: {error}. Go on with the optimizer, schedule and"
-            " precision that it was made with, or begin anew."
+            f"{folder} was made with other options: {error}. Use the optimizer, schedule and"
+            " precision that it was made with, or start over."
         ) from error
 
 
@@ -976,8 +977,8 @@ def check_same_model(state: dict[str, Any], module: nn.Module, folder: str) -> N
         else:
             continue
         raise InvalidValueError(
-            f"{folder} is a checkpoint of another model: {fact}. Give one of this model, or begin"
-            " anew."
+            f"{folder} is a checkpoint of another model: {fact}. Pass one of this model, or start"
+            " over."
         )
 
 

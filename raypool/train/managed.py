@@ -141,8 +141,8 @@ class ManagedLane:
             each.workers_per_claim > 1 for each in self.backend.demands
         ):
             raise InvalidValueError(
-                'lane="managed" gives whole GPUs to Ray Train, and the workers of this pool share'
-                ' theirs. Use lane="warm", or a pool with one worker to each GPU.'
+                'lane="managed" gives whole GPUs to Ray Train, but the workers of this pool share'
+                ' theirs. Use lane="warm", or a pool with one worker per GPU.'
             )
         self.packed = packing.pack((loop, config), f"the loop {function_name(loop)} and its config")
 
@@ -168,8 +168,8 @@ class ManagedLane:
         if self.given.get("datasets") and there - taken < 1:
             raise ResourceError(
                 f"CPU: requested {taken + 1:g}, available {there:g}: the ranks take {taken:g}, and"
-                " Ray Data needs one more to read datasets=, for which it would wait without a"
-                " word. Train with fewer ranks (workers=...), give each less"
+                " Ray Data needs one more to read datasets=, and would wait for it silently."
+                " Train with fewer ranks (workers=...), request less for each"
                 " (resources=WorkerResources(cpus=0.5)), or open a smaller pool."
                 f" {shortages.held_by(())}",
                 requested=taken + 1,
@@ -248,7 +248,7 @@ def _checked_trainer(trainer: Any, given: Mapping[str, Any]) -> type[Any]:
     made = TorchTrainer if trainer is None else trainer
     if not (isinstance(made, type) and issubclass(made, DataParallelTrainer)):
         raise InvalidTypeError(
-            f"trainer={trainer!r} is not a class of Ray Train's trainers. Give one that is derived"
+            f"trainer={trainer!r} is not a class of Ray Train's trainers. Pass one that is derived"
             " from its DataParallelTrainer, such as ray.train.tensorflow.TensorflowTrainer."
         )
     taken = [
@@ -270,9 +270,8 @@ def _checked_trainer(trainer: Any, given: Mapping[str, Any]) -> type[Any]:
     if datasets is not None and wrong:
         kinds = f"a dict with {', '.join(wrong)} in it" if is_dict else wrong[0]
         raise InvalidTypeError(
-            f"datasets= is {kinds}. Give a dict of datasets of Ray Data, by the names"
-            ' that ray.train.get_dataset_shard is called with: {"train":'
-            " ray.data.read_parquet(...)}."
+            f"datasets= is {kinds}. Pass a dict of Ray Data datasets, by their names for"
+            ' ray.train.get_dataset_shard: {"train": ray.data.read_parquet(...)}.'
         )
     return made
 
@@ -288,12 +287,12 @@ def _check_configs(scaling: ScalingConfig, running: RunConfig | None, kept: RunO
     for given, kind in ((scaling, ScalingConfig), (running or RunConfig(), RunConfig)):
         if not isinstance(given, kind):
             raise InvalidTypeError(
-                f"{given!r} is a {type(given).__name__}. Give a ray.train.{kind.__name__}."
+                f"{given!r} is a {type(given).__name__}. Pass a ray.train.{kind.__name__}."
             )
     if (scaling.num_workers, scaling.use_gpu, scaling.resources_per_worker) != (1, False, None):
         raise InvalidValueError(
-            "scaling_config= says how many ranks there are, or what each gets, and so does the"
-            " pool. Leave num_workers, use_gpu and resources_per_worker out; use workers=, and"
+            "scaling_config= sets the number of ranks or their resources, and so does the pool."
+            " Leave num_workers, use_gpu and resources_per_worker out; use workers=, and"
             " RunOptions(min_workers=...) for an elastic number."
         )
     if running is None:
@@ -563,7 +562,7 @@ class ManagedAttempt:
         outcome, name = self._outcome, self._plan.name
         if isinstance(outcome, Result):
             if len(self._ends) < len(self._workers) or not self._ends:
-                raise InternalError(f"{name} has ended, but not all ranks have said how.", story=())
+                raise InternalError(f"{name} ended, but not all ranks have reported how.", story=())
             return [self._opened(rank) for rank in sorted(self._ends)]
         if self._is_late:
             raise self._late()
@@ -572,7 +571,7 @@ class ManagedAttempt:
             raise preempted
         if outcome is None:
             raise self._loan.exception() or InternalError(
-                f"{name} has ended before it began.", story=()
+                f"{name} ended before it began.", story=()
             )
         if isinstance(outcome, (WorkerGroupError, ControllerError, PreemptionError, rx.RayError)):
             raise self._error(outcome)
@@ -584,7 +583,7 @@ class ManagedAttempt:
             return RankEnd(pickle.loads(packed), metrics)
         except Exception as error:
             raise TaskError(
-                f"What rank {rank} of {self._plan.name} has returned cannot be unpickled here"
+                f"The value that rank {rank} of {self._plan.name} returned cannot be unpickled here"
                 f" ({type(error).__name__}: {error}). Its class must be importable in this process"
                 " too."
             ) from error
@@ -599,7 +598,7 @@ class ManagedAttempt:
             if rank not in self._ends
         }
         first = min(failures, default=None)
-        text = f"{name} had not ended after {limit}. Give it more time, or see what it does."
+        text = f"{name} had not ended after {limit}. Raise timeout_s, or check what it does."
         error = SpmdError(text, failures=failures, first_rank=first)
         error.__cause__ = None if first is None else failures[first]
         return error
@@ -625,8 +624,8 @@ class ManagedAttempt:
         if kind == "WorkerGroupStartupTimeoutError":
             return ResourceError(
                 f"Ray has had no room for the {self._size} ranks of {name} within"
-                " RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S (60 s if not set): somebody else has"
-                f" taken what the pool gave back. {shortages.held_by(())} Wait, or end it.",
+                " RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S (60 s if not set): another program has"
+                f" taken what the pool released. {shortages.held_by(())} Wait, or end it.",
                 requested=self._size,
                 available=0,
                 holders=shortages.holders(),
@@ -650,7 +649,8 @@ class ManagedAttempt:
             return lost
         what = f"{type(cause).__name__}: {_first_line(cause)}"
         text = (
-            f"{name} was ended by Ray Train itself: {what}. The cause of this error has it in full."
+            f"{name} was ended by Ray Train itself: {what}. The cause of this error has the"
+            " details."
         )
         made = TrainingError(text, failures={}, first_rank=None, result=None)
         made.__cause__ = cause

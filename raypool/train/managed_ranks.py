@@ -249,7 +249,7 @@ class _Utils(DistributedTrainFnUtils):  # type: ignore[misc]
         if missing:
             raise CollectiveError(
                 f"Rank {rank} is in its {ordinal(self._num_reports)} ray.train.report, but rank"
-                f" {missing[0]} has returned. All ranks have to report equally often.",
+                f" {missing[0]} has returned. All ranks must report equally often.",
                 missing=tuple(missing),
             )
         note.should_stop = note.agreed_stop = should_stop or note.should_stop

@@ -65,7 +65,7 @@ def predict_with(  # noqa: PLR0913 - where to run, then the arguments of the ver
         check_callable(output)
     if engine.driver.is_own_thread:
         raise InvalidValueError(
-            "predict cannot be waited for in the callback of a future: the pool would wait for"
+            "predict() cannot be called in the callback of a future: the pool would wait for"
             " itself. Use a thread."
         )
     samples = samples_of(data)
@@ -95,11 +95,11 @@ def classify_with(  # noqa: PLR0913 - likewise
     names: np.ndarray[Any, Any] | None = None
     if labels is not None:
         if isinstance(labels, (str, bytes)) or not hasattr(labels, "__len__"):
-            raise InvalidTypeError(f"labels={labels!r} is not a list of the names of the classes.")
+            raise InvalidTypeError(f"labels must be a list of class names, not {labels!r}.")
         names = np.asarray(labels)
         if names.ndim != 1 or len(names) == 0:
             raise InvalidValueError(
-                f"labels has the shape {names.shape}. Give one name for each class, in the order of"
+                f"labels has the shape {names.shape}. Pass one name for each class, in the order of"
                 " the classes."
             )
     classes = Classes(None if names is None else len(names))
@@ -156,8 +156,7 @@ class _Run:
                 outputs.append(future.result())
             except CancelledError:
                 raise CancelledError(
-                    "The prediction was cancelled: somebody has called cancel_all(), or closed the"
-                    " pool."
+                    "The prediction was cancelled, by cancel_all() or because the pool was closed."
                 ) from None
             self._pending.popleft()
             self._note(future)
@@ -194,7 +193,7 @@ class _Run:
 
 
 def _batches_per_call(duration_s: float | None, count: int, before: int, batch_bytes: int) -> int:
-    """Return how many mini-batches the next call has, after one of `count` that took so long.
+    """Return how many mini-batches the next call has, after one of `count` that took this long.
 
     Example:
         >>> [_batches_per_call(s, 1, n, 1_000_000) for s, n in ((0.001, 1), (0.5, 1), (0.001, 64))]
@@ -298,7 +297,7 @@ def still(model: Any) -> Any:
     if not isinstance(model, nn.Module):
         if isinstance(model, type) or not callable(model):
             raise InvalidTypeError(
-                f"model={model!r} is not a model. Give a torch.nn.Module (not its class), or a"
+                f"model={model!r} is not a model. Pass a torch.nn.Module (not its class), or a"
                 " function of a mini-batch."
             )
         try:
@@ -315,7 +314,7 @@ def still(model: Any) -> Any:
     tensors = [*model.parameters(), *model.buffers()]
     if any(nn.parameter.is_lazy(tensor) for tensor in tensors):
         raise InvalidTypeError(
-            "The model has parameters without a shape yet. Call it once with a mini-batch before."
+            "The model has parameters without a shape yet. Call it once with a mini-batch first."
         )
     try:
         # the same values in objects that may be moved without the caller's being moved too
@@ -329,9 +328,9 @@ def still(model: Any) -> Any:
         return copy.deepcopy(model, known).eval()
     except Exception as error:
         raise InvalidTypeError(
-            f"The model cannot be copied ({type(error).__name__}: {error}), which it has to be to"
-            " travel. Keep tensors in it as parameters or buffers, and make files, locks and the"
-            " like at their first use."
+            f"The model cannot be copied ({type(error).__name__}: {error}), as is needed to send"
+            " it. Keep its tensors as parameters or buffers, and create files, locks and the like"
+            " on first use."
         ) from error
 
 
@@ -353,17 +352,16 @@ def _check_rows(outputs: Any, count: int) -> None:
             if not isinstance(outputs, list):
                 what = f"an output of shape {tuple(outputs.shape)}"
             raise InvalidValueError(
-                f"The model gives {what} for {count} samples, which should stand in the first"
-                " dimension. If it sums over them, say so with output=, which may give anything"
-                " for a mini-batch."
+                f"The model returns {what} for {count} samples, which should be the first"
+                " dimension. If it reduces over them, pass output=, which may return anything for"
+                " a mini-batch."
             )
     elif isinstance(outputs, (tuple, Mapping)) and outputs:
         for output in outputs.values() if isinstance(outputs, Mapping) else outputs:
             _check_rows(output, count)
     else:
         raise InvalidTypeError(
-            f"The model gives a {type(outputs).__name__}, not tensors. Turn it into something else"
-            " with output=."
+            f"The model returns a {type(outputs).__name__}, not tensors. Convert it with output=."
         )
 
 
@@ -383,7 +381,7 @@ def joined(parts: Sequence[Any]) -> Any:
         if len(shapes) > 1:
             raise InvalidValueError(
                 "The outputs of two mini-batches do not fit together: a sample has the shape"
-                f" {shapes[0]} in one, {shapes[1]} in another. Bring them to one shape with"
+                f" {shapes[0]} in one, {shapes[1]} in another. Convert them to one shape with"
                 " output=, or return a list with an entry for each sample there."
             )
         return torch.cat(rows) if isinstance(first, torch.Tensor) else np.concatenate(rows)
@@ -415,17 +413,18 @@ class Classes:
         """Return the class with the highest score for each sample."""
         if not isinstance(scores, torch.Tensor):
             raise InvalidTypeError(
-                f"The model gives a {type(scores).__name__}, not a tensor of scores. Use predict"
+                f"The model returns a {type(scores).__name__}, not a tensor of scores. Use predict"
                 " with output=."
             )
         if scores.ndim < 2 or scores.shape[1] < 2:
             raise InvalidValueError(
-                f"The model gives an output of shape {tuple(scores.shape)}, not a score for each"
+                f"The model returns an output of shape {tuple(scores.shape)}, not a score for each"
                 " class in dimension 1. For a single score use predict(model, data, output=lambda"
                 " y: y > 0), with the threshold that fits it."
             )
         if self._num_labels not in (None, scores.shape[1]):
             raise InvalidValueError(
-                f"labels has {self._num_labels} entries, and the model {scores.shape[1]} classes."
+                f"labels has {self._num_labels} entries, but the model has {scores.shape[1]}"
+                " classes."
             )
         return scores.argmax(1)

@@ -262,8 +262,8 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
         if blind:
             raise InvalidValueError(
                 f"Rank {blind[0]}, on {told[blind[0]][0]}, does not see the checkpoint {plan.start}"
-                " that the training is to begin with. All machines have to see its folder, in one"
-                " place: put it into a folder that they share."
+                " that the training is to begin with. All machines must see its folder at the same"
+                " path: put it into a folder that they share."
             )
         if note is not None:
             note.attempt = plan.attempt
@@ -328,8 +328,7 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
         if not is_silent and (text := how_they_differ([each.names for each in told])):
             self._has_warned = True
             logger.warning(
-                "%s. Only what rank 0 reports is kept; raypool.report keeps what each rank"
-                " reports.",
+                "%s. Only rank 0's metrics are kept; raypool.report keeps those of each rank.",
                 text,
             )
         self.metrics = {name: said[str(name)] for name in metrics}
@@ -381,7 +380,7 @@ class Session(LocalTrainFnUtils):  # type: ignore[misc]
         raise InvalidValueError(
             f"ray.train.get_dataset_shard({dataset_info.dataset_name!r}) needs a training with"
             ' datasets=..., which is one with lane="managed". Here a loop reads its data itself,'
-            " with prepare_data_loader say."
+            " for example with prepare_data_loader."
         )
 
     def get_preemption_info(self) -> Any:
@@ -437,7 +436,7 @@ def checked(metrics: Any) -> dict[str, Any]:
     if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
         raise InvalidTypeError(
             f"report(metrics={metrics!r}) got a {type(metrics).__name__}. Metrics are a dict from"
-            ' names to values, {"loss": 0.5} for one.'
+            ' names to values, such as {"loss": 0.5}.'
         )
     if NUMBERS.issuperset(map(type, metrics.values())):
         return dict(metrics)
@@ -456,7 +455,7 @@ def _checked_value(name: str, value: Any) -> Any:
     except Exception as error:
         raise InvalidTypeError(
             f"report({name}=...) got a {type(value).__name__}, which cannot be pickled ({error})."
-            " Report numbers, texts, or what is made of them."
+            " Report numbers, strings, or containers of them."
         ) from error
 
 

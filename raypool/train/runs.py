@@ -57,15 +57,14 @@ class RunOptions:
         best_metric: The reported metric that tells which checkpoint is the best. Until a checkpoint
             has it, none is deleted; with lane="managed" and `keep_checkpoints` each must have it.
         best_mode: "min" if lower is better, "max" if higher is.
-        start_from: A checkpoint to begin with, a folder or a `ray.train.Checkpoint`; not used where
+        start_from: A checkpoint to begin with, a folder or a `ray.train.Checkpoint`; not used if
             `run_dir` has one.
-        min_workers: The training continues with so few workers if others are lost for good. None:
-            it needs all.
+        min_workers: The training continues with at least this many workers if others are lost for
+            good. None: it needs all.
 
     Raises:
-        InvalidTypeError: A field is of a wrong kind.
-        InvalidValueError: A field has a value that cannot work: a checkpoint that does not exist,
-            say.
+        InvalidTypeError: A field has the wrong type.
+        InvalidValueError: A field has an invalid value, such as a checkpoint that does not exist.
 
     Source:
         Ray 2.60, ray.train.RunConfig, CheckpointConfig and FailureConfig.
@@ -89,13 +88,13 @@ class RunOptions:
             if "://" in os.fspath(self.run_dir):
                 raise InvalidValueError(
                     f"run_dir={self.run_dir!r} is a URL. A training is kept in a folder that all"
-                    " machines see: name one, and copy checkpoints to the URL from there, or in"
+                    " machines see: pass one, and copy checkpoints to the URL from there, or in"
                     " the loop on rank 0."
                 )
             folder = Path(self.run_dir).expanduser().absolute()
             if folder.exists() and not folder.is_dir():
                 raise InvalidValueError(
-                    f"run_dir={folder} is a file. Name a folder, which need not be there yet."
+                    f"run_dir={folder} is a file. Pass a folder; it need not exist yet."
                 )
             object.__setattr__(self, "run_dir", folder)
         for name in ("keep_checkpoints", "min_workers"):
@@ -103,7 +102,7 @@ class RunOptions:
         if self.best_metric is not None and not isinstance(self.best_metric, str):
             raise InvalidTypeError(f"best_metric={self.best_metric!r} is not the name of a metric.")
         if self.best_mode not in MODES:
-            raise InvalidValueError(f"best_mode={self.best_mode!r} is neither 'min' nor 'max'.")
+            raise InvalidValueError(f"best_mode must be 'min' or 'max', not {self.best_mode!r}.")
         if self.start_from is not None:
             object.__setattr__(self, "start_from", checkpoint_folder(self.start_from))
 
@@ -118,20 +117,20 @@ def checkpoint_folder(checkpoint: Any) -> Path:
     path = getattr(checkpoint, "path", checkpoint)
     if not isinstance(path, (str, os.PathLike)):
         raise InvalidTypeError(
-            f"start_from={checkpoint!r} is neither the folder of a checkpoint nor a"
-            " ray.train.Checkpoint."
+            "start_from must be the folder of a checkpoint or a ray.train.Checkpoint, not"
+            f" {checkpoint!r}."
         )
     folder = Path(path).expanduser().absolute()
     if not folder.is_dir():
         raise InvalidValueError(
-            f"start_from={folder} is no checkpoint:"
-            f" {'it is a file' if folder.exists() else 'there is no such folder'}. Give the folder"
-            " that a training has reported, result.checkpoint for one."
+            f"start_from={folder} is not a checkpoint:"
+            f" {'it is a file' if folder.exists() else 'there is no such folder'}. Pass the folder"
+            " that a training has reported, such as result.checkpoint."
         )
     if not any(folder.iterdir()):
         raise InvalidValueError(
-            f"start_from={folder} is no checkpoint: the folder is empty. Give one that a training"
-            " has reported."
+            f"start_from={folder} is not a checkpoint: the folder is empty. Pass one that a"
+            " training has reported."
         )
     return folder
 
@@ -143,7 +142,7 @@ class TrainingResult:
     Attributes:
         metrics: The last report of rank 0, by name; empty if there was none.
         metrics_frame: All reports, a row for each: `time` (UTC), `rank`, `attempt`, then the
-            metrics. What `ray.train.report` got is in it once, from rank 0.
+            metrics. Those of `ray.train.report` appear once, from rank 0.
         checkpoint: The last checkpoint, None without one.
         best_checkpoint: The one with the best `RunOptions.best_metric`; None without one, or if no
             metric was named.
@@ -257,8 +256,8 @@ class TrainingRun(Future[TrainingResult]):
         """All metrics reported so far; complete once the training has ended.
 
         A row for each report, by rank, then in order: `time` (UTC), `rank`, `attempt`, then the
-        metrics in the order in which they first appear. What `ray.train.report` gets is in it once,
-        from rank 0; what `raypool.report` gets, from each rank. A metric with the name of one of
+        metrics in the order in which they first appear. Those of `ray.train.report` appear once,
+        from rank 0; those of `raypool.report`, from each rank. A metric with the name of one of
         those is in "reported_NAME".
         """
         return self._caught_up().metrics("rank")
@@ -351,7 +350,7 @@ def take_folder(run: TrainingRun, is_named: bool) -> None:
         if other is not None:
             raise InvalidValueError(
                 f"run_dir={run.path} is in use by the training {other.name!r}, which is"
-                f" {other.state}. Name another folder, or wait for its end."
+                f" {other.state}. Use another folder, or wait for its end."
             )
         if is_named:
             _lock(folder, run)

@@ -49,73 +49,73 @@ class TrainingOptions:
     """How `pool.fit` trains.
 
     A step of the optimizer takes the gradient of the mean loss over `mini_batch_size` samples,
-    whatever the number of workers. What is left of an epoch after the last whole mini-batch is left
+    whatever the number of workers. Samples after the last whole mini-batch of an epoch are left
     out; a data set that is smaller than a mini-batch is one mini-batch.
 
     Args:
-        optimizer: "sgdm", "adam", "adamw", or a class or function that makes an optimizer of the
-            parameters it is given. If it takes `lr`, it is called with `learning_rate`; with
+        optimizer: "sgdm", "adam", "adamw", or a class or function that makes an optimizer from the
+            parameters. If it takes `lr`, it is called with `learning_rate`; with
             `weight_decay` and `momentum`, if they are set here.
-        learning_rate: At the start, after the warm-up.
-        momentum: Of "sgdm".
+        learning_rate: The learning rate at the start, after the warm-up.
+        momentum: The momentum of "sgdm".
         weight_decay: As torch's optimizers take it: part of the gradient with "sgdm" and "adam",
             apart from it with "adamw".
-        schedule: How the learning rate goes on. "none" or None: it stays. "piecewise": times
+        schedule: How the learning rate changes. "none" or None: not at all. "piecewise": times
             `drop_factor` every `drop_every` epochs. "cosine", "linear": down to 0 at the last step.
-            Or a function that makes a torch `LRScheduler` of the optimizer: its `step` is called
+            Or a function that makes a torch `LRScheduler` from the optimizer: its `step` is called
             after each epoch (`ReduceLROnPlateau` is given the validation loss, without one the
             loss).
         drop_every: Epochs between two drops of "piecewise".
-        drop_factor: What each of them leaves of the learning rate.
+        drop_factor: The factor of each drop.
         warmup_steps: The steps over which the learning rate rises evenly: from 0, or from
             `learning_rate` if that is scaled. None: 0; if the learning rate is scaled, five epochs,
             and at most a tenth of all steps.
-        mini_batch_size: Samples of a step, on all workers together, shared out as evenly as can be:
+        mini_batch_size: Samples of a step, on all workers together, split as evenly as possible:
             130 on four workers are 33, 33, 32 and 32. None: as in the `DataLoader` that is trained
             on; without one 128.
-        scale_batch: "per_worker" or True: `mini_batch_size` is what each worker has.
+        scale_batch: "per_worker" or True: `mini_batch_size` is that of each worker.
         scale_learning_rate: "linear" or True: the learning rate is multiplied as the mini-batch is
-            by `scale_batch`, with a warm-up. Nothing does so by itself.
-        max_epochs: How often it goes through the data.
-        execution: "auto": on the workers that have a GPU of their own; if none has, on all. "cpu":
+            by `scale_batch`, with a warm-up. Neither is automatic.
+        max_epochs: The number of passes through the data.
+        execution: "auto": on the workers with their own GPU; if none has one, on all. "cpu":
             on the CPUs of all. "gpu": on one worker with a GPU. "multi-gpu": on all that have one.
         worker_load: How much of each mini-batch each worker takes, relative to the others: a number
             for each worker that may train, in their order. [2, 1] splits 96 samples into 64 and 32.
             A worker with 0 does not train. None: equal shares.
-        precision: "float32": the parameters' own types, whatever they are. "bf16", "fp16": what
-            autocast makes of it; "fp16" with scaling of the loss.
+        precision: "float32": the parameters' own types. "bf16", "fp16": with autocast; "fp16" with
+            scaling of the loss.
         clip_gradient_norm: Gradients are scaled down to this norm, of all parameters together, if
             theirs is larger.
-        accumulate_steps: A step takes the mean gradient of so many mini-batches.
+        accumulate_steps: A step takes the mean gradient of this many mini-batches.
         validation_data: As the data to train on. Its loss is "validation_loss" of the metrics.
         validation_frequency: Epochs between two validations; one always follows the last epoch.
-        patience: The training ends after so many validations in a row without a new least loss.
+        patience: The training ends after this many validations in a row without a new lowest loss.
         output_model: "last": the model as it is at the end. "best": as at the validation with the
-            least loss.
+            lowest loss.
         shuffle: "every-epoch" or True, "once" (before the first), "never" or False. None: as the
             `DataLoader` does that is trained on; without one "every-epoch".
-        seed: Of the first parameters (if `model` is a function), the order of the samples, and what
-            the model draws: from 0 on.
+        seed: The seed of the first parameters (if `model` is a function), the order of the samples,
+            and the model's random numbers; at least 0.
         checkpoint_every: Epochs between two checkpoints. None: 1 if `run_options` of `fit` has a
             `run_dir`, `keep_checkpoints` or `best_metric`; else none, except before a preemption.
         strategy: "ddp": each worker has the whole model. "fsdp": each holds a part of every
             parameter, gradient and state of the optimizer (torch's FSDP2), for models too large for
             one GPU.
         output_fn: Called with each report, a dict; if it returns True, the training ends there. It
-            runs in the worker of rank 0, so what it keeps is not here: for that there is
+            runs in the worker of rank 0, so its variables are not in this process: use
             `run.metrics`.
         compile: Whether the model is compiled by `torch.compile`.
-        report_every: Steps between two reports; at each the training looks whether it is to stop.
-            There is always one at the end of an epoch. None: only that. Reported are `epoch` and
-            `step`, from 0 on; `loss`, the mean since the last report; `learning_rate`, of the last
-            step; `samples_per_s`; after an epoch `dropped_samples`, how many it has left out, and
+        report_every: Steps between two reports; at each the training checks whether to stop. There
+            is always one at the end of an epoch; None: only that. Reported are `epoch` and `step`,
+            from 0 on; `loss`, the mean since the last report; `learning_rate`, of the last step;
+            `samples_per_s`; after an epoch `dropped_samples`, the number of samples left out, and
             `validation_loss`.
         loader_processes: Processes on each worker that load the samples of a `Dataset` ahead. 0: as
             the `DataLoader` says; without one the worker itself does.
 
     Raises:
-        InvalidTypeError: A field is of a wrong kind.
-        InvalidValueError: A field has a value that cannot work.
+        InvalidTypeError: A field has the wrong type.
+        InvalidValueError: A field has an invalid value.
 
     Source:
         MATLAB R2025b, trainingOptions. The linear scaling with a warm-up of five epochs: Goyal et
@@ -170,11 +170,11 @@ class TrainingOptions:
             object.__setattr__(self, "worker_load", _checked_load(self.worker_load))
         if self.output_fn is not None and not callable(self.output_fn):
             raise InvalidTypeError(
-                f"output_fn={self.output_fn!r} is not callable. Give a function of one argument, a"
+                f"output_fn={self.output_fn!r} is not callable. Pass a function of one argument, a"
                 " dict."
             )
         if not isinstance(self.compile, bool):
-            raise InvalidTypeError(f"compile={self.compile!r} is neither True nor False.")
+            raise InvalidTypeError(f"compile must be True or False, not {self.compile!r}.")
         self._check_together()
 
     def _check_choices(self) -> None:
@@ -186,8 +186,8 @@ class TrainingOptions:
         _check_choice("output_model", self.output_model, OUTPUT_MODELS)
         if self.output_model == "best" and self.validation_data is None:
             raise InvalidValueError(
-                "output_model='best' is the model with the least loss at a validation, and there"
-                " are none. Give validation_data=."
+                "output_model='best' is the model with the lowest validation loss, but there is no"
+                " validation. Pass validation_data=."
             )
         if self.scale_batch is not None:
             _check_choice("scale_batch", self.scale_batch, ("per_worker",))
@@ -238,21 +238,20 @@ class TrainingOptions:
     def _check_together(self) -> None:
         if self.patience is not None and self.validation_data is None:
             raise InvalidValueError(
-                f"patience={self.patience} counts validations, and there are none. Give"
+                f"patience={self.patience} counts validations, but there are none. Pass"
                 " validation_data=, or leave patience out."
             )
         if self.scale_learning_rate is not None and self.scale_batch is None:
             raise InvalidValueError(
                 "scale_learning_rate='linear' multiplies the learning rate as the mini-batch grows"
-                " with the workers, and mini_batch_size is one for all of them. Add"
+                " with the workers, but mini_batch_size is that of all workers together. Add"
                 " scale_batch='per_worker', or set the learning rate itself."
             )
         optimizer_arguments(self)
         if self.warmup_steps and callable(self.schedule):
             raise InvalidValueError(
-                f"warmup_steps={self.warmup_steps} does not go with a schedule of your own, which"
-                " sets the learning rate alone. Put the warm-up into it, by torch's SequentialLR"
-                " for one."
+                f"warmup_steps={self.warmup_steps} cannot be combined with your own schedule. Put"
+                " the warm-up into the schedule, for example with torch's SequentialLR."
             )
 
 
@@ -287,10 +286,10 @@ def _check_choice(name: str, value: Any, choices: Sequence[str], other: str = ""
     listed = f"{', '.join(map(repr, choices))}{f', or {other}' if other else ''}"
     if not isinstance(value, str):
         raise InvalidTypeError(
-            f"{name}={value!r} is a {type(value).__name__}. Give one of: {listed}."
+            f"{name}={value!r} is a {type(value).__name__}. Use one of: {listed}."
         )
     if value not in choices:
-        raise InvalidValueError(f"{name}={value!r} is unknown. Give one of: {listed}.")
+        raise InvalidValueError(f"{name}={value!r} is unknown. Use one of: {listed}.")
 
 
 def _check_number(name: str, value: Any) -> None:
@@ -310,11 +309,11 @@ def _checked_load(load: Any) -> tuple[float, ...]:
         _check_number("worker_load", each)
         if each < 0:
             raise InvalidValueError(
-                f"worker_load={loads} has {each} in it, which is below 0. Give 0 to a worker that"
-                " is to idle."
+                f"worker_load={loads} has {each} in it, which is below 0. Use 0 for a worker that"
+                " should idle."
             )
     if not any(loads):
         raise InvalidValueError(
-            f"worker_load={loads} gives nobody anything. Give at least one worker a number above 0."
+            f"worker_load={loads} gives no worker anything. Set at least one number above 0."
         )
     return tuple(loads)

@@ -43,10 +43,10 @@ def train(  # noqa: PLR0913 - the arguments of the verb
     _check_loop(loop)
     if config is not None and not isinstance(config, Mapping):
         raise InvalidTypeError(
-            f"config={config!r} is a {type(config).__name__}. Give the loop a dict, or nothing."
+            f"config={config!r} is a {type(config).__name__}. Pass a dict, or leave it out."
         )
     if lane not in LANES:
-        raise InvalidValueError(f"lane={lane!r} is neither 'warm' nor 'managed'.")
+        raise InvalidValueError(f"lane must be 'warm' or 'managed', not {lane!r}.")
     if lane == "warm":
         _check_warm({"trainer": trainer, "datasets": datasets}, trainer_args)
         _check_names_in(loop)
@@ -78,7 +78,7 @@ def fit(  # noqa: PLR0913, PLR0917 - the arguments of the verb
         hint = (
             "Inputs and targets are one argument, a pair: fit(model, (x, y), loss)."
             if callable(options)
-            else "Give TrainingOptions(...); RunOptions(...) is for run_options=."
+            else "Pass TrainingOptions(...); RunOptions(...) is for run_options=."
         )
         raise InvalidTypeError(f"options={options!r} is a {type(options).__name__}. {hint}")
     check_progress(progress)
@@ -115,7 +115,7 @@ def _checked_run_options(given: Any) -> RunOptions:
 
     if given is not None and not isinstance(given, RunOptions):
         raise InvalidTypeError(
-            f"run_options={given!r} is a {type(given).__name__}. Give RunOptions(...)."
+            f"run_options={given!r} is a {type(given).__name__}. Pass RunOptions(...)."
         )
     return given or RunOptions()
 
@@ -139,8 +139,8 @@ def _rank_places(view: PoolView, workers: Workers, least: int | None) -> RankPla
 
     if view._options.fresh_process:
         raise InvalidValueError(
-            "fresh_process=True does not go with a training, whose ranks stay together. With"
-            " lane='managed' they are new."
+            "fresh_process=True cannot be used with a training, whose ranks stay together. With"
+            " lane='managed' they are new processes."
         )
     target, size, places = view._ranks(workers)
     if target._engine.profile.backend != "ray":
@@ -178,7 +178,7 @@ def _started(  # noqa: PLR0913, PLR0917 - it only passes them on
         finish = finish or managed.finish
     else:
         raise InvalidValueError(
-            'lane="managed" is run by Ray, and this pool is of the kind'
+            'lane="managed" is run by Ray, but this pool has the backend'
             f' {engine.profile.backend!r}. Use lane="warm", or a pool with profile="local".'
         )
     run = TrainingRun(name, run_folder(kept, name))
@@ -193,7 +193,7 @@ def _check_loop(loop: Any) -> None:
         signature = inspect.signature(loop)
     except (TypeError, ValueError):  # not every builtin has a signature
         raise InvalidTypeError(
-            f"The loop {_name_of(loop)} does not say what it takes, as some builtins do not. Give a"
+            f"The loop {_name_of(loop)} has no readable signature, like some builtins. Pass a"
             " function of one argument, or of none."
         ) from None
     for arguments in ((), (None,)):  # Ray Train calls it with the config, or with nothing
@@ -222,7 +222,7 @@ def _check_names_in(loop: Any) -> None:
                 raise InvalidValueError(
                     f"The loop {_name_of(loop)} uses ray.train.{name}, which needs Ray Train's"
                     ' controller: lane="managed". With the warm lane a loop reads and validates'
-                    " its data itself, with ray.train.torch.prepare_data_loader say."
+                    " its data itself, for example with ray.train.torch.prepare_data_loader."
                 )
 
 
@@ -237,9 +237,7 @@ def _check_warm(given: Mapping[str, Any], others: Mapping[str, Any]) -> None:
         )
     for name, value in given.items():
         if value:
-            raise InvalidValueError(
-                f'{name}= is for Ray Train\'s controller: give lane="managed" with it.'
-            )
+            raise InvalidValueError(f'{name}= is for Ray Train\'s controller: add lane="managed".')
     for name in others:
         raise InvalidValueError(
             f"{name}= is no argument of pool.train. "
@@ -248,7 +246,7 @@ def _check_warm(given: Mapping[str, Any], others: Mapping[str, Any]) -> None:
                 if name in RunOptions.__annotations__
                 else "Did you mean run_options=?"
                 if name == "options"
-                else 'If it is one of Ray\'s trainers, give lane="managed" with it.'
+                else 'If it is one of Ray\'s trainers, add lane="managed".'
             )
         )
 

@@ -86,8 +86,7 @@ class ItemLines:
         if num_dropped:
             where = "; results.diary has them" if self._prefix else ""
             text = (
-                f"raypool: {num_dropped:,} lines before these came too fast to be shown{where}.\n"
-                f"{text}"
+                f"raypool: {num_dropped:,} earlier lines came too fast to be shown{where}.\n{text}"
             )
         # the current stream, which prints above the live display, if there is one
         stream = capture.beneath(sys.stdout)

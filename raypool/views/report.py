@@ -99,8 +99,7 @@ def check_suffix(path: Path) -> None:
     """Raise InvalidValueError unless it is a path for HTML."""
     if path.suffix.lower() not in (".html", ".htm"):
         raise InvalidValueError(
-            f"path={str(path)!r} ends neither in .html nor in .htm, and what is written is a page"
-            " of HTML."
+            f"path={str(path)!r} must end in .html or .htm: the report is an HTML page."
         )
 
 
@@ -163,7 +162,7 @@ def page(story: Story, title: str) -> str:
 
 
 def _best(story: Story, config: Columns) -> dict[str, Any] | None:
-    """Return what the page says of the best item; None if no metric tells which it is."""
+    """Return the page's text on the best item; None if no metric tells which it is."""
     if not story.scores:
         return None
     item, score = next(iter(story.scores.items()))
@@ -182,7 +181,7 @@ def _written(value: Cell) -> str:
 
 
 def _importance(config: Columns, scores: Mapping[int, Any]) -> Importance | None:
-    """Return which fields affect the metric; None if that is not known."""
+    """Return which fields affect the metric; None if unknown."""
     try:
         return importance_of(config, scores)
     except Exception as error:  # of a library: no reason to be without a report

@@ -106,7 +106,7 @@ def columns_of(frame: pd.DataFrame) -> list[str]:
 
 
 def show_sweep(frame: pd.DataFrame, leaving: Sequence[str] = ()) -> list[str]:
-    """Print a table of results; return the columns of `leaving` for which there was no room."""
+    """Print a table of results; return the columns of `leaving` that did not fit."""
     columns = []
     for name in frame:
         values = frame[name].tolist()
@@ -156,7 +156,7 @@ class TextColumn(NamedTuple):
 
 
 def _show_fitting(columns: Sequence[TextColumn], leaving: Sequence[str]) -> list[str]:
-    """Print a table; return the columns of `leaving` for which there was no room."""
+    """Print a table; return the columns of `leaving` that did not fit."""
     console = SafeConsole(width=None if sys.stdout.isatty() else WIDTH_OF_FILES)
     widths = {column.name: column.least_width + 2 for column in columns}
     left_out: list[str] = []
@@ -270,8 +270,8 @@ def machines_as_table(catalogue: Catalogue, gpu: str | None) -> Table:
 def where(catalogue: Catalogue, gpu: str | None) -> str:
     """Return the note below the table: places of a kind of GPU, and the catalogue's date."""
     lines = [
-        f"This is catalogue {catalogue.name} as of {catalogue.date}: providers change what they"
-        " have."
+        f"This is catalogue {catalogue.name} as of {catalogue.date}: providers change their"
+        " machines."
     ]
     if gpu is not None:
         kind = catalogue.gpu(gpu)

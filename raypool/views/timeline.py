@@ -32,10 +32,7 @@ def check_suffix(path: Path) -> None:
 
     known = ["json", *FigureCanvasBase.get_supported_filetypes()]
     if path.suffix[1:].lower() not in known:
-        raise InvalidValueError(
-            f"path={str(path)!r} has none of the suffixes that can be written:"
-            f" .{', .'.join(known)}."
-        )
+        raise InvalidValueError(f"path={str(path)!r} must end in .{', .'.join(known)}.")
 
 
 def draw(attempts: pd.DataFrame, title: str | None) -> Figure:

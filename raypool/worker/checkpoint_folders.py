@@ -119,7 +119,7 @@ def temporary_here(own: TemporaryFolder) -> Callable[[], Path]:
 
 
 def token_of(folder: str) -> str:
-    """Return what only machines know that see this folder, making both if necessary.
+    """Return a token that only machines that see this folder know; make both if necessary.
 
     Raises:
         OSError: The folder cannot be written.
@@ -166,7 +166,7 @@ class UrlStorage:
     NAME/checkpoint.json says which files count, and of which version.
 
     Raises:
-        InvalidValueError: Nothing knows such a URL, or it cannot be reached.
+        InvalidValueError: Such URLs are unknown, or this one cannot be reached.
     """
 
     def __init__(self, url: str) -> None:
@@ -174,7 +174,7 @@ class UrlStorage:
         self._files, self._root = filesystem(url, "checkpoints")
 
     def listing(self, name: str) -> Listing:
-        """Return the files of the version that counts; none before the first."""
+        """Return the files of the current version; none before the first."""
         try:
             with self._files.open_input_stream(self._pointer(name)) as stream:
                 record = json.loads(stream.read())
@@ -247,7 +247,7 @@ def filesystem(url: str, what: str) -> tuple[Any, str]:
     """Return the file system and path of a URL; `what` names the argument that it was given for.
 
     Raises:
-        InvalidValueError: Nothing knows such a URL, or it cannot be reached.
+        InvalidValueError: Such URLs are unknown, or this one cannot be reached.
     """
     from pyarrow import fs
 

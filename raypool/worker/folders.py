@@ -97,7 +97,7 @@ class TemporaryFolder:
 
 
 def run_aside(code: str, folder: Path) -> None:
-    """Run Python code in a small process, with the name of a folder; it forks what is to stay."""
+    """Run Python code in a small process, with the name of a folder; it may fork one that stays."""
     # no open files of this process: a reader of its output would wait for the other's end
     none = subprocess.DEVNULL
     command = [sys.executable, "-I", "-S", "-c", code, str(folder)]

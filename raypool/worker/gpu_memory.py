@@ -26,7 +26,7 @@ PART_LEFT = 10
 
 
 class LeftoverMemory(NamedTuple):
-    """The finding that a process has left too much on its GPU.
+    """Reports that a process left too much on its GPU.
 
     `name`: the function whose calls have left most. `words`: the warning, given once for each
     name; None if nothing was left, and a task has asked to replace the process. `is_spent`: the
@@ -106,7 +106,7 @@ class GpuMemoryCare:
         return f"Worker {self._worker.index} ({where(self._worker)})"
 
     def settle(self, name: str) -> LeftoverMemory | None:
-        """Give back what a function's call needs no more; return what it has left, if too much."""
+        """Release memory that a call no longer needs; report what it left, if that is too much."""
         if not self._allocator.is_in_use:
             return None
         try:
@@ -114,7 +114,7 @@ class GpuMemoryCare:
         except Exception as error:
             # an error on a GPU lasts as long as its process: all later calls would fail with it
             words = (
-                f"{self._label} is replaced: its GPU fails it since {name} has run"
+                f"{self._label} is replaced: its GPU has failed since {name} ran"
                 f" ({type(error).__name__}: {error})."
             )
             return LeftoverMemory(name, words, is_spent=True)
@@ -138,14 +138,14 @@ class GpuMemoryCare:
             return None
         ((name, num_bytes),) = self._left_by.most_common(1)
         fact = (
-            f"{gigabytes(leftover)} are left over on its GPU, and {gigabytes(allowed)} are allowed"
-            " (max_leftover_bytes)"
+            f"{gigabytes(leftover)} are left on its GPU, but max_leftover_bytes allows"
+            f" {gigabytes(allowed)}"
         )
-        culprit = f"{name} has left {gigabytes(num_bytes)} of that"
-        step = "Build what is meant to stay on the GPU in a pool.constant's function"
+        culprit = f"{name} left {gigabytes(num_bytes)} of that"
+        step = "Build objects that should stay on the GPU in the function of a pool.constant"
         if kept.treasures:  # they cannot be made again
             words = (
-                f"{self._label} stays, for parts of Composites are there, but {fact}; {culprit}."
+                f"{self._label} stays, because it keeps parts of Composites, but {fact}; {culprit}."
                 f" {step}."
             )
         else:
@@ -154,7 +154,7 @@ class GpuMemoryCare:
 
 
 def note_shortage(error: BaseException, upkeep: GpuMemoryCare | None) -> None:
-    """Note in an exception about too little memory how much the process had of how much."""
+    """Note in an out-of-memory error how much the process had, and of how much."""
     if upkeep is not None:
         # else what its frames hold would stay on the GPU while later items run
         upkeep.empty_frames(error)
@@ -165,7 +165,7 @@ def note_shortage(error: BaseException, upkeep: GpuMemoryCare | None) -> None:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         note = (
             f"its process had up to {gigabytes(peak)} of memory since it began; the machine has"
-            f" {gigabytes(machine.total)}, of which {gigabytes(machine.available)} can still be had"
+            f" {gigabytes(machine.total)}, of which {gigabytes(machine.available)} are available"
         )
     else:
         return

@@ -86,7 +86,7 @@ class Surroundings(NamedTuple):
 def run_parts(attempt_id: int, parts: Sequence[Part], here: Surroundings) -> list[RawResult]:
     """Run the slices of a call one after the other.
 
-    Every exception becomes an error of its item. Nothing counts as done of a cancelled slice.
+    Every exception becomes an error of its item. No item of a cancelled slice counts as done.
     """
     here.guard.begin_call(attempt_id)
     call = OpenCall(attempt_id, parts, here.upkeep)
@@ -265,7 +265,7 @@ def _run_items(
 
 
 def _explain_call(error: BaseException, fn: Callable[..., Any], item: Any, is_call: bool) -> None:
-    """Note in an error what to write instead, if the function cannot be called like this."""
+    """Note in an error how to write the call, if the function cannot be called like this."""
     if not isinstance(error, TypeError):
         return
     args, kwargs = item if is_call else ((item,), {})
@@ -291,7 +291,7 @@ def as_error(error: BaseException) -> BaseException:
     """Return the error of an item: a `TaskError` for a `SystemExit`, which would end the driver.
 
     Raises:
-        Terminated: That is what was raised: it ends this process.
+        Terminated: That was raised: it ends this process.
     """
     if isinstance(error, Terminated):
         raise error
@@ -359,10 +359,10 @@ def _generators_kept(own: Sequence[Generator]) -> Iterator[None]:
 
 
 class RawResult:
-    """What came of one slice, before it travels; no item begins after its `deadline`.
+    """The outcome of one slice, before it travels; no item begins after its `deadline`.
 
-    `is_cancelled`: nobody wants it any more. `is_interrupted`: Ctrl-C has ended an item, and so all
-    that would follow.
+    `is_cancelled`: it is no longer wanted. `is_interrupted`: Ctrl-C ended an item, and so all later
+    ones.
     """
 
     __slots__ = (
@@ -532,14 +532,14 @@ class Watch:
 
 
 class NarrowedCall(NamedTuple):
-    """What is done of a running call, by part, and how many of the later items its worker keeps."""
+    """The finished part of a running call, and how many of the later items its worker keeps."""
 
     attempt_id: int
     results: list[RawResult]
     kept: tuple[int, ...]
 
     def without_values(self) -> NarrowedCall:
-        """Return a copy in which the worker keeps what is done: the call's answer brings it."""
+        """Return a copy in which the worker keeps the finished items for the call's answer."""
         return NarrowedCall(
             self.attempt_id,
             [RawResult(result.start) for result in self.results],
@@ -641,7 +641,7 @@ class TorchModes(NamedTuple):
     autocast_depth: int = 0
 
     def put_back(self) -> None:
-        """Let this thread have these modes again."""
+        """Restore these modes in this thread."""
         torch = _imported_torch()
         if torch is None:
             return
@@ -692,10 +692,10 @@ TICK_S = 0.1
 
 
 def finished(value: Any) -> Any:
-    """Return what a function has returned; of a coroutine, the result of running it to its end.
+    """Return a function's return value; for a coroutine, the result of running it to its end.
 
     Raises:
-        TaskCancelled: The task was cancelled meanwhile, whatever the coroutine has made of that.
+        TaskCancelled: The task was cancelled meanwhile, however the coroutine handled that.
     """
     return _run(value) if type(value) is CoroutineType else value
 

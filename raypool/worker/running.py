@@ -1,4 +1,4 @@
-"""What runs here: the context of a task, and that of the whole process."""
+"""The context of the task that runs here, and that of the whole process."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ SECURE_TIMEOUT_S = 5.0
 
 
 def _say_nothing(note: TaskContext, kind: str, payload: Any) -> bool | None:
-    """Nobody listens."""
+    """Do nothing: there is no listener."""
     return None
 
 
 @dataclass(slots=True)
 class TaskContext:
-    """What is known of the slice that runs here; only `index` changes, so an item costs nothing.
+    """The context of the slice that runs here; only `index` changes, so an item costs nothing.
 
     `say(note, kind, payload)` hands something to the listener outside: `kind` "metrics" with (Unix
     time [s], {name: value}), or "text" with what was printed; it returns whether the text is shown
@@ -66,7 +66,7 @@ class TaskContext:
     call_id: int = 0
 
     def leave(self) -> None:
-        """Note that its machine is about to go, and call the item's functions for that."""
+        """Note that its machine is about to shut down, and call the item's functions for that."""
         self.is_leaving = True
         wanted, self.on_leave = self.on_leave, ()
         for index, fn in wanted:
@@ -86,14 +86,14 @@ running: ContextVar[TaskContext | None] = ContextVar("raypool_running", default=
 
 
 class ProcessContext:
-    """What holds for this whole process, in all of its threads.
+    """The context of this whole process, in all of its threads.
 
     Attributes:
-        running: What a worker process runs, one thing at a time; for threads of native libraries,
-            which have no context of their own.
+        running: The task that a worker process runs, for threads of native libraries, which have no
+            context of their own.
         link: The connection of a worker process to its pool; None in any other process.
         is_worker: Whether this process is a worker: a pool that is opened in it is a serial one.
-        is_retired: Whether this process is a worker that begins nothing more.
+        is_retired: Whether this process is a worker that begins no more tasks.
     """
 
     __slots__ = ("is_retired", "is_worker", "link", "running")
@@ -105,7 +105,7 @@ class ProcessContext:
         self.is_retired = False
 
     def retire(self) -> None:
-        """Let a worker process be replaced before the next task; elsewhere this does nothing."""
+        """Let a worker process be replaced before the next task; elsewhere this has no effect."""
         self.is_retired = self.is_worker
 
     def fall_silent(self) -> None:
@@ -123,12 +123,12 @@ os.register_at_fork(after_in_child=this_process.fall_silent)
 
 
 def note_here() -> TaskContext | None:
-    """Return the context of what runs in this thread, or in the worker process around it."""
+    """Return the context of the task in this thread, or in the worker process around it."""
     return running.get() or this_process.running
 
 
 def notes_here() -> Iterator[TaskContext]:
-    """Yield the context of what runs here, then those around it: of the task of a loop, say."""
+    """Yield the context of the task that runs here, then those around it (the task of a loop)."""
     note = note_here()
     while note is not None:
         yield note
@@ -162,7 +162,7 @@ def uninterruptible(note: TaskContext | None) -> Iterator[None]:
 def let_notes_travel() -> None:
     """Let threads, and calls submitted to thread pools, run in the context of their starter.
 
-    So what they report and print is about the task that they work for: also if they outlive it, or
+    So their reports and output belong to the task that they work for, even if they outlive it, or
     existed before it. From Python 3.14 on threads can do so by themselves
     (`thread_inherit_context`). For worker processes, which are raypool's own.
     """
@@ -252,4 +252,4 @@ class PoolLink(ExchangeClient, Protocol):
         """Wait until what was sent has arrived."""
 
     def flush(self) -> int:
-        """Send what waits to be sent, now; return the number of the newest batch."""
+        """Send waiting messages now; return the number of the newest batch."""

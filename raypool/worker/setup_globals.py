@@ -40,7 +40,7 @@ _left: dict[str, dict[str, Left]] = {}  # by the name of the module
 
 
 def call_setup(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Call a function; in a worker process, note what it leaves in global variables."""
+    """Call a function; in a worker process, note the global variables that it sets."""
     function = function_in(fn) if this_process.is_worker else None
     if function is None:
         return fn(*args, **kwargs)
@@ -62,7 +62,7 @@ def call_setup(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 
 
 def share_left(fn: Callable[..., Any]) -> None:
-    """Give a function that came by value what setups of its module have left in variables."""
+    """Give a function that came by value the variables that setups of its module have set."""
     function = function_in(fn) if _left else None
     if function is not None and _is_by_value(function):
         own = function.__globals__

@@ -414,7 +414,7 @@ def test_cli_lists_machines_that_may_have_a_gpu() -> None:
     assert lines[-2].startswith("V100 GPUs are in asia-east1-c, ")
     assert (
         lines[-1]
-        == "This is catalogue ai-platform-2021 as of 2021-03-18: providers change what they have."
+        == "This is catalogue ai-platform-2021 as of 2021-03-18: providers change their machines."
     )
 
 

@@ -324,7 +324,7 @@ CANNOT_WORK: list[tuple[tuple[str, ...], str]] = [
         (*FILE, "--project", "my-project", "train.py"),
         "No region is given",
     ),
-    ((*FILE, *HERE), "There is nothing to run. Name a script"),
+    ((*FILE, *HERE), "There is nothing to run. Pass a script"),
     ((*FILE, *HERE, "trian.py"), "There is no file trian.py"),
     ((*FILE, *HERE, "trainer.tusk"), "There is no module trainer.tusk to run in"),
     (

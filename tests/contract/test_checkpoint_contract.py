@@ -166,7 +166,9 @@ def test_where_checkpoints_are_kept_is_a_folder_or_a_url(
     with pytest.raises(InvalidValueError, match="is a file"):
         pool.options(checkpoints=tmp_path / "file")
     for nowhere in ("", "s3://", "://x"):
-        with pytest.raises(InvalidValueError, match="names no place"):
+        with pytest.raises(InvalidValueError, match="is incomplete"):
             pool.options(checkpoints=nowhere)
-    with pytest.raises(InvalidTypeError, match="checkpoints=3 is neither"):
+    with pytest.raises(
+        InvalidTypeError, match="checkpoints must be the path of a folder or a URL, not 3"
+    ):
         pool.options(checkpoints=3)

@@ -150,13 +150,13 @@ def test_numpys_integers_are_counts() -> None:
     "no_count", [True, np.True_, torch.tensor(True), np.array([2]), 2.0, "2"], ids=repr
 )
 def test_bools_lists_and_floats_are_no_counts(pool: ParallelPool, no_count: Any) -> None:
-    with pytest.raises(InvalidTypeError, match="is not a whole number"):
+    with pytest.raises(InvalidTypeError, match="must be an integer, not"):
         parpool(no_count, profile="inline")
-    with pytest.raises(InvalidTypeError, match="is not a whole number"):
+    with pytest.raises(InvalidTypeError, match="must be an integer, not"):
         pool.parfor(abs, [1], max_workers=no_count)
-    with pytest.raises(InvalidTypeError, match="is not a whole number"):
+    with pytest.raises(InvalidTypeError, match="must be an integer, not"):
         pool.options(retries=no_count)
-    with pytest.raises(InvalidTypeError, match="retries="):
+    with pytest.raises(InvalidTypeError, match="retries must be an integer, not"):
         Profile(retries=no_count)
 
 

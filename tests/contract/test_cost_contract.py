@@ -227,13 +227,13 @@ def test_progress_is_shown(pool: ParallelPool) -> None:
         ([1, float("nan"), 2], ValueError, "item 1 is NaN"),
         ([1, 2, "3"], TypeError, "item 2 is '3'"),
         (lambda item: None, TypeError, "item 0 is None"),
-        (5, TypeError, "cost=5"),
-        ("321", TypeError, "cost='321'"),
-        ({0: 1, 1: 2, 2: 3}, TypeError, "neither a number for each item nor a function"),
+        (5, TypeError, "cost must be a number for each item, .* not 5"),
+        ("321", TypeError, "cost must be a number for each item, .* not '321'"),
+        ({0: 1, 1: 2, 2: 3}, TypeError, "must be a number for each item, or a function"),
         (
             (number for number in (1, 2, 3)),
             TypeError,
-            "neither a number for each item nor a function",
+            "must be a number for each item, or a function",
         ),
     ],
 )

@@ -120,14 +120,14 @@ def defined(script: str) -> Any:
         (
             "LR = 0.1",
             "LR = 0.01",
-            "train reads the global LR, which was 0.1 when they were made and is 0.01 now",
+            "train reads the global LR, which was 0.1 when they were computed and is 0.01 now",
         ),
         ('"b"}', '"c"}', "reads the global LAYERS, which was {"),
         ("width = 8", "width = 9", "reads the global Net.width, which was 8 when"),
         ("return x in", "return x not in", "uses Net, whose code has changed"),
         ("x**power", "x*power", "uses loss, whose code has changed"),
         ("power=1", "power=2", "uses loss, whose code has changed"),
-        ("sum(", "max(", "train has other code"),
+        ("sum(", "max(", "train has different code"),
         ("return 1", "return 2", None),
         ("'Train.'", "'Trains.'", None),
         ("def train", "\n# more\ndef train", None),
@@ -198,7 +198,7 @@ def test_a_function_that_holds_something_else_is_pointed_out(
         pool.parfor(fn, [1], run_dir=folder)
     assert not caplog.records
     pool.parfor(other, [1], run_dir=folder)
-    assert "holds other values" in caplog.text
+    assert "holds different values" in caplog.text
 
 
 def test_a_function_is_the_same_in_another_process(run_python: Any, folder: Path) -> None:
@@ -208,7 +208,7 @@ def test_a_function_is_the_same_in_another_process(run_python: Any, folder: Path
         assert "raypool" not in done.stderr
     changed = SCRIPT.replace("LR = 0.1", "LR = 0.2")
     done = run_python(f"{changed}\nRUN = {str(folder)!r}\n{call}")
-    assert "which was 0.1 when they were made and is 0.2 now" in done.stderr
+    assert "which was 0.1 when they were computed and is 0.2 now" in done.stderr
 
 
 # --- going on -------------------------------------------------------------------------------------
@@ -692,7 +692,11 @@ def test_a_folder_that_cannot_be_used_is_an_error_before_anything_runs(
         ({"run_dir": "s3://bucket/run"}, InvalidValueError, "is a URL.*checkpoints"),
         ({"run_dir": "a\0b"}, InvalidValueError, "has a NUL"),
         ({"run_dir": "a\ud800b"}, InvalidValueError, "cannot be the name of a folder"),
-        ({"run_dir": "unused", "rerun": "some"}, InvalidValueError, "rerun='some'"),
+        (
+            {"run_dir": "unused", "rerun": "some"},
+            InvalidValueError,
+            "rerun must be 'failed', 'missing' or 'all', not 'some'",
+        ),
         ({"rerun": "all"}, InvalidValueError, "rerun='all' needs run_dir"),
     ],
 )

@@ -48,7 +48,11 @@ def test_what_cannot_work() -> None:
             InvalidTypeError,
             r"initargs=5 is not a list or tuple.*\(argument,\)",
         ),
-        ({"initializer": print, "setup": print}, InvalidValueError, "two names of one thing"),
+        (
+            {"initializer": print, "setup": print},
+            InvalidValueError,
+            "setup and initializer mean the same",
+        ),
         ({"initializer": abs}, InvalidTypeError, "argument"),
     ]
     for arguments, kind, words in cases:

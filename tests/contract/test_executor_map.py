@@ -72,7 +72,7 @@ def test_when_the_time_is_up_what_is_left_is_cancelled(
 
     assert eventually(lambda: len([*pool.queue.running, *pool.queue.queued]) == 4)
     assert next(results) == 1, "what is there needs no time"
-    with pytest.raises(TimeoutError, match=r"0\.5 s after the call of map"):
+    with pytest.raises(TimeoutError, match=r"0\.5 s after its call"):
         next(results)
     assert list(results) == []
     assert eventually(lambda: not pool.busy), "what ran is stopped"

@@ -431,7 +431,7 @@ def test_what_cannot_work_is_refused_at_the_call(pool: ParallelPool) -> None:
         pool.fit(make_model, data, None)  # type: ignore[arg-type]
     with pytest.raises(InvalidValueError, match="50 inputs and 49 targets"):
         pool.fit(make_model, (INPUTS, TARGETS[1:]), mse_loss)
-    with pytest.raises(InvalidValueError, match="2 numbers, and 3 workers"):
+    with pytest.raises(InvalidValueError, match="2 numbers, but 3 workers"):
         pool.fit(make_model, data, mse_loss, options(worker_load=[1, 1]))
     with pytest.raises(InvalidValueError, match="There are 2 samples for 3 workers"):
         pool.fit(make_model, (INPUTS[:2], TARGETS[:2]), mse_loss)

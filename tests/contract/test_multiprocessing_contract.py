@@ -507,13 +507,21 @@ def test_a_pool_within_a_task_is_serial(mp: Pool) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"processes": 0}, ValueError, "processes=0"),
-        ({"processes": "2"}, TypeError, "processes='2'"),
+        ({"processes": 0}, ValueError, "processes must be at least 1, not 0"),
+        ({"processes": "2"}, TypeError, "processes must be an integer, not '2'"),
         ({"initializer": 3}, TypeError, "initializer=3"),
-        ({"maxtasksperchild": 0}, ValueError, "maxtasksperchild=0"),
-        ({"maxtasksperchild": 2.5}, ValueError, "maxtasksperchild=2.5"),
-        ({"pool": 4}, TypeError, "pool=4"),
-        ({"context": "spawn"}, TypeError, "context='spawn' is no context"),
+        (
+            {"maxtasksperchild": 0},
+            ValueError,
+            "maxtasksperchild must be an integer of at least 1 or None, not 0",
+        ),
+        (
+            {"maxtasksperchild": 2.5},
+            ValueError,
+            "maxtasksperchild must be an integer of at least 1 or None, not 2.5",
+        ),
+        ({"pool": 4}, TypeError, "pool must be a pool, .* not 4"),
+        ({"context": "spawn"}, TypeError, "context='spawn' is not a multiprocessing context"),
         ({"workers": 3, "profile": "threads"}, TypeError, "workers"),
     ],
 )
@@ -543,7 +551,7 @@ def test_results_have_no_other_methods_than_the_standard_ones(mp: Pool) -> None:
 @pytest.mark.arguments
 def test_a_pool_that_is_there_has_its_workers(pool: ParallelPool) -> None:
     for arguments in ({"processes": 2}, {"profile": "threads"}, {"gpus": [0]}):
-        with pytest.raises(ValueError, match="pool= has its workers"):
+        with pytest.raises(ValueError, match="pool= already has workers"):
             Pool(pool=pool, **arguments)
 
 

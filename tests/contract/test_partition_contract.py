@@ -95,7 +95,7 @@ def test_parts_of_parts(pool: ParallelPool) -> None:
     first, second = part.partition(per_host=1)
     assert (numbers_of(first), numbers_of(second), numbers_of(rest)) == ([1], [2], [0])
     assert [view.parfeval(where).result(300) for view in (first, second, rest)] == [1, 2, 0]
-    with pytest.raises(InvalidValueError, match=r"There is no worker 0 here\. There are: 1, 2"):
+    with pytest.raises(InvalidValueError, match=r"There is no worker 0 here, only 1, 2"):
         part.partition(workers=[0])
 
 
@@ -103,22 +103,22 @@ def test_parts_of_parts(pool: ParallelPool) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({}, InvalidTypeError, "takes one of per_gpu=, per_host= and workers=, and was given none"),
-        ({"per_gpu": 1, "workers": [0]}, InvalidTypeError, "was given per_gpu and workers"),
-        ({"per_gpu": 0}, InvalidValueError, "per_gpu=0 is less than 1"),
-        ({"per_host": -1}, InvalidValueError, "per_host=-1 is less than 1"),
-        ({"per_gpu": True}, InvalidTypeError, "per_gpu=True is not a whole number"),
-        ({"per_host": 0.5}, InvalidTypeError, "per_host=0.5 is not a whole number"),
-        ({"workers": 1}, InvalidTypeError, "workers=1 is not a list of workers"),
+        ({}, InvalidTypeError, "takes one of per_gpu=, per_host= and workers=, but got none"),
+        ({"per_gpu": 1, "workers": [0]}, InvalidTypeError, "but got per_gpu and workers"),
+        ({"per_gpu": 0}, InvalidValueError, "per_gpu must be at least 1, not 0"),
+        ({"per_host": -1}, InvalidValueError, "per_host must be at least 1, not -1"),
+        ({"per_gpu": True}, InvalidTypeError, "per_gpu must be an integer, not True"),
+        ({"per_host": 0.5}, InvalidTypeError, "per_host must be an integer, not 0.5"),
+        ({"workers": 1}, InvalidTypeError, "workers must be a list of workers, .* not 1"),
         (
             {"workers": ["0"]},
             InvalidTypeError,
-            "'0' in it, which is neither a worker nor the number of one",
+            "contains '0', which is neither a worker nor a worker's number",
         ),
-        ({"workers": [True]}, InvalidTypeError, "True in it"),
-        ({"workers": [7]}, InvalidValueError, r"no worker 7 here\. There are: 0, 1, 2"),
+        ({"workers": [True]}, InvalidTypeError, "workers contains True"),
+        ({"workers": [7]}, InvalidValueError, r"no worker 7 here, only 0, 1, 2"),
         ({"workers": [-1]}, InvalidValueError, "no worker -1 here"),
-        ({"workers": [1, 1]}, InvalidValueError, "Worker 1 is named twice"),
+        ({"workers": [1, 1]}, InvalidValueError, "Worker 1 is listed twice"),
     ],
 )
 def test_what_cannot_be_parted(
@@ -145,7 +145,7 @@ def test_all_verbs_keep_to_the_parts_workers(pool: ParallelPool) -> None:
         } <= own
         assert view.parfeval_on_all(where).result(300) == sorted(own)
         assert view.options(worker=max(own)).parfeval(where).result(300) == max(own)
-    with pytest.raises(InvalidValueError, match=r"There is no worker 1\. There are: 0, 2"):
+    with pytest.raises(InvalidValueError, match=r"There is no worker 1, only 0, 2"):
         part.options(worker=1).parfeval(where)
     assert part.parfor(abs, [-1], max_workers=0)[0] == 1
 

@@ -288,11 +288,16 @@ def test_classes_are_numbers_or_labels(pool: ParallelPool) -> None:
     [
         ((6, 1), None, InvalidValueError, r"shape \(6, 1\).*single score"),
         ((6,), None, InvalidValueError, r"shape \(6,\)"),
-        ((6, 3), ["a", "b"], InvalidValueError, "labels has 2 entries, and the model 3 classes"),
+        (
+            (6, 3),
+            ["a", "b"],
+            InvalidValueError,
+            "labels has 2 entries, but the model has 3 classes",
+        ),
         ((6, 3), [["a", "b", "c"]], InvalidValueError, r"labels has the shape \(1, 3\)"),
         ((6, 3), [], InvalidValueError, r"labels has the shape \(0,\)"),
-        ((6, 3), "abc", InvalidTypeError, "labels='abc'"),
-        ((6, 3), 3, InvalidTypeError, "labels=3"),
+        ((6, 3), "abc", InvalidTypeError, "labels must be a list of class names, not 'abc'"),
+        ((6, 3), 3, InvalidTypeError, "labels must be a list of class names, not 3"),
     ],
 )
 def test_scores_and_labels_have_to_fit(
@@ -465,14 +470,14 @@ BAD_DATA: dict[str, tuple[Any, type[Exception], str]] = {
     "a number of NumPy's": (np.float32(5), InvalidTypeError, "data is a float32"),
     "an array of no dimension": (np.array(5.0), InvalidValueError, "single number"),
     "a tensor of no dimension": (torch.tensor(5.0), InvalidValueError, "single number"),
-    "no inputs": ((), InvalidValueError, "names no input"),
+    "no inputs": ((), InvalidValueError, "has no input"),
     "inputs of two lengths": (
         (np.ones(3), np.ones(4)),
         InvalidValueError,
         "3, 4 samples.*targets do not belong",
     ),
     "an input that is a list": ((np.ones(3), [1, 2, 3]), InvalidTypeError, "An input is a list"),
-    "texts": (np.array(["a", "b"]), InvalidTypeError, "of which torch makes no tensor"),
+    "texts": (np.array(["a", "b"]), InvalidTypeError, "which torch cannot convert to a tensor"),
     "objects": (np.array([None, 1]), InvalidTypeError, "array of object"),
     "big-endian": (np.ones(3, ">f4"), InvalidTypeError, "array of >f4"),
     "a table of texts": (
@@ -541,7 +546,7 @@ def test_outputs_that_are_none(pool: ParallelPool) -> None:
         pool.predict(lambda x: (x, x[None]), np.ones(3))
     with pytest.raises(InvalidValueError, match="2 entries for 3 samples"):
         pool.predict(lambda x: [1, 2], np.ones(3))
-    with pytest.raises(InvalidTypeError, match="gives a NoneType"):
+    with pytest.raises(InvalidTypeError, match="returns a NoneType"):
         pool.predict(lambda x: None, np.ones(3))
     with pytest.raises(InvalidValueError, match=r"shape \(1,\) in one, \(2,\) in another"):
         pool.predict(lambda x: torch.zeros(1, int(x[0])), np.arange(1, 3), mini_batch_size=1)

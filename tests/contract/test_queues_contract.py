@@ -464,7 +464,9 @@ def test_in_a_task_one_can_only_put(pool: ParallelPool) -> None:
         lambda: queue.after_each(print),
         queue.close,
     ):
-        with pytest.raises(InvalidValueError, match="A queue is read and closed where it was made"):
+        with pytest.raises(
+            InvalidValueError, match="Read and close a queue in the process that made it"
+        ):
             pool.parfeval(verb).result(TIMEOUT_S)
     assert queue.get() == 1
 

@@ -143,11 +143,11 @@ def test_no_workers_means_this_process(pool: ParallelPool) -> None:
     ("workers", "kind", "words"),
     [
         (4, ResourceError, "requested 4, available 3"),
-        (-1, InvalidValueError, "less than 0"),
-        ([], InvalidValueError, "names nobody"),
+        (-1, InvalidValueError, "must be at least 0, not -1"),
+        ([], InvalidValueError, "has no workers"),
         ([5], InvalidValueError, "no worker 5"),
-        ([1, 1], InvalidValueError, "named twice"),
-        (1.5, InvalidTypeError, "not a list of workers"),
+        ([1, 1], InvalidValueError, "listed twice"),
+        (1.5, InvalidTypeError, "workers must be a list of workers"),
     ],
 )
 def test_a_wrong_choice_of_workers(

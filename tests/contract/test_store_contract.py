@@ -191,7 +191,7 @@ def test_each_pool_has_a_store_of_its_own_which_ends_with_it(
         part, _ = other.partition(workers=[0])
         assert part.store["mine"] == 1
     for use in (lambda: store["mine"], lambda: other.store.keys(), lambda: store.put("a", 1)):
-        with pytest.raises(PoolClosedError, match="the pool was shut down"):
+        with pytest.raises(PoolClosedError, match="The pool was shut down, and the values"):
             use()
 
 
@@ -199,7 +199,7 @@ def test_each_pool_has_a_store_of_its_own_which_ends_with_it(
 def test_the_store_of_another_pool_is_refused_in_a_task(pool: ParallelPool) -> None:
     with parpool(1, profile="threads", quiet=True) as other:
         store = other.store
-        with pytest.raises(InvalidValueError, match="the store of another pool"):
+        with pytest.raises(InvalidValueError, match="belongs to another pool than this task"):
             pool.parfeval(lambda: store.keys()).result(TIMEOUT_S)
 
 

@@ -636,7 +636,7 @@ def test_checkpoints_that_are_none(train: Callable[..., Any], tmp_path: Path, wh
     (tmp_path / "file").touch()
     (tmp_path / "good").mkdir()
     texts = {
-        "missing": (InvalidValueError, "which is not there"),
+        "missing": (InvalidValueError, "which does not exist"),
         "file": (InvalidValueError, "which is a file"),
         "text": (InvalidTypeError, "got a str"),
         "name": (InvalidValueError, "checkpoint_dir_name='a/b'"),

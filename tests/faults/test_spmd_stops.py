@@ -298,7 +298,7 @@ def test_the_pool_is_deleted_during_a_call(
         going_on.open()
         deleting.result(300)
     assert running.exception(0) is None
-    with pytest.raises(PoolClosedError, match="have gone with it"):
+    with pytest.raises(PoolClosedError, match="parts of this Composite are gone"):
         running.result(0)[0]
     with pytest.raises(PoolClosedError):
         pool.spmd(add_up)

@@ -107,7 +107,7 @@ def test_a_checkpoint_that_was_cut_short(pool: Any, tmp_path: Path) -> None:
     for size in (0, 10, 1000):
         os.truncate(Path(checkpoint.path) / "training.pt", size)
         error = failure(pool.fit(linear(), line(), mse_loss, options, run_options=kept))
-        assert "training.pt is no checkpoint of pool.fit: it cannot be read (" in str(error)
+        assert "training.pt is not a checkpoint of pool.fit: it cannot be read (" in str(error)
 
 
 # --- pool.train -----------------------------------------------------------------------------------
@@ -125,21 +125,25 @@ CANNOT_BEGIN: list[tuple[dict[str, Any], type[Exception], str]] = [
         r"The loop two\(config, other\) takes more than one argument",
     ),
     ({"loop": abs, "config": [1]}, InvalidTypeError, r"config=\[1\] is a list"),
-    ({"loop": abs, "lane": "cold"}, InvalidValueError, "lane='cold' is neither"),
-    ({"loop": abs, "datasets": {"train": []}}, InvalidValueError, 'give lane="managed"'),
+    (
+        {"loop": abs, "lane": "cold"},
+        InvalidValueError,
+        "lane must be 'warm' or 'managed', not 'cold'",
+    ),
+    ({"loop": abs, "datasets": {"train": []}}, InvalidValueError, 'add lane="managed"'),
     (
         {"loop": abs, "torch_config": object()},
         InvalidValueError,
-        'torch_config= is no argument .*give lane="managed"',
+        'torch_config= is no argument .*add lane="managed"',
     ),
     (
         {"loop": abs, "run_options": {"run_dir": "/tmp"}},
         InvalidTypeError,
-        r"Give RunOptions\(...\)",
+        r"Pass RunOptions\(...\)",
     ),
     ({"loop": abs, "workers": 3}, ResourceError, "[Rr]equested 3.*available 2|3 .*2"),
     ({"loop": abs, "workers": []}, InvalidValueError, "workers"),
-    ({"loop": abs, "workers": [0, 0]}, InvalidValueError, "Worker 0 is named twice"),
+    ({"loop": abs, "workers": [0, 0]}, InvalidValueError, "Worker 0 is listed twice"),
     ({"loop": abs, "workers": [5]}, InvalidValueError, "There is no worker 5 here"),
     (
         {"loop": abs, "run_options": RunOptions(min_workers=3)},

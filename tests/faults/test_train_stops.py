@@ -317,7 +317,7 @@ def test_a_rank_that_is_always_lost(pool: Any, tmp_path: Path) -> None:
     assert caught.value.result.metrics_frame["attempt"].tolist() == [1, 2]
     assert caught.value.result.checkpoint is None
     assert caught.value.result.path is None
-    assert "It goes on from" not in str(caught.value)
+    assert "Resume from" not in str(caught.value)
 
 
 # --- pool.fit -------------------------------------------------------------------------------------

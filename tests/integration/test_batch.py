@@ -153,8 +153,8 @@ def test_an_exception_comes_back_as_itself(head: Any) -> None:
             3,
             {},
             (
-                "3 workers are asked for, and the cluster has room for 2 (1 GPU for each; 2 GPU on"
-                " 1 node, no autoscaler)"
+                "requested 3 workers, but the cluster has room for 2 (1 GPU for each; 2 GPU on 1"
+                " node, no autoscaler)"
             ),
         ),
         ((9, 12), {"resources": WorkerResources(gpus=0.25)}, "room for 8"),
@@ -217,13 +217,17 @@ def test_where_an_autoscaler_could_not_make_room_the_job_itself_says_so(
 @pytest.mark.parametrize(
     ("arguments", "error", "said"),
     [
-        ({"fn": 3}, InvalidTypeError, "3 is not a function"),
-        ({"pool": 0}, InvalidValueError, "pool=0 is less than 1"),
+        ({"fn": 3}, InvalidTypeError, "3 cannot be called"),
+        ({"pool": 0}, InvalidValueError, "pool must be at least 1, not 0"),
         ({"pool": (2, 1)}, InvalidValueError, "the least is more than the most"),
-        ({"pool": "two"}, InvalidTypeError, "pool='two' is not a whole number"),
-        ({"profile": "threads"}, InvalidValueError, "is this process itself"),
-        ({"outputs": "results"}, InvalidValueError, "neither a URL"),
-        ({"outputs": 3}, InvalidTypeError, "outputs=3"),
+        ({"pool": "two"}, InvalidTypeError, "pool must be an integer, not 'two'"),
+        ({"profile": "threads"}, InvalidValueError, "runs in this process, which"),
+        ({"outputs": "results"}, InvalidValueError, "must be a URL"),
+        (
+            {"outputs": 3},
+            InvalidTypeError,
+            "outputs must be a folder or URL, such as 'gs://bucket/folder', not 3",
+        ),
         ({"outputs": "s3://me:secret@bucket/a"}, InvalidValueError, "a password"),
         (
             {"outputs": "nowhere://bucket/a"},
@@ -253,7 +257,7 @@ def test_a_call_that_is_too_large_is_refused_with_its_size(
     head: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("raypool.batches.MOST_BYTES", 2**20)
-    with pytest.raises(CloudError, match=r"are 3 MiB, and at most 1 MiB"):
+    with pytest.raises(CloudError, match=r"are 3 MiB; a job can carry 1 MiB"):
         raypool.batch(len, bytes(3 * 2**20), profile=head.profile)
 
 
@@ -290,7 +294,7 @@ def test_outputs_may_lie_elsewhere(head: Any, tmp_path: Path) -> None:
         assert not list((head.session / "raypool-outputs").glob(left.name))
         left.unlink()
         again = raypool.find_job(job.id, profile=head.profile)
-        with pytest.raises(CloudError, match="are not there any more"):
+        with pytest.raises(CloudError, match="no longer exist"):
             again.fetch_outputs()
 
 
@@ -311,7 +315,7 @@ def test_what_the_job_has_not_written_is_not_unpickled(head: Any, tmp_path: Path
     for other in (written[:-1], written + b"x", line + b"\n" + pickle.dumps(Bomb()), line, b""):
         left.write_bytes(other)
         with pytest.raises(
-            CloudError, match=rf"\({len(other)} bytes\) is not what job {job.id} has written"
+            CloudError, match=rf"\({len(other)} bytes\) is not the one that job {job.id} wrote"
         ):
             job.fetch_outputs()
     assert not (tmp_path / "it has run").exists()
@@ -322,9 +326,7 @@ def test_what_the_job_has_not_written_is_not_unpickled(head: Any, tmp_path: Path
 def test_another_version_there_is_said(head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raypool.batches.version", lambda package: "0.0.9")
     job = raypool.batch(max, [3, 5], profile=head.profile)
-    with pytest.raises(
-        CloudError, match=r"between the same versions only: raypool 0\.0\.9 there and"
-    ):
+    with pytest.raises(CloudError, match=r"on both sides, but has raypool 0\.0\.9 there and"):
         job.fetch_outputs(timeout_s=300)
 
 
@@ -343,11 +345,12 @@ def test_a_place_that_cannot_be_written_to_costs_no_work(head: Any, tmp_path: Pa
         work, tmp_path / "place", tmp_path / "2", profile=head.profile, outputs=f"{tmp_path}/place"
     )
     with pytest.raises(
-        CloudError, match=r"The function was not called: its outputs are to go to .*/file/folder"
+        CloudError,
+        match=r"The function was not called: the cluster cannot write its outputs to .*/file/folder",
     ):
         never.fetch_outputs(timeout_s=300)
     assert late.fetch_outputs(timeout_s=300) == "hours of work"
-    assert "is left on this node" in late.diary
+    assert "stay on this node" in late.diary
     assert not (tmp_path / "1").exists()
     assert (tmp_path / "2").exists()
 
@@ -376,10 +379,10 @@ def test_one_that_ends_its_process_says_so(head: Any) -> None:
         raypool.batch(sys.exit, 3, profile=head.profile),
     )
     with pytest.raises(
-        TaskError, match=r"ended with exit code -?\d+ and has left nothing.*last words"
+        TaskError, match=r"ended with exit code -?\d+ and without a result.*last words"
     ):
         killed.fetch_outputs(timeout_s=300)
-    with pytest.raises(TaskError, match="has ended its process, with exit code 3"):
+    with pytest.raises(TaskError, match="ended its process with exit code 3"):
         left.fetch_outputs(timeout_s=300)
     assert left.exit_code == 3
 
@@ -394,7 +397,7 @@ def test_one_that_runs_can_be_waited_for_read_and_cancelled(
     assert eventually(lambda: "begun\n" in job.diary)
     assert (job.state, job.error, job.exit_code, job.finished_at) == ("running", None, None, None)
     assert not job.wait(timeout_s=0.1)
-    with pytest.raises(TimeoutError, match="it goes on"):
+    with pytest.raises(TimeoutError, match="it keeps running"):
         job.fetch_outputs(timeout_s=0)
     other = raypool.find_job(job.id, profile=head.profile)
     assert other.cancel()
@@ -434,7 +437,7 @@ def test_a_job_that_was_made_otherwise_has_no_outputs(head: Any) -> None:
     from raypool.cluster.jobs import Jobs
 
     job = raypool.find_job(Jobs(head.profile).submit(["echo", "hello"]), profile=head.profile)
-    with pytest.raises(CloudError, match="it was not handed in by"):
+    with pytest.raises(CloudError, match="it was not submitted by"):
         job.fetch_outputs(timeout_s=300)
     assert job.diary == "hello\n"
 

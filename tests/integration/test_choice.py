@@ -132,7 +132,7 @@ def test_a_card_that_is_full_is_left_out_and_named(gpus: SimulatedGpus, caplog: 
     with parpool(inventory=gpus, min_free_memory_bytes=8 * GIB, quiet=True) as pool:
         assert gpus_of(pool) == [0, 2]
         words = (
-            r"Left out, as min_free_memory_bytes asks for 8.0 GiB: GPU 1 of \S+ \(3.0 of 16.0 GiB"
+            r"Left out, because min_free_memory_bytes requires 8.0 GiB: GPU 1 of \S+ \(3.0 of 16.0 GiB"
             r" free\)"
         )
         assert [record for record in caplog.records if "Left out" in record.getMessage()] != []
@@ -197,7 +197,7 @@ def test_memory_of_which_nothing_is_known_counts_as_free(gpus: SimulatedGpus, ca
     with parpool(inventory=gpus, min_free_memory_bytes=8 * GIB, quiet=True) as pool:
         assert gpus_of(pool) == [0, 1]
     (said,) = [
-        record.getMessage() for record in caplog.records if "is not known" in record.getMessage()
+        record.getMessage() for record in caplog.records if "is unknown" in record.getMessage()
     ]
     assert "GPU 1 of" in said
     assert "GPU 0" not in said
@@ -226,7 +226,7 @@ def test_a_gpu_that_does_not_exist_is_not_waited_for(gpus: SimulatedGpus) -> Non
     with parpool(1, gpus=[1], inventory=gpus, quiet=True):
         with pytest.raises(
             ResourceError,
-            match=r"GPU 5 does not exist here: this machine has 3\. GPUs are numbered from 0",
+            match=r"There is no GPU 5 on this machine, which has 3\. GPUs are numbered from 0",
         ):
             parpool(gpus=[0, 5], inventory=gpus, start_timeout_s=600, quiet=True)
         with pytest.raises(
@@ -244,7 +244,7 @@ def test_chosen_gpus_that_somebody_else_holds(
     ray.get(other.ready(), timeout=300)
     try:
         words = (
-            r"GPU (0|1|2) is in use: requested 3, available 2 \(free: \d, \d\)\. Held by: a"
+            r"In use: GPU (0|1|2); requested 3, available 2 \(free: \d, \d\)\. Held by: a"
             r" placement group \(1 GPU\)"
         )
         with pytest.raises(ResourceError, match=words):
@@ -262,8 +262,8 @@ def test_chosen_gpus_that_somebody_else_holds(
 def test_more_workers_on_a_card_than_it_can_hold(gpus: SimulatedGpus) -> None:
     gpus.change(0, total_bytes=GIB)
     words = (
-        r"4 workers cannot share GPU 0 .*: 1\.0 GiB / 4 = 0\.25 GiB for each, .* 0\.5 GiB\..* 2 at"
-        r" most"
+        r"4 workers cannot share GPU 0 .*: 1\.0 GiB / 4 = 0\.25 GiB for each, .* 0\.5 GiB per"
+        r" process\..* at most 2"
     )
     with pytest.raises(ResourceError, match=words) as caught:
         parpool(4, resources=WorkerResources(gpus=0.25), inventory=gpus, quiet=True)
@@ -309,7 +309,7 @@ def test_a_machine_that_is_not_there() -> None:
     with pytest.raises(
         ResourceError,
         match=(
-            r"No node of the cluster is called 'lab-9', of which gpus= names GPU 0, 2\. There are:"
+            r"No node of the cluster is called 'lab-9', as in gpus= \(GPU 0, 2\)\. There are:"
             r" \S+ \("
         ),
     ):
@@ -437,10 +437,10 @@ def test_chosen_gpus_of_each_machine(run_script: Any) -> None:
     assert facts["left"] == [["a", 0], ["a", 2]]
     assert facts["back"] == [["a", 0], ["a", 2], ["b", 4]]
     assert (
-        "GPU 0 does not exist here: this machine has 0. Others have some: say which, as in"
+        "There is no GPU 0 on this machine, which has none. Other machines have GPUs: list them, as in"
         " gpus={'a': [0]}." in facts["none here"]
     )
-    assert "GPU 5 does not exist on b, which has 2" in facts["not there"]
+    assert "There is no GPU 5 on b, which has 2" in facts["not there"]
     assert "3 nodes of the cluster are called '127.0.0.1'" in facts["which"]
 
 
@@ -464,9 +464,7 @@ def test_nodes_with_labels(run_script: Any) -> None:
     assert facts["!spot"] == [["b", 1], ["b", 2], ["c", 3]]
     assert facts["in(spot, reserved)"] == [["a", 0], ["b", 1], ["b", 2]]
     assert facts["!in(spot, reserved)"] == [["c", 3]]
-    assert (
-        "GPU: requested 2, available 1 (the nodes that are asked for have 1)." in facts["too many"]
-    )
+    assert "GPU: requested 2, available 1 (the requested nodes have 1)." in facts["too many"]
     assert (
         "No node has the label market=cattle; there are market=reserved, market=spot."
         in facts["nobody"]
@@ -509,13 +507,13 @@ def test_a_ray_that_was_told_which_gpus_it_has(run_script: Any, visible: str) ->
     second, first = visible.split(",")
     assert facts["all"] == [[0, first], [2, second]]
     assert facts["chosen"] == [[2, second]]
-    assert "GPU 1 does not exist here: this machine has 2, numbered 0, 2." in facts["other"]
+    assert "There is no GPU 1 on this machine, which has 2, numbered 0, 2." in facts["other"]
     assert "GPU 0 of" in facts["full"]
     assert "GPU 2 of" in facts["full"]
     if visible == "2,0":
         assert facts["dark"] is None, "an index stands for itself"
     else:
-        assert "GPU 2 could not be told from others" in facts["dark"]
+        assert "GPU 2 could not be identified" in facts["dark"]
 
 
 def test_chosen_gpus_of_a_ray_that_is_started_for_the_pool(run_script: Any) -> None:

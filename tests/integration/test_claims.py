@@ -166,7 +166,7 @@ def test_workers_that_do_not_come_up_in_time(
     gate = make_gate()
     with pytest.raises(
         StartupError,
-        match=r"2 of 2 workers did not start.*had not come up within start_timeout_s=6",
+        match=r"2 of 2 workers did not start.*did not start within start_timeout_s=6",
     ):
         # the claims, too, have to come within that time
         parpool(2, setup=gate.wait, start_timeout_s=6, quiet=True)

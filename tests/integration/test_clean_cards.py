@@ -154,9 +154,9 @@ def test_a_task_that_leaves_much_costs_its_worker(
         assert pid != pids[-1]
         assert used == 0
     assert pids[0] != pids[1]
-    (said,) = warnings("left over")
+    (said,) = warnings("left on its GPU")
     assert (
-        "2.10 GB are left over on its GPU, and 1.72 GB are allowed (max_leftover_bytes); leave has"
+        "2.10 GB are left on its GPU, but max_leftover_bytes allows 1.72 GB; leave"
         " left 2.10 GB of that" in said
     )
     assert "pool.constant" in said

@@ -247,7 +247,7 @@ def test_a_folder_travels_with_the_connection(laptop: Laptop) -> None:
     assert "data.csv" in said["seen"][1]
     assert "secret.csv" not in said["seen"][1]
     assert said["another"].startswith(
-        "working_dir can be shipped only when this process connects to Ray"
+        "working_dir can be sent only when this process connects to Ray"
     )
     assert said["elsewhere"].startswith(
         "This process is connected to another Ray than the one at ray://127.0.0.1:1"
@@ -298,7 +298,7 @@ def test_what_is_in_the_way_is_said_within_seconds(laptop: Laptop, head: Any) ->
         "no control store": "is not Ray's control store",
         "no node": f"This machine is no node of the cluster at {head.address} (its nodes: ",
         "version": "runs Ray 2.60.0 and Python 3.",
-        "raypool": "this process 0.0.9: they have to be the same.",
+        "raypool": "this process 0.0.9. Both need the same version:",
     }
     for name, words in expected.items():
         assert words in said[name], name

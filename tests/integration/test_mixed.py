@@ -118,11 +118,11 @@ def test_one_kind_is_missing() -> None:
     for resources, words, requested, available in (
         (
             [CPU, GPU, GPU, GPU, GPU],
-            "GPU: requested 4, available 3 .*Name at most 3 such workers",
+            "GPU: requested 4, available 3 .*List at most 3 such workers",
             4,
             3,
         ),
-        ([GPU] + [none] * 5, "CPU: requested 5, available 4 .*Name at most 4 such workers", 5, 4),
+        ([GPU] + [none] * 5, "CPU: requested 5, available 4 .*List at most 4 such workers", 5, 4),
         ([GPU, WorkerResources(gpus=0, cpus=9)], "CPU: requested 9, available 0", 9, 0),
         ([both] * 2 + [none] * 3, r"CPU: requested 5 \(2 \+ 3\) for 5 workers, available 4", 5, 4),
         (
@@ -158,7 +158,7 @@ def test_somebody_holds_what_one_kind_needs(gpus: list[int] | None) -> None:
 
 def test_another_number_of_workers_than_the_list_has() -> None:
     for number in (2, 4, (1, 2)):
-        with pytest.raises(InvalidValueError, match="says what each of 3 workers gets"):
+        with pytest.raises(InvalidValueError, match="describes 3 workers"):
             parpool(number, resources=[CPU, CPU, GPU], quiet=True)
 
 

@@ -93,7 +93,7 @@ def test_where_it_cannot_be_the_workers_take_turns(
     ]
     assert len(warnings) == 1
     assert (
-        "take turns, for nvidia-cuda-mps-control -d has failed with status 1: An instance of this"
+        "take turns, because nvidia-cuda-mps-control -d failed with status 1: An instance of this"
         in warnings[0]
     )
 

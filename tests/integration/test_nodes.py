@@ -149,7 +149,7 @@ def test_tasks_leave_a_node_that_is_about_to_go_and_the_pool_grows_again(on_clus
     assert facts["alone"]
     assert facts["again"]
     assert facts["groups"] == []
-    assert "is about to go, in" in words
+    assert "is about to shut down, in" in words
     assert "The pool grows again: 1 more worker on" in words
 
 
@@ -209,7 +209,9 @@ def test_where_all_nodes_go_the_pool_ends_and_the_same_call_resumes_elsewhere(
         cores=0,
     )
     assert facts["gpus"] == [0, 0]
-    ended = re.search(r"is about to go, in (\d+) s, and no other node can come", facts["ended"])
+    ended = re.search(
+        r"is about to shut down, in (\d+) s, and no other node can come", facts["ended"]
+    )
     assert ended
     assert int(ended[1]) > 0, "the time was up"
     assert "0 of 5 items have finished" in facts["ended"]
@@ -217,7 +219,7 @@ def test_where_all_nodes_go_the_pool_ends_and_the_same_call_resumes_elsewhere(
     assert facts["begun"] == facts["resumed"] == [0, 1]
     assert facts["refused"]
     assert facts["values"] == [0, 1, 2, 3, 4]
-    assert "It ends when its tasks have." in words
+    assert "It ends after its running tasks." in words
 
 
 def test_where_the_node_of_the_script_goes_too_its_values_are_there_until_it_ends(
@@ -575,7 +577,7 @@ def test_ray_on_this_machine_is_stopped(on_cluster: Any, name: str) -> None:
     ("end", "words"),
     [
         ("gcs_server", "has not answered"),
-        pytest.param("raylet", "takes this machine for dead", marks=pytest.mark.long),
+        pytest.param("raylet", "considers this machine dead", marks=pytest.mark.long),
     ],
 )
 def test_ray_of_a_cluster_is_killed_under_the_driver(on_cluster: Any, end: str, words: str) -> None:

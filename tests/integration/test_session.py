@@ -366,7 +366,7 @@ def test_a_ray_of_the_users_own_with_chosen_gpus(run_python: Run) -> None:
 
     assert facts["all"] == [[4, 6], ["4", "6"]]
     assert facts["chosen"] == [[6], ["6"]]
-    assert "GPU 0 does not exist" in facts["error"]
+    assert "There is no GPU 0 on this machine" in facts["error"]
     assert "4, 6" in facts["error"]
     assert facts["is Ray left"] is True
 

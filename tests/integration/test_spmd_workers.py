@@ -104,8 +104,8 @@ def test_a_wrong_choice_is_refused_at_the_call(pool: ParallelPool) -> None:
     """More of them are in tests/contract/test_spmd_contract.py."""
     cases: list[tuple[Any, type[Exception], str]] = [
         (4, ResourceError, "requested 4, available 3"),
-        (2.0, InvalidTypeError, "not a list of workers"),
-        ("all", InvalidTypeError, "neither a worker nor the number"),
+        (2.0, InvalidTypeError, "workers must be a list of workers"),
+        ("all", InvalidTypeError, "neither a worker nor a worker's number"),
         ([3], InvalidValueError, "no worker 3"),
         ([None], InvalidTypeError, "None"),
     ]

@@ -363,7 +363,7 @@ def test_what_cannot_work_is_refused_at_the_call(pool: ParallelPool, tmp_path: P
         "TorchTrainer does not take batch_size. It takes torch_config, ": {"batch_size": 3},
         "datasets= is a Dataset. Give a dict": {"datasets": ray.data.range(3)},
         "datasets= is a dict with a list in it. Give a dict": {"datasets": {"train": [1, 2]}},
-        "is a dict. Give a ray.train.RunConfig": {"run_config": {"name": "mine"}},
+        "is a dict. Pass a ray.train.RunConfig": {"run_config": {"name": "mine"}},
     }.items():
         with pytest.raises(InvalidTypeError, match=words):
             train(**wishes)
@@ -600,7 +600,7 @@ def test_somebody_else_takes_a_gpu_meanwhile(
     (text,) = [
         record.getMessage() for record in caplog.records if "has left" in record.getMessage()
     ]
-    assert "GPU 1 was taken by somebody else while a training had it. Held by: " in text
+    assert "GPU 1 was taken by another program while a training used it. Held by: " in text
     assert "somebody else (1 GPU)" in text
     assert "The pool has 2 left." in text
 

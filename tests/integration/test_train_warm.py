@@ -295,7 +295,7 @@ def test_a_rank_that_reports_other_names(pool: Any, caplog: pytest.LogCaptureFix
     assert "other" not in run.metrics
     assert caplog.text.count("Rank 1 has reported other metrics than rank 0: 'acc0', 'acc1', ") == 1
     assert (
-        "and 492 more is missing, 'other' is not among those of rank 0. Only what rank 0 reports is"
+        "and 492 more is missing, 'other' is not among those of rank 0. Only rank 0's metrics are"
         " kept" in caplog.text
     )
 

@@ -85,7 +85,7 @@ def test_a_file_that_could_run_code_is_not_loaded(tmp_path: Path) -> None:
     ):
         write()
         with pytest.raises(
-            InvalidValueError, match=r"a\.pt holds something else .* code in it could run here"
+            InvalidValueError, match=r"a\.pt contains more than .* loading it could run code"
         ):
             load_checkpoint(file)
 

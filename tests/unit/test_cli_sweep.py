@@ -265,7 +265,7 @@ WRONG_USE = [
         "'some' is not one of 'failed', 'missing', 'all'",
     ),
     (["module_of_sweep:train", "good.csv", "--run-dir", "good.csv"], "is a file"),
-    (["module_of_sweep:train", "good.csv", "--run-dir", ""], "run_dir='' is empty"),
+    (["module_of_sweep:train", "good.csv", "--run-dir", ""], "run_dir is empty"),
     (["module_of_sweep:train", "good.csv", "--run-dir", "s3://bucket/run"], "is a URL"),
     (["module_of_sweep:train"], "Missing argument 'CONFIGS'"),
 ]

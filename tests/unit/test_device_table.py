@@ -139,7 +139,9 @@ def test_a_machine_without_a_gpu_has_an_empty_table_with_all_columns(tmp_path: P
 
 
 def test_there_are_two_ways_to_count(gpus: SimulatedGpus) -> None:
-    with pytest.raises(InvalidValueError, match="'selected' is neither 'available' nor 'all'"):
+    with pytest.raises(
+        InvalidValueError, match="which must be 'available' or 'all', not 'selected'"
+    ):
         gpu_device_count("selected", inventory=gpus)  # type: ignore[arg-type]
 
 

@@ -113,7 +113,7 @@ def test_gpus_that_are_not_there_are_an_error(execution: str) -> None:
 @pytest.mark.parametrize("load", [[1], [1, 1, 1]])
 def test_a_load_for_each_worker(load: list[int]) -> None:
     with pytest.raises(
-        InvalidValueError, match=f"has {len(load)} numbers, and 2 workers may train: 0, 1"
+        InvalidValueError, match=f"has {len(load)} numbers, but 2 workers may train: 0, 1"
     ):
         prepare(on_cpus(2), worker_load=load)
 
@@ -170,10 +170,13 @@ def test_a_scaled_batch_and_rate() -> None:
 def test_what_is_left_over_is_said() -> None:
     call = prepare(on_cpus(2), 130, mini_batch_size=32)
     assert call.notes == [
-        "Each epoch leaves out 2 of 130 samples, other ones each time: they do not fill a step"
+        "Each epoch leaves out 2 of 130 samples, different ones each time: they do not fill a step"
         " of 32."
     ]
-    assert "other ones" not in prepare(on_cpus(2), 130, mini_batch_size=32, shuffle="once").notes[0]
+    assert (
+        "different ones"
+        not in prepare(on_cpus(2), 130, mini_batch_size=32, shuffle="once").notes[0]
+    )
     assert prepare(on_cpus(2), 128, mini_batch_size=32).notes == []
 
 
@@ -351,7 +354,7 @@ def test_samples_that_are_dicts() -> None:
         ((plain, "z"), "no 'z'"),
         ((plain, ["x", "y"]), "but targets"),
     ):
-        with pytest.raises(InvalidValueError, match=f"{words}.*Name the target"):
+        with pytest.raises(InvalidValueError, match=f"{words}.*Pass the target"):
             first_batch(data, 2)
 
 
@@ -382,7 +385,7 @@ def test_what_a_loader_says_counts_unless_the_options_say_others() -> None:
         "never",
         900,
     )
-    with pytest.raises(InvalidValueError, match="shuffle='once' does not go with a sampler"):
+    with pytest.raises(InvalidValueError, match="shuffle='once' cannot be combined with a sampler"):
         division(some, shuffle="once")
     inputs, targets = first_batch(
         DataLoader(
@@ -401,18 +404,22 @@ NO_DATA = [
     (lambda: torch.ones(3), InvalidTypeError, "of type Tensor, without targets"),
     (lambda: np.ones(3), InvalidTypeError, "of type ndarray, without targets"),
     (lambda: pd.Series([1.0]), InvalidTypeError, "of type Series, without targets"),
-    (lambda: Endless(), InvalidTypeError, "one after the other.*list\\(data\\).*pool.train"),
+    (lambda: Endless(), InvalidTypeError, "can only be iterated.*list\\(data\\).*pool.train"),
     (
         lambda: DataLoader(Endless()),
         InvalidTypeError,
-        "of type Endless, whose samples come one after the other",
+        "of type Endless, which can only be iterated",
     ),
-    (lambda: iter([(1.0, 2.0)]), InvalidTypeError, "one after the other"),
-    (lambda: DataLoader(Pairs(), batch_size=None), InvalidTypeError, "a batch_size"),
+    (lambda: iter([(1.0, 2.0)]), InvalidTypeError, "can only be iterated"),
+    (
+        lambda: DataLoader(Pairs(), batch_size=None),
+        InvalidTypeError,
+        "Set the DataLoader.s batch_size",
+    ),
     (
         lambda: DataLoader(Pairs(), batch_sampler=[[0, 1], [2]]),
         InvalidTypeError,
-        "batch_sampler of its own",
+        "its own batch_sampler",
     ),
     (
         lambda: DataLoader(Pairs(), sampler=DistributedSampler(Pairs(), 2, 0)),
@@ -423,7 +430,7 @@ NO_DATA = [
     (
         lambda: {"train": Pairs(), "test": Pairs()},
         InvalidTypeError,
-        "a dict of 'train', 'test'. Give one of its parts",
+        "a dict of 'train', 'test'. Pass one of its parts",
     ),
     (
         lambda: ((np.ones((3, 1)), np.ones((4, 1))), np.ones(3)),

@@ -261,7 +261,7 @@ def test_a_gpu_that_does_not_exist_is_an_error() -> None:
         ):
             bring(torch.ones(1), f"cuda:{count}")
     for wrong in (True, 1.0, "0"):
-        with pytest.raises(InvalidTypeError, match="not a number of a GPU"):
+        with pytest.raises(InvalidTypeError, match="takes the number of a GPU"):
             gpu(wrong)  # type: ignore[arg-type]
 
 

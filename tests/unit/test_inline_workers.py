@@ -38,7 +38,7 @@ def test_more_are_refused_before_one_has_started(
     before = threading.active_count()
     with pytest.raises(
         ResourceError,
-        match=f"requested {least}, available {MOST}. A pool in this process may have {MOST}",
+        match=f"requested {least}, available {MOST}. A pool in this process can have {MOST}",
     ) as found:
         parpool(num_workers, profile=profile, quiet=True)
     assert (found.value.requested, found.value.available) == (least, MOST)

@@ -296,7 +296,7 @@ def test_a_configuration_of_hydras_is_what_it_holds():
 def test_what_cannot_be_pickled_is_an_error_that_names_the_part():
     with pytest.raises(
         InvalidTypeError,
-        match=r"item 3\['lock'\]\[0\] is a lock that cannot be pickled .*Make it inside",
+        match=r"item 3\['lock'\]\[0\] is a lock that cannot be pickled .*Create it inside",
     ):
         key({"lr": 1, "lock": [threading.Lock()]})
     with pytest.raises(InvalidTypeError, match=r"item 3\.x is a generator"):

@@ -161,13 +161,13 @@ def test_what_does_not_end_is_killed(
         (
             "fails",
             (
-                "nvidia-cuda-mps-control -d has failed with status 1: An instance of this daemon is"
+                "nvidia-cuda-mps-control -d failed with status 1: An instance of this daemon is"
                 " already running"
             ),
         ),
         pytest.param(
             "serverless",
-            "no MPS server has come up within 10 s: get_server_list",
+            "no MPS server started within 10 s: get_server_list",
             marks=pytest.mark.long,
         ),
     ],
@@ -184,10 +184,8 @@ def test_why_it_could_not_be_started(
 
 def test_without_the_program(service: Mps, tmp_path: Path) -> None:
     state = service.start({"PATH": str(tmp_path)}, usual=tmp_path)
-    assert state == MpsState(None, "there is no nvidia-cuda-mps-control in its PATH")
-    assert "take turns, for there is no nvidia-cuda-mps-control" in mps.turns(
-        "lab-3", str(state.problem)
-    )
+    assert state == MpsState(None, "nvidia-cuda-mps-control is not on its PATH")
+    assert "take turns, because nvidia-cuda-mps-control" in mps.turns("lab-3", str(state.problem))
 
 
 def test_one_that_is_there_for_everybody_is_used(

@@ -58,7 +58,7 @@ def test_none_is_a_value(key: str) -> None:
 
 
 def test_what_is_not_here_is_an_error_or_an_answer(key: str) -> None:
-    with pytest.raises(CompositeError, match=r"rank 2 .*not on this worker.*spmd") as caught:
+    with pytest.raises(CompositeError, match=r"rank 2 .*no longer on this worker.*spmd") as caught:
         composite.find(key, 2)
     assert caught.value.rank == 2
     assert isinstance(caught.value, RaypoolError)

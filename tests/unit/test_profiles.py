@@ -12,39 +12,47 @@ from raypool.cluster.slurm import size_of
 from raypool.profile_files import resolve_profile
 
 REFUSED = [
-    ({"gpus": [0, 0]}, InvalidValueError, "GPU 0 is named twice"),
+    ({"gpus": [0, 0]}, InvalidValueError, "GPU 0 is listed twice"),
     ({"gpus": [-1]}, InvalidValueError, "GPU index -1 is negative"),
-    ({"gpus": []}, InvalidValueError, "names no GPU"),
+    ({"gpus": []}, InvalidValueError, "selects no GPU"),
     ({"gpus": ["0"]}, InvalidTypeError, "'0' is not an integer"),
     ({"gpus": [True]}, InvalidTypeError, "True is not an integer"),
-    ({"gpus": 3}, InvalidTypeError, "not a list of GPU indices"),
-    ({"gpus": {}}, InvalidValueError, "names no GPU"),
-    ({"gpus": {"lab": []}}, InvalidValueError, "names no GPU"),
-    ({"gpus": {"lab": [1, 1]}}, InvalidValueError, "GPU 1 is named twice"),
-    ({"gpus": {"lab": 1}}, InvalidTypeError, "not a list of GPU indices"),
-    ({"gpus": {3: [0]}}, InvalidTypeError, "3 in it, which is not the name of a machine"),
-    ({"min_free_memory_bytes": 0}, InvalidValueError, "min_free_memory_bytes=0 is less than 1"),
-    ({"min_free_memory_bytes": 8.5}, InvalidTypeError, "not a whole number of bytes"),
-    ({"min_free_memory_bytes": True}, InvalidTypeError, "not a whole number of bytes"),
+    ({"gpus": 3}, InvalidTypeError, "gpus must be a list of GPU indices"),
+    ({"gpus": {}}, InvalidValueError, "selects no GPU"),
+    ({"gpus": {"lab": []}}, InvalidValueError, "selects no GPU"),
+    ({"gpus": {"lab": [1, 1]}}, InvalidValueError, "GPU 1 is listed twice"),
+    ({"gpus": {"lab": 1}}, InvalidTypeError, "gpus must be a list of GPU indices"),
+    ({"gpus": {3: [0]}}, InvalidTypeError, "contains 3, which is not the name of a machine"),
+    (
+        {"min_free_memory_bytes": 0},
+        InvalidValueError,
+        "min_free_memory_bytes must be at least 1, not 0",
+    ),
+    ({"min_free_memory_bytes": 8.5}, InvalidTypeError, "must be an integer number of bytes"),
+    ({"min_free_memory_bytes": True}, InvalidTypeError, "must be an integer number of bytes"),
     ({"start_timeout_s": 0}, InvalidValueError, "leaves no time"),
     ({"retries": -1}, InvalidValueError, "negative"),
-    ({"backend": "mpi"}, InvalidValueError, "none of ray, threads, inline"),
-    ({"resources": 2}, InvalidTypeError, "not a WorkerResources"),
+    ({"backend": "mpi"}, InvalidValueError, "must be one of 'ray', 'threads', 'inline', not 'mpi'"),
+    ({"resources": 2}, InvalidTypeError, "resources must be a WorkerResources"),
     ({"env": {"CUDA_VISIBLE_DEVICES": "1"}}, InvalidValueError, "Choose GPUs with gpus="),
-    ({"color": "red"}, InvalidTypeError, "no argument or field of a profile color"),
-    ({"resources": []}, InvalidValueError, "names no worker"),
-    ({"resources": [WorkerResources(), 3]}, InvalidTypeError, "has 3 in it"),
-    ({"resources": "gpu"}, InvalidTypeError, "nor a list of them"),
-    ({"resources": {1: WorkerResources()}}, InvalidTypeError, "nor a list of them"),
+    ({"color": "red"}, InvalidTypeError, "has no argument .color."),
+    ({"resources": []}, InvalidValueError, "describes no worker"),
+    ({"resources": [WorkerResources(), 3]}, InvalidTypeError, "resources contains 3"),
+    ({"resources": "gpu"}, InvalidTypeError, "or a list of them, one for each worker"),
+    (
+        {"resources": {1: WorkerResources()}},
+        InvalidTypeError,
+        "or a list of them, one for each worker",
+    ),
     (
         {"resources": [WorkerResources(gpus=1), WorkerResources(gpus=0.5)], "gpus": [0]},
         InvalidValueError,
-        "names 2 kinds of worker with a GPU",
+        "has 2 kinds of workers with a GPU",
     ),
     (
         {"resources": [WorkerResources(gpus=0)] * 2, "gpus": [0]},
         InvalidValueError,
-        "each worker is to have 0",
+        "resources.gpus gives each worker 0",
     ),
     ({"setup": "load"}, InvalidTypeError, "setup='load' is not callable"),
     (
@@ -62,12 +70,12 @@ REFUSED = [
     (
         {"address": "http://head:8265"},
         InvalidValueError,
-        "neither 'ray://HOST:10001' nor 'HOST:6379'",
+        "must be 'ray://HOST:10001' or 'HOST:6379'",
     ),
     (
         {"address": "ray://head:10001", "gpus": [0]},
         InvalidValueError,
-        "GPUs of this machine, which is no node of ray://head",
+        "GPUs of this machine, which is not a node of ray://head",
     ),
     ({"jobs_address": "127.0.0.1:8265"}, InvalidValueError, "is not a URL"),
     ({"jobs_address": 8265}, InvalidTypeError, "is not a URL"),
@@ -75,15 +83,15 @@ REFUSED = [
     ({"working_dir": True}, InvalidTypeError, "working_dir=True is not the path of a folder"),
     ({"tls": {"key": "k"}}, InvalidTypeError, "is not a Tls"),
     ({"slurm": {"nodes": 2}}, InvalidTypeError, "is not a Slurm"),
-    ({"slurm": Slurm(), "address": "head:6379"}, InvalidValueError, "asks for a new one"),
+    ({"slurm": Slurm(), "address": "head:6379"}, InvalidValueError, "requests a new one"),
     ({"slurm": Slurm(), "backend": "threads"}, InvalidValueError, "is this process"),
-    ({"packages": "torch"}, InvalidTypeError, "not a list of what pip is to install"),
-    ({"packages": [""]}, InvalidTypeError, "names no package"),
-    ({"quiet": "yes"}, InvalidTypeError, "quiet='yes' is neither True nor False"),
+    ({"packages": "torch"}, InvalidTypeError, "packages must be a list of packages for pip"),
+    ({"packages": [""]}, InvalidTypeError, "is not a package for pip"),
+    ({"quiet": "yes"}, InvalidTypeError, "quiet must be True or False, not 'yes'"),
     (
         {"gpus": [0], "resources": WorkerResources(gpus=2)},
         InvalidValueError,
-        "each worker is to have 2",
+        "resources.gpus gives each worker 2",
     ),
 ]
 
@@ -97,13 +105,13 @@ def test_what_cannot_work_is_refused() -> None:
 @pytest.mark.parametrize(
     ("fields", "error", "words"),
     [
-        ({"gpus_per_node": "a100"}, InvalidTypeError, "neither a number nor 'KIND:NUMBER'"),
-        ({"sbatch": "--qos=long"}, InvalidTypeError, "not a list of options"),
+        ({"gpus_per_node": "a100"}, InvalidTypeError, "must be a number or 'KIND:NUMBER'"),
+        ({"sbatch": "--qos=long"}, InvalidTypeError, "sbatch must be a list of options"),
         ({"sbatch": ["qos=long"]}, InvalidValueError, "which is not an option"),
-        ({"nodes": 0}, InvalidValueError, "nodes=0"),
-        ({"time": 1.5}, InvalidTypeError, "neither a time limit"),
+        ({"nodes": 0}, InvalidValueError, "nodes must be at least 1, not 0"),
+        ({"time": 1.5}, InvalidTypeError, "must be a time limit"),
         ({"notice_s": 0}, InvalidValueError, "no time to save"),
-        ({"partition": 3}, InvalidTypeError, "partition=3 is not a text"),
+        ({"partition": 3}, InvalidTypeError, "partition=3 is not a string"),
         ({"queue": "gpu"}, InvalidTypeError, "partition"),
     ],
 )
@@ -141,7 +149,7 @@ def test_an_unknown_profile_names_those_that_exist() -> None:
 
 
 def test_a_profile_of_another_kind_is_refused() -> None:
-    with pytest.raises(InvalidTypeError, match="neither a name nor a Profile"):
+    with pytest.raises(InvalidTypeError, match="profile must be a name or a Profile, not"):
         parpool(profile=3)  # type: ignore[arg-type]
 
 
@@ -225,7 +233,7 @@ def test_resources_of_each_worker() -> None:
     assert profile.kinds == (cpu, gpu)
     assert [profile.sized(*asked) for asked in [(None, None), (3, 3), (1, 5)]] == [(3, 3)] * 3
     for asked in [(2, 2), (4, 4), (1, 2), (4, 9)]:
-        with pytest.raises(InvalidValueError, match="what each of 3 workers gets"):
+        with pytest.raises(InvalidValueError, match="describes 3 workers"):
             profile.sized(*asked)
     assert Profile().listed == ()
     assert Profile().sized(2, 4) == (2, 4)
@@ -241,6 +249,6 @@ def test_where_jobs_are_handed_in() -> None:
         == "https://head/ray"
     )
     with pytest.raises(
-        InvalidValueError, match=r"Where jobs for ray://head:10001 .* set jobs_address"
+        InvalidValueError, match=r"The dashboard for jobs of ray://head:10001 .* set jobs_address"
     ):
         _ = Profile(address="ray://head:10001").jobs_url

@@ -80,7 +80,7 @@ def test_all_else_is_an_error_at_the_call(said: list[Any]) -> None:
         len,
     ):
         with pytest.raises(
-            InvalidTypeError, match=r"report\(loss=...\) got a .*neither a number nor a text"
+            InvalidTypeError, match=r"report\(loss=...\) got a .*neither a number nor a string"
         ):
             report(step=1, loss=value)
     with pytest.raises(InvalidTypeError, match="a ndarray"):
@@ -95,7 +95,7 @@ def test_a_tensor_is_asked_for_its_number() -> None:
 
 
 def test_a_long_text_is_an_error() -> None:
-    with pytest.raises(InvalidValueError, match="257 characters; 256 fit"):
+    with pytest.raises(InvalidValueError, match="257 characters, but at most 256 fit"):
         report(note="x" * 257)
 
 

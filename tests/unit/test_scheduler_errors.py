@@ -53,7 +53,7 @@ def test_impossible_events_raise_and_change_nothing(pool_of):
         pool = pool_of(2)
         pool.submit(0, size=3, chunk_size=3)
         pool.submit(1, size=0, is_open=True)
-        with pytest.raises(InternalError, match="mistake in raypool"):
+        with pytest.raises(InternalError, match="bug in raypool"):
             tell(pool)
         assert pool.finish(0)[0] == pool.settles(0, (0, 0, 3)), what
         pool.add_items(1, 1, is_open=False)

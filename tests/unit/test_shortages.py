@@ -133,7 +133,7 @@ def test_which_cards_are_crowded(survey: Survey) -> None:
     cards = "GPU 0 of a (7.0 of 16.0 GiB free), GPU 2 of b (0.0 of 16.0 GiB free)"
     assert (
         said_of(survey.crowd(claims), survey.min_free_bytes)
-        == f"Left out, as min_free_memory_bytes asks for 8.0 GiB: {cards}."
+        == f"Left out, because min_free_memory_bytes requires 8.0 GiB: {cards}."
     )
     assert said_of({}, survey.min_free_bytes) == ""
 
@@ -143,7 +143,7 @@ def test_each_card_is_named_once(survey: Survey, caplog: pytest.LogCaptureFixtur
     for _ in range(3):
         survey.tell(kept, crowded)
     assert [record.getMessage() for record in caplog.records] == [
-        "Left out, as min_free_memory_bytes asks for 8.0 GiB: GPU 2 of a (1.0 of 16.0 GiB free).",
+        "Left out, because min_free_memory_bytes requires 8.0 GiB: GPU 2 of a (1.0 of 16.0 GiB free).",
         "The free memory of GPU 1 of a is unknown; min_free_memory_bytes counts it as free.",
     ]
     survey.tell([], [claim("a", card(3, 1))])

@@ -41,7 +41,7 @@ def fit_like_torch() -> Any:
 
 
 TYPED: list[tuple[Callable[[], Any], str]] = [
-    (lambda: parpool(workers=4), "no argument or field of a profile workers. Did you mean num_wo"),
+    (lambda: parpool(workers=4), "has no argument .workers.. Did you mean num_wo"),
     (lambda: parpool(n_jobs=4), "Did you mean num_workers"),
     (lambda: parpool(gpus_per_worker=1), "Did you mean resources"),
     (lambda: parpool(timeout=5), "Did you mean start_timeout_s"),
@@ -68,9 +68,9 @@ TYPED: list[tuple[Callable[[], Any], str]] = [
     (lambda: raypool.parfor(abs, 1, rundir="x"), r"^parfor\(\) .* Did you mean run_dir"),
     (lambda: loop(abs), r"parfor\(\): missing .* 'items'. It takes fn, items by position"),
     (lambda: loop([1, 2], abs), r"\[1, 2\] is not callable. The function comes first"),
-    (lambda: loop(abs, "abc"), r"'abc' is a single str. Give \[items\] .* list\(items\)"),
-    (lambda: loop(abs, {"a": 1}), r"is a single dict. Give \[items\] .* list\(items.items\(\)\)"),
-    (lambda: loop(abs, 1e3), "Give items=1000, without a point"),
+    (lambda: loop(abs, "abc"), r"'abc' is a single str. Pass \[items\] .* list\(items\)"),
+    (lambda: loop(abs, {"a": 1}), r"is a single dict. Pass \[items\] .* list\(items.items\(\)\)"),
+    (lambda: loop(abs, 1e3), r"items must be an integer, not 1000\.0\. Pass items=1000"),
     (lambda: loop(abs, 3, reduce=sum), "reduce=sum does not fold two values"),
     (lambda: loop(abs, 3, reduce=len), "reduce=len does not fold two values"),
     (lambda: sim_pool(1).parfeval(sim_pool(1), abs, 1, -1), "The pool comes before the dot"),

@@ -234,9 +234,7 @@ def test_yaml_that_is_wrong_says_where(write: Write) -> None:
 def test_files_that_are_nothing_of_this(write: Write, tmp_path: Path) -> None:
     folder = tmp_path / "c.csv"
     folder.mkdir()
-    with pytest.raises(
-        InvalidValueError, match=r"a.json ends in none of .csv, .jsonl, .yaml, .yml"
-    ):
+    with pytest.raises(InvalidValueError, match=r"a.json must end in .csv, .jsonl, .yaml, .yml"):
         read(write, "a.json", "[]")
     with pytest.raises(InvalidValueError, match=r"b.csv could not be read: No such file"):
         read_configs(tmp_path / "b.csv")

@@ -180,7 +180,7 @@ def test_as_many_attempts_as_retries_allow(tmp_path: Path) -> None:
     run = train(lane, tmp_path, Options(retries=2))
     with pytest.raises(
         TrainingError,
-        match=r"It was attempt 3\. It goes on from its last checkpoint, .*checkpoint_000001",
+        match=r"It was attempt 3\. Resume from its last checkpoint, .*checkpoint_000001",
     ) as caught:
         run.result(WAIT_S)
     assert list(caught.value.failures) == [1]
@@ -358,7 +358,7 @@ def test_a_result_of_which_nothing_can_be_made_is_not_lost(tmp_path: Path) -> No
     )
     start_run(run, controller, engine)
     with pytest.raises(
-        TrainingError, match=r"has come to its end, but .* KeyError: 'no such layer'"
+        TrainingError, match=r"has finished, but .* KeyError: 'no such layer'"
     ) as caught:
         run.result(WAIT_S)
     assert caught.value.result.values == ["zero", "one"]
@@ -471,12 +471,17 @@ def test_folders_have_readable_names_of_their_own(
 CANNOT_WORK = [
     ("run_dir", 7, InvalidTypeError, "not the path"),
     ("run_dir", "s3://bucket/run", InvalidValueError, "is a URL"),
-    ("keep_checkpoints", 0, InvalidValueError, "less than 1"),
-    ("keep_checkpoints", 1.5, InvalidTypeError, "not a whole number"),
-    ("min_workers", 0, InvalidValueError, "less than 1"),
+    ("keep_checkpoints", 0, InvalidValueError, "must be at least 1, not 0"),
+    ("keep_checkpoints", 1.5, InvalidTypeError, "must be an integer"),
+    ("min_workers", 0, InvalidValueError, "must be at least 1, not 0"),
     ("best_metric", 3, InvalidTypeError, "not the name"),
-    ("best_mode", "least", InvalidValueError, "neither 'min' nor 'max'"),
-    ("start_from", 3, InvalidTypeError, "neither the folder"),
+    ("best_mode", "least", InvalidValueError, "best_mode must be 'min' or 'max', not"),
+    (
+        "start_from",
+        3,
+        InvalidTypeError,
+        "must be the folder of a checkpoint or a ray.train.Checkpoint",
+    ),
     ("start_from", "/nowhere/at/all", InvalidValueError, "no such folder"),
 ]
 

@@ -173,10 +173,10 @@ def test_too_much_left_over_is_told_with_its_name(
     leftover = upkeep.settle("train")
     assert leftover == LeftoverMemory("train", leftover.words if leftover else "", is_spent=True)
     assert leftover.words.startswith(
-        "Worker 3 (here, GPU 0) is replaced: 1.99 GB are left over on its GPU, and 1.72 GB are"
-        " allowed"
+        "Worker 3 (here, GPU 0) is replaced: 1.99 GB are left on its GPU, but"
+        " max_leftover_bytes allows 1.72 GB"
     )
-    assert "train has left 1.89 GB of that" in leftover.words
+    assert "train left 1.89 GB of that" in leftover.words
     assert "pool.constant" in leftover.words
 
 
@@ -235,7 +235,7 @@ def test_parts_of_composites_stay_and_keep_their_worker(
     leftover = upkeep.settle("train")
     assert leftover is not None
     assert not leftover.is_spent
-    assert "stays, for parts of Composites are there" in leftover.words
+    assert "stays, because it keeps parts of Composites" in leftover.words
     composite.drop("model")
     assert upkeep.settle("train") is None, (
         "as far as anybody can tell, it was what is left over that has gone"
@@ -290,7 +290,7 @@ def test_a_gpu_that_fails_takes_its_process_with_it(
     assert leftover is not None
     assert leftover.is_spent
     assert (
-        "its GPU fails it since train has run (RuntimeError: CUDA error: device-side assert"
+        "its GPU has failed since train ran (RuntimeError: CUDA error: device-side assert"
         in leftover.words
     )
 

@@ -118,6 +118,6 @@ def test_the_error_for_a_module_that_is_only_here_says_what_to_do(lab: ModuleTyp
     assert "working_dir=" in words
     assert note("numpy") == [
         "raypool: numpy is installed here, but not on lab-3. Install the same version there, or"
-        " name it in packages=."
+        " add it to packages=."
     ]
     assert note("no_such_module") == []

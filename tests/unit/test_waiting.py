@@ -199,5 +199,5 @@ def test_times_that_cannot_pass() -> None:
             with pytest.raises(InvalidTypeError, match="number of seconds"):
                 verb([Future("f")], timeout_s)
         for timeout_s in (-1, float("nan")):
-            with pytest.raises(InvalidValueError, match="no time to wait"):
+            with pytest.raises(InvalidValueError, match="must be at least 0, not"):
                 verb([Future("f")], timeout_s)

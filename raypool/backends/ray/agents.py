@@ -126,7 +126,7 @@ class Agents:
         threading.Thread(target=self._work, name="raypool-agents", daemon=True).start()
 
     def later(self, chore: Chore) -> None:
-        """Do something in the agents' thread: Ray's own threads must not ask Ray anything."""
+        """Do something in the agents' thread: Ray's own threads must not call Ray."""
         self._chores.put(chore)
 
     def _later_by(self, delay_s: float, chore: Chore) -> threading.Timer:
@@ -186,9 +186,7 @@ class Agents:
         if node_id is None:
             self._warn(
                 "nowhere",
-                mps.turns(
-                    "its new node", "nobody knew yet which that is when a worker was started"
-                ),
+                mps.turns("its new node", "it was not known yet when a worker was started"),
             )
             return None
         return self._agent_on(node_id)
@@ -358,7 +356,7 @@ class Agents:
                 self._hub.deliver(worker_id, number, content)
 
     def catch_up(self, sent: dict[int, int]) -> None:
-        """Wait for what ended calls have said, and for these batches (by worker id)."""
+        """Wait for the messages of ended calls, and for these batches (by worker id)."""
         self._hub.catch_up()
         for worker_id, number in sent.items():
             wait = self._hub.waiter(worker_id, number)
@@ -366,7 +364,7 @@ class Agents:
                 wait()
 
     def _replace(self, lost: Any) -> None:
-        """Start another agent for one that was killed; what it held, as the store, is lost."""
+        """Start another agent for one that was killed; its values, such as the store, are lost."""
         with self._making:
             # none, at the end of the pool
             nodes = [node_id for node_id, agent in self._agents.items() if agent is lost]

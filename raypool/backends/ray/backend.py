@@ -145,7 +145,7 @@ class RayBackend:
         self._placement.is_ending = is_ending
 
     def claim(self, least: int | None, most: int | None) -> list[int]:
-        """Claim resources for so many workers."""
+        """Claim resources for this many workers."""
         claims = self._placement.claim(least, most)
         self.take_in(claims)
         return list(claims)
@@ -180,14 +180,14 @@ class RayBackend:
         return locate(slot.claim) if (slot := self._slots.get(place)) is not None else None
 
     def grow(self, most: int) -> list[int]:
-        """Claim up to so many places, for machines that have come back."""
+        """Claim up to this many places, for machines that have come back."""
         if isinstance(self._profile.gpus, tuple):  # chosen GPUs of this machine, which never left
             return []
         claim = functools.partial(self.claim, 0)
         return claim(most) if self._cards is None else self._cards.regain(most, claim)
 
     def vacate(self, place: int, *, keep: bool = False) -> None:
-        """End the worker in a place, in good order if it is free."""
+        """End the worker in a place, with its teardown if it is free."""
         slot = self._slots.get(place)
         if slot is None:
             return
@@ -246,7 +246,7 @@ class RayBackend:
         }
 
     def _retire(self, slot: Slot, then: Chore = lambda: None) -> None:
-        """End the worker of a slot; `then` is called when nothing of it is left."""
+        """End the worker of a slot; `then` is called when all its processes have ended."""
         actor, worker_id, is_free = slot.actor, slot.worker_id, slot.is_idle and not slot.is_ending
         self._by_worker.pop(worker_id, None)
         slot.actor = None
@@ -442,7 +442,7 @@ class RayBackend:
         return newest
 
     def signal(self, worker_id: int, attempt_id: int, task_id: int, wish: Signal) -> None:
-        """Let the agent of the worker's node interrupt it; a worker that goes on is killed."""
+        """Let the agent of the worker's node interrupt it; one that does not stop is killed."""
         stopped = functools.partial(
             self._lose,
             worker_id,
@@ -467,7 +467,7 @@ class RayBackend:
                     self._look_after(worker_id, slot)
 
     def _let_go(self, cut_off: CutOff) -> None:
-        """Let go of a Ray that no longer answers: any question to it would hang."""
+        """Leave a Ray that no longer answers: any call to it would hang."""
         if self._ending != RAY_ENDED or (self._closed.is_set() and not is_up()):
             return  # it is known
         self._ending = cut_off.why
@@ -644,7 +644,7 @@ class Slot:
 
 
 def note_stale(slot_ref: weakref.ref[Slot], fn_id: int) -> None:
-    """Note that nobody will call a function again."""
+    """Note that a function will not be called again."""
     # a weak reference: a function lives longer than many slots
     if (slot := slot_ref()) is not None:
         slot.stale.append(fn_id)

@@ -89,8 +89,8 @@ def answer_to(ref: Any) -> Any:
         if isinstance(answer, rx.RayActorError) and ray.is_initialized():
             raise WorkerLostError(
                 "The pool's agent, through which its processes meet and share values, was lost:"
-                f" {loss_text(answer)}. Another takes its place, without what was in pool.store."
-                " Run it again.",
+                f" {loss_text(answer)}. It is replaced, but the values in pool.store are lost. Run"
+                " this call again.",
                 reason=loss_reason(answer),
                 attempts=1,
             ) from answer
@@ -136,7 +136,7 @@ NODE_HAS_DIED = "its node has died"
 
 
 def loss_reason(error: BaseException) -> LossReason:
-    """Return what an exception of Ray's means for the worker."""
+    """Return the loss reason that an exception of Ray's stands for."""
     if getattr(error, "preempted", False):
         return LossReason.PREEMPTED
     if isinstance(error, rx.ActorDiedError) and NODE_HAS_DIED in getattr(error, "error_msg", ""):
@@ -148,7 +148,7 @@ def loss_reason(error: BaseException) -> LossReason:
 
 
 def loss_text(error: BaseException) -> str:
-    """Return Ray's words about a lost worker, in short."""
+    """Return Ray's message about a lost worker, shortened."""
     cause = getattr(error, "cause", None)  # of a RayTaskError: what a worker has raised itself
     text = f"{type(cause).__name__}: {cause}" if isinstance(cause, BaseException) else str(error)
     if NODE_HAS_DIED in text:

@@ -73,7 +73,7 @@ class SharedGpu:
 
     @property
     def num_workers(self) -> int:
-        """How many workers may be on it at once, with those that are about to leave or come."""
+        """How many workers may be on it at once, including those that are leaving or starting."""
         return max(self.claim.room, self.claim.num_workers, self.planned)
 
     @property
@@ -168,7 +168,7 @@ class SharedGpus:
     # --- places -----------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Note that the user has set the pool's size: it no longer grows by itself."""
+        """Note that the user has set the pool's size: it no longer grows automatically."""
         self._is_settled = True
         self._num_gone = 0
 
@@ -248,9 +248,9 @@ class SharedGpus:
             if weight is not None and weight.total_bytes is None and not self._has_complained:
                 self._has_complained = True
                 logger.warning(
-                    "The memory of the pool's GPUs is unknown, so workers_per_gpu='auto' keeps"
-                    " one worker on each. Give a number (workers_per_gpu=2), or check that"
-                    " nvidia-smi works there."
+                    "The memory of the pool's GPUs is unknown, so workers_per_gpu='auto' keeps one"
+                    " worker on each. Pass a number (workers_per_gpu=2), or check that nvidia-smi"
+                    " works there."
                 )
             self._consider(gpu, worker_id)
 

@@ -100,7 +100,7 @@ class Wanted:
         self._has_told = False
 
     def tell(self, missing: Callable[[], str]) -> None:
-        """Report once, after a second, what is waited for."""
+        """Report once, after a second, what the pool waits for."""
         if not self._has_told and time.monotonic() > self._begin + SILENT_S:
             self._has_told = True
             # claims of this process are not waited for
@@ -155,7 +155,7 @@ def locate(claim: Claim) -> str | None:
 
 
 def wait_released(claims: Sequence[Claim], timeout_s: float) -> None:
-    """Wait, for so long at most, until Ray could give these claims' resources to others."""
+    """Wait, for this long at most, until Ray could give these claims' resources to others."""
     # a bundle has resources of its own, named after it, as long as it holds anything
     names = [claim.group.id.hex() for claim in claims]
     deadline = time.monotonic() + timeout_s
@@ -207,12 +207,12 @@ class ClaimProgress:
 
     @property
     def has_enough(self) -> bool:
-        """Whether the least is there."""
+        """Whether the least number was granted."""
         return len(self.good) >= self.need.least
 
     @property
     def is_complete(self) -> bool:
-        """Whether there is as much as there can be, though some may be crowded."""
+        """Whether everything possible was granted, though some may be crowded."""
         return self._is_seen and len(self.good) >= min(
             self.need.most, self.total - len(self.crowded)
         )
@@ -226,7 +226,7 @@ class ClaimProgress:
 def claim_number(
     needs: Sequence[Need], wanted: Wanted, survey: Survey, may_grow: Callable[[], Growth] = Growth
 ) -> list[list[Claim]]:
-    """Claim as much of each kind as there is, or will be: requests make the cluster grow.
+    """Claim as much of each kind as possible; the requests make the cluster grow.
 
     Raises:
         ResourceError: One kind has less than its least, even after the wait; nothing is kept.

@@ -79,7 +79,7 @@ def check_raypool(address: str) -> None:
     except ray.exceptions.RayError as error:
         if "No module named 'raypool'" not in str(error):
             raise StartupError(
-                f"Nothing can be started on the cluster at {address}: {loss_text(error)}."
+                f"Cannot start anything on the cluster at {address}: {loss_text(error)}."
             ) from None
         raise StartupError(
             f"raypool is not installed on the cluster at {address}. Install raypool {ours} there,"
@@ -87,16 +87,16 @@ def check_raypool(address: str) -> None:
         ) from None
     if theirs != ours:
         raise StartupError(
-            f"The cluster at {address} has raypool {theirs}, this process {ours}: they have to be"
-            f" the same. Install {theirs} here, or {ours} there."
+            f"The cluster at {address} has raypool {theirs}, this process {ours}. Both need the"
+            f" same version: install {theirs} here, or {ours} there."
         )
 
 
 def ask_inside(question: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Return the answer to a question, an importable function, that is to be asked inside.
+    """Return the result of calling an importable function inside the cluster.
 
     Raises:
-        PoolClosedError: There is no connection any more.
+        PoolClosedError: The connection has ended.
     """
     _check_connected()
     if not is_outside():
@@ -109,7 +109,7 @@ def home_node() -> str:
     """Return the node of this process, or of its server.
 
     Raises:
-        PoolClosedError: There is no connection any more.
+        PoolClosedError: The connection has ended.
     """
     _check_connected()
     return _settled().node_id if is_outside() else str(ray.get_runtime_context().get_node_id())
@@ -172,7 +172,7 @@ def _portable(parcel: tuple[Any, list[Any], list[Any]]) -> tuple[bytes, list[byt
 
 
 def leave() -> None:
-    """Give up the presence in the cluster, if there is one."""
+    """Remove this process's presence from the cluster, if there is one."""
     global _outpost
     with _settling:
         outpost, _outpost = _outpost, None
@@ -187,7 +187,7 @@ def leave() -> None:
 def is_dead(actor: Any) -> bool:
     """Whether an actor is known to be dead; from outside, since the last `note_deaths`.
 
-    Asks nobody: it is the state that this process has heard of; private, checked on Ray 2.60.
+    Asks nobody: it is the last state known to this process; private, checked on Ray 2.60.
     """
     if isinstance(actor, ClientActorHandle):
         return actor.actor_ref.id in _dead
@@ -197,7 +197,7 @@ def is_dead(actor: Any) -> bool:
 
 
 def note_deaths(actors: Iterable[Any]) -> None:
-    """From outside, ask which of these actors are dead: nobody tells."""
+    """From outside, ask which of these actors are dead: Ray does not report it."""
     global _dead
     if is_outside():
         with contextlib.suppress(Exception):  # who is cut off finds that out otherwise

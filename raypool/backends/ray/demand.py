@@ -1,4 +1,4 @@
-"""What a worker needs of a node, which nodes have it, and how far a cluster may grow."""
+"""The resources that a worker needs, the nodes that have them, and how far a cluster may grow."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ ANSWER_S = 40.0
 """How long a worker waits for the service [s]: the start of an actor, and that of the service."""
 
 NOT_SHARED = (
-    "mps=True changes nothing, for no GPU of the pool is shared. Set workers_per_gpu to let several"
-    " workers share one."
+    "mps=True has no effect, because no GPU of the pool is shared. Set workers_per_gpu to let"
+    " several workers share one."
 )
 
 
@@ -76,7 +76,7 @@ class Mps:
         environ = {**os.environ, **settings}
         program = shutil.which(PROGRAM, path=environ.get("PATH"))
         if program is None:
-            return MpsState(None, f"there is no {PROGRAM} in its PATH")
+            return MpsState(None, f"{PROGRAM} is not on its PATH")
         temporary = self._temporary()
         folder = make_private(temporary / "mps")
         # the daemon has all GPUs, numbered as the workers number them
@@ -197,6 +197,6 @@ def runs_in(pipes: Path) -> bool:
 def turns(host: str, problem: str) -> str:
     """Return the warning for workers that share a GPU without the service."""
     return (
-        f"mps=True: on {host} the workers that share a GPU take turns, for {problem}. "
-        "Install the driver's MPS programs there (nvidia-cuda-mps-control), or leave mps out."
+        f"mps=True: on {host} the workers that share a GPU take turns, because {problem}. Install"
+        " the driver's MPS programs there (nvidia-cuda-mps-control), or leave mps out."
     )

@@ -60,17 +60,17 @@ class Control:
                     check=False,
                 )
             except (OSError, subprocess.TimeoutExpired) as error:
-                return f"nvidia-cuda-mps-control -d has failed, {error}"
+                return f"nvidia-cuda-mps-control -d failed, {error}"
         if started.returncode:
             return (
-                "nvidia-cuda-mps-control -d has failed with status"
+                "nvidia-cuda-mps-control -d failed with status"
                 f" {started.returncode}{self._last_words('start.log')}"
             )
         self.ask(f"start_server -uid {os.getuid()}")
         while not any(word.isdigit() for word in self.ask("get_server_list").split()):
             if time.monotonic() > deadline:
                 words_of_log = self._last_words("server.log") or self._last_words("control.log")
-                return f"no MPS server has come up within {START_TIMEOUT_S:g} s{words_of_log}"
+                return f"no MPS server started within {START_TIMEOUT_S:g} s{words_of_log}"
             time.sleep(0.05)
         return None
 

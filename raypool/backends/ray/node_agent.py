@@ -43,7 +43,7 @@ GONE_TIMEOUT_S = 10.0
 """How long a killed process, and its memory on the GPU, may take to vanish [s]."""
 
 STEADY_S = 1.0
-"""GPU memory that has not changed for so long, but is not back, is in use by others [s]."""
+"""GPU memory that has not changed for this long, but is not back, is in use by others [s]."""
 
 MEMORY_LOOK_S = 0.2
 """How often the memory of a worker that has a limit is measured [s]."""

@@ -1,4 +1,4 @@
-"""Watches a pool's nodes: it leaves nodes that are about to go, and replaces lost workers later.
+"""Watches a pool's nodes: it leaves draining nodes, and replaces lost workers later.
 
 `NodeWatch` decides; the functions below it ask Ray for the nodes, and whether Ray still answers.
 """
@@ -47,7 +47,7 @@ LAST_S = 120.0
 """How long before their end nodes are left, if others may come but none stays [s]."""
 
 OVERDUE_S = 60.0
-"""A node that is there so long after its announced end stays, if others may come but do not [s]."""
+"""A node still there this long after its announced end stays, if no replacement has come [s]."""
 
 MOST_NAMES = 4
 """So many nodes are named in a message."""
@@ -225,7 +225,7 @@ class NodeWatch:
         more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
         which = ", ".join(names[:MOST_NAMES]) + more
         are = "s {} are" if len(names) > 1 else " {} is"
-        return f"its node{are.format(which)} about to go{until}"
+        return f"its node{are.format(which)} about to shut down{until}"
 
     def _leave_all(self, nodes: Nodes, where: Mapping[int, str | None], is_final: bool) -> None:
         """Start nothing more: the pool ends, unless it may go on with other nodes."""
@@ -246,9 +246,9 @@ class NodeWatch:
             self._post(PoolLeaving(is_final, at, end_at), self._notice(going.values()))
         if told is None or told[0] != is_final:
             logger.warning(
-                "Nothing more starts in the pool: %s. %s",
+                "The pool starts no more work: %s. %s",
                 self._notice(going.values(), gone_at),
-                "It ends when its tasks have." if is_final else "It waits for other nodes.",
+                "It ends after its running tasks." if is_final else "It waits for other nodes.",
             )
         if not is_final:
             self._make_up(nodes)
@@ -261,7 +261,7 @@ class NodeWatch:
         self._post(PlaceLost(place, reason), f"its node {name} is {'gone' if is_taken else 'lost'}")
 
     def tell_lost(self, lost: WorkerLost, words: str, node: str | None) -> None:
-        """Tell the driver that a worker on a node is lost; called where Ray may be asked."""
+        """Tell the driver that a worker on a node is lost; the thread may ask Ray."""
         # the loss is often known before the node's end, which was announced: it is nobody's fault
         if node in self._preempted and (
             lost.reason is LossReason.NODE
@@ -284,7 +284,7 @@ class NodeWatch:
     # --- nodes that come --------------------------------------------------------------------------
 
     def _make_up(self, nodes: Nodes) -> None:
-        """Try to grow when a node arrives, and now and then, when others may have left."""
+        """Try to grow when a node arrives, and periodically, since other pools may have ended."""
         has_news, self._alive = nodes.alive.keys() != self._alive, set(nodes.alive)
         if self._num_owed > 0 and (has_news or time.monotonic() > self._grow_at):
             self._grow_at = time.monotonic() + GROW_S
@@ -295,7 +295,7 @@ class NodeWatch:
         return self._num_lost + self._num_held - self._num_made_up
 
     def _grow(self) -> None:
-        """Claim as much of what was lost as there is room for now."""
+        """Claim as many of the lost places again as fit now."""
         try:
             with self._growing:
                 owed = self._num_owed
@@ -327,7 +327,7 @@ def _is_news(told: float, gone_at: float) -> bool:
 
 
 REFUSED_S = 3.0
-"""After so long without an answer, this process checks whether Ray still listens [s]."""
+"""After this long without an answer, this process checks whether Ray still listens [s]."""
 
 CONNECT_TIMEOUT_S = 1.0
 
@@ -359,7 +359,7 @@ def _told() -> tuple[str, list[dict[str, Any]], dict[str, int]]:
 
 
 class CutOff(NamedTuple):
-    """Why Ray is of no use any more.
+    """Why Ray can no longer be used.
 
     `has_values`: this machine's object store can still be read.
     """
@@ -369,7 +369,8 @@ class CutOff(NamedTuple):
 
 
 def why_cut_off(silent_s: float, is_adrift: bool, is_outside: bool = False) -> CutOff | None:
-    """Return why Ray is of no use to this process; None if it is, or was shut down in good order.
+    """Return why this process can no longer use Ray; None if it can, or if Ray was shut down
+    normally.
 
     Asks only the operating system. Private names, checked on Ray 2.60.
 
@@ -389,8 +390,8 @@ def _why_adrift(node: Any, silent_s: float, is_adrift: bool) -> CutOff | None:
         return CutOff("Ray's process on this machine (the raylet) has died", has_values=False)
     if is_adrift:
         return CutOff(
-            "Ray takes this machine for dead: its process here (the raylet) has ended, or cannot be"
-            " reached",
+            "Ray considers this machine dead: its process here (the raylet) has ended, or cannot"
+            " be reached",
             False,
         )
     store = f"Ray's control store (GCS) at {node.gcs_address}"

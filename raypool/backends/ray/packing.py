@@ -258,7 +258,7 @@ class ParcelKeeper:
         return parcel
 
     def secure(self) -> bool:
-        """Copy all loose buffers, before other code changes them; False if memory is short."""
+        """Copy all loose buffers, before other code changes them; False if memory runs out."""
         try:
             for parcel in self.loose:
                 parcel.buffers[:] = [self._copied(buffer) for buffer in parcel.buffers]
@@ -279,7 +279,7 @@ class ParcelKeeper:
         return pickle.PickleBuffer(self._scratch[start:stop].data)
 
     def release(self) -> None:
-        """Reuse the memory: everything that was kept has travelled."""
+        """Reuse the memory: all kept values have been sent."""
         self.loose.clear()
         self._used = 0
 
@@ -423,12 +423,12 @@ def unpicklable(value: Any, what: str, error: BaseException) -> SerializationErr
     except Exception:  # it runs the user's code
         named = kind_of(value)
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
-    advice = "Make it inside the function, or pass what it is made from."
+    advice = "Create it inside the function, or pass the values that it is made from."
     if INHERITANCE in reason:
         advice = (
-            "Ray starts the workers, so they inherit nothing. Pass a raypool.DataQueue for values"
-            " that come and go, and keep what all share in pool.store; or take it from a"
-            " multiprocessing.Manager(), which workers of its own machine reach."
+            "Ray starts the workers, so they inherit nothing. Pass a raypool.DataQueue for"
+            " messages, and keep shared values in pool.store; or use a multiprocessing.Manager(),"
+            " which workers on its machine can reach."
         )
     return SerializationError(
         f"Cannot send {what}: {named} cannot be pickled ({reason}). {advice}", what=named
@@ -452,7 +452,7 @@ def bring_home() -> None:
 
 
 class StoredValues:
-    """Large values of a call: they stay in Ray's object store until somebody asks.
+    """Large values of a call: they stay in Ray's object store until they are read.
 
     `note_bytes` is told their size then.
     """
@@ -473,14 +473,12 @@ class StoredValues:
             if self._ref is not None:
                 if not ray.is_initialized():  # asking would start a new one
                     raise TaskError(
-                        "A result is lost: Ray was shut down before anybody asked for it."
+                        "A result is lost: Ray was shut down before the result was read."
                     )
                 try:
                     parcel = Parcel(*client.fetched(self._ref))
                 except (rx.RayError, ValueError) as error:
-                    raise TaskError(
-                        f"A result that was there is lost: {loss_text(error)}."
-                    ) from error
+                    raise TaskError(f"A stored result is lost: {loss_text(error)}.") from error
                 self._note_bytes(parcel.num_bytes)
                 self._values = loaded(parcel)
                 self._ref = None
@@ -813,7 +811,7 @@ def _name(value: Any) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """Return what to call a value: "a threading.Event", "the function train"."""
+    """Return words for a value: "a threading.Event", "the function train"."""
     if isinstance(value, (type, types.FunctionType)):
         return f"the {'class' if isinstance(value, type) else 'function'} {_name(value)}"
     kind = type(value)

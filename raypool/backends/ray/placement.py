@@ -138,7 +138,7 @@ class Placement:
                 workers = itertools.repeat((kind, -1), most)
             try:
                 if self._closed.is_set():
-                    raise PoolClosedError("The pool was shut down while it was to grow.")
+                    raise PoolClosedError("The pool was shut down while it was growing.")
                 self._survey.check_sharing(_unused(found))
             except RaypoolError:
                 release_all(_unused(found))
@@ -162,9 +162,8 @@ class Placement:
         free = [entry for entry in range(len(listed)) if entry not in self._entries.values()]
         if least is not None and least > len(free):
             raise ResourceError(
-                f"Requested {least} workers, available {len(free)}: resources=[...] says what each"
-                f" of {len(listed)} workers gets, and nothing of any more. Open a pool with a"
-                " longer list.",
+                f"Requested {least} workers, available {len(free)}: resources=[...] describes only"
+                f" {len(listed)} workers. Open a pool with a longer list.",
                 requested=least,
                 available=len(free),
                 holders=(),
@@ -254,7 +253,7 @@ class Placement:
         wait_released(claims, LEND_TIMEOUT_S)
 
     def take_back(self, lent: Mapping[int, tuple[Claim, int | None]]) -> dict[int, Claim]:
-        """Claim lent resources again, as far as they can be had.
+        """Claim lent resources again, as far as they are available.
 
         Args:
             lent: By place, the old claim and the index of its GPU, if any.
@@ -319,14 +318,14 @@ class Placement:
         """Say who holds a claim that was lent."""
         what = "its core" if gpu is None else f"GPU {gpu}"
         words = (
-            f"{what} was taken by somebody else while a training had it. {shortages.held_by(())}"
+            f"{what} was taken by another program while a training used it. {shortages.held_by(())}"
         )
         return words.rstrip(".")
 
     # --- shared GPUs ------------------------------------------------------------------------------
 
     def widen(self, claim: Claim, room: int) -> dict[int, Claim]:
-        """Allow so many workers on a claim; return the new places."""
+        """Allow this many workers on a claim; return the new places."""
         with self._placing:
             if claim.is_released or self._closed.is_set():
                 return {}
@@ -335,7 +334,7 @@ class Placement:
             return dict.fromkeys(places, claim)
 
     def narrow(self, claim: Claim, room: int) -> tuple[int, ...]:
-        """Allow at most so many workers on a claim; return the newest places, to be left."""
+        """Allow at most this many workers on a claim; return the newest places, to be left."""
         with self._placing:
             claim.room = room
             leaving = tuple(self._staying(claim)[room:])
@@ -343,7 +342,7 @@ class Placement:
             return leaving
 
     def _staying(self, claim: Claim) -> list[int]:
-        """Return the places on a claim that nobody was told to leave, in order."""
+        """Return the places on a claim that are not to be left, in order."""
         return [
             place
             for place, other in self._claims.items()
@@ -377,7 +376,7 @@ class Placement:
             pass
 
     def close(self, timeout_s: float) -> None:
-        """Give everything back, and wait until Ray could give it to others, at most so long."""
+        """Give everything back, and wait until Ray could give it to others, at most this long."""
         for place in list(self._claims):  # those that came too late to be heard of
             left = self.leave(place)
             if left is not None:

@@ -56,9 +56,10 @@ CLIENT_TRIES = 3
 """How often connecting to Ray Client is tried."""
 
 FORKED = (
-    "This process was forked from one that uses Ray, and Ray's threads did not come along: no pool"
-    " on Ray can work here. Start the process by spawn (multiprocessing.get_context('spawn')), or"
-    " open a pool of threads: parpool(profile='threads')."
+    "This process was forked from one that uses Ray. Ray's threads do not survive a fork, so no"
+    " pool on Ray can work here. Start the process with spawn"
+    " (multiprocessing.get_context('spawn')), or open a pool of threads:"
+    " parpool(profile='threads')."
 )
 
 DIED_AT_ONCE = ("Starting Ray client server failed", "ZombieProcess", "NoSuchProcess")
@@ -132,7 +133,7 @@ def join_ray(
     """Make sure that Ray runs in this process: the present one, one at the address, or a new one.
 
     Args:
-        profile: Where it runs, and what is shipped there; None: as the environment says.
+        profile: Where it runs, and what is sent there; None: as the environment says.
         inventory: Knows the GPUs for a new one. None: Ray finds them itself.
         workers: The least and the greatest number of workers, for an allocation of Slurm.
 
@@ -143,15 +144,14 @@ def join_ray(
         CloudError: Slurm refuses the job.
         StartupError: There is no Ray at the address, or it refuses this process; or this process
             was forked from one that uses Ray.
-        InvalidValueError: What is to be shipped is more than Ray takes.
+        InvalidValueError: The files to be sent are larger than Ray allows.
     """
     global _users, _ours, _shipped, _allocation
     if is_forked():
         raise StartupError(FORKED)
     if _is_given_up:
         raise StartupError(
-            "Ray does not answer any more, and does not let go of this process either. Start a new"
-            " process."
+            "Ray no longer answers, and cannot be shut down in this process. Start a new process."
         )
     profile = profile or Profile()
     with _lock, contextlib.ExitStack() as undo:
@@ -328,9 +328,9 @@ def leave_ray(before_end: Callable[[], None], joined: str | None = None) -> None
 
 
 def give_up_ray(before_end: Callable[[], None] | None) -> None:
-    """End this process's part in a Ray that is beyond help: else Ray ends this process.
+    """Leave a Ray that cannot be saved: otherwise Ray ends this process.
 
-    From the first moment on nobody asks that Ray anything any more: `is_up` is false.
+    From then on no call goes to that Ray: `is_up` is false.
 
     Args:
         before_end: Called before; it may take `GIVE_UP_S`.
@@ -355,7 +355,7 @@ def is_up() -> bool:
 
 
 def _within(limit_s: float, chore: Callable[[], object]) -> bool:
-    """Do something that Ray may hold up forever; return whether it has ended in time."""
+    """Call something that Ray may block forever; return whether it ended in time."""
     last = threading.Thread(target=chore, name="raypool-last", daemon=True)
     last.start()
     last.join(limit_s)
@@ -382,7 +382,7 @@ def _signal(processes: Sequence[int], number: int) -> None:
 
 
 def _shut_down(processes: Sequence[int]) -> None:
-    """Shut Ray down; kill its processes if it does not let go of this one in time."""
+    """Shut Ray down; kill its processes if that takes too long."""
     global _is_given_up
     import ray
 
@@ -400,7 +400,7 @@ def _shut_down(processes: Sequence[int]) -> None:
     if _is_given_up:
         atexit.unregister(ray.shutdown)  # it could hang, and keep this process from ending
         logger.error(
-            "Ray did not disconnect from this process within %g s; what it uses here stays in use.",
+            "Ray did not disconnect from this process within %g s; its resources here stay in use.",
             2 * SHUTDOWN_S,
         )
 
@@ -458,7 +458,7 @@ def _prepare(profile: Profile, address: str | None) -> None:
             except OSError as error:
                 raise StartupError(
                     f"The token that protects Ray cannot be written: {error}. Set"
-                    " RAY_AUTH_TOKEN_PATH to a file that can be."
+                    " RAY_AUTH_TOKEN_PATH to a writable file."
                 ) from None
     else:
         # for a loopback address Ray would use this machine's in the network instead
@@ -484,14 +484,14 @@ def _check_joined(profile: Profile) -> None:
     if profile.is_remote and outside.server() != str(profile.address).removeprefix(CLIENT):
         raise StartupError(
             f"This process is connected to another Ray than the one at {profile.address}, and can"
-            " be connected to one only. Shut that down first (its pools, then ray.shutdown())."
+            " connect to only one. Shut that one down first (its pools, then ray.shutdown())."
         )
     wanted = connect.runtime_env(profile)
     if wanted and wanted != _shipped:
         raise StartupError(
-            f"{' and '.join(sorted(wanted))} can be shipped only when this process connects to Ray,"
-            " which it has done already. Open this pool first, or shut that Ray down before (its"
-            " pools, then ray.shutdown())."
+            f"{' and '.join(sorted(wanted))} can be sent only when this process connects to Ray,"
+            " and it is already connected. Open this pool first, or shut that Ray down (its pools,"
+            " then ray.shutdown())."
         )
 
 
@@ -624,7 +624,7 @@ def without_helpers() -> Iterator[None]:
         return
 
     def leave_out(node: Any, *_: Any, **__: Any) -> None:
-        """Do what is left of `Node.start_api_server`."""
+        """Do the rest of `Node.start_api_server`."""
         node._webui_url = ""
         node.get_gcs_client().internal_kv_put(
             ray_constants.DASHBOARD_ADDRESS.encode(),

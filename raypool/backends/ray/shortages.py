@@ -66,9 +66,9 @@ def _other_actors() -> list[str]:
 
 
 def held_by(names: tuple[str, ...]) -> str:
-    """Say who holds what is missing."""
+    """Say who holds the missing resources."""
     names = names or holders()
-    return f"Held by: {'; '.join(names)}." if names else "Nobody holds any."
+    return f"Held by: {'; '.join(names)}." if names else "Nothing holds any."
 
 
 # --- shortages of any GPUs or cores ---------------------------------------------------------------
@@ -86,9 +86,9 @@ def check_sum(needs: Sequence[Need]) -> None:
         if requested > capacity and len(needs) > 1:
             parts = " + ".join(f"{amount:g}" for amount in amounts if amount)
             raise ResourceError(
-                f"{name}: requested {requested:g} ({parts}) for {sum(need.least for need in needs)}"
-                f" workers, available {capacity:g}. Ask for fewer workers in resources=[...], or"
-                " for less for each.",
+                f"{name}: requested {requested:g} ({parts}) for"
+                f" {sum(need.least for need in needs)} workers, available {capacity:g}. List fewer"
+                " workers in resources=[...], or less for each.",
                 requested=requested,
                 available=capacity,
                 holders=(),
@@ -96,7 +96,7 @@ def check_sum(needs: Sequence[Need]) -> None:
 
 
 def too_few(need: Need, there: int, crowd: Crowd, min_free_bytes: int | None) -> ResourceError:
-    """Return the error for a need of which only some claims can be had, `crowd` being left out."""
+    """Return the error for a need that can be met only in part, `crowd` being left out."""
     demand, least = need.demand, need.least
     nodes = living_nodes()
     missing = lacking(demand, nodes)
@@ -108,7 +108,7 @@ def too_few(need: Need, there: int, crowd: Crowd, min_free_bytes: int | None) ->
     names = () if crowd and there * demand.each + len(crowd) >= capacity else holders()
     why = [said_of(crowd, min_free_bytes)] if crowd else []
     why += [held_by(names)] if names or not crowd else []
-    where = "the cluster has" if len(able) == len(nodes) else "the nodes that are asked for have"
+    where = "the cluster has" if len(able) == len(nodes) else "the requested nodes have"
     return ResourceError(
         f"{demand.kind}: requested {requested:g}, available {available:g} ({where} {capacity:g}). "
         f"{' '.join(why)} {_next_step(need, there, capacity)}",
@@ -124,7 +124,7 @@ def room_beside(need: Need, others: Mapping[str, Sequence[Claim]]) -> int:
 
 
 def without(others: Mapping[str, Sequence[Claim]], nodes: Iterable[Node]) -> list[Node]:
-    """Return what nodes have beside these claims."""
+    """Return the resources of nodes that these claims leave."""
     left: list[Node] = []
     for node in nodes:
         resources: Counter[str] = Counter(node["Resources"])
@@ -146,7 +146,7 @@ def held_here(
     return ResourceError(
         f"{what}: requested {requested:g}, available {available:g} (the cluster has {capacity:g})."
         f" This process itself holds {held:g}: {'; '.join(names)}. Use that pool"
-        " (raypool.gcp() returns it), give back a part of it (resize), or end it (delete).",
+        " (raypool.gcp() returns it), make it smaller (resize), or close it (delete).",
         requested=requested,
         available=available,
         holders=names,
@@ -170,9 +170,9 @@ def not_yet(need: Need, there: int) -> ResourceError:
     """Return the error for nodes that have not come in time."""
     kind, each = need.demand.kind, need.demand.each
     return ResourceError(
-        f"{kind}: requested {need.least * each:g}, available {there * each:g}: the nodes that the"
-        " cluster's autoscaler was asked for have not come within start_timeout_s. A machine of a"
-        " cloud takes minutes: make that longer, and look at `raypool cluster status`.",
+        f"{kind}: requested {need.least * each:g}, available {there * each:g}: the nodes requested"
+        " from the cluster's autoscaler did not start within start_timeout_s. A machine in a"
+        " cloud takes minutes: raise start_timeout_s, and check `raypool cluster status`.",
         requested=need.least * each,
         available=there * each,
         holders=(),
@@ -180,7 +180,7 @@ def not_yet(need: Need, there: int) -> ResourceError:
 
 
 def say_growing(needs: Sequence[Need], there: Sequence[int]) -> None:
-    """Report which resources are waited for."""
+    """Report the resources that the pool waits for."""
     missing = ", ".join(
         f"{(need.least - number) * need.demand.each:g} {need.demand.kind}"
         for need, number in zip(needs, there, strict=True)
@@ -196,13 +196,13 @@ def say_growing(needs: Sequence[Need], there: Sequence[int]) -> None:
 def _next_step(need: Need, there: int, capacity: float) -> str:
     if not capacity:
         return (
-            "Give workers less (resources=WorkerResources(...)), or connect to a cluster that has"
-            " some."
+            "Request less for each worker (resources=WorkerResources(...)), or connect to a"
+            " cluster that has some."
         )
     if not there:
-        return "Wait for them to end, or end them."
+        return "Wait until they end, or end them."
     if need.is_listed:
-        return f"Name at most {there} such workers in resources=[...]."
+        return f"List at most {there} such workers in resources=[...]."
     return f"Ask for at most {there}, or for a range: parpool((1, {need.least}))."
 
 
@@ -223,8 +223,8 @@ def lacking(demand: Demand, nodes: Sequence[Node]) -> str | None:
             kinds = ", ".join(there) or "none of any type"
             return (
                 f"No node has an accelerator of type {name.removeprefix(ACCELERATOR)}; there are:"
-                f" {kinds}. Change accelerator_type= in resources (Ray's names count), or connect"
-                " to a cluster that has it."
+                f" {kinds}. Change accelerator_type= in resources (use Ray's name), or connect to a"
+                " cluster that has it."
             )
     able = [node for node in marked if demand.allows(node)]
     words = []
@@ -235,8 +235,9 @@ def lacking(demand: Demand, nodes: Sequence[Node]) -> str | None:
     if not words:
         return None
     return (
-        f"No node of the cluster is large enough for a worker: {'; '.join(words)}. Give workers"
-        " less (resources=WorkerResources(...)), or connect to a cluster that has such nodes."
+        f"No node of the cluster is large enough for a worker: {'; '.join(words)}. Request less for"
+        " each worker (resources=WorkerResources(...)), or connect to a cluster that has such"
+        " nodes."
     )
 
 
@@ -269,7 +270,7 @@ def said_of(crowd: Crowd, min_free_bytes: int | None) -> str:
         for (machine, index), card in sorted(crowd.items())
     )
     return (
-        f"Left out, as min_free_memory_bytes asks for {(min_free_bytes or 0) / GIB:.1f} GiB:"
+        f"Left out, because min_free_memory_bytes requires {(min_free_bytes or 0) / GIB:.1f} GiB:"
         f" {cards}."
     )
 
@@ -277,8 +278,8 @@ def said_of(crowd: Crowd, min_free_bytes: int | None) -> str:
 def all_crowded(requested: int, available: int, crowd: str) -> ResourceError:
     """Return the error for chosen GPUs of which too few have enough memory."""
     return ResourceError(
-        f"GPU: requested {requested}, available {available}. {crowd} "
-        "Choose other GPUs, ask for less memory, or end who uses it (nvidia-smi names them).",
+        f"GPU: requested {requested}, available {available}. {crowd} Choose other GPUs, require"
+        " less memory, or end the processes that use it (see nvidia-smi).",
         requested=requested,
         available=available,
         holders=(),
@@ -295,9 +296,9 @@ def too_narrow(share: int, machine: str, index: int, total_bytes: int) -> Resour
     most = max(1, total_bytes // CONTEXT_BYTES)
     return ResourceError(
         f"{share} workers cannot share GPU {index} of {machine}: {total_bytes / GIB:.1f} GiB /"
-        f" {share} = {total_bytes / share / GIB:.2f} GiB for each, and what CUDA needs for a"
-        f" process alone is about {CONTEXT_BYTES / GIB:.1f} GiB. Ask for fewer (workers_per_gpu, or"
-        f" a larger part in resources): {most} at most, if they need nothing else.",
+        f" {share} = {total_bytes / share / GIB:.2f} GiB for each, but CUDA alone needs about"
+        f" {CONTEXT_BYTES / GIB:.1f} GiB per process. Ask for fewer (workers_per_gpu, or a larger"
+        f" part in resources): at most {most}, if they need nothing else.",
         requested=share,
         available=most,
         holders=(),
@@ -313,8 +314,8 @@ def in_use(
     """Return the error for chosen GPUs that somebody holds."""
     names = holders()
     return ResourceError(
-        f"GPU {', '.join(missing)} is in use: requested {requested}, available {available} "
-        f"(free: {', '.join(free) or 'none'}). {crowd}{' ' if crowd else ''}{held_by(names)}",
+        f"In use: GPU {', '.join(missing)}; requested {requested}, available {available} (free:"
+        f" {', '.join(free) or 'none'}). {crowd}{' ' if crowd else ''}{held_by(names)}",
         requested=requested,
         available=available,
         holders=names,
@@ -325,7 +326,7 @@ def no_such_gpus(
     missing: Sequence[int], known: Sequence[int], total: int, machine: str | None
 ) -> ResourceError:
     """Return the error for chosen GPUs that do not exist; `machine`: None for this one."""
-    where = "here: this machine" if machine is None else f"on {machine}, which"
+    where = "this machine" if machine is None else machine
     numbered = ""
     if known and list(known) != list(range(total)):
         numbered = f", numbered {', '.join(map(str, known))}"
@@ -334,10 +335,10 @@ def no_such_gpus(
         names = [name_of(node) for node in living_nodes() if gpus_of(node)]
         if names:
             name = min(names)
-            advice = f"Others have some: say which, as in gpus={{{name!r}: [0]}}."
+            advice = f"Other machines have GPUs: list them, as in gpus={{{name!r}: [0]}}."
     return ResourceError(
-        f"GPU {', '.join(map(str, missing))} does not exist {where} has {total}{numbered}. "
-        f"{advice}",
+        f"There is no GPU {' or '.join(map(str, missing))} on {where}, which has {total or 'none'}"
+        f"{numbered}. {advice}",
         requested=len(missing),
         available=total,
         holders=(),
@@ -347,9 +348,9 @@ def no_such_gpus(
 def nameless(missing: Sequence[str]) -> ResourceError:
     """Return the error for chosen GPUs where nobody knows which index is which GPU."""
     return ResourceError(
-        f"GPU {', '.join(missing)} could not be told from others: Ray was started with"
+        f"GPU {', '.join(missing)} could not be identified: Ray was started with"
         " CUDA_VISIBLE_DEVICES as UUIDs, and the driver (NVML), which knows their indices, does"
-        " not answer. Look at nvidia-smi, or start Ray with indices.",
+        " not answer. Check nvidia-smi, or start Ray with indices.",
         requested=len(missing),
         available=0,
         holders=(),
@@ -366,7 +367,7 @@ def no_more_chosen(
         chosen = ", ".join(map(str, gpus))
     return ResourceError(
         f"GPU: requested {requested} workers, available {available}: the pool may use GPU {chosen}"
-        " only. Name more GPUs in gpus=[...], or ask for fewer workers.",
+        " only. List more GPUs in gpus=[...], or ask for fewer workers.",
         requested=requested,
         available=available,
         holders=(),
@@ -382,8 +383,7 @@ def no_such_machine(machine: str, indices: Sequence[int], nodes: Sequence[Node])
         there = ", ".join(f"{name_of(node)} ({node['NodeManagerAddress']})" for node in nodes)
         fact, step = "No node of the cluster is", f"There are: {there}."
     return ResourceError(
-        f"{fact} called {machine!r}, of which gpus= names GPU {', '.join(map(str, indices))}."
-        f" {step}",
+        f"{fact} called {machine!r}, as in gpus= (GPU {', '.join(map(str, indices))}). {step}",
         requested=len(indices),
         available=0,
         holders=(),
@@ -393,8 +393,8 @@ def no_such_machine(machine: str, indices: Sequence[int], nodes: Sequence[Node])
 def same_machine(first: str, second: str, requested: int) -> ResourceError:
     """Return the error for two names of one machine."""
     return ResourceError(
-        f"{first!r} and {second!r} in gpus= are the same machine. Name each machine once, with all"
-        " GPUs that are meant.",
+        f"{first!r} and {second!r} in gpus= are the same machine. List each machine once, with all"
+        " its chosen GPUs.",
         requested=requested,
         available=0,
         holders=(),

@@ -89,7 +89,7 @@ PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 class News(NamedTuple):
-    """What a worker does not know yet; None if it has not changed.
+    """News for a worker; None if nothing has changed.
 
     New functions and those to forget, the driver's modules, log levels and warning filters.
     """
@@ -419,7 +419,7 @@ class PoolWorker:
         return fn
 
     def forget(self, fn_ids: Sequence[int], is_idle: bool = True) -> None:
-        """Let go of functions that nobody will call again, and of everything that they hold."""
+        """Drop functions that will not be called again, and everything that they hold."""
         if not fn_ids:
             return
         for fn_id in fn_ids:
@@ -434,7 +434,7 @@ class PoolWorker:
         self._used_bytes = min(self._used_bytes, used)
 
     def wind_up(self, teardown: Packed | None) -> str | None:
-        """Clean up constants and call the teardown; return the traceback of what failed."""
+        """Clean up constants and call the teardown; return the traceback of a failure."""
         try:
             set_up([discard_all, *([unpack(teardown)] if teardown is not None else [])], self._info)
         except Exception as error:  # the driver warns of it
@@ -447,7 +447,7 @@ class PoolWorker:
 def refuse_breakpoint(*_: Any, **__: Any) -> NoReturn:
     """Raise an error where a task calls `breakpoint()`: Ray would silently wait for a debugger."""
     raise TaskError(
-        "breakpoint() was reached in a task on Ray, where nobody can type. Call the function with"
+        "breakpoint() was reached in a task on Ray, which has no terminal. Call the function with"
         " profile='inline', or run an item of a durable loop in your debugger: raypool replay"
         " RUN_DIR ITEM --debug."
     )
@@ -506,9 +506,8 @@ class WorkerFolders(CheckpointFolders):
     def _check_may_ask(self) -> None:
         if os.getpid() != self._pid:
             raise InvalidValueError(
-                "A forked child process (of a DataLoader, say) cannot find out where the"
-                " checkpoints of its task are. Ask for current_task().checkpoint_dir in the task"
-                " itself first."
+                "A forked child process (such as a DataLoader's) cannot find its task's"
+                " checkpoints. Read current_task().checkpoint_dir in the task itself first."
             )
 
 
