@@ -1,7 +1,7 @@
 """`optimize`: an objective of Optuna's, unchanged, on the workers of a pool.
 
-The trial that an objective gets is in a worker, and its study in the driver. What has an answer
-(`suggest_float`, `should_prune`) is asked through a queue and answered through the pool's store;
+The trial that an objective gets is in a worker, and its study in the driver. Calls with an answer
+(`suggest_float`, `should_prune`) go through a queue and are answered through the pool's store;
 `report` and `set_user_attr` only go through the queue. All calls of Optuna are made in the thread
 that called `optimize`.
 """
@@ -37,8 +37,8 @@ class RemoteTrial:
 
     Attributes:
         number: Its number in the study.
-        params: What was suggested so far.
-        user_attrs: What `set_user_attr` set.
+        params: The parameters suggested so far.
+        user_attrs: The attributes set by `set_user_attr`.
     """
 
     def __init__(
@@ -136,14 +136,14 @@ def optimize(  # noqa: PLR0913 - those of `Study.optimize`
         n_trials: How many trials to run.
         pool: The pool, or a view of one. None: the current pool.
         timeout: Start no trial after this time [s].
-        catch: Errors after which a trial has failed and the others go on; any other is raised.
+        catch: Errors after which a trial has failed and the others continue; any other is raised.
         callbacks: Called as `callback(study, trial)` after each trial; they may call
             `study.stop()`.
         space: Parameters to suggest before a trial starts, which saves their round trips.
-        max_in_flight: Run at most so many trials at once. None: one for each worker.
+        max_in_flight: Run at most this many trials at once. None: one for each worker.
 
     Raises:
-        Exception: What an objective raised, unless `catch` names it.
+        Exception: An objective's exception, unless `catch` names it.
 
     Source:
         Optuna 5, Study.optimize.
