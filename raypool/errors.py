@@ -36,6 +36,7 @@ keyword-only and survive pickling.
 
 from __future__ import annotations
 
+import bdb
 import copyreg
 import errno
 import functools
@@ -49,6 +50,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, CancelledError, Executor
 from enum import Enum
 from importlib.util import find_spec
+from pathlib import Path
 from pickle import PicklingError
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -494,6 +496,9 @@ def optional_count(name: str, value: Any, least: int) -> int | None:
 SAYING_ALL = (InvalidValueError, InvalidTypeError, ResourceError, StartupError, CloudError)
 """Errors whose text says everything."""
 
+# `raypool replay --debug` runs a function in bdb
+OWN_FILES = (str(Path(__file__).parent), bdb.__file__)
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -514,14 +519,13 @@ def without_own_frames(fn: Callable[P, T]) -> Callable[P, T]:
 
 def traceback_text(error: BaseException) -> str:
     """Return a traceback as text, from the first line that is not raypool's own."""
-    place = error.__traceback__
-    while place is not None and place.tb_frame.f_globals.get("__name__", "").split(".")[0] in (
-        "raypool",
-        "bdb",  # `raypool replay --debug`
-    ):
-        place = place.tb_next
-    lines = traceback.format_exception(type(error), error, place or error.__traceback__)
-    return "".join(lines)
+    whole = traceback.TracebackException.from_exception(error)
+    part: traceback.TracebackException | None = whole
+    while part is not None:  # also in its causes
+        users = itertools.dropwhile(lambda frame: frame.filename.startswith(OWN_FILES), part.stack)
+        part.stack[:] = list(users) or part.stack
+        part = part.__cause__ or part.__context__
+    return "".join(whole.format())
 
 
 # --- what was meant ------------------------------------------------------------------------------
