@@ -65,7 +65,8 @@ NAME = "raypool"
 SHORT_S = 0.05
 """While trials take less than this [s], each worker has the next one already."""
 
-Stop = "Halving | optuna.pruners.BasePruner | Callable[[dict[str, Any]], bool]"
+OWNER = "raypool_run_dir"
+"""The attribute of a trial in a user's study that says which search it belongs to."""
 
 
 # --- in the worker --------------------------------------------------------------------------------
@@ -145,9 +146,8 @@ class Trial:
     """
 
     index: int
-    number: int
+    handle: optuna.trial.Trial
     config: dict[str, Any]
-    handle: optuna.trial.Trial | None = None
     state: str = "running"
     score: float | None = None
     epochs: int = 0
@@ -157,6 +157,11 @@ class Trial:
     until: float = math.inf
     part: int | None = None
     is_stopped: bool = False
+
+    @property
+    def number(self) -> int:
+        """Its number in the study."""
+        return self.handle.number
 
 
 class SearchResults:
@@ -453,6 +458,7 @@ class Search(LoopRun):
         self._first_error: BaseException | None = None
         self._interrupted: deque[Trial] = deque()  # those of an earlier call that have to go on
         self._sampler_for: Callable[[int], optuna.samplers.BaseSampler] | None = None
+        self._owner = str(work.run_dir)
         self._choose_sampler()
         work.sent_as = self._sent
 
@@ -519,11 +525,9 @@ class Search(LoopRun):
     def _resume(self) -> None:
         """Take the trials of earlier calls with this folder: told ones count, others continue."""
         for frozen in self._study.get_trials(deepcopy=False) if self._work.run_dir else ():
-            trial = self._add(frozen.number, frozen.params)
-            if frozen.state.is_finished():
-                trial.state = {"COMPLETE": "complete", "PRUNED": "pruned"}.get(
-                    frozen.state.name, "failed"
-                )
+            # a study of the user's has other trials, too
+            if self._options.study is None or frozen.user_attrs.get(OWNER) == self._owner:
+                self._take_known(frozen)
         rows: list[Row] = self._work.caught_up().rows() if self.trials else []
         for row in rows:
             self._note_report(report_of_row(row))
@@ -541,6 +545,23 @@ class Search(LoopRun):
             elif kept is not None and kept.error is None:
                 trial.score = self._score(kept.value, trial)
 
+    def _take_known(self, frozen: optuna.trial.FrozenTrial) -> None:
+        import optuna
+
+        # private, but there is no other way to the handle of a trial
+        handle = optuna.trial.Trial(self._study, frozen._trial_id)
+        params, is_told = frozen.params, frozen.state.is_finished()
+        if not is_told:  # its process may have died in the middle of the suggestions
+            params = {
+                name: handle._suggest(name, each)
+                for name, each in self._space.distributions.items()
+            }
+        trial = self._add(handle, params)
+        trial.noted_epochs = max(frozen.intermediate_values, default=0)
+        if is_told:
+            ends = {"COMPLETE": "complete", "PRUNED": "pruned"}
+            trial.state = ends.get(frozen.state.name, "failed")
+
     def _start_next(self) -> bool:
         """Start a trial, or the next part of one; False if there is none."""
         if self._interrupted:
@@ -552,8 +573,9 @@ class Search(LoopRun):
             if self._sampler_for is not None:
                 self._study.sampler = self._sampler_for(len(self.trials))
             handle = self._study.ask(self._space.distributions)
-            trial = self._add(handle.number, handle.params)
-            trial.handle = handle
+            if self._options.study is not None and self._work.run_dir is not None:
+                handle.set_user_attr(OWNER, self._owner)
+            trial = self._add(handle, handle.params)
         else:
             return False
         if self._rungs is not None:
@@ -567,9 +589,9 @@ class Search(LoopRun):
         time.sleep(0)
         return True
 
-    def _add(self, number: int, params: dict[str, Any]) -> Trial:
+    def _add(self, handle: optuna.trial.Trial, params: dict[str, Any]) -> Trial:
         config = self._space.config(params)
-        trial = Trial(self._work.append(config), number, config)
+        trial = Trial(self._work.append(config), handle, config)
         self.trials.append(trial)
         return trial
 
@@ -590,7 +612,7 @@ class Search(LoopRun):
     def _note_report(self, report: MetricsReport) -> float | None:
         trial = self.trials[report.item]
         value = report.metrics.get(self._metric) if self._metric is not None else None
-        if value is None:
+        if not isinstance(value, numbers.Real):
             return None
         trial.num_reports += 1
         epochs = epochs_of(report.metrics, trial.num_reports)
@@ -626,6 +648,8 @@ class Search(LoopRun):
             if result.catch_up is not None:
                 result.catch_up()  # its last reports may still be on their way
             self._pass_reports_on()
+            if work.interrupt is not None:  # Ctrl-C, inline: the trial has not failed
+                raise work.interrupt
             first = result.offset + piece.start - result.start
             self._last_s = result.durations_s[piece.start - result.start]
             for index, value in zip(work.numbers(piece), result.values.get()[first:], strict=False):
@@ -697,13 +721,6 @@ class Search(LoopRun):
 
     def _pass_to_study(self, trial: Trial, score: float) -> optuna.trial.Trial:
         """Note the score in the study, as that of the trial's epoch; return the trial's handle."""
-        import optuna
-
-        if trial.handle is None:  # of an earlier call
-            frozen = self._study.get_trials(deepcopy=False)[trial.number]
-            # private, but there is no other way to the handle of a trial
-            trial.handle = optuna.trial.Trial(self._study, frozen._trial_id)
-            trial.noted_epochs = max(frozen.intermediate_values, default=0)
         if trial.epochs > trial.noted_epochs:  # Optuna takes one score for each
             trial.noted_epochs = trial.epochs
             trial.handle.report(score, step=trial.epochs)

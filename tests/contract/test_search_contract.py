@@ -20,9 +20,11 @@ from raypool import (
     PoolPreemptedError,
     current_task,
     load_results,
+    parpool,
     report,
     search,
 )
+from raypool.search.run import SearchResults
 from raypool.testing import sim_pool
 from raypool.testing.simulation import FaultPlan
 from tests.conftest import Gate, Marks
@@ -131,7 +133,7 @@ def test_a_pool_that_breaks_ends_the_search(marks: Marks, tmp_path: Path) -> Non
 def test_a_later_call_continues_as_if_it_had_never_ended(
     pool: ParallelPool, marks: Marks, tmp_path: Path
 ) -> None:
-    def call(num_trials: int, folder: str) -> search.SearchResults:
+    def call(num_trials: int, folder: str) -> SearchResults:
         return pool.search(
             trainer(marks),
             SPACE,
@@ -233,6 +235,52 @@ def test_a_study_of_the_users_goes_on(pool: ParallelPool) -> None:
     assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 4
     with pytest.raises(InvalidValueError, match="mode='max' does not fit the study"):
         pool.search(score, SPACE, num_trials=4, study=study)
+
+
+def test_a_study_of_the_users_has_other_trials_too(pool: ParallelPool, tmp_path: Path) -> None:
+    study = optuna.create_study(direction="minimize")
+    study.optimize(lambda trial: trial.suggest_float("other", 0, 1), 2)
+
+    def call(num_trials: int) -> SearchResults:
+        return pool.search(
+            score, SPACE, mode="min", num_trials=num_trials, study=study, run_dir=tmp_path
+        )
+
+    call(2)
+    found = call(3)
+    assert found.to_frame()["trial"].sort_values().tolist() == [2, 3, 4]
+    assert len(study.trials) == 5
+
+
+def test_ctrl_c_in_a_trial_and_a_death_between_suggestions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(config: dict[str, Any]) -> float:
+        if current_task().index == 1 and not (tmp_path / "again").exists():
+            raise KeyboardInterrupt
+        return float(config["x"])
+
+    def call() -> SearchResults:
+        with parpool(profile="inline", quiet=True) as pool:
+            return pool.search(interrupted, SPACE, num_trials=3, run_dir=tmp_path / "run", seed=0)
+
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    (tmp_path / "again").touch()
+    suggest = optuna.trial.Trial._suggest
+
+    def die(trial: Any, name: str, distribution: Any) -> Any:
+        if trial.number == 2 and name == "kind":
+            raise SystemError("the process dies here")
+        return suggest(trial, name, distribution)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(optuna.trial.Trial, "_suggest", die)
+        with pytest.raises(SystemError):
+            call()
+    found = call()
+    assert states(found.study) == {"COMPLETE": 3}
+    assert found.to_frame()[["x", "kind"]].notna().all(axis=None)
 
 
 @pytest.mark.arguments
