@@ -86,7 +86,7 @@ if TYPE_CHECKING:
     from optuna.study import Study
 
     from raypool.results import Results
-    from raypool.search import Halving
+    from raypool.search import Halving, Until
     from raypool.search.run import SearchResults
     from raypool.spmd.composite import Composite
     from raypool.train.runs import RunOptions, TrainingRun
@@ -484,6 +484,7 @@ class PoolView(concurrent.futures.Executor):
         num_trials: int,
         run_dir: str | os.PathLike[str] | None = None,
         stop: Halving | BasePruner | Callable[[dict[str, Any]], bool] | None = None,
+        stop_when: Until | None = None,
         sampler: BaseSampler | None = None,
         study: Study | None = None,
         seed: int | None = None,
@@ -512,6 +513,8 @@ class PoolView(concurrent.futures.Executor):
             stop: When trials end early: `search.halving(...)`, `search.median()`, a pruner of
                 Optuna's, or a function of the reported metrics that returns True to stop. A stopped
                 trial finds `current_task().should_stop`, and ends at its next report at the latest.
+            stop_when: When the search ends before all trials: `search.until(...)`. The same call
+                without it runs the rest.
             sampler: A sampler of Optuna's. None: TPE, with halving random samples.
             study: A study of Optuna's to continue. It brings its own sampler and storage.
             seed: Seed the sampler, and every trial as `parfor` does. Which configurations are tried
@@ -553,6 +556,7 @@ class PoolView(concurrent.futures.Executor):
             num_trials,
             run_dir,
             stop,
+            stop_when,
             sampler,
             study,
             seed,

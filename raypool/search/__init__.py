@@ -11,16 +11,33 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from raypool.errors import InvalidValueError, check_installed, checked_count
+from raypool.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    check_installed,
+    checked_count,
+    optional_count,
+)
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
     from optuna.pruners import BasePruner
 
-__all__ = ["Halving", "choice", "halving", "int_uniform", "log_uniform", "median", "uniform"]
+__all__ = [
+    "Halving",
+    "Until",
+    "choice",
+    "halving",
+    "int_uniform",
+    "log_uniform",
+    "median",
+    "uniform",
+    "until",
+]
 
 
 def uniform(low: float, high: float, *, step: float | None = None) -> BaseDistribution:
@@ -138,6 +155,41 @@ def median(*, num_startup_trials: int = 5, num_warmup_epochs: int = 0) -> BasePr
     from optuna.pruners import MedianPruner
 
     return MedianPruner(num_startup_trials, num_warmup_epochs)
+
+
+class Until(NamedTuple):
+    """When a search ends early; made by `until`."""
+
+    seconds: float | None
+    score: float | None
+    patience: int | None
+
+
+def until(
+    *, seconds: float | None = None, score: float | None = None, patience: int | None = None
+) -> Until:
+    """Return when a search ends before all its trials: what comes first counts.
+
+    Nothing starts after that, and running trials are asked to stop, as pruned ones.
+
+    Args:
+        seconds: After this time [s], counted from the call.
+        score: As soon as a trial has this score or a better one.
+        patience: After this many trials in a row without a new best score.
+
+    Example:
+        >>> until(score=0.99, patience=50)
+        Until(seconds=None, score=0.99, patience=50)
+    """
+    for name, value in (("seconds", seconds), ("score", score)):
+        if value is not None and not isinstance(value, Real):
+            raise InvalidTypeError(f"until({name}={value!r}) is not a number.")
+    if seconds is not None and not seconds > 0:
+        raise InvalidValueError(f"until(seconds={seconds!r}) must be more than 0.")
+    patience = optional_count("patience", patience, least=1)
+    if seconds is None and score is None and patience is None:
+        raise InvalidValueError("until() needs seconds=, score= or patience=.")
+    return Until(seconds, score, patience)
 
 
 def _check_range(low: float, high: float, *, log: bool = False) -> None:

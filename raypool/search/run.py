@@ -44,7 +44,7 @@ from raypool.parallel_for import (
     watched,
 )
 from raypool.results import Results
-from raypool.search import Halving
+from raypool.search import Halving, Until
 from raypool.search.rungs import Rungs
 from raypool.worker.running import TaskContext, item_seed, note_here
 
@@ -261,6 +261,7 @@ class SearchOptions(NamedTuple):
     num_trials: int
     run_dir: Any
     stop: Any
+    stop_when: Until | None
     sampler: optuna.samplers.BaseSampler | None
     study: optuna.Study | None
     seed: int | None
@@ -281,6 +282,10 @@ class SearchOptions(NamedTuple):
         check_on_report(self.on_report)
         if self.mode not in ("max", "min"):
             raise InvalidValueError(f"mode={self.mode!r} must be 'max' or 'min'.")
+        if self.stop_when is not None and not isinstance(self.stop_when, Until):
+            raise InvalidTypeError(
+                f"stop_when={self.stop_when!r} must be made by search.until(...)."
+            )
         if self.stop is not None and self.metric is None:
             raise InvalidValueError(
                 "stop= needs metric, the name of the reported value by which running trials are"
@@ -459,6 +464,9 @@ class Search(LoopRun):
         self._interrupted: deque[Trial] = deque()  # those of an earlier call that have to go on
         self._sampler_for: Callable[[int], optuna.samplers.BaseSampler] | None = None
         self._owner = str(work.run_dir)
+        self._began_at = time.monotonic()
+        self._is_over = False  # by `stop_when`
+        self._best, self._num_worse = -math.inf, 0  # the trials since the best one
         self._choose_sampler()
         work.sent_as = self._sent
 
@@ -497,7 +505,7 @@ class Search(LoopRun):
                     self._absorb()  # inline, it has ended by now
                 if not self._num_running:
                     break
-                self._wait(lambda: work.is_done or self._has_news)
+                self._wait(lambda: work.is_done or self._has_news or self._end_early())
                 if work.is_done:
                     return
             for trial in self.trials:
@@ -564,6 +572,8 @@ class Search(LoopRun):
 
     def _start_next(self) -> bool:
         """Start a trial, or the next part of one; False if there is none."""
+        if self._end_early() or self._is_over:
+            return False
         if self._interrupted:
             trial = self._interrupted.popleft()
         elif self._rungs is not None and (promoted := self._rungs.promote()) is not None:
@@ -589,6 +599,20 @@ class Search(LoopRun):
         time.sleep(0)
         return True
 
+    def _end_early(self) -> bool:
+        """End the search, once, if `stop_when` says so; return whether this was the moment."""
+        when = self._options.stop_when
+        if when is None or self._is_over:
+            return False
+        is_late = when.seconds is not None and time.monotonic() - self._began_at >= when.seconds
+        has_score = when.score is not None and self._best >= self._sign * when.score
+        is_futile = when.patience is not None and self._num_worse >= when.patience
+        self._is_over = is_late or has_score or is_futile
+        for trial in self.trials if self._is_over else ():
+            if trial.state == "running" and trial.part is not None and not trial.is_stopped:
+                self._stop_trial(trial)
+        return self._is_over
+
     def _add(self, handle: optuna.trial.Trial, params: dict[str, Any]) -> Trial:
         config = self._space.config(params)
         trial = Trial(self._work.append(config), handle, config)
@@ -606,6 +630,7 @@ class Search(LoopRun):
         value = self._note_report(report)
         if value is not None and trial.state == "running" and not trial.is_stopped:
             self._stop_if_hopeless(trial, value, report.metrics)
+            self._end_early()
         if self._options.on_report is not None:
             self._options.on_report(report)
 
@@ -631,13 +656,14 @@ class Search(LoopRun):
         else:
             is_hopeless = bool(self._stop(metrics))
         if is_hopeless:
-            trial.is_stopped = True
-            if self._is_inline:  # this is the trial's own thread: nobody else could tell it
-                note = note_here()
-                assert note is not None
-                note.should_stop = True
-            else:
-                self._driver.post(StopRequested(self._task_id, trial.part))
+            self._stop_trial(trial)
+
+    def _stop_trial(self, trial: Trial) -> None:
+        trial.is_stopped = True
+        if not self._is_inline:
+            self._driver.post(StopRequested(self._task_id, trial.part))
+        elif (note := note_here()) is not None:  # this is the trial's own thread
+            note.should_stop = True
 
     def _absorb(self) -> None:
         """Process the parts that have ended."""
@@ -678,10 +704,13 @@ class Search(LoopRun):
         if trial.score is None:
             self._note_missing(trial, value)
             return
+        good = self._good(trial.score)
+        self._num_worse = 0 if good > self._best else self._num_worse + 1
+        self._best = max(self._best, good)
         # else it has ended by itself, perhaps without a report: its checkpoint was that far
         if self._rungs is not None and trial.until <= trial.epochs < self._rungs.levels[-1]:
             trial.state = "waiting"
-            self._rungs.reach(trial.index, trial.rung, self._good(trial.score))
+            self._rungs.reach(trial.index, trial.rung, good)
             return
         self._tell(trial, "pruned" if trial.is_stopped else "complete")
 

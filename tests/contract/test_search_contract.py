@@ -171,6 +171,39 @@ def test_hopeless_trials_stop(pool: ParallelPool, marks: Marks, tmp_path: Path, 
     }
 
 
+def test_a_search_ends_early(pool: ParallelPool) -> None:
+    def climbing(config: dict[str, Any]) -> float:
+        return float(min(current_task().index, 4))
+
+    for until, fewest in [
+        (search.until(score=2), 3),
+        (search.until(patience=3), 8),
+    ]:
+        found = pool.search(climbing, SPACE, num_trials=40, stop_when=until, max_in_flight=1)
+        assert len(found) == fewest
+        assert states(found.study) == {"COMPLETE": fewest}
+    over = search.until(seconds=1e-9)
+    assert not pool.search(climbing, SPACE, num_trials=40, stop_when=over)
+
+
+@pytest.mark.concurrent
+def test_running_trials_stop_when_a_search_ends_early(pool: ParallelPool, marks: Marks) -> None:
+    def train(config: dict[str, Any]) -> float:
+        marks.add("begun")
+        if current_task().index == 0:
+            while marks.count("begun") < 2:
+                pass
+            return 1.0
+        while not current_task().should_stop:
+            pass
+        return 0.0
+
+    found = pool.search(train, SPACE, num_trials=9, stop_when=search.until(score=1))
+    assert states(found.study)["COMPLETE"] == 1
+    assert states(found.study)["PRUNED"] == len(found) - 1 < 8
+    assert found.best.score == 1
+
+
 @pytest.mark.concurrent
 def test_a_free_worker_gets_the_next_trial_at_once(
     pool: ParallelPool, marks: Marks, make_gate: Callable[[], Gate]
@@ -294,6 +327,7 @@ def test_bad_arguments(pool: ParallelPool) -> None:
         ({"num_trials": 0}, InvalidValueError, "num_trials"),
         ({"stop": HALVING, "metric": "y"}, InvalidValueError, r"halving\(\) needs run_dir"),
         ({"stop": search.median()}, InvalidValueError, "stop= needs metric"),
+        ({"stop_when": 3}, InvalidTypeError, r"must be made by search\.until"),
     ]:
         with pytest.raises(kind, match=words):
             pool.search(score, **{"space": SPACE, "num_trials": 1, **changes})  # type: ignore[arg-type]
@@ -303,6 +337,8 @@ def test_bad_arguments(pool: ParallelPool) -> None:
         (lambda: search.choice([1, 2]), r"Use choice\(\*values\)"),
         (lambda: search.choice((1, 2), (3, 4)), "cannot store"),
         (lambda: search.choice(), "no values"),
+        (lambda: search.until(), r"until\(\) needs seconds="),
+        (lambda: search.until(seconds=0), "must be more than 0"),
         (lambda: search.halving(max_epochs=1), "must be more than min_epochs=1"),
     ]:
         with pytest.raises(InvalidValueError, match=words):
