@@ -423,7 +423,7 @@ def test_what_cannot_work_is_refused_at_the_call(pool: ParallelPool) -> None:
     ):
         with pytest.raises(InvalidValueError, match=message):
             pool.fit(make_model, data, mse_loss, run_options=RunOptions(**kept))  # type: ignore[arg-type]
-    with pytest.raises(InvalidTypeError, match="progress=3"):
+    with pytest.raises(InvalidTypeError, match="progress must be True"):
         pool.fit(make_model, data, mse_loss, progress=3)  # type: ignore[arg-type]
     with pytest.raises(InvalidTypeError, match="model=3"):
         pool.fit(3, data, mse_loss)

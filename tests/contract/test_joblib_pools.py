@@ -244,7 +244,7 @@ def test_a_pool_that_a_single_parallel_has_opened_ends_with_it(eventually: Any) 
 def test_wrong_arguments_for_a_pool_are_refused_before_the_first_parallel() -> None:
     with pytest.raises(InvalidValueError, match="no such profile"):
         parallel_config("raypool", profile="no such profile")
-    with pytest.raises(InvalidTypeError, match="no argument or field of a profile worker"):
+    with pytest.raises(InvalidTypeError, match=r"parpool\(\) has no argument 'worker'"):
         parallel_config("raypool", worker=1)
 
 
