@@ -456,8 +456,8 @@ class Future(concurrent.futures.Future[T], Generic[T]):
     def add_report_callback(self, fn: Callable[[Future[T], MetricsReport], object]) -> None:
         """Call `fn(self, report)` for every `raypool.report` of the task, as it arrives.
 
-        It begins with the reports that are already here. Reports arrive in order, some hundredths
-        of a second after they were made, and the last ones may come after the result. What `fn`
+        It begins with the reports that are already here. Reports arrive in order, a few hundredths
+        of a second after they were made, and the last ones may arrive after the result. What `fn`
         raises is logged and ignored, as in `add_done_callback`.
 
         Example:

@@ -496,13 +496,13 @@ class PoolView(concurrent.futures.Executor):
     ) -> SearchResults:
         """Call `fn(config)` for the configurations that Optuna suggests; return the trials.
 
-        Each worker trains one trial. As soon as one ends, or waits at a rung, its worker gets the
-        next. The score of a trial is `metric` in the dict that `fn` returns, else what it reported
-        last as `metric`, else the number that it returned.
+        Each worker trains one trial at a time. As soon as one ends, or waits at a rung, its worker
+        gets the next. The score of a trial is `metric` in the dict that `fn` returns, else what it
+        reported last as `metric`, else the number that it returned.
 
         Args:
             fn: A function of one configuration, a dict, as for `parfor`.
-            space: By name, a range or a choice (`raypool.search`, or a distribution of Optuna's),
+            space: By name, a range or a choice (`raypool.search`, or an Optuna distribution),
                 or a plain value for all trials.
             metric: The name of the score. None: `fn` returns it.
             mode: "max" if more is better, else "min".
@@ -510,13 +510,13 @@ class PoolView(concurrent.futures.Executor):
             run_dir: Save each trial in this folder, also Optuna's study ("study.log"). The same
                 call later resumes: interrupted trials continue from their checkpoints, and
                 `load_results`, `raypool show` and `report()` read it as they read a sweep.
-            stop: When trials end early: `search.halving(...)`, `search.median()`, a pruner of
-                Optuna's, or a function of the reported metrics that returns True to stop. A stopped
+            stop: When trials end early: `search.halving(...)`, `search.median()`, an Optuna
+                pruner, or a function of the reported metrics that returns True to stop. A stopped
                 trial finds `current_task().should_stop`, and ends at its next report at the latest.
             stop_when: When the search ends before all trials: `search.until(...)`. The same call
                 without it runs the rest.
-            sampler: A sampler of Optuna's. None: TPE, with halving random samples.
-            study: A study of Optuna's to continue. It brings its own sampler and storage.
+            sampler: An Optuna sampler. None: TPE; with halving, random samples.
+            study: An Optuna study to continue. It brings its own sampler and storage.
             seed: Seed the sampler, and every trial as `parfor` does. Which configurations are tried
                 is repeatable with one worker, or with a sampler that does not look at results.
             max_in_flight: Run at most this many trials at once. None: one for each worker.
@@ -864,7 +864,7 @@ class PoolView(concurrent.futures.Executor):
         datasets: Mapping[str, Any] | None = None,
         **trainer_args: Any,
     ) -> TrainingRun:
-        """Train one model on all workers at once by a loop written for Ray Train; return a future.
+        """Train one model on all workers at once with a loop for Ray Train; return a future.
 
         In the loop Ray Train's functions work: `ray.train.report`, `get_checkpoint`,
         `get_all_reported_checkpoints`, `get_context()` with its ranks, name and `get_storage()`
@@ -872,7 +872,7 @@ class PoolView(concurrent.futures.Executor):
         `ray.train.torch.prepare_model` and `prepare_data_loader`. `get_dataset_shard` and
         `report(validation=...)` need the managed lane. The metrics that rank 0 reports are kept. A
         lost worker is replaced on the same GPU, and all ranks begin again from the last checkpoint,
-        `retries` times.
+        up to `retries` times.
 
         With "threads" and "inline", and inside a task, there is one rank.
 
@@ -881,17 +881,17 @@ class PoolView(concurrent.futures.Executor):
                 `train_loop_per_worker` of a `TorchTrainer`.
             config: The argument of the loop.
             workers: Those that train: how many, or which, by number or as in `pool.workers`, rank 0
-                first. None: all.
+                first. 0: a single rank, in this process. None: all.
             lane: "warm": the pool's workers run the loop, by Ray Train's local mode, at once.
-                "managed": Ray Train runs it, in its own processes; it takes some seconds to begin,
-                and has Ray Data (`datasets`), other frameworks (`trainer`) and everything else of
-                Ray's trainers, and numbers its ranks itself. Meanwhile the workers' processes end,
-                with the constants and Composites in them; other work for them waits. Afterwards the
-                pool claims the same GPUs again. A worker whose GPU somebody else has taken by then,
-                and keeps for `start_timeout_s`, is lost; a warning says who has it.
+                "managed": Ray Train runs it, in its own processes; it takes some seconds to start,
+                supports Ray Data (`datasets`), other frameworks (`trainer`) and everything else
+                that Ray's trainers offer, and numbers its ranks itself. Meanwhile the workers'
+                processes end, with the constants and Composites in them; other work for them waits.
+                Afterwards the pool claims the same GPUs again. A worker whose GPU somebody else has
+                taken by then, and keeps for `start_timeout_s`, is lost; a warning says who has it.
             run_options: Where checkpoints are kept, how many, and from which one to begin. In the
                 managed lane `min_workers` is also the minimum of Ray's elastic number of ranks.
-            trainer: A trainer of Ray's instead of `TorchTrainer`, such as `TensorflowTrainer`;
+            trainer: A Ray trainer to use instead of `TorchTrainer`, such as `TensorflowTrainer`;
                 needs the managed lane.
             datasets: Ray Data datasets by name, for `ray.train.get_dataset_shard`; needs the
                 managed lane, and a free core.
@@ -976,7 +976,7 @@ class PoolView(concurrent.futures.Executor):
                 returns the mean over its samples; one that weighs them (class weights,
                 `ignore_index`) is exact on one worker only, and a warning says so.
             options: How to train; see `TrainingOptions`.
-            workers: Those that may train: how many, or which. None: all.
+            workers: Those that train, as for `train`. None: all.
             lane: As for `train`.
             run_options: Where checkpoints are kept; see `RunOptions`.
             progress: Whether `result` shows epochs, losses and samples per second while it waits;
@@ -1038,8 +1038,8 @@ class PoolView(concurrent.futures.Executor):
 
         Returns:
             The outputs of all samples, in order, on the CPU: tensors; NumPy arrays if `data` is
-            arrays or a DataFrame. Tuples and mappings of tensors stay that; a list has an entry for
-            each sample.
+            arrays or a DataFrame. Tuples and mappings of tensors keep their form; a list has an
+            entry for each sample.
 
         Raises:
             InvalidValueError, InvalidTypeError: An argument is invalid.
@@ -1180,7 +1180,7 @@ class StaffedView(PoolView):
 
     @property
     def idle_workers(self) -> int:
-        """How many workers could begin something now."""
+        """How many workers are free to start something now."""
         return sum(worker.state == "idle" for worker in self.workers)
 
     @property
@@ -1533,8 +1533,8 @@ class ParallelPool(StaffedView):
     def resize(self, num_workers: int) -> None:
         """Give the pool this many workers.
 
-        New workers are running on return. Free ones are released first; a busy one ends after its
-        current work.
+        New workers are running on return. A smaller pool releases idle workers first; a busy one
+        ends after its current work.
 
         Raises:
             ResourceError: Too few are available; the pool is not changed.

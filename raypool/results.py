@@ -287,7 +287,7 @@ class Results(Sequence[T_co]):
 
     @collector_paused()
     def to_frame(self) -> pd.DataFrame:
-        """Return the table: one row an item, with its configuration, its values and how it ran.
+        """Return the table: one row per item, with its configuration, its values and how it ran.
 
         Each key of a dict, dataclass, named tuple, `argparse.Namespace`, `SimpleNamespace`, attrs
         class or pydantic model is a column; anything else is one column ("item", "value"). Cells of
@@ -303,7 +303,7 @@ class Results(Sequence[T_co]):
         items; `load_results` has only the numbers.
 
         Spreadsheets run cells that begin with = + - @ as formulas: before you open
-        `to_frame().to_csv(path)` in one, check texts that others can choose, errors included.
+        `to_frame().to_csv(path)` in one, check text that others can put there, errors included.
         """
         import pandas as pd
 
@@ -346,7 +346,7 @@ class Results(Sequence[T_co]):
         `attempt`, `status` ("finished", "failed"; "lost" with its worker; "retried", since
         `retry_on` names its error; "cancelled" while it ran), `started_at` (a UTC time),
         `duration_s` [s], `worker`, `gpu`, `host`, `run` (the number of the call, of those with the
-        same `run_dir`) and `error`. Of an attempt without an outcome only the time of its call is
+        same `run_dir`) and `error`. For an attempt without an outcome, only the time of its call is
         known: all items that shared the call have that time, even the last ones, which may not have
         begun. Cancelled items that were waiting in a worker have no row; if the worker was lost,
         they have one without a time, since that counts as an attempt. `started_at` is NaT if it is
@@ -492,7 +492,7 @@ class Results(Sequence[T_co]):
     def best(self, column: str, mode: Literal["min", "max"] | None = None) -> pd.Series[Any]:
         """Return the row of the best finished item by a column, as it is in `to_frame`.
 
-        NaN, infinities and texts never win; of equal numbers the first does.
+        NaN, infinities and strings never win; of equal numbers the first does.
 
         Args:
             column: A column of `to_frame`, or a key of a column of dicts, as in the report:
@@ -573,7 +573,7 @@ def _cells(frame: pd.DataFrame, column: str) -> list[Any]:
 def ranked(frame: pd.DataFrame, key: str) -> pd.DataFrame:
     """Return the rows by a column, the smallest or earliest first; after a "-", the largest.
 
-    A column is sorted by its finite numbers; one without, by its texts, times or durations. Rows
+    A column is sorted by its finite numbers; one without, by its strings, times or durations. Rows
     without any go last.
 
     Raises:

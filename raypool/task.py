@@ -210,7 +210,7 @@ def report(**metrics: float | str | None) -> None:
     Raises:
         InvalidTypeError: A value is neither. A tensor: pass it to a `MetricBuffer`, or report
             `tensor.item()`, which waits for the GPU.
-        InvalidValueError: A text is too long.
+        InvalidValueError: A string is too long.
 
     Source:
         Ray 2.60, ray.train.report, without its barrier over the workers.
@@ -284,10 +284,10 @@ PathLike = str | os.PathLike[str]
 
 @explains_calls
 def save_checkpoint(state: Any, path: PathLike | None = None) -> Path:
-    """Save something with `torch.save`, in one step: the old file stays until the new one is whole.
+    """Save a state with `torch.save`, atomically: the old file stays until the new one is complete.
 
-    A task that is cancelled meanwhile ends when it is saved. Earlier reports are sent first, so
-    that they survive a crash of this process, too.
+    A task that is cancelled meanwhile ends after saving. Earlier reports are sent first, so that
+    they survive a crash of this process, too.
 
     Args:
         state: Values that `torch.load(weights_only=True)` accepts: tensors, numbers, strings, and
@@ -513,7 +513,7 @@ class MetricBuffer:
 
         Raises:
             InvalidTypeError: A value is neither.
-            InvalidValueError: A text is too long.
+            InvalidValueError: A string is too long.
         """
         torch = sys.modules.get("torch")  # who has not imported it has no tensors
         tensors = {

@@ -51,7 +51,7 @@ RANGES = ("uniform", "log_uniform", "int_uniform", "choice")
     help="Compare trials after 1, 3, 9, ... epochs and continue the best third, up to MAX_EPOCHS.",
 )
 @click.option(
-    "--median", "is_median", is_flag=True, help="Stop trials below the median of the others."
+    "--median", "is_median", is_flag=True, help="Stop trials worse than the others' median."
 )
 @click.option(
     "--workers",

@@ -1,6 +1,6 @@
-"""`optimize`: an objective of Optuna's, unchanged, on the workers of a pool.
+"""`optimize`: an Optuna objective, unchanged, on the workers of a pool.
 
-The trial that an objective gets is in a worker, and its study in the driver. Calls with an answer
+The trial that an objective gets is in a worker, and its study in your process. Calls with an answer
 (`suggest_float`, `should_prune`) go through a queue and are answered through the pool's store;
 `report` and `set_user_attr` only go through the queue. All calls of Optuna are made in the thread
 that called `optimize`.
@@ -33,7 +33,7 @@ Callback = Callable[[optuna.Study, optuna.trial.FrozenTrial], None]
 class RemoteTrial:
     """The trial of an objective in a worker: `suggest_*`, `report`, `should_prune`, attributes.
 
-    A suggestion takes one round trip to the driver, or none if `optimize` was given the space.
+    A suggestion takes one round trip to your process, or none if `optimize` was given the space.
 
     Attributes:
         number: Its number in the study.
@@ -71,11 +71,11 @@ class RemoteTrial:
         self._tell("report", float(value), step)
 
     def should_prune(self) -> bool:
-        """Whether the study's pruner gives the trial up."""
+        """Whether the study's pruner would end the trial here."""
         return bool(self._ask("should_prune"))
 
     def set_user_attr(self, key: str, value: Any) -> None:
-        """Note something with the trial."""
+        """Attach a named value to the trial."""
         self.user_attrs[key] = value
         self._tell("set_user_attr", key, value)
 

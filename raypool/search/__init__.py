@@ -65,7 +65,7 @@ def log_uniform(low: float, high: float) -> BaseDistribution:
 
 
 def int_uniform(low: int, high: int, *, step: int = 1, log: bool = False) -> BaseDistribution:
-    """Return a range of whole numbers with both ends; with `log`, their logarithms are even.
+    """Return a range of integers, both ends included; with `log`, equally likely logarithms.
 
     Example:
         >>> int_uniform(16, 512, log=True)
@@ -77,7 +77,7 @@ def int_uniform(low: int, high: int, *, step: int = 1, log: bool = False) -> Bas
 
 
 def choice(*values: Any) -> BaseDistribution:
-    """Return a choice of these values: numbers, texts, True, False or None.
+    """Return a choice of these values: numbers, strings, True, False or None.
 
     Example:
         >>> choice("mlp", "cnn")
@@ -124,8 +124,8 @@ def halving(*, min_epochs: int = 1, max_epochs: int, factor: int = 3) -> Halving
     """Return the rule of asynchronous successive halving.
 
     Every trial trains for `min_epochs`, then waits without a worker. As soon as it is among the
-    best third (with `factor=3`) of those that have arrived, it continues from its checkpoint for
-    three times as many epochs, and so on up to `max_epochs`. The others are pruned.
+    best third (with `factor=3`) of those that have come this far, it continues from its checkpoint
+    until it has three times as many epochs, and so on up to `max_epochs`. The others are pruned.
 
     A trial's epoch is what it reports as `epoch`, counted from 0; if it reports none, every report
     with the metric is one. At the end of its epochs `current_task().should_stop` becomes true:
@@ -147,10 +147,10 @@ def halving(*, min_epochs: int = 1, max_epochs: int, factor: int = 3) -> Halving
 
 
 def median(*, num_startup_trials: int = 5, num_warmup_epochs: int = 0) -> BasePruner:
-    """Return the rule that stops a trial whose best score is below the median of the others.
+    """Return the rule that stops a trial whose best score is worse than the others' median.
 
     It compares scores at the same epoch, not before `num_startup_trials` have completed, and not in
-    the first `num_warmup_epochs`. Any other pruner of Optuna's can be used in its place.
+    the first `num_warmup_epochs`. Any other Optuna pruner can be used in its place.
     """
     from optuna.pruners import MedianPruner
 

@@ -168,7 +168,7 @@ class SearchResults:
     """The trials of a search.
 
     Attributes:
-        study: The study of Optuna, for its plots and `optuna-dashboard`.
+        study: The Optuna study, for Optuna's plots and `optuna-dashboard`.
         results: The trials as the `Results` of a loop, in the order of their numbers: values,
             metrics, output, `report()`.
         metric: The name of the score; None: the number that the function returned.
@@ -188,7 +188,7 @@ class SearchResults:
 
     @property
     def best(self) -> BestTrial:
-        """The complete trial with the best score; if none is complete, any trial.
+        """The complete trial with the best score; if none is complete, the best of all trials.
 
         Raises:
             InvalidValueError: No trial has a score.
