@@ -514,7 +514,7 @@ class PoolView(concurrent.futures.Executor):
                 pruner, or a function of the reported metrics that returns True to stop. A stopped
                 trial finds `current_task().should_stop`, and ends at its next report at the latest.
             stop_when: When the search ends before all trials: `search.until(...)`. The same call
-                without it runs the rest.
+                without it runs the remaining trials.
             sampler: An Optuna sampler. None: TPE; with halving, random samples.
             study: An Optuna study to continue. It brings its own sampler and storage.
             seed: Seed the sampler, and every trial as `parfor` does. Which configurations are tried

@@ -168,9 +168,9 @@ class Until(NamedTuple):
 def until(
     *, seconds: float | None = None, score: float | None = None, patience: int | None = None
 ) -> Until:
-    """Return when a search ends before all its trials: what comes first counts.
+    """Return the rule that ends a search before all its trials: whichever of these comes first.
 
-    Nothing starts after that, and running trials are asked to stop, as pruned ones.
+    Then no trial starts, and running ones are asked to stop, like pruned ones.
 
     Args:
         seconds: After this time [s], counted from the call.
