@@ -448,8 +448,8 @@ def refuse_breakpoint(*_: Any, **__: Any) -> NoReturn:
     """Raise an error where a task calls `breakpoint()`: Ray would silently wait for a debugger."""
     raise TaskError(
         "breakpoint() was reached in a task on Ray, which has no terminal. Call the function with"
-        " profile='inline', or run an item of a durable loop in your debugger: raypool replay"
-        " RUN_DIR ITEM --debug."
+        " profile='inline', or run one item of a saved run in pdb: raypool replay RUN_DIR ITEM"
+        " --debug."
     )
 
 
