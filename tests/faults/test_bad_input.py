@@ -245,7 +245,7 @@ def test_gpus_that_cannot_be_had(pool: ParallelPool) -> None:
         (
             {"lab-9": [0, 2]},
             ResourceError,
-            "No node of the cluster is called 'lab-9', as in gpus= (GPU 0, 2)",
+            r"No node of the cluster is called 'lab-9', as in gpus= \(GPU 0, 2\)",
         ),
     ]
     for gpus, error, words in cases:

@@ -361,8 +361,8 @@ def test_what_cannot_work_is_refused_at_the_call(pool: ParallelPool, tmp_path: P
     for words, wishes in {
         "trainer=": {"trainer": int},
         "TorchTrainer does not take batch_size. It takes torch_config, ": {"batch_size": 3},
-        "datasets= is a Dataset. Give a dict": {"datasets": ray.data.range(3)},
-        "datasets= is a dict with a list in it. Give a dict": {"datasets": {"train": [1, 2]}},
+        "datasets= is a Dataset. Pass a dict": {"datasets": ray.data.range(3)},
+        "datasets= is a dict with a list in it. Pass a dict": {"datasets": {"train": [1, 2]}},
         "is a dict. Pass a ray.train.RunConfig": {"run_config": {"name": "mine"}},
     }.items():
         with pytest.raises(InvalidTypeError, match=words):
