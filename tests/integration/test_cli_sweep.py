@@ -84,9 +84,13 @@ def test_ctrl_c_and_the_same_command_again(
     os.killpg(started.pid, signal.SIGINT)
     done = started.finish()
     assert (done.returncode, done.stdout) == (130, ""), done.stderr
-    assert (
-        "Interrupted: 2 of 3 items finished; their results are in run. Run the same command again"
-        " to continue from there." in done.stderr
+    said, again = done.stderr.splitlines()[-2:]
+    assert said == (
+        "Interrupted: 2 of 3 items finished; their results are in run. To run the others:"
+    )
+    assert again == (
+        f"  raypool sweep models/train.py:train configs.jsonl --run-dir run --workers 1 --profile"
+        f" {profile}"
     )
     assert eventually(lambda: not started.family())
 
