@@ -235,7 +235,7 @@ def _write_slurm_file(wishes: dict[str, Any], command: str, out: Path) -> None:
         profile = resolve_profile(wishes["profile"], {})
         if profile.slurm is None:
             raise InvalidValueError(
-                f'The profile {wishes["profile"]!r} is not of Slurm: it has no kind = "slurm".'
+                f'The profile {wishes["profile"]!r} is not for Slurm: it has no kind = "slurm".'
             )
     else:
         profile = Profile(slurm=Slurm(nodes=wishes["most"], gpus_per_node=wishes["gpus"] or 1))
@@ -252,8 +252,8 @@ def _write_slurm_file(wishes: dict[str, Any], command: str, out: Path) -> None:
 #
 # Edit the last line: the command after -- runs when Ray is up on all nodes, and parpool() in it
 # uses all of them. Check the file with `sbatch --test-only {out.name}`, and submit it with
-# `sbatch {out.name}`. Before its time is over, tasks see should_stop and save, and the job goes
-# back into the queue: the command has to continue, as parfor(run_dir=...) does.
+# `sbatch {out.name}`. Before the job's time is over, tasks see should_stop and save, and the job is
+# requeued: the command must resume, as parfor(run_dir=...) does.
 {rest}"""
     try:
         out.write_text(text, encoding="utf-8")
@@ -266,7 +266,7 @@ def _warn(text: str) -> None:
 
 
 def _command(context: click.Context, given: list[click.Parameter]) -> str:
-    """Return the command that was given, with the options that say what to write."""
+    """Return the command line, with the options that decide the file's content."""
     words = ["raypool", "cluster", "init"]
     for option in given:
         if option.name in ("out", "is_forced", "trust"):
@@ -332,10 +332,11 @@ FILE = click.argument(
 @cluster.command()
 @FILE
 def harden(file: Path) -> None:
-    """Close FILE (default: cluster.yaml), a file for Ray's launcher that anybody wrote.
+    """Secure FILE (default: cluster.yaml), any file for Ray's launcher.
 
-    Adds a token to all that starts Ray, binds the dashboard to the loopback, and lets Ray notice a
-    lost machine within 8 s. Comments and everything else stay as they are. Prints the changes.
+    Adds a token to each command that starts Ray, binds the dashboard to localhost, and lets Ray
+    notice a lost machine within 8 s. Comments and everything else stay as they are. Prints the
+    changes.
     """
     import difflib
 

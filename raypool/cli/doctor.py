@@ -66,10 +66,10 @@ print(json.dumps(told))
 """
 
 NVML_ADVICE = {
-    4: "Give this user the right to use /dev/nvidia*.",  # no permission
-    9: "Load it: sudo modprobe nvidia; if that fails, sudo dmesg says why.",  # driver not loaded
+    4: "Allow this user to use /dev/nvidia*.",  # no permission
+    9: "Load it: sudo modprobe nvidia; if that fails, sudo dmesg shows why.",  # driver not loaded
     # no library
-    12: "Install the driver. A container uses that of its machine: docker run --gpus all.",
+    12: "Install the driver. A container uses its host's driver: docker run --gpus all.",
     # library and kernel differ
     18: "The driver was updated while it was in use. Restart this machine.",
 }
@@ -101,7 +101,7 @@ HEAD_PORTS = (6379, 8265, 10001)
 State = Literal["ok", "warning", "problem"]
 
 Judgment = tuple[State, str] | tuple[State, str, str]
-"""A state, the fact, and what to do about it unless the state is "ok"."""
+"""A state, the fact, and advice unless the state is "ok"."""
 
 
 class Finding(NamedTuple):
@@ -339,13 +339,13 @@ def _gpus(machine: Measured) -> Iterator[Judgment]:
         elif gpu.used_bytes > gpu.total_bytes / 10:
             pids = ", ".join(str(process.pid) for process in gpu.processes or ())
             fact = f"GPU {gpu.index}: {_gib(gpu.used_bytes)} of {_gib(gpu.total_bytes)} are in use"
-            advice = "Wait until that ends, or leave this GPU out: parpool(gpus=[...])."
+            advice = "Wait for that to end, or leave this GPU out: parpool(gpus=[...])."
             yield "warning", fact + (f", by process {pids}" if pids else ""), advice
 
 
 @check("torch on GPUs")
 def _torch_on_gpus(machine: Measured) -> Iterator[Judgment]:
-    """Compare what torch was built for with what the driver runs, and with what the GPUs are."""
+    """Compare the CUDA and the GPUs of torch's build with the driver's and this machine's."""
     devices, seen = machine.gpus
     gpus = [gpu for gpu in devices if gpu.uuid is not None and gpu.index in seen]
     torch, newest = machine.torch, machine.driver.cuda
@@ -380,7 +380,7 @@ def _torch_on_gpus(machine: Measured) -> Iterator[Judgment]:
     elif not torch.told["available"]:
         said = f": {torch.warning}" if torch.warning else ""
         fact = f"torch sees no GPU{said}; {name} was built for CUDA {cuda}; {runs}"
-        yield "problem", fact, "nvidia-smi shows what the driver sees."
+        yield "problem", fact, "nvidia-smi shows the GPUs that the driver sees."
     elif lacking:
         strange = ", ".join(
             f"GPU {gpu.index} ({gpu.name}, {_dotted(gpu.compute_capability)})" for gpu in lacking
@@ -417,14 +417,14 @@ def _has_code(archs: Sequence[str], capability: tuple[int, int]) -> bool:
 
 @check("cores")
 def _cores(machine: Measured) -> Iterator[Judgment]:
-    """Say how many cores a cgroup, an affinity mask or SLURM leaves."""
+    """Report the number of cores that a cgroup, an affinity mask or SLURM leaves."""
     usable, num_gpus = usable_cpus(), len(machine.gpus[1])
     fact = f"{usable} of {os.cpu_count() or 1} are usable" + (
         f", for {num_gpus} GPUs" if num_gpus else ""
     )
     advice = (
-        "Each worker needs one: give the container or the job more (docker run --cpus, sbatch"
-        " --cpus-per-task)."
+        "Each worker needs one. Raise the limit of the container or the job (docker run --cpus,"
+        " sbatch --cpus-per-task)."
     )
     yield "warning" if usable < num_gpus else "ok", fact, advice
 
@@ -434,13 +434,15 @@ def _memory(machine: Measured) -> Iterator[Judgment]:
     memory, told = psutil.virtual_memory(), machine.ray.told
     free, total = told.get("free", memory.available), told.get("total", memory.total)
     fact = f"{_gib(free)} of {_gib(total)} are free"
-    advice = "Ray kills workers when 95 % is in use: stop processes, or give the container more."
+    advice = (
+        "Ray kills workers when 95 % is in use. Stop processes, or raise the container's limit."
+    )
     yield "warning" if free < 0.1 * total else "ok", fact, advice
 
 
 @check("shared memory")
 def _shared_memory(machine: Measured) -> Iterator[Judgment]:
-    """Compare what is free in /dev/shm with the object store that Ray would make there."""
+    """Compare the free space in /dev/shm with the object store that Ray would make there."""
     store = machine.ray.told.get("store")
     try:
         free = shutil.disk_usage("/dev/shm").free
@@ -471,7 +473,7 @@ def _rays_files(_: Measured) -> Iterator[Judgment]:
     elif letters > most:
         yield (
             "problem",
-            f"{folder} has {letters} characters; sockets in it allow {most}",
+            f"{folder} has {letters} characters; its sockets allow {most}",
             elsewhere,
         )
     else:
@@ -496,16 +498,14 @@ def _open_files(_: Measured) -> Iterator[Judgment]:
             "Raise it: ulimit -n 65536, docker run --ulimit nofile=65536, or LimitNOFILE= of the"
             " service."
         )
-        yield "warning", f"{reached:,} at most, and Ray asks for {FEWEST_FILES:,}", advice
+        yield "warning", f"{reached:,} at most, but Ray requests {FEWEST_FILES:,}", advice
     else:
         yield "ok", f"{soft:,}" + (f", which Ray raises to {reached:,}" if reached > soft else "")
 
 
 @check("ports")
 def _ports(_: Measured) -> Iterator[Judgment]:
-    """Look for ports: a pool's own Ray takes free ones of the loopback, a head has some of its
-    own.
-    """
+    """Check ports: a pool's own Ray takes free local ones, a head uses fixed ones."""
     try:
         with socket.socket() as trial:
             trial.bind(("127.0.0.1", 0))

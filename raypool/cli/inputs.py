@@ -28,17 +28,17 @@ def read_configs(path: Path) -> list[Config]:
     r"""Return the configurations in a file, each a dict.
 
     Of a CSV file, which is read by pandas, the first line names the columns, and each further line
-    is a configuration. What all cells of a column can be, they are: integers, numbers, true or
-    false, else text. An empty cell is None: it is there to say that there is nothing; a line that
-    ends too early is an error. In JSON lines each line is an object. A YAML file is a list of
-    mappings, in which numbers are those of YAML 1.2: 1e-3 is one, 1:30 is text.
+    is a configuration. A column becomes integers, numbers or booleans if all its cells can, else
+    text. An empty cell is None; a line with too few cells is an error. In JSON lines each line is
+    an object. A YAML file is a list of mappings, with the numbers of YAML 1.2: 1e-3 is one, 1:30
+    is text.
 
     Args:
-        path: The file; what it is called ends in .csv, .jsonl, .yaml or .yml.
+        path: The file; its name ends in .csv, .jsonl, .yaml or .yml.
 
     Raises:
-        InvalidValueError: It cannot be read, has nothing in it, or something else than
-            configurations; the line is said.
+        InvalidValueError: It cannot be read, is empty, or has anything but configurations; the
+            message has the line.
 
     Example:
         >>> import tempfile
@@ -142,7 +142,7 @@ def _refuse_row(row: list[str], header: list[str], place: str) -> None:
 
 
 def _refuse_twice(names: Iterable[Any], place: str) -> None:
-    """Make sure that no name is there twice: the second would silently win."""
+    """Make sure that no name appears twice: the second would silently win."""
     for name, count in Counter(names).items():
         if count > 1:
             raise InvalidValueError(
@@ -197,9 +197,9 @@ YAML_1_2 = {
     ),
     "merge": "<<",
 }
-"""How what is no text is written; the first that fits counts. Source: YAML 1.2.2, 10.3.2, the core
-schema; `<<` is of YAML 1.1. PyYAML keeps to that, in which 010 is 8, 1:30 is 90 and off is false,
-but 1e-3 is text."""
+"""How values other than text are written; the first that fits counts. Source: YAML 1.2.2, 10.3.2,
+the core schema; `<<` is from YAML 1.1. PyYAML follows YAML 1.1, in which 010 is 8, 1:30 is 90 and
+off is false, but 1e-3 is text."""
 
 YAML_MERGE = "tag:yaml.org,2002:merge"
 """The tag of <<, which takes over the names of other mappings; those may be overridden."""
@@ -289,19 +289,19 @@ PARSERS: dict[str, Callable[[str, str], list[Config]]] = {
 
 
 def find_function(target: str) -> Callable[[Any], Any]:
-    """Return the function of one argument that is named so.
+    """Return the function of one argument with this name.
 
     The module is looked for in this folder first, as by `python -m`. The file is imported under its
-    own name, with its folder to find others in, as by `python file.py`; what stands under `if
-    __name__ == "__main__":` does not run. Workers that start here find the same.
+    own name, with its folder on the import path, as by `python file.py`; code under `if __name__ ==
+    "__main__":` does not run. Workers that start here find the same.
 
     Args:
         target: "module:function", "package.module:function" or "folder/file.py:function".
 
     Raises:
-        InvalidValueError: It is not of that form; there is no such module, file or function, and
-            names near it are said; or the module cannot be imported.
-        InvalidTypeError: It is no function, or not one of one argument.
+        InvalidValueError: It does not have that form; there is no such module, file or function
+            (the message has similar names); or the module cannot be imported.
+        InvalidTypeError: It is not a function of one argument.
 
     Example:
         >>> find_function("os.path:basename")("runs/a")
@@ -428,7 +428,7 @@ def _broken(name: str, error: BaseException) -> InvalidValueError:
 
 
 def _member(module: ModuleType, name: str, place: str) -> Any:
-    """Return what a module has under a name, which may have dots."""
+    """Return the attribute of a module with this name, which may have dots."""
     value: Any = module
     for part in name.split("."):
         if not hasattr(value, part):
@@ -464,7 +464,7 @@ def check_takes_whole(function: Callable[[Any], Any], configs: Iterable[Mapping[
     """Make sure that a function expects a whole configuration, not one of its values.
 
     Raises:
-        InvalidTypeError: Its parameter is called as such a value is.
+        InvalidTypeError: Its parameter has the name of such a value.
 
     Example:
         >>> def train(lr, epochs=3): ...

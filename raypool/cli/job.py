@@ -19,7 +19,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def which_cluster(command: Command) -> Command:
-    """Give a command the options that say which cluster is meant."""
+    """Add the options that select the cluster to a command."""
     options = (
         click.option(
             "--profile",

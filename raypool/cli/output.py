@@ -121,7 +121,7 @@ def _outlet(stream: TextIO) -> TextIO:
 
 
 def _file_of(stream: TextIO) -> io.FileIO | None:
-    """Return the file that a stream writes to; None if it is none, as under a test."""
+    """Return the file that a stream writes to; None without one, as under a test."""
     buffer: Any = getattr(stream, "buffer", None)
     file = getattr(buffer, "raw", buffer)
     return file if isinstance(file, io.FileIO) else None

@@ -49,7 +49,7 @@ def _accelerator(
     parts = dict(part.partition("=")[::2] for part in value.split(","))
     if set(parts) != {"count", "type"} or not parts["count"].isdecimal():
         raise click.BadParameter(
-            f"{value!r} is not like count=4,type=nvidia-tesla-t4.", context, option
+            f"{value!r} must have the form count=4,type=nvidia-tesla-t4.", context, option
         )
     return {"count": int(parts["count"]), "type": parts["type"]}
 
@@ -267,7 +267,7 @@ def _submission(context: click.Context, given: dict[str, Any]) -> Submission:
         )
     if len(documents) != 1:
         raise CloudError(
-            f"{given['config']} has {len(documents)} YAML documents. A training job must be one."
+            f"{given['config']} has {len(documents)} YAML documents. A training job must have one."
         )
     options = {
         option: ((job_files.INPUT, *keys), value)

@@ -173,7 +173,7 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
 
 @contextlib.contextmanager
 def resumable(run_dir: str, total: int) -> Iterator[None]:
-    """Print how to resume what is interrupted meanwhile, and exit."""
+    """On an interruption, print how to resume, and exit."""
     again = f"  {click.get_current_context().meta['raypool.call']}"
     try:
         yield
@@ -239,7 +239,7 @@ def show_fitting(frame: pd.DataFrame, kept: Collection[str]) -> None:
 
 
 def _say_left_out(columns: list[str]) -> None:
-    """Print which columns had no room, the last of which went first."""
+    """Print the names of the columns that had no room, the last of which went first."""
     if columns:
         echo(f"The terminal is too narrow for {', '.join(columns[::-1])}.", err=True)
 

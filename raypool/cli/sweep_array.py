@@ -1,9 +1,9 @@
 """`raypool sweep --array`: a job array of Slurm, each task of which runs a few items.
 
-The login node begins a run and writes a plan: the items of each task. A task has a journal of its
-own, a part of the run (`engine.durable.RunPart`). Readers add the parts; the next run takes them
-over, and removes them with the plan. So a task of an older array, which may still be in the queue,
-finds no plan of its run and ends.
+The login node begins a run and writes a plan: the items of each task. Each task has its own
+journal, a part of the run (`engine.durable.RunPart`). Readers add the parts; the next run takes
+them over, and removes them with the plan. So a task of an older array, which may still be in the
+queue, finds no plan of its run and ends.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def submit_array(
     configs: Path,
     options: dict[str, Any],
 ) -> bool:
-    """Submit an array for the items that have to run; return whether there are any.
+    """Submit an array for the items that must run; return whether there are any.
 
     Raises:
         InvalidValueError: The profile is not of Slurm.
@@ -55,15 +55,15 @@ def submit_array(
     profile = resolve_profile(options["profile"], {})
     if profile.slurm is None:
         raise InvalidValueError(
-            '--array submits a job array to Slurm. Name a profile with kind = "slurm".'
+            '--array submits a job array to Slurm. Use a profile with kind = "slurm".'
         )
     run_dir = Path(options["run_dir"]).absolute()
     with contextlib.suppress(FileNotFoundError, KeyError):  # no array, or it was interrupted
         job = json.loads((run_dir / PLAN).read_text())["job"]
         if count := num_left(job):
             raise CloudError(
-                f"Slurm job {job} has not ended: of its tasks for {run_dir}, {count} are queued or"
-                f" running. Wait for them, or end them with scancel {job}."
+                f"Slurm job {job} has not ended: {count} of its tasks for {run_dir} are queued or"
+                f" running. Wait for them, or stop them with scancel {job}."
             )
     name, seed, workers = function_name(function), options["seed"], options["workers"]
     how = LoopOptions(name, seed=seed)
@@ -116,4 +116,4 @@ def part_of(run_dir: Path, run: int) -> RunPart:
         if plan["run"] == run:
             task = os.environ["SLURM_ARRAY_TASK_ID"]
             return RunPart(run_dir, task, run, plan["tasks"][int(task)])
-    raise CloudError(f"{run_dir} was used by another run since this job was submitted.")
+    raise CloudError(f"Another run has used {run_dir} since this job was submitted.")

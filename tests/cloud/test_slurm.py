@@ -229,7 +229,7 @@ def test_a_job_array_is_one_run(user: User) -> None:
     [number] = re.findall(r"Slurm job (\d+) for 5 of 5 items", err)
     until(lambda: user.has("running-0", "running-3"))
     _, err = user.run(*words, "few.csv", "--array", "3", code=1)
-    assert f"Slurm job {number} has not ended: of its tasks for {user.folder}/run, 2 are" in err
+    assert f"Slurm job {number} has not ended: 2 of its tasks for {user.folder}/run are" in err
     tasks = [f"{number}_{task}" for task in (0, 1)]
     for task in tasks:
         user.run("scancel", "--batch", "--signal=USR1", task)

@@ -286,7 +286,7 @@ CANNOT_WORK: list[tuple[tuple[str, ...], str]] = [
     ),
     (
         (*FILE, *HERE, "--worker-accelerator", "4xT4", "train.py"),
-        "'4xT4' is not like count=4,type=nvidia-tesla-t4",
+        "'4xT4' must have the form count=4,type=nvidia-tesla-t4",
     ),
     (
         (*FILE, *HERE, "--worker-count", "-1", "train.py"),

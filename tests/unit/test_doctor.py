@@ -400,7 +400,7 @@ ILLNESSES: list[tuple[str, str, Callable[[Ill], Any], str, str]] = [
         "Ray's files",
         "problem",
         lambda m: m.env("TMPDIR", "/" + "x" * 60),
-        "characters; sockets in it allow 34",
+        "characters; its sockets allow 34",
         "RAY_TMPDIR",
     ),
     ("Ray's files", "warning", lambda m: closed(m, "shutil.disk_usage"), CLOSED, ""),
@@ -411,7 +411,7 @@ ILLNESSES: list[tuple[str, str, Callable[[Ill], Any], str, str]] = [
         "open files",
         "warning",
         lambda m: m.files(1024, 2048),
-        "2,048 at most, and Ray asks for 4,096",
+        "2,048 at most, but Ray requests 4,096",
         "ulimit -n 65536",
     ),
     (

@@ -118,7 +118,7 @@ def test_parts_are_one_run(
     assert not (folder / "run/parts/0").exists()
     old = task(1, 1, monkeypatch)
     assert old.exit_code == 1
-    assert "was used by another run" in old.stderr
+    assert "Another run has used " in old.stderr
     assert task(0, 2, monkeypatch).exit_code == 0
     assert statuses() == ["finished"] * 3
     assert not caplog.messages
@@ -140,6 +140,6 @@ def test_what_has_no_array(folder: Path) -> None:
     (folder / "names.csv").write_text("name\na\n")
     done = sweep("names.csv", "--array", "--profile", "inline")
     assert done.exit_code == 2
-    assert '--array submits a job array to Slurm. Name a profile with kind = "slurm".' in " ".join(
+    assert '--array submits a job array to Slurm. Use a profile with kind = "slurm".' in " ".join(
         done.stderr.split()
     )
