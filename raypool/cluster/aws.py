@@ -31,7 +31,7 @@ SUBNETS = "SubnetIds"  # Ray's own setting in node_config: it tries them in turn
 
 _NAME = form(
     r"[A-Za-z0-9][-\w.]{0,99}",
-    "have letters, digits and - _ . only, 100 at most: names of machines begin with it",
+    "have at most 100 letters, digits and - _ . only: machine names begin with it",
 )
 _REGION = form(r"[a-z]{2}(-[a-z]+)+-\d", "be a region, such as us-west-2")
 _PROVIDER = {"required": ["region"], "properties": {"region": _REGION}}
@@ -44,16 +44,16 @@ def header(plan: ClusterPlan) -> list[str]:
     image = software.image("aws", plan.gpus)
     parameter = image["name"] if image.get("install_driver") else f"{image['name']}/latest/ami-id"
     has = "without" if image.get("install_driver") else "with"
-    key = [f"{KEY}: the name that EC2 knows {plan.ssh_key} by."] if plan.ssh_key else []
+    key = [f"{KEY}: the name of {plan.ssh_key} in EC2."] if plan.ssh_key else []
     return [
         (
-            f"{SECURITY_GROUP}: its ID (sg-...). It lets its own members in at every port, and your"
-            " address at port 22: nothing"
+            f"{SECURITY_GROUP}: its ID (sg-...). It must admit its own members at every port and"
+            " your address at"
         ),
-        "else. Were it left out, Ray would make one that opens SSH to the whole internet.",
+        "port 22, nothing else. Without it, Ray makes one that opens SSH to the whole internet.",
         (
-            f"{IMAGE}: the ID (ami-...) of an Ubuntu {has} NVIDIA's driver, of the region. This"
-            " prints the newest:"
+            f"{IMAGE}: the ID (ami-...) of an Ubuntu image {has} NVIDIA's driver, in the region."
+            " This prints the newest:"
         ),
         (
             f"    aws ssm get-parameter --region {plan.region} --query Parameter.Value --output"
@@ -62,7 +62,7 @@ def header(plan: ClusterPlan) -> list[str]:
         f"        --name /aws/service/{parameter}",
         *key,
         (
-            "Workers have no role: for s3://, put `IamInstanceProfile: {Name: ...}` into their"
+            "Workers have no role: for s3://, add `IamInstanceProfile: {Name: ...}` to their"
             " node_config."
         ),
     ]
@@ -72,7 +72,7 @@ def write(plan: ClusterPlan) -> dict[str, Any]:
     """Return a file for Ray's launcher.
 
     Raises:
-        CloudError: The plan names no zone, or a machine cannot have its GPUs.
+        CloudError: The plan has no zone, or a machine cannot have its GPUs.
     """
     provider = {
         "type": "aws",
@@ -109,12 +109,13 @@ def check(findings: Findings) -> None:
     region = findings.at(("provider", "region"))
     for zone in (findings.at(("provider", "availability_zone")) or "").split(","):
         if zone and isinstance(region, str) and not zone.strip().startswith((region, PLACEHOLDER)):
-            text = f"the zone {zone.strip()} is not in the region, which is {region}."
+            text = f"zone {zone.strip()} is not in region {region}."
             findings.add(("provider", "availability_zone"), text)
     if findings.at(("provider", "security_group")) is not None:
         text = (
-            "Ray opens SSH to the whole internet in the security group that it makes, despite these"
-            " rules. Make one yourself and give its ID in each node_config, as SecurityGroupIds."
+            "despite these rules, Ray opens SSH to the whole internet in the security group that"
+            " it makes. Make one yourself and set its ID in each node_config, as"
+            " SecurityGroupIds."
         )
         findings.doubt(("provider", "security_group"), text)
     validator = _validator()
@@ -134,7 +135,7 @@ def _check_machine(findings: Findings, keys: Keys) -> None:
     at = (*keys, "node_config", "InstanceType")
     machine = findings.at(at)
     if not isinstance(machine, str):
-        text = "InstanceType is missing in node_config: the machine type, such as g5.xlarge."
+        text = "InstanceType is missing in node_config. Set the machine type, such as g5.xlarge."
         findings.add((*keys, "node_config"), text)
     elif not machine.startswith(PLACEHOLDER):
         try:
@@ -194,12 +195,12 @@ def _check_instance(findings: Findings, config: Keys) -> None:
         "spot",
         "capacity-block",
     ):
-        text = f"{market!r} is no market; it must be `MarketType: spot`."
+        text = f"InstanceMarketOptions is {market!r}; it must be `MarketType: spot`."
         findings.add((*config, "InstanceMarketOptions"), text)
     if given("MetadataOptions", "HttpEndpoint") == "disabled":
         text = (
-            "without the metadata service the head may make no machines, and nobody learns that a"
-            " spot machine is taken back. Enable it; `HttpTokens: required` makes it safe."
+            "without the metadata service the head cannot make machines, and preemption notices"
+            " are lost. Enable it; `HttpTokens: required` makes it safe."
         )
         findings.add((*config, "MetadataOptions", "HttpEndpoint"), text)
     if given("LaunchTemplate") is not None:
@@ -207,19 +208,20 @@ def _check_instance(findings: Findings, config: Keys) -> None:
     name = given("KeyName")
     if name is not None and findings.at(("auth", "ssh_private_key")) is None:
         text = (
-            f"KeyName is {name!r}, and auth names no ssh_private_key, so Ray takes a key of its"
-            " own. Name its file there."
+            f"KeyName is {name!r}, but auth has no ssh_private_key, so Ray uses its own key. Set"
+            " ssh_private_key to the key's file."
         )
         findings.add((*config, "KeyName"), text)
     if given("ImageId") in (None, "latest_dlami"):
         text = (
-            "ImageId is missing in node_config: Ray takes an Ubuntu 18.04 of 2022; `raypool cluster"
-            " init --provider aws` writes the command that finds one."
+            "ImageId is missing in node_config, so Ray uses Ubuntu 18.04 from 2022. `raypool"
+            " cluster init --provider aws` writes the command that finds an image."
         )
         findings.doubt(config, text)
     if not given("SecurityGroupIds") and given("NetworkInterfaces") is None:
         text = (
-            "SecurityGroupIds is missing in node_config: Ray makes a group that opens SSH to the"
-            " whole internet. Give one that lets in its own members, and your address at port 22."
+            "SecurityGroupIds is missing in node_config, so Ray makes a group that opens SSH to"
+            " the whole internet. Set a group that admits its own members, and your address at"
+            " port 22."
         )
         findings.doubt(config, text)

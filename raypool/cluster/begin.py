@@ -1,7 +1,7 @@
 """The start of a training job on its cluster's head: `python -m raypool.cluster.begin ... --
 train.py`.
 
-It checks that the folder for outputs is writable, instead of failing after hours of training, and
+It checks first that the output folder is writable, so that no training fails after hours, and
 waits until all machines have joined, so that the script's pool has all GPUs. Then it becomes the
 script, so that exit code and signals are the script's.
 
@@ -43,11 +43,11 @@ def main(words: Sequence[str]) -> None:
     """
     at = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(
-        prog="python -m raypool.cluster.begin", description="Begin a training job on its cluster."
+        prog="python -m raypool.cluster.begin", description="Start a training job on its cluster."
     )
-    parser.add_argument("--job-dir", help="folder that has to be writable")
+    parser.add_argument("--job-dir", help="folder that must be writable")
     parser.add_argument(
-        "--machines", type=int, default=1, help="number to wait for, the head included"
+        "--machines", type=int, default=1, help="number of machines to wait for, including the head"
     )
     parser.add_argument(
         "--timeout-s", type=float, default=MACHINES_TIMEOUT_S, help="time limit of the wait [s]"
@@ -56,7 +56,7 @@ def main(words: Sequence[str]) -> None:
     options = parser.parse_args(words[:at])
     script = words[at + 1 :]
     if not script:
-        parser.error("there is nothing to run: `-- SCRIPT` is missing")
+        parser.error("nothing to run: `-- SCRIPT` is missing")
     try:
         if options.job_dir is not None:
             try_out(options.job_dir)
@@ -116,7 +116,8 @@ def _nodes() -> list[Any]:
     address = os.environ.get("RAY_ADDRESS")
     if address is None:
         raise CloudError(
-            "RAY_ADDRESS is not set, so the cluster of this job is unknown. A job of Ray has it."
+            "RAY_ADDRESS is not set, so the cluster of this job is unknown. Ray sets it for its"
+            " jobs."
         )
     try:
         # Ray's client would try an address without a listener for a minute
@@ -128,7 +129,7 @@ def _nodes() -> list[Any]:
 
 
 def wait_until(machines: int, count: Callable[[], int], timeout_s: float) -> None:
-    """Wait until so many machines have joined, according to `count`, and print the progress.
+    """Wait until this many machines have joined, according to `count`, and print the progress.
 
     Raises:
         CloudError: Some have not joined by the time limit [s].
@@ -145,14 +146,13 @@ def wait_until(machines: int, count: Callable[[], int], timeout_s: float) -> Non
         elif there:
             raise CloudError(
                 f"{there} of {machines} machines have joined the Ray at {address} after"
-                f" {timeout_s:g} s. On a cloud, `raypool cluster status` shows what became of the"
-                " others: the zone may have no more machines of this kind, or your quota may be"
-                " used up."
+                f" {timeout_s:g} s. On a cloud, `raypool cluster status` shows the others: the"
+                " zone may be out of such machines, or your quota used up."
             )
         else:
             raise CloudError(
-                f"No Ray has answered at {address} for {timeout_s:g} s. RAY_ADDRESS has to be the"
-                " address of the cluster's head, and Ray has to run there."
+                f"Ray did not answer at {address} within {timeout_s:g} s. RAY_ADDRESS must be the"
+                " address of the cluster's head, and Ray must be running there."
             )
 
 

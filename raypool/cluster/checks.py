@@ -1,7 +1,7 @@
 """Checks of files before money is spent: for Ray's launcher, for Kubernetes, and of training jobs.
 
 A file for the launcher is checked by Ray's own schema first, then by rules for entries that Ray
-accepts although they cannot work or are open to everybody, at last by Ray's own preparation of the
+accepts although they cannot work or are open to everybody, finally by Ray's own preparation of the
 file, without making anything.
 
 Source: Ray's `autoscaler/ray-schema.json`, `autoscaler/_private/util.py` and
@@ -73,7 +73,7 @@ def check_file(path: str | Path, *, trust: bool = False) -> tuple[str, ...]:
     """
     documents = [document for document in read_documents(path) if document.content is not None]
     if not documents:
-        raise CloudError(f"{path} is empty. `raypool cluster init` writes a file to begin with.")
+        raise CloudError(f"{path} is empty. `raypool cluster init` writes a cluster file.")
     is_for_kubernetes = any(kubernetes.is_manifest(document.content) for document in documents)
     warnings: list[str] = []
     problems = []
@@ -117,8 +117,8 @@ def check(document: Document, *, trust: bool = False) -> tuple[str, ...]:
     else:
         findings.add(
             (),
-            "this is no cluster or job: a cluster for Ray's launcher has a provider, one on"
-            " Kubernetes an apiVersion, a training job a trainingInput, a task for SkyPilot a run.",
+            "this is not a cluster or job: it must have a provider (Ray's launcher), an"
+            " apiVersion (Kubernetes), a trainingInput (training job) or a run (SkyPilot).",
         )
     return findings.finish()
 
@@ -134,15 +134,15 @@ def _check_launcher(findings: Findings) -> None:
 
         if provider not in _NODE_PROVIDERS:
             near = nearest(str(provider), PROVIDERS)
-            findings.add(("provider", "type"), f"Ray knows no provider {provider!r}{near}")
+            findings.add(("provider", "type"), f"Ray has no provider {provider!r}{near}")
             return
-        text = f"raypool has no rules for {provider}: its settings were checked by Ray only."
+        text = f"raypool has no rules for {provider}: only Ray checked its settings."
         findings.doubt(("provider", "type"), text)
     findings.check_filled_in()
     for name, entry in (findings.at(("available_node_types",)) or {}).items():
         least, most = entry.get("min_workers", 0), entry.get("max_workers")
         if most is not None and least > most:
-            text = f"min_workers is {least}, more than max_workers, which is {most}."
+            text = f"min_workers ({least}) is more than max_workers ({most})."
             findings.add(("available_node_types", name, "min_workers"), text)
     _check_files(findings)
     _check_commands(findings)
@@ -165,7 +165,7 @@ def _schema() -> Draft7Validator:
     known["file_mounts"] = {"type": "object", "additionalProperties": {"type": "string"}}
     known["auth"]["required"] = ["ssh_user"]
     known["auth"]["properties"]["ssh_user"] = form(
-        "[A-Za-z_][-A-Za-z0-9_.@]*", "be the name of a user, such as ubuntu"
+        "[A-Za-z_][-A-Za-z0-9_.@]*", "be a user name, such as ubuntu"
     )
     return Draft7Validator(schema)
 
@@ -179,7 +179,7 @@ def _check_files(findings: Findings) -> None:
         if is_known or here.startswith(PLACEHOLDER):
             continue
         if not (folder / Path(here).expanduser()).exists():
-            text = f"{away} is to be copied from {here}, and there is no such file or folder here."
+            text = f"{away} is copied from {here}, which does not exist here."
             findings.add(("file_mounts", away), text)
     for name in ("ssh_private_key", "ssh_public_key"):
         given = findings.at(("auth", name))
@@ -187,19 +187,23 @@ def _check_files(findings: Findings) -> None:
             continue
         path = Path(given).expanduser()
         if not path.is_file():
-            findings.add(("auth", name), f"{name} is {path}, and there is no such file.")
+            findings.add(("auth", name), f"{name} is {path}, which does not exist.")
         elif name == "ssh_private_key" and (mode := stat.S_IMODE(path.stat().st_mode)) & 0o077:
-            text = f"others can read {path} (mode {mode:o}), so SSH refuses it: `chmod 600 {path}`."
+            text = (
+                f"SSH refuses {path}, which others can read (mode {mode:o}). Run `chmod 600"
+                f" {path}`."
+            )
             findings.add(("auth", name), text)
 
 
 def _check_commands(findings: Findings) -> None:
-    """Check that the commands for the machines are given, and require the token."""
+    """Check that the commands for the machines are set, and require the token."""
     for name in ("setup_commands", HEAD, WORKER):
         if findings.at((name,)) is None:
             text = (
-                f"{name} is missing: Ray takes its own, which install an old version and open the"
-                " dashboard to everybody. `raypool cluster harden` adds those that start Ray."
+                f"{name} is missing, so Ray uses its defaults, which install an old version and"
+                " open the dashboard to everybody. `raypool cluster harden` adds the commands"
+                " that start Ray."
             )
             findings.doubt((), text)
     ports = []
@@ -212,32 +216,32 @@ def _check_commands(findings: Findings) -> None:
             _check_start(findings, (name, number), command)
             if name == HEAD and "--autoscaling-config" not in command:
                 text = (
-                    "Ray is not told of this file, so no worker is ever made. Add"
+                    "Ray does not read this file, so it never starts a worker. Add"
                     " `--autoscaling-config=~/ray_bootstrap_config.yaml` to `ray start`."
                 )
                 findings.add((name, number), text)
         ports.append(re.search(port, "\n".join(starts.values())))
     head, worker = ports
     if head and worker and head[1] != worker[1]:
-        text = f"the workers look for the head at port {worker[1]}, and it listens at {head[1]}."
+        text = f"the workers connect to port {worker[1]}, but the head listens on port {head[1]}."
         findings.add((WORKER,), text)
 
 
 def _check_start(findings: Findings, keys: Keys, command: str) -> None:
     """Check that a command starts Ray with a token, and with a dashboard for this machine only."""
     if host := hardening.open_host(command):
-        text = f"the dashboard, which takes jobs, listens at {host}: it is open to the network."
+        text = f"the dashboard, which accepts jobs, listens on {host} and is open to the network."
         findings.doubt(keys, f"{text} `raypool cluster harden` closes it.")
     if not hardening.asks_for_token(command):
         text = (
-            "Ray is started without a token: whoever reaches it can run code. `raypool cluster"
+            "Ray starts without a token: anyone who can reach it can run code. `raypool cluster"
             " harden` adds one (`export RAY_AUTH_MODE=token;` in the same command)."
         )
         findings.doubt(keys, text)
     elif TOKEN not in (findings.at(("file_mounts",)) or {}) and "RAY_AUTH_TOKEN" not in command:
         text = (
-            f"Ray wants a token, and none is copied to the machines. Put `{TOKEN}: {TOKEN}` under"
-            " file_mounts."
+            f"Ray requires a token, but none is copied to the machines. Put `{TOKEN}: {TOKEN}`"
+            " under file_mounts."
         )
         findings.add(keys, text)
 

@@ -21,44 +21,45 @@ from raypool.cluster.plan import ClusterPlan, Provider
 from raypool.errors import CloudError
 
 COMMENTS = {
-    "provider": "Where.",
-    "auth": "Who logs in on the machines, by SSH.",
-    "min_workers": "So many machines at least besides the head.",
-    "max_workers": "So many machines at most besides the head.",
-    "idle_timeout_minutes": "A machine that has had no work for so long is given back.",
+    "provider": "Provider and location.",
+    "auth": "SSH login to the machines.",
+    "min_workers": "Minimum number of machines besides the head.",
+    "max_workers": "Maximum number of machines besides the head.",
+    "idle_timeout_minutes": "Machines without work for this long are released.",
     "head_node_type": (
-        "The machine that the others join: it makes them when there is work for them, and gives"
-        " them back."
+        "The machine that the others join; it starts them when there is work, and releases idle"
+        " ones."
     ),
     "available_node_types": (
-        "Kinds of machines: what Ray may give away of each, how many there are, and what they are."
+        "Machine types: the resources that Ray may use, the numbers of machines, and their"
+        " settings."
     ),
     "file_mounts": (
-        "Copied to each machine: what is installed there and, for Ray's launcher, the token that"
-        " everybody who connects has to show."
+        "Copied to each machine: the packages to install and, for Ray's launcher, the token that"
+        " clients must present."
     ),
-    "num_nodes": "So many machines, all of one kind.",
-    "secrets": "The token that everybody shows who connects to Ray; `sky launch --secret` has it.",
-    "setup": "What is installed, and how: in an environment of its own, the same on every machine.",
-    "run": "Ray, with the token, beside SkyPilot's own; then the command, on the first machine.",
+    "num_nodes": "Number of machines, all of one type.",
+    "secrets": "The token that clients of Ray must present; `sky launch --secret` sets it.",
+    "setup": "Installs the packages in a separate environment, the same on every machine.",
+    "run": "Starts Ray with the token, beside SkyPilot's, then the command on the first machine.",
     "initialization_commands": (
-        "What is installed, and how: in an environment of its own, the same on every machine."
+        "Installs the packages in a separate environment, the same on every machine."
     ),
     "head_start_ray_commands": (
-        "Ray, with the token; its dashboard on the loopback only; a machine that is silent for 8 s"
-        " is given up. In a cloud, a watcher deletes all machines, this one too, when no job, pool"
-        " or client has used them for so many minutes."
+        "Starts Ray with the token; the dashboard listens on localhost only, and machines silent"
+        " for 8 s are dropped. In a cloud, a watcher deletes all machines, including this one,"
+        " after this many minutes without a job, pool or client."
     ),
-    "worker_start_ray_commands": "What runs on each worker.",
+    "worker_start_ray_commands": "Starts Ray on each worker.",
 }
 """The comments above entries of a launcher's file."""
 
 WHAT = {
     "gcp": "A cluster of machines with GPUs on Google Cloud, for Ray's launcher.",
     "aws": "A cluster of machines with GPUs on AWS, for Ray's launcher.",
-    "on-prem": "A cluster of machines that are there already, for Ray's launcher.",
+    "on-prem": "A cluster of existing machines, for Ray's launcher.",
     "kubernetes": "A cluster of pods with GPUs, for KubeRay.",
-    "sky": "A task on machines with GPUs, in any cloud that SkyPilot knows.",
+    "sky": "A task on machines with GPUs, in any cloud that SkyPilot supports.",
 }
 
 WRITERS: dict[Provider, Callable[[ClusterPlan], dict[str, Any]]] = {
@@ -89,9 +90,9 @@ def text_of(
 
     Args:
         plan: The cluster.
-        command: The command that writes the file.
+        command: The command line, for the comment.
         file: The name of the file.
-        warn: Takes warnings.
+        warn: Called with each warning.
         trust: Leave out warnings of machines that the (dated) catalogues lack.
 
     Raises:
@@ -108,9 +109,12 @@ def text_of(
     if names and plan.provider == "aws":
         fill_in += aws.header(plan)
     if kubernetes.RAYPOOL in names:
-        fill_in.append("The wheel: `pip wheel --no-deps .` in raypool's folder; `sha256sum` of it.")
+        fill_in.append(
+            "Make the wheel with `pip wheel --no-deps .` in raypool's folder; `sha256sum` prints"
+            " its hash."
+        )
     if any(group.machine.startswith(FAST_NETWORKS) for group in plan.groups):
-        fill_in.append("These machines exchange data by TCP: EFA and GPUDirect are not configured.")
+        fill_in.append("These machines communicate over TCP: EFA and GPUDirect are not configured.")
     header = [
         WHAT[plan.provider],
         "Made by:",
@@ -165,7 +169,7 @@ def save(text: str, file: Path, plan: ClusterPlan, is_forced: bool = False) -> N
         raise CloudError(f"{file} already exists, {end}.") from None
     except OSError as error:
         raise CloudError(
-            f"{file} could not be written: {error.strerror}. Give --out with another place."
+            f"{file} could not be written: {error.strerror}. Choose another place with --out."
         ) from error
     finally:
         with contextlib.suppress(OSError):
@@ -197,7 +201,7 @@ def render(documents: Iterable[Mapping[str, Any]], header: Iterable[str]) -> str
         <BLANKLINE>
         cluster_name: lab
         <BLANKLINE>
-        # So many machines at most besides the head.
+        # Maximum number of machines besides the head.
         max_workers: 2
     """
     # a value may have line ends in it

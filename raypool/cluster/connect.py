@@ -78,12 +78,12 @@ def _readable(entry: str | os.PathLike[str], name: str) -> str:
     except OSError as error:
         why = f"could not be read: {error.strerror}"
     if why:
-        raise StartupError(f"{name}: {path} {why}. Copy it from the head of the cluster.")
+        raise StartupError(f"{name}: {path} {why}. Copy it from the cluster's head.")
     return str(path)
 
 
 def host_and_port(address: str) -> tuple[str, int | None]:
-    """Return host and port of a Ray; no port if Ray has to find it.
+    """Return the host and port of a Ray; no port if Ray must find it.
 
     Example:
         >>> host_and_port("ray://head:10001"), host_and_port("10.0.0.1:6379"), host_and_port("auto")
@@ -100,7 +100,7 @@ def check(address: str) -> None:
 
     Raises:
         StartupError: Nothing listens there; only one side encrypts; the token is refused; or the
-            address is for nodes of the cluster, and this machine is none.
+            address is for nodes of the cluster, and this machine is not one.
     """
     host, port = host_and_port(address)
     if port is None:
@@ -109,19 +109,19 @@ def check(address: str) -> None:
         socket.create_connection((host, port), CONNECT_TIMEOUT_S).close()
     except OSError as error:
         raise StartupError(
-            f"Nobody answers at {address} ({error}). Check the address, and that Ray runs there and"
-            " this machine may reach it."
+            f"Nothing answers at {address} ({error}). Check the address, that Ray runs there, and"
+            " that this machine can reach it."
         ) from None
     encrypts = speaks_tls(host, port)
     if _wants_tls() and not encrypts:
         raise StartupError(
-            f"The connection is to be encrypted (tls), but what answers at {address} does not"
-            " encrypt. Leave tls (and RAY_USE_TLS) out, or start Ray there with RAY_USE_TLS=1."
+            f"tls requires encryption, but the server at {address} does not encrypt. Leave tls"
+            " (and RAY_USE_TLS) out, or start Ray there with RAY_USE_TLS=1."
         )
     if encrypts and not _wants_tls():
         raise StartupError(
-            f"What answers at {address} encrypts its connections, and this process has no"
-            " certificate. Give the profile one: tls=Tls(certificate=..., key=..., authority=...)."
+            f"The server at {address} encrypts its connections, but this process has no"
+            " certificate. Set tls=Tls(certificate=..., key=..., authority=...) in the profile."
         )
     if address.startswith(CLIENT):
         _check_server(address, f"{host}:{port}")
@@ -170,14 +170,14 @@ def _check_server(address: str, target: str) -> None:
             elif _wants_tls() and code is grpc.StatusCode.UNAVAILABLE:
                 # TLS was answered, so the certificates are refused
                 refusal = StartupError(
-                    f"{address} does not accept the certificate of this machine, or this machine"
-                    f" not the one shown there ({details}). Both have to be signed by the same"
-                    " authority, and the one there has to name the host of this address."
+                    f"The server at {address} rejected this machine's certificate, or this"
+                    f" machine rejected the server's ({details}). The same authority must sign"
+                    " both, and the server's must name the host of this address."
                 )
             else:
                 refusal = StartupError(
-                    f"What answers at {address} is no server of Ray Client, or a broken one"
-                    f" ({code.name}: {details}). Its port on the cluster's head is usually 10001."
+                    f"The server at {address} is not a working Ray Client server ({code.name}:"
+                    f" {details}). Ray Client's port on the cluster's head is usually 10001."
                 )
             raise refusal from None
 
@@ -185,14 +185,14 @@ def _check_server(address: str, target: str) -> None:
 def _bad_token(address: str) -> StartupError:
     if os.environ.get("RAY_AUTH_MODE") != "token":
         return StartupError(
-            f"The cluster at {address} asks for a token, and this process has none. "
-            "Copy ~/.ray/auth_token from its head, and name the file: token_file=..."
+            f"The cluster at {address} requires a token, but this process has none. Copy"
+            " ~/.ray/auth_token from its head, and set token_file=... to the copy."
         )
     path = os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")
     where = "RAY_AUTH_TOKEN" if "RAY_AUTH_TOKEN" in os.environ else path
     return StartupError(
-        f"The cluster at {address} does not accept the token in {where}: it is that of another"
-        " cluster, or an old one. Copy ~/.ray/auth_token from its head again."
+        f"The cluster at {address} rejected the token in {where}: it is another cluster's, or out"
+        " of date. Copy ~/.ray/auth_token from its head again."
     )
 
 
@@ -220,18 +220,18 @@ def _check_node(address: str) -> None:
             nodes = GcsClient(address=address).get_all_node_info(timeout=ANSWER_S).values()
     except (RpcError, RaySystemError) as error:
         raise StartupError(
-            f"What answers at {address} is not Ray's control store, or a broken one ({error}). Its"
-            " port on the cluster's head is usually 6379."
+            f"The server at {address} is not a working Ray control store ({error}). The control"
+            " store's port on the cluster's head is usually 6379."
         ) from None
     there = sorted({node.node_manager_address for node in nodes if node.state == 0})  # alive
     here = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
     if not here.intersection(there):
         head = host_and_port(address)[0]
         raise StartupError(
-            f"This machine is no node of the cluster at {address} (its nodes:"
-            f" {', '.join(there) or 'none'}), and only a node can join it there. From outside use"
-            f" Ray Client: address='{CLIENT}{head}:PORT', where PORT is 10001 unless `ray start`"
-            " was given another (--ray-client-server-port)."
+            f"This machine is not a node of the cluster at {address} (its nodes:"
+            f" {', '.join(there) or 'none'}), and only nodes can use this address. From outside,"
+            f" use Ray Client: address='{CLIENT}{head}:PORT', where PORT is 10001 unless `ray"
+            " start` set another (--ray-client-server-port)."
         )
 
 
@@ -242,8 +242,9 @@ def not_started(address: str | None, error: Exception) -> StartupError:
     if "Version mismatch" in str(error) and len(rays) == len(pythons) == 2:
         theirs, ours = (f"Ray {rays[side]} and Python {pythons[side]}" for side in (0, 1))
         return StartupError(
-            f"The cluster at {where} runs {theirs}, this process {ours}. Both have to be the same,"
-            " of Python the first two numbers: make an environment with those of the cluster."
+            f"The cluster at {where} runs {theirs}, this process {ours}. Ray's versions must"
+            " match, and Python's in the first two numbers: make an environment with the"
+            " cluster's versions."
         )
     return StartupError(f"Ray could not be started or reached at {where}: {error}")
 
@@ -297,7 +298,7 @@ def runtime_env(profile: Profile) -> dict[str, Any]:
     """Return the `runtime_env` for a profile's workers, and warn of a large folder.
 
     Raises:
-        InvalidValueError: `working_dir` is no folder, or larger than Ray accepts.
+        InvalidValueError: `working_dir` is not a folder, or is larger than Ray accepts.
 
     Example:
         >>> runtime_env(Profile(packages=["scikit-learn>=1.5"]))
@@ -312,7 +313,7 @@ def runtime_env(profile: Profile) -> dict[str, Any]:
 
     folder = Path(profile.working_dir).expanduser().absolute()
     if not folder.is_dir():
-        raise InvalidValueError(f"working_dir: {folder} is no folder.")
+        raise InvalidValueError(f"working_dir: {folder} is not a folder.")
     shipped["working_dir"] = str(folder)
     sizes = sizes_of(folder)
     total = sum(sizes.values())
@@ -325,10 +326,10 @@ def runtime_env(profile: Profile) -> dict[str, Any]:
         f"working_dir: {folder} has {total / MIB:.0f} MiB in {len(sizes)} entries; the largest:"
         f" {largest}."
     )
-    step = "List unneeded files in a file .rayignore there, written like a .gitignore."
+    step = "List unneeded files in a .rayignore there, in the format of .gitignore."
     if total >= GCS_STORAGE_MAX_SIZE:
         raise InvalidValueError(
-            f"{words} Ray takes {GCS_STORAGE_MAX_SIZE / MIB:.0f} MiB at most. {step}"
+            f"{words} Ray accepts {GCS_STORAGE_MAX_SIZE / MIB:.0f} MiB at most. {step}"
         )
     logger.warning("%s All of it is uploaded to the cluster. %s", words, step)
     return shipped

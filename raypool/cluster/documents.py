@@ -20,7 +20,7 @@ Keys = tuple[str | int, ...]
 
 PLACEHOLDER = "<"  # begins an entry to fill in: "<your project>"
 WITHIN = re.compile(r"<(your|address of) [^<>]*>")  # a placeholder within a command
-OPEN = "is still to be filled in."  # ends the messages about placeholders
+OPEN = "must be filled in."  # ends the messages about placeholders
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Document:
         return line + 1
 
     def place_of(self, keys: Keys) -> str:
-        """Return where the entry at `keys` was given: "cluster.yaml, line 3", or an option."""
+        """Return the place of the entry at `keys`: "cluster.yaml, line 3", or an option."""
         for length in range(len(keys), 0, -1):
             if keys[:length] in self.options:
                 return self.options[keys[:length]]
@@ -72,8 +72,8 @@ def launcher_document(documents: Sequence[Document], name: str | Path) -> Docume
     content = documents[0].content if len(documents) == 1 else None
     if not isinstance(content, dict) or not isinstance(content.get("provider"), dict):
         is_manifest = isinstance(content, dict) and "kind" in content
-        hint = " A cluster on Kubernetes is made by `kubectl apply`." if is_manifest else ""
-        raise CloudError(f"{name} is no file for Ray's launcher: it names no provider.{hint}")
+        hint = " `kubectl apply` starts a cluster on Kubernetes." if is_manifest else ""
+        raise CloudError(f"{name} is not a file for Ray's launcher: it has no provider.{hint}")
     return documents[0]
 
 
@@ -132,7 +132,7 @@ def _check_keys(node: yaml.Node, name: str) -> None:
 
 
 class Problem(NamedTuple):
-    """A mistake in the entry at `keys`: a text that says what would be right."""
+    """A mistake in the entry at `keys`, with its correction."""
 
     keys: Keys
     text: str
@@ -179,7 +179,7 @@ class Findings:
     def check_schema(self, schema: Validator, keys: Keys = ()) -> None:
         """Note where the entry at `keys` violates a JSON schema.
 
-        The keyword "must" of a schema says what is right, in words: "be a whole number".
+        The keyword "must" of a schema has the rule in words: "be a whole number".
         """
         for error in schema.iter_errors(self.at(keys)):
             at = (*keys, *error.absolute_path)

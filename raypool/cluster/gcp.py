@@ -31,8 +31,8 @@ GPU_IMAGES = "projects/deeplearning-platform-release/global/images/family/"
 HYPERDISK_ONLY = ("a3-ultragpu-", "a4-", "a4x-", "g4-", "n4-", "c4-", "c4a-", "c4d-")
 
 OS_LOGIN = (
-    "If SSH is refused, the project may enforce OS Login, which ignores the key that Ray makes: add"
-    " `metadata: {items: [{key: enable-oslogin, value: 'FALSE'}]}` to each node_config."
+    "If SSH is refused, the project may enforce OS Login, which ignores the key that Ray makes."
+    " Add `metadata: {items: [{key: enable-oslogin, value: 'FALSE'}]}` to each node_config."
 )
 
 STORAGE = "https://www.googleapis.com/auth/devstorage.read_write"
@@ -42,8 +42,8 @@ NAME_LIMIT = 35
 
 _NAME = form(
     rf"[a-z][-a-z0-9]{{0,{NAME_LIMIT - 1}}}",
-    f"have lower-case letters, digits and dashes only, a letter first, {NAME_LIMIT} at most: names"
-    " of machines begin with it",
+    f"begin with a letter and have at most {NAME_LIMIT} lower-case letters, digits and dashes:"
+    " machine names begin with it",
 )
 _PROJECT = form(
     "([a-z.]+:)?[a-z][-a-z0-9]{4,28}[a-z0-9]",
@@ -81,7 +81,7 @@ SHAPE = Draft7Validator(
         },
     }
 )
-"""What the checks of a `node_config` rely on, and Google's description lacks."""
+"""Rules that the checks of a `node_config` need, and Google's description lacks."""
 
 ENDS = {"onHostMaintenance": "TERMINATE"}  # spot machines and machines with GPUs cannot move
 SPOT = {
@@ -90,7 +90,7 @@ SPOT = {
     **ENDS,
     "automaticRestart": False,
 }
-"""The scheduling of machines that Google takes back."""
+"""The scheduling of spot machines."""
 
 
 def write(plan: ClusterPlan) -> dict[str, Any]:
@@ -101,8 +101,8 @@ def write(plan: ClusterPlan) -> dict[str, Any]:
     """
     if "," in (plan.zone or ""):
         raise CloudError(
-            f"{plan.zone} names several zones, and Ray's launcher puts all machines of a cluster on"
-            " Google Cloud into one. Name one, or use --provider sky, which tries several."
+            f"{plan.zone} names several zones, but Ray's launcher puts all machines of a cluster"
+            " on Google Cloud into one. Choose one, or use --provider sky, which tries several."
         )
     provider = {
         "type": "gcp",
@@ -160,7 +160,7 @@ def check(findings: Findings) -> None:
     if not isinstance(zone, str) or zone.startswith(PLACEHOLDER):
         zone = None
     elif region not in (None, region_of(zone)):
-        text = f"region is {region!r}, and the zone {zone} lies in {region_of(zone)}."
+        text = f"region is {region!r}, but zone {zone} is in {region_of(zone)}."
         findings.add(("provider", "region"), text)
     if _schema() is None:
         text = (
@@ -172,7 +172,8 @@ def check(findings: Findings) -> None:
         keys: Keys = ("available_node_types", name)
         if not re.fullmatch(r"[a-z0-9_-]{1,63}", name):
             text = (
-                f"{name!r} becomes a label of machines: lower-case letters, digits, - and _ only."
+                f"{name!r} becomes a label of machines: use only lower-case letters, digits, -"
+                " and _."
             )
             findings.add(keys, text)
         _check_type(findings, keys, zone)
@@ -182,7 +183,7 @@ def _check_type(findings: Findings, keys: Keys, zone: str | None) -> None:
     """Check a node type: its settings, and the machine and GPUs that they ask for."""
     config = (*keys, "node_config")
     if isinstance(findings.at((*config, "scheduling")), list):  # as in Ray's own examples
-        text = "Google describes scheduling as a mapping, not a list; write it without the dash."
+        text = "scheduling must be a mapping, not a list. Write it without the dash."
         findings.doubt((*config, "scheduling"), text)
         return
     findings.check_schema(_schema() or SHAPE, config)
@@ -192,7 +193,9 @@ def _check_type(findings: Findings, keys: Keys, zone: str | None) -> None:
     for at, text in texts(settings):
         place = re.match(r"(?:https?://.*/)?(?:projects/[^/]+/)?zones/([^/]+)/", text)
         if place is not None and zone not in (None, place[1]):
-            text = f"{at[-1]} is in {place[1]}, and the cluster is in {zone}: it must be the same."
+            text = (
+                f"{at[-1]} is in {place[1]}, but the cluster is in {zone}: both must be the same."
+            )
             findings.add((*config, *at), text)
     gpu, gpus = _check_machine(findings, keys, zone)
     _check_scheduling(findings, config, has_gpus=gpus > 0)
@@ -222,7 +225,7 @@ def _check_machine(findings: Findings, keys: Keys, zone: str | None) -> tuple[st
         return None, 1
     right = gce.gpu(gpu).accelerator if gpu else None
     if (name := findings.at(accelerator)) and name.rpartition("/")[2] != right:
-        findings.add(accelerator, f"acceleratorType is {name!r}; Compute Engine calls it {right}.")
+        findings.add(accelerator, f"acceleratorType is {name!r}; Compute Engine's name is {right}.")
     is_custom = re.fullmatch(r"([a-z]\w*-)?custom-\d+-\d+(-ext)?", machine) is not None
     try:
         if not is_custom:  # these are in no catalogue

@@ -49,7 +49,7 @@ def last_use(jobs: Iterable[JobDetails], now: float) -> float:
 
 
 def watch(minutes: float, find_jobs: Callable[[], Iterable[JobDetails]]) -> bool:
-    """Wait until the cluster has been unused for so many minutes; return whether to shut it down.
+    """Wait until the cluster has been unused for this many minutes; return whether to shut it down.
 
     `find_jobs` returns the cluster's jobs.
     """
@@ -66,7 +66,7 @@ def watch(minutes: float, find_jobs: Callable[[], Iterable[JobDetails]]) -> bool
             # A dashboard may be slow beside work that runs. Without a head's Ray nothing runs.
             if any(each.info["name"] == "gcs_server" for each in psutil.process_iter(["name"])):
                 used_at = time.time()
-                logger.warning("The jobs are not known, so the cluster counts as used: %s", error)
+                logger.warning("The jobs are unknown, so the cluster counts as in use: %s", error)
     return True
 
 
@@ -90,11 +90,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m raypool.cluster.idle", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--minutes", type=float, required=True, help="unused for so long [min]")
     parser.add_argument(
-        "--address", default=f"http://127.0.0.1:{DASHBOARD_PORT}", help="of the dashboard"
+        "--minutes", type=float, required=True, help="time without use before shutdown [min]"
     )
-    parser.add_argument("--config", default=CONFIG, help="the cluster's, as its head has it")
+    parser.add_argument(
+        "--address", default=f"http://127.0.0.1:{DASHBOARD_PORT}", help="address of the dashboard"
+    )
+    parser.add_argument("--config", default=CONFIG, help="cluster file on the head")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
     profile = Profile(jobs_address=options.address, token_file=TOKEN)

@@ -40,7 +40,7 @@ TIERS = {"BASIC": ("n1-standard-4", None, 0), "BASIC_GPU": ("n1-standard-8", "K8
 """The scale tiers that are one machine: its type and GPUs. CUSTOM lists machines."""
 
 UNUSED = {
-    "runtimeVersion": "machines get the versions that are installed here",
+    "runtimeVersion": "machines get the versions installed here",
     "pythonVersion": "machines get the Python that runs here",
     "enableWebAccess": "`raypool cluster connect` opens the dashboard",
 }
@@ -49,14 +49,14 @@ UNUSED = {
 ADD = "Write the cluster's file with --dry-run, and add"
 UNABLE = {
     "hyperparameters": (
-        "Let the script call raypool.parfor with a function that trains for one setting."
+        "In the script, call raypool.parfor with a function that trains one configuration."
     ),
-    "packageUris": "--package-path sends your package along, and --package installs what it needs.",
-    "scheduling": "`raypool job stop` ends a job.",
+    "packageUris": "--package-path uploads your package, and --package installs its dependencies.",
+    "scheduling": "`raypool job stop` stops a job.",
     "encryptionConfig": f"{ADD} it to the disks there.",
     "network": f"{ADD} networkInterfaces to each node_config there.",
     "serviceAccount": f"{ADD} serviceAccounts to each node_config there.",
-    "tpuTfVersion": "There are no TPUs here.",
+    "tpuTfVersion": "There are no machines with TPUs.",
 }
 """Settings that are not supported, and what to do instead."""
 
@@ -88,12 +88,12 @@ ROLE = _mapping(
 FOLDER = {
     "type": "string",
     "pattern": r"^(/|(gs|s3)://[a-z0-9][a-z0-9._-]+[a-z0-9](/|$))",
-    "must": "be gs://BUCKET/..., s3://BUCKET/... or a path that begins with /",
+    "must": "be gs://BUCKET/..., s3://BUCKET/... or an absolute path",
 }
 TRAINING = _mapping(
     scaleTier={
         "enum": ["CUSTOM", *TIERS],
-        "must": f"be CUSTOM, where the machines are listed, or one of {', '.join(TIERS)}",
+        "must": f"be CUSTOM, with a list of machines, or one of {', '.join(TIERS)}",
     },
     region=_TEXT,
     jobDir=FOLDER,
@@ -183,8 +183,8 @@ def read(document: Document, *, trust: bool = False) -> Training:
         first = next(name for name in content if name in TRAINING["properties"])
         findings.add(
             (first,),
-            f"{first} belongs into trainingInput: write `trainingInput:` above it, and"
-            " indent the settings.",
+            f"{first} belongs in trainingInput. Write `trainingInput:` above it, and indent the"
+            " settings.",
         )
         findings.finish()
     findings.check_schema(SCHEMA)
@@ -230,7 +230,7 @@ def _check_roles(findings: Findings, settings: Mapping[str, Any]) -> None:
     for role, config in zip(list(GROUPS)[1:], others, strict=True):
         keys: Keys = (INPUT, f"{role}Config")
         if (other := config.get("imageUri", image)) != image:
-            text = f"imageUri is {other!r}, and the master's is {image!r}: all must be the same."
+            text = f"imageUri is {other!r}, but the master's is {image!r}: all must be the same."
             findings.add((*keys, "imageUri"), text)
         for name in {"containerCommand", "containerArgs"} & config.keys():
             findings.doubt((*keys, name), f"{name} is not used: the job runs on the master only.")
@@ -291,7 +291,9 @@ def _groups(
     machine, gpu, gpus = TIERS[tier]
     for name in settings:
         if re.fullmatch(f"({'|'.join(GROUPS)})(Type|Count|Config)", name):
-            findings.add((INPUT, name), f"{name} needs scaleTier CUSTOM; {tier} is one {machine}.")
+            findings.add(
+                (INPUT, name), f"{name} needs scaleTier CUSTOM; {tier} is a single {machine}."
+            )
     return (NodeGroup(name=GROUPS["master"], machine=machine, gpu=gpu, gpus=gpus),)
 
 
@@ -327,13 +329,13 @@ def _group(
         count = 1
     elif (count := int(settings.get(name_count, 0))) == 0:
         if given and name_count not in settings:
-            findings.add((INPUT, given[0]), f"{given[0]} is given, but no {name_count}.")
+            findings.add((INPUT, given[0]), f"{given[0]} is set, but {name_count} is not.")
         return None
     if {name_type, name_config} & wrong:
         return None
     if name_type not in settings:
         at = (INPUT,) if role == "master" else (INPUT, name_count)
-        findings.add(at, f"{name_type} is missing: the machine type, such as n1-highcpu-16.")
+        findings.add(at, f"{name_type} is missing. Set the machine type, such as n1-highcpu-16.")
         return None
     machine, config = known.shape(settings[name_type]), settings.get(name_config, {})
     gpu, gpus = machine.gpu, machine.gpus
@@ -373,7 +375,7 @@ def overridden(document: Document, options: Mapping[str, tuple[Keys, Any]]) -> D
 
     Args:
         document: The file's.
-        options: The given options, each with the path to its entry and the value.
+        options: The options that are set, each with the path to its entry and the value.
 
     Example:
         >>> from raypool.cluster.documents import documents_of

@@ -1,7 +1,7 @@
 """Jobs on a cluster: commands that its head runs, independently of this machine.
 
 Ray's `JobSubmissionClient` hands them in, asks for them and stops them, through the dashboard: the
-one port of a cluster that has to be reachable from elsewhere, as a rule through a tunnel.
+one port of a cluster that must be reachable from elsewhere, usually through a tunnel.
 `Dashboard` adds what that client lacks: a time limit for every request, and care that nobody else
 sees the token.
 
@@ -161,7 +161,7 @@ class Dashboard(JobSubmissionClient):  # type: ignore[misc]
         profile: `jobs_address`, `token_file` and `tls` say how to reach it.
 
     Raises:
-        CloudError: Nobody answers there, or the token is refused or would travel unencrypted.
+        CloudError: Nothing answers there; or the token is refused, or would be sent unencrypted.
         InvalidValueError: The profile has no address for jobs.
     """
 
@@ -173,9 +173,9 @@ class Dashboard(JobSubmissionClient):  # type: ignore[misc]
         # `own` is in a network that Ray trusts
         if token and own is None and self.url.startswith("http:") and not self._is_here:
             raise CloudError(
-                f"The token would travel to {self.url} unencrypted. Open a tunnel (raypool cluster"
-                " connect, kubectl port-forward) and name its end here as jobs_address"
-                " (http://127.0.0.1:8265), or an address with https.",
+                f"The token would be sent to {self.url} unencrypted. Open a tunnel (raypool"
+                " cluster connect, kubectl port-forward) and set jobs_address to its local end"
+                " (http://127.0.0.1:8265), or use an https address.",
                 status=None,
             )
         self._has_token = bool(token)
@@ -197,7 +197,7 @@ class Dashboard(JobSubmissionClient):  # type: ignore[misc]
                 raise self._stranger() from None
             except RuntimeError as error:
                 raise CloudError(
-                    f"Ray's client for jobs cannot be used here: {error} Try: pip install"
+                    f"Ray's job client cannot be used here: {error} Try: pip install"
                     " raypool[cluster]"
                 ) from None
             finally:
@@ -209,8 +209,8 @@ class Dashboard(JobSubmissionClient):  # type: ignore[misc]
         """Return the answer for a path.
 
         Raises:
-            CloudError: Nobody answers, or it is refused; `.status` is the HTTP status of the
-                answer, None if there was none.
+            CloudError: Nothing answers, or the request is refused; `.status` is the HTTP status of
+                the answer, None without an answer.
         """
         answer = self._do_request("GET", path, params=query)
         try:
@@ -270,7 +270,7 @@ class Dashboard(JobSubmissionClient):  # type: ignore[misc]
     def tail(self, job_id: str) -> Iterator[str]:
         """Yield a job's output until the stream ends, and "" whenever there is none for a while.
 
-        The thread must have no running event loop, as that of a notebook has.
+        The thread must not have a running event loop, as a notebook's does.
         """
         with asyncio.Runner() as runner:
             # it would tell that Ray's client leaves its connection open
@@ -292,7 +292,7 @@ class Dashboard(JobSubmissionClient):  # type: ignore[misc]
         """Ask the dashboard: every request of Ray's client comes through here.
 
         Raises:
-            CloudError: Nobody answers, or not so.
+            CloudError: Nothing answers, or the request fails.
         """
         request = {
             "timeout": TIMEOUTS_S[method],
@@ -305,14 +305,12 @@ class Dashboard(JobSubmissionClient):  # type: ignore[misc]
         try:
             answer = super()._do_request(method, endpoint, **request)
         except AuthenticationError:
-            said = f"asks for a token, and there is none in {self._token_from}."
+            said = f"requires a token, but there is none in {self._token_from}."
             if self._has_token:
-                said = (
-                    f"does not know the token in {self._token_from}: it may be another cluster's."
-                )
+                said = f"rejected the token in {self._token_from}, which may be another cluster's."
             raise CloudError(
-                f"The cluster at {self.url} {said} Copy ~/.ray/auth_token of its head, and name the"
-                " copy with token_file=.",
+                f"The cluster at {self.url} {said} Copy ~/.ray/auth_token from its head, and set"
+                " token_file= to the copy.",
                 status=403 if self._has_token else 401,
             ) from None
         except OSError as error:  # all of requests' own are
@@ -320,16 +318,16 @@ class Dashboard(JobSubmissionClient):  # type: ignore[misc]
             while cause.__context__ is not None:  # three wrappers, with addresses of objects
                 cause = cause.__context__
             raise CloudError(
-                f"No dashboard of Ray answers at {self.url} ({cause}). Is the tunnel open"
-                " (raypool cluster connect)? On this machine `ray start --head` starts a Ray that"
-                " has one; the Ray that a pool starts for itself has none.",
+                f"No Ray dashboard answers at {self.url} ({cause}). Is the tunnel open (raypool"
+                " cluster connect)? On this machine, `ray start --head` starts a Ray with a"
+                " dashboard; the Ray that a pool starts has none.",
                 status=None,
             ) from None
         status = answer.status_code
         if 300 <= status < 400:
             raise CloudError(
-                f"{self.url} sends on to another address ({status}), and the token goes nowhere"
-                " else. Name the dashboard itself as jobs_address.",
+                f"{self.url} redirects to another address ({status}), and the token is not sent"
+                " there. Set jobs_address to the dashboard itself.",
                 status=status,
             )
         # the client asks whether an upload is needed
@@ -340,7 +338,7 @@ class Dashboard(JobSubmissionClient):  # type: ignore[misc]
 
     def _stranger(self) -> CloudError:
         return CloudError(
-            f"{self.url} is no dashboard of Ray. Check jobs_address and the tunnel.", status=None
+            f"{self.url} is not a Ray dashboard. Check jobs_address and the tunnel.", status=None
         )
 
 
@@ -357,7 +355,7 @@ def _token(profile: Profile) -> tuple[Path | str, str | None]:
         if profile.token_file is None:
             return path, None
         raise CloudError(
-            f"There is no token in {path}. It is the file ~/.ray/auth_token of the cluster's head."
+            f"There is no token in {path}. Copy ~/.ray/auth_token from the cluster's head."
         ) from None
 
 
@@ -440,19 +438,19 @@ class JobQueue(ABC):
             command: The words of the command; each arrives unchanged. "python" is the Python of the
                 cluster.
             name: The name of the job.
-            env: Environment variables of the job and its workers. Whoever may look at the dashboard
-                can read them.
+            env: Environment variables of the job and its workers. Anyone who can open the
+                dashboard can read them.
             cpus: Cores to reserve for the command itself, all on one node.
             gpus: GPUs likewise.
             call: The function to run, see `PackedCall`.
 
         Raises:
-            InvalidValueError: There is no command; or Slurm is asked for `cpus` or `gpus`.
-            CloudError: No node could ever run it, or it is refused.
+            InvalidValueError: The command is empty; or `cpus` or `gpus` is set on Slurm.
+            CloudError: No node could ever run it, or the cluster refuses it.
         """
         if not command:
             raise InvalidValueError(
-                "There is no command to run. Give one, such as ['python', 'train.py']."
+                "There is no command to run. Pass one, such as ['python', 'train.py']."
             )
         job_id = new_id() if call is None else call.job_id
         self._submit(JobRequest(job_id, command, name or job_id, env or {}, cpus, gpus, call))
@@ -518,19 +516,19 @@ class Jobs(JobQueue):
             except (CloudError, RuntimeError, ValueError, OSError) as error:
                 if getattr(error, "status", 0) is None:
                     raise CloudError(
-                        f"{error} It may have taken job {submission_id}; once it answers, `raypool"
-                        f" job status {submission_id}` shows that.",
+                        f"{error} It may have accepted job {submission_id}; once it answers,"
+                        f" `raypool job status {submission_id}` shows the job.",
                         status=None,
                     ) from None
                 if "No available agent" not in str(error):
                     raise CloudError(
-                        f"{self.dashboard.url} has not taken the job: {_last_line(error)}"
+                        f"{self.dashboard.url} did not accept the job: {_last_line(error)}"
                     ) from None
                 if time.monotonic() > deadline:
                     raise CloudError(
-                        f"The head at {self.dashboard.url} answers, but has taken no job for"
-                        f" {HEAD_TIMEOUT_S:g} s: its dashboard agent is not there. Is another Ray"
-                        " on that machine, which has its port (52365)? See dashboard_agent.log."
+                        f"The head at {self.dashboard.url} answers, but accepted no job for"
+                        f" {HEAD_TIMEOUT_S:g} s: its dashboard agent is not running. Does another"
+                        " Ray on that machine use its port (52365)? See dashboard_agent.log."
                     ) from None
 
     def look(self, job_id: str) -> JobInfo:
@@ -541,8 +539,8 @@ class Jobs(JobQueue):
             if getattr(error, "status", None) == 404:
                 raise CloudError(
                     f"There is no job {job_id!r} on the cluster at {self.dashboard.url}. A"
-                    " restarted cluster forgets its jobs; `raypool job status` lists those that it"
-                    " knows.",
+                    " restarted cluster forgets its jobs; `raypool job status` lists the known"
+                    " ones.",
                     status=404,
                 ) from None
             raise
@@ -576,13 +574,13 @@ class Jobs(JobQueue):
             time.sleep(max(0.0, min(LOOK_S, deadline - time.monotonic())))
 
     def log(self, job_id: str) -> str:
-        """Return a job's output so far, after some lines of Ray's own."""
+        """Return a job's output so far, which begins with some lines from Ray."""
         self.look(job_id)
         return str(self.dashboard.get_job_logs(_quoted(job_id)))
 
     def follow(self, job_id: str, seen: int = 0) -> Iterator[str]:
-        """Yield a job's output from its character `seen` on, until it has ended; a broken
-        connection is made again.
+        """Yield a job's output after its first `seen` characters, until it ends; broken connections
+        are reopened.
         """
         self.look(job_id)
         answered = time.monotonic()
@@ -605,17 +603,17 @@ class Jobs(JobQueue):
                 # aiohttp's own, a RuntimeError of Ray's client or a CloudError
                 if _is_answer(error) or time.monotonic() > answered + PATIENCE_S:
                     raise CloudError(
-                        f"The log of job {job_id} cannot be followed any more: {_last_line(error)}"
+                        f"The log of job {job_id} can no longer be followed: {_last_line(error)}"
                     ) from None
             time.sleep(LOOK_S)
 
     def stop(self, job_id: str) -> JobInfo:
-        """End a job, also a waiting one, and return its state.
+        """Stop a job, queued or running, and return its state.
 
         A running job gets SIGTERM, and SIGKILL three seconds later.
 
         Raises:
-            CloudError: It has not ended in time.
+            CloudError: It did not end in time.
         """
         info = self.look(job_id)
         if info.state == "queued":  # another job ends it
@@ -632,8 +630,8 @@ class Jobs(JobQueue):
             info = self.wait(job_id, STOP_TIMEOUT_S)
         if not info.has_ended:
             raise CloudError(
-                f"Job {job_id} has not ended within {STOP_TIMEOUT_S:g} s: {info.message} Look again"
-                " later."
+                f"Job {job_id} did not end within {STOP_TIMEOUT_S:g} s: {info.message} Check"
+                " again later."
             )
         return info
 
@@ -654,8 +652,8 @@ class Jobs(JobQueue):
                 for name, amount in wanted.items()
             )
             raise CloudError(
-                f"The job would wait forever: {words}. Its command runs on one node. Ask for less,"
-                " or for nothing: the pool that it opens takes its own."
+                f"The job would wait forever: {words}. Its command runs on one node. Request"
+                " less, or nothing: the pool that it opens reserves its own."
             )
 
 
@@ -675,6 +673,6 @@ def _quoted(job_id: str) -> str:
 
 
 def _last_line(error: BaseException) -> str:
-    """Return what an error says in the end: the cluster sends whole tracebacks."""
+    """Return the last line of an error: the cluster sends whole tracebacks."""
     lines = [line for line in str(error).strip().splitlines() if line.strip(" .")]
     return lines[-1].strip() if lines else type(error).__name__

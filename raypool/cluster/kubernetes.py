@@ -80,7 +80,7 @@ def write(plan: ClusterPlan) -> dict[str, Any]:
     pods run on any nodes that have GPUs.
 
     Raises:
-        CloudError: There is no GPU of a name.
+        CloudError: There is no GPU with this name.
     """
     grows = any(group.most > group.least for group in plan.workers)
     autoscaling = {
@@ -136,12 +136,12 @@ def how_to_connect(name: str) -> list[str]:
     secret = f"kubectl get secret {name} -o jsonpath='{{.data.auth_token}}'"
     return [
         (
-            "The operator makes a token. Fetch it once; then keep the second command running while"
-            " you work:"
+            "The operator creates a token. Fetch it once, then keep the second command running"
+            " while you work:"
         ),
         f"  (umask 077; mkdir -p ~/.ray; {secret} | base64 -d > {token})",
         f"  kubectl port-forward service/{name}-head-svc {CLIENT_PORT} {DASHBOARD_PORT}",
-        f'parpool(profile="{name}") finds the cluster where raypool.toml says:',
+        f'parpool(profile="{name}") uses the cluster with these lines in raypool.toml:',
         f"  [profiles.{name}]",
         f'  address = "ray://127.0.0.1:{CLIENT_PORT}"',
         f'  token_file = "{token}"',
@@ -253,8 +253,8 @@ def check(findings: Findings) -> None:
         or len(name) > longest
     ):
         text = (
-            f"name is {name!r}; it must be small letters, digits and -, a letter first and no -"
-            f" last, {longest} at most."
+            f"name is {name!r}; it must have at most {longest} lower-case letters, digits and -,"
+            " begin with a letter and not end with -."
         )
         findings.add(("metadata", "name"), text)
     spec: Keys = ("spec",)
@@ -265,16 +265,16 @@ def check(findings: Findings) -> None:
             return
     if findings.at((*spec, "authOptions", "mode")) != "token":
         text = (
-            "nobody is asked for a token: whoever reaches Ray can run code. `authOptions: {mode:"
-            " token}` makes one."
+            "Ray requires no token: anyone who can reach it can run code. Set `authOptions:"
+            " {mode: token}`."
         )
         findings.doubt((*spec, "authOptions", "mode"), text)
     head: Keys = (*spec, "headGroupSpec")
     for at in ((*head, "serviceType"), (*head, "headService", "spec", "type")):
         if (service := findings.at(at)) in ("LoadBalancer", "NodePort"):
             text = (
-                f"{service} opens Ray's ports, unencrypted, to whoever reaches the nodes; `kubectl"
-                " port-forward` does without."
+                f"{service} opens Ray's unencrypted ports to anyone who can reach the nodes. Use"
+                " `kubectl port-forward` instead."
             )
             findings.doubt(at, text)
     groups = findings.at((*spec, "workerGroupSpecs"))
@@ -288,14 +288,14 @@ def _check_job(findings: Findings) -> None:
     entrypoint, mode = (findings.at(("spec", name)) for name in ("entrypoint", "submissionMode"))
     if not entrypoint and mode != "InteractiveMode":
         findings.add(
-            ("spec",), "entrypoint is missing: the command to run, such as python train.py."
+            ("spec",), "entrypoint is missing. Set the command to run, such as python train.py."
         )
     environment = str(findings.at(("spec", "runtimeEnvYAML")))
     folder = re.search(r"^\s*working_dir:\s*[\"']?([^\"'\n]+)", environment, re.MULTILINE)
     if folder and not re.match(rf"\w+://|/|{PLACEHOLDER}", folder[1]):
         text = (
             f"working_dir is {folder[1]!r}, which pods do not have; it must be the address of a"
-            " zip, or a folder of the image."
+            " zip, or an absolute path in the image."
         )
         findings.add(("spec", "runtimeEnvYAML"), text)
 
@@ -304,7 +304,7 @@ def _check_group(findings: Findings, keys: Keys) -> None:
     """Note a group of pods that can have no size, or whose Ray is told of too many GPUs."""
     least, most = (findings.at((*keys, name)) for name in ("minReplicas", "maxReplicas"))
     if isinstance(least, int) and isinstance(most, int) and least > most:
-        text = f"minReplicas is {least}, more than maxReplicas, which is {most}."
+        text = f"minReplicas ({least}) is more than maxReplicas ({most})."
         findings.add((*keys, "maxReplicas"), text)
     limits = findings.at((*keys, "template", "spec", "containers", 0, "resources", "limits"))
     named = {
@@ -318,7 +318,7 @@ def _check_group(findings: Findings, keys: Keys) -> None:
     for at in ((*keys, "resources", "GPU"), (*keys, "rayStartParams", "num-gpus")):
         told = str(findings.at(at))
         if told.isdecimal() and has.isdecimal() and int(told) > int(has):
-            text = f"Ray is told of {told} GPUs, and the pod has {has} by its limits. Leave it out."
+            text = f"Ray is told of {told} GPUs, but the pod's limits allow {has}. Leave it out."
             findings.add(at, text)
 
 
@@ -326,10 +326,10 @@ def ask(path: str | Path) -> tuple[str, ...]:
     """Let the cluster that `kubectl` reaches check a file, in a dry run.
 
     Returns:
-        Its warnings, or that it could not be asked.
+        Its warnings, or a warning that it could not be asked.
 
     Raises:
-        CloudError: It refuses the file; in its words.
+        CloudError: It refuses the file; the message is Kubernetes'.
     """
     unasked = f"{path}: Kubernetes did not check this file, so unknown settings are not found"
     if shutil.which("kubectl") is None:
@@ -337,7 +337,9 @@ def ask(path: str | Path) -> tuple[str, ...]:
     # asks the server for its version, too, and so finds out at once whether there is one
     if (answer := _kubectl("version", "--request-timeout=10s")) is None or answer.returncode:
         why = answer.stderr.strip().splitlines()[-1:] if answer else []
-        return (f"{unasked}: kubectl reaches no cluster{''.join(f' ({line})' for line in why)}.",)
+        return (
+            f"{unasked}: kubectl cannot reach a cluster{''.join(f' ({line})' for line in why)}.",
+        )
     answer = _kubectl("apply", "--dry-run=server", "-f", str(path))
     if answer is None:
         return (f"{unasked}: it did not answer within {PATIENCE_S} s.",)
@@ -345,7 +347,7 @@ def ask(path: str | Path) -> tuple[str, ...]:
         f"{path}: Kubernetes: {line}" for line in answer.stderr.splitlines() if line.strip()
     )
     if answer.returncode:
-        raise CloudError("\n".join(told) or f"{path}: Kubernetes refuses it, and does not say why.")
+        raise CloudError("\n".join(told) or f"{path}: Kubernetes refuses it without a reason.")
     return told
 
 

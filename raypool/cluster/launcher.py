@@ -1,6 +1,6 @@
 """Starts, inspects and ends clusters by Ray's own launcher, and opens SSH tunnels to them.
 
-Only SSH of a cluster has to be open to this machine. The launcher's output goes to standard error.
+Only a cluster's SSH must be open to this machine. The launcher's output goes to standard error.
 
 Source: `ray.autoscaler.sdk`; Ray's `autoscaler/_private/{commands,command_runner}.py`.
 """
@@ -66,7 +66,7 @@ def up(path: str | Path) -> None:
         make_token(token)
         if "RAY_AUTH_TOKEN" in os.environ:
             click.echo(
-                f"RAY_AUTH_TOKEN is not used: the token of the cluster is the one in {token}.",
+                f"RAY_AUTH_TOKEN is ignored: the cluster's token is in {token}.",
                 err=True,
             )
     file = Path(path).resolve()
@@ -91,8 +91,8 @@ def _prepare_packages(path: str | Path, content: dict[str, Any]) -> str | None:
             wheel = packages.make_wheel()
             if (wanted := Path(here).name) != wheel.name:
                 raise CloudError(
-                    f"{path} installs {wanted}, and this machine has {wheel.name}: both must be the"
-                    " same. Write the file anew with `raypool cluster init --force`."
+                    f"{path} installs {wanted}, but this machine has {wheel.name}: both must be"
+                    " the same. Rewrite the file with `raypool cluster init --force`."
                 )
     commands = "\n".join(content.get("setup_commands") or ())
     python = re.search(r"uv venv\b.* --python (\S+)", commands)
@@ -143,7 +143,7 @@ def status(path: str | Path) -> str:
     try:
         cost = _cost(path, content)
     except CloudError as error:
-        cost = f"What it costs is not known: {error}"
+        cost = f"The cost is unknown: {error}"
     return f"{text.strip()}\n\n{cost}"
 
 
@@ -188,7 +188,7 @@ def _cost(path: str | Path, content: dict[str, Any]) -> str:
 
 
 def down(path: str | Path) -> None:
-    """End a cluster, and give its machines back; those on premises stay, without Ray.
+    """Shut down a cluster and release its machines; those on premises stay, without Ray.
 
     Raises:
         CloudError: Ray's launcher has failed, and machines may be left, which cost money. On
@@ -220,7 +220,7 @@ def _has_ray(path: str | Path, head: Login) -> bool:
     if done.returncode == UNREACHABLE:
         words = " ".join(done.stderr.split())
         raise CloudError(
-            f"{path}: the head, {head.host}, cannot be reached by SSH: {words}. Try `ssh"
+            f"{path}: SSH cannot reach the head, {head.host}: {words}. Try `ssh"
             f" {head.user}@{head.host}`."
         )
     return done.returncode == 0
@@ -228,7 +228,8 @@ def _has_ray(path: str | Path, head: Login) -> bool:
 
 def _no_ray(path: str | Path, head: Login) -> CloudError:
     return CloudError(
-        f"{path}: no Ray runs on the head, {head.host}. `raypool cluster up {path}` starts it."
+        f"{path}: Ray is not running on the head, {head.host}. `raypool cluster up {path}` starts"
+        " it."
     )
 
 
@@ -258,7 +259,7 @@ def _stop_everywhere(path: str | Path, content: dict[str, Any]) -> None:
     if left := [host for host in hosts if host not in done.stdout.split()]:
         raise CloudError(
             f"{path}: Ray could not be stopped on {', '.join(left)}, and may still run there; the"
-            " messages are above. Check that SSH works there (to workers, from the head), and run"
+            " messages are above. Check that SSH works (to workers, from the head), and run"
             f" `raypool cluster down {path}` again."
         )
 
@@ -288,8 +289,8 @@ def _head(path: str | Path, content: dict[str, Any]) -> Login:
             user, _ = auth["ssh_user"], provider["worker_ips"]
         except (KeyError, TypeError):
             raise CloudError(
-                f"{path} does not say which machines there are. `raypool cluster validate {path}`"
-                " says more."
+                f"{path} does not list its machines. `raypool cluster validate {path}` shows its"
+                " mistakes."
             ) from None
     else:
         with _launching(path):
@@ -310,12 +311,10 @@ def _launching(path: str | Path) -> Iterator[None]:
         words = " ".join(text.split()) or type(error).__name__
         if words.startswith("Head node of cluster"):
             raise _NotThereError(
-                f"{path}: the cluster has no head that is ready. `raypool cluster up {path}`"
-                " starts it."
+                f"{path}: the cluster has no running head. `raypool cluster up {path}` starts it."
             ) from error
         raise CloudError(
-            f"{path}: Ray's launcher has failed: {words.rstrip('.')}. What it has done until then"
-            " stands above."
+            f"{path}: Ray's launcher failed: {words.rstrip('.')}. Its output is above."
         ) from error
 
 
@@ -334,8 +333,7 @@ class Tunnel:
     def wait(self) -> None:
         """Wait until it breaks, then raise a CloudError."""
         raise CloudError(
-            f"The tunnel has broken: {_last_words(self.ssh)}. `raypool cluster connect` opens"
-            " another."
+            f"The tunnel broke: {_last_words(self.ssh)}. `raypool cluster connect` opens another."
         )
 
     def as_toml(self, name: str) -> str:
@@ -391,7 +389,7 @@ def _end(ssh: subprocess.Popen[str]) -> None:
 def _last_words(ssh: subprocess.Popen[str]) -> str:
     """Wait for the end of ssh, and return its messages."""
     assert ssh.stderr is not None
-    return " ".join(ssh.stderr.read().split()) or f"ssh has ended with status {ssh.wait()}"
+    return " ".join(ssh.stderr.read().split()) or f"ssh ended with status {ssh.wait()}"
 
 
 def _wait_open(ssh: subprocess.Popen[str], path: str | Path, head: Login) -> None:
@@ -408,10 +406,10 @@ def _wait_open(ssh: subprocess.Popen[str], path: str | Path, head: Login) -> Non
         timer.cancel()
     if code == 1:  # of grep in SEES_RAY
         raise _no_ray(path, head)
-    words = f"it has not answered by SSH within {TUNNEL_S:g} s" if code < 0 else _last_words(ssh)
+    words = f"it did not answer by SSH within {TUNNEL_S:g} s" if code < 0 else _last_words(ssh)
     raise CloudError(
-        f"{path}: the head, {head.host}, cannot be reached: {words}. Look whether it runs: `raypool"
-        " cluster status`."
+        f"{path}: the head, {head.host}, cannot be reached: {words}. `raypool cluster status`"
+        " shows whether it runs."
     )
 
 

@@ -76,7 +76,7 @@ def launcher_file(
     """
     if plan.zone is None:
         raise CloudError(
-            "No zone is given, and none is known to have the GPUs. Give one with --zone."
+            "No zone is set, and none is known to have the GPUs. Choose one with --zone."
         )
     known = catalogue(OF_PROVIDERS[plan.provider])
     for group in plan.groups:
@@ -241,12 +241,12 @@ def check_resources(
         at = (*keys, "resources", "GPU") if "GPU" in resources else (*keys, "resources")
         has = f"{gpus} {gpu}" if gpus else "none"
         findings.add(
-            at, f"Ray is told of {told} GPUs, and the machine has {has}: it must be `GPU: {gpus}`."
+            at, f"Ray is told of {told} GPUs, but the machine has {has}: it must be `GPU: {gpus}`."
         )
     if shape and resources.get("CPU", 0) > shape.vcpus:
         findings.add(
             (*keys, "resources", "CPU"),
-            f"Ray is told of {resources['CPU']} CPUs, and {shape.name} has {shape.vcpus} vCPUs.",
+            f"Ray is told of {resources['CPU']} CPUs, but {shape.name} has {shape.vcpus} vCPUs.",
         )
     label = findings.at((*keys, "labels", ACCELERATOR))
     if label is not None and label != gpu:

@@ -4,8 +4,8 @@ Each catalogue is a TOML file in `catalogues` that names its sources: "ai-platfo
 Google's AI Platform Training had in 2021, with its legacy names such as `complex_model_m_gpu`),
 "gce" (Google Compute Engine) and "aws" (Amazon EC2).
 
-Where GPUs are attached to a machine, a number of GPUs of a kind allows at most so many vCPUs and so
-much memory. Other machines have a fixed set of GPUs.
+Where GPUs are attached to a machine, their kind and number limit its vCPUs and memory. Other
+machines have a fixed set of GPUs.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Catalogue:
         return self.machines[name]
 
     def shape(self, name: str) -> Machine:
-        """Return the machine of that name; of one that is not listed, what its name says.
+        """Return the machine of that name; an unlisted one is inferred from its name.
 
         Example:
             >>> catalogue("gce").shape("n9-standard-16").vcpus
@@ -141,29 +141,30 @@ class Catalogue:
         """Make sure that a machine can have this number of GPUs of this kind (None: no GPUs).
 
         Raises:
-            CloudError: It cannot; the message says which are possible.
+            CloudError: It cannot; the message has the possible numbers.
 
         Example:
             >>> catalogue("ai-platform-2021").check("n1-standard-32", "V100", 2)
             Traceback (most recent call last):
-            raypool.errors.CloudError: n1-standard-32 cannot have 2 V100, but 4 or 8. ...
+            raypool.errors.CloudError: n1-standard-32 cannot have 2 V100, only 4 or 8. ...
         """
         shape = self.machine(machine)
         always = f"always comes with {shape.gpus} {shape.gpu}"
         if gpu is None or gpus == 0:
             if shape.gpu is not None:
-                raise CloudError(f"{machine} {always}, and none is asked for.")
+                raise CloudError(f"{machine} {always}, but none is requested.")
             return
         kind = self.gpu(gpu)
         counts = self.allowed(machine, kind.name)
         if gpus not in counts:
-            instead = f": it {always}" if shape.gpu else f", but {one_of(counts)}" if counts else ""
+            some = f", only {one_of(counts)}" if counts else ""
+            instead = f": it {always}" if shape.gpu else some
             raise CloudError(
                 f"{machine} cannot have {gpus} {kind.name}{instead}. {self._which(kind, gpus)}"
             )
 
     def _which(self, kind: Gpu, gpus: int) -> str:
-        """Return a sentence about the machines that can have so many GPUs of a kind."""
+        """Return a sentence about the machines that can have this many GPUs of a kind."""
         built_in = [machine for machine in self.machines.values() if machine.gpu == kind.name]
         for limit in kind.limits:
             if limit.gpus == gpus:
@@ -177,10 +178,10 @@ class Catalogue:
         return f"No machine has {gpus} {kind.name}; {one_of(sorted(numbers))} are possible."
 
     def smallest(self, gpu: str, gpus: int) -> Machine:
-        """Return the smallest machine with so many GPUs and, if possible, four vCPUs for each.
+        """Return the smallest machine with this many GPUs and, if possible, four vCPUs for each.
 
         Raises:
-            CloudError: No machine has so many.
+            CloudError: No machine has this many.
         """
         kind = self.gpu(gpu)
         fit = [each for each in self.machines.values() if gpus in self.allowed(each.name, gpu)]
@@ -222,7 +223,7 @@ class Catalogue:
         """Make sure that a zone or region has GPUs of all these kinds, as far as is known.
 
         Raises:
-            CloudError: It does not; the message says where they are.
+            CloudError: It does not; the message has the places that do.
         """
         regions = {region for gpu in self.gpus.values() for region in gpu.regions}
         for kind in map(self.gpu, gpus):
@@ -230,7 +231,9 @@ class Catalogue:
             if known and place not in known:
                 near = [each for each in known if each[:-2] == place[:-2]]
                 command = f"raypool cluster machines --catalogue {self.name} --gpu {kind.name}"
-                where = f"Near it are {', '.join(near)}" if near else f"`{command}` lists where"
+                where = (
+                    f"Nearby: {', '.join(near)}" if near else f"`{command}` shows where they are"
+                )
                 raise CloudError(f"As of {self.date}, {place} has no {kind.name} GPUs. {where}.")
 
 
@@ -292,7 +295,7 @@ def region_of(zone: str) -> str:
 def choose_zone(kinds: tuple[str, ...], region: str | None, zone: str | None) -> str:
     """Return the zone of Google for machines with these kinds of GPUs: all must be in one.
 
-    A given zone is taken; else it is the first of the region that is known to have all kinds.
+    The default is the first zone of the region that is known to have all kinds.
 
     Raises:
         CloudError: The zone is not in the region, or there is none to choose.
@@ -311,8 +314,9 @@ def choose_zone(kinds: tuple[str, ...], region: str | None, zone: str | None) ->
         if region_of(each) == region:
             return each
     regions = ", ".join(sorted({region_of(each) for each in zones})) or "none"
-    fact = f"No zone of {region} is known to have these GPUs" if region else "No region is given"
+    fact = f"No zone of {region} is known to have these GPUs" if region else "No region is set"
     raise CloudError(
-        f"{fact}. As of {gce.date}, these regions have a zone with {' and '.join(kinds) or 'GPUs'}:"
-        f" {regions}. Give one of them with --region, or a zone that you know with --zone."
+        f"{fact}. As of {gce.date}, these regions have a zone with"
+        f" {' and '.join(kinds) or 'GPUs'}: {regions}. Choose one of them with --region, or"
+        " another zone with --zone."
     )

@@ -26,7 +26,7 @@ HOST = rf"(?=.*[A-Za-z])[A-Za-z0-9]([-A-Za-z0-9.]*[A-Za-z0-9])?|(?s:{PLACEHOLDER
 
 _NAME = form(
     "[A-Za-z0-9][-A-Za-z0-9_.]*",
-    "have letters, digits, dashes and dots only: files are named after it",
+    "contain only letters, digits, dashes and dots: files are named after it",
 )
 _PROVIDER = {
     "required": ["head_ip", "worker_ips"],
@@ -64,12 +64,12 @@ def check(findings: Findings) -> None:
     workers = findings.at(("provider", "worker_ips")) or ()
     for name in ("min_workers", "max_workers"):
         count = findings.at((name,))
-        text = f"{name} is {count}, and worker_ips names {len(workers)}:"
+        text = f"{name} is {count}, but worker_ips has {len(workers)}:"
         # Ray takes what fits, and says so in a log at most
         if count is not None and count > len(workers):
-            findings.add((name,), f"{text} that many at most.")
+            findings.add((name,), f"{text} it must not be more.")
         elif count is not None and name == "max_workers" and count < len(workers):
-            findings.add((name,), f"{text} the others would never be used.")
+            findings.add((name,), f"{text} the others would remain unused.")
     for command in findings.at(("head_start_ray_commands",)) or ():
         before, start, _ = command.partition(launcher_file.START)
         if start and OLD_AUTOSCALER not in before:
@@ -92,12 +92,14 @@ def _check_hosts(findings: Findings, workers: Sequence[object]) -> None:
             address = ipaddress.ip_address(name)
         wrong = None
         if host is not None and address is None and not re.fullmatch(HOST, name):
-            wrong = f"{host!r} is neither an address, such as 10.0.0.7, nor the name of a machine."
+            wrong = f"{host!r} is not an address, such as 10.0.0.7, or a host name."
         elif host in seen:
-            wrong = f"{host} appears twice: name each machine once, also the head."
+            wrong = f"{host} appears twice. List each machine once, including the head."
         # a cluster of one machine may be called so
         elif workers and (name == "localhost" or (address and address.is_loopback)):
-            wrong = f"{host} is each machine's own name for itself; name it as the others see it."
+            wrong = (
+                f"{host} is each machine's name for itself. Use the address that the others see."
+            )
         if wrong is None:
             seen.add(host)
         else:

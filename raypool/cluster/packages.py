@@ -1,4 +1,4 @@
-"""What is installed on a cluster's machines: raypool as it is here, and the versions it runs with.
+"""The packages on a cluster's machines: this machine's raypool, and the versions it runs with.
 
 raypool is not on any package index: anybody who registers the name could run code on the machines.
 So its wheel is made from the package that runs here, and travels with the cluster's files. All
@@ -38,8 +38,8 @@ RAY_EXTRAS = ("client", "default", "train")
 
 BY_NAME = (
     "raypool is not on any package index: anybody who registers the name could run code on your"
-    " machines. `raypool cluster init` writes files that install the raypool of this machine."
-    " Another one needs its commit (raypool @ git+https://...@COMMIT) or its hash (raypool @"
+    " machines. `raypool cluster init` writes files that install this machine's raypool. To"
+    " install another, pin its commit (raypool @ git+https://...@COMMIT) or hash (raypool @"
     " https://...whl#sha256=...)."
 )
 
@@ -162,7 +162,7 @@ def wheel_name() -> str:
 def make_wheel() -> Path:
     """Write a wheel of the raypool that runs here, and return its path.
 
-    The same files always make the same wheel, so that a cluster that runs is not set up anew.
+    The same files always make the same wheel, so that a running cluster is not set up again.
     """
     # From the package itself, not from its source: this needs no build tools and no network, and
     # ships what runs here, however it was installed, also with uncommitted changes.
@@ -216,8 +216,8 @@ def address() -> str | None:
 def lock_text(packages: Sequence[str], file: str) -> str:
     """Return the lock file of a cluster's file."""
     head = [
-        f"# The packages for the machines of {file}, in the versions of the machine that wrote it.",
-        "# Ray must be the same at both ends, and so should packages whose objects travel.",
+        f"# Packages for the machines of {file}, in the versions of the machine that wrote it.",
+        "# Ray must be the same at both ends, and so should packages whose objects are sent.",
     ]
     return "\n".join([*head, *packages]) + "\n"
 
@@ -232,8 +232,8 @@ def lock_lines(path: Path) -> list[str]:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise CloudError(
-            f"{path}, which says what to install, could not be read: {error.strerror}. `raypool"
-            " cluster init` writes it beside the cluster's file; keep them together."
+            f"The lock file {path} could not be read: {error.strerror}. `raypool cluster init`"
+            " writes it beside the cluster's file; keep them together."
         ) from None
     lines = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -287,6 +287,6 @@ def check_installable(lock: Path, wheel: Path | None, python: str | None) -> str
     said = [line for line in errors if "Ignored the following" not in line and "(from" not in line]
     words = " ".join(line.removeprefix("ERROR: ") for line in said) or done.stderr[-500:]
     raise CloudError(
-        f"{lock}: Python {python or here} cannot install these packages together, says pip:"
-        f" {words} Change the file, or write it anew with `raypool cluster init --force`."
+        f"{lock}: pip cannot install these packages together for Python {python or here}: {words}"
+        " Change the file, or rewrite it with `raypool cluster init --force`."
     )

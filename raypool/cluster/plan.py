@@ -109,7 +109,7 @@ def draft(  # noqa: PLR0913 - options of a command, all named
     demand, for when no spot machine is available. `others` are arguments of `ClusterPlan`.
 
     Raises:
-        CloudError: The wishes contradict each other, or there is no such machine, GPU or Python.
+        CloudError: The arguments contradict each other, or there is no such machine, GPU or Python.
 
     Example:
         >>> plan = draft("gcp", gpu="A100", gpus=8, most=2)
@@ -118,9 +118,11 @@ def draft(  # noqa: PLR0913 - options of a command, all named
     """
     others = {name: value for name, value in others.items() if value is not None}
     if least > most:
-        raise CloudError(f"The minimum of {least} workers is more than the maximum, {most}.")
+        raise CloudError(
+            f"The minimum number of workers ({least}) is more than the maximum ({most})."
+        )
     if not re.fullmatch(r"3\.\d+(\.\d+)?", others.get("python", "3.11")):
-        raise CloudError(f"{others['python']!r} is no version of Python; one is like 3.11.")
+        raise CloudError(f"{others['python']!r} is not a Python version, such as 3.11.")
     if fallback and not spot:
         raise CloudError("--fallback is for spot machines: leave out --fallback or --on-demand.")
     if provider in OF_PROVIDERS:
@@ -169,7 +171,7 @@ def _machine(
     except CloudError as error:
         if gpu and gpus:  # newer than the catalogue
             return machine, gpu, gpus
-        raise CloudError(f"{error} If it is newer than that, add --gpu and --gpus.") from error
+        raise CloudError(f"{error} If it is newer, add --gpu and --gpus.") from error
     gpu, gpus = known.gpu(gpu or shape.gpu or "T4").name, gpus or shape.gpus or 1
     known.check(machine, gpu, gpus)
     return machine, gpu, gpus

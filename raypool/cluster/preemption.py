@@ -78,7 +78,7 @@ class Cloud(abc.ABC):
         """Ask whether this machine is about to go.
 
         Raises:
-            OSError: The server does not answer, or has a failure of its own.
+            OSError: The server does not answer, or fails.
         """
 
     def _ask(self, path: str, headers: Mapping[str, str], method: str = "GET") -> str | None:
@@ -105,18 +105,20 @@ class Gce(Cloud):
         """Ask whether this machine is about to go."""
         path, headers = "computeMetadata/v1/instance", {"Metadata-Flavor": "Google"}
         if self._ask(f"{path}/preempted", headers) == "TRUE":
-            return Notice("Compute Engine takes this spot machine back", time.time() + SPOT_S)
+            return Notice(
+                "Compute Engine is about to preempt this spot machine", time.time() + SPOT_S
+            )
         event = self._ask(f"{path}/maintenance-event", headers) or ""
         if event.startswith("TERMINATE"):
             gone_at = time.time() + (HOUR_S if NVIDIA.exists() else MAINTENANCE_S)
-            return Notice("Compute Engine stops this machine for maintenance", gone_at)
+            return Notice("Compute Engine is about to stop this machine for maintenance", gone_at)
         return None
 
 
 class Ec2(Cloud):
     """Amazon EC2 (metadata version 2): interrupted spot machines, and events of the next hour.
 
-    A recommendation to rebalance is no notice: it says that a machine may go, and most do not.
+    A recommendation to rebalance is not a notice: most of these machines stay.
     """
 
     address = "http://169.254.169.254"
@@ -186,7 +188,7 @@ def _drain(client: Any, node_id: str, notice: Notice) -> None:
         node_id, reason, notice.words, int(notice.gone_at * 1000)
     )
     if not is_accepted:
-        raise CloudError(f"Ray does not drain this node: {words}")
+        raise CloudError(f"Ray did not drain this node: {words}")
 
 
 def drain(address: str, notice: Notice, node_address: str | None = None) -> list[str]:
@@ -241,7 +243,7 @@ def find_ray(node_id: str | None = None) -> RayNode:
             return RayNode(raylets[0])
         if time.monotonic() > deadline:
             raise CloudError(
-                f"Ray has not started on this machine within {RAY_TIMEOUT_S:.0f} s. Start it first:"
+                f"Ray did not start on this machine within {RAY_TIMEOUT_S:.0f} s. Start it first:"
                 " ray start --address=..."
             )
         time.sleep(0.2)
@@ -259,7 +261,7 @@ def _option(process: psutil.Process, name: str) -> str:
 def watch(cloud: Cloud, node: RayNode) -> None:
     """Tell Ray of each notice with an earlier end of this machine, until Ray has ended here.
 
-    Whatever goes wrong is said once and tried again: a metadata server that is absent, slow or
+    Errors are logged once and retried: a metadata server that is absent, slow or
     broken, a head that restarts.
     """
     told: Notice | None = None
@@ -286,13 +288,17 @@ def watch(cloud: Cloud, node: RayNode) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Watch this machine; the exit status is 1 if there is no Ray to be told."""
+    """Watch this machine; the exit status is 1 if no Ray runs on it."""
     parser = argparse.ArgumentParser(
         prog="python -m raypool.cluster.preemption", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--cloud", choices=CLOUDS, required=True, help="owner of this machine")
-    parser.add_argument("--metadata", metavar="URL", help="its metadata server, if elsewhere")
-    parser.add_argument("--node", metavar="ID", help="Ray's id of the node, if there are several")
+    parser.add_argument("--cloud", choices=CLOUDS, required=True, help="cloud of this machine")
+    parser.add_argument(
+        "--metadata", metavar="URL", help="metadata server, if not the cloud's default"
+    )
+    parser.add_argument(
+        "--node", metavar="ID", help="Ray's id of the node, if the machine has several"
+    )
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
     try:

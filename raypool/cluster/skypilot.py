@@ -1,6 +1,6 @@
 """Tasks for SkyPilot, which rents machines on any of its clouds: writes one, and checks one.
 
-The task installs raypool, starts a Ray of its own beside SkyPilot's, and runs a command on the
+The task installs raypool, starts its own Ray beside SkyPilot's, and runs a command on the
 first machine, whose pools use all machines.
 
 Source: SkyPilot 0.14, "Task YAML" and "Running Ray workloads" in its documentation (the variables
@@ -94,12 +94,14 @@ def check(findings: Findings) -> None:
         findings.check_schema(Draft7Validator(schemas.get_task_schema()))
     run = str(findings.at(("run",)))
     if launcher_file.START in run and "RAY_AUTH_MODE=token" not in run:
-        findings.doubt(("run",), "Ray is started without a token: whoever reaches it can run code.")
+        findings.doubt(
+            ("run",), "Ray starts without a token: anyone who can reach it can run code."
+        )
     given, setup = findings.at(("resources", "accelerators")), str(findings.at(("setup",)))
     names = {theirs: ours for ours, theirs in GPUS.items()}
     for gpu in [given] if isinstance(given, str) else given if isinstance(given, dict) else ():
         name = str(gpu).partition(":")[0]  # "A100:8" is one form of it
         kind = names.get(name, name)
         if "--torch-backend=auto" in setup and software.why_no_kernels(kind, "cu130"):
-            text = f"the newest torch has no kernels for {kind} GPUs; say --torch-backend=cu126."
+            text = f"the newest torch has no kernels for {kind} GPUs. Use --torch-backend=cu126."
             findings.doubt(("setup",), text)

@@ -82,15 +82,17 @@ def size_of(profile: Profile, least: int | None, most: int | None) -> Size:
         return Size(nodes[0], nodes[1], cpus)
     if nodes[0] > slurm.nodes:
         raise InvalidValueError(
-            f"{least} workers need {_total(profile, least or 1, 'gpus'):g} GPUs, and"
-            f" nodes={slurm.nodes} with gpus_per_node={slurm.gpus_per_node} have"
-            f" {slurm.nodes * slurm.gpus}. Ask for more nodes, or leave nodes out."
+            f"{least} workers need {_total(profile, least or 1, 'gpus'):g} GPUs, but"
+            f" nodes={slurm.nodes} with gpus_per_node={slurm.gpus_per_node} has"
+            f" {slurm.nodes * slurm.gpus}. Increase nodes, or leave it out."
         )
     return Size(slurm.nodes, slurm.nodes, cpus)
 
 
 def _total(profile: Profile, number: int, field: Literal["gpus", "cpus"]) -> float:
-    """Return how many GPUs or cores so many workers take: one each, unless the profile says."""
+    """Return the number of GPUs or cores for this many workers: one each, unless the profile
+    says otherwise.
+    """
     if not profile.listed and field == "gpus" and isinstance(profile.workers_per_gpu, int):
         return number / profile.workers_per_gpu
     each = [getattr(kind, field) for kind in profile.listed or number * profile.kinds]
@@ -189,18 +191,18 @@ def _hint(words: str, file: Path) -> str:
         return f".{did_you_mean(asked[1] if asked else '', names)} Partitions: {', '.join(names)}."
     if "account" in words.lower():
         return (
-            ". Ask for an account that may use this partition; `sacctmgr show associations"
+            ". Choose an account that may use this partition; `sacctmgr show associations"
             " user=$USER format=account,partition,qos` lists yours."
         )
     if "not available" in words.lower():
         return (
-            ". No node of the partition has what was asked for; `sinfo --Node --long` and `sinfo"
-            " --format='%R %D %c %m %G'` list what they have."
+            ". No node of the partition has the requested resources; `sinfo --Node --long` and"
+            " `sinfo --format='%R %D %c %m %G'` list the available ones."
         )
     if "array" in words.lower():
         return (
-            ". `scontrol show config` has the greatest number of tasks of an array (MaxArraySize)."
-            " Give each task more items: --array N."
+            ". `scontrol show config` shows the maximum number of tasks of an array"
+            " (MaxArraySize). Run more items per task: --array N."
         )
     return f". The job file is {file}."
 
@@ -305,7 +307,7 @@ def _outside(profile: Profile, workers: tuple[int | None, int | None]) -> Alloca
 
 
 def _wait(number: str, connection: Path, output: Path, *, is_quiet: bool) -> None:
-    """Wait until a job runs Ray; say how it stands in the queue whenever that changes."""
+    """Wait until a job runs Ray; print its state whenever that changes."""
     told: JobState | None = None
     pause_s, deadline = LOOK_S, math.inf
     while not _is_there(connection):
@@ -320,10 +322,10 @@ def _wait(number: str, connection: Path, output: Path, *, is_quiet: bool) -> Non
             deadline = min(deadline, time.monotonic() + 2 * JOIN_S)
             pause_s = LOOK_S
         elif not _is_there(connection):
-            raise StartupError(f"Slurm job {number} has ended before Ray ran: {_last(output)}")
+            raise StartupError(f"Slurm job {number} ended before Ray started: {_last(output)}")
         if time.monotonic() > deadline:
             raise StartupError(
-                f"Ray does not answer from Slurm job {number} after {2 * JOIN_S:.0f} s:"
+                f"Ray did not answer from Slurm job {number} within {2 * JOIN_S:.0f} s:"
                 f" {_last(output)}"
             )
         time.sleep(pause_s)
@@ -340,8 +342,8 @@ def _last(output: Path) -> str:
     try:
         lines = output.read_text(errors="replace").strip().splitlines()
     except OSError:
-        return f"it has left no output in {output}. Do the nodes share that folder?"
-    return "\n".join(["it printed last:", *lines[-LINES:]])
+        return f"it left no output in {output}. Do the nodes share that folder?"
+    return "\n".join(["its last output:", *lines[-LINES:]])
 
 
 def _inside(profile: Profile) -> Allocation:
@@ -370,7 +372,7 @@ def _inside(profile: Profile) -> Allocation:
         while not _is_there(connection):
             if child.poll() is not None:
                 raise StartupError(
-                    f"Ray does not start on the nodes of Slurm job {number}:"
+                    f"Ray did not start on the nodes of Slurm job {number}:"
                     f" {_last(folder / OUTPUT)}"
                 )
             time.sleep(LOOK_S / 5)
@@ -405,7 +407,7 @@ def _warn_of_several_tasks() -> None:
         import logging
 
         logging.getLogger("raypool").warning(
-            "srun has started this script %s times, and each opens a pool of its own. A pool uses"
-            " all GPUs by itself: start the script once, without srun or with srun --ntasks=1.",
+            "srun started this script %s times, and each process opens its own pool. One pool"
+            " uses all GPUs: start the script once, without srun or with srun --ntasks=1.",
             tasks,
         )

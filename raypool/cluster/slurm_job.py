@@ -70,7 +70,7 @@ FIRST_DRIVER_S = 600.0
 """How long the first driver may take to connect [s]."""
 
 UNTOLD_S = 30.0
-"""The time to save where Slurm does not say when it takes a node back [s]: its usual KillWait."""
+"""The time to save if Slurm does not say when it takes a node back [s]: its usual KillWait."""
 
 ANSWER_S = 10.0
 """The time for Ray to answer a question [s]."""
@@ -116,7 +116,7 @@ def environment_without(names: re.Pattern[str]) -> dict[str, str]:
 
 
 class RaySetup(NamedTuple):
-    """What the node processes of a job must know: the head, its ports, and a name for folders."""
+    """Settings for the node processes of a job: the head, its ports, and a name for folders."""
 
     head: str
     head_address: str
@@ -170,8 +170,8 @@ def ask(*command: str) -> str:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError as error:
         raise CloudError(
-            f"There is no command {command[0]} on this machine. Run this where Slurm's commands"
-            " are: on a login node of the cluster, or in a job."
+            f"There is no command {command[0]} on this machine. Run this where Slurm is"
+            " installed: on a login node of the cluster, or in a job."
         ) from error
     if done.returncode:
         # of several lines the last is the verdict
@@ -243,7 +243,7 @@ def serve_node() -> None:
         _kill_all(own)
         shutil.rmtree(own, ignore_errors=True)
         os.close(held)
-    say(f"{name}: Ray has ended.")
+    say(f"{name}: Ray ended.")
     os._exit(0)  # the thread still reads standard input
 
 
@@ -272,7 +272,7 @@ def _run_ray(
         while ray.poll() is None and not over.wait(LOOK_S) and time.time() < gone_at:
             if told.is_set() and gone_at == math.inf:
                 gone_at = deadline(own_job())
-                _drain(setup, Notice("Slurm takes this node back", gone_at), address)
+                _drain(setup, Notice("Slurm is about to take this node back", gone_at), address)
         if ray.poll() is None:
             return
         if told.is_set():  # Ray ends a drained node that has nothing to do
@@ -280,7 +280,7 @@ def _run_ray(
             return
         printed = (own / "start.log").read_text(errors="replace").strip().splitlines()
         last = "\n  ".join(printed[-LINES:])
-        say(f"{name}: Ray has ended with exit code {ray.returncode}. It printed last:\n  {last}")
+        say(f"{name}: Ray ended with exit code {ray.returncode}. Its last output:\n  {last}")
 
 
 def _ray_start(setup: RaySetup, name: str, address: str, own: Path) -> list[str]:
@@ -334,7 +334,7 @@ def _drain(setup: RaySetup, notice: Notice, address: str | None = None) -> None:
     try:
         drained = drain(setup.address, notice, address)
     except Exception as error:  # Ray is at its end
-        say(f"Ray could not be told that {notice.words}: {type(error).__name__}: {error}")
+        say(f"Ray could not be notified ({notice.words}): {type(error).__name__}: {error}")
         return
     left_s = notice.gone_at - time.time()
     say(f"{notice.words}: {', '.join(drained)} in {left_s:.0f} s.")
@@ -375,7 +375,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument(
         "--requeue",
         action="store_true",
-        help="put the job back into the queue if the command was ended early",
+        help="requeue the job if the command was ended early",
     )
     parser.add_argument(
         "--notice-s",
@@ -386,11 +386,11 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument(
         "--folder",
         type=Path,
-        help="where the job's exit code is kept; without a command, also address and token of Ray,"
-        " for drivers elsewhere",
+        help="folder for the job's exit code; without a command, also for Ray's address and"
+        " token, for drivers elsewhere",
     )
     parser.add_argument(
-        "--child", action="store_true", help="end with standard input: it is that of the driver"
+        "--child", action="store_true", help="exit when standard input, the driver's, closes"
     )
     parser.add_argument(
         "--ray-option", action="append", default=[], help="option for `ray start`; may be repeated"
@@ -398,7 +398,7 @@ def main(words: Sequence[str]) -> int:
     options = parser.parse_args(words[:at])
     command = words[at + 1 :]
     if not command and options.folder is None:
-        parser.error("there is nothing to run: give `-- COMMAND`, or --folder FOLDER")
+        parser.error("nothing to run: pass `-- COMMAND`, or --folder FOLDER")
     job = SlurmJob(options, command)
     try:
         code = job.run()
@@ -461,7 +461,7 @@ class SlurmJob:
             self._end_ray()
         if self._is_early and code and not self._ended.is_set():
             if self._options.requeue:
-                say("The job goes back into the queue; the same command continues it.")
+                say("The job is requeued; the same command resumes it.")
                 ask("scontrol", "requeue", self._job)
             return PREEMPTED
         return code
@@ -491,7 +491,7 @@ class SlurmJob:
         """Return how many nodes have joined."""
         if self._ended.is_set() or all(step.poll() is not None for step in self._steps):
             raise CloudError(
-                "Ray does not run on the nodes of this job: "
+                "Ray is not running on the nodes of this job: "
                 + ("Slurm has ended the job." if self._ended.is_set() else "see the lines above.")
             )
         # the server for drivers elsewhere starts last
@@ -509,7 +509,7 @@ class SlurmJob:
             gone_at = self._pass_on_notice(setup, gone_at)
             if self._ended.is_set() or time.time() > gone_at:
                 why = "the job is cancelled" if self._ended.is_set() else "its time is over"
-                say(f"The command is ended: {why}.")
+                say(f"Stopping the command: {why}.")
                 command.terminate()
                 try:
                     command.wait(END_S)
@@ -518,7 +518,7 @@ class SlurmJob:
                     command.wait()
             time.sleep(LOOK_S)
         code = command.returncode if command.returncode >= 0 else 128 - command.returncode
-        say(f"The command has ended with exit code {code}.")
+        say(f"The command ended with exit code {code}.")
         return code
 
     def _serve_drivers(self, setup: RaySetup) -> int:
@@ -541,12 +541,12 @@ class SlurmJob:
                 if self._ended.is_set():
                     break  # the pool is closed, as a rule
                 if time.time() > gone_at:
-                    say("The allocation ends: the job's time is over.")
+                    say("Ending the allocation: the job's time is over.")
                     break
                 if _has_drivers(setup):
                     unused_at = time.monotonic() + UNUSED_S
                 elif not is_child and time.monotonic() > unused_at:
-                    say("The allocation ends: no driver is connected.")
+                    say("Ending the allocation: no driver is connected.")
                     break
         finally:
             (folder / CONNECTION).unlink(missing_ok=True)
@@ -564,7 +564,7 @@ class SlurmJob:
             return gone_at
         self._is_early = True
         gone_at = deadline(self._job, self._options.notice_s)
-        _drain(setup, Notice("The time of this Slurm job is nearly over", gone_at))
+        _drain(setup, Notice("This Slurm job is almost out of time", gone_at))
         return gone_at
 
     def _end_ray(self) -> None:

@@ -45,7 +45,7 @@ STATES = {
         ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESIZING"), "queued"
     ),
 }
-"""What Slurm calls the states of a job, and what futures call them; all others: "failed"."""
+"""Slurm's names of the states of a job, and those of futures; all others: "failed"."""
 
 LOOK_S = 0.5
 """The interval of looks at a job's folder [s]; Slurm is asked less often the longer it takes."""
@@ -63,7 +63,8 @@ class SlurmJobs(JobQueue):
     """The jobs that this user has submitted to Slurm with raypool.
 
     Args:
-        profile: `slurm` says what to ask for; the job starts in `working_dir`, or in this folder.
+        profile: `slurm` has the resources to request; the job starts in `working_dir`, or in this
+            folder.
         is_requeued: Put a job back into the queue when its time is over or it is preempted.
     """
 
@@ -82,8 +83,8 @@ class SlurmJobs(JobQueue):
     def _submit(self, request: JobRequest) -> None:
         if request.cpus or request.gpus:
             raise InvalidValueError(
-                "cpus and gpus reserve parts of a Ray cluster for a command. A job of Slurm has all"
-                " of its nodes: set gpus_per_node and cpus_per_gpu in the profile."
+                "cpus and gpus reserve parts of a Ray cluster for a command. A Slurm job uses its"
+                " whole allocation: set gpus_per_node and cpus_per_gpu in the profile."
             )
         folder = new_folder(self._slurm, request.job_id)
         env, call = dict(request.env), request.call
@@ -154,13 +155,13 @@ class SlurmJobs(JobQueue):
         )
 
     def wait(self, job_id: str, timeout_s: float | None = None) -> JobInfo:
-        """Wait for a job's end, at most so long; return its state then."""
+        """Wait for a job's end, at most this long; return its state then."""
         for _ in self._looks(job_id, timeout_s):
             pass
         return self.look(job_id)
 
     def log(self, job_id: str) -> str:
-        """Return what a job has printed so far."""
+        """Return a job's output so far."""
         folder, _ = self._find(job_id)
         try:
             return (folder / OUTPUT).read_text(errors="replace")
@@ -168,7 +169,7 @@ class SlurmJobs(JobQueue):
             return ""
 
     def follow(self, job_id: str, seen: int = 0) -> Iterator[str]:
-        """Yield what a job prints until it has ended, after the first `seen` characters."""
+        """Yield a job's output after its first `seen` characters, until it ends."""
         for _ in self._looks(job_id, None):
             text = self.log(job_id)
             if len(text) > seen:
@@ -188,7 +189,7 @@ class SlurmJobs(JobQueue):
         ended = self.wait(job_id, STOP_TIMEOUT_S)
         if not ended.has_ended:
             raise CloudError(
-                f"Job {job_id} has not ended within {STOP_TIMEOUT_S:g} s: {ended.message}. Look"
+                f"Job {job_id} did not end within {STOP_TIMEOUT_S:g} s: {ended.message}. Check"
                 " again later."
             )
         return ended
@@ -209,7 +210,7 @@ class SlurmJobs(JobQueue):
             time.sleep(max(0.0, min(LOOK_S, deadline - time.monotonic())))
 
     def _find(self, job_id: str) -> tuple[Path, dict[str, Any]]:
-        """Return the folder of a job, and what is noted there."""
+        """Return the folder of a job, and the notes there."""
         root = folder_of_jobs(self._slurm)
         files = [root / job_id / INFO] if not job_id.isdecimal() else list(root.glob(f"*/{INFO}"))
         for file in files:

@@ -49,12 +49,12 @@ def why_no_driver(gpu: str, driver: int) -> str | None:
 
     Example:
         >>> why_no_driver("V100", 595)
-        'V100 GPUs need driver 580 or older, and the image has 595'
+        'V100 GPUs need driver 580 or older, but the image has 595'
     """
     last = _table()["gpus"].get(gpu, {}).get("last_driver")
     if last is None or driver <= last:
         return None
-    return f"{gpu} GPUs need driver {last} or older, and the image has {driver}"
+    return f"{gpu} GPUs need driver {last} or older, but the image has {driver}"
 
 
 def torch_build(gpus: Iterable[str], torch: str) -> str:
@@ -86,9 +86,9 @@ def torch_build(gpus: Iterable[str], torch: str) -> str:
         for first, *end in [row["torch"]]
     ]
     advice = (
-        f"torch {' or '.join(fitting)} has one: install such a torch here, too"
+        f"torch {' or '.join(fitting)} has one: install such a version here, too"
         if fitting
-        else "No version has: give each kind a cluster of its own"
+        else "No version has one: use a separate cluster for each kind"
     )
     raise CloudError(f"torch {torch} has no build for {' and '.join(kinds)} GPUs. {advice}.")
 
@@ -98,7 +98,7 @@ def why_no_kernels(gpu: str, build: str) -> str | None:
 
     Example:
         >>> why_no_kernels("P100", "cu130")
-        'torch for cu130 has kernels for compute capability 7.5 to 12.0, and P100 GPUs have 6.0'
+        'torch for cu130 has kernels for compute capability 7.5 to 12.0, but P100 GPUs have 6.0'
     """
     table = _table()
     if gpu not in table["gpus"] or build not in table["builds"]:
@@ -109,6 +109,6 @@ def why_no_kernels(gpu: str, build: str) -> str | None:
     if low <= capability <= max(high, int(high) + 0.9):
         return None
     return (
-        f"torch for {build} has kernels for compute capability {low} to {high}, and {gpu} GPUs"
+        f"torch for {build} has kernels for compute capability {low} to {high}, but {gpu} GPUs"
         f" have {capability}"
     )

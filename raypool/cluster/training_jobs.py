@@ -68,7 +68,7 @@ def find_script(name: str, package: Path | None = None) -> Script:
     """
     if package is not None and not package.is_dir():
         raise CloudError(
-            f"--package-path {package} is no folder. It should be that of the package, such as"
+            f"--package-path {package} is not a folder. Pass the package's folder, such as"
             " trainer/."
         )
     folder = package.resolve().parent if package is not None else Path.cwd().resolve()
@@ -76,7 +76,7 @@ def find_script(name: str, package: Path | None = None) -> Script:
         file = Path(name).resolve()
         if not file.is_file():
             raise CloudError(
-                f"There is no file {name}. A module is named without .py, as in trainer.task."
+                f"There is no file {name}. Name a module without .py, such as trainer.task."
             )
         if not file.is_relative_to(folder):
             folder = file.parent
@@ -84,8 +84,7 @@ def find_script(name: str, package: Path | None = None) -> Script:
     parts = name.split(".")
     if not all(part.isidentifier() for part in parts):
         raise CloudError(
-            f"{name!r} is neither a file that ends with .py nor the name of a module, such as"
-            " trainer.task."
+            f"{name!r} must be a file that ends with .py or a module, such as trainer.task."
         )
     place = folder.joinpath(*parts)
     if not (place.with_name(f"{place.name}.py").is_file() or (place / "__main__.py").is_file()):
@@ -93,8 +92,8 @@ def find_script(name: str, package: Path | None = None) -> Script:
         if is_here or importlib.util.find_spec(parts[0]) is None:  # else it is installed
             raise CloudError(
                 f"There is no module {name} to run in {folder}, which is uploaded: neither"
-                f" {place}.py nor {place}/__main__.py. --package-path names the folder of the"
-                " package that has it."
+                f" {place}.py nor {place}/__main__.py exists. Set --package-path to the folder of"
+                " its package."
             )
     return Script(("-m", name), folder)
 
@@ -138,7 +137,7 @@ class Submission:
         """Submit the job, and return its id."""
         words = command(jobs.python, self.training, self.script, self.args)
         job_id = jobs.submit(words, name=self.name)
-        self.say(f"Submitted job {job_id}. It goes on if this command is interrupted.")
+        self.say(f"Submitted job {job_id}. It keeps running if this command is interrupted.")
         return job_id
 
     def follow(self, jobs: Jobs | SlurmJobs, job_id: str, seen: int = 0) -> int:
@@ -150,7 +149,7 @@ class Submission:
         if isinstance(jobs, Jobs) and self.training.machines > 1 and (idle := idle_machines(jobs)):
             self.say(
                 f"Nothing ran on {idle}: the script runs on the master, and a pool that it opens"
-                " uses machines with GPUs. Leave out machines that it does not use."
+                " uses machines with GPUs. Leave out unused machines."
             )
         return info.exit_status
 
@@ -181,8 +180,8 @@ def run_on(profile: Profile, submission: Submission) -> int:
     there = sum(node["resources_total"].get("GPU", 0) for node in jobs.dashboard.nodes())
     if there < wanted and not jobs.dashboard.may_grow():
         raise CloudError(
-            f"The job asks for {wanted} GPUs, and the cluster has {there:g}. Ask for fewer,"
-            " or leave --profile out: then it gets machines of its own."
+            f"The job needs {wanted} GPUs, but the cluster has {there:g}. Request fewer, or leave"
+            " --profile out to run it on a new cluster."
         )
     return submission.follow(jobs, submission.hand_in(jobs))
 
@@ -200,7 +199,7 @@ def run_on_slurm(profile: Profile, submission: Submission, *, requeue: bool) -> 
     training = replace(submission.training, groups=submission.training.groups[:1])
     words = command(jobs.python, training, submission.script, submission.args)
     job_id = jobs.submit(words, name=submission.name)
-    submission.say(f"Submitted job {job_id}. It goes on if this command is interrupted.")
+    submission.say(f"Submitted job {job_id}. It keeps running if this command is interrupted.")
     return submission.follow(jobs, job_id)
 
 
@@ -227,9 +226,9 @@ def run_on_own(file: Path, submission: Submission, *, is_kept: bool) -> int:
         is_running = job_id is not None and status is None
         if is_running:
             submission.say(
-                f"Job {job_id} may go on. `raypool cluster connect {file}` makes a way to it,"
-                f" `raypool job logs --follow {job_id}` shows what it does, and `raypool job stop"
-                f" {job_id}` ends it."
+                f"Job {job_id} may keep running. `raypool cluster connect {file}` opens a tunnel"
+                f" to it, `raypool job logs --follow {job_id}` shows its output, and `raypool job"
+                f" stop {job_id}` stops it."
             )
         if is_kept or is_running:
             submission.say(
@@ -242,8 +241,8 @@ def run_on_own(file: Path, submission: Submission, *, is_kept: bool) -> int:
                 if status is None:
                     raise
                 raise CloudError(
-                    f"The job has ended with exit status {status}, but the cluster may still be"
-                    f" there. {error}"
+                    f"The job ended with exit status {status}, but the cluster may still exist."
+                    f" {error}"
                 ) from error
     return status
 
@@ -269,5 +268,5 @@ def _follow(file: Path, submission: Submission, job_id: str) -> int:
             is_answer = getattr(error, "status", None) is not None
             if is_answer or time.monotonic() - lost_at > PATIENCE_S:
                 raise
-            submission.say(f"The connection to the cluster is lost, and made again: {error}")
+            submission.say(f"The connection to the cluster was lost; reconnecting: {error}")
             time.sleep(RETRY_S)

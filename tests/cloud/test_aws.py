@@ -281,11 +281,11 @@ def test_what_is_to_be_filled_in_is_named_and_told_how() -> None:
         checks.check(documents_of(text, "aws.yaml")[0])
     said = str(caught.value).splitlines()
     assert len(said) == 6, "a group and an image for each of three kinds"
-    assert all(line.endswith("is still to be filled in.") for line in said)
+    assert all(line.endswith("must be filled in.") for line in said)
 
 
 def test_a_plan_that_cannot_be_is_refused() -> None:
-    with pytest.raises(CloudError, match=r"Give one with --zone"):
+    with pytest.raises(CloudError, match=r"Choose one with --zone"):
         aws.write(a_plan(zone=None))
     worker = NodeGroup(name="worker", machine="g5.12xlarge", gpu="A10G", gpus=3, most=1)
     with pytest.raises(

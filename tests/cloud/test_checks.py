@@ -137,7 +137,7 @@ LAUNCHER = {
         "ssh_user: ubuntu",
         "ssh_user: ubuntu\n  ssh_private_key: /no/key",
         "/no/key",
-        "no such file",
+        "/no/key, which does not exist",
     ),
     "a key for everybody": (
         "ssh_user: ubuntu",
@@ -149,13 +149,13 @@ LAUNCHER = {
         ": ~/.ray/auth_token",
         ": ~/no_token",
         "~/.ray/auth_token:",
-        "no such file or folder",
+        "which does not exist here",
     ),
     "a folder that is not there": (
         TOKEN_MOUNT,
         TOKEN_MOUNT + "  /data: ./no-folder\n",
         "/data:",
-        "no such file or folder",
+        "which does not exist here",
     ),
     "a command that is no list": (
         "worker_setup_commands: []",
@@ -173,13 +173,13 @@ LAUNCHER = {
         " --autoscaling-config=~/ray_bootstrap_config.yaml",
         "",
         "- ulimit",
-        "no worker is ever made",
+        "it never starts a worker",
     ),
     "ports that differ": (
         "$RAY_HEAD_IP:6379",
         "$RAY_HEAD_IP:6380",
         "worker_start_ray_commands",
-        "port 6380, and it listens at 6379",
+        "port 6380, but the head listens on port 6379",
     ),
     "raypool from an index": (
         "--reinstall-package raypool",
@@ -191,7 +191,7 @@ LAUNCHER = {
         "my-project",
         "<your project>",
         "<your project>",
-        "<your project> is still to be filled in",
+        "<your project> must be filled in",
     ),
 }
 
@@ -207,7 +207,7 @@ ON_GCP = {
         "cluster_name: raypool",
         f"cluster_name: {'a' * 36}",
         "aaa",
-        "35 at most",
+        "at most 35",
     ),
     "a project with a space": ("my-project", "My Project", "My Project", "gcloud projects list"),
     "no zone": (
@@ -226,14 +226,14 @@ ON_GCP = {
         "region: us-central1",
         "region: us-west1",
         "region: us-west1",
-        "us-central1-a lies in us-central1",
+        "zone us-central1-a is in us-central1",
     ),
     "a node type in capitals": ("  worker:\n", "  Worker:\n", "  Worker:", "lower-case letters"),
     "three T4": (
         "acceleratorCount: 4",
         "acceleratorCount: 3",
         "guestAccelerators",
-        "n1-standard-16 cannot have 3 T4, but 1, 2 or 4",
+        "n1-standard-16 cannot have 3 T4, only 1, 2 or 4",
     ),
     "a GPU that is gone": (
         "nvidia-tesla-t4",
@@ -245,7 +245,7 @@ ON_GCP = {
         "acceleratorType: nvidia-tesla-t4",
         "acceleratorType: T4",
         "Type: T4",
-        "calls it nvidia-tesla-t4",
+        "Compute Engine's name is nvidia-tesla-t4",
     ),
     "no count": (
         "        acceleratorCount: 4\n",
@@ -257,7 +257,7 @@ ON_GCP = {
         "GPU: 4",
         "GPU: 2",
         "GPU: 2",
-        "told of 2 GPUs, and the machine has 4 T4: it must be `GPU: 4`",
+        "told of 2 GPUs, but the machine has 4 T4: it must be `GPU: 4`",
     ),
     "GPUs that are not there": (
         "CPU: 0\n",
@@ -301,7 +301,7 @@ ON_GCP = {
         "zones/us-central1-a",
         "zones/us-central1-b",
         "diskType",
-        "diskType is in us-central1-b, and the cluster is in us-central1-a",
+        "diskType is in us-central1-b, but the cluster is in us-central1-a",
     ),
     "no machine": (
         "      machineType: n2-standard-4\n",
@@ -329,7 +329,7 @@ ON_AWS = {
         "GPU: 1",
         "GPU: 4",
         "GPU: 4",
-        "told of 4 GPUs, and the machine has 1 T4",
+        "told of 4 GPUs, but the machine has 1 T4",
     ),
     "CPUs that are not there": (
         "CPU: 4",
@@ -353,7 +353,7 @@ ON_AWS = {
         "us-west-2a",
         "us-east-1a",
         "availability_zone",
-        "not in the region, which is us-west-2",
+        "not in region us-west-2",
     ),
     "no region": (
         "  region: us-west-2\n",
@@ -395,13 +395,13 @@ ON_AWS = {
         "HttpEndpoint: enabled",
         "HttpEndpoint: disabled",
         "HttpEndpoint",
-        "the head may make no machines",
+        "the head cannot make machines",
     ),
     "a key that Ray would not take": (
         GROUP,
         GROUP + "      KeyName: mine\n",
         "KeyName",
-        "so Ray takes a key of its own",
+        "so Ray uses its own key",
     ),
 }
 
@@ -418,21 +418,26 @@ ON_PREMISES = {
         "- 10.0.0.2",
         "- 10.0.0.256",
         "10.0.0.256",
-        "neither an address, such as 10.0.0.7, nor the name",
+        "not an address, such as 10.0.0.7, or a host name",
     ),
     "a machine twice": ("- 10.0.0.3", "- 10.0.0.2", "- 10.0.0.2\n\n", "appears twice"),
-    "the loopback": ("head_ip: 10.0.0.1", "head_ip: 127.0.0.1", "head_ip", "as the others see it"),
+    "the loopback": (
+        "head_ip: 10.0.0.1",
+        "head_ip: 127.0.0.1",
+        "head_ip",
+        "the address that the others see",
+    ),
     "too many": (
         "max_workers: 2",
         "max_workers: 3",
         "max_workers: 3",
-        "worker_ips names 2: that many at most",
+        "worker_ips has 2: it must not be more",
     ),
     "too few": (
         "max_workers: 2",
         "max_workers: 1",
         "max_workers: 1",
-        "the others would never be used",
+        "the others would remain unused",
     ),
     "node types": (
         "\nauth:",
@@ -461,13 +466,13 @@ ON_KUBERNETES = {
         "minReplicas: 0",
         "minReplicas: 9",
         "maxReplicas",
-        "minReplicas is 9, more than maxReplicas, which is 4",
+        "minReplicas (9) is more than maxReplicas (4)",
     ),
     "GPUs that a pod has not": (
         "rayStartParams: {}",
         "rayStartParams: {num-gpus: '4'}",
         "rayStartParams: {num-gpus",
-        "Ray is told of 4 GPUs, and the pod has 1 by its limits",
+        "Ray is told of 4 GPUs, but the pod's limits allow 1",
     ),
     "a misspelt kind": (
         "kind: RayCluster",
@@ -479,13 +484,13 @@ ON_KUBERNETES = {
         "name: raypool",
         "name: My Cluster",
         "name: My Cluster",
-        "small letters, digits and -",
+        "lower-case letters, digits and -",
     ),
     "something left open": (
         "name: raypool",
         "name: <your name>",
         "name: <your name>",
-        "still to be filled in",
+        "must be filled in",
     ),
 }
 
@@ -501,7 +506,7 @@ OF_JOBS = {
         "https://example.org/code.zip",
         kubernetes.CODE,
         "runtimeEnvYAML",
-        "still to be filled in",
+        "must be filled in",
     ),
 }
 
@@ -579,13 +584,13 @@ OPEN = {
         "\nsetup_commands:",
         "\ncluster_synced_files:",
         "cluster_name",
-        "setup_commands is missing: Ray takes its own",
+        "setup_commands is missing, so Ray uses its defaults",
     ),
     "a dashboard that listens to all": (
         "--dashboard-host=127.0.0.1",
         "--dashboard-host=0.0.0.0",
         "- ulimit",
-        "it is open to the network",
+        "is open to the network",
     ),
 }
 OPEN_ON_GCP = {
@@ -625,7 +630,7 @@ OPEN_ON_AWS = {
         "ami-0123456789abcdef0",
         "latest_dlami",
         "node_config:",
-        "an Ubuntu 18.04 of 2022",
+        "Ubuntu 18.04 from 2022",
     ),
 }
 
@@ -657,7 +662,7 @@ DATED = [
         "T4: 1",
         "V100: 1",
         "setup: |",
-        "the newest torch has no kernels for V100 GPUs; say --torch-backend=cu126",
+        "the newest torch has no kernels for V100 GPUs. Use --torch-backend=cu126",
     ),
     (
         "gcp",
@@ -750,8 +755,8 @@ def test_all_mistakes_are_told_at_once_in_the_order_of_lines() -> None:
 NO_CLUSTERS = [
     ("", "is empty"),
     ("# only a comment\n", "is empty"),
-    ("- a\n- b\n", "line 1: this is no cluster or job"),
-    ("something: else\n", "this is no cluster or job"),
+    ("- a\n- b\n", "line 1: this is not a cluster or job"),
+    ("something: else\n", "this is not a cluster or job"),
     ("provider: {type: gcp}\n  auth: x\n", "this is not valid YAML"),
     ("provider: [gcp]\ncluster_name: x\n", "line 1: provider: ['gcp'] is not of type 'object'"),
     ("provider:\ncluster_name: x\n", "line 1: provider: None is not of type 'object'"),

@@ -93,7 +93,7 @@ def test_a_profile_with_a_file_that_is_not_there_changes_nothing(
 
 def test_the_token_does_not_travel_unencrypted(token_file: Path) -> None:
     with pytest.raises(
-        CloudError, match=r"would travel to http://head.example:8265 unencrypted"
+        CloudError, match=r"would be sent to http://head.example:8265 unencrypted"
     ) as refused:
         Dashboard(Profile(jobs_address="http://head.example:8265", token_file=token_file))
     assert TOKEN not in str(refused.value)
@@ -102,7 +102,7 @@ def test_the_token_does_not_travel_unencrypted(token_file: Path) -> None:
 def test_who_has_no_token_may_ask_anywhere(tmp_path: Path) -> None:
     del os.environ["RAY_AUTH_TOKEN"]
     os.environ["HOME"] = str(tmp_path)
-    with pytest.raises(CloudError, match=r"No dashboard of Ray answers at http://127.0.0.2:1"):
+    with pytest.raises(CloudError, match=r"No Ray dashboard answers at http://127.0.0.2:1"):
         Dashboard(Profile(jobs_address="http://127.0.0.2:1"))
 
 
@@ -122,7 +122,7 @@ def test_the_token_goes_nowhere_else(token_file: Path) -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        with pytest.raises(CloudError, match="sends on to another address"):
+        with pytest.raises(CloudError, match="redirects to another address"):
             Dashboard(
                 Profile(
                     jobs_address=f"http://127.0.0.1:{server.server_port}", token_file=token_file

@@ -133,7 +133,7 @@ IMPOSSIBLE = [
     ("--provider gcp --gpu T4 --gpus 3", "No machine has 3 T4; 1, 2 or 4 are possible."),
     (
         "--provider gcp --machine n1-standard-32 --gpu V100 --gpus 2",
-        "n1-standard-32 cannot have 2 V100, but 4 or 8",
+        "n1-standard-32 cannot have 2 V100, only 4 or 8",
     ),
     ("--provider gcp --machine n1-standard-33", "There is no machine 'n1-standard-33'"),
     ("--provider aws --gpu H100 --gpus 3", "No machine has 3 H100"),
@@ -142,7 +142,10 @@ IMPOSSIBLE = [
         "puts all machines of a cluster on Google",
     ),
     ("--provider gcp --fallback --on-demand", "--fallback is for spot machines"),
-    ("--provider gcp --min 5 --max 4", "The minimum of 5 workers is more than the maximum, 4"),
+    (
+        "--provider gcp --min 5 --max 4",
+        "The minimum number of workers (5) is more than the maximum (4)",
+    ),
     ("--provider sky --min 1", "--min cannot be used with --provider sky"),
     ("--provider gcp --job x", "--job cannot be used with --provider gcp"),
     ("--provider gcp --host a", "--host cannot be used with --provider gcp"),
@@ -161,7 +164,7 @@ IMPOSSIBLE = [
     ("--provider azure", "'azure' is not one of"),
     (
         "--provider gcp --name 'a b; rm -rf /'",
-        "cluster_name is 'a b; rm -rf /'; it must have lower-case letters",
+        "cluster_name is 'a b; rm -rf /'; it must begin with a letter",
     ),
     ("--provider aws --name 'a b; rm -rf /'", "cluster_name is 'a b; rm -rf /'"),
     ("--provider on-prem --name 'a b; rm -rf /'", "cluster_name is 'a b; rm -rf /'"),
@@ -169,11 +172,11 @@ IMPOSSIBLE = [
     ("--provider gcp --project 'p\nq: r'", r"project_id is 'p\nq: r'"),
     ("--provider gcp --zone moon", "availability_zone is 'moon'; it must be a zone"),
     ("--provider aws --zone moon", "moon"),
-    ("--provider on-prem --host '10.0.0.1 -oProxyCommand=x'", "is neither an address"),
-    ("--provider on-prem --host -oProxyCommand=x", "is neither an address"),
-    ("--provider gcp --ssh-user '-l root'", "ssh_user is '-l root'; it must be the name of a user"),
-    ("--provider gcp --ssh-key /no/key", "there is no such file"),
-    ("--provider gcp --python '3.11; rm -rf /'", "'3.11; rm -rf /' is no version of Python"),
+    ("--provider on-prem --host '10.0.0.1 -oProxyCommand=x'", "is not an address"),
+    ("--provider on-prem --host -oProxyCommand=x", "is not an address"),
+    ("--provider gcp --ssh-user '-l root'", "ssh_user is '-l root'; it must be a user name"),
+    ("--provider gcp --ssh-key /no/key", "/no/key, which does not exist"),
+    ("--provider gcp --python '3.11; rm -rf /'", "'3.11; rm -rf /' is not a Python version"),
 ]
 
 
@@ -198,8 +201,8 @@ def test_what_may_not_be_had_is_written_with_a_warning(
     )
     assert done.exit_code == 0
     assert done.stderr.startswith(
-        "warning: cluster.yaml, line 16: As of 2026-11-22, us-central1-d has no T4 GPUs. Near it"
-        " are us-"
+        "warning: cluster.yaml, line 16: As of 2026-11-22, us-central1-d has no T4 GPUs. Nearby:"
+        " us-"
     )
     assert Path("cluster.yaml").exists()
 

@@ -152,10 +152,10 @@ def test_what_google_refuses_we_refuse_first(gce: FakeGce) -> None:
 
 def test_a_machine_that_cannot_have_the_gpus_is_refused_by_the_generator() -> None:
     worker = replace(WORKER, machine="n1-standard-32", gpu="V100", gpus=2)
-    with pytest.raises(CloudError, match="worker: n1-standard-32 cannot have 2 V100, but 4 or 8"):
+    with pytest.raises(CloudError, match="worker: n1-standard-32 cannot have 2 V100, only 4 or 8"):
         gcp.write(replace(PLAN, workers=(worker,)))
 
 
 def test_a_plan_without_a_zone_is_refused() -> None:
-    with pytest.raises(CloudError, match="Give one with --zone"):
+    with pytest.raises(CloudError, match="Choose one with --zone"):
         gcp.write(replace(PLAN, zone=None))

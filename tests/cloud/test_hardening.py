@@ -120,5 +120,5 @@ def test_no_file_for_the_launcher_is_left_alone(tmp_path: Path) -> None:
     file.write_text("apiVersion: ray.io/v1\n")
     done = CliRunner().invoke(main, ["cluster", "harden", str(file)])
     assert done.exit_code == 1
-    assert "is no file for Ray's launcher" in done.output
+    assert "is not a file for Ray's launcher" in done.output
     assert file.read_text() == "apiVersion: ray.io/v1\n"

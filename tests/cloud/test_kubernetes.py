@@ -359,7 +359,7 @@ def test_a_kubernetes_that_cannot_be_asked_refuses_nothing(
     kubectl("echo 'The connection was refused' >&2; exit 1")
     [said] = checks.check_file(file)
     assert "Kubernetes did not check this file" in said
-    assert said.endswith("kubectl reaches no cluster (The connection was refused).")
+    assert said.endswith("kubectl cannot reach a cluster (The connection was refused).")
     monkeypatch.setenv("PATH", "")
     [said] = checks.check_file(file)
     assert said.endswith("kubectl is not installed here.")
@@ -375,8 +375,8 @@ def test_a_cluster_that_lets_strangers_in_is_warned_of() -> None:
     del manifest["spec"]["authOptions"]
     manifest["spec"]["headGroupSpec"]["serviceType"] = "LoadBalancer"
     door, token = sorted(warnings_about(manifest))
-    assert "LoadBalancer opens Ray's ports" in door
-    assert "nobody is asked for a token" in token
+    assert "LoadBalancer opens Ray's unencrypted ports" in door
+    assert "Ray requires no token" in token
 
 
 def test_gpus_by_other_names_are_left_to_kubernetes() -> None:

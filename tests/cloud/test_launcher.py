@@ -92,8 +92,7 @@ def test_the_token_is_there_that_the_file_copies(
     assert len(token.read_text()) == 64
     assert not (home / "elsewhere").exists()
     assert (
-        f"RAY_AUTH_TOKEN is not used: the token of the cluster is the one in {token}"
-        in capsys.readouterr().err
+        f"RAY_AUTH_TOKEN is ignored: the cluster's token is in {token}" in capsys.readouterr().err
     ) == (variable == "RAY_AUTH_TOKEN")
 
 
@@ -201,7 +200,8 @@ def test_a_head_on_which_no_ray_runs(file: Path, home: Path, command: str) -> No
     done = CliRunner().invoke(main, ["cluster", command, str(machine(file, home))])
     assert done.exit_code == 1
     assert (
-        f"no Ray runs on the head, 192.0.2.1. `raypool cluster up {file}` starts it" in done.output
+        f"Ray is not running on the head, 192.0.2.1. `raypool cluster up {file}` starts it"
+        in done.output
     )
 
 
@@ -251,7 +251,7 @@ def test_a_stranger_at_the_port_is_not_taken_for_the_tunnel(
         monkeypatch.setattr(launcher, "_free_port", lambda _: stranger.getsockname()[1])
         monkeypatch.setattr(launcher, "TUNNEL_S", 0.1)
         with (
-            pytest.raises(CloudError, match="has not answered by SSH within"),
+            pytest.raises(CloudError, match="did not answer by SSH within"),
             launcher.tunnel(lead(file, "sleep 60")),
         ):
             pass
@@ -262,7 +262,8 @@ def test_files_that_are_not_for_the_launcher(tmp_path: Path) -> None:
     path.write_text(cluster_file.render([kubernetes.write(draft("kubernetes", gpu="T4"))], []))
     for function in (launcher.up, launcher.down, launcher.status):
         with pytest.raises(
-            CloudError, match=r"is no file for Ray's launcher.*A cluster on Kubernetes is made by"
+            CloudError,
+            match=r"is not a file for Ray's launcher.*`kubectl apply` starts a cluster on Kubernetes",
         ):
             function(path)
 

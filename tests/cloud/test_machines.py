@@ -277,13 +277,13 @@ IMPOSSIBLE = [
         "n1-standard-8",
         "T4",
         3,
-        "n1-standard-8 cannot have 3 T4, but 1, 2 or 4. No machine has 3 T4; 1, 2 or 4 are possible.",
+        "n1-standard-8 cannot have 3 T4, only 1, 2 or 4. No machine has 3 T4; 1, 2 or 4 are possible.",
     ),
     (
         "n1-standard-32",
         "V100",
         2,
-        "n1-standard-32 cannot have 2 V100, but 4 or 8. Machines with 2 V100 have up to 24 vCPUs and 156 GB.",
+        "n1-standard-32 cannot have 2 V100, only 4 or 8. Machines with 2 V100 have up to 24 vCPUs and 156 GB.",
     ),
     (
         "n1-standard-64",
@@ -300,7 +300,7 @@ IMPOSSIBLE = [
             " A100: a2-highgpu-2g."
         ),
     ),
-    ("a2-highgpu-1g", None, 0, "a2-highgpu-1g always comes with 1 A100, and none is asked for."),
+    ("a2-highgpu-1g", None, 0, "a2-highgpu-1g always comes with 1 A100, but none is requested."),
     (
         "n1-standard-8",
         "A100",
@@ -367,7 +367,7 @@ ELSEWHERE = [
         GCE,
         "us-central1-c",
         ("T4", "B200"),
-        "As of 2026-11-22, us-central1-c has no B200 GPUs. Near it are us-central1-b.",
+        "As of 2026-11-22, us-central1-c has no B200 GPUs. Nearby: us-central1-b.",
     ),
     (
         GCE,
@@ -443,7 +443,7 @@ def test_cli_refuses_a_gpu_that_is_not_there() -> None:
 
 
 def test_errors_about_places_name_what_there_is_instead() -> None:
-    with pytest.raises(CloudError, match=r"no T4 GPUs\. Near it are us-west1-a, us-west1-b\.$"):
+    with pytest.raises(CloudError, match=r"no T4 GPUs\. Nearby: us-west1-a, us-west1-b\.$"):
         GCE.check_place("us-west1-c", "T4")
     with pytest.raises(CloudError, match=r"not in the region us-east1\. Leave one of them out\.$"):
         choose_zone(("T4",), "us-east1", "us-central1-a")

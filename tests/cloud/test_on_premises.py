@@ -200,7 +200,9 @@ def test_a_cluster_is_started_used_and_ended(
             assert eventually(lambda name=name: "raylet" not in lab.run(name, "ps", "-A")), lab.run(
                 name, "ps", "-A"
             )
-    with pytest.raises(AssertionError, match=f"no Ray runs on the head, {lab['head'].address}"):
+    with pytest.raises(
+        AssertionError, match=f"Ray is not running on the head, {lab['head'].address}"
+    ):
         raypool(lab, "cluster", "connect", str(file))
 
 

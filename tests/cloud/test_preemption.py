@@ -54,7 +54,7 @@ def test_a_node_of_slurm_has_a_deadline_while_the_controller_is_down(
 ) -> None:
     """Ray takes no infinite one."""
     monkeypatch.setenv("PATH", "")  # scontrol fails
-    assert is_in(Notice("Slurm takes this node back", deadline("7")), UNTOLD_S)
+    assert is_in(Notice("Slurm is about to take this node back", deadline("7")), UNTOLD_S)
 
 
 def test_a_spot_machine_of_compute_engine(metadata: FakeMetadata) -> None:
@@ -63,7 +63,7 @@ def test_a_spot_machine_of_compute_engine(metadata: FakeMetadata) -> None:
     metadata.maintenance = "TERMINATE_ON_HOST_MAINTENANCE"
     notice = Gce(metadata.url).find_notice()
     assert notice is not None
-    assert notice.words == "Compute Engine takes this spot machine back"
+    assert notice.words == "Compute Engine is about to preempt this spot machine"
     assert is_in(notice, 25)
 
 
@@ -233,7 +233,7 @@ def test_a_machine_without_ray(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(preemption, "RAY_TIMEOUT_S", 0.0)
-    with pytest.raises(CloudError, match="has not started on this machine within 0 s"):
+    with pytest.raises(CloudError, match="did not start on this machine within 0 s"):
         find_ray("no such node")
     assert main(["--cloud", "gcp", "--node", "no such node"]) == 1
     assert "Start it first" in caplog.text

@@ -80,7 +80,7 @@ def test_it_names_what_travels_and_validates(home: Path) -> None:
     open_run = content["run"].replace("RAY_AUTH_MODE=token", "")
     Path("cluster.yaml").write_text(yaml.safe_dump({**content, "run": open_run}))
     done = CliRunner().invoke(main, ["cluster", "validate", "cluster.yaml"])
-    assert "started without a token" in done.stderr
+    assert "starts without a token" in done.stderr
     Path("cluster.lock.txt").write_text("raypool==0.1.0\n")
     done = CliRunner().invoke(main, ["cluster", "validate", "cluster.yaml"])
     assert done.exit_code == 2

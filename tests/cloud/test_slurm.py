@@ -326,7 +326,7 @@ def test_a_script_that_srun_starts_several_times_is_told(user: User) -> None:
     script = "from raypool import parpool\nwith parpool(1): pass"
     text = "srun --ntasks=2 --overlap python job.py"
     out = user.run_plain(text, script, "-N1", "--ntasks=2")
-    assert out.count("srun has started this script 2 times") == 1
+    assert out.count("srun started this script 2 times") == 1
 
 
 def test_two_jobs_share_a_node(user: User) -> None:
@@ -400,7 +400,7 @@ def test_a_told_job_saves_and_continues_after_its_requeue(user: User) -> None:
     """
     number = begin(user)
     user.run("scancel", "--batch", "--signal=USR1", number)
-    until(lambda: "is nearly over" in user.output(number))
+    until(lambda: "is almost out of time" in user.output(number))
     assert_continued(user, number)
     assert "PoolPreemptedError" in user.output(number)
     assert "its time is over" not in user.output(number)
@@ -412,7 +412,7 @@ def test_a_real_time_limit(user: User) -> None:
     hours, minutes, _ = map(int, user.shown(number, "RunTime").split(":"))
     # only now: on a busy machine the start may take any time
     user.run("scontrol", "update", f"jobid={number}", f"TimeLimit={60 * hours + minutes + 4}")
-    until(lambda: "is nearly over" in user.output(number))
+    until(lambda: "is almost out of time" in user.output(number))
     assert_continued(user, number)
 
 
@@ -422,7 +422,7 @@ def test_preemption(user: User) -> None:
     """
     number = begin(user)
     user.run("sbatch", "-p", "high", "-N2", "--exclusive", "--wrap=sleep 1")
-    until(lambda: user.output(number).count("Slurm takes this node back") == 2)
+    until(lambda: user.output(number).count("Slurm is about to take this node back") == 2)
     assert_continued(user, number)
 
 
@@ -436,7 +436,7 @@ def test_preemption_with_a_signal(signaling: SlurmLab) -> None:
     user = User(signaling)
     number = begin(user)
     user.run("sbatch", "-p", "high", "-N2", "--exclusive", "--wrap=sleep 1")
-    until(lambda: "is nearly over" in user.output(number))
+    until(lambda: "is almost out of time" in user.output(number))
     assert_continued(user, number)
 
 
@@ -477,5 +477,5 @@ def test_a_node_that_loses_its_power(signaling: SlurmLab) -> None:
     other = "n2" if batch_host == "n1" else "n1"
     user.lab.lab.kill(other)
     user.write("go", "")
-    until(lambda: "has ended with exit code 0" in user.output(number))
+    until(lambda: "ended with exit code 0" in user.output(number))
     assert "[0, 1, 2, 3, 4, 5]" in user.output(number)

@@ -226,7 +226,7 @@ REFUSED = {
         "trainingInput: ['scaleTier'] is not of type 'object'",
     ),
     "misspelt outside": ("trainingInputs: {scaleTier: BASIC}", 1, "Did you mean trainingInput?"),
-    "not indented": ("jobId: a\nscaleTier: BASIC", 2, "scaleTier belongs into trainingInput"),
+    "not indented": ("jobId: a\nscaleTier: BASIC", 2, "scaleTier belongs in trainingInput"),
     "misspelt": (
         "trainingInput:\n  scaleTier: BASIC\n  workerCounts: 3",
         3,
@@ -242,12 +242,12 @@ REFUSED = {
     "machines without CUSTOM": (
         "trainingInput:\n  scaleTier: BASIC_GPU\n  workerCount: 2",
         3,
-        "workerCount needs scaleTier CUSTOM; BASIC_GPU is one n1-standard-8",
+        "workerCount needs scaleTier CUSTOM; BASIC_GPU is a single n1-standard-8",
     ),
     "no master": (
         "trainingInput: {scaleTier: CUSTOM}",
         1,
-        "masterType is missing: the machine type, such as n1-highcpu-16",
+        "masterType is missing. Set the machine type, such as n1-highcpu-16",
     ),
     "a machine that is a number": (
         custom(masterType=8),
@@ -258,12 +258,12 @@ REFUSED = {
     "a kind without workers": (
         custom(workerType="n1-standard-4"),
         1,
-        "workerType is given, but no workerCount",
+        "workerType is set, but workerCount is not",
     ),
     "GPUs without workers": (
         custom(workerConfig=gpus(1)),
         1,
-        "workerConfig is given, but no workerCount",
+        "workerConfig is set, but workerCount is not",
     ),
     "workers, negative": (
         custom(workerCount=-2, workerType="n1-standard-4"),
@@ -288,12 +288,12 @@ REFUSED = {
     "three T4": (
         DOCUMENTED.replace("count: 4", "count: 3", 1),
         5,
-        "n1-highcpu-16 cannot have 3 T4, but 1, 2 or 4",
+        "n1-highcpu-16 cannot have 3 T4, only 1, 2 or 4",
     ),
     "two V100 on 32 vCPUs": (
         custom(masterType="n1-standard-32", masterConfig=gpus(2, "NVIDIA_TESLA_V100")),
         1,
-        "n1-standard-32 cannot have 2 V100, but 4 or 8. Machines with 2 V100 have up to 24 vCPUs and 156 GB",
+        "n1-standard-32 cannot have 2 V100, only 4 or 8. Machines with 2 V100 have up to 24 vCPUs and 156 GB",
     ),
     "K80 on 64 vCPUs": (
         custom(masterType="n1-standard-64", masterConfig=gpus(8, "NVIDIA_TESLA_K80")),
@@ -353,7 +353,7 @@ REFUSED = {
     "two containers": (
         custom(masterConfig={"imageUri": "a"}, workerConfig={"imageUri": "b"}),
         1,
-        "imageUri is 'b', and the master's is 'a': all must be the same",
+        "imageUri is 'b', but the master's is 'a': all must be the same",
     ),
     "GPUs on a legacy machine": (
         custom(masterType="standard_gpu", masterConfig=gpus(1)),
@@ -368,7 +368,7 @@ REFUSED = {
     "hyperparameters": (
         custom(hyperparameters={"goal": "MAXIMIZE"}),
         1,
-        "hyperparameters is not supported. Let the",
+        "hyperparameters is not supported. In the script, call raypool.parfor",
     ),
     "a region that is a number": (
         DOCUMENTED + "  region: 7\n",
@@ -441,7 +441,7 @@ def test_a_zone_that_is_said_is_taken_and_one_that_cannot_be_chosen_is_to_be_sai
         CloudError, match=r"No zone of us-east5 is known.* a zone with T4: .* with --zone"
     ):
         choose_zone(("T4",), "us-east5", None)
-    with pytest.raises(CloudError, match="No region is given"):
+    with pytest.raises(CloudError, match="No region is set"):
         choose_zone(("T4",), None, None)
 
 
@@ -493,7 +493,7 @@ def test_what_an_option_says_wrongly_is_told_of_the_option() -> None:
         )
     }
     with pytest.raises(
-        CloudError, match=r"^--worker-accelerator: n1-highcpu-16 cannot have 3 T4, but 1, 2 or 4"
+        CloudError, match=r"^--worker-accelerator: n1-highcpu-16 cannot have 3 T4, only 1, 2 or 4"
     ):
         job_files.read(overridden(documents_of(DOCUMENTED, "config.yaml")[0], options))
 

@@ -211,7 +211,7 @@ def test_a_line_for_gcloud_can_be_pasted(folder: Path) -> None:
     done = submit(*PASTED, "--dry-run", "--", "--epochs", "3")
     assert done.exit_code == 0, done.output
     assert len(list(folder.glob("my-job-*.yaml"))) == 1
-    assert "runtimeVersion is not used: machines get the versions that are" in done.output
+    assert "runtimeVersion is not used: machines get the versions installed" in done.output
     assert "pythonVersion is not used" in done.output
 
 
@@ -322,18 +322,18 @@ CANNOT_WORK: list[tuple[tuple[str, ...], str]] = [
     ),
     (
         (*FILE, "--project", "my-project", "train.py"),
-        "No region is given",
+        "No region is set",
     ),
     ((*FILE, *HERE), "There is nothing to run. Pass a script"),
     ((*FILE, *HERE, "trian.py"), "There is no file trian.py"),
     ((*FILE, *HERE, "trainer.tusk"), "There is no module trainer.tusk to run in"),
     (
         (*FILE, *HERE, "no-module"),
-        "'no-module' is neither a file that ends with .py nor the name of a module",
+        "'no-module' must be a file that ends with .py or a module",
     ),
     (
         (*FILE, *HERE, "--package-path", "train.py", "trainer.task"),
-        "--package-path train.py is no folder",
+        "--package-path train.py is not a folder",
     ),
     (
         (*FILE, *HERE, "--out", "config.yaml", "train.py"),
@@ -421,7 +421,7 @@ def test_a_head_that_does_not_answer_is_waited_for(
     """Also where it is the only machine, and the script does not run."""
     monkeypatch.setattr(begin, "LOOK_S", 0.01)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # nobody listens there
-    with pytest.raises(SystemExit, match=r"No Ray has answered at 127\.0\.0\.1:1 for 0\.05 s"):
+    with pytest.raises(SystemExit, match=r"Ray did not answer at 127\.0\.0\.1:1 within 0\.05 s"):
         begin.main(["--timeout-s", "0.05", "--", "-c", "print('it runs')"])
     assert capsys.readouterr().out == "raypool: 0 of 1 machines have joined.\n"
 
@@ -537,7 +537,7 @@ def test_a_job_that_wants_more_gpus_than_a_cluster_has_is_refused_at_once(
 ) -> None:
     done = run(*on_lab, *FILE, *HERE, "train.py")
     assert done.returncode == 1
-    assert "The job asks for 40 GPUs, and the cluster has 2." in done.stderr
+    assert "The job needs 40 GPUs, but the cluster has 2." in done.stderr
 
 
 # --- a cluster of its own -------------------------------------------------------------------------
@@ -669,7 +669,7 @@ def test_a_cluster_stays_whose_job_may_still_be_running(
         run_on_own(FILE_OF_CLUSTER, submission, is_kept=False)
     first, how, last = log
     assert (first, last) == ("up a-cluster.yaml", LEFT)
-    assert "`raypool job logs --follow job_1` shows what it does" in how
+    assert "`raypool job logs --follow job_1` shows its output" in how
 
 
 def test_a_connection_that_is_lost_is_made_again_and_nothing_is_shown_twice(
@@ -684,7 +684,7 @@ def test_a_connection_that_is_lost_is_made_again_and_nothing_is_shown_twice(
         asked_from.append(seen)
         submission.show("step\n")
         if len(asked_from) < 3:
-            raise CloudError("No dashboard of Ray answers", status=None)
+            raise CloudError("No Ray dashboard answers", status=None)
         return 0
 
     monkeypatch.setattr(Submission, "follow", follow)
@@ -704,9 +704,7 @@ def test_a_cluster_that_does_not_go_away_hides_no_exit_status(
         raise CloudError("quota")
 
     monkeypatch.setattr(launcher, "down", fail)
-    with pytest.raises(
-        CloudError, match=r"exit status 0, but the cluster may still be there\. quota"
-    ):
+    with pytest.raises(CloudError, match=r"exit status 0, but the cluster may still exist\. quota"):
         run_on_own(FILE_OF_CLUSTER, submission, is_kept=False)
 
 

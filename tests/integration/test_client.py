@@ -290,13 +290,13 @@ said["afterwards"] = ray.is_initialized()
 def test_what_is_in_the_way_is_said_within_seconds(laptop: Laptop, head: Any) -> None:
     said = laptop(REFUSED, GCS=head.address)
     expected = {
-        "none": f"The cluster at {head.client} asks for a token, and this process has none.",
+        "none": f"The cluster at {head.client} requires a token, but this process has none.",
         "missing": "could not be read: No such file or directory",
-        "wrong": "wrong: it is that of another cluster, or an old one.",
-        "nobody": "Nobody answers at ray://127.0.0.1:1",
-        "not a client server": "is no server of Ray Client",
-        "no control store": "is not Ray's control store",
-        "no node": f"This machine is no node of the cluster at {head.address} (its nodes: ",
+        "wrong": "wrong: it is another cluster's, or out of date.",
+        "nobody": "Nothing answers at ray://127.0.0.1:1",
+        "not a client server": "is not a working Ray Client server",
+        "no control store": "is not a working Ray control store",
+        "no node": f"This machine is not a node of the cluster at {head.address} (its nodes: ",
         "version": "runs Ray 2.60.0 and Python 3.",
         "raypool": "this process 0.0.9. Both need the same version:",
     }
@@ -421,14 +421,12 @@ def test_an_encrypted_cluster(
         said = laptop_at(encrypted, TLS, PLAIN=head.client, PLAIN_TOKEN=str(head.token_file))
     assert said["values"] == [[1, 2, 3], 3_000_000]
     expected = {
-        "none": "encrypts its connections, and this process has no certificate.",
+        "none": "encrypts its connections, but this process has no certificate.",
         "their certificate": (
-            "does not accept the certificate of this machine, or this machine not the one shown"
-            " there"
+            "rejected this machine's certificate, or this machine rejected the server's ("
         ),
         "their authority": (
-            "does not accept the certificate of this machine, or this machine not the one shown"
-            " there"
+            "rejected this machine's certificate, or this machine rejected the server's ("
         ),
         "not to that one": "does not encrypt. Leave tls (and RAY_USE_TLS) out",
     }

@@ -120,7 +120,7 @@ def test_a_command_runs_as_it_was_given_and_its_exit_code_is_kept(
             "CPU: requested 2, the largest node has 3; GPU: requested 2.5",
         ),
         (["submit", "--env", "COLOUR", "--", "true"], 2, "'COLOUR' is not NAME=VALUE"),
-        (["submit", "--working-dir", "/nowhere", "--", "true"], 2, "/nowhere is no folder"),
+        (["submit", "--working-dir", "/nowhere", "--", "true"], 2, "/nowhere is not a folder"),
         (["submit"], 2, "COMMAND"),
         (["submit", "--profile", "mars", "--", "true"], 2, "There is no profile 'mars'"),
         (["status", "mars"], 1, "There is no job 'mars'"),
@@ -236,11 +236,11 @@ def test_a_wrong_token_is_said_and_never_shown(
     wrong = tmp_path / "token"
     wrong.write_text("0123456789" * 6)
     said = refusal(Profile(jobs_address=head.url, token_file=wrong))
-    assert f"does not know the token in {wrong}" in said
+    assert f"rejected the token in {wrong}" in said
     assert "0123456789" not in said
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789" * 6)
     said = refusal(Profile(jobs_address=head.url))
-    assert "does not know the token in RAY_AUTH_TOKEN" in said
+    assert "rejected the token in RAY_AUTH_TOKEN" in said
     assert "0123456789" not in said
 
 
@@ -248,7 +248,7 @@ def test_a_missing_token_is_said(
     head: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
-    assert f"asks for a token, and there is none in {tmp_path / 'none'}" in refusal(
+    assert f"requires a token, but there is none in {tmp_path / 'none'}" in refusal(
         Profile(jobs_address=head.url)
     )
     assert "There is no token in /nowhere" in refusal(
@@ -276,7 +276,7 @@ def test_no_setting_of_this_machine_leads_elsewhere_or_replaces_the_token(
 
 
 def test_who_does_not_answer_is_said_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "No dashboard of Ray answers at http://127.0.0.1:1" in refusal(
+    assert "No Ray dashboard answers at http://127.0.0.1:1" in refusal(
         Profile(jobs_address="http://127.0.0.1:1")
     )
     monkeypatch.setitem(TIMEOUTS_S, "GET", 0.5)
@@ -296,7 +296,7 @@ def test_whoever_is_no_dashboard_is_said() -> None:
                 connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello")
 
         threading.Thread(target=answer, daemon=True).start()
-        assert "is no dashboard of Ray" in refusal(
+        assert "is not a Ray dashboard" in refusal(
             Profile(jobs_address=f"http://127.0.0.1:{other.getsockname()[1]}")
         )
 

@@ -140,7 +140,9 @@ def test_what_runs_on_a_machine_that_is_taken_back_saves_and_goes_on_elsewhere(
         assert first > 0
         assert gone not in done[first:]
     assert facts["watcher"] == 0
-    told = re.search(r"Compute Engine takes this spot machine back, in (\d+) s", facts["said"])
+    told = re.search(
+        r"Compute Engine is about to preempt this spot machine, in (\d+) s", facts["said"]
+    )
     heard = re.search(r"is about to shut down, in (\d+) s", words)
     assert told
     assert heard
