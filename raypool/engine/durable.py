@@ -258,6 +258,10 @@ class DurableLoop(LoopWork):
         feed.add_all_of(self.feed)
         return feed
 
+    def earlier_reports(self, index: int) -> Iterator[Row]:
+        """Yield what an item reported in earlier calls, also without an outcome."""
+        return rows_of(self._journal.run_dir / "items" / self.keys[index] / METRICS, index)
+
     def diary(self, index: int) -> str:
         """Return what an item printed; that of a restored one is in its file."""
         if index not in self.restored:
@@ -793,8 +797,8 @@ def append(path: Path, data: bytes, is_lines: bool = False) -> None:
         os.close(file)
 
 
-def rows_of(path: Path, item: int, run: int) -> Iterator[Row]:
-    """Yield what an item has reported in a run, as far as it can be read."""
+def rows_of(path: Path, item: int, run: int | None = None) -> Iterator[Row]:
+    """Yield what an item has reported in a run, or in all, as far as it can be read."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError:
@@ -802,5 +806,5 @@ def rows_of(path: Path, item: int, run: int) -> Iterator[Row]:
     for line in lines:
         with contextlib.suppress(KeyError, TypeError, ValueError):  # cut off by a crash
             row = json.loads(line)
-            if row["run"] == run:
+            if run in (None, row["run"]):
                 yield float(row["time"]), item, int(row["attempt"]), dict(row["metrics"])

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from time import time
 from typing import Any, NamedTuple, cast
 
 from raypool.channel.feed import Feed, LoopFeed
+from raypool.channel.feed import Row as ReportRow
 from raypool.channel.gpu_usage import GpuSample
 from raypool.channel.records import Function, Part, SliceResult, WorkerInfo, named
 from raypool.core.model import Slice, TaskState
@@ -178,6 +179,10 @@ class LoopWork:
                 self.num_settled -= 1
         if self._order is not None:
             cast("list[int]", self._order).append(index)
+
+    def earlier_reports(self, index: int) -> Iterator[ReportRow]:
+        """Yield what an item reported in earlier calls with the same folder."""
+        return iter(())
 
     def keep_gpus(self, sample: GpuSample) -> None:
         """Keep a sample of a GPU on the disk, if there is a place for it. From any thread."""

@@ -14,12 +14,13 @@ import logging
 import math
 import numbers
 import time
+from bisect import bisect, bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from raypool.channel.feed import MetricsReport, Row, report_of_row
+from raypool.channel.feed import MetricsReport, report_of_row
 from raypool.channel.records import Missing, function_name
 from raypool.core.messages import ItemsAdded, StopRequested
 from raypool.core.model import TaskSpec
@@ -43,7 +44,7 @@ from raypool.parallel_for import (
     raise_if_failed,
     watched,
 )
-from raypool.results import Results
+from raypool.results import Results, Row
 from raypool.search import Halving, Until
 from raypool.search.rungs import Rungs
 from raypool.worker.running import TaskContext, item_seed, note_here
@@ -64,6 +65,12 @@ NAME = "raypool"
 
 SHORT_S = 0.05
 """While trials take less than this [s], each worker has the next one already."""
+
+TINY_S = 0.005
+"""Trials that take less than this [s] are sent in groups: a call costs half a millisecond."""
+
+GROUP = 4
+"""Tiny trials of a group; each worker has two groups."""
 
 OWNER = "raypool_run_dir"
 """The attribute of a trial in a user's study that says which search it belongs to."""
@@ -117,6 +124,13 @@ def run_part(fn: Callable[[Any], Any], metric: str | None, sent: tuple[Any, floa
     return wait()
 
 
+def ended_before(row: Row, report: MetricsReport) -> bool:
+    """Return whether a part of a trial ended before this report, by the clock of its worker."""
+    if row.started_at is None or row.duration_s is None:
+        return False
+    return row.started_at + row.duration_s < report.time.timestamp()
+
+
 def epochs_of(metrics: Mapping[str, Any], num_reports: int) -> int:
     """Return how many epochs a trial has behind it: by its `epoch`, else by its reports."""
     epoch = metrics.get("epoch")
@@ -142,7 +156,7 @@ class Trial:
 
     `index`: the number of its item. `part`: the position of its newest part in the loop's order.
     `until`: the epochs at which that part ends. `state`: "running", "waiting" at a rung,
-    "complete", "pruned" or "failed".
+    "complete", "pruned" or "failed". `at_rungs`: its scores at the rungs, in an earlier call.
     """
 
     index: int
@@ -157,6 +171,7 @@ class Trial:
     until: float = math.inf
     part: int | None = None
     is_stopped: bool = False
+    at_rungs: list[float] = field(default_factory=list)
 
     @property
     def number(self) -> int:
@@ -324,7 +339,9 @@ def run_search(
     label = wanted.name or options.name or function.name
     home = None if options.checkpoints is None else (str(options.checkpoints), checkpoint_owner(fn))
     how = LoopOptions(label, options.retry_on, wanted.seed, False, True, [], home)
-    spec = options.spec(function.fn_id, target._where(), fail_fast=False)._replace(chunk_size=1)
+    spec = options.spec(function.fn_id, target._where(), fail_fast=False)
+    if wanted.stop is not None:
+        spec = spec._replace(chunk_size=1)
     work = (
         LoopWork(function, (), how)
         if wanted.run_dir is None
@@ -393,6 +410,8 @@ def open_study(mode: str, stop: Any, work: LoopWork) -> optuna.Study:
     if work.run_dir is not None:
         from optuna.storages.journal import JournalFileBackend, JournalStorage
 
+        # left by a driver that was killed while it wrote; Optuna would wait 30 s for it
+        (work.run_dir / f"{STUDY}.lock").unlink(missing_ok=True)
         storage = JournalStorage(JournalFileBackend(str(work.run_dir / STUDY)))
     with quiet_optuna():
         return optuna.create_study(
@@ -456,7 +475,7 @@ class Search(LoopRun):
             Rungs(self._stop.levels, self._stop.factor) if isinstance(self._stop, Halving) else None
         )
         self._task_id = -1
-        self._num_parts = 0
+        self._num_parts = self._num_sent = self._num_ended = 0
         self._num_seen = [0, 0]  # segments and losses of the loop
         self._last_s = math.inf  # how long the last part took
         self._num_failed = 0
@@ -503,6 +522,7 @@ class Search(LoopRun):
                 self._absorb()
                 while self._num_running < self._limit and self._start_next():
                     self._absorb()  # inline, it has ended by now
+                self._send()
                 if not self._num_running:
                     break
                 self._wait(lambda: work.is_done or self._has_news or self._end_early())
@@ -515,16 +535,22 @@ class Search(LoopRun):
         self._raise_if_none_is_good()
 
     @property
+    def _group(self) -> int:
+        is_plain = self._stop is None and self._options.seed is None and not self._is_inline
+        return GROUP if is_plain and self._last_s < TINY_S else 1
+
+    @property
     def _limit(self) -> int:
-        # a short trial would end before the next one has come: that waits in the worker
-        per_worker = 2 if self._last_s < SHORT_S and self._rungs is None else 1
-        return (
-            self._options.max_in_flight or max(self._driver.scheduler.workers.size, 1) * per_worker
-        )
+        if self._options.max_in_flight is not None:
+            return self._options.max_in_flight
+        # a short trial would end before the next one has come: that waits in the worker. With a
+        # seed, what the sampler knows must not depend on times
+        waits = self._last_s < SHORT_S and self._rungs is None and self._options.seed is None
+        return max(self._driver.scheduler.workers.size, 1) * (2 * self._group if waits else 1)
 
     @property
     def _num_running(self) -> int:
-        return self._num_parts - sum(self._num_seen)
+        return self._num_parts - self._num_ended
 
     @property
     def _has_news(self) -> bool:
@@ -536,22 +562,44 @@ class Search(LoopRun):
             # a study of the user's has other trials, too
             if self._options.study is None or frozen.user_attrs.get(OWNER) == self._owner:
                 self._take_known(frozen)
-        rows: list[Row] = self._work.caught_up().rows() if self.trials else []
-        for row in rows:
-            self._note_report(report_of_row(row))
         for trial in self.trials:
             kept = self._work.restored.get(trial.index)
+            reports = [report_of_row(row) for row in self._work.earlier_reports(trial.index)]
+            self._replay(trial, reports)
+            if kept is not None and reports and ended_before(kept.row, reports[-1]):
+                kept = None  # it is the outcome of a part before the interrupted one
+            is_interrupted = trial.state == "running" and kept is None
             if self._rungs is not None:
-                levels = self._rungs.levels
-                reached = [rung for rung, level in enumerate(levels) if level <= trial.epochs]
-                trial.rung = max(reached, default=0)
-                trial.until = levels[trial.rung]
-            if trial.state == "running" and kept is not None:
-                self._end_part(trial, kept.value, kept.error)
-            elif trial.state == "running":
+                self._place(trial, self._rungs, is_interrupted=is_interrupted)
+            if is_interrupted:
                 self._interrupted.append(trial)
+            elif trial.state == "running" and kept is not None:
+                self._end_part(trial, kept.value, kept.error)
             elif kept is not None and kept.error is None:
                 trial.score = self._score(kept.value, trial)
+
+    def _replay(self, trial: Trial, reports: list[MetricsReport]) -> None:
+        """Note earlier reports of a trial, and its scores at the rungs that it reached."""
+        levels = self._rungs.levels if self._rungs is not None else []
+        for report in reports:
+            value = self._note_report(report)
+            if value is not None:
+                num_reached = bisect(levels, trial.epochs) - len(trial.at_rungs)
+                trial.at_rungs += [self._good(value)] * num_reached
+
+    @staticmethod
+    def _place(trial: Trial, rungs: Rungs, *, is_interrupted: bool) -> None:
+        """Find the rung of a trial of an earlier call, and compare others with it at those below.
+
+        An interrupted part ends at the next rung; it may have been about to end at this one.
+        """
+        levels, epochs = rungs.levels, trial.epochs
+        rung = bisect_left(levels, epochs) if is_interrupted else bisect(levels, epochs) - 1
+        trial.rung = max(0, min(rung, len(levels) - 1))
+        trial.until = levels[trial.rung]
+        for rung, score in enumerate(trial.at_rungs):
+            if trial.state != "running" or rung < trial.rung:
+                rungs.reach(trial.index, rung, score, is_waiting=False)
 
     def _take_known(self, frozen: optuna.trial.FrozenTrial) -> None:
         import optuna
@@ -594,10 +642,16 @@ class Search(LoopRun):
         trial.part = self._num_parts
         self._num_parts += 1
         self._work.queue(trial.index, has_run=has_run)
-        self._driver.post(ItemsAdded(self._task_id, 1, is_open=True))
-        # the sampler computes next: without this, the driver would wait for Python's lock meanwhile
-        time.sleep(0)
+        if self._num_parts - self._num_sent >= self._group:
+            self._send()
         return True
+
+    def _send(self) -> None:
+        if self._num_sent < self._num_parts:
+            added, self._num_sent = self._num_parts - self._num_sent, self._num_parts
+            self._driver.post(ItemsAdded(self._task_id, added, is_open=True))
+            # the sampler computes next: else the driver would wait for Python's lock meanwhile
+            time.sleep(0)
 
     def _end_early(self) -> bool:
         """End the search, once, if `stop_when` says so; return whether this was the moment."""
@@ -690,6 +744,7 @@ class Search(LoopRun):
                 self._end_part(self.trials[index], None, lost.error)
 
     def _end_part(self, trial: Trial, value: Any, error: BaseException | None) -> None:
+        self._num_ended += trial.part is not None  # else it is of an earlier call
         if error is not None:
             self._first_error = self._first_error or error
             self._tell(trial, "failed")

@@ -37,10 +37,13 @@ class Rungs:
         self._reached: list[list[Entry]] = [[] for _ in levels]  # sorted
         self._waiting: list[list[Entry]] = [[] for _ in levels]  # heaps
 
-    def reach(self, trial: int, rung: int, score: float) -> None:
-        """Note that a trial has reached a rung with a score (more is better), and waits there."""
+    def reach(self, trial: int, rung: int, score: float, *, is_waiting: bool = True) -> None:
+        """Note that a trial has reached a rung with a score (more is better), and waits there.
+
+        With `is_waiting=False` it has gone on since, or has ended: others are compared with it.
+        """
         insort(self._reached[rung], (-score, trial))
-        if rung + 1 < len(self.levels):
+        if is_waiting and rung + 1 < len(self.levels):
             heappush(self._waiting[rung], (-score, trial))
 
     def promote(self) -> tuple[int, int] | None:
@@ -49,7 +52,7 @@ class Rungs:
             waiting, reached = self._waiting[rung], self._reached[rung]
             if not waiting:
                 continue
-            # all that are better than the best waiting one were promoted before
+            # all that are better than the best waiting one do not wait anymore
             if bisect_left(reached, waiting[0]) < len(reached) // self._factor:
                 return heappop(waiting)[1], rung + 1
         return None

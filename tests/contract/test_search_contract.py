@@ -19,9 +19,11 @@ from raypool import (
     ParallelPool,
     PoolPreemptedError,
     current_task,
+    load_checkpoint,
     load_results,
     parpool,
     report,
+    save_checkpoint,
     search,
 )
 from raypool.search.run import SearchResults
@@ -283,6 +285,44 @@ def test_a_study_of_the_users_has_other_trials_too(pool: ParallelPool, tmp_path:
     found = call(3)
     assert found.to_frame()["trial"].sort_values().tolist() == [2, 3, 4]
     assert len(study.trials) == 5
+
+
+def test_trials_that_were_interrupted_at_a_rung_compete_with_their_newest_scores(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "run").mkdir()
+    # what a killed process leaves behind while it writes to the study
+    (tmp_path / "run" / "study.log.lock").symlink_to(tmp_path)
+
+    def interrupted(config: dict[str, Any]) -> None:
+        checkpoint = load_checkpoint() or {"epochs": 0}
+        mark = tmp_path / f"{current_task().index}"
+        for epoch in range(checkpoint["epochs"], 9):
+            report(epoch=epoch, accuracy=config["x"] * (epoch + 1))
+            save_checkpoint({"epochs": epoch + 1})
+            if epoch == 2 and not mark.exists():
+                mark.touch()
+                raise KeyboardInterrupt
+            if current_task().should_stop:
+                break
+
+    for _ in range(9):
+        try:
+            with parpool(profile="inline", quiet=True) as pool:
+                found = pool.search(
+                    interrupted,
+                    SPACE,
+                    metric="accuracy",
+                    num_trials=9,
+                    seed=0,
+                    stop=HALVING,
+                    run_dir=tmp_path / "run",
+                )
+            break
+        except KeyboardInterrupt:
+            continue
+    assert found.best.config["x"] == found.to_frame()["x"].max()
+    assert found.best.score == 9 * found.best.config["x"]
 
 
 def test_ctrl_c_in_a_trial_and_a_death_between_suggestions(
