@@ -332,7 +332,9 @@ def run_search(
         raise InvalidValueError(
             "halving() needs run_dir: trials that wait at a rung leave their checkpoints there."
         )
-    function = engine.function(functools.partial(run_part, fn, wanted.metric))
+    part = functools.partial(run_part, fn, wanted.metric)
+    part.__wrapped__ = fn  # type: ignore[attr-defined]  # what setups have set is for this one
+    function = engine.function(part)
     function.name = function_name(fn)
     if wanted.seed is None:
         engine.warn_of_generators(fn)

@@ -24,7 +24,8 @@ class RankFunction:
     """A user's function, called by each rank; the return value stays in the worker."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
-        self.func = fn  # called as in functools.partial, so that messages have its name
+        # called as in functools.partial, so that messages have its name
+        self.func = self.__wrapped__ = fn
 
     def __call__(self, assignment: Assignment, open_args: Callable[[], Sequence[Any]]) -> Any:
         """Run one rank, and return its `answer`.

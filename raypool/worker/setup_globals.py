@@ -91,11 +91,11 @@ def function_in(fn: Any) -> types.FunctionType | None:
 
 
 def _inner(fn: Any) -> Any:
-    if isinstance(fn, functools.partial):
-        return fn.func
     wrapped = getattr(fn, "__wrapped__", None)
     # not `or`: what can be called may be false
-    return wrapped if wrapped is not None else getattr(fn, "__func__", None)
+    if wrapped is not None:
+        return wrapped
+    return fn.func if isinstance(fn, functools.partial) else getattr(fn, "__func__", None)
 
 
 def _is_by_value(function: types.FunctionType) -> bool:

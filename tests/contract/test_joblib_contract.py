@@ -31,6 +31,7 @@ from raypool import (
     gcp,
     parpool,
     register_joblib,
+    search,
 )
 
 pytestmark = pytest.mark.semantics
@@ -289,7 +290,12 @@ def load_model() -> None:
 
 @pytest.mark.processes
 def test_what_a_setup_leaves_in_global_variables_is_there(make_pool: Any, by_value: None) -> None:
-    with make_pool(1, setup=load_model), parallel_config("raypool"):
+    with make_pool(1, setup=load_model) as pool, parallel_config("raypool"):
+        assert list(pool.spmd(lambda context: (model, context.rank))) == [("loaded", 0)]
+        found = pool.search(
+            lambda config: {"loaded": 1.0}[model], {"x": search.uniform(0, 1)}, num_trials=1
+        )
+        assert found.best.score == 1.0
         assert Parallel()(delayed(lambda x: (model, x))(x) for x in range(3)) == [
             ("loaded", x) for x in range(3)
         ]
