@@ -559,6 +559,7 @@ class LoopRun:
             functools.partial(list, self._gpus.samples)
             if work.run_dir is None
             else functools.partial(samples_in, work.run_dir),
+            work.calls,
         )
 
 

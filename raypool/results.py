@@ -164,6 +164,7 @@ class Results(Sequence[T_co]):
         get_diary: Callable[[int], str] = lambda _: "",
         name: str = "",
         get_gpus: Callable[[], list[GpuSample]] = list,
+        get_calls: Callable[[], list[dict[str, Any]]] = list,
     ) -> None:
         self._items = items
         self._values = values
@@ -174,6 +175,7 @@ class Results(Sequence[T_co]):
         self._get_diary = get_diary
         self._name = name
         self._get_gpus = get_gpus
+        self._get_calls = get_calls
 
     @functools.cached_property
     def _rows(self) -> list[Row]:
@@ -213,6 +215,7 @@ class Results(Sequence[T_co]):
             list(self.diary),
             self._name,
             self._get_gpus(),
+            self._get_calls(),
         )
 
     def __repr__(self) -> str:
@@ -433,9 +436,10 @@ class Results(Sequence[T_co]):
         the items (to sort, filter and search), the failures with their tracebacks, learning curves
         of the reported metrics (those of the ten best items until others are chosen), parallel
         coordinates of the configurations, a timeline of each worker with its idle time, how well
-        the workers were used, and the utilization and memory of their GPUs. It says what was left
-        out if there is too much to draw. An old file stays until the new page is complete. Like the
-        files of a `run_dir` it is for its owner only (mode 0600).
+        the workers were used, the utilization and memory of their GPUs, and with `run_dir` the
+        provenance of each call: code, command, packages. It says what was left out if there is too
+        much to draw. An old file stays until the new page is complete. Like the files of a
+        `run_dir` it is for its owner only (mode 0600).
 
         The importance is that of a random forest if scikit-learn is installed, otherwise a rank
         correlation; it takes 20 finished items.
@@ -478,6 +482,7 @@ class Results(Sequence[T_co]):
             self.errors,
             *scores_of(self),
             self._get_gpus(),
+            self._get_calls(),
         )
         report.write(story, target, title or self._name)
         return target
@@ -697,6 +702,7 @@ def _restored(  # noqa: PLR0913, PLR0917 - as in pickles of older versions
     diaries: Sequence[str] | None = None,  # likewise
     name: str = "",  # likewise
     gpus: Sequence[GpuSample] = (),  # likewise
+    calls: Sequence[dict[str, Any]] = (),  # likewise
 ) -> Results[Any]:
     texts = [""] * len(values) if diaries is None else diaries
     return Results(
@@ -709,6 +715,7 @@ def _restored(  # noqa: PLR0913, PLR0917 - as in pickles of older versions
         texts.__getitem__,
         name,
         lambda: list(gpus),
+        lambda: list(calls),
     )
 
 

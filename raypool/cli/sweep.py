@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import shlex
 import sys
@@ -317,7 +318,13 @@ def ls(folder: Path, is_json: bool) -> None:
 )
 @click.option("--parquet", type=click.Path(dir_okay=False), metavar="FILE", help="Write Parquet.")
 @click.option(
-    "--json", "is_json", is_flag=True, help="Print JSON: a list with one object per item."
+    "--provenance",
+    "is_provenance",
+    is_flag=True,
+    help="Show code, command, packages and GPUs of each call with RUN_DIR instead of the table.",
+)
+@click.option(
+    "--json", "is_json", is_flag=True, help="Print JSON: a list with one object per item or call."
 )
 def show(run_dir: Path, sort: str | None, top: int | None, **options: Any) -> None:
     """Show the table of a saved run, which may still be running.
@@ -333,6 +340,9 @@ def show(run_dir: Path, sort: str | None, top: int | None, **options: Any) -> No
     files = {kind: options[kind] for kind in ("csv", "parquet") if options[kind] is not None}
     if files.get("csv") == "-" and options["is_json"]:
         raise click.UsageError("--csv - and --json both write to standard output. Choose one.")
+    if options["is_provenance"]:
+        _show_provenance(run_dir, {"sort": sort, "top": top, **options})
+        return
     with errors_said(), collector_paused():
         frame = _table_of(run_dir, options["is_failed"])
         num_items, usual = len(frame), tables.columns_of(frame)
@@ -356,6 +366,25 @@ def show(run_dir: Path, sort: str | None, top: int | None, **options: Any) -> No
             show_fitting(shown[chosen or usual], kept)
             if rest := len(rows) - len(shown):
                 echo(f"and {rest:,} more: --top {len(rows)} shows them all.", err=True)
+
+
+def _show_provenance(run_dir: Path, options: dict[str, Any]) -> None:
+    """Print where the results of each call with a run's folder come from."""
+    from raypool.journal.provenance import facts_of
+    from raypool.journal.reading import calls_in, is_training
+
+    if any(options[name] for name in options.keys() - {"is_provenance", "is_json"}):
+        raise click.UsageError("--provenance shows no table; only --json goes with it.")
+    with errors_said():
+        if is_training(run_dir):
+            raise InvalidValueError(f"{run_dir} is a training, which records no provenance.")
+        calls = calls_in(run_dir)
+    if options["is_json"]:
+        echo("[" + ",\n ".join(map(json.dumps, calls)) + "]")
+        return
+    for call in calls:
+        lines = [f"  {title:12}{fact}" for title, fact in facts_of(call).items()]
+        echo("\n".join([f"call {call['run']}", *lines]))
 
 
 def _write(frame: pd.DataFrame, kind: str, path: str) -> None:

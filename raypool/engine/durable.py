@@ -39,10 +39,11 @@ from raypool.core.model import Slice, TaskState
 from raypool.engine.loop import LoopOptions, LoopWork, Lost, Restored, Segment
 from raypool.errors import InternalError, JournalError, TaskError
 from raypool.journal.files import Damaged, make_folder
-from raypool.journal.fingerprints import fingerprint_of
+from raypool.journal.fingerprints import source_of
 from raypool.journal.journal import Journal
 from raypool.journal.keys import FunctionSource
-from raypool.journal.reading import saved_items
+from raypool.journal.provenance import record
+from raypool.journal.reading import calls_in, saved_items
 from raypool.journal.rows import PARTS, Outcome, Stored, row_of
 
 UNCHANGEABLE = frozenset({int, float, bool, str, bytes, type(None)})
@@ -100,7 +101,7 @@ class DurableLoop(LoopWork):
         Raises:
             JournalError: It is in use, was made for something else, or cannot be written.
         """
-        source = FunctionSource.of(fn)._replace(fingerprint=fingerprint_of(fn))
+        source = source_of(fn)
         if rerun == "all":
             source = source._replace(given=None)  # it may hold other values then
         run = 1
@@ -131,7 +132,7 @@ class DurableLoop(LoopWork):
         self._compared: set[int] = set()  # runs with the same function
         self._runs: dict[int, int] = {}  # in which run a restored item ran
         self._files = ItemFiles(feed, self.keys, self._folder, journal.run)
-        self._recorder = Recorder(journal, self._files, options.label, self._give_up)
+        self._recorder = Recorder(journal, self._files, options.label, self._give_up, source)
         self._stored: dict[str, Stored] = {}
 
     # --- calls of the user's thread ---------------------------------------------------------------
@@ -267,6 +268,12 @@ class DurableLoop(LoopWork):
         if index not in self.restored:
             return super().diary(index)
         return text_of_file(self._journal.run_dir / "items" / self.keys[index] / DIARY)
+
+    def calls(self) -> list[dict[str, Any]]:
+        """Return what is known about each call with this folder."""
+        with contextlib.suppress(JournalError):  # it is gone
+            return calls_in(self._journal.run_dir)
+        return []
 
     def keep_gpus(self, sample: GpuSample) -> None:
         """Have it written."""
@@ -499,6 +506,7 @@ class Recorder:
         files: Of the items.
         label: The name of the loop.
         give_up: Called with the error if the thread itself fails.
+        source: The function of the loop.
     """
 
     def __init__(
@@ -507,6 +515,7 @@ class Recorder:
         files: ItemFiles,
         label: str,
         give_up: Callable[[BaseException], None],
+        source: FunctionSource,
     ) -> None:
         self._journal = journal
         self._files = files
@@ -523,9 +532,17 @@ class Recorder:
         self._is_hurried = False
         self.failure: JournalError | None = None  # what could not be written in the end
         self._thread = threading.Thread(target=self._work, name="raypool-journal", daemon=True)
+        # no outcome waits for git
+        self._provenance = threading.Thread(
+            target=record,
+            args=(journal.run_dir, journal.run, source),
+            name="raypool-provenance",
+            daemon=True,
+        )
 
     def start(self) -> None:
         """Begin."""
+        self._provenance.start()  # first: the other one waits for its end
         self._thread.start()
 
     def put(self, prepare: Callable[[], Step]) -> None:
@@ -556,6 +573,7 @@ class Recorder:
         except BaseException as error:  # raypool's own mistake: nobody may be left waiting for it
             self._give_up(error)
         finally:
+            self._provenance.join()
             with contextlib.suppress(Exception):
                 self._journal.close()
 

@@ -184,6 +184,10 @@ class LoopWork:
         """Yield what an item reported in earlier calls with the same folder."""
         return iter(())
 
+    def calls(self) -> list[dict[str, Any]]:
+        """Return what is known about each call with the same folder."""
+        return []
+
     def keep_gpus(self, sample: GpuSample) -> None:
         """Keep a sample of a GPU on the disk, if there is a place for it. From any thread."""
 

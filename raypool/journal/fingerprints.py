@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from raypool.channel.captured import variables_of
 from raypool.channel.users_code import is_users
-from raypool.journal.keys import content_key
+from raypool.journal.keys import FunctionSource, content_key
 
 PYTHON = f"{sys.implementation.cache_tag} -O{sys.flags.optimize}"
 """The compiler: another one makes other instructions of the same source."""
@@ -68,6 +68,24 @@ class Fingerprint(NamedTuple):
                     if old_words != words
                     else "has changed since they were computed"
                 )
+
+
+def source_of(fn: Any) -> FunctionSource:
+    """Return where a function is defined, with its fingerprint."""
+    return FunctionSource.of(fn)._replace(fingerprint=fingerprint_of(fn))
+
+
+def changes(old: FunctionSource, new: FunctionSource) -> list[str]:
+    """Return how a function has changed since an earlier call, each for a sentence."""
+    found: list[str] = []
+    if old.fingerprint is not None and new.fingerprint is not None:
+        found += Fingerprint(*new.fingerprint).changes(Fingerprint(*old.fingerprint))
+    if None not in (old.held, new.held) and old.held != new.held:
+        found.append(
+            "holds different values (in a partial, a closure, defaults, or its object) than when"
+            " they were computed"
+        )
+    return found
 
 
 def fingerprint_of(fn: Any) -> Fingerprint:

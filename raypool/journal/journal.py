@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from raypool.errors import JournalError, SerializationError
 from raypool.journal.files import Damaged, check_run, make_folder, write_file
-from raypool.journal.fingerprints import Fingerprint
+from raypool.journal.fingerprints import changes
 from raypool.journal.keys import FunctionSource
 from raypool.journal.lock import Identity, RunLock, closed, identity, opening
 from raypool.journal.opening import Contents, cannot_write, connect, lost_with_log, open_database
@@ -212,18 +212,8 @@ class Journal:
 
     def changes(self, run: int, source: FunctionSource) -> list[str]:
         """Return how a function differs from that of an earlier run, each for a sentence."""
-        if not (text := self._sources.get(run)):
-            return []  # its row may be lost
-        old = FunctionSource.from_text(text)
-        changes: list[str] = []
-        if old.fingerprint is not None and source.fingerprint is not None:
-            changes += Fingerprint(*source.fingerprint).changes(Fingerprint(*old.fingerprint))
-        if None not in (old.held, source.held) and old.held != source.held:
-            changes.append(
-                "holds different values (in a partial, a closure, defaults, or its object) than"
-                " when they were computed"
-            )
-        return changes
+        text = self._sources.get(run)  # its row may be lost
+        return changes(FunctionSource.from_text(text), source) if text else []
 
     def value(self, stored: Stored) -> Any:
         """Return the value of an item.

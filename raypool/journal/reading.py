@@ -39,6 +39,7 @@ from raypool.journal.opening import (
     what_is_left,
 )
 from raypool.journal.plain import decode
+from raypool.journal.provenance import calls_of
 from raypool.journal.rows import (
     DATABASE,
     PARTS,
@@ -147,7 +148,18 @@ def _load(folder: Path) -> Results[Any]:
         lambda index: text_of_file(folder / "items" / keys[index] / "diary.txt"),
         run_name(str(max(contents["runs"], default=(0, "run"))[1]).rpartition(".")[2], folder),
         functools.partial(samples_in, folder),
+        functools.partial(calls_of, folder, contents["runs"]),
     )
+
+
+def calls_in(folder: Path) -> list[dict[str, Any]]:
+    """Return what is known about each call with a run's folder: see `provenance`.
+
+    Raises:
+        JournalError: It cannot be read.
+    """
+    folder = folder.absolute()
+    return calls_of(folder, read_contents(folder)["runs"])
 
 
 def saved_items(folder: Path, others: Container[str]) -> list[Any]:

@@ -20,10 +20,12 @@ from typing import Any, NamedTuple
 from raypool.channel.captured import generators_of
 from raypool.errors import JournalError
 from raypool.journal.files import Damaged, check_owner, check_run, load, read_file
+from raypool.journal.fingerprints import changes, source_of
 from raypool.journal.keys import FunctionSource, found
 from raypool.journal.opening import Contents
+from raypool.journal.provenance import code_change, code_of, recorded
 from raypool.journal.reading import ItemRecord, entries_of, newest_run, positions_of, read_contents
-from raypool.journal.rows import get_back
+from raypool.journal.rows import get_back, logger
 from raypool.worker.checkpoint_folders import CheckpointFolders
 from raypool.worker.runner import seed_everything
 from raypool.worker.running import TaskContext, item_seed, running
@@ -101,6 +103,7 @@ def replaying(run_dir: Path, item: str) -> Iterator[Replay]:
             raise JournalError(
                 f"Item {item} of {folder} cannot be replayed: {error}.", run_dir=str(folder)
             ) from error
+        _check_code(folder, run, source, fn)
         index = _index(contents, run, entry.key)
         attempt = 1 if entry.stored is None else entry.stored.attempt
         yield Replay(folder, entry.key, fn, value, index, attempt, seed, source.function)
@@ -132,6 +135,22 @@ def _about(folder: Path, contents: Contents, run: int) -> tuple[FunctionSource, 
         )
     _, _, seed, source, *_ = runs.get(run) or runs[max(runs)]
     return FunctionSource.from_text(source), json.loads(seed)
+
+
+def _check_code(folder: Path, run: int, source: FunctionSource, fn: Callable[[Any], Any]) -> None:
+    """Warn if the code is not that of the call."""
+    differences = []
+    then, now = recorded(folder, run).get("code"), code_of(source)
+    with contextlib.suppress(AttributeError, KeyError, TypeError):  # of another version
+        # a function of a notebook may have been in another repository than this directory
+        if then and now and then["folder"] == now.folder and (text := code_change(then, now)):
+            differences.append(text)
+    if found := changes(source, source_of(fn)):
+        differences.append(f"{source.function} {'; it '.join(found)}")
+    if differences:
+        logger.warning(
+            "The replay may differ from the results in %s: %s.", folder, "; ".join(differences)
+        )
 
 
 def _index(contents: Contents, run: int, key: str) -> int:

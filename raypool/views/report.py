@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from raypool.errors import InvalidValueError, RemoteTraceback, traceback_text
 from raypool.journal.files import write_file
+from raypool.journal.provenance import facts_of
 from raypool.views.drawing import (
     COLORS,
     MAX_TEXT,
@@ -69,7 +70,7 @@ class Story(NamedTuple):
     """The tables of a loop: `Results.to_frame`, `.attempts`, `.metrics`, `.errors`.
 
     `configs` and `run` are columns of `frame`: those of configurations, and raypool's own.
-    `scores` are the numbers of finished items in `metric`, the best first.
+    `scores` are the numbers of finished items in `metric`, the best first. `calls`: see `facts_of`.
     """
 
     frame: pd.DataFrame
@@ -81,6 +82,7 @@ class Story(NamedTuple):
     metric: str | None
     scores: Mapping[int, Any]
     gpus: Sequence[GpuSample]
+    calls: Sequence[Mapping[str, Any]]
 
 
 Columns: TypeAlias = Mapping[str, Sequence[Cell]]
@@ -153,6 +155,7 @@ def page(story: Story, title: str) -> str:
         has_curves=bool(data["curves"]["metrics"]),
         has_coordinates=data["table"]["has_coordinates"],
         has_gpus="gpus" in data,
+        calls={call["run"]: facts_of(call) for call in story.calls},
         notes=notes,
         data=json_data.replace("<", "\\u003c"),
         plotly=get_plotlyjs(),
