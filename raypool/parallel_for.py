@@ -9,6 +9,7 @@ import itertools
 import math
 import numbers
 import os
+import re
 import reprlib
 import threading
 import time
@@ -87,6 +88,7 @@ class LoopArguments(TypedDict, total=False):
     run_dir: str | os.PathLike[str] | None
     rerun: Literal["failed", "missing", "all"]
     on_report: Callable[[MetricsReport], object] | None
+    on_end: Callable[[Results[Any]], object] | str | None
 
 
 # --- the verb -------------------------------------------------------------------------------------
@@ -110,6 +112,7 @@ def run_loop(  # noqa: PLR0913 - the arguments of the verb
     run_dir: str | os.PathLike[str] | None,
     rerun: Literal["failed", "missing", "all"],
     on_report: Callable[[MetricsReport], object] | None,
+    on_end: Callable[[Results[Any]], object] | str | None,
 ) -> Any:
     """Run a loop on the workers of a view; see `PoolView.parfor`."""
     __tracebackhide__ = True
@@ -132,6 +135,7 @@ def run_loop(  # noqa: PLR0913 - the arguments of the verb
             f"rerun={rerun!r} needs run_dir, the folder of the run to continue."
         )
     check_on_report(on_report)
+    check_on_end(on_end)
     if reduce is sum or (reduce is not None and not (callable(reduce) and takes(reduce, (0, 0)))):
         raise InvalidTypeError(
             f"reduce={getattr(reduce, '__name__', repr(reduce))} does not fold two values into one."
@@ -161,14 +165,17 @@ def run_loop(  # noqa: PLR0913 - the arguments of the verb
         else durable_loop(fn, function, how, run_dir, rerun)
     )
     del function  # the traceback of an error would keep it in workers
-    with (
-        contextlib.closing(work),
-        watched(progress, label, engine) as display,
-        echoed(echo, work, engine) as lines,
-    ):
-        watchers = [watcher for watcher in (lines, display) if watcher is not None]
-        results = LoopRun(engine, work, watchers, on_report).run(sequence, spec)
-    raise_if_failed(work, results, on_error)
+    with noticed(on_end, work) as found:
+        with (
+            contextlib.closing(work),
+            watched(progress, label, engine) as display,
+            echoed(echo, work, engine) as lines,
+        ):
+            watchers = [watcher for watcher in (lines, display) if watcher is not None]
+            loop = LoopRun(engine, work, watchers, on_report)
+            found.append(loop.results)
+            results = loop.run(sequence, spec)
+        raise_if_failed(work, results, on_error)
     return results if reduce is None else folded(results, reduce, init)
 
 
@@ -652,6 +659,55 @@ def check_on_report(on_report: Any) -> None:
         raise InvalidTypeError(
             f"on_report={on_report!r} is not callable. Pass a function of one report."
         )
+
+
+WEBHOOK = re.compile(r"(?ai)https?://([\w.-]+|\[[\da-f:]+\])(:\d+)?([/?#][!-~]*)?")
+
+
+def check_on_end(on_end: Any) -> None:
+    """Make sure that `on_end` is a function, a URL of a webhook, or None.
+
+    Raises:
+        InvalidTypeError, InvalidValueError: It is not.
+    """
+    if on_end is None or callable(on_end):
+        return
+    if not isinstance(on_end, str):
+        raise InvalidTypeError(f"on_end={on_end!r} is neither a function of the results nor a URL.")
+    if WEBHOOK.fullmatch(on_end) is None:
+        # it is not repeated: it may contain a token
+        raise InvalidValueError(
+            "The URL to notify must begin with http:// or https:// and contain no user, password or"
+            " spaces, as in https://hooks.example.com/services/T1."
+        )
+
+
+@contextlib.contextmanager
+def noticed(
+    on_end: Callable[[Any], object] | str | None, work: LoopWork
+) -> Iterator[list[Callable[[], Any]]]:
+    """Call `on_end` when the loop in this context has ended, also with an error.
+
+    Gives a list, for the function that returns the results; without it nothing has begun.
+    """
+    find_results: list[Callable[[], Any]] = []
+    if on_end is None:
+        yield find_results
+        return
+    from raypool.views.notice import notify  # imported late: few loops need urllib.request
+
+    began_at = time.monotonic()
+    error: BaseException | None = None
+    try:
+        yield find_results
+    except BaseException as caught:
+        error = caught
+        raise
+    finally:
+        for find in find_results:
+            duration_s = time.monotonic() - began_at
+            notify(on_end, find(), work.label, work.run_dir, duration_s, error)
+        del error  # it would keep itself alive
 
 
 def check_progress(progress: Any) -> None:

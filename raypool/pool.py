@@ -364,6 +364,7 @@ class PoolView(concurrent.futures.Executor):
         run_dir: str | os.PathLike[str] | None = None,
         rerun: Literal["failed", "missing", "all"] = "failed",
         on_report: Callable[[MetricsReport], object] | None = None,
+        on_end: Callable[[Results[Any]], object] | str | None = None,
     ) -> Any:
         """Call `fn(item)` for every item, on all workers at once; return the results in item order.
 
@@ -420,6 +421,12 @@ class PoolView(concurrent.futures.Executor):
             on_report: Called with each `raypool.report` of the items as it arrives, as a
                 `MetricsReport`, in the thread that called `parfor` and in order for each item. The
                 workers do not wait for it. What it raises ends the loop, and is raised here.
+            on_end: Called with the `Results` when the loop has ended, also if `parfor` raises; then
+                they have the items until then. Or the URL of a webhook, such as Slack's: it gets a
+                JSON object by POST, with `text` (a sentence), `label`, `state` ("finished",
+                "failed", or "cancelled" by Ctrl-C), the numbers `items`, `finished` and `failed`,
+                `duration_s` [s], `run_dir`, and the first `error` in a line, and has 10 s to
+                answer. If this fails, a warning is logged, and the loop ends as it would have.
 
         Returns:
             `Results`: the values in order, and a table of them; with `reduce` the folded value.
@@ -471,6 +478,7 @@ class PoolView(concurrent.futures.Executor):
             run_dir=run_dir,
             rerun=rerun,
             on_report=on_report,
+            on_end=on_end,
         )
 
     @_explains
@@ -493,6 +501,7 @@ class PoolView(concurrent.futures.Executor):
         progress: bool | Callable[..., Any] | None = None,
         name: str | None = None,
         on_report: Callable[[MetricsReport], object] | None = None,
+        on_end: Callable[[SearchResults], object] | str | None = None,
     ) -> SearchResults:
         """Call `fn(config)` for the configurations that Optuna suggests; return the trials.
 
@@ -525,6 +534,7 @@ class PoolView(concurrent.futures.Executor):
             progress: As for `parfor`.
             name: As for `parfor`.
             on_report: As for `parfor`.
+            on_end: As for `parfor`; a function gets the `SearchResults`.
 
         Raises:
             ModuleNotFoundError: Optuna is missing; it comes with `raypool[search]`.
@@ -565,6 +575,7 @@ class PoolView(concurrent.futures.Executor):
             progress,
             name,
             on_report,
+            on_end,
         )
         return run_search(self, fn, space, wanted)
 

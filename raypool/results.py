@@ -218,8 +218,13 @@ class Results(Sequence[T_co]):
             self._get_calls(),
         )
 
+    @property
+    def _counts(self) -> dict[str, int]:
+        """How many items there are of each status."""
+        return {status: sum(row.status == status for row in self._rows) for status in STATUSES}
+
     def __repr__(self) -> str:
-        counts = {status: sum(row.status == status for row in self._rows) for status in STATUSES}
+        counts = self._counts
         said = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
         return f"<Results of {len(self)} items: {said or 'none'}>"
 

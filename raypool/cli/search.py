@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from raypool.cli.output import echo, errors_said
-from raypool.cli.sweep import FEW_ROWS, Repeatable, RunFolder, check_fits, resumable, show_fitting
+from raypool.cli.sweep import (
+    FEW_ROWS,
+    Repeatable,
+    RunFolder,
+    check_fits,
+    notify_option,
+    resumable,
+    show_fitting,
+)
 from raypool.errors import InvalidTypeError, InvalidValueError, RaypoolError, did_you_mean
 
 if TYPE_CHECKING:
@@ -66,6 +74,7 @@ RANGES = ("uniform", "log_uniform", "int_uniform", "choice")
 @click.option(
     "--seed", type=click.IntRange(min=0), help="Seed the sampler and each trial's random numbers."
 )
+@notify_option
 @click.option(
     "--json",
     "is_json",
@@ -120,6 +129,7 @@ def search(target: str, space: Path, is_json: bool, **options: Any) -> None:
                     run_dir=run_dir,
                     stop=stop,
                     seed=options["seed"],
+                    on_end=options["notify"],
                 )
             except RaypoolError:
                 raise

@@ -56,6 +56,22 @@ class Repeatable(click.Command):
         return super().parse_args(ctx, args)
 
 
+def _checked_url(context: click.Context, param: click.Parameter, url: str | None) -> str | None:
+    from raypool.parallel_for import check_on_end
+
+    with errors_said():
+        check_on_end(url)
+    return url
+
+
+notify_option = click.option(
+    "--notify",
+    metavar="URL",
+    callback=_checked_url,
+    help="At the end, post a summary to this webhook, as JSON.",
+)
+
+
 @click.command(cls=Repeatable)
 @click.argument("target", metavar="MODULE:FUNCTION")
 @click.argument("configs", type=click.Path(path_type=Path))
@@ -101,6 +117,7 @@ class Repeatable(click.Command):
         f" {ITEMS_PER_TASK} if N is left out."
     ),
 )
+@notify_option
 @click.option("--part-of", type=int, hidden=True)  # the run of which this is a task
 @click.option(
     "--json",
@@ -155,6 +172,7 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
                 run_dir=place,
                 rerun=rerun,
                 seed=options["seed"],
+                on_end=options["notify"],
             )
     if is_json:
         from raypool.views import tables

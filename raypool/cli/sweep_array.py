@@ -48,7 +48,7 @@ def submit_array(
     """Submit an array for the items that must run; return whether there are any.
 
     Raises:
-        InvalidValueError: The profile is not of Slurm.
+        InvalidValueError: The profile is not of Slurm, or there is a URL to notify.
         JournalError: The folder cannot be used.
         CloudError: Slurm refuses the array, or an earlier one has not ended.
     """
@@ -56,6 +56,11 @@ def submit_array(
     if profile.slurm is None:
         raise InvalidValueError(
             '--array submits a job array to Slurm. Use a profile with kind = "slurm".'
+        )
+    if options["notify"] is not None:
+        raise InvalidValueError(
+            "--notify does not go with --array, which returns before the items run. Slurm can send"
+            ' mail: sbatch = ["--mail-type=END"] in the profile.'
         )
     run_dir = Path(options["run_dir"]).absolute()
     with contextlib.suppress(FileNotFoundError, KeyError):  # no array, or it was interrupted

@@ -37,10 +37,12 @@ from raypool.options import check_callable, check_name
 from raypool.parallel_for import (
     LoopRun,
     Watcher,
+    check_on_end,
     check_on_report,
     check_progress,
     checkpoint_owner,
     durable_loop,
+    noticed,
     raise_if_failed,
     watched,
 )
@@ -285,6 +287,7 @@ class SearchOptions(NamedTuple):
     progress: bool | Callable[..., Any] | None
     name: str | None
     on_report: Callable[[MetricsReport], object] | None
+    on_end: Callable[[SearchResults], object] | str | None
 
     def checked(self) -> SearchOptions:
         """Return them with plain counts.
@@ -295,6 +298,7 @@ class SearchOptions(NamedTuple):
         check_progress(self.progress)
         check_name(self.name)
         check_on_report(self.on_report)
+        check_on_end(self.on_end)
         if self.mode not in ("max", "min"):
             raise InvalidValueError(f"mode={self.mode!r} must be 'max' or 'min'.")
         if self.stop_when is not None and not isinstance(self.stop_when, Until):
@@ -350,14 +354,21 @@ def run_search(
         else durable_loop(fn, function, how, wanted.run_dir, "missing")
     )
     del function  # the traceback of an error would keep it in workers
-    with contextlib.closing(work), watched(wanted.progress, label, engine) as display:
-        study = wanted.study or open_study(wanted.mode, wanted.stop, work)
-        check_direction(study, wanted.mode)
-        watchers = [] if display is None else [display]
-        search = Search(engine, work, watchers, wanted, study, searched)
-        results = search.run(iter(()), spec)
-    raise_if_failed(work, results, "collect")
-    return SearchResults(study, results, search.trials, wanted.metric, wanted.mode)
+    with noticed(wanted.on_end, work) as found:
+        with contextlib.closing(work), watched(wanted.progress, label, engine) as display:
+            study = wanted.study or open_study(wanted.mode, wanted.stop, work)
+            check_direction(study, wanted.mode)
+            watchers = [] if display is None else [display]
+            search = Search(engine, work, watchers, wanted, study, searched)
+
+            def results() -> SearchResults:
+                trials = search.results()
+                return SearchResults(study, trials, search.trials, wanted.metric, wanted.mode)
+
+            found.append(results)
+            search.run(iter(()), spec)
+        raise_if_failed(work, search.results(), "collect")
+    return results()
 
 
 class Space(NamedTuple):

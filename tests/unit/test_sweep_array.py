@@ -143,3 +143,6 @@ def test_what_has_no_array(folder: Path) -> None:
     assert '--array submits a job array to Slurm. Use a profile with kind = "slurm".' in " ".join(
         done.stderr.split()
     )
+    done = sweep("names.csv", "--array", "--profile", "hpc", "--notify", "http://here")
+    assert done.exit_code == 2
+    assert "--notify does not go with --array" in " ".join(done.stderr.split())
