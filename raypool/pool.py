@@ -414,7 +414,8 @@ class PoolView(concurrent.futures.Executor):
                 its code, or a plain global value that it reads, has changed. The folder also has
                 the reports, output and `current_task().checkpoint_dir` of each item; if items use
                 the last, all machines of the pool must see this folder, or
-                `pool.options(checkpoints=...)` names a URL for it.
+                `pool.options(checkpoints=...)` names a URL for it. Of each call it has the git
+                commit, uncommitted changes, command line and packages.
             rerun: Which items run if `run_dir` has results: "failed": failed and missing items;
                 "missing": only items without an outcome; "all": all items. Checkpoints stay in any
                 case.
