@@ -49,6 +49,12 @@ END_TIMEOUT_S = 60.0
 above what it may take.
 """
 
+NOT_FORKED = (
+    "Workers are plain processes in spite of fork_server=True, so they start more slowly and share"
+    " no memory: %s."
+)
+"""How the reason is told why workers are not forks."""
+
 NODE_NEWS_S = 5.0
 """How long after an agent's loss calls may show its node's loss too [s]; Ray takes about 1 s."""
 
@@ -167,6 +173,8 @@ class Agents:
                 introduction.mps_problem,
                 mps.turns(introduction.info.host, introduction.mps_problem),
             )
+        if introduction.fork_problem is not None:
+            self._warn(introduction.fork_problem, NOT_FORKED % introduction.fork_problem)
         if memory is not None:
 
             def take(used: Any) -> None:

@@ -6,6 +6,7 @@ import atexit
 import concurrent.futures
 import contextlib
 import functools
+import importlib.util
 import inspect
 import logging
 import os
@@ -22,6 +23,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from raypool import ray_private
+from raypool.backends.ray import fork_client, fork_server
 from raypool.cluster import connect
 from raypool.cluster.connect import make_token, token_path
 from raypool.errors import StartupError
@@ -176,7 +178,7 @@ def join_ray(
             else:
                 shipped = connect.runtime_env(profile)
                 with _own_sigterm():
-                    _connect(ray, address, inventory, shipped)
+                    _connect(ray, profile, address, inventory, shipped)
                 _ours, _shipped = connection(), shipped
                 _users = 0  # of a Ray that somebody has ended meanwhile
         _users += 1
@@ -553,7 +555,11 @@ def _init_at(ray: Any, address: str, options: dict[str, Any]) -> None:
 
 
 def _connect(
-    ray: Any, address: str | None, inventory: Inventory | None, shipped: dict[str, Any]
+    ray: Any,
+    profile: Profile,
+    address: str | None,
+    inventory: Inventory | None,
+    shipped: dict[str, Any],
 ) -> None:
     global _files
     _files = None
@@ -576,7 +582,7 @@ def _connect(
                 "_temp_dir": str(_files[0]),
                 "_system_config": LATE_NEWS,
             }
-            with without_helpers(), _not_a_task():
+            with _forked_workers(profile), without_helpers(), _not_a_task():
                 _init_kept(ray, options)
             _hush(ray)
     except Exception as error:  # of a node that does not come up Ray says it by a plain one
@@ -609,6 +615,21 @@ missing address it would look for 40 s.
 
 
 @contextlib.contextmanager
+def _forked_workers(profile: Profile) -> Iterator[None]:
+    """Let the next Ray here get its workers from the fork server."""
+    if sys.platform != "linux" or not profile.fork_server:
+        yield
+        return
+    modules = [name for name in profile.preload if importlib.util.find_spec(name) is not None]
+    folder = make_private(folder_of_ray())
+    os.environ[fork_client.SERVER] = fork_server.serve(folder, modules, profile.worker_env)
+    try:
+        yield
+    finally:
+        del os.environ[fork_client.SERVER]
+
+
+@contextlib.contextmanager
 def without_helpers() -> Iterator[None]:
     """Let `ray.init` leave them out; private names, checked on Ray 2.60."""
     try:
@@ -633,7 +654,10 @@ def without_helpers() -> Iterator[None]:
             ray_constants.KV_NAMESPACE_DASHBOARD,
         )
 
-    parameter.RayParams = functools.partial(settings, **SWITCHES)
+    switches: dict[str, Any] = dict(SWITCHES)
+    if fork_client.SERVER in os.environ:
+        switches["setup_worker_path"] = fork_client.__file__
+    parameter.RayParams = functools.partial(settings, **switches)
     node.Node.start_api_server = leave_out
     utils.get_dashboard_dependency_error = lambda: ImportError(
         "nobody asks the agent of the dashboard anything"

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, NoReturn
 import psutil
 import ray
 
-from raypool.backends.ray import mps
+from raypool.backends.ray import fork_client, mps
 from raypool.backends.ray.calls import answer_to, ask
 from raypool.backends.ray.node_agent import WorkerProcess
 from raypool.backends.ray.packing import (
@@ -153,13 +153,15 @@ class CallAnswer(NamedTuple):
 class Introduction(NamedTuple):
     """Who a worker is, and how to reach its process.
 
-    `mps_problem`: why it does without MPS, if that was wanted.
+    `mps_problem`: why it does without MPS, if that was wanted. `fork_problem`: why it is no fork
+    of the fork server.
     """
 
     info: WorkerInfo
     process: WorkerProcess
     node_id: str
     mps_problem: str | None = None
+    fork_problem: str | None = None
 
 
 class PoolWorker:
@@ -281,7 +283,8 @@ class PoolWorker:
         if self._upkeep is not None:
             self._upkeep.begin_anew()
         process = WorkerProcess(os.getpid(), self._guard.pipe, self._guard.board)
-        return Introduction(self._info, process, context.get_node_id(), mps_problem)
+        fork_problem = os.environ.pop(fork_client.REFUSED, None)
+        return Introduction(self._info, process, context.get_node_id(), mps_problem, fork_problem)
 
     def attach(self, agent: Any, home: Any, is_far: bool, home_name: tuple[str, int]) -> None:
         """Take the agent of this node, and the home agent, which has the pool's exchange.

@@ -1,0 +1,411 @@
+"""Forks the workers of this machine from a process that has imported what they need.
+
+A worker that imports torch itself needs seconds until its first result, and 200 MB of its own. The
+driver calls `serve` for each Ray that it starts. That starts this file as a script, once: the base,
+which imports the user's libraries and forks a server for each of these Rays. A server imports Ray
+with the first worker (Ray then reads the number of its raylet, for good), and forks all of them. It
+has one thread, never touches a GPU, and ends with its raylet; the base ends with the driver.
+
+A fork differs from its siblings as new processes would: in its random numbers, keys and ids. What
+is read before Python's `main`, or as a library is imported, cannot differ. Then the server refuses,
+and the worker is a plain process.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import contextlib
+import gc
+import importlib
+import json
+import os
+import random
+import runpy
+import selectors
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+BEFORE_MAIN = ("LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONHASHSEED", "MALLOC_ARENA_MAX")
+"""Variables that are read before `main`."""
+
+AT_IMPORT = ("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH_", "RAY_")
+"""Beginnings of variables that are read as a library is imported."""
+
+PER_WORKER = {
+    "OMP_NUM_THREADS",  # Ray sets it as the actor starts: see `limit_threads`
+    "OPENBLAS_NUM_THREADS",
+    "RAY_RAYLET_PID",
+    "RAY_JOB_ID",
+    "RAY_NODE_ID",
+    "RAY_SESSION_NAME",
+    "RAY_LD_PRELOAD",
+    "RAY_LD_PRELOAD_ON_WORKERS",
+    "RAY_CLIENT_MODE",
+    "RAY_WORKER_PROCESS_SETUP_HOOK",
+}
+"""Those among them that may differ: a worker reads them later."""
+
+OF_RAY = ("numpy", "requests", "jsonschema", "psutil", "yaml", "google.protobuf.message", "grpc")
+"""What Ray imports: the base can import these, but not Ray itself."""
+
+OF_WORKERS = (
+    "ray._private.workers.default_worker",
+    "ray._private.runtime_env.setup_hook",
+    "raypool.backends.ray.worker",
+)
+
+NO_JOB = "ffffffff"
+"""The job of a worker as it starts: Ray gives it one with its first task."""
+
+REQUEST_S = 5.0
+"""How long a client may take to send its request [s]."""
+
+
+# --- in the driver --------------------------------------------------------------------------------
+
+
+class Base(NamedTuple):
+    """The base process, the modules it has, its folder, and how to reach it."""
+
+    process: Any
+    modules: tuple[str, ...]
+    folder: Any
+    held: int
+    control: socket.socket
+
+
+_base: Base | None = None
+
+
+def serve(parent: Any, modules: Sequence[str], variables: dict[str, str]) -> str:
+    """Have a server forked for the next Ray; return the path of its socket.
+
+    Args:
+        parent: A folder that only this user can enter.
+        modules: What workers shall have imported.
+        variables: The environment of workers, beside this process's.
+    """
+    global _base
+    if _base is not None and (_base.process.poll() is not None or _base.modules != (*modules,)):
+        end()
+    if _base is None:
+        _base = _start(parent, (*modules,), variables)
+    path = str(_base.folder / uuid.uuid4().hex[:8])
+    with socket.socket(socket.AF_UNIX) as listener:
+        # it takes clients from now on, and refuses them once the server is gone
+        listener.bind(path)
+        listener.listen(64)
+        socket.send_fds(_base.control, [b"\n"], [listener.fileno()])
+    return path
+
+
+def _start(parent: Any, modules: tuple[str, ...], variables: dict[str, str]) -> Base:
+    from raypool.worker.folders import hold  # the script does without raypool
+
+    folder = parent / uuid.uuid4().hex[:8]
+    held = hold(folder)
+    control, theirs = socket.socketpair()
+    root = str(Path(__file__).parents[3])
+    with theirs, (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, __file__, root, *modules],
+            stdin=theirs.fileno(),
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **variables},
+            start_new_session=True,  # Ctrl-C is for the driver
+        )
+    atexit.register(end)
+    return Base(process, modules, folder, held, control)
+
+
+def end() -> None:
+    """Let the base end, and remove its folder; workers that run stay."""
+    global _base
+    base, _base = _base, None
+    if base is not None:
+        atexit.unregister(end)
+        base.control.close()
+        base.process.wait()
+        shutil.rmtree(base.folder, ignore_errors=True)
+        os.close(base.held)
+
+
+def _forget() -> None:
+    global _base
+    if _base is not None:  # of the parent, whose end the base must notice
+        _base.process.returncode = 0  # else Python would warn that it still runs
+        _base.control.close()
+        os.close(_base.held)
+        _base = None
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+# --- in the base and the servers ------------------------------------------------------------------
+
+
+def import_all(modules: Sequence[str]) -> None:
+    """Import those of the modules that exist."""
+    for name in modules:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # the collector writes to what it looks at, and so would copy shared pages
+
+
+class ForkServer:
+    """Forks workers until its raylet ends; in a fork, `run` returns the request for it."""
+
+    def __init__(self, listener: socket.socket, before: dict[str, str], raypool: str) -> None:
+        self._listener, self._before, self._raypool = listener, before, raypool
+        self._clients: dict[socket.socket, int] = {}  # the process of each
+        self._children: dict[int, socket.socket] = {}
+        self._wake = socket.socketpair()
+        for one in self._wake:
+            one.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake[1].fileno())
+        self._owner = os.pidfd_open(os.getppid())  # at first the base, then the raylet
+        self._has_ray = False
+        self._watch = selectors.DefaultSelector()
+        for source in (listener, self._wake[0], self._owner):
+            self._watch.register(source, selectors.EVENT_READ)
+
+    def run(self) -> dict[str, Any] | None:
+        """Serve; return None once the owner has ended."""
+        while True:
+            for key, _ in self._watch.select():
+                if key.fileobj == self._owner:
+                    return None
+                if key.fileobj is self._listener:
+                    request = self._accept()
+                    if request is not None:
+                        return request
+                elif key.fileobj is self._wake[0]:
+                    self._wake[0].recv(4096)
+                    self._reap()
+                elif isinstance(key.fileobj, socket.socket):
+                    self._end_child(key.fileobj)
+
+    def _accept(self) -> dict[str, Any] | None:
+        client, _ = self._listener.accept()
+        client.settimeout(REQUEST_S)
+        streams: list[int] = []
+        try:
+            request, streams = received(client)
+            if not self._has_ray:
+                self._import_ray(request["variables"])
+            reason = self._refusal(request["variables"])
+            if reason is not None:
+                raise ValueError(reason)
+            pid = os.fork()
+            if pid == 0:
+                self._let_go(client)
+                take_over(request, streams)
+                return request
+            self._clients[client], self._children[pid] = pid, client
+            self._watch.register(client, selectors.EVENT_READ)
+            answer(client, {"pid": pid})
+        except (OSError, ValueError, struct.error) as error:
+            answer(client, {"refused": str(error)})
+            client.close()
+        finally:
+            for stream in streams:
+                with contextlib.suppress(OSError):  # closed by `take_over`
+                    os.close(stream)
+        return None
+
+    def _import_ray(self, variables: dict[str, str]) -> None:
+        raylet = os.pidfd_open(int(variables["RAY_RAYLET_PID"]))
+        os.environ.update({name: value for name, value in variables.items() if name in PER_WORKER})
+        os.environ["RAY_JOB_ID"] = NO_JOB
+        os.environ["OPENBLAS_NUM_THREADS"] = "1"
+        sys.path.append(self._raypool)
+        import_all(OF_WORKERS)
+        sys.path.remove(self._raypool)
+        self._has_ray = True
+        self._watch.unregister(self._owner)
+        os.close(self._owner)
+        self._owner = raylet
+        self._watch.register(raylet, selectors.EVENT_READ)
+
+    def _refusal(self, wanted: dict[str, str]) -> str | None:
+        """Return why a worker with these variables cannot be a fork of this process."""
+        num_threads = len([*Path("/proc/self/task").iterdir()])
+        if num_threads > 1:
+            return f"the fork server has {num_threads} threads"
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            return "the fork server uses a GPU"
+        own = self._before
+        names = [name for name in wanted.keys() | own.keys() if wanted.get(name) != own.get(name)]
+        differ = sorted(
+            name
+            for name in names
+            if name not in PER_WORKER and (name in BEFORE_MAIN or name.startswith(AT_IMPORT))
+        )
+        return f"{', '.join(differ)} cannot change in a fork" if differ else None
+
+    def _let_go(self, client: socket.socket) -> None:
+        """Close, in a fork, what is the server's."""
+        signal.set_wakeup_fd(-1)
+        self._watch.close()
+        for one in (*self._clients, client, self._listener, *self._wake):
+            one.close()
+        os.close(self._owner)
+
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if not pid:
+                    return
+                client = self._children.pop(pid, None)
+                if client is not None:
+                    del self._clients[client]
+                    self._watch.unregister(client)
+                    answer(client, {"status": status})
+                    client.close()
+
+    def _end_child(self, client: socket.socket) -> None:
+        """End the child of a client that was killed."""
+        pid = self._clients.pop(client)
+        os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
+        del self._children[pid]
+        self._watch.unregister(client)
+        client.close()
+
+
+def received(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Return a request, and the standard streams that came with it."""
+    streams = array.array("i")
+    size, extra, _, _ = client.recvmsg(8, socket.CMSG_SPACE(3 * streams.itemsize))
+    for _, _, part in extra:
+        streams.frombytes(part)
+    (num_bytes,) = struct.unpack("q", size)
+    body = b""
+    while len(body) < num_bytes:
+        more = client.recv(1 << 20)
+        if not more:
+            raise ValueError("the request was cut off")
+        body += more
+    request: dict[str, Any] = json.loads(body)
+    return request, list(streams)
+
+
+def answer(client: socket.socket, words: dict[str, Any]) -> None:
+    """Tell a client, unless it has gone."""
+    with contextlib.suppress(OSError):
+        client.sendall(json.dumps(words).encode() + b"\n")
+
+
+# --- in a fork ------------------------------------------------------------------------------------
+
+
+def take_over(request: dict[str, Any], streams: list[int]) -> None:
+    """Make this fork the process that its client stands for."""
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+    try:  # the group of its client: Ray ends a worker's group with it
+        os.setpgid(0, request["group"])
+    except OSError:
+        os.setpgid(0, 0)
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["mask"])
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["variables"])
+    sys.argv = request["words"]
+    added = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [
+        str(Path(sys.argv[0]).parent),
+        *(path for path in added if path and path not in sys.path),
+    ]
+    importlib.invalidate_caches()
+    draw_anew()
+    limit_threads()
+
+
+def draw_anew() -> None:
+    """Let the fork draw other random numbers and keys than its siblings."""
+    import multiprocessing.process as processes
+
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()  # not torch.seed(): that touches GPUs
+    processes.current_process().authkey = os.urandom(32)
+
+
+def limit_threads() -> None:
+    """Let OMP_NUM_THREADS, which Ray sets as the actor starts, count for imported libraries."""
+    from raypool.ray_private import utils
+
+    set_variable = utils.set_omp_num_threads_if_unset
+
+    def set_and_apply() -> Any:
+        done = set_variable()
+        number = os.environ.get("OMP_NUM_THREADS", "")
+        if number.isdigit():
+            if "torch" in sys.modules:
+                sys.modules["torch"].set_num_threads(int(number))
+            if "OPENBLAS_NUM_THREADS" not in os.environ:
+                limit_openblas(int(number))
+        return done
+
+    utils.set_omp_num_threads_if_unset = set_and_apply
+
+
+def limit_openblas(number: int) -> None:
+    """Tell each loaded OpenBLAS, NumPy's and SciPy's, how many threads it may use."""
+    import ctypes
+
+    with Path("/proc/self/maps").open() as maps:
+        paths = {line.split()[-1] for line in maps if "openblas" in line}
+    for path in paths:
+        library = ctypes.CDLL(path)
+        for name in ("scipy_openblas_set_num_threads64_", "openblas_set_num_threads"):
+            if hasattr(library, name):
+                getattr(library, name)(number)
+
+
+def main(raypool: str, *modules: str) -> None:
+    """Fork a server for each socket that the driver sends; in its forks, become a worker."""
+    before = dict(os.environ)
+    # OpenBLAS would start threads as NumPy is imported, and a process with threads cannot fork
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    os.environ.pop("OMP_NUM_THREADS", None)
+    with contextlib.suppress(ValueError):  # with `python -P` it is not there
+        sys.path.remove(str(Path(__file__).resolve().parent))
+    import_all([*modules, *OF_RAY])
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    with socket.socket(fileno=os.dup(0)) as control:
+        while (sent := socket.recv_fds(control, 1, 1))[0]:
+            listener = socket.socket(fileno=sent[1][0])
+            if os.fork() == 0:
+                control.close()
+                with Path(os.devnull).open() as nothing:
+                    os.dup2(nothing.fileno(), 0)
+                request = ForkServer(listener, before, raypool).run()
+                if request is not None:
+                    runpy.run_path(request["words"][0], run_name="__main__")
+                return
+            listener.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
