@@ -40,6 +40,7 @@ from raypool.worker.running import in_task
 
 if TYPE_CHECKING:
     from raypool.backends.base import Backend
+    from raypool.loggers import SweepLogger
     from raypool.pool import PoolView
 
 
@@ -89,6 +90,7 @@ class LoopArguments(TypedDict, total=False):
     rerun: Literal["failed", "missing", "all"]
     on_report: Callable[[MetricsReport], object] | None
     on_end: Callable[[Results[Any]], object] | str | None
+    loggers: Sequence[SweepLogger]
 
 
 # --- the verb -------------------------------------------------------------------------------------
@@ -113,6 +115,7 @@ def run_loop(  # noqa: PLR0913 - the arguments of the verb
     rerun: Literal["failed", "missing", "all"],
     on_report: Callable[[MetricsReport], object] | None,
     on_end: Callable[[Results[Any]], object] | str | None,
+    loggers: Sequence[SweepLogger],
 ) -> Any:
     """Run a loop on the workers of a view; see `PoolView.parfor`."""
     __tracebackhide__ = True
@@ -136,6 +139,10 @@ def run_loop(  # noqa: PLR0913 - the arguments of the verb
         )
     check_on_report(on_report)
     check_on_end(on_end)
+    if loggers:
+        from raypool.loggers import check_loggers  # imported late: few loops have any
+
+        check_loggers(loggers)
     if reduce is sum or (reduce is not None and not (callable(reduce) and takes(reduce, (0, 0)))):
         raise InvalidTypeError(
             f"reduce={getattr(reduce, '__name__', repr(reduce))} does not fold two values into one."
@@ -170,8 +177,9 @@ def run_loop(  # noqa: PLR0913 - the arguments of the verb
             contextlib.closing(work),
             watched(progress, label, engine) as display,
             echoed(echo, work, engine) as lines,
+            logged(loggers, work) as log,
         ):
-            watchers = [watcher for watcher in (lines, display) if watcher is not None]
+            watchers = [watcher for watcher in (log, lines, display) if watcher is not None]
             loop = LoopRun(engine, work, watchers, on_report)
             found.append(loop.results)
             results = loop.run(sequence, spec)
@@ -540,8 +548,7 @@ class LoopRun:
         for index, entry in work.restored.items():
             values[index] = entry.value
         for piece, result, _ in segments:
-            first = result.offset + piece.start - result.start
-            arrived = result.values.get()[first : first + piece.stop - piece.start]
+            arrived = result.values_of(piece.start, piece.stop)
             indices = work.numbers(piece)
             if isinstance(indices, range):
                 values[piece.start : piece.stop] = arrived
@@ -567,6 +574,7 @@ class LoopRun:
             if work.run_dir is None
             else functools.partial(samples_in, work.run_dir),
             work.calls,
+            work.folder,
         )
 
 
@@ -640,6 +648,17 @@ def echoed(echo: bool | None, work: LoopWork, engine: Engine) -> Iterator[Watche
         work.catch_up()  # the last lines may still be on their way
         work.feed.on_text = None
         lines.end()
+
+
+def logged(
+    loggers: Sequence[SweepLogger], work: LoopWork
+) -> contextlib.AbstractContextManager[Watcher | None]:
+    """Feed loggers while the context lasts."""
+    if not loggers:
+        return contextlib.nullcontext()
+    from raypool.loggers import LiveLog
+
+    return contextlib.closing(LiveLog(loggers, work))
 
 
 def is_unseen(engine: Engine) -> bool:

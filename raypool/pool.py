@@ -85,6 +85,7 @@ if TYPE_CHECKING:
     from optuna.samplers import BaseSampler
     from optuna.study import Study
 
+    from raypool.loggers import SweepLogger
     from raypool.results import Results
     from raypool.search import Halving, Until
     from raypool.search.run import SearchResults
@@ -365,6 +366,7 @@ class PoolView(concurrent.futures.Executor):
         rerun: Literal["failed", "missing", "all"] = "failed",
         on_report: Callable[[MetricsReport], object] | None = None,
         on_end: Callable[[Results[Any]], object] | str | None = None,
+        loggers: Sequence[SweepLogger] = (),
     ) -> Any:
         """Call `fn(item)` for every item, on all workers at once; return the results in item order.
 
@@ -428,6 +430,9 @@ class PoolView(concurrent.futures.Executor):
                 "failed", or "cancelled" by Ctrl-C), the numbers `items`, `finished` and `failed`,
                 `duration_s` [s], `run_dir`, and the first `error` in a line, and has 10 s to
                 answer. If this fails, a warning is logged, and the loop ends as it would have.
+            loggers: Loggers of `raypool.loggers`, which get the items, reports and outcomes while
+                the loop runs, in the thread that called `parfor`. A logger that raises is dropped
+                with a warning; the loop continues.
 
         Returns:
             `Results`: the values in order, and a table of them; with `reduce` the folded value.
@@ -480,6 +485,7 @@ class PoolView(concurrent.futures.Executor):
             rerun=rerun,
             on_report=on_report,
             on_end=on_end,
+            loggers=loggers,
         )
 
     @_explains

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from raypool.channel.gpu_usage import GpuSample
+    from raypool.loggers import SweepLogger
 
 RUN_COLUMNS = (
     "status",
@@ -165,6 +166,7 @@ class Results(Sequence[T_co]):
         name: str = "",
         get_gpus: Callable[[], list[GpuSample]] = list,
         get_calls: Callable[[], list[dict[str, Any]]] = list,
+        get_folder: Callable[[int], Path | None] = lambda _: None,
     ) -> None:
         self._items = items
         self._values = values
@@ -176,6 +178,7 @@ class Results(Sequence[T_co]):
         self._name = name
         self._get_gpus = get_gpus
         self._get_calls = get_calls
+        self._get_folder = get_folder
 
     @functools.cached_property
     def _rows(self) -> list[Row]:
@@ -492,6 +495,111 @@ class Results(Sequence[T_co]):
         report.write(story, target, title or self._name)
         return target
 
+    def to_tensorboard(self, folder: str | os.PathLike[str]) -> None:
+        """Write event files for TensorBoard: curves and hyperparameters of each item.
+
+        Numbers in return values are scalars named "result/NAME", here and in the other exports.
+
+        Args:
+            folder: The folder for `tensorboard --logdir`; see `raypool.loggers.TensorboardLogger`.
+
+        Raises:
+            ModuleNotFoundError: tensorboardX is missing; it comes with `raypool[tensorboard]`.
+            OSError: The folder cannot be written.
+
+        Example:
+            >>> import tempfile
+            >>> from raypool import parpool, report
+            >>> with parpool(profile="inline", quiet=True) as pool:
+            ...     results = pool.parfor(lambda lr: report(loss=lr / 2), [0.1, 0.2])
+            >>> results.to_tensorboard(tempfile.mkdtemp())
+        """
+        from raypool.loggers import TensorboardLogger
+
+        self._log_to(TensorboardLogger(folder))
+
+    def to_mlflow(self, experiment: str) -> None:
+        """Add a run to an experiment of MLflow, with a child run for each item.
+
+        Args:
+            experiment: The experiment's name; see `raypool.loggers.MlflowLogger`.
+
+        Raises:
+            ModuleNotFoundError: MLflow is missing; it comes with `raypool[mlflow]`.
+            mlflow.exceptions.MlflowException: The server refuses it or cannot be reached.
+        """
+        from raypool.loggers import MlflowLogger
+
+        self._log_to(MlflowLogger(experiment))
+
+    def to_wandb(self, project: str, mode: Literal["offline", "online"] = "offline") -> None:
+        """Write a run of Weights & Biases for each item.
+
+        Args:
+            project: The project's name; see `raypool.loggers.WandbLogger`.
+            mode: "offline" writes files for `wandb sync`; "online" sends to the server.
+
+        Raises:
+            ModuleNotFoundError: wandb is missing; it comes with `raypool[wandb]`.
+            wandb.Error: The server refuses it or cannot be reached.
+        """
+        from raypool.loggers import WandbLogger
+
+        self._log_to(WandbLogger(project, mode))
+
+    def to_trackio(self, project: str) -> None:
+        """Add a run for each item to a project of Trackio on this machine.
+
+        Args:
+            project: The project's name; see `raypool.loggers.TrackioLogger`.
+
+        Raises:
+            ModuleNotFoundError: Trackio is missing; it comes with `raypool[trackio]`.
+        """
+        from raypool.loggers import TrackioLogger
+
+        self._log_to(TrackioLogger(project))
+
+    def to_optuna(
+        self, storage: str, metric: str, mode: Literal["min", "max"] | None = None
+    ) -> None:
+        """Add a study with the name of the run to a storage of Optuna, with a trial for each item.
+
+        Args:
+            storage: The storage's URL, such as "sqlite:///study.db".
+            metric: The name of the score; see `raypool.loggers.OptunaLogger`.
+            mode: Whether a small ("min") or a large score ("max") is good. None: as the name says,
+                as for `best`.
+
+        Raises:
+            ModuleNotFoundError: Optuna is missing; it comes with `raypool[search]`.
+            InvalidValueError: The name does not tell the mode.
+            optuna.exceptions.DuplicatedStudyError: The storage has a study with this name.
+        """
+        from raypool.loggers import OptunaLogger
+
+        self._log_to(OptunaLogger(storage, metric, mode or direction(metric)))
+
+    def _log_to(self, target: SweepLogger) -> None:
+        """Feed a logger as the running loop would."""
+        target.begin(self._name or "sweep", self._items.__getitem__)
+        reports = self._get_feed().rows()
+        reports.sort(key=operator.itemgetter(1, 2))  # as in `metrics`
+        by_item = {item: [*rows] for item, rows in itertools.groupby(reports, lambda row: row[1])}
+        for index, row in enumerate(self._rows):
+            for report in by_item.get(index, ()):
+                target.report(report)
+            target.end_item(
+                index,
+                self._get_folder(index),
+                row.status,
+                self._values[index],
+                self._errors.get(index),
+                row.started_at,
+                row.started_at and row.started_at + (row.duration_s or 0.0),
+            )
+        target.close()
+
     def _configs(self) -> dict[str, list[Any]]:
         """Return the items by columns, as `to_frame` names them."""
         # a damaged run may have lost some
@@ -675,8 +783,8 @@ def direction(column: str) -> Literal["min", "max"]:
     # scikit-learn's neg_log_loss is the better the larger it is
     if is_small == is_large or "neg" in words:
         raise InvalidValueError(
-            f"The name {column!r} does not say whether small or large numbers are good. Specify it:"
-            f" best({column!r}, mode='min') or best({column!r}, mode='max')."
+            f"The name {column!r} does not say whether small or large numbers are good. Specify"
+            " mode='min' or mode='max'."
         )
     return "min" if is_small else "max"
 

@@ -221,6 +221,11 @@ class SliceResult:
             started_at=self.started_at + sum(self.durations_s[:skipped]),
         )
 
+    def values_of(self, start: int, stop: int) -> list[Any]:
+        """Return the values of these items."""
+        first = self.offset + start - self.start
+        return self.values.get()[first : first + stop - start]
+
     def to_retry(self, wants_retry: Callable[[BaseException], bool]) -> tuple[int, ...]:
         """Return the failed items whose exceptions the user wants to retry."""
         return tuple(

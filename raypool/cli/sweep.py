@@ -1,4 +1,4 @@
-"""The command line for sweeps: `raypool sweep`; `ls`, `show` and `report` for saved runs."""
+"""The command line for sweeps: `raypool sweep`, and `ls`, `show`, `report`, `export` for runs."""
 
 from __future__ import annotations
 
@@ -403,6 +403,54 @@ def _show_provenance(run_dir: Path, options: dict[str, Any]) -> None:
     for call in calls:
         lines = [f"  {title:12}{fact}" for title, fact in facts_of(call).items()]
         echo("\n".join([f"call {call['run']}", *lines]))
+
+
+@click.command()
+@click.argument("run_dir", type=RunFolder(file_okay=False, path_type=Path))
+@click.option(
+    "--to",
+    "target",
+    type=click.Choice(["tensorboard", "mlflow", "wandb", "trackio", "optuna", "csv", "parquet"]),
+    required=True,
+)
+@click.option(
+    "--output",
+    "--project",
+    "place",
+    required=True,
+    help="The folder for TensorBoard, the file for Parquet and CSV (- is standard output), MLflow's"
+    " experiment, the project of W&B or Trackio, or the URL of Optuna's storage"
+    " (sqlite:///study.db).",
+)
+@click.option("--metric", help="Optuna's study: the score, such as loss or accuracy.")
+@click.option(
+    "--mode",
+    type=click.Choice(["max", "min"]),
+    help="Whether a higher or a lower score is better.  [default: as its name says]",
+)
+def export(run_dir: Path, target: str, place: str, **score: Any) -> None:
+    """Write a saved run, which may still be running, for another tool.
+
+    RUN_DIR is the folder given to `raypool sweep` or parfor. CSV and Parquet are the table of
+    `raypool show`. The others get the parameters, metrics, results and state of each item. MLflow
+    is found by MLFLOW_TRACKING_URI. W&B writes offline runs into the folder wandb, for `wandb
+    sync`.
+    """
+    from raypool.journal.reading import load_results
+
+    if (target == "optuna") != (score["metric"] is not None):
+        raise click.UsageError("--to optuna needs --metric, and nothing else takes it.")
+    with errors_said():
+        if target in ("csv", "parquet"):
+            _write(_table_of(run_dir, is_failed=False), target, place)
+            return
+        results = load_results(run_dir)
+        try:
+            getattr(results, f"to_{target}")(place, **(score if target == "optuna" else {}))
+        except InvalidValueError:  # the name of the score does not tell the mode
+            raise
+        except Exception as error:  # of the other tool
+            raise click.ClickException(f"--to {target}: {error}") from error
 
 
 def _write(frame: pd.DataFrame, kind: str, path: str) -> None:

@@ -252,22 +252,24 @@ class DurableLoop(LoopWork):
             return self.feed
         feed = Feed()
         for index, run in self._runs.items():
-            for row in rows_of(
-                self._journal.run_dir / "items" / self.keys[index] / METRICS, index, run
-            ):
+            for row in rows_of(self.folder(index) / METRICS, index, run):
                 feed.add_row(row)
         feed.add_all_of(self.feed)
         return feed
 
     def earlier_reports(self, index: int) -> Iterator[Row]:
         """Yield what an item reported in earlier calls, also without an outcome."""
-        return rows_of(self._journal.run_dir / "items" / self.keys[index] / METRICS, index)
+        return rows_of(self.folder(index) / METRICS, index)
+
+    def folder(self, index: int) -> Path:
+        """Return the folder of an item, which exists only if it has content."""
+        return self._journal.folder(self.keys[index])
 
     def diary(self, index: int) -> str:
         """Return what an item printed; that of a restored one is in its file."""
         if index not in self.restored:
             return super().diary(index)
-        return text_of_file(self._journal.run_dir / "items" / self.keys[index] / DIARY)
+        return text_of_file(self.folder(index) / DIARY)
 
     def calls(self) -> list[dict[str, Any]]:
         """Return what is known about each call with this folder."""
@@ -418,9 +420,8 @@ def values_by_field(items: Iterable[Any]) -> dict[str, dict[str, None]]:
 
 
 def _values_of(piece: Slice, result: SliceResult) -> list[Any]:
-    first = result.offset + piece.start - result.start
     try:
-        return result.values.get()[first : first + piece.stop - piece.start]
+        return result.values_of(piece.start, piece.stop)
     except BaseException as error:  # also what the user's code raises when it is unpickled
         lost = (
             error

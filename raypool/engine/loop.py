@@ -188,6 +188,10 @@ class LoopWork:
         """Return what is known about each call with the same folder."""
         return []
 
+    def folder(self, index: int) -> Path | None:
+        """Return the folder of an item, if the loop has a `run_dir`. From any thread."""
+        return None
+
     def keep_gpus(self, sample: GpuSample) -> None:
         """Keep a sample of a GPU on the disk, if there is a place for it. From any thread."""
 

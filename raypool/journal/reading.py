@@ -149,6 +149,7 @@ def _load(folder: Path) -> Results[Any]:
         run_name(str(max(contents["runs"], default=(0, "run"))[1]).rpartition(".")[2], folder),
         functools.partial(samples_in, folder),
         functools.partial(calls_of, folder, contents["runs"]),
+        lambda index: folder / "items" / keys[index],
     )
 
 

@@ -743,9 +743,9 @@ class Search(LoopRun):
             self._pass_reports_on()
             if work.interrupt is not None:  # Ctrl-C, inline: the trial has not failed
                 raise work.interrupt
-            first = result.offset + piece.start - result.start
             self._last_s = result.durations_s[piece.start - result.start]
-            for index, value in zip(work.numbers(piece), result.values.get()[first:], strict=False):
+            values = result.values_of(piece.start, piece.stop)
+            for index, value in zip(work.numbers(piece), values, strict=True):
                 work_error = work.errors.get(index)
                 if type(value) is Missing:
                     work_error = value.error

@@ -72,7 +72,7 @@ def test_the_prompt(tmp_path: Path) -> None:
     configs, recorded = texts
     (tmp_path / "train.py").write_text(TRAIN.code)
     (tmp_path / "configs.csv").write_text(configs)
-    sweep, again, replay, report, doctor = commands_of(DOCUMENT)
+    sweep, again, replay, report, doctor, *exports = commands_of(DOCUMENT)
     first = raypool(sweep, tmp_path)
     assert first.returncode == 1
     assert shape(
@@ -85,6 +85,9 @@ def test_the_prompt(tmp_path: Path) -> None:
     assert "0.000797" in raypool(replay, tmp_path).stdout
     assert raypool(report, tmp_path).returncode == 0
     assert (tmp_path / "sweep.html").stat().st_size > 100_000
+    for line in exports:
+        if line.split()[4] in ("tensorboard", "optuna", "csv"):  # the others may not be installed
+            assert raypool(line, tmp_path).returncode == 0
     assert raypool(sweep.replace("train:train", "train:trian"), tmp_path).returncode == 2
     assert " ports " in raypool(doctor, tmp_path).stdout
 

@@ -70,7 +70,7 @@ AT_HOME = {
         ],
         AT_HOME_RUNS,
     ),
-    **dict.fromkeys(["An HTML report", "While it runs"], AT_HOME_RUNS),
+    **dict.fromkeys(["An HTML report", "Take results elsewhere", "While it runs"], AT_HOME_RUNS),
     "Command line": "tests/integration/test_integrations.py::test_the_prompt",
 }
 RUN_BY: dict[str, dict[str, str] | str] = {

@@ -23,7 +23,7 @@ FLOORS = [
     "parallel_for search train spmd",
     "engine",
     "backends",
-    "results views journal",
+    "results views journal loggers",
     "task futures cluster",
     "channel worker options profiles profile_files",
     "core gpus",

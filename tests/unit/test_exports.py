@@ -1,0 +1,310 @@
+"""Exports: the readers of other tools find the numbers that raypool has."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pandas as pd
+import pytest
+from click.testing import CliRunner
+
+from raypool import InvalidTypeError, parpool, report
+from raypool.cli.main import main
+from raypool.loggers import (
+    MlflowLogger,
+    OptunaLogger,
+    SweepLogger,
+    TensorboardLogger,
+    TrackioLogger,
+    WandbLogger,
+)
+
+# --- readers --------------------------------------------------------------------------------------
+
+Read = dict[int, tuple[dict[str, Any], str, dict[str, list[float]], float | None]]
+"""What a tool knows of each item: parameters, state, curves, and the loss that it returned."""
+
+
+def read_tensorboard(place: Path) -> Read:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    hparams = pytest.importorskip("tensorboard.plugins.hparams.plugin_data_pb2")
+    found: Read = {}
+    for folder in place.iterdir():
+        log = events.EventAccumulator(str(folder)).Reload()
+        content = log.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+        start = hparams.HParamsPluginData.FromString(content).session_start_info.hparams
+        params = {name: getattr(value, value.WhichOneof("kind")) for name, value in start.items()}
+        curves = {tag: log.Scalars(tag) for tag in log.Tags()["scalars"]}
+        assert all(
+            [point.step for point in each] == [*range(len(each))] for each in curves.values()
+        )
+        values = {tag: [point.value for point in points] for tag, points in curves.items()}
+        (result,) = values.pop("result/loss", [None])
+        found[int(folder.name[5:])] = params, params.pop("status"), values, result
+    return found
+
+
+def read_optuna(place: Path) -> Read:
+    study = optuna.load_study(study_name=None, storage=f"sqlite:///{place}.db")
+    assert study.best_trial.number == 0
+    return {
+        trial.number: (
+            trial.params,
+            trial.user_attrs["status"],
+            {"loss": [trial.intermediate_values[step] for step in trial.intermediate_values]},
+            trial.user_attrs.get("result/loss"),
+        )
+        for trial in study.trials
+    }
+
+
+def read_mlflow(place: Path) -> Read:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient()
+    runs = client.search_runs([client.get_experiment_by_name(place.name).experiment_id])
+    (parent,) = [run for run in runs if "mlflow.parentRunId" not in run.data.tags]
+    assert parent.info.status == "FINISHED"
+    found: Read = {}
+    for run in runs:
+        if run is parent:
+            continue
+        tags, run_id = run.data.tags, run.info.run_id
+        assert tags["mlflow.parentRunId"] == parent.info.run_id
+        assert run.info.status == tags["raypool.status"].upper()
+        assert ("diverged" in tags.get("raypool.error", "")) == (run.info.status == "FAILED")
+        files = {file.path for file in client.list_artifacts(run_id)}
+        assert ("metrics.jsonl" in files) == ("loss" in run.data.metrics)
+        curves = {}
+        for name in run.data.metrics:
+            points = client.get_metric_history(run_id, name)
+            assert [point.step for point in points] == [*range(len(points))]
+            curves[name] = [point.value for point in points]
+        (result,) = curves.pop("result/loss", [None])
+        item = int(run.info.run_name[5:])
+        found[item] = run.data.params, tags["raypool.status"], curves, result
+    return found
+
+
+def read_wandb(place: Path) -> Read:
+    import wandb
+
+    wandb.teardown()  # else its process stays until this one ends
+    found: Read = {}
+    for path in Path("wandb").glob("offline-run-*/*.wandb"):
+        params, summary, curves, name, project = {}, {}, {}, "", ""
+        for record in wandb_records(path):
+            if record.HasField("run"):
+                name, project = record.run.display_name, record.run.project
+                params = {
+                    each.key: json.loads(each.value_json) for each in record.run.config.update
+                }
+            for each in record.summary.update:
+                summary[each.key or each.nested_key[0]] = json.loads(each.value_json)
+            for each in record.history.item:
+                values = curves.setdefault(each.key or each.nested_key[0], [])
+                values.append(json.loads(each.value_json))
+        if project == place.name:
+            curves = {name: curve for name, curve in curves.items() if not name.startswith("_")}
+            del params["_wandb"]
+            found[int(name[5:])] = params, summary["status"], curves, summary.get("result/loss")
+    return found
+
+
+def wandb_records(path: Path) -> Iterator[Any]:
+    """Read a file of wandb's: a log as LevelDB writes it, in blocks of 32 KiB."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, record = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if at % 32768 > 32768 - 7:
+            at += -at % 32768
+        size, kind = struct.unpack_from("<HB", data, at + 4)
+        record += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # the last piece of a record
+            yield wandb_internal_pb2.Record.FromString(record)
+            record = b""
+
+
+def read_trackio(place: Path) -> Read:
+    import trackio
+    from trackio.sqlite_storage import SQLiteStorage
+
+    found: Read = {}
+    for run in trackio.Api().runs(place.name):
+        *rows, last = SQLiteStorage.get_logs(place.name, run.name)
+        assert [row["step"] for row in rows] == [*range(len(rows))]
+        params = {name: value for name, value in run.config.items() if name[0] != "_"}
+        names = [name for name in rows[0] if name not in ("step", "timestamp")] if rows else []
+        curves = {name: [row[name] for row in rows] for name in names}
+        found[int(run.name[5:])] = params, last["status"], curves, last.get("result/loss")
+    return found
+
+
+# --- the same numbers -----------------------------------------------------------------------------
+
+
+def train(config: dict[str, Any]) -> dict[str, Any]:
+    """Train: one item has nothing to report, and one diverges."""
+    for epoch in range(config["net"]["epochs"]):
+        report(epoch=epoch, loss=config["lr"] / (epoch + 1), note="fine")
+    if config["lr"] == 3:
+        raise ValueError("diverged")
+    return {"loss": config["lr"] / 8}
+
+
+CONFIGS = [
+    {"lr": lr, "net": {"epochs": epochs}, "kind": f"net {epochs}"}
+    for lr, epochs in ((1.0, 4), (2.0, 0), (3.0, 5))
+]
+
+Target = tuple[Callable[[Path], SweepLogger], Callable[[Path], str], Callable[[Path], Read]]
+
+TARGETS: dict[str, Target] = {
+    "tensorboard": (TensorboardLogger, str, read_tensorboard),
+    "optuna": (
+        lambda place: OptunaLogger(f"sqlite:///{place}.db", "loss", "min"),
+        lambda place: f"sqlite:///{place}.db",
+        read_optuna,
+    ),
+    "mlflow": (lambda place: MlflowLogger(place.name), lambda place: place.name, read_mlflow),
+    "wandb": (lambda place: WandbLogger(place.name), lambda place: place.name, read_wandb),
+    "trackio": (lambda place: TrackioLogger(place.name), lambda place: place.name, read_trackio),
+}
+"""By tool: a live logger, `raypool export --output`, and a reader of what is in a place."""
+
+
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy")  # MLflow, with SQLAlchemy 2.1
+@pytest.mark.parametrize(
+    "target",
+    [
+        "tensorboard",
+        "optuna",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("mlflow", "wandb", "trackio")),
+    ],
+)
+def test_readers_find_the_same_numbers(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a loop that was logged live, and of its saved run."""
+    pytest.importorskip(target)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    make, output, read = TARGETS[target]
+    with parpool(2, profile="threads", quiet=True) as pool:
+        results = pool.parfor(
+            train, CONFIGS, on_error="collect", run_dir="run", loggers=[make(tmp_path / "live")]
+        )
+    words = ["export", "run", "--to", target, "--output", output(tmp_path / "saved")]
+    words += ["--metric", "loss"] * (target == "optuna")
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 0, done.output
+    frame, metrics = results.to_frame(), results.metrics
+    assert frame["status"].tolist() == ["finished", "finished", "failed"]
+    names = ["loss"] if target == "optuna" else ["epoch", "loss"]  # Optuna has the score's curve
+    for place in ("live", "saved"):
+        found = read(tmp_path / place)
+        assert sorted(found) == [0, 1, 2]
+        for item, (params, state, curves, result) in found.items():
+            row, reports = frame.loc[item], metrics[metrics["item"] == item]
+            wanted = {"lr": row["lr"], "net.epochs": row["net"]["epochs"], "kind": row["kind"]}
+            # MLflow keeps texts, and TensorBoard floats
+            assert {name: type(wanted[name])(value) for name, value in params.items()} == wanted
+            assert (state, result) == (row["status"], None if pd.isna(row["loss"]) else row["loss"])
+            assert {name: curve for name, curve in curves.items() if curve} == {
+                name: pytest.approx(reports[name].tolist()) for name in names if len(reports)
+            }
+
+
+# --- a loop and its loggers -----------------------------------------------------------------------
+
+
+def test_a_logger_that_fails_warns_once_and_the_loop_and_the_others_continue(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An item that never ran is cancelled."""
+    (tmp_path / "file").touch()
+    loggers = [
+        TensorboardLogger(tmp_path / "file"),
+        OptunaLogger(f"sqlite:///{tmp_path}/study.db", "value", "max"),
+    ]
+    with parpool(profile="inline", quiet=True) as pool, pytest.raises(ZeroDivisionError):
+        pool.parfor(lambda x: 1 / x, [2, 0, 4], name="thirds", loggers=loggers)
+    (warning,) = [each.message for each in caplog.records if each.name == "raypool"]
+    assert "TensorboardLogger failed: NotADirectory" in warning
+    trials = optuna.load_study(study_name="thirds", storage=f"sqlite:///{tmp_path}/study.db").trials
+    assert [trial.params for trial in trials] == [{"item": 2}, {"item": 0}, {"item": 4}]
+    assert [trial.value for trial in trials] == [0.5, None, None]
+    states = [trial.user_attrs["status"] for trial in trials]
+    assert states == ["finished", "failed", "cancelled"]
+
+
+class Kept(SweepLogger):
+    """Keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def _begin(self, *begun: Any) -> Any:
+        self.seen.append(begun[:2])
+        return begun[0]
+
+    def _log(self, *logged: Any) -> None:
+        run, step, _, metrics = logged
+        self.seen.append((run, step, metrics))
+
+    def _end(self, run: Any, outcome: Any) -> None:
+        assert outcome.ended_at > 0
+        self.seen.append((run, outcome.status, outcome.values))
+
+
+def test_steps_and_names(tmp_path: Path) -> None:
+    """A reported step counts; what is no number becomes a text. Restored items are not logged."""
+
+    def work(config: dict[str, Any]) -> dict[str, Any]:
+        report(step=10, loss=0.5)
+        report(loss=0.25)
+        return {"acc": {"val": 0.5, "huge": 10**400}, "note": "good"}
+
+    items = [{"layers": [8, 8], "net": {"act": None}}, {"layers": 8}]
+    with parpool(profile="inline", quiet=True) as pool:
+        for count in (1, 2):
+            kept = Kept()
+            pool.parfor(work, items[:count], run_dir=tmp_path / "run", loggers=[kept])
+            item = count - 1
+            assert kept.seen == [
+                (item, [{"layers": "[8, 8]", "net.act": None}, {"layers": 8}][item]),
+                (item, 10, {"loss": 0.5}),
+                (item, 1, {"loss": 0.25}),
+                (item, "finished", {"result/acc.val": 0.5}),
+            ]
+        with pytest.raises(InvalidTypeError, match="is not a list of loggers"):
+            pool.parfor(work, [1], loggers=Kept())  # type: ignore[call-overload]
+
+
+def test_the_command_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with parpool(profile="inline", quiet=True) as pool:
+        pool.parfor(abs, [-1], run_dir="run")
+
+    def export(*words: str) -> str:
+        done = CliRunner().invoke(main, ["export", "run", "--to", *words])
+        return f"{done.exit_code}: {done.output}"
+
+    assert export("csv", "--output", "-").startswith("0: index,item,value,status")
+    assert "--to optuna needs --metric" in export("optuna", "--output", "sqlite:///study.db")
+    words = ["optuna", "--output", "sqlite:///study.db", "--metric", "value"]
+    assert "2: " in (unknown := export(*words))
+    assert "'value' does not say whether small or large numbers are good" in unknown
+    words += ["--mode", "max"]
+    assert export(*words).startswith("0: ")
+    again = export(*words)
+    assert again.startswith("1: ")
+    assert "--to optuna: Another study" in again
