@@ -87,7 +87,7 @@ if TYPE_CHECKING:
 
     from raypool.loggers import SweepLogger
     from raypool.results import Results
-    from raypool.search import Halving, Until
+    from raypool.search import Halving, Population, Until
     from raypool.search.run import SearchResults
     from raypool.spmd.composite import Composite
     from raypool.train.runs import RunOptions, TrainingRun
@@ -496,9 +496,9 @@ class PoolView(concurrent.futures.Executor):
         *,
         metric: str | None = None,
         mode: Literal["max", "min"] = "max",
-        num_trials: int,
+        num_trials: int | None = None,
         run_dir: str | os.PathLike[str] | None = None,
-        stop: Halving | BasePruner | Callable[[dict[str, Any]], bool] | None = None,
+        stop: Halving | Population | BasePruner | Callable[[dict[str, Any]], bool] | None = None,
         stop_when: Until | None = None,
         sampler: BaseSampler | None = None,
         study: Study | None = None,
@@ -522,16 +522,18 @@ class PoolView(concurrent.futures.Executor):
                 or a plain value for all trials.
             metric: The name of the score. None: `fn` returns it.
             mode: "max" if more is better, else "min".
-            num_trials: The number of trials, including those of earlier calls in `run_dir`.
+            num_trials: The number of trials, including those of earlier calls in `run_dir`. Leave
+                it out with a population, which has a size.
             run_dir: Save each trial in this folder, also Optuna's study ("study.log"). The same
                 call later resumes: interrupted trials continue from their checkpoints, and
                 `load_results`, `raypool show` and `report()` read it as they read a sweep.
-            stop: When trials end early: `search.halving(...)`, `search.median()`, an Optuna
-                pruner, or a function of the reported metrics that returns True to stop. A stopped
-                trial finds `current_task().should_stop`, and ends at its next report at the latest.
+            stop: When trials end early: `search.halving(...)`, `search.population(...)`,
+                `search.median()`, an Optuna pruner, or a function of the reported metrics that
+                returns True to stop. A stopped trial finds `current_task().should_stop`, and ends
+                at its next report at the latest.
             stop_when: When the search ends before all trials: `search.until(...)`. The same call
                 without it runs the remaining trials.
-            sampler: An Optuna sampler. None: TPE; with halving, random samples.
+            sampler: An Optuna sampler. None: TPE; with halving or a population, random samples.
             study: An Optuna study to continue. It brings its own sampler and storage.
             seed: Seed the sampler, and every trial as `parfor` does. Which configurations are tried
                 is repeatable with one worker, or with a sampler that does not look at results.
@@ -546,7 +548,7 @@ class PoolView(concurrent.futures.Executor):
         Raises:
             ModuleNotFoundError: Optuna is missing; it comes with `raypool[search]`.
             InvalidValueError: The first trial has no score; the study has another direction;
-                `stop=halving(...)` lacks `run_dir`.
+                `stop=halving(...)` or `stop=population(...)` lacks `run_dir`.
             Exception: The exception of the first trial, if all trials failed.
             JournalError: As for `parfor`.
 

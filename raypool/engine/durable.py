@@ -126,7 +126,7 @@ class DurableLoop(LoopWork):
         feed = self.feed = ItemLogFeed()
         self._journal = journal
         # an item's checkpoint is beside its other files, unless the user has chosen another place
-        self._home = self._home or str(journal.run_dir)
+        self.home = self.home or str(journal.run_dir)
         self._rerun = rerun
         self._source: FunctionSource | None = source  # None: a change of it was warned of
         self._compared: set[int] = set()  # runs with the same function

@@ -94,10 +94,10 @@ class LoopWork:
         self.label = options.label
         self._options = options
         self._order = options.order
-        self._home: str | None = None
+        self.home: str | None = None  # the path or URL for checkpoints
         self._owner = ""
         if options.checkpoints is not None:
-            self._home, self._owner = options.checkpoints
+            self.home, self._owner = options.checkpoints
         self.keys: list[str] = []  # of the items, where something is kept of them
         self._counts: Counter[str] = Counter()  # of equal items
         self.run_dir: Path | None = None  # the folder for results
@@ -152,7 +152,7 @@ class LoopWork:
     def take(self, items: Sequence[Any]) -> int:
         """Take the items before the loop is submitted; return how many of them are to run."""
         self.items = items
-        if self._home is not None:
+        if self.home is not None:
             self.keys = [self._name(item, index) for index, item in enumerate(items)]
         return len(items)
 
@@ -167,7 +167,7 @@ class LoopWork:
     def append(self, item: Any) -> int:
         """Take one more item, without queueing it; return its number."""
         items = cast("list[Any]", self.items)
-        if self._home is not None:
+        if self.home is not None:
             self.keys.append(self._name(item, len(items)))
         items.append(item)
         return len(items) - 1
@@ -248,9 +248,8 @@ class LoopWork:
         )
         packed = pack(items, self.describe(piece))
         checkpoints = None
-        if self._home is not None:
-            keys = [self.keys[index] for index in self.numbers(piece)]
-            checkpoints = self._home, tuple(f"items/{self._owner}{key}/checkpoint" for key in keys)
+        if self.home is not None:
+            checkpoints = self.home, tuple(map(self.checkpoint_name, self.numbers(piece)))
         return Part(
             piece.task_id,
             self.function.fn_id,
@@ -266,6 +265,10 @@ class LoopWork:
             numbers=numbers,
             checkpoints=checkpoints,
         )
+
+    def checkpoint_name(self, index: int) -> str:
+        """Return the name of an item's checkpoint, below `home`."""
+        return f"items/{self._owner}{self.keys[index]}/checkpoint"
 
     def wants_retry(self, error: BaseException) -> bool:
         """Whether `retry_on` names this."""

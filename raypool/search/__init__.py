@@ -11,7 +11,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from numbers import Real
+from random import Random
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,12 +31,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Halving",
+    "Population",
     "Until",
     "choice",
     "halving",
     "int_uniform",
     "log_uniform",
     "median",
+    "population",
     "uniform",
     "until",
 ]
@@ -144,6 +148,77 @@ def halving(*, min_epochs: int = 1, max_epochs: int, factor: int = 3) -> Halving
             " rung at which to compare trials."
         )
     return Halving(min_epochs, max_epochs, factor)
+
+
+class Population(NamedTuple):
+    """Population-based training; made by `population`."""
+
+    size: int
+    every: int
+    max_epochs: int
+    perturb: Callable[[dict[str, Any], Random], Mapping[str, Any]] | None
+
+    @property
+    def levels(self) -> list[int]:
+        """The epochs after which members pause, then the last epoch.
+
+        Example:
+            >>> Population(16, 5, 18, None).levels
+            [5, 10, 15, 18]
+        """
+        return [*range(self.every, self.max_epochs, self.every), self.max_epochs]
+
+
+def population(
+    *,
+    size: int,
+    every: int,
+    max_epochs: int,
+    perturb: Callable[[dict[str, Any], Random], Mapping[str, Any]] | None = None,
+) -> Population:
+    """Return the rule of population-based training, which changes configurations as they train.
+
+    `size` members begin with random configurations. After every `every` epochs each of them pauses,
+    without a worker, like a trial at a rung of `halving`: save a checkpoint when
+    `current_task().should_stop` is true, and return. A member in the worst quarter is replaced by a
+    new trial, which continues from the last checkpoint of a member in the best quarter, with a
+    perturbed copy of its configuration. All others continue. Members are compared by their scores
+    at the same epoch; one that has not come so far counts with its last score. No worker waits for
+    a member, and the search ends when all members have `max_epochs` epochs.
+
+    Args:
+        size: The number of members, at least 4. It takes the place of `num_trials`.
+        every: The number of epochs between two pauses.
+        max_epochs: The number of epochs of each member.
+        perturb: `perturb(config, random)` returns the new configuration. `config` has the parent's
+            values of all ranges and choices in `space`; take random numbers from `random`, a
+            `random.Random`. Numbers beyond a range are moved to its end. None: numbers are
+            multiplied by 0.8 or 1.2, and choices are drawn again with probability 0.25.
+
+    Raises:
+        InvalidTypeError, InvalidValueError: One of them is wrong.
+
+    Source:
+        Jaderberg et al. 2017, Population Based Training of Neural Networks, truncation selection.
+
+    Example:
+        >>> population(size=16, every=5, max_epochs=18).levels
+        [5, 10, 15, 18]
+    """
+    size = checked_count("size", size, least=4)
+    every = checked_count("every", every, least=1)
+    max_epochs = checked_count("max_epochs", max_epochs, least=1)
+    if max_epochs <= every:
+        raise InvalidValueError(
+            f"max_epochs={max_epochs} must be more than every={every}: members would never be"
+            " compared."
+        )
+    if perturb is not None and not callable(perturb):
+        raise InvalidTypeError(
+            f"perturb={perturb!r} is not callable. Pass a function of a configuration and a"
+            " random.Random."
+        )
+    return Population(size, every, max_epochs, perturb)
 
 
 def median(*, num_startup_trials: int = 5, num_warmup_epochs: int = 0) -> BasePruner:

@@ -18,6 +18,7 @@ from bisect import bisect, bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from random import Random
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from raypool.channel.feed import MetricsReport, report_of_row
@@ -47,8 +48,9 @@ from raypool.parallel_for import (
     watched,
 )
 from raypool.results import Results, Row
-from raypool.search import Halving, Until
-from raypool.search.rungs import Rungs
+from raypool.search import Halving, Population, Until
+from raypool.search.rungs import Members, Rungs
+from raypool.worker.checkpoint_folders import copy_checkpoint, has_checkpoint
 from raypool.worker.running import TaskContext, item_seed, note_here
 
 if TYPE_CHECKING:
@@ -76,6 +78,18 @@ GROUP = 4
 
 OWNER = "raypool_run_dir"
 """The attribute of a trial in a user's study that says which search it belongs to."""
+
+PARENT = "raypool_parent"
+"""The attribute of a trial that took over from another: both, and the rung of the checkpoint."""
+
+KEPT = "-kept"
+"""After the name of a checkpoint: its copy, from which others continue while its trial runs."""
+
+CHANGE = 0.2
+"""By this part a population changes numbers, up or down."""
+
+NEW_CHOICE = 0.25
+"""The probability with which a population draws a choice again."""
 
 
 # --- in the worker --------------------------------------------------------------------------------
@@ -159,6 +173,7 @@ class Trial:
     `index`: the number of its item. `part`: the position of its newest part in the loop's order.
     `until`: the epochs at which that part ends. `state`: "running", "waiting" at a rung,
     "complete", "pruned" or "failed". `at_rungs`: its scores at the rungs, in an earlier call.
+    `parent`: the number of the trial that it took over from.
     """
 
     index: int
@@ -174,6 +189,7 @@ class Trial:
     part: int | None = None
     is_stopped: bool = False
     at_rungs: list[float] = field(default_factory=list)
+    parent: int | None = None
 
     @property
     def number(self) -> int:
@@ -199,9 +215,11 @@ class SearchResults:
         trials: Sequence[Trial],
         metric: str | None,
         mode: Literal["max", "min"],
+        *,
+        has_parents: bool,
     ) -> None:
         self.study, self.results, self.metric, self.mode = study, results, metric, mode
-        self._trials = trials
+        self._trials, self._has_parents = trials, has_parents
 
     @property
     def best(self) -> BestTrial:
@@ -227,17 +245,22 @@ class SearchResults:
     def to_frame(self) -> pd.DataFrame:
         """Return a row for each trial, the best first: number, state, score, epochs, configuration.
 
-        Then come the columns of `Results.to_frame`. The score has the name of the metric.
+        Then come the columns of `Results.to_frame`. The score has the name of the metric. With a
+        population, `parent` is the trial that the trial took over from.
         """
-        frame = self.results.to_frame()
+        import pandas as pd
+
         score = self.metric or "score"
-        frame = frame.drop(columns=["item", score], errors="ignore")
-        columns: dict[str, list[Any]] = {
+        columns: dict[str, Any] = {
             "trial": [trial.number for trial in self._trials],
             "state": [trial.state for trial in self._trials],
             score: [trial.score for trial in self._trials],
             "epochs": [trial.epochs for trial in self._trials],
         }
+        if self._has_parents:
+            columns["parent"] = pd.array([trial.parent for trial in self._trials], dtype="Int64")
+        # a function may return values of these names, too
+        frame = self.results.to_frame().drop(columns=["item", *columns], errors="ignore")
         for place, (name, values) in enumerate(columns.items()):
             frame.insert(place, name, values)
         return frame.sort_values(score, ascending=self.mode == "min", kind="stable").reset_index(
@@ -275,7 +298,7 @@ class SearchOptions(NamedTuple):
 
     metric: str | None
     mode: Literal["max", "min"]
-    num_trials: int
+    num_trials: Any
     run_dir: Any
     stop: Any
     stop_when: Until | None
@@ -310,8 +333,16 @@ class SearchOptions(NamedTuple):
                 "stop= needs metric, the name of the reported value by which running trials are"
                 " compared."
             )
+        num_trials = self.num_trials
+        if isinstance(self.stop, Population):
+            if num_trials not in (None, self.stop.size):
+                raise InvalidValueError(
+                    f"num_trials={num_trials!r} does not fit population(size={self.stop.size})."
+                    " Leave num_trials out: trials that take over from others come on top."
+                )
+            num_trials = self.stop.size
         return self._replace(
-            num_trials=checked_count("num_trials", self.num_trials, least=1),
+            num_trials=checked_count("num_trials", num_trials, least=1),
             seed=optional_count("seed", self.seed, least=0),
             max_in_flight=optional_count("max_in_flight", self.max_in_flight, least=1),
             max_failures=optional_count("max_failures", self.max_failures, least=0),
@@ -332,9 +363,11 @@ def run_search(
     searched = Space.of(space, wanted.metric)
     target = view._target()
     engine, options = target._engine, target._options
-    if isinstance(wanted.stop, Halving) and wanted.run_dir is None and options.checkpoints is None:
+    pauses = isinstance(wanted.stop, (Halving, Population))
+    if pauses and wanted.run_dir is None and options.checkpoints is None:
         raise InvalidValueError(
-            "halving() needs run_dir: trials that wait at a rung leave their checkpoints there."
+            f"{type(wanted.stop).__name__.lower()}() needs run_dir: trials that wait without a"
+            " worker leave their checkpoints there."
         )
     part = functools.partial(run_part, fn, wanted.metric)
     part.__wrapped__ = fn  # type: ignore[attr-defined]  # what setups have set is for this one
@@ -362,8 +395,14 @@ def run_search(
             search = Search(engine, work, watchers, wanted, study, searched)
 
             def results() -> SearchResults:
-                trials = search.results()
-                return SearchResults(study, trials, search.trials, wanted.metric, wanted.mode)
+                return SearchResults(
+                    study,
+                    search.results(),
+                    search.trials,
+                    wanted.metric,
+                    wanted.mode,
+                    has_parents=isinstance(wanted.stop, Population),
+                )
 
             found.append(results)
             search.run(iter(()), spec)
@@ -413,6 +452,48 @@ class Space(NamedTuple):
     def config(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the configuration of a trial."""
         return {**params, **self.constants}
+
+    def perturbed(self, params: dict[str, Any], perturb: Any, random: Random) -> dict[str, Any]:
+        """Return new values for these: from the user's function, else by `changed`.
+
+        Raises:
+            InvalidValueError: The user's function returned something else.
+        """
+        known = self.distributions
+        if perturb is not None:
+            new = perturb(dict(params), random)
+        else:
+            new = {name: changed(params[name], each, random) for name, each in known.items()}
+        if not isinstance(new, Mapping) or new.keys() != known.keys():
+            raise InvalidValueError(
+                f"perturb= returned {new!r}. Return a dict with {', '.join(params)}."
+            )
+        return {name: fitted(name, new[name], each) for name, each in known.items()}
+
+
+def changed(value: Any, distribution: Any, random: Random) -> Any:
+    """Return a value near this one, perhaps beyond the range."""
+    if hasattr(distribution, "choices"):
+        return random.choice(distribution.choices) if random.random() < NEW_CHOICE else value
+    change = value * random.choice((-CHANGE, CHANGE))
+    # by a step at least: small integers would stay what they are
+    return value + math.copysign(max(abs(change), distribution.step or 0), change)
+
+
+def fitted(name: str, value: Any, distribution: Any) -> Any:
+    """Return the value of a distribution that is closest to this one.
+
+    Raises:
+        InvalidValueError: There is none.
+    """
+    if hasattr(distribution, "choices"):
+        if value in distribution.choices:
+            return value
+    elif isinstance(value, numbers.Real) and not math.isnan(value):
+        low, high, step = distribution.low, distribution.high, distribution.step
+        value = min(max(value, low), high)
+        return float(value) if step is None else min(low + round((value - low) / step) * step, high)
+    raise InvalidValueError(f"perturb= returned {name}={value!r}, which is not in {distribution}.")
 
 
 def open_study(mode: str, stop: Any, work: LoopWork) -> optuna.Study:
@@ -484,9 +565,12 @@ class Search(LoopRun):
         self._options, self._study, self._space = options, study, space
         self._metric, self._stop = options.metric, options.stop
         self._sign = 1.0 if options.mode == "max" else -1.0
-        self._rungs = (
-            Rungs(self._stop.levels, self._stop.factor) if isinstance(self._stop, Halving) else None
-        )
+        self._rungs: Rungs | Members | None = None
+        self._members: Members | None = None
+        if isinstance(self._stop, Halving):
+            self._rungs = Rungs(self._stop.levels, self._stop.factor)
+        elif isinstance(self._stop, Population):
+            self._rungs = self._members = Members(self._stop.levels, self._stop.size)
         self._task_id = -1
         self._num_parts = self._num_sent = self._num_ended = 0
         self._num_seen = [0, 0]  # segments and losses of the loop
@@ -576,6 +660,8 @@ class Search(LoopRun):
             if self._options.study is None or frozen.user_attrs.get(OWNER) == self._owner:
                 self._take_known(frozen)
         for trial in self.trials:
+            if self._members is not None and PARENT in trial.handle.user_attrs:
+                self._take_over(trial, self._members)
             kept = self._work.restored.get(trial.index)
             reports = [report_of_row(row) for row in self._work.earlier_reports(trial.index)]
             self._replay(trial, reports)
@@ -601,20 +687,20 @@ class Search(LoopRun):
                 trial.at_rungs += [self._good(value)] * num_reached
 
     @staticmethod
-    def _place(trial: Trial, rungs: Rungs, *, is_interrupted: bool) -> None:
+    def _place(trial: Trial, rungs: Rungs | Members, *, is_interrupted: bool) -> None:
         """Find the rung of a trial of an earlier call, and compare others with it at those below.
 
         An interrupted part ends at the next rung; it may have been about to end at this one.
         """
         levels, epochs = rungs.levels, trial.epochs
         rung = bisect_left(levels, epochs) if is_interrupted else bisect(levels, epochs) - 1
-        trial.rung = max(0, min(rung, len(levels) - 1))
+        trial.rung = max(trial.rung, min(rung, len(levels) - 1))
         trial.until = levels[trial.rung]
         for rung, score in enumerate(trial.at_rungs):
             if trial.state != "running" or rung < trial.rung:
                 rungs.reach(trial.index, rung, score, is_waiting=False)
 
-    def _take_known(self, frozen: optuna.trial.FrozenTrial) -> None:
+    def _take_known(self, frozen: optuna.trial.FrozenTrial) -> Trial:
         import optuna
 
         # private, but there is no other way to the handle of a trial
@@ -630,6 +716,9 @@ class Search(LoopRun):
         if is_told:
             ends = {"COMPLETE": "complete", "PRUNED": "pruned"}
             trial.state = ends.get(frozen.state.name, "failed")
+            if trial.state == "failed" and self._members is not None:
+                self._members.leave(trial.index)
+        return trial
 
     def _start_next(self) -> bool:
         """Start a trial, or the next part of one; False if there is none."""
@@ -639,14 +728,12 @@ class Search(LoopRun):
             trial = self._interrupted.popleft()
         elif self._rungs is not None and (promoted := self._rungs.promote()) is not None:
             trial = self.trials[promoted[0]]
-            trial.rung, trial.state = promoted[1], "running"
-        elif len(self.trials) < self._options.num_trials:
-            if self._sampler_for is not None:
-                self._study.sampler = self._sampler_for(len(self.trials))
-            handle = self._study.ask(self._space.distributions)
-            if self._options.study is not None and self._work.run_dir is not None:
-                handle.set_user_attr(OWNER, self._owner)
-            trial = self._add(handle, handle.params)
+            if self._members is not None:
+                trial = self._select(trial, self._members)
+            if trial.state == "waiting":  # else it is new, and may begin at a higher rung
+                trial.rung, trial.state = promoted[1], "running"
+        elif self._num_missing > 0:
+            trial = self._ask()
         else:
             return False
         if self._rungs is not None:
@@ -658,6 +745,21 @@ class Search(LoopRun):
         if self._num_parts - self._num_sent >= self._group:
             self._send()
         return True
+
+    def _ask(self) -> Trial:
+        """Return a new trial that Optuna suggests."""
+        if self._sampler_for is not None:
+            self._study.sampler = self._sampler_for(len(self.trials))
+        handle = self._study.ask(self._space.distributions)
+        if self._options.study is not None and self._work.run_dir is not None:
+            handle.set_user_attr(OWNER, self._owner)
+        return self._add(handle, handle.params)
+
+    @property
+    def _num_missing(self) -> int:
+        if self._members is not None:
+            return self._members.num_missing
+        return int(self._options.num_trials) - len(self.trials)
 
     def _send(self) -> None:
         if self._num_sent < self._num_parts:
@@ -684,11 +786,74 @@ class Search(LoopRun):
         config = self._space.config(params)
         trial = Trial(self._work.append(config), handle, config)
         self.trials.append(trial)
+        if self._members is not None:
+            self._members.join(trial.index)
         return trial
 
     def _sent(self, index: int) -> tuple[Any, float, int]:
         trial = self.trials[index]
         return trial.config, trial.until, trial.num_reports
+
+    # --- a population -----------------------------------------------------------------------------
+
+    def _select(self, trial: Trial, members: Members) -> Trial:
+        """Return a member that continues, or the new trial in its place."""
+        from optuna.trial import TrialState, create_trial
+
+        parents = members.parents(trial.index)
+        if not parents:
+            if members.keep(trial.index):
+                copy = self._work.checkpoint_name(trial.index) + KEPT
+                self._copy_checkpoint(trial, trial.rung, copy)
+            return trial
+        seed, study, space = self._options.seed, self._study, self._space
+        random = Random(None if seed is None else item_seed(seed, len(self.trials)))
+        parent = self.trials[random.choice(parents)]
+        params = {name: parent.config[name] for name in space.distributions}
+        made = create_trial(
+            state=TrialState.RUNNING,
+            params=space.perturbed(params, self._stop.perturb, random),
+            distributions=space.distributions,
+            user_attrs={
+                PARENT: [parent.number, trial.number, members.rung(parent.index)],
+                OWNER: self._owner,
+            },
+        )
+        # private: the public ways take several steps, or may return a trial that a user enqueued
+        trial_id = study._storage.create_new_trial(study._study_id, template_trial=made)
+        child = self._take_known(study._storage.get_trial(trial_id))
+        self._take_over(child, members)
+        return child
+
+    def _take_over(self, child: Trial, members: Members) -> None:
+        """Put a new trial in a member's place; in a later call, finish what was interrupted."""
+        parent_number, replaced_number, rung = child.handle.user_attrs[PARENT]
+        trials = {trial.number: trial for trial in self.trials}
+        parent, replaced = trials[parent_number], trials[replaced_number]
+        child.parent, child.rung = parent_number, rung + 1
+        child.at_rungs = members.replace(replaced.index, child.index, parent.index, rung)
+        child.epochs = child.num_reports = members.levels[rung]
+        self._total = len(self.trials)
+        name = self._work.checkpoint_name(child.index)
+        assert self._work.home is not None
+        if child.state == "running" and not has_checkpoint(self._work.home, name):
+            self._copy_checkpoint(parent, rung, name)
+        if replaced.state == "waiting":
+            self._tell(replaced, "pruned")
+
+    def _copy_checkpoint(self, trial: Trial, rung: int, copy: str) -> None:
+        """Copy the checkpoint that a trial had when it waited at a rung."""
+        home, name = self._work.home, self._work.checkpoint_name(trial.index)
+        assert home is not None
+        if trial.state != "waiting" or trial.rung != rung:
+            name += KEPT  # it has gone on since
+        if not has_checkpoint(home, name):
+            raise InvalidValueError(
+                f"Trial {trial.number} of {self._work.label} left no checkpoint after"
+                f" {trial.epochs} epochs, so that no other trial can continue from it. Call"
+                " save_checkpoint(...) before it returns."
+            )
+        copy_checkpoint(home, name, copy)
 
     # --- what arrives -----------------------------------------------------------------------------
 
@@ -800,6 +965,8 @@ class Search(LoopRun):
         trial.state = state
         if state == "failed":
             self._num_failed += 1
+            if self._members is not None:
+                self._members.leave(trial.index)
             self._study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
             return
         assert trial.score is not None

@@ -1,4 +1,4 @@
-"""Successive halving by rungs: which waiting trial continues next."""
+"""Which waiting trial continues next: successive halving (`Rungs`), populations (`Members`)."""
 
 from __future__ import annotations
 
@@ -56,3 +56,113 @@ class Rungs:
             if bisect_left(reached, waiting[0]) < len(reached) // self._factor:
                 return heappop(waiting)[1], rung + 1
         return None
+
+
+class Members:
+    """The members of a population: which one continues next, and which are replaced.
+
+    Truncation selection: members in the worst quarter are replaced by copies of those in the best.
+    Members are compared by their scores at the same rung, since those that wait for a worker are
+    behind; one that has not come so far counts with its last score.
+
+    Args:
+        levels: The epochs after which members pause, in ascending order, then the last epoch.
+        size: The number of members. None continues before all have begun.
+
+    Source:
+        Jaderberg et al. 2017, Population Based Training of Neural Networks.
+
+    Example:
+        >>> members = Members([5, 10], size=4)
+        >>> for trial, score in enumerate([0.5, 0.9, 0.7, 0.1]):
+        ...     members.join(trial)
+        ...     members.reach(trial, 0, score)
+        >>> members.promote(), members.parents(0), members.parents(3)
+        ((0, 1), [], [1])
+    """
+
+    def __init__(self, levels: list[int], size: int) -> None:
+        self.levels = levels
+        self._size = size
+        self._members: set[int] = set()
+        self._scores: dict[int, list[float]] = {}  # of members and those before them, by rung
+        self._waiting: set[int] = set()
+        self._kept: set[int] = set()  # those whose checkpoint of their last rung still exists
+
+    @property
+    def num_missing(self) -> int:
+        """How many members have not begun."""
+        return self._size - len(self._members)
+
+    def join(self, trial: int) -> None:
+        """Take a trial that begins."""
+        self._members.add(trial)
+        self._scores[trial] = []
+
+    def leave(self, trial: int) -> None:
+        """Remove a member that has failed."""
+        self._members.discard(trial)
+        self._size -= 1
+
+    def reach(self, trial: int, rung: int, score: float, *, is_waiting: bool = True) -> None:
+        """Note that a member has reached a rung; see `Rungs.reach`."""
+        self._scores[trial][rung:] = [score]
+        if is_waiting:
+            self._waiting.add(trial)
+            self._kept.add(trial)
+
+    def promote(self) -> tuple[int, int] | None:
+        """Return the member that continues now, and to which rung; None: there is none."""
+        if self.num_missing > 0 or not self._waiting:
+            return None
+        trial = min(self._waiting, key=lambda each: (len(self._scores[each]), each))
+        self._waiting.remove(trial)
+        self._kept.remove(trial)  # it will change its checkpoint
+        return trial, len(self._scores[trial])
+
+    def rung(self, trial: int) -> int:
+        """Return the last rung that a member has reached."""
+        return len(self._scores[trial]) - 1
+
+    def parents(self, trial: int) -> list[int]:
+        """Return the members of which one is copied in this one's place; none: this one continues.
+
+        They have come at least as far: otherwise members whose scores fall would train forever.
+        """
+        ranked, rung = self._ranked(trial), self.rung(trial)
+        quarter = len(self._members) // 4
+        # members without a score may turn out to be worse
+        if ranked.index(trial) < len(self._members) - quarter:
+            return []
+        own = self._scores[trial][rung]
+        return [
+            each
+            for each in ranked[:quarter]
+            if each in self._kept and self.rung(each) >= rung and self._scores[each][rung] > own
+        ]
+
+    def keep(self, trial: int) -> bool:
+        """Return whether to keep a copy of a member's checkpoint while it runs: if it is among the
+        best, others may begin there.
+        """
+        if trial in self._ranked(trial)[: len(self._members) // 4]:
+            self._kept.add(trial)
+        return trial in self._kept
+
+    def replace(self, trial: int, child: int, parent: int, rung: int) -> list[float]:
+        """Let a child, which has joined, replace a member; return its scores at earlier rungs.
+
+        The member's scores stay: with the parent's instead, one member after the other would fall
+        into the worst quarter of a rung.
+        """
+        for each in (self._members, self._waiting, self._kept):
+            each.discard(trial)
+        own = self._scores[trial]
+        self._scores[child] = [*own, *self._scores[parent][len(own) : rung + 1]]
+        return list(self._scores[child])
+
+    def _ranked(self, trial: int) -> list[int]:
+        """Return the members that have scores, the best at this member's rung first."""
+        num_rungs = len(self._scores[trial])
+        known = [each for each in self._members if self._scores[each]]
+        return sorted(known, key=lambda each: (-self._scores[each][:num_rungs][-1], each))

@@ -115,6 +115,33 @@ def temporary_here(own: TemporaryFolder) -> Callable[[], Path]:
     return lambda: make_private(folders.temporary() / name)
 
 
+# --- copies for other items -----------------------------------------------------------------------
+
+
+def has_checkpoint(place: str, name: str) -> bool:
+    """Return whether there is a checkpoint of this name in a folder or at a URL."""
+    if "://" in place:
+        return bool(UrlStorage(place).listing(name))
+    return next(files_in(Path(place) / name), None) is not None
+
+
+def copy_checkpoint(place: str, name: str, copy: str) -> None:
+    """Copy a checkpoint in a folder or at a URL, whole or not at all.
+
+    Raises:
+        OSError: It cannot be copied.
+    """
+    if "://" in place:
+        UrlStorage(place).copy(name, copy)
+        return
+    source, target = Path(place) / name, Path(place) / copy
+    spare = make_folders(target.parent) / f"{target.name}{PARTIAL}"
+    shutil.rmtree(spare, ignore_errors=True)
+    shutil.copytree(source, spare, ignore=shutil.ignore_patterns(f"*{PARTIAL}"))
+    shutil.rmtree(target, ignore_errors=True)
+    spare.replace(target)
+
+
 # --- shared folders -------------------------------------------------------------------------------
 
 
@@ -187,6 +214,15 @@ class UrlStorage:
         with self._files.open_input_stream(self._place(name, file, version)) as stream:
             while piece := stream.read(PIECE_BYTES):
                 yield piece
+
+    def copy(self, name: str, copy: str) -> None:
+        """Copy the current version, as the version of another name."""
+        version = self.begin(copy)
+        files: Listing = {}
+        for file, entry in self.listing(name).items():
+            size = self.write(copy, version, file, self.read(name, file, entry.version))
+            files[file] = StoredFile(size, version)
+        self.publish(copy, version, files)
 
     def begin(self, name: str) -> str:
         """Begin a new version, and remove versions that others have left unfinished."""

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import optuna
@@ -58,6 +59,29 @@ def trainer(marks: Marks, *, is_careful: bool = True) -> Callable[[dict[str, Any
     return train
 
 
+def gain(rate: float, epoch: int) -> float:
+    """What an epoch gains; the best rate falls from 1 to 0.1."""
+    return -((math.log10(rate) + epoch / 40) ** 2)
+
+
+def gather(config: dict[str, Any]) -> dict[str, float]:
+    """Gain for 40 epochs, each at the rate of the configuration; continue from a checkpoint."""
+    file = current_task().checkpoint_dir / "state.json"
+    state = json.loads(file.read_text()) if file.exists() else {"epoch": 0, "total": 0.0}
+    first = state["epoch"]
+    while state["epoch"] < 40 and not current_task().should_stop:
+        state["total"] += gain(config["rate"], state["epoch"])
+        report(epoch=state["epoch"], total=state["total"])
+        state["epoch"] += 1
+    assert state["epoch"] == first + config["every"], "it pauses there, and not before"
+    file.write_text(json.dumps(state))
+    return {"total": state["total"]}
+
+
+RATES = {"rate": search.log_uniform(0.01, 10), "width": search.int_uniform(1, 4), "every": 2}
+POPULATION = search.population(size=8, every=2, max_epochs=40)
+
+
 def states(study: optuna.Study) -> Counter[str]:
     return Counter(trial.state.name for trial in study.trials)
 
@@ -107,6 +131,98 @@ def test_a_function_that_ignores_should_stop_ends_at_its_next_report(
     assert sorted(Counter(begun.values())) == [2, 5, 11], (
         "it ends in the next epoch, which is repeated"
     )
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_a_population_beats_every_fixed_configuration(
+    pool: ParallelPool, tmp_path: Path, scheme: str
+) -> None:
+    kept = pool.options(checkpoints=f"{scheme}{tmp_path}/kept")
+    found = kept.search(gather, RATES, metric="total", stop=POPULATION, seed=0)
+    fixed = [sum(gain(10 ** (-i / 50), epoch) for epoch in range(40)) for i in range(51)]
+    assert found.best.score > max(fixed)
+    frame = found.to_frame().set_index("trial")
+    told = states(found.study)
+    assert told == {"COMPLETE": 8, "PRUNED": len(frame) - 8}
+    assert set(frame.loc[frame["state"] == "complete", "epochs"]) == {40}
+    children = frame[frame["parent"].notna()]
+    assert len(children) == told["PRUNED"], "each of them took the place of another"
+    metrics = found.results.metrics.set_index(["item", "epoch"])["total"]
+    for trial, child in children.iterrows():
+        first = metrics[trial].index[0]
+        before = metrics[child["parent"], first - 1]
+        assert metrics[trial, first] == pytest.approx(before + gain(child["rate"], first))
+        changes = child["rate"] / frame.loc[child["parent"], "rate"]
+        assert changes == pytest.approx(0.8) or changes == pytest.approx(1.2)
+        assert abs(child["width"] - frame.loc[child["parent"], "width"]) <= 1
+    assert set(frame["width"]) <= {1, 2, 3, 4}
+
+
+def test_a_population_is_repeatable_with_one_worker(pool: ParallelPool, tmp_path: Path) -> None:
+    first, second = (
+        pool.search(
+            gather,
+            RATES,
+            metric="total",
+            stop=POPULATION,
+            seed=1,
+            max_in_flight=1,
+            run_dir=tmp_path / name,
+        ).to_frame()
+        for name in "ab"
+    )
+    names = ["trial", "state", "total", "epochs", "parent", *RATES]
+    assert first[names].equals(second[names])
+    assert len(first) == 8 + 2 * 19, "a quarter of them is replaced at each pause"
+
+
+def test_members_that_fail_leave_a_population(pool: ParallelPool, tmp_path: Path) -> None:
+    def fragile(config: dict[str, Any]) -> dict[str, float]:
+        if current_task().index in (3, 12):  # a first member, and one that took over
+            raise LookupError("no luck")
+        return gather(config)
+
+    found = pool.search(
+        fragile, RATES, metric="total", stop=POPULATION, seed=1, run_dir=tmp_path, max_in_flight=1
+    )
+    assert states(found.study)["FAIL"] == 2
+    assert states(found.study)["COMPLETE"] == 6
+    assert not {3, 12} & set(found.to_frame()["parent"].dropna())
+
+
+def test_a_population_perturbs_as_the_user_says(pool: ParallelPool, tmp_path: Path) -> None:
+    given: list[dict[str, Any]] = []
+
+    def perturb(config: dict[str, Any], random: Random) -> dict[str, Any]:
+        given.append(dict(config))
+        return {"rate": config["rate"] * random.choice([1e-9, 1e9]), "width": 2.4}
+
+    stop = search.population(size=4, every=20, max_epochs=40, perturb=perturb)
+    space = {**RATES, "every": 20}
+    arguments: dict[str, Any] = {"metric": "total", "seed": 1}
+    found = pool.search(gather, space, stop=stop, run_dir=tmp_path / "ends", **arguments)
+    child = found.study.trials[4].params
+    assert child["rate"] in (0.01, 10)
+    assert child["width"] == 2
+    assert [config.keys() for config in given] == [{"rate", "width"}]
+    for wrong, words in [
+        ({"rate": 0.1}, "Return a dict with rate, width"),
+        ({"rate": "a", "width": 2}, "rate='a', which is not in FloatDistribution"),
+    ]:
+        stop = stop._replace(perturb=lambda config, random: wrong)  # noqa: B023
+        with pytest.raises(InvalidValueError, match=words):
+            pool.search(gather, space, stop=stop, run_dir=tmp_path / words[:8], **arguments)
+
+
+def test_a_population_needs_checkpoints(pool: ParallelPool, tmp_path: Path) -> None:
+    def forgetful(config: dict[str, Any]) -> None:
+        for epoch in range(40):
+            report(epoch=epoch, total=config["rate"])
+            if current_task().should_stop:
+                break
+
+    with pytest.raises(InvalidValueError, match=r"left no checkpoint after 2 epochs"):
+        pool.search(forgetful, RATES, metric="total", stop=POPULATION, run_dir=tmp_path)
 
 
 def test_trials_of_lost_workers_continue_and_are_told_once(marks: Marks, tmp_path: Path) -> None:
@@ -366,6 +482,12 @@ def test_bad_arguments(pool: ParallelPool) -> None:
         ({"mode": "best"}, InvalidValueError, "must be 'max' or 'min'"),
         ({"num_trials": 0}, InvalidValueError, "num_trials"),
         ({"stop": HALVING, "metric": "y"}, InvalidValueError, r"halving\(\) needs run_dir"),
+        ({"stop": POPULATION, "metric": "y"}, InvalidValueError, r"num_trials=1 does not fit"),
+        (
+            {"stop": POPULATION, "metric": "y", "num_trials": None},
+            InvalidValueError,
+            r"population\(\) needs run_dir",
+        ),
         ({"stop": search.median()}, InvalidValueError, "stop= needs metric"),
         ({"stop_when": 3}, InvalidTypeError, r"must be made by search\.until"),
     ]:
@@ -380,6 +502,8 @@ def test_bad_arguments(pool: ParallelPool) -> None:
         (lambda: search.until(), r"until\(\) needs seconds="),
         (lambda: search.until(seconds=0), "must be more than 0"),
         (lambda: search.halving(max_epochs=1), "must be more than min_epochs=1"),
+        (lambda: search.population(size=3, every=1, max_epochs=9), "size must be at least 4"),
+        (lambda: search.population(size=4, every=9, max_epochs=9), "must be more than every=9"),
     ]:
         with pytest.raises(InvalidValueError, match=words):
             wrong()

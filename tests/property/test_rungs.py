@@ -1,11 +1,13 @@
-"""Successive halving: only the best known trials continue, and none waits that may."""
+"""Only the best known trials continue or are copied, and none waits that may continue."""
 
 from __future__ import annotations
+
+import math
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypool.search.rungs import Rungs
+from raypool.search.rungs import Members, Rungs
 
 
 @given(
@@ -49,3 +51,80 @@ def test_any_order_of_arrivals_and_promotions(
     assert len(reached[0]) == len(scores)
     for rung in range(3):
         assert len(promoted[rung]) >= len(reached[rung]) // factor
+
+
+@given(
+    size=st.integers(4, 13),
+    num_rungs=st.integers(1, 4),
+    turns=st.lists(st.tuples(st.booleans(), st.integers(0, 20)), max_size=150),
+)
+def test_any_course_of_a_population(
+    size: int, num_rungs: int, turns: list[tuple[bool, int]]
+) -> None:
+    members = Members([*range(1, num_rungs + 2)], size)
+    quarter = size // 4
+    places: dict[int, int] = {}  # of the members that have not been replaced, in the population
+    scores: list[list[int]] = [[] for _ in range(size)]  # by place and rung
+    waiting: set[int] = set()
+    kept: dict[int, int] = {}  # the rung of the checkpoint that can be copied
+    running: list[tuple[int, int]] = []  # trial, and the rung that it will reach
+    num_trials = num_ended = num_parts = 0
+
+    def place_at(trial: int, rung: int) -> tuple[float, int]:
+        known = scores[places[trial]][: rung + 1]
+        return (-known[-1] if known else math.inf, trial)
+
+    def num_better(trial: int, rung: int) -> int:
+        return sum(place_at(each, rung) < place_at(trial, rung) for each in places)
+
+    for is_start, score in [*turns, *[(True, 3), (False, 7)] * size * (num_rungs + 1)]:
+        if not is_start and running:
+            trial, rung = running.pop(score % len(running))
+            if rung == num_rungs:
+                num_ended += 1
+                continue
+            scores[places[trial]].append(score)
+            members.reach(trial, rung, score)
+            waiting.add(trial)
+            kept[trial] = rung
+        elif is_start and num_trials < size:
+            assert members.promote() is None, "new members begin first"
+            members.join(num_trials)
+            places[num_trials] = num_trials
+            running.append((num_trials, 0))
+            num_trials += 1
+            num_parts += 1
+        elif is_start and (promotion := members.promote()) is None:
+            assert not waiting, "a member waits that may continue"
+        elif is_start and promotion is not None:
+            trial, rung = promotion[0], promotion[1] - 1
+            waiting.remove(trial)
+            assert rung == kept.pop(trial) == len(scores[places[trial]]) - 1
+            assert all(kept[each] >= rung for each in waiting), "first those that are behind"
+            expected = {
+                each
+                for each in places
+                if num_better(trial, rung) >= size - quarter
+                and num_better(each, rung) < quarter
+                and kept.get(each, -1) >= rung
+                and scores[places[each]][rung] > scores[places[trial]][rung]
+            }
+            assert set(members.parents(trial)) == expected
+            if expected:
+                parent = sorted(expected)[score % len(expected)]
+                assert members.rung(parent) == kept[parent]
+                members.join(num_trials)
+                members.replace(trial, num_trials, parent, kept[parent])
+                place = places[num_trials] = places.pop(trial)
+                scores[place] += scores[places[parent]][rung + 1 : kept[parent] + 1]
+                trial, rung = num_trials, kept[parent]
+                num_trials += 1
+            else:
+                assert members.keep(trial) == (num_better(trial, rung) < quarter)
+                if num_better(trial, rung) < quarter:
+                    kept[trial] = rung
+            running.append((trial, rung + 1))
+            num_parts += 1
+        assert members.num_missing == size - len(places) == max(0, size - num_trials)
+    assert num_ended == size, "each member comes to its end"
+    assert num_parts <= size * (num_rungs + 1)
