@@ -199,11 +199,14 @@ def test_a_population_perturbs_as_the_user_says(pool: ParallelPool, tmp_path: Pa
 
     stop = search.population(size=4, every=20, max_epochs=40, perturb=perturb)
     space = {**RATES, "every": 20}
-    arguments: dict[str, Any] = {"metric": "total", "seed": 1}
+    arguments: dict[str, Any] = {"metric": "total", "seed": 0, "max_in_flight": 1}
     found = pool.search(gather, space, stop=stop, run_dir=tmp_path / "ends", **arguments)
-    child = found.study.trials[4].params
-    assert child["rate"] in (0.01, 10)
-    assert child["width"] == 2
+    child = found.study.trials[4]
+    assert child.params["rate"] in (0.01, 10)
+    assert child.params["width"] == 2
+    parent, replaced, _ = child.user_attrs["raypool_parent"]
+    assert parent < replaced, "so that the parent had ended by then"
+    assert states(found.study) == {"COMPLETE": 4, "PRUNED": 1}
     assert [config.keys() for config in given] == [{"rate", "width"}]
     for wrong, words in [
         ({"rate": 0.1}, "Return a dict with rate, width"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from raypool.search.rungs import Members, Rungs
@@ -53,6 +53,11 @@ def test_any_order_of_arrivals_and_promotions(
         assert len(promoted[rung]) >= len(reached[rung]) // factor
 
 
+# trial 0 gets ahead and becomes the worst, while the best one still runs to where it is
+AHEAD = [*[(True, 0)] * 4, *((False, score) for score in (8, 12, 4, 3)), *[(True, 0)] * 4]
+
+
+@example(size=4, num_rungs=2, turns=[*AHEAD, (False, 0), (True, 0)])
 @given(
     size=st.integers(4, 13),
     num_rungs=st.integers(1, 4),
