@@ -154,7 +154,10 @@ class QueueClosedError(RaypoolError, RuntimeError):
 
 
 class JournalError(RaypoolError):
-    """A run's folder (`.run_dir`) is in use, belongs to another run, or cannot be written."""
+    """A run's folder (`.run_dir`) is in use, belongs to another run, or cannot be written.
+
+    Also: the storage of a search's study cannot be used.
+    """
 
     run_dir: str
 

@@ -11,7 +11,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from random import Random
 from types import ModuleType
@@ -23,6 +24,7 @@ from raypool.errors import (
     check_installed,
     checked_count,
     optional_count,
+    whole_number,
 )
 
 if TYPE_CHECKING:
@@ -42,6 +44,9 @@ __all__ = [
     "uniform",
     "until",
 ]
+
+STORABLE = (bool, int, float, str, type(None))
+"""Types of values that Optuna can store."""
 
 
 def uniform(low: float, high: float, *, step: float | None = None) -> BaseDistribution:
@@ -76,6 +81,10 @@ def int_uniform(low: int, high: int, *, step: int = 1, log: bool = False) -> Bas
         IntDistribution(high=512, log=True, low=16, step=1)
     """
     _check_range(low, high, log=log)
+    if None in (whole_number(low), whole_number(high)):
+        raise InvalidTypeError(
+            f"The range from {low!r} to {high!r} must begin and end at integers."
+        )
     made: BaseDistribution = _distributions().IntDistribution(low, high, step=step, log=log)
     return made
 
@@ -91,12 +100,7 @@ def choice(*values: Any) -> BaseDistribution:
         raise InvalidValueError(
             f"choice({values[0]!r}) has one value, a list. Use choice(*values)."
         )
-    for value in values:
-        if value is not None and not isinstance(value, (bool, int, float, str)):
-            raise InvalidValueError(
-                f"choice() cannot store {value!r}, a {type(value).__name__}. Use names for such"
-                " values, and look them up in the function."
-            )
+    check_choices(values)
     if not values:
         raise InvalidValueError("choice() has no values to choose from.")
     made: BaseDistribution = _distributions().CategoricalDistribution(values)
@@ -267,9 +271,29 @@ def until(
     return Until(seconds, score, patience)
 
 
+def check_choices(values: Sequence[Any]) -> None:
+    """Make sure that Optuna can store each value of a choice.
+
+    Raises:
+        InvalidValueError: It cannot.
+    """
+    for value in values:
+        if not isinstance(value, STORABLE):
+            raise InvalidValueError(
+                f"A choice cannot store {value!r}, a {type(value).__name__}. Use names for such"
+                " values, and look them up in the function."
+            )
+
+
 def _check_range(low: float, high: float, *, log: bool = False) -> None:
+    if not (isinstance(low, Real) and isinstance(high, Real)):
+        raise InvalidTypeError(
+            f"The range from {low!r} to {high!r} must have numbers at both ends."
+        )
     if not low < high:  # also NaN
         raise InvalidValueError(f"The range from {low!r} to {high!r} is empty.")
+    if high - low > sys.float_info.max:
+        raise InvalidValueError(f"The range from {low!r} to {high!r} is not finite.")
     if log and low <= 0:
         raise InvalidValueError(
             f"The range from {low!r} to {high!r} has no logarithm: it must begin above 0."

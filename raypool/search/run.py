@@ -48,8 +48,9 @@ from raypool.parallel_for import (
     watched,
 )
 from raypool.results import Results, Row
-from raypool.search import Halving, Population, Until
+from raypool.search import STORABLE, Halving, Population, Until, check_choices
 from raypool.search.rungs import Members, Rungs
+from raypool.search.storage import check_space, patient
 from raypool.worker.checkpoint_folders import copy_checkpoint, has_checkpoint
 from raypool.worker.running import TaskContext, item_seed, note_here
 
@@ -154,6 +155,14 @@ def epochs_of(metrics: Mapping[str, Any], num_reports: int) -> int:
     return int(epoch) + 1 if is_number else num_reports  # type: ignore[arg-type]
 
 
+def score_of(value: Any) -> float | None:
+    """Return a value as a score; None: it is not a number."""
+    try:
+        return float(value) if isinstance(value, numbers.Real) else None
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
 # --- what a search returns ------------------------------------------------------------------------
 
 
@@ -170,14 +179,16 @@ class BestTrial(NamedTuple):
 class Trial:
     """A trial: its place in the study, and how far it has come.
 
-    `index`: the number of its item. `part`: the position of its newest part in the loop's order.
-    `until`: the epochs at which that part ends. `state`: "running", "waiting" at a rung,
-    "complete", "pruned" or "failed". `at_rungs`: its scores at the rungs, in an earlier call.
-    `parent`: the number of the trial that it took over from.
+    `index`: the number of its item; `number`: its number in the study. `part`: the position of its
+    newest part in the loop's order. `until`: the epochs at which that part ends. `state`:
+    "running", "waiting" at a rung, "complete", "pruned" or "failed". `at_rungs`: its scores at the
+    rungs, in an earlier call. `lineage`: the trials that it took over from and replaced, and the
+    rung of the checkpoint; empty for one that began by itself.
     """
 
     index: int
-    handle: optuna.trial.Trial
+    number: int
+    handle: optuna.trial.Trial | None  # dropped when it is told: it takes more memory than the rest
     config: dict[str, Any]
     state: str = "running"
     score: float | None = None
@@ -189,12 +200,7 @@ class Trial:
     part: int | None = None
     is_stopped: bool = False
     at_rungs: list[float] = field(default_factory=list)
-    parent: int | None = None
-
-    @property
-    def number(self) -> int:
-        """Its number in the study."""
-        return self.handle.number
+    lineage: Sequence[int] = ()
 
 
 class SearchResults:
@@ -258,7 +264,10 @@ class SearchResults:
             "epochs": [trial.epochs for trial in self._trials],
         }
         if self._has_parents:
-            columns["parent"] = pd.array([trial.parent for trial in self._trials], dtype="Int64")
+            columns["parent"] = pd.array(
+                [trial.lineage[0] if trial.lineage else None for trial in self._trials],
+                dtype="Int64",
+            )
         # a function may return values of these names, too
         frame = self.results.to_frame().drop(columns=["item", *columns], errors="ignore")
         for place, (name, values) in enumerate(columns.items()):
@@ -390,22 +399,25 @@ def run_search(
     with noticed(wanted.on_end, work) as found:
         with contextlib.closing(work), watched(wanted.progress, label, engine) as display:
             study = wanted.study or open_study(wanted.mode, wanted.stop, work)
-            check_direction(study, wanted.mode)
-            watchers = [] if display is None else [display]
-            search = Search(engine, work, watchers, wanted, study, searched)
+            with patient(study, work.run_dir):
+                check_direction(study, wanted.mode)
+                if work.run_dir is not None:
+                    check_space(work.run_dir, *searched)
+                watchers = [] if display is None else [display]
+                search = Search(engine, work, watchers, wanted, study, searched)
 
-            def results() -> SearchResults:
-                return SearchResults(
-                    study,
-                    search.results(),
-                    search.trials,
-                    wanted.metric,
-                    wanted.mode,
-                    has_parents=isinstance(wanted.stop, Population),
-                )
+                def results() -> SearchResults:
+                    return SearchResults(
+                        study,
+                        search.results(),
+                        search.trials,
+                        wanted.metric,
+                        wanted.mode,
+                        has_parents=isinstance(wanted.stop, Population),
+                    )
 
-            found.append(results)
-            search.run(iter(()), spec)
+                found.append(results)
+                search.run(iter(()), spec)
         raise_if_failed(work, search.results(), "collect")
     return results()
 
@@ -438,7 +450,8 @@ class Space(NamedTuple):
                 raise InvalidValueError(f"{name!r} is both the metric and a name in space=.")
             if isinstance(value, optuna.distributions.BaseDistribution):
                 made.distributions[name] = value
-            elif value is None or isinstance(value, (bool, int, float, str)):
+                check_choices(getattr(value, "choices", ()))
+            elif isinstance(value, STORABLE):
                 made.constants[name] = value
             else:
                 raise InvalidTypeError(
@@ -660,7 +673,7 @@ class Search(LoopRun):
             if self._options.study is None or frozen.user_attrs.get(OWNER) == self._owner:
                 self._take_known(frozen)
         for trial in self.trials:
-            if self._members is not None and PARENT in trial.handle.user_attrs:
+            if self._members is not None and trial.lineage:
                 self._take_over(trial, self._members)
             kept = self._work.restored.get(trial.index)
             reports = [report_of_row(row) for row in self._work.earlier_reports(trial.index)]
@@ -676,6 +689,8 @@ class Search(LoopRun):
                 self._end_part(trial, kept.value, kept.error)
             elif kept is not None and kept.error is None:
                 trial.score = self._score(kept.value, trial)
+                if trial.score is not None:
+                    self._note_score(trial.score)
 
     def _replay(self, trial: Trial, reports: list[MetricsReport]) -> None:
         """Note earlier reports of a trial, and its scores at the rungs that it reached."""
@@ -713,9 +728,10 @@ class Search(LoopRun):
             }
         trial = self._add(handle, params)
         trial.noted_epochs = max(frozen.intermediate_values, default=0)
+        trial.lineage = frozen.user_attrs.get(PARENT, ())
         if is_told:
             ends = {"COMPLETE": "complete", "PRUNED": "pruned"}
-            trial.state = ends.get(frozen.state.name, "failed")
+            trial.state, trial.handle = ends.get(frozen.state.name, "failed"), None
             if trial.state == "failed" and self._members is not None:
                 self._members.leave(trial.index)
         return trial
@@ -784,7 +800,7 @@ class Search(LoopRun):
 
     def _add(self, handle: optuna.trial.Trial, params: dict[str, Any]) -> Trial:
         config = self._space.config(params)
-        trial = Trial(self._work.append(config), handle, config)
+        trial = Trial(self._work.append(config), handle.number, handle, config)
         self.trials.append(trial)
         if self._members is not None:
             self._members.join(trial.index)
@@ -827,10 +843,10 @@ class Search(LoopRun):
 
     def _take_over(self, child: Trial, members: Members) -> None:
         """Put a new trial in a member's place; in a later call, finish what was interrupted."""
-        parent_number, replaced_number, rung = child.handle.user_attrs[PARENT]
+        parent_number, replaced_number, rung = child.lineage
         trials = {trial.number: trial for trial in self.trials}
         parent, replaced = trials[parent_number], trials[replaced_number]
-        child.parent, child.rung = parent_number, rung + 1
+        child.rung = rung + 1
         child.at_rungs = members.replace(replaced.index, child.index, parent.index, rung)
         child.epochs = child.num_reports = members.levels[rung]
         self._total = len(self.trials)
@@ -869,14 +885,14 @@ class Search(LoopRun):
     def _note_report(self, report: MetricsReport) -> float | None:
         trial = self.trials[report.item]
         value = report.metrics.get(self._metric) if self._metric is not None else None
-        if not isinstance(value, numbers.Real):
+        if (score := score_of(value)) is None:
             return None
         trial.num_reports += 1
         epochs = epochs_of(report.metrics, trial.num_reports)
         # an attempt after a lost worker repeats epochs
         trial.epochs = max(trial.epochs, epochs)
-        trial.score = float(value)
-        return trial.score
+        trial.score = score
+        return score
 
     def _stop_if_hopeless(self, trial: Trial, value: float, metrics: dict[str, Any]) -> None:
         import optuna
@@ -937,15 +953,20 @@ class Search(LoopRun):
         if trial.score is None:
             self._note_missing(trial, value)
             return
-        good = self._good(trial.score)
-        self._num_worse = 0 if good > self._best else self._num_worse + 1
-        self._best = max(self._best, good)
+        good = self._note_score(trial.score)
         # else it has ended by itself, perhaps without a report: its checkpoint was that far
         if self._rungs is not None and trial.until <= trial.epochs < self._rungs.levels[-1]:
             trial.state = "waiting"
             self._rungs.reach(trial.index, trial.rung, good)
             return
         self._tell(trial, "pruned" if trial.is_stopped else "complete")
+
+    def _note_score(self, score: float) -> float:
+        """Compare the score of a part with the best one so far; return it as `_good` does."""
+        good = self._good(score)
+        self._num_worse = 0 if good > self._best else self._num_worse + 1
+        self._best = max(self._best, good)
+        return good
 
     def _good(self, score: float) -> float:
         """Return a score of which more is better; NaN and infinity are the worst."""
@@ -956,7 +977,8 @@ class Search(LoopRun):
         own = value.get(self._metric) if isinstance(value, Mapping) else None
         if own is None and (self._metric is None or trial.score is None):
             own = value
-        return float(own) if isinstance(own, numbers.Real) else trial.score
+        score = score_of(own)
+        return trial.score if score is None else score
 
     def _tell(self, trial: Trial, state: str) -> None:
         """Tell Optuna how a trial has ended."""
@@ -968,6 +990,7 @@ class Search(LoopRun):
             if self._members is not None:
                 self._members.leave(trial.index)
             self._study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
+            trial.handle = None
             return
         assert trial.score is not None
         score = trial.score
@@ -982,9 +1005,11 @@ class Search(LoopRun):
             self._study.tell(trial.number, state=TrialState.PRUNED, skip_if_finished=True)
         else:
             self._study.tell(trial.number, score, skip_if_finished=True)
+        trial.handle = None
 
     def _pass_to_study(self, trial: Trial, score: float) -> optuna.trial.Trial:
         """Note the score in the study, as that of the trial's epoch; return the trial's handle."""
+        assert trial.handle is not None
         if trial.epochs > trial.noted_epochs:  # Optuna takes one score for each
             trial.noted_epochs = trial.epochs
             trial.handle.report(score, step=trial.epochs)
@@ -994,11 +1019,13 @@ class Search(LoopRun):
 
     def _note_missing(self, trial: Trial, value: Any) -> None:
         self._tell(trial, "failed")
-        what = (
-            f"returned {value!r}, which is not a number"
-            if self._metric is None
-            else f"neither reported nor returned {self._metric!r}"
-        )
+        own = value.get(self._metric) if isinstance(value, Mapping) else None
+        if self._metric is None:
+            what = f"returned {value!r}, which is not a number"
+        elif own is None:
+            what = f"neither reported nor returned {self._metric!r}"
+        else:
+            what = f"returned {own!r} as {self._metric!r}, which is not a number"
         error = InvalidValueError(f"Trial {trial.number} of {self._work.label} {what}.")
         if not any(each.state == "complete" or each.score is not None for each in self.trials):
             raise error

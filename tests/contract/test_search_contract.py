@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
+import sqlite3
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,7 @@ from optuna.trial import TrialState
 from raypool import (
     InvalidTypeError,
     InvalidValueError,
+    JournalError,
     ParallelPool,
     PoolPreemptedError,
     current_task,
@@ -276,6 +279,16 @@ def test_a_later_call_continues_as_if_it_had_never_ended(
     assert again.to_frame().equals(parts.to_frame())
 
 
+def test_with_a_seed_one_worker_finds_the_same_trials(tmp_path: Path) -> None:
+    def call(**options: Any) -> list[dict[str, Any]]:
+        with parpool(1, profile="threads", quiet=True) as pool:
+            found = pool.search(score, SPACE, mode="min", num_trials=25, seed=3, **options)
+        return [trial.params for trial in found.study.trials]
+
+    # TPE has begun to learn by then, and short trials do not run ahead of it
+    assert call() == call() == call(max_in_flight=1)
+
+
 @pytest.mark.parametrize(
     "stop", [lambda metrics: metrics["accuracy"] < 0.5, search.median(num_startup_trials=1)]
 )
@@ -367,14 +380,16 @@ def test_scores_that_are_none(pool: ParallelPool, caplog: pytest.LogCaptureFixtu
         pool.search(dict, SPACE, metric="loss", num_trials=3)
     with pytest.raises(InvalidValueError, match="returned 'a', which is not a number"):
         pool.search(lambda config: "a", SPACE, num_trials=3)
+    with pytest.raises(InvalidValueError, match="returned 'low' as 'loss', which is not a number"):
+        pool.search(lambda config: {"loss": "low"}, SPACE, metric="loss", num_trials=3)
 
     def sometimes(config: dict[str, Any]) -> dict[str, float]:
         index = current_task().index
-        return {} if index == 1 else {"loss": math.nan if index == 2 else config["x"]}
+        return {} if index == 1 else {"loss": {2: math.nan, 4: 10**400}.get(index, config["x"])}
 
-    found = pool.search(sometimes, SPACE, metric="loss", mode="min", num_trials=4, seed=0)
-    assert states(found.study) == {"COMPLETE": 3, "FAIL": 1}
-    assert found.study.trials[2].value == math.inf
+    found = pool.search(sometimes, SPACE, metric="loss", mode="min", num_trials=5, seed=0)
+    assert states(found.study) == {"COMPLETE": 4, "FAIL": 1}
+    assert found.study.trials[2].value == found.study.trials[4].value == math.inf
     assert "Trial 1 of sometimes neither reported nor returned 'loss'" in caplog.text
     assert "Trial 2 has the score nan, which counts as the worst." in caplog.text
     assert found.best.number in (0, 3)
@@ -404,6 +419,64 @@ def test_a_study_of_the_users_has_other_trials_too(pool: ParallelPool, tmp_path:
     found = call(3)
     assert found.to_frame()["trial"].sort_values().tolist() == [2, 3, 4]
     assert len(study.trials) == 5
+
+
+@pytest.mark.arguments
+def test_a_storage_that_is_locked(
+    pool: ParallelPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "study.db"
+    impatient = {"connect_args": {"timeout": 0}}
+    storage = optuna.storages.RDBStorage(f"sqlite:///{file}", engine_kwargs=impatient)
+    study = optuna.create_study(storage=storage, study_name="mine", direction="minimize")
+    other = sqlite3.connect(file)
+    warnings = []
+
+    def unlock(record: logging.LogRecord) -> bool:
+        warnings.append(record.getMessage())
+        other.rollback()
+        return True
+
+    def train(config: dict[str, Any]) -> float:
+        other.execute("BEGIN EXCLUSIVE")
+        return score(config)
+
+    def call(num_trials: int) -> SearchResults:
+        return pool.search(
+            train, SPACE, mode="min", num_trials=num_trials, study=study, run_dir=tmp_path / "run"
+        )
+
+    with monkeypatch.context() as patched:
+        logger = logging.getLogger("raypool")
+        patched.setattr(logger, "filters", [unlock])
+        call(2)
+        assert len(warnings) == 2
+        assert "study 'mine' cannot be used (database is locked)" in warnings[0]
+    assert states(study) == {"COMPLETE": 2}, "it has waited"
+    with monkeypatch.context() as patched:
+        patched.setattr("raypool.search.storage.WAIT_S", 0)
+        with pytest.raises(JournalError, match="same run_dir: no finished trial is lost") as caught:
+            call(3)
+    assert len(caught.value.results) == 3  # type: ignore[attr-defined]
+    other.close()
+    call(3)  # `train` would fail
+    assert states(study) == {"COMPLETE": 3}
+
+
+@pytest.mark.arguments
+def test_a_folder_of_another_search(pool: ParallelPool, tmp_path: Path) -> None:
+    space = {"x": search.uniform(0, 1), "epochs": 3}
+    pool.search(score, space, num_trials=2, run_dir=tmp_path)
+    with pytest.raises(JournalError, match=r"belongs to .*score; this call runs builtins\.len"):
+        pool.search(len, space, num_trials=3, run_dir=tmp_path)
+    for other, words in [
+        ({**space, "epochs": 9}, "'epochs' was 3 there, and is 9 in this call"),
+        ({**space, "x": search.uniform(0, 2)}, r"'x' was Float.*high=1\.0.* and is .*high=2\.0"),
+        ({"x": space["x"]}, "'epochs' was 3 there, and is missing"),
+    ]:
+        with pytest.raises(JournalError, match=words):
+            pool.search(score, other, num_trials=3, run_dir=tmp_path)
+    assert len(pool.search(score, space, num_trials=3, run_dir=tmp_path)) == 3
 
 
 def test_trials_that_were_interrupted_at_a_rung_compete_with_their_newest_scores(
@@ -476,11 +549,17 @@ def test_ctrl_c_in_a_trial_and_a_death_between_suggestions(
 
 
 @pytest.mark.arguments
+@pytest.mark.filterwarnings("ignore:Choices for a categorical")  # Optuna's words for the same
 def test_bad_arguments(pool: ParallelPool) -> None:
     for changes, kind, words in [
         ({"space": [1]}, InvalidTypeError, "must be a dict of names and ranges"),
         ({"space": {"x": 1}}, InvalidValueError, "nothing to search"),
         ({"space": {"x": [1, 2]}}, InvalidTypeError, r"search\.choice"),
+        (
+            {"space": {"x": optuna.distributions.CategoricalDistribution([len, max])}},
+            InvalidValueError,
+            "A choice cannot store <built-in function len>",
+        ),
         ({"space": SPACE, "metric": "x"}, InvalidValueError, "both the metric and a name"),
         ({"mode": "best"}, InvalidValueError, "must be 'max' or 'min'"),
         ({"num_trials": 0}, InvalidValueError, "num_trials"),
@@ -499,6 +578,7 @@ def test_bad_arguments(pool: ParallelPool) -> None:
     for wrong, words in [
         (lambda: search.uniform(1, 1), "range from 1 to 1 is empty"),
         (lambda: search.log_uniform(0, 1), "must begin above 0"),
+        (lambda: search.uniform(0, math.inf), "is not finite"),
         (lambda: search.choice([1, 2]), r"Use choice\(\*values\)"),
         (lambda: search.choice((1, 2), (3, 4)), "cannot store"),
         (lambda: search.choice(), "no values"),
@@ -510,3 +590,7 @@ def test_bad_arguments(pool: ParallelPool) -> None:
     ]:
         with pytest.raises(InvalidValueError, match=words):
             wrong()
+    with pytest.raises(InvalidTypeError, match="must begin and end at integers"):
+        search.int_uniform(0.5, 3.5)  # type: ignore[arg-type]
+    with pytest.raises(InvalidTypeError, match="must have numbers at both ends"):
+        search.uniform("0", "1")  # type: ignore[arg-type]
