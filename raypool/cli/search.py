@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shlex
 import sys
 import tomllib
@@ -15,10 +16,9 @@ from raypool.cli.output import echo, errors_said
 from raypool.cli.sweep import (
     FEW_ROWS,
     Repeatable,
-    RunFolder,
     check_fits,
-    notify_option,
     resumable,
+    run_options,
     show_fitting,
 )
 from raypool.errors import InvalidTypeError, InvalidValueError, RaypoolError, did_you_mean
@@ -32,12 +32,7 @@ RANGES = ("uniform", "log_uniform", "int_uniform", "choice")
 @click.command(cls=Repeatable)
 @click.argument("target", metavar="MODULE:FUNCTION")
 @click.argument("space", type=click.Path(path_type=Path))
-@click.option(
-    "--run-dir",
-    type=RunFolder(file_okay=False),
-    required=True,
-    help="Folder for trials: created if missing, resumed if it exists.",
-)
+@run_options("trial", "Seed the sampler and each trial's random numbers.")
 @click.option(
     "--num-trials",
     type=click.IntRange(min=1),
@@ -62,27 +57,19 @@ RANGES = ("uniform", "log_uniform", "int_uniform", "choice")
     "--median", "is_median", is_flag=True, help="Stop trials worse than the others' median."
 )
 @click.option(
-    "--workers",
-    type=click.IntRange(min=1),
-    help="Number of workers. Default: one per GPU; without a GPU, one per core.",
+    "--until-seconds", type=float, metavar="SECONDS", help="End the search after this time."
 )
 @click.option(
-    "--profile",
-    help="Where to run: local, threads, inline or a profile of raypool.toml."
-    "  [default: the default of raypool.toml, else local]",
+    "--until-score", type=float, metavar="SCORE", help="End it at this score or a better one."
 )
 @click.option(
-    "--seed", type=click.IntRange(min=0), help="Seed the sampler and each trial's random numbers."
-)
-@notify_option
-@click.option(
-    "--json",
-    "is_json",
-    is_flag=True,
-    help="Print the table as JSON: a list with one object per trial.",
+    "--until-patience",
+    type=int,
+    metavar="TRIALS",
+    help="End it after this many trials in a row without a new best score.",
 )
 def search(target: str, space: Path, is_json: bool, **options: Any) -> None:
-    r"""Search for the best configuration.
+    """Search for the best configuration.
 
     MODULE:FUNCTION is the function, such as train:main or train.py:main; its only argument is a
     dict. SPACE is a TOML file with a range, a choice or a plain value for each name:
@@ -97,7 +84,7 @@ def search(target: str, space: Path, is_json: bool, **options: Any) -> None:
     continue. The table goes to standard output, everything else to standard error. Exit status: 0
     if there is a best trial, 1 if all failed, 2 for a usage error, 75 if all machines are about to
     shut down, 130 after Ctrl-C.
-    """
+    """  # noqa: D301 - click leaves the lines after this character as they are
     from raypool import search as spaces
     from raypool.cli.inputs import find_function
 
@@ -110,6 +97,8 @@ def search(target: str, space: Path, is_json: bool, **options: Any) -> None:
             stop = spaces.halving(max_epochs=options["halving"])
         elif options["is_median"]:
             stop = spaces.median()
+        limits = {name: options[f"until_{name}"] for name in spaces.Until._fields}
+        stop_when = spaces.until(**limits) if {*limits.values()} != {None} else None
         ranges = read_space(space)
         function = find_function(target)
         check_fits(function, run_dir, options["seed"])
@@ -128,6 +117,7 @@ def search(target: str, space: Path, is_json: bool, **options: Any) -> None:
                     num_trials=options["num_trials"],
                     run_dir=run_dir,
                     stop=stop,
+                    stop_when=stop_when,
                     seed=options["seed"],
                     on_end=options["notify"],
                 )
@@ -172,11 +162,17 @@ def read_space(path: Path) -> dict[str, Any]:
     """
     from raypool import search as spaces
 
+    text = ""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        table = tomllib.loads(text)
     except OSError as error:
         raise InvalidValueError(f"{path} could not be read: {error.strerror}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        names = re.findall(r"^\s*([^\s#=]+)\s*=", text, re.MULTILINE)
+        twice = [name for name in names if names.count(name) > 1]
+        if twice and "overwrite" in str(error):  # tomllib does not say which
+            raise InvalidValueError(f"{path} defines {twice[0]} twice. Keep one line.") from None
         raise InvalidValueError(f"{path} is not TOML: {error}.") from None
     made = {}
     for name, value in table.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -10,7 +11,7 @@ import shlex
 import sys
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from raypool.engine.durable import RunPart
     from raypool.results import Results
 
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 ITEMS_PER_TASK = 4
 """How many items a task of a job array runs, unless it is told."""
@@ -64,33 +66,46 @@ def _checked_url(context: click.Context, param: click.Parameter, url: str | None
     return url
 
 
-notify_option = click.option(
-    "--notify",
-    metavar="URL",
-    callback=_checked_url,
-    help="At the end, post a summary to this webhook, as JSON.",
-)
+def run_options(item: str, seeds: str) -> Callable[[Command], Command]:
+    """Return a decorator that adds the options of `raypool sweep` and `raypool search`."""
+    options = [
+        click.option(
+            "--run-dir",
+            type=RunFolder(file_okay=False),
+            required=True,
+            help=f"Folder for all {item}s: created if missing, resumed if it exists.",
+        ),
+        click.option(
+            "--workers",
+            type=click.IntRange(min=1),
+            help="Number of workers. Default: one per GPU; without a GPU, one per core.",
+        ),
+        click.option(
+            "--profile",
+            help="Where to run: local, threads, inline or a profile of raypool.toml."
+            "  [default: the default of raypool.toml, else local]",
+        ),
+        click.option("--seed", type=click.IntRange(min=0), help=seeds),
+        click.option(
+            "--notify",
+            metavar="URL",
+            callback=_checked_url,
+            help="At the end, post a summary to this webhook, as JSON.",
+        ),
+        click.option(
+            "--json",
+            "is_json",
+            is_flag=True,
+            help=f"Print the table as JSON: a list with one object per {item}.",
+        ),
+    ]
+    return lambda command: functools.reduce(lambda made, add: add(made), options[::-1], command)
 
 
 @click.command(cls=Repeatable)
 @click.argument("target", metavar="MODULE:FUNCTION")
 @click.argument("configs", type=click.Path(path_type=Path))
-@click.option(
-    "--run-dir",
-    type=RunFolder(file_okay=False),
-    required=True,
-    help="Folder for results: created if missing, resumed if it exists.",
-)
-@click.option(
-    "--workers",
-    type=click.IntRange(min=1),
-    help="Number of workers. Default: one per GPU; without a GPU, one per core.",
-)
-@click.option(
-    "--profile",
-    help="Where to run: local, threads, inline or a profile of raypool.toml."
-    "  [default: the default of raypool.toml, else local]",
-)
+@run_options("item", "Seed each item's random numbers, the same in every run.")
 @click.option(
     "--rerun",
     type=click.Choice(["failed", "missing", "all"]),
@@ -100,11 +115,6 @@ notify_option = click.option(
         "Which items to run if RUN_DIR has results: failed and missing ones, only missing ones, or"
         " all."
     ),
-)
-@click.option(
-    "--seed",
-    type=click.IntRange(min=0),
-    help="Seed each item's random numbers, the same in every run.",
 )
 @click.option(
     "--array",
@@ -117,14 +127,7 @@ notify_option = click.option(
         f" {ITEMS_PER_TASK} if N is left out."
     ),
 )
-@notify_option
 @click.option("--part-of", type=int, hidden=True)  # the run of which this is a task
-@click.option(
-    "--json",
-    "is_json",
-    is_flag=True,
-    help="Print the table as JSON: a list with one object per item.",
-)
 def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
     """Call a function once for each configuration in a file.
 

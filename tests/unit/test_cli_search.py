@@ -66,6 +66,8 @@ def test_the_best_trials_are_the_table_and_a_second_call_continues(folder: Path)
     assert "The 10 best, of 12 trials." in done.stderr
     assert done.stderr.splitlines()[-1].endswith("The trials are in run.")
     assert len(load_results("run")) == 12
+    ended = search(*options, "99", "--until-score", "0", "--until-seconds", "1e9", "--json")
+    assert len(json.loads(ended.stdout)) == 12, "it has that score already"
     more = search(*options, "15", "--json")
     assert more.exit_code == 0, more.output
     trials = json.loads(more.stdout)
@@ -84,6 +86,7 @@ def test_failures_and_mistakes(folder: Path) -> None:
         ("x = {uniform = [0, 1], stp = 3}", "x: .*'stp'"),
         ("x = [1, 2]", r"search\.choice"),
         ("x =", "is not TOML"),
+        ("x = 1\ny = 2\nx = {uniform = [0, 1]}", "bad.toml defines x twice"),
     ]:
         (folder / "bad.toml").write_text(space)
         done = search("--num-trials", "2", function="fail", space="bad.toml")
@@ -93,4 +96,5 @@ def test_failures_and_mistakes(folder: Path) -> None:
     assert both.exit_code == 2
     assert "Choose one" in both.stderr
     assert search("--num-trials", "2", space="none.toml").exit_code == 2
+    assert '\n  kind = {choice = ["mlp", "cnn"]}\n' in search("--help").stdout
     assert not is_in_use(folder / "run")
