@@ -951,7 +951,10 @@ class Search(LoopRun):
             return
         trial.score = self._score(value, trial)
         if trial.score is None:
-            self._note_missing(trial, value)
+            if trial.is_stopped:
+                self._tell(trial, "pruned")
+            else:
+                self._note_missing(trial, value)
             return
         good = self._note_score(trial.score)
         # else it has ended by itself, perhaps without a report: its checkpoint was that far
@@ -985,26 +988,26 @@ class Search(LoopRun):
         from optuna.trial import TrialState
 
         trial.state = state
+        tell = functools.partial(self._study.tell, trial.number, skip_if_finished=True)
         if state == "failed":
             self._num_failed += 1
             if self._members is not None:
                 self._members.leave(trial.index)
-            self._study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
-            trial.handle = None
-            return
-        assert trial.score is not None
-        score = trial.score
-        if not math.isfinite(score):
-            logger.warning(
-                "Trial %d has the score %s, which counts as the worst.", trial.number, score
-            )
-            score = -self._sign * math.inf
-        if state == "pruned":
-            # Optuna takes the last intermediate value for that of a pruned trial
-            self._pass_to_study(trial, score)
-            self._study.tell(trial.number, state=TrialState.PRUNED, skip_if_finished=True)
+            tell(state=TrialState.FAIL)
+        elif (score := trial.score) is None:  # it was stopped before its first report
+            tell(state=TrialState.PRUNED)
         else:
-            self._study.tell(trial.number, score, skip_if_finished=True)
+            if not math.isfinite(score):
+                logger.warning(
+                    "Trial %d has the score %s, which counts as the worst.", trial.number, score
+                )
+                score = -self._sign * math.inf
+            if state == "pruned":
+                # Optuna takes the last intermediate value for that of a pruned trial
+                self._pass_to_study(trial, score)
+                tell(state=TrialState.PRUNED)
+            else:
+                tell(score)
         trial.handle = None
 
     def _pass_to_study(self, trial: Trial, score: float) -> optuna.trial.Trial:

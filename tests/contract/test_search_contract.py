@@ -322,7 +322,7 @@ def test_a_search_ends_early(pool: ParallelPool) -> None:
 
 @pytest.mark.concurrent
 def test_running_trials_stop_when_a_search_ends_early(pool: ParallelPool, marks: Marks) -> None:
-    def train(config: dict[str, Any]) -> float:
+    def train(config: dict[str, Any]) -> float | None:
         marks.add("begun")
         if current_task().index == 0:
             while marks.count("begun") < 2:
@@ -330,7 +330,7 @@ def test_running_trials_stop_when_a_search_ends_early(pool: ParallelPool, marks:
             return 1.0
         while not current_task().should_stop:
             pass
-        return 0.0
+        return None  # it has no score yet
 
     found = pool.search(train, SPACE, num_trials=9, stop_when=search.until(score=1))
     assert states(found.study)["COMPLETE"] == 1
