@@ -1,14 +1,22 @@
-"""Searches: what a trial costs that does nothing, and successive halving beside Ray Tune's.
+"""Searches: what a trial costs that does nothing, also when there are many, and successive halving
+beside Ray Tune's.
 
 Optuna's samplers suggest the configurations of all parties but Ray Tune, with the same seed. Every
 party has two workers. The halving is the same for all: 27 trials of at most 27 epochs of 50 ms, of
 which a third continues after 1, 3 and 9 epochs.
+
+Memory is what Python's objects take (`tracemalloc`) that a search of 10,000 trials returns; beside
+it stands a study of Optuna's alone, with as many trials. The pause after a condemned trial is taken
+on one worker, from the call of `report` to the first line of the next trial, by the same clock.
 """
 
 from __future__ import annotations
 
+import gc
+import itertools
 import tempfile
 import time
+import tracemalloc
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from multiprocessing import get_context
 
@@ -21,6 +29,8 @@ from raypool import current_task, load_checkpoint, parpool, report, save_checkpo
 
 TRIALS = 200
 TUNE_TRIALS = 20
+MANY, STRETCH = 10_000, 1_000
+CONDEMNED = 21
 EPOCHS = 27
 EPOCH_S = 0.05
 SPACE = {"x": search.uniform(0.0, 1.0)}
@@ -35,7 +45,7 @@ def run():
     ):
         pool.parfor(warm, range(WORKERS))
         list(executor.map(nothing, [{"x": 0.0}] * WORKERS))
-        return [*trivial(pool, executor), *halving(pool)]
+        return [*trivial(pool, executor), *many(pool), *condemned(pool), *halving(pool)]
 
 
 # --- trials that do nothing -----------------------------------------------------------------------
@@ -129,6 +139,82 @@ def with_tune():
     ).fit()
     assert len(results) == TUNE_TRIALS
     return 1e6 * (time.perf_counter() - start) / TUNE_TRIALS
+
+
+# --- many trials ----------------------------------------------------------------------------------
+
+
+def many(pool):
+    area = f"{MANY:,} trials, random"
+    firsts, lasts = [], []
+    for _ in range(3):
+        ended_at = [trial.datetime_complete.timestamp() for trial in search_many(pool).study.trials]
+        ended_at.sort()
+        firsts.append(1e6 * (ended_at[STRETCH] - ended_at[0]) / STRETCH)
+        lasts.append(1e6 * (ended_at[-1] - ended_at[-1 - STRETCH]) / STRETCH)
+    ours, alone = bytes_of(lambda: search_many(pool)), bytes_of(study_alone)
+    what = "memory of the driver, a trial"
+    return [
+        Line(area, f"the last {STRETCH:,}, each", "the first 1,000", "us", lasts, firsts, 1.1),
+        Line(area, what, "2,048 bytes", "bytes", [ours], target=2048.0),
+        Line(area, what, "Optuna's study alone", "bytes", [ours], [alone]),
+    ]
+
+
+def search_many(pool):
+    sampler = optuna.samplers.RandomSampler(seed=0)
+    found = pool.search(nothing, SPACE, num_trials=MANY, sampler=sampler, progress=False)
+    assert len(found) == len(found.study.trials) == MANY
+    return found
+
+
+def study_alone():
+    sampler = optuna.samplers.RandomSampler(seed=0)
+    study = optuna.create_study(direction="maximize", sampler=sampler)
+    for _ in range(MANY):
+        trial = study.ask(SPACE)
+        study.tell(trial, trial.params["x"])
+    return study
+
+
+def bytes_of(call):
+    """Return how much memory the value of a call holds, for each trial [bytes]."""
+    gc.collect()
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    value = call()
+    gc.collect()
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    del value
+    return (after - before) / MANY
+
+
+def condemned(pool):
+    found = pool.search(
+        doomed,
+        SPACE,
+        metric="score",
+        num_trials=CONDEMNED,
+        stop=lambda metrics: metrics["score"] < 0,
+        max_in_flight=1,
+        progress=False,
+    )
+    times = sorted(found.results)
+    assert [trial.state.name for trial in found.study.trials] == ["PRUNED"] * CONDEMNED
+    pauses = [1e6 * (begins - reported) for (_, reported), (begins, _) in itertools.pairwise(times)]
+    what = "from its report to the first line of the next"
+    return [Line("a condemned trial", what, "50 ms", "us", pauses, target=50_000.0)]
+
+
+def doomed(config):
+    began = time.time()
+    time.sleep(EPOCH_S)
+    reported = time.time()
+    report(score=-1.0)
+    while not current_task().should_stop:
+        time.sleep(0.0001)
+    return began, reported
 
 
 # --- successive halving ---------------------------------------------------------------------------

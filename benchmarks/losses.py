@@ -38,6 +38,8 @@ NO_SYSTEMS = frozenset(
         "a commit of SQLite's",
         "itself, in eight chunks",
         "itself, by torch's own",
+        "Optuna's study alone",
+        "the first 1,000",
     }
 )
 """What is no other system: a bound, a part of the same work, or raypool itself. To take longer than

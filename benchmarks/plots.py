@@ -1,5 +1,5 @@
 """The page's pictures, made of the records, the same bytes each time: ratios beside many systems,
-and costs as pools grow.
+costs as pools grow, and scores over time.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ LEAST_TICKS = 3
 LEAST_SIZES = 3
 """Curves of fewer points say no more than their table."""
 WORKERS = re.compile(r",? ([\d,]+) workers$")
+AFTER = re.compile(r"after ([\d.]+) s$")
 
 
 def picture_of(name):
@@ -71,6 +72,8 @@ def draw(name, lines):
 def figure_of(name, lines):
     """Return the figure of a benchmark; None if a picture says no more than the table."""
     with rc_context(STYLE):
+        if all(AFTER.match(line.what) for line in lines):
+            return over_time(lines)
         return ratios(lines) if name in MATRICES else growth(lines)
 
 
@@ -175,6 +178,34 @@ def _mark(panels):
         panel.xaxis.set_minor_locator(NullLocator())
         panel.grid(axis="x", color="#e5e5e5", linewidth=0.8)
         panel.set_axisbelow(True)
+
+
+def over_time(lines):
+    """Draw what each party has reached after some seconds: the median, and from least to most."""
+    curves = {}
+    for line in lines:
+        moment = float(AFTER.match(line.what)[1])
+        curves.setdefault("raypool", {})[moment] = line.values
+        curves.setdefault(line.against, {})[moment] = line.others
+    figure = Figure((WIDTH, 4.2), layout="constrained")
+    panel = figure.subplots()
+    for at, (label, points) in enumerate(curves.items()):
+        marker, color = _look(at)
+        moments, found = zip(*sorted(points.items()), strict=True)
+        panel.plot(moments, list(map(median, found)), "-" + marker, color=color, label=label)
+        bounds = (list(map(edge, found)) for edge in (min, max))
+        panel.fill_between(moments, *bounds, color=color, alpha=0.12, linewidth=0)
+    panel.set_yscale("log")
+    least, most = panel.get_ylim()
+    ticks = [sub * 10.0**power for power in range(-6, 6) for sub in (1, 2, 5)]
+    panel.yaxis.set_major_locator(FixedLocator([at for at in ticks if least <= at <= most]))
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    panel.yaxis.set_minor_locator(NullLocator())
+    panel.set_xlabel("seconds since the first epoch")
+    panel.set_ylabel(lines[0].area)
+    panel.grid(color="#e5e5e5", linewidth=0.8)
+    panel.legend(frameon=False)
+    return figure
 
 
 WIDE = 100

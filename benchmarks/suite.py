@@ -28,6 +28,7 @@ SUITE = {
     "launchers": "One training by each launcher",
     "durable": "Sweeps that survive",
     "search": "Searches",
+    "search_digits": "A search with real networks",
     "joblib": "Behind joblib",
     "live_view": "Loops, shown and driven",
     "report_page": "A page of results",
@@ -91,6 +92,7 @@ MATRICES = frozenset(
         "peers_faults",
         "many",
         "launchers",
+        "search_digits",
     }
 )
 """Those of many systems: the page has a row for each of these, and no row for each line."""
