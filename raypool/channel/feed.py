@@ -305,6 +305,7 @@ class Feed:
             other._pack_new_rows()
             rows, text, missing = other._rows.parts(), other._text.parts(), other._missing
         with self._lock:
+            self._pack_new_rows()  # they came first
             for data in read(rows):
                 self._rows.add(data)
             self._missing += missing

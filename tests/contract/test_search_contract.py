@@ -515,6 +515,8 @@ def test_trials_that_were_interrupted_at_a_rung_compete_with_their_newest_scores
             continue
     assert found.best.config["x"] == found.to_frame()["x"].max()
     assert found.best.score == 9 * found.best.config["x"]
+    for _, reports in found.results.metrics.groupby("item"):
+        assert reports["epoch"].is_monotonic_increasing, "those of earlier calls come first"
 
 
 def test_ctrl_c_in_a_trial_and_a_death_between_suggestions(
