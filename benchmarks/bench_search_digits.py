@@ -1,7 +1,7 @@
 """A search with real networks: the validation error of the best trial so far, over time.
 
 Small convolutional networks learn scikit-learn's digits: an epoch takes about 50 ms on one core, a
-trial has up to 27. Every party has two workers, the same training and the same space, and 12 s from
+trial has up to 27. Every party has two workers, the same training and the same space, and 6 s from
 its first epoch on, so nobody's start counts. raypool's halving and Ray Tune's ASHA
 (`reuse_actors=True`) compare trials after 1, 3 and 9 epochs; both suggest at random. Optuna's
 Hyperband prunes between 1 and 27 epochs with Optuna's default sampler, in two threads. Random
@@ -28,8 +28,8 @@ from benchmarks.session import WORKERS
 from raypool import current_task, load_checkpoint, parpool, report, save_checkpoint, search
 
 SEEDS = range(5)
-BUDGET_S = 12.0
-MOMENTS_S = (1, 2, 3, 4, 6, 8, 10, 12)
+BUDGET_S = 6.0
+MOMENTS_S = (0.5, 1, 1.5, 2, 3, 4, 5, 6)
 EPOCHS = 27
 GUESS = 0.9
 SPACE = {
