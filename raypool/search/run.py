@@ -673,24 +673,28 @@ class Search(LoopRun):
             if self._options.study is None or frozen.user_attrs.get(OWNER) == self._owner:
                 self._take_known(frozen)
         for trial in self.trials:
-            if self._members is not None and trial.lineage:
-                self._take_over(trial, self._members)
-            kept = self._work.restored.get(trial.index)
-            reports = [report_of_row(row) for row in self._work.earlier_reports(trial.index)]
-            self._replay(trial, reports)
-            if kept is not None and reports and ended_before(kept.row, reports[-1]):
-                kept = None  # it is the outcome of a part before the interrupted one
-            is_interrupted = trial.state == "running" and kept is None
-            if self._rungs is not None:
-                self._place(trial, self._rungs, is_interrupted=is_interrupted)
-            if is_interrupted:
-                self._interrupted.append(trial)
-            elif trial.state == "running" and kept is not None:
-                self._end_part(trial, kept.value, kept.error)
-            elif kept is not None and kept.error is None:
-                trial.score = self._score(kept.value, trial)
-                if trial.score is not None:
-                    self._note_score(trial.score)
+            self._continue(trial)
+
+    def _continue(self, trial: Trial) -> None:
+        """Bring a trial of an earlier call to where it was."""
+        if self._members is not None and trial.lineage:
+            self._take_over(trial, self._members)
+        kept = self._work.restored.get(trial.index)
+        reports = [report_of_row(row) for row in self._work.earlier_reports(trial.index)]
+        self._replay(trial, reports)
+        if kept is not None and reports and ended_before(kept.row, reports[-1]):
+            kept = None  # it is the outcome of a part before the interrupted one
+        is_interrupted = trial.state == "running" and kept is None
+        if self._rungs is not None:
+            self._place(trial, self._rungs, is_interrupted=is_interrupted)
+        if is_interrupted:
+            self._interrupted.append(trial)
+        elif trial.state == "running" and kept is not None:
+            self._end_part(trial, kept.value, kept.error)
+        elif kept is not None and kept.error is None:
+            trial.score = self._score(kept.value, trial)
+            if trial.score is not None:
+                self._note_score(trial.score)
 
     def _replay(self, trial: Trial, reports: list[MetricsReport]) -> None:
         """Note earlier reports of a trial, and its scores at the rungs that it reached."""
