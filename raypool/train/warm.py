@@ -19,7 +19,8 @@ class WarmLoop:
     """A loop as each rank calls it."""
 
     def __init__(self, loop: Callable[..., Any]) -> None:
-        self.func = loop  # called as in functools.partial, so that messages have its name
+        # called as in functools.partial, so that messages have its name
+        self.func = self.__wrapped__ = loop
 
     def __call__(self, context: Any, config: Any, plan: TrainingAttempt) -> RankEnd:
         """Run the loop as Ray Train would."""

@@ -292,6 +292,7 @@ def load_model() -> None:
 def test_what_a_setup_leaves_in_global_variables_is_there(make_pool: Any, by_value: None) -> None:
     with make_pool(1, setup=load_model) as pool, parallel_config("raypool"):
         assert list(pool.spmd(lambda context: (model, context.rank))) == [("loaded", 0)]
+        assert pool.train(lambda config: model).result(300).values == ["loaded"]
         found = pool.search(
             lambda config: {"loaded": 1.0}[model], {"x": search.uniform(0, 1)}, num_trials=1
         )
