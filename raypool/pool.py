@@ -509,6 +509,7 @@ class PoolView(concurrent.futures.Executor):
         name: str | None = None,
         on_report: Callable[[MetricsReport], object] | None = None,
         on_end: Callable[[SearchResults], object] | str | None = None,
+        workers_per_trial: int | None = None,
     ) -> SearchResults:
         """Call `fn(config)` for the configurations that Optuna suggests; return the trials.
 
@@ -544,12 +545,16 @@ class PoolView(concurrent.futures.Executor):
             name: As for `parfor`.
             on_report: As for `parfor`.
             on_end: As for `parfor`; a function gets the `SearchResults`.
+            workers_per_trial: Train each trial on this many workers at once, as `train` does in the
+                warm lane: `fn` is a loop for Ray Train, the reports of rank 0 are those of the
+                trial, and so is its return value. A trial starts when this many workers are free.
 
         Raises:
             ModuleNotFoundError: Optuna is missing; it comes with `raypool[search]`.
             InvalidValueError: The first trial has no score; the study has another direction;
                 `stop=halving(...)` or `stop=population(...)` lacks `run_dir`.
             Exception: The exception of the first trial, if all trials failed.
+            ResourceError: There are fewer workers than `workers_per_trial`.
             JournalError: As for `parfor`.
 
         Source:
@@ -586,7 +591,11 @@ class PoolView(concurrent.futures.Executor):
             on_report,
             on_end,
         )
-        return run_search(self, fn, space, wanted)
+        if workers_per_trial is None:
+            return run_search(self, fn, space, wanted)
+        from raypool.search.gangs import search_in_gangs
+
+        return search_in_gangs(self, fn, space, wanted, workers_per_trial)
 
     # --- single calls -----------------------------------------------------------------------------
 

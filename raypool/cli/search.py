@@ -60,6 +60,11 @@ RANGES = ("uniform", "log_uniform", "int_uniform", "choice")
     "--until-seconds", type=float, metavar="SECONDS", help="End the search after this time."
 )
 @click.option(
+    "--workers-per-trial",
+    type=click.IntRange(min=1),
+    help="Train each trial on this many workers: the function is a loop for Ray Train.",
+)
+@click.option(
     "--until-score", type=float, metavar="SCORE", help="End it at this score or a better one."
 )
 @click.option(
@@ -120,6 +125,7 @@ def search(target: str, space: Path, is_json: bool, **options: Any) -> None:
                     stop_when=stop_when,
                     seed=options["seed"],
                     on_end=options["notify"],
+                    workers_per_trial=options["workers_per_trial"],
                 )
             except RaypoolError:
                 raise

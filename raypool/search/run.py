@@ -363,8 +363,9 @@ def run_search(
     fn: Callable[[dict[str, Any]], Any],
     space: Mapping[str, Any],
     wanted: SearchOptions,
+    kind: Callable[..., Search] | None = None,
 ) -> SearchResults:
-    """Search on the workers of a view; see `PoolView.search`."""
+    """Search on the workers of a view; see `PoolView.search`. `kind` makes another `Search`."""
     __tracebackhide__ = True
     check_installed("search", "pool.search", "optuna")
     check_callable(fn)
@@ -404,7 +405,7 @@ def run_search(
                 if work.run_dir is not None:
                     check_space(work.run_dir, *searched)
                 watchers = [] if display is None else [display]
-                search = Search(engine, work, watchers, wanted, study, searched)
+                search = (kind or Search)(engine, work, watchers, wanted, study, searched)
 
                 def results() -> SearchResults:
                     return SearchResults(

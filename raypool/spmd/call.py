@@ -82,7 +82,13 @@ class WarmGroups:
 
 
 class SpmdFuture(Future[Any]):
-    """The future of an spmd call: of a `Composite`, or of another result of its work."""
+    """The future of an spmd call: of a `Composite`, or of another result of its work.
+
+    Attributes:
+        members: The workers of its ranks, by rank; none before they are called.
+    """
+
+    members: Sequence[WorkerInfo] = ()
 
     @property
     def metrics(self) -> pd.DataFrame:
@@ -133,6 +139,7 @@ class SpmdWork:
         """Give each rank its assignment; the same ranks as in the last call keep their group."""
         future, driver, backend = self.future, self._engine.driver, self._engine.profile.backend
         self._members = members
+        future.members = [worker for _, worker in members]
         self._is_wanted = future.start()
         future.attempts, future.started_at = 1, datetime.now(UTC)
         number = warm_groups_of(driver).number_for([worker_id for worker_id, _ in members])

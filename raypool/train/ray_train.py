@@ -116,10 +116,10 @@ class _Switch:
     """The functions of ray.train while trainings run: passes each call to the caller's training."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(_session_here(), name)
+        return getattr(session_here(), name)
 
 
-def _session_here() -> Any:
+def session_here() -> Any:
     """Return the training that this thread belongs to."""
     session = _here.get()
     with _lock:

@@ -40,7 +40,7 @@ def train(  # noqa: PLR0913 - the arguments of the verb
     trainer_args: Mapping[str, Any],
 ) -> TrainingRun:
     """Train a model by a loop written for Ray Train; see `PoolView.train`."""
-    _check_loop(loop)
+    check_loop(loop)
     if config is not None and not isinstance(config, Mapping):
         raise InvalidTypeError(
             f"config={config!r} is a {type(config).__name__}. Pass a dict, or leave it out."
@@ -49,7 +49,7 @@ def train(  # noqa: PLR0913 - the arguments of the verb
         raise InvalidValueError(f"lane must be 'warm' or 'managed', not {lane!r}.")
     if lane == "warm":
         _check_warm({"trainer": trainer, "datasets": datasets}, trainer_args)
-        _check_names_in(loop)
+        check_names_in(loop)
     kept = _checked_run_options(run_options)
     places = _rank_places(view, workers, kept.min_workers)
     given = trainer_args if datasets is None else {"datasets": datasets, **trainer_args}
@@ -186,7 +186,7 @@ def _started(  # noqa: PLR0913, PLR0917 - it only passes them on
     return start_run(run, controller, engine)
 
 
-def _check_loop(loop: Any) -> None:
+def check_loop(loop: Any) -> None:
     """Refuse a loop that Ray Train could not call."""
     check_callable(loop)
     try:
@@ -208,7 +208,7 @@ def _check_loop(loop: Any) -> None:
     )
 
 
-def _check_names_in(loop: Any) -> None:
+def check_names_in(loop: Any) -> None:
     """Refuse a loop whose code names functions that need Ray Train's controller."""
     while isinstance(loop, functools.partial):  # its code is that of the function in it
         loop = loop.func

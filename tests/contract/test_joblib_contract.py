@@ -293,10 +293,14 @@ def test_what_a_setup_leaves_in_global_variables_is_there(make_pool: Any, by_val
     with make_pool(1, setup=load_model) as pool, parallel_config("raypool"):
         assert list(pool.spmd(lambda context: (model, context.rank))) == [("loaded", 0)]
         assert pool.train(lambda config: model).result(300).values == ["loaded"]
-        found = pool.search(
-            lambda config: {"loaded": 1.0}[model], {"x": search.uniform(0, 1)}, num_trials=1
-        )
-        assert found.best.score == 1.0
+        for size in (None, 1):
+            found = pool.search(
+                lambda config: {"loaded": 1.0}[model],
+                {"x": search.uniform(0, 1)},
+                num_trials=1,
+                workers_per_trial=size,
+            )
+            assert found.best.score == 1.0
         assert Parallel()(delayed(lambda x: (model, x))(x) for x in range(3)) == [
             ("loaded", x) for x in range(3)
         ]

@@ -135,10 +135,28 @@ def test_a_population_whose_driver_is_killed_again_and_again(
 
 
 def test_the_page_runs(run_python: Callable[..., Any], tmp_path: Path) -> None:
-    first, second = blocks_of("docs/search.md", "python")
+    first, second, _ = blocks_of("docs/search.md", "python")
     done = run_python(f"import os; os.chdir({str(tmp_path)!r})\n{first.code}\n{second.code}")
     assert "<SearchResults of 27 trials: " in done.stdout
     assert "BestTrial(number=" in done.stdout
     assert "complete" in done.stdout
     assert "parent" in done.stdout
     assert (tmp_path / "digits.html").stat().st_size > 100_000
+
+
+def test_the_page_trains_on_two_workers_per_trial(
+    run_python: Callable[..., Any], tmp_path: Path
+) -> None:
+    *_, block = blocks_of("docs/search.md", "python")
+    code = block.code.replace("parpool(4)", "parpool(4, resources=WorkerResources(gpus=0))")
+    done = run_python(f"""
+import os, ray
+from raypool import WorkerResources
+os.chdir({str(tmp_path)!r})
+ray.init(address="local", num_cpus=4, object_store_memory=100_000_000, include_dashboard=False, log_to_driver=False)
+{code}
+ray.shutdown()
+""")
+    assert "<SearchResults of 9 trials: " in done.stdout
+    assert " complete" in done.stdout
+    assert "failed" not in done.stdout

@@ -97,4 +97,7 @@ def test_failures_and_mistakes(folder: Path) -> None:
     assert "Choose one" in both.stderr
     assert search("--num-trials", "2", space="none.toml").exit_code == 2
     assert '\n  kind = {choice = ["mlp", "cnn"]}\n' in search("--help").stdout
+    gangs = search("--num-trials", "2", "--workers-per-trial", "2", function="fail")
+    assert gangs.exit_code != 0
+    assert "workers_per_trial=2: requested 2 workers, available 1." in gangs.stderr
     assert not is_in_use(folder / "run")
