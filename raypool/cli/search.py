@@ -57,12 +57,12 @@ RANGES = ("uniform", "log_uniform", "int_uniform", "choice")
     "--median", "is_median", is_flag=True, help="Stop trials worse than the others' median."
 )
 @click.option(
-    "--until-seconds", type=float, metavar="SECONDS", help="End the search after this time."
-)
-@click.option(
     "--workers-per-trial",
     type=click.IntRange(min=1),
     help="Train each trial on this many workers: the function is a loop for Ray Train.",
+)
+@click.option(
+    "--until-seconds", type=float, metavar="SECONDS", help="End the search after this time."
 )
 @click.option(
     "--until-score", type=float, metavar="SCORE", help="End it at this score or a better one."
