@@ -23,8 +23,7 @@ import numpy as np
 import pytest
 
 from raypool import ParallelPool, SerializationError, current_task
-from raypool.interop.async_results import AsyncResult, IMapIterator
-from raypool.interop.multiprocessing import LOOK_AHEAD, Pool
+from raypool.interop.multiprocessing import LOOK_AHEAD, AsyncResult, IMapIterator, Pool
 
 pytestmark = pytest.mark.semantics
 

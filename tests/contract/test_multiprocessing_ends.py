@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from raypool import InvalidValueError, ParallelPool
-from raypool.interop.async_results import CallGroup, Collector
-from raypool.interop.multiprocessing import LOOK_AHEAD, Pool
+from raypool.interop.multiprocessing import LOOK_AHEAD, CallGroup, Collector, Pool
 
 pytestmark = pytest.mark.threads
 

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from raypool import ParallelPool, WorkerResources, gcp
-from raypool.interop.async_results import Collector
-from raypool.interop.multiprocessing import Pool
+from raypool.interop.multiprocessing import Collector, Pool
 
 from .conftest import START_S
 
