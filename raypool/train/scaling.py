@@ -17,10 +17,10 @@ from raypool.errors import (
 )
 from raypool.options import Options
 from raypool.train.checkpoints import TrainingAttempt
+from raypool.train.controller import WarmLane
 from raypool.train.fit import gradient_bytes
 from raypool.train.fit_loop import Measure, measure_loop
 from raypool.train.runs import TrainingRun
-from raypool.train.warm import WarmLane
 
 if TYPE_CHECKING:
     import pandas as pd

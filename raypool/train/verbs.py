@@ -168,7 +168,7 @@ def _started(  # noqa: PLR0913, PLR0917 - it only passes them on
 
     engine = places.engine
     if lane == "warm":
-        from raypool.train.warm import WarmLane
+        from raypool.train.controller import WarmLane
 
         backend: TrainingBackend = WarmLane(engine, loop, config)
     elif engine.profile.backend == "ray":
