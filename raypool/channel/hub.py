@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 from raypool.channel import queues
+from raypool.channel.capture import Records
 from raypool.channel.feed import Feed, Holder, feed_of
-from raypool.channel.logs import Records
 from raypool.errors import InternalError
 from raypool.worker.running import TaskContext
 

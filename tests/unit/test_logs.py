@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from raypool.channel.logs import Forwarder, Levels, levels_here, unpacked
+from raypool.channel.capture import Forwarder, Levels, levels_here, unpacked
 from raypool.worker.running import TaskContext, running
 
 X = logging.getLogger("raypool_test.x")

@@ -41,9 +41,9 @@ from raypool.backends.ray.placement import Placement
 from raypool.backends.ray.session import connection, give_up_ray, is_up, leave_ray
 from raypool.backends.ray.warning_filters import filters_here
 from raypool.backends.ray.worker import CallAnswer, Introduction, News, PoolWorker, pack_call
+from raypool.channel.capture import Levels, levels_here
 from raypool.channel.captured import changed_model
 from raypool.channel.hub import Hub
-from raypool.channel.logs import Levels, levels_here
 from raypool.channel.queues import add_source, drop_source
 from raypool.channel.records import Function, NodeDevices, Part, Values, WorkerInfo
 from raypool.channel.traffic import Traffic
