@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from benchmarks.measuring import Line, in_turns
-from raypool.backends.ray.telemetry import LOOK_S, Telemetry
+from raypool.backends.ray.node_agent import LOOK_S, Telemetry
 from raypool.gpus.nvml import NvmlInventory
 from raypool.gpus.simulated import SimulatedGpus
 from tests.unit.fake_nvml import FakeCard, FakeNvml

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypool.backends.ray.card_sharing import TRIES_ALONE, SharedGpus
-from raypool.backends.ray.telemetry import Usage
+from raypool.backends.ray.node_agent import Usage
 from raypool.channel.records import Failure, LocalValues, Part, SliceResult
 from raypool.core.messages import ResizeRequested
 from raypool.gpus.sharing import (

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from raypool.backends.ray.telemetry import KEPT, Reading, Telemetry, Usage
+from raypool.backends.ray.node_agent import KEPT, Reading, Telemetry, Usage
 from raypool.gpus.devices import Allocator, GpuDevice
 from raypool.gpus.simulated import SimulatedGpus
 

@@ -21,11 +21,10 @@ import ray
 from raypool.backends.ray import client, mps
 from raypool.backends.ray.calls import answered, aside, ask, on_node, when_done
 from raypool.backends.ray.claims import Claim, locate
-from raypool.backends.ray.node_agent import OFFERED, NodeAgent
+from raypool.backends.ray.node_agent import OFFERED, NodeAgent, Usage
 from raypool.backends.ray.nodes import LOOK_S
 from raypool.backends.ray.packing import snapshot
 from raypool.backends.ray.session import is_up
-from raypool.backends.ray.telemetry import Usage
 from raypool.backends.ray.worker import Introduction
 from raypool.channel.exchange import POOL_ENDED
 from raypool.channel.hub import Hub

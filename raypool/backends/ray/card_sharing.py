@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from raypool.backends.base import Post
 from raypool.backends.ray.claims import Claim
+from raypool.backends.ray.node_agent import Usage
 from raypool.backends.ray.placement import Placement
-from raypool.backends.ray.telemetry import Usage
 from raypool.channel.records import Part, SliceResult
 from raypool.core.messages import ResizeRequested
 from raypool.errors import is_gpu_out_of_memory
