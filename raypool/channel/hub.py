@@ -1,32 +1,279 @@
-"""The hub: delivers reports, output and log records of tasks to their feeds, queues and loggers.
+"""Reports, output and log records of tasks, on their way from an outbox to the hub.
 
-It is in the process that opened the pool. A worker's batches arrive by themselves or with the
-answers to calls, so the hub first puts them in order by their numbers.
+The outbox of a worker collects entries and sends them in batches. Adding one takes about a
+microsecond. A thread sends them, at once after a pause and then every `INTERVAL_S`; what is left
+when a call ends travels with its answer.
+
+The hub, in the process that opened the pool, delivers them to their feeds, queues and loggers.
+Batches arrive by themselves or with the answers to calls, so the hub first puts them in order by
+their numbers.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import os
 import pickle
+import queue
 import threading
+import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from raypool.channel import queues
 from raypool.channel.capture import Records
-from raypool.channel.feed import Feed, Holder, feed_of
-from raypool.errors import InternalError
+from raypool.channel.feed import TEXT_BYTES, Feed, Holder, Last, Row, feed_of
+from raypool.errors import InternalError, InvalidValueError
 from raypool.worker.running import TaskContext
 
-logger = logging.getLogger("raypool")
+INTERVAL_S = 0.02
+"""The shortest pause between two batches [s]: entries of that time share one."""
+
+MAX_ENTRIES = 100_000
+MAX_BYTES = 64 * 1024 * 1024
+"""When more than this waits to be sent, threads that add entries wait."""
+
+RETRY_S = 1.0
+"""The pause before a batch that could not be sent is tried again [s]."""
+
+LINE_S = 0.001
+"""How long to wait for the end of a line, which `print` writes separately [s]: else lines of others
+would come between.
+"""
+
+LOOK_AGAIN_S = 0.002
 
 CATCH_UP_S = 5.0
 """How long a reader waits for messages that were sent before a task ended [s]."""
 
 MAX_EARLY = 100
 """When this many batches wait for an earlier one, that one counts as lost."""
+
+Entry = tuple[Any, ...]
+
+logger = logging.getLogger("raypool")
+
+
+class Outbox:
+    """Sends entries from any thread of this process.
+
+    Args:
+        send: Sends a batch with its number, from 1, and returns when it may have another: until
+            then entries wait, and once `MAX_ENTRIES` or `MAX_BYTES` wait, threads that add some.
+            After an exception it is called again.
+    """
+
+    def __init__(self, send: Callable[[int, bytes], object]) -> None:
+        self._send = send
+        # Simple queues and plain locks only: a signal may interrupt a thread that adds an entry,
+        # and raise there.
+        self._entries: queue.SimpleQueue[Entry] = queue.SimpleQueue()
+        self._bell: queue.SimpleQueue[str] = queue.SimpleQueue()  # what the first entry is
+        self._is_resting = False  # the thread waits for the bell
+        self._num_bytes = 0
+        self._counting = threading.Lock()
+        # by queue: of those that keep only the newest few
+        self._latest: dict[str, deque[bytes]] = {}
+        self._number = 0
+        self._taking = threading.Lock()  # the thread and `flush` take batches, by number
+        self._gets_through = True
+        self._is_sending = False  # the thread
+        self._is_here = True  # not in a forked child, which has no such thread
+        self._closed = threading.Event()
+        _outboxes.add(self)
+        threading.Thread(target=self._work, name="raypool-outbox", daemon=True).start()
+
+    def say(self, note: TaskContext, kind: str, payload: Any) -> None:
+        """Add "metrics" or "text" of a task."""
+        if kind == "metrics":
+            self._put((kind, note.task_id, note.index, note.attempt, *payload), 0)
+        else:
+            self._put((kind, note.task_id, note.index, note.call_id, payload), len(payload))
+
+    def send(self, kind: str, key: Any, payload: Any) -> None:
+        """Add something else, which arrives as it is, in order.
+
+        Raises:
+            InvalidValueError: This is a forked child of the process that the outbox belongs to.
+        """
+        self._check_here()
+        self._put((kind, key, payload), len(payload))
+
+    def send_latest(self, key: str, maxsize: int, payload: bytes) -> None:
+        """Add a value of a queue that keeps the newest: older ones are dropped; it never waits.
+
+        Raises:
+            InvalidValueError: This is a forked child of the process that the outbox belongs to.
+        """
+        self._check_here()
+        with self._counting:
+            if key not in self._latest:
+                # first: if a signal interrupts here, an entry for nothing does no harm
+                self._entries.put(("latest", key, b""))
+                self._latest[key] = deque(maxlen=maxsize)
+            self._latest[key].append(payload)
+        self._ring("latest")
+
+    def _check_here(self) -> None:
+        if not self._is_here:
+            raise InvalidValueError(
+                "A forked child of a worker cannot send anything to the pool. Send it from the task"
+                " itself, or start the child with multiprocessing's method 'spawn' and a pipe."
+            )
+
+    def _put(self, entry: Entry, size: int) -> None:
+        if not self._is_here:
+            return
+        while self._num_bytes >= MAX_BYTES or self._entries.qsize() >= MAX_ENTRIES:
+            if not self._gets_through or self._closed.is_set():
+                return  # nothing gets through, and the training must not stall: it is dropped
+            time.sleep(LOOK_AGAIN_S)
+        if size:
+            with self._counting:
+                self._num_bytes += size
+        self._entries.put(entry)
+        self._ring(entry[0])
+
+    def _ring(self, kind: str) -> None:
+        """Wake the thread if it rests."""
+        if self._is_resting:
+            self._is_resting = False
+            self._bell.put(kind)
+
+    def flush(self) -> tuple[int, bytes]:
+        """Return the newest batch's number, and that batch, or b"" if the thread has sent it."""
+        # it travels with the answer to a call: so a short task that reports costs no message
+        with self._taking:
+            return self._take()
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait until all that was added has arrived: this process may be about to end."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            with self._taking:
+                if self._entries.empty() and not self._is_sending:
+                    return
+            time.sleep(LOOK_AGAIN_S)
+
+    def close(self) -> None:
+        """Send nothing more."""
+        self._closed.set()
+        self._bell.put("closed")
+
+    def _take(self) -> tuple[int, bytes]:
+        entries: list[Entry] = []
+        size = 0
+        for _ in range(self._entries.qsize()):
+            entry = self._entries.get_nowait()  # nobody else takes any
+            if entry[0] == "latest":
+                with self._counting:
+                    payloads = self._latest.pop(entry[1], ())
+                entries.extend(("queue", entry[1], payload) for payload in payloads)
+                continue
+            entries.append(entry)
+            if entry[0] != "metrics":
+                size += len(entry[-1])
+        if not entries:
+            return self._number, b""
+        with self._counting:
+            self._num_bytes -= size
+        self._number += 1
+        return self._number, packed(entries)
+
+    def _work(self) -> None:
+        while not self._closed.is_set():
+            # first: an entry that is added right after the look at them rings
+            self._is_resting = True
+            if self._entries.empty() and self._bell.get() == "text":
+                time.sleep(LINE_S)
+            self._is_resting = False
+            with self._taking:
+                number, batch = self._take()
+                self._is_sending = bool(batch)
+            if batch:
+                self._deliver(number, batch)
+                self._is_sending = False
+                self._closed.wait(INTERVAL_S)
+
+    def _deliver(self, number: int, batch: bytes) -> None:
+        while not self._closed.is_set():
+            try:
+                self._send(number, batch)
+            except Exception as error:
+                # first: what is logged here goes through here too
+                is_new, self._gets_through = self._gets_through, False
+                if is_new:
+                    logger.warning(
+                        "Reports and output of tasks could not be sent: %r. Retrying.", error
+                    )
+                self._closed.wait(RETRY_S)
+            else:
+                self._gets_through = True
+                return
+
+    def forget(self) -> None:
+        """Take nothing more: this is a forked child, which has no such thread."""
+        self._is_here = False
+
+
+_outboxes: weakref.WeakSet[Outbox] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for outbox in list(_outboxes):
+        outbox.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+def packed(entries: list[Entry]) -> bytes:
+    """Return entries as a batch: each task's metrics pickled apart, each item's text joined.
+
+    Example:
+        >>> a, b = ("text", 7, 0, 1, "a"), ("text", 7, 0, 1, "b")
+        >>> batch = packed([a, ("metrics", 7, 0, 1, 12.5, {"loss": 2}), b])
+        >>> [entry[0] for entry in pickle.loads(batch)]
+        ['metrics', 'text']
+        >>> pickle.loads(batch)[1]
+        ('text', 7, 'ab', 0, 0, 1)
+    """
+    rows: dict[int, list[Row]] = {}
+    texts: dict[tuple[int, int, int], list[str]] = {}
+    batch: list[Entry] = []
+    for entry in entries:
+        kind, key, *rest = entry
+        if kind == "metrics":
+            item, attempt, time_, values = rest
+            rows.setdefault(key, []).append((time_, item, attempt, values))
+        elif kind == "text":
+            texts.setdefault((key, rest[0], rest[1]), []).append(rest[2])
+        else:
+            batch.append(entry)
+    for task_id, its_rows in rows.items():
+        # the hub passes these pickles on as they are
+        batch.append(("metrics", task_id, pickle.dumps(its_rows, protocol=5), last_of(its_rows)))
+    for (task_id, item, call_id), pieces in texts.items():
+        text = "".join(pieces)
+        num_missing = max(len(text) - TEXT_BYTES, 0)
+        batch.append(("text", task_id, text[num_missing:], num_missing, item, call_id))
+    return pickle.dumps(batch, protocol=5)
+
+
+def last_of(rows: list[Row]) -> Last:
+    """Return the newest values in rows, by item."""
+    last: Last = {}
+    for _, item, attempt, values in rows:
+        there = {name: value for name, value in values.items() if value is not None}
+        known = last.get(item)
+        if known is not None and known[0] == attempt:
+            known[1].update(there)
+        else:
+            last[item] = (attempt, there)
+    return last
 
 
 class Hub:

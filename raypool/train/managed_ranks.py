@@ -23,7 +23,7 @@ from ray.train import Checkpoint
 
 from raypool.backends.ray.packing import Packed, pack_error, snapshot, unpack
 from raypool.channel import capture
-from raypool.channel.outbox import Outbox
+from raypool.channel.hub import Outbox
 from raypool.errors import CollectiveError, InvalidValueError, did_you_mean
 from raypool.ray_private import (
     ControllerCallback,

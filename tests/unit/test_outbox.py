@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 
 from raypool import report, save_checkpoint
-from raypool.channel import outbox as outbox_module
+from raypool.channel import hub as hub_module
 from raypool.channel.feed import TEXT_BYTES, Feed
-from raypool.channel.hub import Hub
-from raypool.channel.outbox import Outbox
+from raypool.channel.hub import Hub, Outbox
 from raypool.errors import InvalidValueError
 from raypool.worker.running import TaskContext, running, this_process
 
@@ -159,7 +158,7 @@ def test_whoever_says_far_too_much_waits(
     monkeypatch: pytest.MonkeyPatch,
     limit: str,
 ) -> None:
-    monkeypatch.setattr(outbox_module, limit, 10)
+    monkeypatch.setattr(hub_module, limit, 10)
     agent.is_open.clear()
     thread = threading.Thread(
         target=lambda: [outbox.send("queue", "key", b"x") for _ in range(100)]
@@ -180,8 +179,8 @@ def test_a_way_that_is_broken_holds_nobody_up_and_is_tried_again(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(outbox_module, "MAX_ENTRIES", 10)
-    monkeypatch.setattr(outbox_module, "RETRY_S", 0.01)
+    monkeypatch.setattr(hub_module, "MAX_ENTRIES", 10)
+    monkeypatch.setattr(hub_module, "RETRY_S", 0.01)
     agent.num_failures = 10**9
     outbox.send("queue", "key", b"first")
     assert eventually(lambda: "could not be sent" in caplog.text)
@@ -197,7 +196,7 @@ def test_a_way_that_is_broken_holds_nobody_up_and_is_tried_again(
 def test_a_forked_child_says_nothing_and_does_not_wait(
     outbox: Outbox, agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outbox_module, "MAX_ENTRIES", 10)
+    monkeypatch.setattr(hub_module, "MAX_ENTRIES", 10)
     token = running.set(note_of(outbox))
     child = os.fork()
     if child == 0:
@@ -289,7 +288,7 @@ def test_an_interruption_at_any_moment_breaks_nothing(is_direct: bool) -> None:
 def test_of_queues_that_keep_the_latest_only_those_are_sent_and_nobody_waits(
     held: Outbox, agent: Agent, monkeypatch: pytest.MonkeyPatch, eventually: Callable[..., bool]
 ) -> None:
-    monkeypatch.setattr(outbox_module, "MAX_BYTES", 1)  # anybody else would have to wait
+    monkeypatch.setattr(hub_module, "MAX_BYTES", 1)  # anybody else would have to wait
     for number in range(1000):
         held.send_latest("few", 3, b"%d" % number)
         held.send_latest("one", 1, b"%d" % number)

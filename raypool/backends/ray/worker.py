@@ -49,7 +49,7 @@ from raypool.channel.capture import Forwarder, Levels
 from raypool.channel.captured import CapturedModels
 from raypool.channel.constants import discard_all, is_any_here
 from raypool.channel.exchange import LOOK_AGAIN_S
-from raypool.channel.outbox import Outbox
+from raypool.channel.hub import Outbox
 from raypool.channel.records import Part, Refusal, WorkerInfo, function_name
 from raypool.channel.users_code import Follower, Snapshot, reload_all
 from raypool.errors import InvalidValueError, TaskError, WorkerLostError
