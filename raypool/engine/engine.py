@@ -21,13 +21,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from raypool.backends.base import Backend, Post
-from raypool.channel.captured import generators_of
 from raypool.channel.constants import discard
 from raypool.channel.hub import Hub
 from raypool.channel.records import Function, WorkerInfo, function_name
 from raypool.channel.store import FindWay, ValueStore
 from raypool.channel.traffic import Traffic
-from raypool.channel.users_code import Project
+from raypool.channel.users_code import Project, generators_of
 from raypool.core.messages import ResizeRequested, ShutdownRequested
 from raypool.core.model import PoolState
 from raypool.core.scheduler import Scheduler

@@ -12,8 +12,7 @@ from itertools import islice
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
-from raypool.channel.captured import variables_of
-from raypool.channel.users_code import is_users
+from raypool.channel.users_code import is_users, variables_of
 from raypool.journal.keys import FunctionSource, content_key
 
 PYTHON = f"{sys.implementation.cache_tag} -O{sys.flags.optimize}"

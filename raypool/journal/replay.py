@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from raypool.channel.captured import generators_of
+from raypool.channel.users_code import generators_of
 from raypool.errors import JournalError
 from raypool.journal.files import Damaged, check_owner, check_run, load, read_file
 from raypool.journal.fingerprints import changes, source_of

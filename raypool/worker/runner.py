@@ -25,8 +25,8 @@ from types import CoroutineType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raypool.channel import capture
-from raypool.channel.captured import Generator, generators_of
 from raypool.channel.records import Part, WorkerInfo
+from raypool.channel.users_code import Generator, generators_of
 from raypool.errors import TaskCancelled, TaskError
 from raypool.options import takes
 from raypool.worker.checkpoint_folders import CheckpointFolders

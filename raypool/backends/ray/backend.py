@@ -42,12 +42,11 @@ from raypool.backends.ray.session import connection, give_up_ray, is_up, leave_r
 from raypool.backends.ray.warning_filters import filters_here
 from raypool.backends.ray.worker import CallAnswer, Introduction, News, PoolWorker, pack_call
 from raypool.channel.capture import Levels, levels_here
-from raypool.channel.captured import changed_model
 from raypool.channel.hub import Hub
 from raypool.channel.queues import add_source, drop_source
 from raypool.channel.records import Function, NodeDevices, Part, Values, WorkerInfo
 from raypool.channel.traffic import Traffic
-from raypool.channel.users_code import Snapshot, different_module
+from raypool.channel.users_code import Snapshot, changed_model, different_module
 from raypool.core.messages import AttemptFinished, AttemptNarrowed, Signal, WorkerLost, WorkerReady
 from raypool.errors import LossReason
 from raypool.profiles import Profile

@@ -46,12 +46,11 @@ from raypool.backends.ray.warning_filters import WarningFilters
 from raypool.channel import capture
 from raypool.channel.by_value import note_globals, teach_multiprocessing
 from raypool.channel.capture import Forwarder, Levels
-from raypool.channel.captured import CapturedModels
 from raypool.channel.constants import discard_all, is_any_here
 from raypool.channel.exchange import LOOK_AGAIN_S
 from raypool.channel.hub import Outbox
 from raypool.channel.records import Part, Refusal, WorkerInfo, function_name
-from raypool.channel.users_code import Follower, Snapshot, reload_all
+from raypool.channel.users_code import CapturedModels, Follower, Snapshot, reload_all
 from raypool.errors import InvalidValueError, TaskError, WorkerLostError
 from raypool.gpus.devices import Inventory, index_of, prefer_fast_links
 from raypool.gpus.memory import kept
