@@ -39,8 +39,14 @@ from raypool.backends.ray.packing import (
 )
 from raypool.backends.ray.placement import Placement
 from raypool.backends.ray.session import connection, give_up_ray, is_up, leave_ray
-from raypool.backends.ray.warning_filters import filters_here
-from raypool.backends.ray.worker import CallAnswer, Introduction, News, PoolWorker, pack_call
+from raypool.backends.ray.worker import (
+    CallAnswer,
+    Introduction,
+    News,
+    PoolWorker,
+    filters_here,
+    pack_call,
+)
 from raypool.channel.capture import Levels, levels_here
 from raypool.channel.hub import Hub
 from raypool.channel.queues import add_source, drop_source
