@@ -39,7 +39,6 @@ IN_WORKERS = {
     "train.fit",
     "train.fit_loop",
     "train.managed",
-    "train.managed_ranks",
     "train.predict",
     "train.ray_train",
 }

@@ -36,8 +36,7 @@ from raypool.errors import (
 from raypool.options import Options
 from raypool.train import managed
 from raypool.train.checkpoints import TrainingAttempt, commit, list_kept, open_partial
-from raypool.train.managed import ManagedAttempt, tell_ray
-from raypool.train.managed_ranks import Coordinator
+from raypool.train.managed import Coordinator, ManagedAttempt, tell_ray
 
 # --- the coordinator ------------------------------------------------------------------------------
 
