@@ -209,7 +209,7 @@ def _checked_profile(profile: str | Profile | None) -> Profile:
 
 def _checked_place(outputs: str | None) -> str | None:
     """Return a place for outputs, without a slash at its end."""
-    from raypool.worker.checkpoint_folders import filesystem
+    from raypool.worker.folders import filesystem
 
     if outputs is None:
         return None
@@ -418,7 +418,7 @@ class Job:
     def _read(self) -> bytes:
         """Read the outputs; raise FileNotFoundError if there are none."""
         from raypool.cluster.jobs import Jobs
-        from raypool.worker.checkpoint_folders import filesystem
+        from raypool.worker.folders import filesystem
 
         place = self._info.metadata.get(OUTPUTS)
         not_there: OSError = FileNotFoundError(self.id)
@@ -615,7 +615,7 @@ def _leave(data: bytes, job_id: str, place: str | None) -> None:
 
 def _put(data: bytes, name: str, place: str) -> tuple[Any, str]:
     """Write a file in a folder or at a URL; return its file system and path."""
-    from raypool.worker.checkpoint_folders import filesystem
+    from raypool.worker.folders import filesystem
 
     files, root = filesystem(place, "outputs")
     with contextlib.suppress(NotImplementedError):

@@ -46,8 +46,7 @@ from raypool.core.messages import (
 from raypool.errors import LossReason, ResourceError
 from raypool.gpus.table import gpus_here
 from raypool.profiles import Profile
-from raypool.worker.checkpoint_folders import CheckpointFolders, temporary_here
-from raypool.worker.folders import TemporaryFolder
+from raypool.worker.folders import CheckpointFolders, TemporaryFolder, temporary_here
 from raypool.worker.interrupts import ThreadGuard, TimeLimit
 from raypool.worker.runner import (
     HandBack,

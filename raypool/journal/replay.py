@@ -26,7 +26,7 @@ from raypool.journal.opening import Contents
 from raypool.journal.provenance import code_change, code_of, recorded
 from raypool.journal.reading import ItemRecord, entries_of, newest_run, positions_of, read_contents
 from raypool.journal.rows import get_back, logger
-from raypool.worker.checkpoint_folders import CheckpointFolders
+from raypool.worker.folders import CheckpointFolders
 from raypool.worker.runner import seed_everything
 from raypool.worker.running import TaskContext, item_seed, running
 

@@ -51,7 +51,7 @@ from raypool.results import Results, Row
 from raypool.search import STORABLE, Halving, Population, Until, check_choices
 from raypool.search.rungs import Members, Rungs
 from raypool.search.storage import check_space, patient
-from raypool.worker.checkpoint_folders import copy_checkpoint, has_checkpoint
+from raypool.worker.folders import copy_checkpoint, has_checkpoint
 from raypool.worker.running import TaskContext, item_seed, note_here
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Folders on this machine for checkpoints and temporary files.
+"""Folders on this machine: temporary ones, and the checkpoint folders of items.
 
 A temporary folder exists as long as a process holds a lock on a file in it. A small process waits
 for that lock and then removes the folder, however its holders have ended.
@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
+import json
 import os
 import shutil
 import stat
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from errno import EPERM
 from pathlib import Path
+from typing import Any, NamedTuple
+
+from raypool.errors import InvalidValueError
+from raypool.worker.running import TaskContext, in_task, note_here
 
 LOCK = ".lock"
 
@@ -155,3 +163,366 @@ _of_process = TemporaryFolder()
 def folder_of_process() -> Path:
     """Return a folder for code outside a pool; it goes with the process."""
     return make_private(_of_process.path() / "checkpoint")
+
+
+# --- checkpoint folders of items that run in this process -----------------------------------------
+#
+# They are in a folder of this machine, which other machines may share, or are local copies
+# (`LocalCopy`) of checkpoints behind a URL (`UrlStorage`).
+
+PIECE_BYTES = 64 * 1024 * 1024
+"""How much of a file is copied at once."""
+
+JUST_NOW_NS = 100_000_000
+"""A file written so shortly before a look at it may change again and look the same [ns]."""
+
+TOKEN = ".token"
+"""A file by which a machine finds out whether it sees the same folder as another."""
+
+PARTIAL = ".partial"
+
+Key = tuple[int, int, int]
+"""The task, item and attempt of a folder."""
+
+
+class CheckpointFolders:
+    """Gives the items that a pool runs in this process their folders.
+
+    `temporary` finds a folder on this machine that lasts as long as the pool.
+    """
+
+    def __init__(self, temporary: Callable[[], Path]) -> None:
+        self.temporary = temporary
+        self._storages: dict[str, UrlStorage | None] = {}  # by URL or folder; a folder needs none
+        self._copies: dict[Key, LocalCopy] = {}
+        self._locks: dict[Key, threading.RLock] = {}  # of copies that threads of a task ask for
+        self._pid = os.getpid()
+
+    def check_shared(self, folder: str) -> None:
+        """Raise an error if this process does not see the driver's folder; the driver's does."""
+
+    def folder(self, note: TaskContext, index: int) -> Path:
+        """Return the folder of an item.
+
+        Raises:
+            OSError: It cannot be made or fetched.
+            InvalidValueError: This machine does not see the folder for checkpoints.
+        """
+        if note.checkpoints is None:
+            return make_private(self.temporary() / f"{note.task_id}-{index}" / "checkpoint")
+        place, names = note.checkpoints
+        if place not in self._storages:
+            if "://" in place:
+                self._storages[place] = UrlStorage(place)
+            else:
+                self.check_shared(place)
+                self._storages[place] = None
+        storage = self._storages[place]
+        if storage is None:
+            return make_private(Path(place) / names[index])
+        key = (note.task_id, index, note.attempt)
+        with self._locks.setdefault(key, threading.RLock()):
+            if key not in self._copies:
+                folder = self.temporary() / "-".join(map(str, key))
+                shutil.rmtree(folder, ignore_errors=True)  # of a fetch that was interrupted
+                self._copies[key] = LocalCopy(storage, names[index], folder / "checkpoint")
+            return self._copies[key].folder
+
+    def upload(self, note: TaskContext, index: int) -> None:
+        """Upload what is in an item's folder now, if it is a copy.
+
+        Raises:
+            OSError: It cannot be uploaded.
+        """
+        key = (note.task_id, index, note.attempt)
+        # a forked child leaves that to its parent
+        if key in self._copies and os.getpid() == self._pid:
+            with self._locks[key]:
+                self._copies[key].upload()
+
+    def end(self, note: TaskContext, index: int) -> None:
+        """Upload the folder of an item that has ended, and remove the local copy.
+
+        Raises:
+            OSError: It cannot be uploaded.
+        """
+        key = (note.task_id, index, note.attempt)
+        if key in self._copies:
+            self.upload(note, index)
+            copy = self._copies.pop(key)
+            del self._locks[key]
+            shutil.rmtree(copy.folder.parent, ignore_errors=True)
+
+
+def temporary_here(own: TemporaryFolder) -> Callable[[], Path]:
+    """Return what finds the temporary folder of a pool of this process; in a task, within its."""
+    note = note_here() if in_task() else None
+    if note is None or note.folders is None:
+        return own.path
+    folders, name = note.folders, uuid.uuid4().hex
+    return lambda: make_private(folders.temporary() / name)
+
+
+# --- copies for other items -----------------------------------------------------------------------
+
+
+def has_checkpoint(place: str, name: str) -> bool:
+    """Return whether there is a checkpoint of this name in a folder or at a URL."""
+    if "://" in place:
+        return bool(UrlStorage(place).listing(name))
+    return next(files_in(Path(place) / name), None) is not None
+
+
+def copy_checkpoint(place: str, name: str, copy: str) -> None:
+    """Copy a checkpoint in a folder or at a URL, whole or not at all.
+
+    Raises:
+        OSError: It cannot be copied.
+    """
+    if "://" in place:
+        UrlStorage(place).copy(name, copy)
+        return
+    source, target = Path(place) / name, Path(place) / copy
+    spare = make_folders(target.parent) / f"{target.name}{PARTIAL}"
+    shutil.rmtree(spare, ignore_errors=True)
+    shutil.copytree(source, spare, ignore=shutil.ignore_patterns(f"*{PARTIAL}"))
+    shutil.rmtree(target, ignore_errors=True)
+    spare.replace(target)
+
+
+# --- shared folders -------------------------------------------------------------------------------
+
+
+def token_of(folder: str) -> str:
+    """Return a token that only machines that see this folder know; make both if necessary.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    file = make_folders(Path(folder)) / TOKEN
+    with contextlib.suppress(FileExistsError):  # another process has made it: its token counts
+        spare = file.with_name(f"{TOKEN}.{uuid.uuid4().hex}{PARTIAL}")
+        spare.write_text(uuid.uuid4().hex)
+        try:
+            os.link(spare, file)  # atomic, and fails if another process was first
+        finally:
+            spare.unlink()
+    return file.read_text()
+
+
+def sees(folder: str, token: str) -> bool:
+    """Return whether this machine sees the folder in which another one has found this token."""
+    try:
+        return (Path(folder) / TOKEN).read_text() == token
+    except OSError:
+        return False
+
+
+# --- URLs -----------------------------------------------------------------------------------------
+
+
+class StoredFile(NamedTuple):
+    """A file of a checkpoint: its size [bytes], and the version that it has come with."""
+
+    size: int
+    version: str
+
+
+Listing = dict[str, StoredFile]
+"""The files of a checkpoint, by path in its folder."""
+
+
+class UrlStorage:
+    """Checkpoints by name at a URL that pyarrow or fsspec knows, such as "gs://..." or "s3://...".
+
+    Changed files are written as a new version beside the one that counts. When all are there, the
+    new version counts, in one step; then files that only the old one needed are removed. A process
+    that is killed before leaves the old one. Each version is a folder, NAME/VERSION/FILE;
+    NAME/checkpoint.json says which files count, and of which version.
+
+    Raises:
+        InvalidValueError: Such URLs are unknown, or this one cannot be reached.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._files, self._root = filesystem(url, "checkpoints")
+
+    def listing(self, name: str) -> Listing:
+        """Return the files of the current version; none before the first."""
+        try:
+            with self._files.open_input_stream(self._pointer(name)) as stream:
+                record = json.loads(stream.read())
+        except FileNotFoundError:
+            return {}
+        return {file: StoredFile(*entry) for file, entry in record["files"].items()}
+
+    def read(self, name: str, file: str, version: str) -> Iterator[bytes]:
+        """Yield a file in pieces."""
+        with self._files.open_input_stream(self._place(name, file, version)) as stream:
+            while piece := stream.read(PIECE_BYTES):
+                yield piece
+
+    def copy(self, name: str, copy: str) -> None:
+        """Copy the current version, as the version of another name."""
+        version = self.begin(copy)
+        files: Listing = {}
+        for file, entry in self.listing(name).items():
+            size = self.write(copy, version, file, self.read(name, file, entry.version))
+            files[file] = StoredFile(size, version)
+        self.publish(copy, version, files)
+
+    def begin(self, name: str) -> str:
+        """Begin a new version, and remove versions that others have left unfinished."""
+        from pyarrow.fs import FileSelector, FileType
+
+        counted = {entry.version for entry in self.listing(name).values()}
+        folder = FileSelector(f"{self._root}/{name}", allow_not_found=True)
+        for info in self._files.get_file_info(folder):
+            if info.type == FileType.Directory and info.base_name not in counted:
+                self._files.delete_dir(info.path)
+        return uuid.uuid4().hex[:8]
+
+    def write(self, name: str, version: str, file: str, pieces: Iterable[bytes]) -> int:
+        """Write a file into a version; return its size."""
+        size = 0
+        with self._open(self._place(name, file, version)) as stream:
+            for piece in pieces:
+                stream.write(piece)
+                size += len(piece)
+        return size
+
+    def publish(self, name: str, version: str, files: Listing) -> None:
+        """Let a complete version count; `files` are its own and those that have not changed."""
+        places = [self._place(name, file, entry.version) for file, entry in files.items()]
+        # another attempt may have begun a version since, and so removed this one
+        sizes = [info.size for info in self._files.get_file_info(places)] if places else []
+        if sizes != [entry.size for entry in files.values()]:
+            raise FileNotFoundError(
+                f"another attempt of this item has begun to save in {self._url}/{name}"
+            )
+        old = self.listing(name)
+        spare = f"{self._pointer(name)}.{version}"
+        with self._open(spare) as stream:
+            stream.write(json.dumps({"files": files}).encode())
+        # one step for readers, also where a move is a copy
+        self._files.move(spare, self._pointer(name))
+        for file, entry in old.items():
+            if files.get(file) != entry:
+                # what fails here is removed when the next version is begun
+                with contextlib.suppress(OSError):
+                    self._files.delete_file(self._place(name, file, entry.version))
+
+    def _open(self, place: str) -> Any:
+        try:
+            return self._files.open_output_stream(place)
+        except FileNotFoundError:  # where folders have to be made
+            self._files.create_dir(place.rpartition("/")[0], recursive=True)
+            return self._files.open_output_stream(place)
+
+    def _pointer(self, name: str) -> str:
+        return f"{self._root}/{name}/checkpoint.json"
+
+    def _place(self, name: str, file: str, version: str) -> str:
+        return f"{self._root}/{name}/{version}/{file}"
+
+
+def filesystem(url: str, what: str) -> tuple[Any, str]:
+    """Return the file system and path of a URL; `what` names the argument that it was given for.
+
+    Raises:
+        InvalidValueError: Such URLs are unknown, or this one cannot be reached.
+    """
+    from pyarrow import fs
+
+    try:
+        try:
+            return fs.FileSystem.from_uri(url)  # type: ignore[no-any-return]
+        except ValueError:  # pyarrow.lib.ArrowInvalid: it does not know this kind
+            from fsspec.core import url_to_fs
+
+            files, root = url_to_fs(url)
+            return fs.PyFileSystem(fs.FSSpecHandler(files)), root
+    except (ValueError, ImportError, OSError) as error:
+        scheme = url.partition("://")[0]
+        raise InvalidValueError(
+            f"{what}={url!r} cannot be used from here: {error}. {what.capitalize()} can be kept in"
+            f" a folder, or at a URL that pyarrow or an installed fsspec package knows ({scheme}://"
+            " may need one, gcsfs or s3fs for instance)."
+        ) from error
+
+
+# --- local copies ---------------------------------------------------------------------------------
+
+
+class Look(NamedTuple):
+    """How a file looked when it was uploaded, to tell whether it has changed since."""
+
+    inode: int
+    size: int
+    changed_ns: int
+
+
+class LocalCopy:
+    """A copy, in an empty folder of this machine, of an item's checkpoint in a storage.
+
+    Raises:
+        OSError: The checkpoint cannot be fetched.
+    """
+
+    def __init__(self, storage: UrlStorage, name: str, folder: Path) -> None:
+        self.folder = make_private(folder)
+        self._storage = storage
+        self._name = name
+        self._kept = storage.listing(name)
+        self._looks: dict[str, Look] = {}
+        for file, entry in self._kept.items():
+            target = self.folder / file
+            make_private(target.parent)
+            with target.open("wb") as stream:
+                stream.writelines(storage.read(name, file, entry.version))
+            if target.stat().st_size != entry.size:
+                raise OSError(f"{file} of the checkpoint {name} changed while it was fetched")
+            look = _look_at(target)
+            if look is not None:
+                self._looks[file] = look
+
+    def upload(self) -> None:
+        """Upload what has changed; until all of it has arrived, the old version counts.
+
+        Raises:
+            OSError: It cannot be uploaded.
+        """
+        looks = {file: _look_at(self.folder / file) for file in files_in(self.folder)}
+        changed = [
+            file for file, look in looks.items() if look is None or look != self._looks.get(file)
+        ]
+        if not changed and looks.keys() == self._kept.keys():
+            return
+        version = self._storage.begin(self._name)
+        files: Listing = {file: self._kept[file] for file in looks if file not in changed}
+        for file in changed:
+            with (self.folder / file).open("rb") as stream:
+                pieces = iter(functools.partial(stream.read, PIECE_BYTES), b"")
+                size = self._storage.write(self._name, version, file, pieces)
+            files[file] = StoredFile(size, version)
+        self._storage.publish(self._name, version, files)
+        self._kept = files
+        self._looks = {file: look for file, look in looks.items() if look is not None}
+
+
+def files_in(folder: Path) -> Iterator[str]:
+    """Yield the paths in a folder of its files, except unfinished ones."""
+    for path, _, names in os.walk(folder):
+        for name in names:
+            file = Path(path) / name
+            if not name.endswith(PARTIAL) and file.is_file():
+                yield str(file.relative_to(folder))
+
+
+def _look_at(file: Path) -> Look | None:
+    """Return how a file looks; None if a later change could look the same."""
+    found = file.stat()
+    if abs(time.time_ns() - found.st_mtime_ns) < JUST_NOW_NS:
+        return None
+    return Look(found.st_ino, found.st_size, found.st_mtime_ns)

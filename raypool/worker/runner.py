@@ -29,7 +29,7 @@ from raypool.channel.records import Part, WorkerInfo
 from raypool.channel.users_code import Generator, generators_of
 from raypool.errors import TaskCancelled, TaskError
 from raypool.options import takes
-from raypool.worker.checkpoint_folders import CheckpointFolders
+from raypool.worker.folders import CheckpointFolders
 from raypool.worker.gpu_memory import GpuMemoryCare, note_shortage
 from raypool.worker.gpu_turns import GpuTurns
 from raypool.worker.interrupts import NOW, Interrupts, Terminated

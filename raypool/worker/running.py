@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from raypool.worker.checkpoint_folders import CheckpointFolders
+    from raypool.worker.folders import CheckpointFolders
     from raypool.worker.interrupts import Interrupts
 
 

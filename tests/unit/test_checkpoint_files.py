@@ -22,16 +22,16 @@ import pytest
 import torch
 
 from raypool import InvalidTypeError, InvalidValueError, load_checkpoint, save_checkpoint
-from raypool.worker import checkpoint_folders
-from raypool.worker.checkpoint_folders import (
+from raypool.worker import folders
+from raypool.worker.folders import (
     LocalCopy,
     StoredFile,
+    TemporaryFolder,
     UrlStorage,
     files_in,
     sees,
     token_of,
 )
-from raypool.worker.folders import TemporaryFolder
 
 # --- one file -------------------------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_what_is_uploaded_is_what_others_fetch(
     storage: UrlStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_folders, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(folders, "PIECE_BYTES", 1000)
     one = LocalCopy(storage, "a/checkpoint", tmp_path / "one")
     assert contents(one.folder) == {}
     (one.folder / "deep" / "er").mkdir(parents=True)

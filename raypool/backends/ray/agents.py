@@ -33,7 +33,7 @@ from raypool.channel.records import NodeDevices, NodeGpus, WorkerInfo
 from raypool.core.messages import Signal
 from raypool.errors import PoolClosedError, WorkerLostError
 from raypool.gpus.devices import Inventory
-from raypool.worker.checkpoint_folders import token_of
+from raypool.worker.folders import token_of
 
 logger = logging.getLogger("raypool")
 

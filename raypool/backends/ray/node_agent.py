@@ -32,8 +32,7 @@ from raypool.channel.records import GpuReading
 from raypool.core.messages import Signal
 from raypool.gpus.devices import GpuDevice, Inventory
 from raypool.gpus.table import gpus_here
-from raypool.worker.checkpoint_folders import token_of
-from raypool.worker.folders import TemporaryFolder
+from raypool.worker.folders import TemporaryFolder, token_of
 from raypool.worker.interrupts import AT_HAND, NOTHING, SIGNALS, STOP_SIGNAL, WHOLE, WISH
 
 FIRST_LOOK_S = 0.02

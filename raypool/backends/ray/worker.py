@@ -55,8 +55,7 @@ from raypool.errors import InvalidValueError, TaskError, WorkerLostError
 from raypool.gpus.devices import Inventory, index_of, prefer_fast_links
 from raypool.gpus.memory import kept
 from raypool.gpus.sharing import fraction_for
-from raypool.worker.checkpoint_folders import CheckpointFolders, sees
-from raypool.worker.folders import hold
+from raypool.worker.folders import CheckpointFolders, hold, sees
 from raypool.worker.gpu_memory import GpuMemoryCare, LeftoverMemory
 from raypool.worker.gpu_turns import GpuLoad, GpuTurns, Sharing, settle
 from raypool.worker.interrupts import ProcessGuard, terminate
