@@ -12,7 +12,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from raypool.errors import InvalidTypeError
 from raypool.gpus.memory import kept
 from raypool.worker.running import note_here
-from raypool.worker.setup_globals import call_setup
 
 T = TypeVar("T")
 
@@ -148,5 +147,8 @@ def call_once(key: str, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     note = note_here()
     place = (key, 0 if note is None else note.worker)  # "inline", several workers share a thread
     if place not in results:
+        # late: it imports multiprocessing, which few pools need
+        from raypool.channel.by_value import call_setup
+
         results[place] = call_setup(fn, *args, **kwargs)
     return results[place]

@@ -32,6 +32,7 @@ from joblib.parallel import (
 )
 
 from raypool.backends.ray.session import is_forked
+from raypool.channel.by_value import share_left
 from raypool.channel.feed import feed_of
 from raypool.channel.records import (
     Failure,
@@ -55,7 +56,6 @@ from raypool.views.lines import is_terminal
 from raypool.views.notebook import in_notebook
 from raypool.worker.runner import CALL_LIMIT_S, finished
 from raypool.worker.running import in_task
-from raypool.worker.setup_globals import share_left
 
 LEAST_JOBS = 2
 """The least number of jobs told to a `Parallel`: with one it would run all tasks here, in turn."""

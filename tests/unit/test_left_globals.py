@@ -13,10 +13,9 @@ import cloudpickle
 import numpy as np
 import pytest
 
-from raypool.channel.by_value import note_globals
+from raypool.channel import by_value
+from raypool.channel.by_value import call_setup, note_globals, share_left
 from raypool.channel.records import function_name
-from raypool.worker import setup_globals
-from raypool.worker.setup_globals import call_setup, share_left
 
 SCRIPT = """
 model, table, size, lock = None, {}, 3, object()
@@ -39,7 +38,7 @@ def fail():
 def script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Give the functions of a script, in a process that counts as a worker."""
     monkeypatch.setattr("raypool.worker.running.this_process.is_worker", True)
-    monkeypatch.setattr(setup_globals, "_left", {})
+    monkeypatch.setattr(by_value, "_left", {})
     names: dict[str, Any] = {"__name__": "__script__"}
     exec(SCRIPT, names)
     return names
@@ -233,7 +232,7 @@ def test_elsewhere_nothing_is_kept(script: dict[str, Any], monkeypatch: pytest.M
     monkeypatch.setattr("raypool.worker.running.this_process.is_worker", False)
     call_setup(script["load"], 7)
     assert script["model"] == 7
-    assert setup_globals._left == {}
+    assert by_value._left == {}
 
 
 def test_what_children_are_to_share_is_not_kept_for_them() -> None:

@@ -44,7 +44,7 @@ from raypool.backends.ray.packing import (
     unpack,
 )
 from raypool.channel import capture
-from raypool.channel.by_value import note_globals, teach_multiprocessing
+from raypool.channel.by_value import call_setup, note_globals, share_left, teach_multiprocessing
 from raypool.channel.capture import Forwarder, Levels
 from raypool.channel.constants import discard_all, is_any_here
 from raypool.channel.exchange import LOOK_AGAIN_S
@@ -70,7 +70,6 @@ from raypool.worker.runner import (
     set_up,
 )
 from raypool.worker.running import let_notes_travel, this_process
-from raypool.worker.setup_globals import call_setup, share_left
 
 COLLECT_BYTES = 16 * 1024 * 1024
 """A process that has grown by this much collects garbage when it forgets a function, even if a call
