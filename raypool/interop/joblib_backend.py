@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import math
-import os
 import queue
 import sys
 import threading
@@ -55,7 +54,7 @@ from raypool.views.item_lines import ItemLines
 from raypool.views.lines import is_terminal
 from raypool.views.notebook import in_notebook
 from raypool.worker.runner import CALL_LIMIT_S, finished
-from raypool.worker.running import in_task
+from raypool.worker.running import environment, in_task
 
 LEAST_JOBS = 2
 """The least number of jobs told to a `Parallel`: with one it would run all tasks here, in turn."""
@@ -618,17 +617,9 @@ def _threads_limited(most: int | None) -> Iterator[None]:
     from threadpoolctl import threadpool_limits
 
     # the environment is for libraries that a task loads, `threadpool_limits` for loaded ones
-    before = {name: os.environ.get(name) for name in ParallelBackendBase.MAX_NUM_THREADS_VARS}
-    os.environ.update(dict.fromkeys(before, str(most)))
-    try:
-        with threadpool_limits(most):
-            yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+    limits = dict.fromkeys(ParallelBackendBase.MAX_NUM_THREADS_VARS, str(most))
+    with environment(limits), threadpool_limits(most):
+        yield
 
 
 class Shared:

@@ -7,7 +7,6 @@ Ray, in this process with "threads".
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import os
 import secrets
@@ -17,7 +16,7 @@ import time
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -37,7 +36,7 @@ from raypool.spmd.watch import ENDED, RankWatch, Whereabouts, begun_collectives,
 from raypool.spmd.wire import BEGIN, END, Header, Packer, find_disagreement, ordinal
 from raypool.task import current_task
 from raypool.worker.folders import folder_of_process, make_private
-from raypool.worker.running import ExchangeClient, before_thread_ends, note_here
+from raypool.worker.running import ExchangeClient, before_thread_ends, environment, note_here
 
 logger = logging.getLogger("raypool")
 
@@ -322,7 +321,8 @@ class Group:
             "LOCAL_WORLD_SIZE": str(local[1]),
             **self.interfaces,
         }
-        with environment(values), shown(self.world):
+        # a context sets TF_CONFIG on request
+        with environment(values, "TF_CONFIG"), shown(self.world):
             yield
 
     def close(self) -> None:
@@ -603,10 +603,6 @@ def knock(address: tuple[str, int]) -> None:
 # Between calls both are hidden, so that other work on the worker finds them unchanged.
 
 
-OWN_NAMES = ("TF_CONFIG",)
-"""Variables that a context sets on request; they are put back with the others."""
-
-
 def make_world(store: Any, rank: int, world_size: int, has_nccl: bool) -> Any:
     """Make torch's default group, once all ranks have arrived: it waits in native code."""
     import torch
@@ -684,32 +680,17 @@ def _sever_gloo(group: Any) -> None:
     import torch
 
     dist = distributed()
-    with contextlib.suppress(RuntimeError):  # the group has no backend for CPUs
+    with suppress(RuntimeError):  # the group has no backend for CPUs
         gloo = group._get_backend(torch.device("cpu"))
         gloo = getattr(gloo, "wrapped_pg", gloo)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
         if isinstance(gloo, dist.ProcessGroupGloo):
             sever(gloo)
 
 
-@contextlib.contextmanager
-def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for a while."""
-    names = (*values, *OWN_NAMES)
-    before = {name: os.environ[name] for name in names if name in os.environ}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name in names:
-            if name not in before:
-                os.environ.pop(name, None)
-        os.environ.update(before)
-
-
 _now_shown: Any = None
 
 
-@contextlib.contextmanager
+@contextmanager
 def shown(world: Any) -> Iterator[None]:
     """Make a group torch's default one for a while, None for none."""
     global _now_shown

@@ -37,7 +37,6 @@ from raypool.ray_private import (
 from raypool.spmd import collectives
 from raypool.spmd.collectives import all_values, meet
 from raypool.spmd.context import SpmdContext
-from raypool.spmd.group import environment
 from raypool.task import NUMBERS, checked_metric
 from raypool.train.checkpoints import (
     CheckpointCommit,
@@ -48,9 +47,7 @@ from raypool.train.checkpoints import (
     list_kept,
     remove_partials,
 )
-from raypool.worker.running import TaskContext, note_here, running, secure_reports
-
-__all__ = ["RankEnd", "TrainingAttempt", "run_loop"]
+from raypool.worker.running import TaskContext, environment, note_here, running, secure_reports
 
 logger = logging.getLogger("raypool")
 

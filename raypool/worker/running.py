@@ -179,6 +179,21 @@ def let_notes_travel() -> None:
     concurrent.futures.ThreadPoolExecutor.submit = submit_in_context  # type: ignore[method-assign]
 
 
+@contextlib.contextmanager
+def environment(values: Mapping[str, str], *others: str) -> Iterator[None]:
+    """Set environment variables for a while; `others` may be changed meanwhile."""
+    names = (*values, *others)
+    before = {name: os.environ[name] for name in names if name in os.environ}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name in names:
+            if name not in before:
+                os.environ.pop(name, None)
+        os.environ.update(before)
+
+
 class _Endings(threading.local):
     """Calls that have to be made before this thread ends."""
 

@@ -31,6 +31,7 @@ from raypool.gpus.devices import Inventory, usable_cpus, visible_gpus
 from raypool.gpus.table import import_ray
 from raypool.profiles import CLIENT, LOOPBACK, Profile
 from raypool.worker.folders import LOCK, hold, make_private, remove_unheld, run_aside
+from raypool.worker.running import environment
 
 if TYPE_CHECKING:
     from raypool.cluster.slurm import Allocation
@@ -197,17 +198,12 @@ def _release_allocation() -> None:
 def _process_as_it_was() -> Iterator[None]:
     """Restore what Ray changes here: Python's random state, hooks for errors and breakpoints."""
     numbers, hook = random.getstate(), sys.excepthook
-    before = {name: os.environ.get(name) for name in ("PYTHONBREAKPOINT", "RAY_CLIENT_MODE")}
     try:
-        yield
+        with environment({}, "PYTHONBREAKPOINT", "RAY_CLIENT_MODE"):
+            yield
     finally:
         random.setstate(numbers)
         sys.excepthook = hook
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 @contextlib.contextmanager
