@@ -352,12 +352,12 @@ def is_up() -> bool:
     return _is_initialized() and not _is_given_up
 
 
-def _within(limit_s: float, chore: Callable[[], object]) -> bool:
-    """Call something that Ray may block forever; return whether it ended in time."""
+def _within(limit_s: float, chore: Callable[[], object]) -> threading.Thread:
+    """Call something that Ray may block forever, and wait this long; return its thread."""
     last = threading.Thread(target=chore, name="raypool-last", daemon=True)
     last.start()
     last.join(limit_s)
-    return not last.is_alive()
+    return last
 
 
 def _wake() -> list[int]:
@@ -388,9 +388,7 @@ def _shut_down(processes: Sequence[int]) -> None:
         with _process_as_it_was():
             ray.shutdown()
 
-    ending = threading.Thread(target=end, name="raypool-shutdown", daemon=True)
-    ending.start()
-    ending.join(SHUTDOWN_S)
+    ending = _within(SHUTDOWN_S, end)
     if ending.is_alive():
         _signal(processes, signal.SIGKILL)
         ending.join(SHUTDOWN_S)
@@ -439,9 +437,7 @@ def _make_files() -> tuple[Path, int]:
 
 def is_ours() -> bool:
     """Whether raypool has made this process's connection to Ray."""
-    if not _is_initialized():
-        return False
-    return _ours == connection()
+    return _is_initialized() and _ours == connection()
 
 
 def _prepare(profile: Profile, address: str | None) -> None:
