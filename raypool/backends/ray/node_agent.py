@@ -113,13 +113,6 @@ class Watched:
                 other.kill()
         return others
 
-    @property
-    def family(self) -> list[int]:
-        """Its pid, and those of its descendants."""
-        with contextlib.suppress(psutil.Error):  # it has ended
-            return [self.pid, *(process.pid for process in self.process.children(recursive=True))]
-        return []
-
     def freeze(self) -> None:
         """Stop it until it is killed."""
         with contextlib.suppress(ProcessLookupError):  # it has ended
@@ -261,7 +254,7 @@ class NodeAgent:
             return
         if self._mps.is_up and watched.at_hand != NOTHING:
             watched.freeze()  # else its code would notice, and go on
-            await asyncio.to_thread(self._mps.terminate, watched.family)
+            await asyncio.to_thread(self._mps.terminate, family(watched.pid))
         others = watched.kill_others()
         if watched.is_alive:
             ray.kill(watched.actor)  # else Ray would report a crash, at length
