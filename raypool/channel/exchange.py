@@ -328,21 +328,18 @@ class LocalExchange:
                 self._loop.call_soon_threadsafe(self._ended.set)
                 self._loop = None
 
-    def leave(self) -> None:
-        """Answer nobody: this is a forked child, which has no such thread."""
-        self._lock = threading.Lock()  # the parent may have held the old one
-        self._closed = (
-            "A forked child process (of a DataLoader, say) cannot use the store of a pool. Use it"
-            " in the task itself."
-        )
-
 
 _all_local: weakref.WeakSet[LocalExchange] = weakref.WeakSet()
 
 
 def _leave_all() -> None:
+    # a forked child has no thread that would answer
     for exchange in list(_all_local):
-        exchange.leave()
+        exchange._lock = threading.Lock()  # the parent may have held the old one
+        exchange._closed = (
+            "A forked child process (of a DataLoader, say) cannot use the store of a pool. Use it"
+            " in the task itself."
+        )
 
 
 os.register_at_fork(after_in_child=_leave_all)

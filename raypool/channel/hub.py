@@ -214,17 +214,14 @@ class Outbox:
                 self._gets_through = True
                 return
 
-    def forget(self) -> None:
-        """Take nothing more: this is a forked child, which has no such thread."""
-        self._is_here = False
-
 
 _outboxes: weakref.WeakSet[Outbox] = weakref.WeakSet()
 
 
 def _forget_all() -> None:
+    # a forked child has no thread that would send anything
     for outbox in list(_outboxes):
-        outbox.forget()
+        outbox._is_here = False
 
 
 os.register_at_fork(after_in_child=_forget_all)
