@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from raypool.worker.running import TaskContext, note_here, notes_here
+from raypool.worker.running import PLAIN, TaskContext, note_here, notes_here
 
 STREAMS = ("stdout", "stderr")
 
@@ -226,8 +226,6 @@ def add_last_lines(error: BaseException, text: str) -> None:
 # They go to the loggers of the same name in the driver's process. The levels of the driver's
 # loggers travel with a call whenever they have changed, so a worker makes and sends only the
 # records that the driver's loggers take.
-
-PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 
 PICKLED_BYTES = 64 * 1024
 """A larger field that somebody has added to a record travels as text."""

@@ -25,8 +25,7 @@ from raypool.errors import (
 from raypool.futures import Future
 from raypool.gpus.memory import kept
 from raypool.options import Options, Where
-from raypool.worker.runner import UNCHANGEABLE
-from raypool.worker.running import in_task
+from raypool.worker.running import PLAIN, in_task
 
 # --- parts: the values of Composites that live in this process, by key and rank -------------------
 #
@@ -140,7 +139,7 @@ def describe(value: Any) -> Description:
         text = type(value).__name__
     if len(text) > MAX_TEXT:
         text = f"{text[: MAX_TEXT - 3]}..."
-    is_plain = type(value) in UNCHANGEABLE and sys.getsizeof(value) <= PLAIN_BYTES
+    is_plain = type(value) in PLAIN and sys.getsizeof(value) <= PLAIN_BYTES
     return Description(text, (value,) if is_plain else ())
 
 

@@ -34,6 +34,7 @@ from raypool.worker.gpu_memory import GpuMemoryCare, note_shortage
 from raypool.worker.gpu_turns import GpuTurns
 from raypool.worker.interrupts import NOW, Interrupts, Terminated
 from raypool.worker.running import (
+    PLAIN,
     Say,
     TaskContext,
     item_seed,
@@ -44,9 +45,6 @@ from raypool.worker.running import (
 
 if TYPE_CHECKING:
     from raypool.backends.ray.packing import ParcelKeeper  # which imports Ray
-
-UNCHANGEABLE = frozenset({int, float, bool, str, bytes, type(None)})
-"""Types whose values cannot change."""
 
 CALL_LIMIT_S = 0.2
 """After this time a short call hands back what it has not begun [s]: others may be free by now."""
@@ -236,9 +234,7 @@ def _run_items(
             seed_everything(item_seed(seed, index), own)
         try:
             value = finished(fn(item))
-            values.append(
-                value if keeper is None or type(value) in UNCHANGEABLE else keeper.keep(value)
-            )
+            values.append(value if keeper is None or type(value) in PLAIN else keeper.keep(value))
         except BaseException as error:
             if isinstance(error, TaskCancelled) and result.is_cancelled:
                 # the guard's own; one that user code has raised is an error like any other

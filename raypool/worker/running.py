@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from raypool.worker.interrupts import Interrupts
 
 
+PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
+"""Types whose values cannot change, and whose pickles need no module."""
+
 SECURE_TIMEOUT_S = 5.0
 """How long a checkpoint waits for reports that cannot be sent [s]."""
 

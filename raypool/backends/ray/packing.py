@@ -44,6 +44,7 @@ from raypool.backends.ray import client
 from raypool.backends.ray.calls import loss_text
 from raypool.channel import by_value
 from raypool.channel.records import Failure, Missing, SliceResult, Values
+from raypool.channel.users_code import is_users
 from raypool.errors import (
     RaypoolError,
     SerializationError,
@@ -53,9 +54,7 @@ from raypool.errors import (
 )
 from raypool.results import Results
 from raypool.worker.runner import NarrowedCall, RawResult
-
-PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
-"""Types whose pickles need no module."""
+from raypool.worker.running import PLAIN
 
 BESIDE_BYTES = 64 * 1024
 """Buffers of arrays and tensors from this size on travel beside the pickle, copied once."""
@@ -627,8 +626,6 @@ def unpack_failure(packed: bytes) -> Failure:
 PATH_LENGTH = 60
 """The longest path that is shown; of a longer one, the end."""
 
-INSTALLED = ("site-packages", "dist-packages")
-
 METHODS = (types.MethodType, types.BuiltinMethodType)
 
 
@@ -794,9 +791,7 @@ def _is_own(owner: Any, step: Culprit, was_own: bool) -> bool:
     if package in sys.stdlib_module_names:
         # those of `types` and `argparse` have the user's names
         return type(owner).__name__.endswith("Namespace")
-    file = getattr(sys.modules.get(package), "__file__", None) or ""
-    is_installed = package == "raypool" or any(folder in file for folder in INSTALLED)
-    return not is_installed or not step.path.rpartition(".")[2].startswith("_")
+    return is_users(package) or not step.path.rpartition(".")[2].startswith("_")
 
 
 def _package(value: Any) -> str:
