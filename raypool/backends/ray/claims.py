@@ -224,7 +224,7 @@ class ClaimProgress:
 
 
 def claim_number(
-    needs: Sequence[Need], wanted: Wanted, survey: Survey, may_grow: Callable[[], Growth] = Growth
+    needs: Sequence[Need], wanted: Wanted, survey: Survey, may_grow: Callable[[], Growth]
 ) -> list[list[Claim]]:
     """Claim as much of each kind as possible; the requests make the cluster grow.
 

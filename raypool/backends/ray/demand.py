@@ -81,8 +81,8 @@ class Need:
 def demand_of(
     wanted: WorkerResources,
     has_chosen_gpus: bool,
-    per_gpu: int | str | None = None,
-    nodes: Sequence[Node] | None = None,
+    per_gpu: int | str | None,
+    nodes: Sequence[Node],
 ) -> Demand:
     """Return the needs of a worker with these resources on a cluster.
 
@@ -90,9 +90,8 @@ def demand_of(
         wanted: The user's wishes.
         has_chosen_gpus: Whether the user has named the GPUs.
         per_gpu: How many workers share a GPU unless `wanted` says; "auto": first one, then more.
-        nodes: The nodes of the cluster. None: of the one that is connected.
+        nodes: The nodes of the cluster.
     """
-    nodes = living_nodes() if nodes is None else nodes
     gpus, share, first = wanted.gpus, wanted.workers_per_gpu, wanted.workers_per_gpu
     if gpus is None:
         has_some = any(

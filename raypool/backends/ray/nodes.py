@@ -368,7 +368,7 @@ class CutOff(NamedTuple):
     has_values: bool
 
 
-def why_cut_off(silent_s: float, is_adrift: bool, is_outside: bool = False) -> CutOff | None:
+def why_cut_off(silent_s: float, is_adrift: bool, is_outside: bool) -> CutOff | None:
     """Return why this process can no longer use Ray; None if it can, or if Ray was shut down
     normally.
 

@@ -177,8 +177,8 @@ class PoolWorker:
         index: int,
         worker_id: int,
         inventory: Inventory,
-        sharing: Sharing | None = None,
-        max_leftover_bytes: int | None = None,
+        sharing: Sharing | None,
+        max_leftover_bytes: int | None,
     ) -> None:
         this_process.is_worker = True
         teach_multiprocessing()
@@ -226,7 +226,7 @@ class PoolWorker:
         self._info = WorkerInfo(index, platform.node(), os.getpid())
 
     def introduce(
-        self, setups: Sequence[Any], agent: Any = None, project: Snapshot | None = None
+        self, setups: Sequence[Any], agent: Any, project: Snapshot | None
     ) -> Introduction | str:
         """Check that this process sees exactly the GPUs that it was given, and set it up.
 
