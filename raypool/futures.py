@@ -17,7 +17,7 @@ from concurrent.futures._base import CANCELLED as IS_CANCELLED  # the states hav
 from concurrent.futures._base import CANCELLED_AND_NOTIFIED, FINISHED, PENDING, RUNNING
 from datetime import UTC, datetime
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, ParamSpec, TypeVar
 
 from raypool.channel.feed import Feed, MetricsReport, Row, as_html, feed_of, report_of_row
 from raypool.channel.queues import DataQueue, check_timeout
@@ -36,6 +36,8 @@ from raypool.worker.running import in_task
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from raypool.engine.driver import Driver
 
 T = TypeVar("T")
 
@@ -132,17 +134,6 @@ class Deferred:
         return self._value
 
 
-class Owner(Protocol):
-    """The thread that ends a future."""
-
-    @property
-    def is_own_thread(self) -> bool:
-        """Whether this is that thread: waiting here would never end."""
-
-    def do(self, chore: Callable[[], object]) -> None:
-        """Call something short in that thread."""
-
-
 class Future(concurrent.futures.Future[T], Generic[T]):
     """The handle of a task: a `concurrent.futures.Future` with state, metrics and output.
 
@@ -218,7 +209,7 @@ class Future(concurrent.futures.Future[T], Generic[T]):
         self.worker_replaced: bool | None = None
         # For the pool, from here on; `Driver.submit` sets the first three.
         self.on_ask = on_ask  # takes its requests, when it is cancelled or asked to stop
-        self.owners: tuple[Owner, ...] = ()  # must not wait for it
+        self.owners: tuple[Driver, ...] = ()  # their threads end it, and must not wait for it
         self.task_id = -1
         self.feed: Feed | None = None  # made when the task says something: queued ones are many
         # waits for what it said before it ended; returns the feed if that is not its own
@@ -597,7 +588,7 @@ def _error_of(value: Any) -> BaseException | Literal[False]:
     return False
 
 
-def owners_of(futures: Iterable[Future[Any]]) -> tuple[Owner, ...]:
+def owners_of(futures: Iterable[Future[Any]]) -> tuple[Driver, ...]:
     """Return the owners of these, each once."""
     return tuple(dict.fromkeys(owner for future in futures for owner in future.owners))
 

@@ -23,7 +23,7 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from raypool.errors import (
     InvalidTypeError,
@@ -35,7 +35,11 @@ from raypool.errors import (
     explains_calls,
     whole_number,
 )
-from raypool.worker.running import ExchangeClient, PoolLink, in_task, this_process
+from raypool.worker.running import in_task, this_process
+
+if TYPE_CHECKING:
+    from raypool.backends.ray.agents import Agents
+    from raypool.backends.ray.worker import WorkerLink
 
 T = TypeVar("T")
 
@@ -285,12 +289,12 @@ def offer(key: str, pickled: bytes, answer: Answer) -> None:
         answer(TAKEN)
 
 
-def add_source(source: Source) -> None:
-    """Add a pool from whose workers values may come."""
+def add_source(source: Agents) -> None:
+    """Add the agents of a pool from whose workers values may come."""
     sources.append(source)
 
 
-def drop_source(source: Source) -> None:
+def drop_source(source: Agents) -> None:
     """Remove a pool: no more values come from it."""
     with contextlib.suppress(ValueError):  # it was dropped before
         sources.remove(source)
@@ -357,13 +361,6 @@ NOBODY_READS = (
 )
 
 logger = logging.getLogger("raypool")
-
-
-class Source(ExchangeClient, Protocol):
-    """A pool whose workers put values into queues of this process."""
-
-    def catch_up(self, sent: dict[int, int]) -> None:
-        """Wait for all messages of calls that have ended, and for these batches (by worker id)."""
 
 
 class Listener:
@@ -438,8 +435,8 @@ class _Putter:
 kept: dict[str, object] = {}
 """Queues with listeners, by key: this reference keeps them alive."""
 
-sources: list[Source] = []
-"""The pools from whose workers values may come."""
+sources: list[Agents] = []
+"""The agents of pools from whose workers values may come."""
 
 
 class QueueOwner:
@@ -704,7 +701,7 @@ class QueueProxy:
         self.is_closed = False
         self._maxsize = maxsize
         self._policy = policy
-        self._joined: PoolLink | None = None
+        self._joined: WorkerLink | None = None
 
     def put(self, value: Any) -> None:
         """Send a value."""
@@ -738,10 +735,10 @@ class QueueProxy:
 
 
 proxies_by_key: weakref.WeakValueDictionary[str, QueueProxy] = weakref.WeakValueDictionary()
-_heard: PoolLink | None = None
+_heard: WorkerLink | None = None
 
 
-def _hear_of_ends(way: PoolLink) -> None:
+def _hear_of_ends(way: WorkerLink) -> None:
     """Start a thread that waits for the ends of queues, for as long as the pool lives."""
     global _heard
     if _heard is not way:
@@ -750,7 +747,7 @@ def _hear_of_ends(way: PoolLink) -> None:
         _heard = way
 
 
-def _hear(way: PoolLink) -> None:
+def _hear(way: WorkerLink) -> None:
     ended: list[str] = []
     number = 0
     while True:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, InvalidStateError
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from raypool.channel.records import SliceResult, WorkerInfo
 from raypool.engine.engine import Engine
@@ -52,21 +52,14 @@ from raypool.train.runs import (
 if TYPE_CHECKING:
     import pandas as pd
 
+    from raypool.train.managed import ManagedLane
+
 
 LOOK_S = 0.1
 """The time between two checks for new workers [s]."""
 
 Finish = Callable[[TrainingResult], TrainingResult]
 """Turns the result of a training into the result that its caller wants."""
-
-
-class TrainingBackend(Protocol):
-    """A way to run the ranks of a training."""
-
-    def begin(
-        self, plan: TrainingAttempt, size: int, places: tuple[int, ...] | None, options: Options
-    ) -> Future[Any]:
-        """Start an attempt; its result has a `RankEnd` for each rank."""
 
 
 @dataclass(frozen=True)
@@ -110,14 +103,14 @@ class Controller:
     def __init__(
         self,
         run: TrainingRun,
-        backend: TrainingBackend,
+        lane: WarmLane | ManagedLane,
         ranks: RankPlaces,
         options: Options,
         kept: RunOptions,
         finish: Finish | None,
     ) -> None:
         self._run = run
-        self._backend = backend
+        self._lane = lane
         self._ranks = ranks
         self._options = options
         self.kept = kept
@@ -149,7 +142,7 @@ class Controller:
         options = replace(self._options, name=run.name, retries=retries)
         if options.timeout_s is not None:  # it covers all attempts
             options = replace(options, timeout_s=max(options.timeout_s - self._spent_s, 0.001))
-        attempt = self._backend.begin(plan, ranks.size, ranks.places, options)
+        attempt = self._lane.begin(plan, ranks.size, ranks.places, options)
         run.adopt(attempt)
         return attempt
 
@@ -408,7 +401,7 @@ class WarmLane:
     def begin(
         self, plan: TrainingAttempt, size: int, places: tuple[int, ...] | None, options: Options
     ) -> Future[Any]:
-        """Start an attempt."""
+        """Start an attempt; its result has a `RankEnd` for each rank."""
         self._engine.check_open()  # else cancelled, which would hide the last attempt's error
         return submit_gang(
             self._engine, self._loop, (self._config, plan), options, size, places, kind=WarmWork

@@ -16,7 +16,8 @@ from raypool.parallel_for import check_progress
 
 if TYPE_CHECKING:
     from raypool.pool import PoolView, Workers
-    from raypool.train.controller import Finish, RankPlaces, TrainingBackend
+    from raypool.train.controller import Finish, RankPlaces
+    from raypool.train.managed import ManagedLane
     from raypool.train.runs import RunOptions, TrainingRun
     from raypool.train.training_options import TrainingOptions
 
@@ -163,18 +164,16 @@ def _started(  # noqa: PLR0913, PLR0917 - it only passes them on
     given: Mapping[str, Any] | None = None,
 ) -> TrainingRun:
     """Start a training in its lane; `finish` completes the result."""
-    from raypool.train.controller import Controller, start_run
+    from raypool.train.controller import Controller, WarmLane, start_run
     from raypool.train.runs import TrainingRun, run_folder
 
     engine = places.engine
     if lane == "warm":
-        from raypool.train.controller import WarmLane
-
-        backend: TrainingBackend = WarmLane(engine, loop, config)
+        chosen: WarmLane | ManagedLane = WarmLane(engine, loop, config)
     elif engine.profile.backend == "ray":
         from raypool.train.managed import ManagedLane
 
-        backend = managed = ManagedLane(engine, loop, config, kept, trainer, given or {})
+        chosen = managed = ManagedLane(engine, loop, config, kept, trainer, given or {})
         finish = finish or managed.finish
     else:
         raise InvalidValueError(
@@ -182,7 +181,7 @@ def _started(  # noqa: PLR0913, PLR0917 - it only passes them on
             f' {engine.profile.backend!r}. Use lane="warm", or a pool with profile="local".'
         )
     run = TrainingRun(name, run_folder(kept, name))
-    controller = Controller(run, backend, places, view._options, kept, finish)
+    controller = Controller(run, chosen, places, view._options, kept, finish)
     return start_run(run, controller, engine)
 
 

@@ -22,11 +22,14 @@ import time
 import weakref
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from raypool.core.messages import Signal
 from raypool.errors import TaskCancelled
 from raypool.worker.running import TaskContext, this_process
+
+if TYPE_CHECKING:
+    from raypool.worker.runner import RawResult
 
 STOP_SIGNAL = signal.SIGRTMIN + 5
 """SIGUSR1 and SIGUSR2 belong to schedulers of clusters and to training frameworks."""
@@ -68,13 +71,6 @@ def terminate(*_: Any) -> NoReturn:
     raise Terminated(1)  # Ray's own handler raises what `sys.exit(1)` does, as a task may
 
 
-class Deadline(Protocol):
-    """The limits of a slice: no item begins after `deadline`; a cancelled slice does not count."""
-
-    deadline: float
-    is_cancelled: bool
-
-
 class Interrupts:
     """Knows which slice is running, and which requests are for it.
 
@@ -86,7 +82,7 @@ class Interrupts:
         self._at_hand = NOTHING
         self._is_armed = False  # the running slice may be interrupted
         self._note: TaskContext | None = None
-        self._limit: Deadline | None = None
+        self._result: RawResult | None = None
         self._wishes: dict[tuple[int, int], Signal] = {}
 
     def begin_call(self, attempt_id: int) -> None:
@@ -105,14 +101,14 @@ class Interrupts:
         if self._wishes.get(self._at_hand) in (Signal.CANCEL, Signal.LEAVE):
             raise TaskCancelled
 
-    def begin(self, note: TaskContext, limit: Deadline) -> None:
+    def begin(self, note: TaskContext, result: RawResult) -> None:
         """Note that the user's code begins.
 
         Raises:
             TaskCancelled: It was cancelled. From here on this may be raised at any moment, until
                 `end` has returned.
         """
-        self._note, self._limit = note, limit
+        self._note, self._result = note, result
         wish = self._wishes.get(self._at_hand)
         if wish in (Signal.CANCEL, Signal.LEAVE):
             raise TaskCancelled
@@ -147,13 +143,13 @@ class Interrupts:
     @property
     def is_cancelled(self) -> bool:
         """Whether the running slice was cancelled."""
-        return self._limit is not None and self._limit.is_cancelled
+        return self._result is not None and self._result.is_cancelled
 
     def end(self) -> None:
         """Note that the user's code has ended."""
         self._is_armed = False
         self._at_hand = NOTHING
-        self._note = self._limit = None  # with what the task has returned
+        self._note = self._result = None  # with what the task has returned
 
     def take(self, wish: Signal, attempt_id: int, task_id: int) -> bool:
         """Take a request; return whether to interrupt the running slice for it, once."""
@@ -167,18 +163,18 @@ class Interrupts:
 
     def _carry_out(self, wish: Signal) -> bool:
         """Tell the running slice of a request; return whether to interrupt it."""
-        note, limit = self._note, self._limit
+        note, result = self._note, self._result
         assert note is not None
-        assert limit is not None
+        assert result is not None
         if wish is Signal.CANCEL:
             # no further item begins, also if the user's code catches the exception
-            note.should_stop = limit.is_cancelled = True
-            limit.deadline = NOW
+            note.should_stop = result.is_cancelled = True
+            result.deadline = NOW
             return True
         if wish is Signal.STOP:
             note.should_stop = True
         else:
-            limit.deadline = NOW  # the next items run elsewhere
+            result.deadline = NOW  # the next items run elsewhere
             note.leave()
         return False
 
@@ -214,10 +210,10 @@ class ProcessGuard(Interrupts):
         AT_HAND.pack_into(self._board, 0, self._attempt_id, task_id)
         super().approach(task_id)
 
-    def begin(self, note: TaskContext, limit: Deadline) -> None:
+    def begin(self, note: TaskContext, result: RawResult) -> None:
         """Note that the user's code begins."""
         this_process.running = note
-        super().begin(note, limit)
+        super().begin(note, result)
 
     def end(self) -> None:
         """Note that the user's code has ended."""
@@ -261,11 +257,11 @@ class ThreadGuard(Interrupts):
         self._is_coming = False  # TaskCancelled was raised in the thread, and may not have arrived
         self._lock = threading.Lock()
 
-    def begin(self, note: TaskContext, limit: Deadline) -> None:
+    def begin(self, note: TaskContext, result: RawResult) -> None:
         """Note that the user's code begins, in this thread."""
         with self._lock:
             self._thread_id = threading.get_ident()
-            super().begin(note, limit)
+            super().begin(note, result)
 
     def pause(self) -> bool:
         """Stop interrupting the running slice."""

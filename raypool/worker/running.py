@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from raypool.backends.ray.worker import WorkerLink
     from raypool.worker.folders import CheckpointFolders
     from raypool.worker.interrupts import Interrupts
 
@@ -103,7 +104,7 @@ class ProcessContext:
 
     def __init__(self) -> None:
         self.running: TaskContext | None = None
-        self.link: PoolLink | None = None
+        self.link: WorkerLink | None = None
         self.is_worker = False
         self.is_retired = False
 
@@ -251,23 +252,3 @@ class ExchangeClient(Protocol):
 
     def unpack(self, packed: Any) -> Any:
         """Return the value that was packed."""
-
-
-class PoolLink(ExchangeClient, Protocol):
-    """A worker process's connection to the rest of its pool."""
-
-    @property
-    def worker_id(self) -> int:
-        """The number of this process in its pool."""
-
-    def send(self, kind: str, key: Any, payload: Any) -> None:
-        """Send something, in order; returns at once, unless far too much is on its way."""
-
-    def send_latest(self, key: str, maxsize: int, payload: bytes) -> None:
-        """Send to a queue that keeps the newest values: older ones that wait are dropped."""
-
-    def drain(self, timeout_s: float) -> None:
-        """Wait until what was sent has arrived."""
-
-    def flush(self) -> int:
-        """Send waiting messages now; return the number of the newest batch."""

@@ -136,7 +136,10 @@ def test_a_group_grows_for_the_kind_of_gpu_that_a_pool_asks_for() -> None:
     from raypool.profiles import WorkerResources
 
     demand = demand_of(
-        WorkerResources(gpus=1, accelerator_type="T4"), has_chosen_gpus=False, per_gpu=None, nodes=[]
+        WorkerResources(gpus=1, accelerator_type="T4"),
+        has_chosen_gpus=False,
+        per_gpu=None,
+        nodes=[],
     )
     [worker] = write(plan(T4))["spec"]["workerGroupSpecs"]
     assert set(worker["resources"]) <= set(demand.bundle)

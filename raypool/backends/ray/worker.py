@@ -512,7 +512,11 @@ class WorkerFolders(CheckpointFolders):
 
 
 class WorkerLink:
-    """This process's connection to its pool; see `raypool.worker.running.PoolLink`."""
+    """This process's connection to its pool: an `ExchangeClient` that also sends messages.
+
+    `send` returns at once, unless far too much is on its way. `send_latest` is for queues that keep
+    the newest values. `drain` waits until what was sent has arrived.
+    """
 
     def __init__(
         self, worker_id: int, outbox: Outbox, agent: Any, home: Any, home_name: tuple[str, int]
