@@ -34,9 +34,9 @@ from raypool.errors import (
 from raypool.futures import Future
 from raypool.options import Options, worker_numbers
 from raypool.spmd.composite import Composite, PartInfo, check_located, forget_on, marked
+from raypool.spmd.context import RankFunction
 from raypool.spmd.failures import RankFailure, spmd_error
 from raypool.spmd.group import Assignment
-from raypool.spmd.rank import RankFunction
 
 if TYPE_CHECKING:
     import pandas as pd

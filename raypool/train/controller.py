@@ -30,8 +30,8 @@ from raypool.errors import (
 from raypool.futures import Deferred, Future
 from raypool.options import Options
 from raypool.spmd.call import SpmdWork, submit_gang
+from raypool.spmd.context import RankFunction
 from raypool.spmd.group import Assignment
-from raypool.spmd.rank import RankFunction
 from raypool.train.checkpoints import (
     CompleteCheckpoint,
     RankEnd,
