@@ -85,18 +85,17 @@ class Meeting:
             self._awaited.notify_all()
 
 
-class _Making:
-    """The lock for an instant while a future makes its `Meeting`: one for all futures."""
-
-    lock = threading.RLock()
-
-    @classmethod
-    def renew(cls) -> None:
-        cls.lock = threading.RLock()
+_making = threading.RLock()
+"""Held for an instant while a future makes its `Meeting`: one lock for all futures."""
 
 
-# in a forked child: another thread of the parent may have held it
-os.register_at_fork(after_in_child=_Making.renew)
+def _renew_lock() -> None:
+    # in a forked child: another thread of the parent may have held it
+    global _making
+    _making = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 ENDED = frozenset({IS_CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED})
@@ -231,7 +230,7 @@ class Future(concurrent.futures.Future[T], Generic[T]):
 
     def _meet(self) -> Meeting:
         made = Meeting()
-        with _Making.lock:
+        with _making:
             if self._meeting is None:  # nobody was quicker
                 self._meeting = made
             return self._meeting

@@ -153,10 +153,6 @@ class GlooTransport:
         """Make every wait in this group, here or at a peer, fail at once."""
         sever(self._gloo)
 
-    def drop(self) -> None:
-        """Close the group for good."""
-        self._gloo = None
-
 
 # weakly: it must not keep open what nobody uses any more
 _open: weakref.WeakSet[GlooTransport] = weakref.WeakSet()
@@ -166,7 +162,7 @@ _open: weakref.WeakSet[GlooTransport] = weakref.WeakSet()
 def _close_all() -> None:
     for transport in list(_open):
         transport.sever()
-        transport.drop()
+        transport._gloo = None
 
 
 def distributed() -> Any:

@@ -6,6 +6,7 @@ This module imports torch: its callers hold a model of torch's anyway.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import io
 import logging
@@ -89,7 +90,8 @@ def prepare_fit(
         rate_scale=rate_scale,
         is_on_cpu=options.execution == "cpu",
     )
-    return FitCall(fit, {"fit": job}, [worker.index for worker, _ in chosen], notes, _Finish(model))
+    finish = functools.partial(_finished, model)
+    return FitCall(fit, {"fit": job}, [worker.index for worker, _ in chosen], notes, finish)
 
 
 def gradient_bytes(config: dict[str, Any]) -> int:
@@ -101,39 +103,29 @@ def gradient_bytes(config: dict[str, Any]) -> int:
     )
 
 
-class _Finish:
-    """Turns the ranks' results into a trained model."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def __call__(self, result: TrainingResult) -> TrainingResult:
-        """Return the result with the trained model, on the CPU and in evaluation mode."""
-        ends = [dict(end) for end in result.values]
-        # only rank 0 sends it
-        (saved,) = [end.pop("model") for end in ends if "model" in end]
-        # Safe: it comes from our own worker, like all values. A model may hold more than tensors.
-        state = torch.load(io.BytesIO(saved), map_location="cpu", weights_only=False)
-        module = (
-            copy.deepcopy(self._model) if isinstance(self._model, nn.Module) else _make(self._model)
+def _finished(model: Any, result: TrainingResult) -> TrainingResult:
+    """Return the ranks' result with the trained model, on the CPU and in evaluation mode."""
+    ends = [dict(end) for end in result.values]
+    # only rank 0 sends it
+    (saved,) = [end.pop("model") for end in ends if "model" in end]
+    # Safe: it comes from our own worker, like all values. A model may hold more than tensors.
+    state = torch.load(io.BytesIO(saved), map_location="cpu", weights_only=False)
+    module = copy.deepcopy(model) if isinstance(model, nn.Module) else _make(model)
+    module.to("cpu").load_state_dict(state)
+    module.eval()
+    ended_by = ends[0]["ended_by"]
+    if not ends[0]["is_mean"]:
+        logger.warning(
+            "The loss is not the plain mean over its samples (it weighs them, leaves some out, or"
+            " compares them with each other), and each of %d workers computed it over its own"
+            " share: the result differs a little from that of one worker.",
+            len(ends),
         )
-        module.to("cpu").load_state_dict(state)
-        module.eval()
-        ended_by = ends[0]["ended_by"]
-        if not ends[0]["is_mean"]:
-            logger.warning(
-                "The loss is not the plain mean over its samples (it weighs them, leaves some out,"
-                " or compares them with each other), and each of %d workers computed it over its"
-                " own share: the result differs a little from that of one worker.",
-                len(ends),
-            )
-        if ended_by == LOST:
-            logger.warning(
-                "The training has ended after %d steps: its loss is nan.", ends[0]["steps"]
-            )
-        for end in ends:
-            del end["is_mean"]
-        return replace(result, values=ends, model=module, ended_by=ended_by)
+    if ended_by == LOST:
+        logger.warning("The training has ended after %d steps: its loss is nan.", ends[0]["steps"])
+    for end in ends:
+        del end["is_mean"]
+    return replace(result, values=ends, model=module, ended_by=ended_by)
 
 
 def _make(model: Callable[[], Any]) -> nn.Module:

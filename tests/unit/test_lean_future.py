@@ -129,7 +129,7 @@ def test_awaited_by_asyncio() -> None:
 
 def test_a_forked_child_need_not_wait_for_a_thread_of_its_parent() -> None:
     """Whoever is at a new future just then does not come along, and would never be done there."""
-    with futures._Making.lock:
+    with futures._making:
         pid = in_child(lambda: Future[int]("lean").cancel())
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 0
