@@ -384,7 +384,8 @@ class Pool:
         self._collector.close(self._forget)  # first: afterwards no new job can start
         jobs = self._collector.jobs()
         for job in jobs:
-            job.stop()
+            if isinstance(job, Drawing):
+                job.stop()
         if self._own is None:
             for job in reversed(jobs):  # as `cancel_each` does
                 job.cancel()
@@ -404,7 +405,8 @@ class Pool:
             raise ValueError("Pool is still running")
         self._collector.check_wait()
         for job in self._collector.jobs():
-            job.hurry()  # an `imap` would wait until its results are taken
+            if isinstance(job, Drawing):  # it would wait until its results are taken
+                job.hurry()
         self._collector.thread.join()
         if self._own is not None:
             self._own.shutdown()
@@ -688,14 +690,14 @@ class CallGroup(Generic[T]):
 
     def __init__(
         self,
-        pool: object,
+        pool: Pool,
         collector: Collector,
         futures: Sequence[Future[Any]],
         assemble: Callable[[list[Any]], T],
         callback: Callback | None,
         error_callback: Callback | None,
     ) -> None:
-        self._pool: object = pool  # not collected before all calls have ended
+        self._pool: Pool | None = pool  # not collected before all calls have ended
         self.collector = collector
         self._futures = futures
         self._assemble = assemble
@@ -745,12 +747,6 @@ class CallGroup(Generic[T]):
                 )
         self._pool = None  # first: then a waiter that drops the pool holds the last reference
         self.ended.set()
-
-    def hurry(self) -> None:
-        """Do nothing: all calls are submitted."""
-
-    def stop(self) -> None:
-        """Do nothing: all calls are submitted."""
 
     def cancel(self) -> None:
         """Cancel all calls."""
@@ -885,7 +881,7 @@ class Drawing(Generic[T]):
 
     def __init__(  # noqa: PLR0913 - made in one place
         self,
-        pool: object,
+        pool: Pool,
         collector: Collector,
         submit: Callable[[Any], Future[Any]],
         calls: Iterator[Any],
@@ -894,7 +890,7 @@ class Drawing(Generic[T]):
         is_ordered: bool,
         most_ahead: int | None,
     ) -> None:
-        self._pool: object = pool  # not collected before all calls have ended
+        self._pool: Pool | None = pool  # not collected before all calls have ended
         self._collector = collector
         self._is_chunked = is_chunked
         self._is_ordered = is_ordered

@@ -53,7 +53,7 @@ from ray.util.placement_group import PlacementGroup
 
 from raypool.backends.ray import shortages
 from raypool.backends.ray.backend import RayBackend
-from raypool.backends.ray.calls import UNRECORDED, loss_reason, loss_text
+from raypool.backends.ray.calls import UNRECORDED, later, loss_reason, loss_text
 from raypool.backends.ray.packing import Packed, pack, pack_error, snapshot, unpack, unpack_failure
 from raypool.channel import capture
 from raypool.channel.hub import Hub, Outbox
@@ -460,7 +460,7 @@ class ManagedAttempt:
         timer = None
         try:
             if self._options.timeout_s is not None:
-                timer = _later(self._options.timeout_s, functools.partial(self._end, is_late=True))
+                timer = later(self._options.timeout_s, functools.partial(self._end, is_late=True))
             self._hear()  # a wish from before the coordinator existed
             if self._is_ending:
                 return
@@ -537,7 +537,7 @@ class ManagedAttempt:
 
         if ray.is_initialized() and self._outcome is None:
             self._controller.abort.remote()
-            _later(ABORT_S, kill)
+            later(ABORT_S, kill)
 
     # --- cleanup and outcome ----------------------------------------------------------------------
 
@@ -723,13 +723,6 @@ class ManagedAttempt:
 def _first_line(text: Any) -> str:
     lines = str(text).strip().splitlines()  # Ray's messages go on with traces and advice
     return lines[0].rstrip(".") if lines else "nothing is known"
-
-
-def _later(delay_s: float, chore: Callable[[], object]) -> threading.Timer:
-    timer = threading.Timer(min(delay_s, threading.TIMEOUT_MAX), chore)  # longer ones raise
-    timer.daemon = True
-    timer.start()
-    return timer
 
 
 def tell_ray(plan: TrainingAttempt) -> None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import ray
 
 from raypool.backends.ray import client, mps
-from raypool.backends.ray.calls import answered, aside, ask, on_node, when_done
+from raypool.backends.ray.calls import answered, aside, ask, later, on_node, when_done
 from raypool.backends.ray.claims import Claim, locate
 from raypool.backends.ray.node_agent import OFFERED, NodeAgent, Usage
 from raypool.backends.ray.nodes import LOOK_S
@@ -135,10 +135,7 @@ class Agents:
         self._chores.put(chore)
 
     def _later_by(self, delay_s: float, chore: Chore) -> threading.Timer:
-        timer = threading.Timer(delay_s, self.later, [chore])
-        timer.daemon = True  # it must not keep this process from ending
-        timer.start()
-        return timer
+        return later(delay_s, functools.partial(self.later, chore))
 
     def _work(self) -> None:
         while (chore := self._chores.get()) is not None:

@@ -39,6 +39,14 @@ def aside(chore: Callable[[], object]) -> None:
     threading.Thread(target=chore, name="raypool-aside", daemon=True).start()
 
 
+def later(delay_s: float, chore: Callable[[], object]) -> threading.Timer:
+    """Call something in its own thread after a while; return the timer, to cancel it."""
+    timer = threading.Timer(min(delay_s, threading.TIMEOUT_MAX), chore)  # longer ones raise
+    timer.daemon = True  # it must not keep this process from ending
+    timer.start()
+    return timer
+
+
 def on_node(node_id: str) -> dict[str, Any]:
     """Return the options of an actor or task that runs on a node and claims nothing there."""
     there = NodeAffinitySchedulingStrategy(node_id, soft=False)
