@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import math
 import threading
@@ -102,7 +103,7 @@ def classify_with(  # noqa: PLR0913 - likewise
                 f"labels has the shape {names.shape}. Pass one name for each class, in the order of"
                 " the classes."
             )
-    classes = Classes(None if names is None else len(names))
+    classes = functools.partial(class_numbers, None if names is None else len(names))
     numbers = predict_with(
         engine, options, where, model, data, mini_batch_size=mini_batch_size, output=classes
     )
@@ -403,28 +404,21 @@ def as_arrays(outputs: Any) -> Any:
     return mapped(as_arrays, outputs)
 
 
-class Classes:
-    """Makes class numbers of scores on the worker; `num_labels`: how many classes there are."""
-
-    def __init__(self, num_labels: int | None) -> None:
-        self._num_labels = num_labels
-
-    def __call__(self, scores: Any) -> torch.Tensor:
-        """Return the class with the highest score for each sample."""
-        if not isinstance(scores, torch.Tensor):
-            raise InvalidTypeError(
-                f"The model returns a {type(scores).__name__}, not a tensor of scores. Use predict"
-                " with output=."
-            )
-        if scores.ndim < 2 or scores.shape[1] < 2:
-            raise InvalidValueError(
-                f"The model returns an output of shape {tuple(scores.shape)}, not a score for each"
-                " class in dimension 1. For a single score use predict(model, data, output=lambda"
-                " y: y > 0), with the threshold that fits it."
-            )
-        if self._num_labels not in (None, scores.shape[1]):
-            raise InvalidValueError(
-                f"labels has {self._num_labels} entries, but the model has {scores.shape[1]}"
-                " classes."
-            )
-        return scores.argmax(1)
+def class_numbers(num_labels: int | None, scores: Any) -> torch.Tensor:
+    """Return the class with the highest score for each sample, on the worker; of so many labels."""
+    if not isinstance(scores, torch.Tensor):
+        raise InvalidTypeError(
+            f"The model returns a {type(scores).__name__}, not a tensor of scores. Use predict"
+            " with output=."
+        )
+    if scores.ndim < 2 or scores.shape[1] < 2:
+        raise InvalidValueError(
+            f"The model returns an output of shape {tuple(scores.shape)}, not a score for each"
+            " class in dimension 1. For a single score use predict(model, data, output=lambda"
+            " y: y > 0), with the threshold that fits it."
+        )
+    if num_labels not in (None, scores.shape[1]):
+        raise InvalidValueError(
+            f"labels has {num_labels} entries, but the model has {scores.shape[1]} classes."
+        )
+    return scores.argmax(1)

@@ -28,7 +28,6 @@ from raypool.backends.ray.calls import UNRECORDED, aside, loss_reason, loss_text
 from raypool.backends.ray.card_sharing import SharedGpus
 from raypool.backends.ray.claims import Claim, locate
 from raypool.backends.ray.client import is_outside, note_deaths
-from raypool.backends.ray.demand import Demand
 from raypool.backends.ray.nodes import CutOff, Nodes, NodeWatch, look, why_cut_off
 from raypool.backends.ray.packing import (
     MessageValues,
@@ -50,7 +49,7 @@ from raypool.backends.ray.worker import (
 from raypool.channel.capture import Levels, levels_here
 from raypool.channel.hub import Hub
 from raypool.channel.queues import add_source, drop_source
-from raypool.channel.records import Function, NodeDevices, Part, Values, WorkerInfo
+from raypool.channel.records import Function, Part, Values, WorkerInfo
 from raypool.channel.traffic import Traffic
 from raypool.channel.users_code import Snapshot, changed_model, different_module
 from raypool.core.messages import AttemptFinished, AttemptNarrowed, Signal, WorkerLost, WorkerReady
@@ -95,14 +94,14 @@ class RayBackend:
         self._traffic = traffic
         hub.on_early = self._on_early
         self._placement = Placement(profile)
-        self.may_move = self._placement.may_move
+        self.may_move, self.demands = self._placement.may_move, self._placement.demands
         self._slots: dict[int, Slot] = {}
         self._by_worker: dict[int, Slot] = {}
         self._actor_class = ray.remote(PoolWorker)
         self._nodes = NodeWatch(self, post, profile.cancel_grace_s)
         self._agents = Agents(hub, profile.cancel_grace_s, self._nodes.stays, profile.inventory)
         add_source(self._agents)
-        self.gpu_readings = self._agents.gpu_readings
+        self.devices, self.gpu_readings = self._agents.devices, self._agents.gpu_readings
         self._cards: SharedGpus | None = None
         if profile.workers_per_gpu == "auto":
 
@@ -133,10 +132,6 @@ class RayBackend:
     def find_way(self) -> ExchangeClient:
         """Return the way to the pool's exchange."""
         return self._agents
-
-    def devices(self) -> list[NodeDevices]:
-        """Ask the agents of the pool's nodes."""
-        return self._agents.devices()
 
     # --- places -----------------------------------------------------------------------------------
 
@@ -210,11 +205,6 @@ class RayBackend:
                 aside(functools.partial(self._placement.give_back, left))
 
         self._retire(slot, give_back)
-
-    @property
-    def demands(self) -> list[Demand]:
-        """What each kind of worker needs."""
-        return self._placement.demands
 
     def lend(self, places: Sequence[int]) -> None:
         """Give the claims of a loan's workers back, and wait until others can have them."""
