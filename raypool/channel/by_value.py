@@ -136,7 +136,6 @@ def _function_in_child(
 def _set_in_child(
     set_state: Callable[..., None], function: Any, state: tuple[dict[str, Any], dict[str, Any]]
 ) -> None:
-    """Set a function's own state."""
     there = function.__globals__
     # without global variables that are there: what an initializer has set stays
     state[1]["__globals__"] = {
@@ -146,7 +145,6 @@ def _set_in_child(
 
 
 def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
-    """Return a function with a new cache."""
     return functools.lru_cache(**parameters)(function)
 
 

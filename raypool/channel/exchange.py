@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from raypool.channel.queues import LOOK_AGAIN_S
 from raypool.errors import PoolClosedError
 
 END_TIMEOUT_S = 2.0
@@ -27,9 +28,6 @@ MAX_CHANGES = 100_000
 """When this many changes of the store wait for a listener, it has gone with its process."""
 
 POOL_ENDED = "The pool was shut down, and the values that its tasks shared are gone."
-
-LOOK_AGAIN_S = 0.05
-"""The length of a wait's pieces [s]: a thread is cancelled only while it runs Python code."""
 
 PassOn = Callable[[str, int, bytes], object]
 

@@ -138,7 +138,6 @@ class Outbox:
         self._ring(entry[0])
 
     def _ring(self, kind: str) -> None:
-        """Wake the thread if it rests."""
         if self._is_resting:
             self._is_resting = False
             self._bell.put(kind)

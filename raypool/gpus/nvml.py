@@ -181,7 +181,6 @@ class Nvml:
         )
 
     def _processes(self, index: int) -> tuple[GpuProcess, ...] | None:
-        """Return the processes that use a GPU."""
         entries = self._ask(index, "nvmlDeviceGetComputeRunningProcesses")
         if entries is None:
             return None

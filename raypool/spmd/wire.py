@@ -202,7 +202,6 @@ def _what(header: Header) -> str:
 
 
 def _parties(did: Sequence[str], header: Header) -> str:
-    """List the ranks by operation."""
     ranks_by_deed: dict[str, list[int]] = {}
     for rank, deed in enumerate(did):
         ranks_by_deed.setdefault(deed, []).append(rank)

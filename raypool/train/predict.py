@@ -265,7 +265,6 @@ class Predictor:
         self._model = None  # its worker keeps this object for as long as it knows the function
 
     def _outputs(self, model: Any, batch: Any, count: int) -> Any:
-        """Return the converted outputs of a mini-batch."""
         outputs = call_model(model, model, batch)
         if self._output is None:
             _check_rows(outputs, count)

@@ -135,7 +135,6 @@ def _check_best_metric(name: str | None, options: TrainingOptions) -> None:
 
 
 def _rank_places(view: PoolView, workers: Workers, least: int | None) -> RankPlaces:
-    """Return the places of the ranks of a training."""
     from raypool.train.controller import RankPlaces
 
     if view._options.fresh_process:

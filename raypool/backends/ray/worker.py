@@ -47,8 +47,8 @@ from raypool.channel import capture
 from raypool.channel.by_value import call_setup, note_globals, share_left, teach_multiprocessing
 from raypool.channel.capture import Forwarder, Levels
 from raypool.channel.constants import discard_all, is_any_here
-from raypool.channel.exchange import LOOK_AGAIN_S
 from raypool.channel.hub import Outbox
+from raypool.channel.queues import LOOK_AGAIN_S
 from raypool.channel.records import Part, Refusal, WorkerInfo, function_name
 from raypool.channel.users_code import CapturedModels, Follower, Snapshot, reload_all
 from raypool.errors import InvalidValueError, TaskError, WorkerLostError
