@@ -290,7 +290,9 @@ class InlineBackend:
         def interrupt() -> bool:
             if is_main and not part.is_rank:
                 return True  # the signal does it
-            if any(each.is_delicate for each in self._guards_of(part, guard)):
+            ranks = self._ranks.get(part.task_id, ())
+            guards = [self._guards[rank.worker_id] for rank in ranks] if part.is_rank else [guard]
+            if any(each.is_delicate for each in guards):
                 return False
             if part.is_rank:
                 self._break_up(part.task_id)
@@ -321,11 +323,6 @@ class InlineBackend:
                 except KeyboardInterrupt:  # it means the gang
                     self._post(CancelRequested(task_id), None)
                     self._break_up(task_id)
-
-    def _guards_of(self, part: Part, guard: ThreadGuard) -> list[ThreadGuard]:
-        if not part.is_rank:
-            return [guard]
-        return [self._guards[rank.worker_id] for rank in self._ranks.get(part.task_id, ())]
 
     def _break_up(self, task_id: int) -> None:
         """Stop all ranks of a gang: the driver cannot, since its thread runs the first."""

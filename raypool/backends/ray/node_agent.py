@@ -514,17 +514,12 @@ class Telemetry:
         loop = asyncio.get_running_loop()
         while True:
             gpus = list(self._users)
-            for gpu, reading in await loop.run_in_executor(self._asking, self._read, gpus):
-                self.note(gpu, reading)
+            cards = await loop.run_in_executor(self._asking, self._inventory.load, gpus)
+            now = time.time()
+            for card in cards:
+                reading = Reading(now, card.utilization, card.used_bytes, card.total_bytes)
+                self.note(card.index, reading)
             await asyncio.sleep(self._look_s)
-
-    def _read(self, gpus: Sequence[int]) -> list[tuple[int, Reading]]:
-        cards = self._inventory.load(gpus)
-        now = time.time()
-        return [
-            (card.index, Reading(now, card.utilization, card.used_bytes, card.total_bytes))
-            for card in cards
-        ]
 
     def note(self, gpu: int, reading: Reading) -> None:
         """Add a reading of a GPU."""
