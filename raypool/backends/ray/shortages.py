@@ -155,26 +155,32 @@ def held_here(
 
 def never(need: Need, there: int, most: int) -> ResourceError:
     """Return the error for more than a fully grown cluster could hold."""
-    kind, each = need.demand.kind, need.demand.each
-    return ResourceError(
-        f"{kind}: requested {need.least * each:g}, available {there * each:g}; with all nodes that"
-        f" its autoscaler may add, the cluster would have {most * each:g} for such workers. Ask for"
-        f" at most {most}, or raise max_workers in its file.",
-        requested=need.least * each,
-        available=there * each,
-        holders=(),
+    return _not_grown(
+        need,
+        there,
+        "; with all nodes that its autoscaler may add, the cluster would have"
+        f" {most * need.demand.each:g} for such workers. Ask for at most {most}, or raise"
+        " max_workers in its file.",
     )
 
 
 def not_yet(need: Need, there: int) -> ResourceError:
     """Return the error for nodes that have not come in time."""
-    kind, each = need.demand.kind, need.demand.each
+    return _not_grown(
+        need,
+        there,
+        ": the nodes requested from the cluster's autoscaler did not start within start_timeout_s."
+        " A machine in a cloud takes minutes: raise start_timeout_s, and check `raypool cluster"
+        " status`.",
+    )
+
+
+def _not_grown(need: Need, there: int, why: str) -> ResourceError:
+    requested, available = need.least * need.demand.each, there * need.demand.each
     return ResourceError(
-        f"{kind}: requested {need.least * each:g}, available {there * each:g}: the nodes requested"
-        " from the cluster's autoscaler did not start within start_timeout_s. A machine in a"
-        " cloud takes minutes: raise start_timeout_s, and check `raypool cluster status`.",
-        requested=need.least * each,
-        available=there * each,
+        f"{need.demand.kind}: requested {requested:g}, available {available:g}{why}",
+        requested=requested,
+        available=available,
         holders=(),
     )
 
