@@ -470,8 +470,15 @@ class Generator(NamedTuple):
 
 
 def _is_torchs(value: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Generator)
+    torch: Any = sys.modules.get("torch")
+    # another thread may be importing it just now: then it lacks the name
+    return hasattr(torch, "Generator") and isinstance(value, torch.Generator)
+
+
+def _numpys_random() -> Any:
+    """Return `numpy.random` if it is completely imported; else None."""
+    module = sys.modules.get("numpy.random")
+    return module if hasattr(module, "RandomState") else None
 
 
 def generators_of(fn: Any) -> list[Generator]:
@@ -484,10 +491,9 @@ def generators_of(fn: Any) -> list[Generator]:
     """
     # those behind the functions of modules, which `seed_everything` seeds
     known: list[Any] = [random._inst]
-    if (numpys := sys.modules.get("numpy.random")) is not None:
+    if (numpys := _numpys_random()) is not None:
         known += [numpys.mtrand._rand, numpys.mtrand._rand._bit_generator]
-    if (torch := sys.modules.get("torch")) is not None:
-        known.append(torch.default_generator)
+    known.append(getattr(sys.modules.get("torch"), "default_generator", None))
     found = []
     for name, generator in _search(fn, _generator_in):
         if all(generator is not other for other in known):
@@ -551,7 +557,7 @@ def _generator_in(value: Any) -> Any:
     if isinstance(value, random.Random):
         # the system's has no seed
         return None if isinstance(value, random.SystemRandom) else value
-    numpys = sys.modules.get("numpy.random")
+    numpys = _numpys_random()
     if numpys is not None:
         if isinstance(value, numpys.Generator):
             return value.bit_generator

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import random
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from types import ModuleType
 import pytest
 
 from raypool.channel.records import Failure, WorkerInfo
-from raypool.channel.users_code import PATCHERS, Project
+from raypool.channel.users_code import PATCHERS, Project, generators_of
 from raypool.core.model import Slice
 from raypool.engine.work import described
 
@@ -121,3 +122,12 @@ def test_the_error_for_a_module_that_is_only_here_says_what_to_do(lab: ModuleTyp
         " add it to packages=."
     ]
     assert note("no_such_module") == []
+
+
+def test_generators_are_found_while_another_thread_imports_numpy_and_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = random.Random()
+    for name in ("numpy.random", "torch"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))  # it has no names yet
+    assert [found.value for found in generators_of(lambda: own.random())] == [own]
