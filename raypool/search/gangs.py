@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from raypool.channel.captured import generators_of
+from raypool.channel.by_value import share_left
 from raypool.channel.feed import Row as ReportRow
 from raypool.channel.records import NOBODY, Failure, LocalValues, SliceResult, WorkerInfo
+from raypool.channel.users_code import generators_of
 from raypool.core.model import Slice, TaskSpec
 from raypool.engine.in_flight import Call
 from raypool.errors import (
@@ -43,7 +44,6 @@ from raypool.train.runs import RunOptions, TrainingRun
 from raypool.train.verbs import check_loop, check_names_in, train
 from raypool.worker.runner import seed_everything
 from raypool.worker.running import item_seed, note_here, this_process
-from raypool.worker.setup_globals import share_left
 
 if TYPE_CHECKING:
     from raypool.pool import PoolView
