@@ -135,16 +135,9 @@ class Slurm:
                 raise InvalidTypeError(f"{name}={value!r} is not a string.")
         for name in ("nodes", "cpus_per_gpu"):
             object.__setattr__(self, name, optional_count(name, getattr(self, name), least=1))
-        if isinstance(self.sbatch, str) or not all(isinstance(each, str) for each in self.sbatch):
-            raise InvalidTypeError(
-                f"sbatch must be a list of options, such as ['--qos=long'], not {self.sbatch!r}."
-            )
-        for option in self.sbatch:
-            if not option.startswith("-") or "\n" in option:
-                raise InvalidValueError(
-                    f"sbatch contains {option!r}, which is not an option, such as '--qos=long'."
-                )
-        object.__setattr__(self, "sbatch", tuple(self.sbatch))
+        what, one = "a list of options, such as ['--qos=long']", "an option, such as '--qos=long'"
+        options = _checked_list("sbatch", self.sbatch, str, what, one, re.compile(r"-.*\Z").match)
+        object.__setattr__(self, "sbatch", options)
         if isinstance(self.time, bool) or not isinstance(self.time, (str, int, NoneType)):
             raise InvalidTypeError(
                 "time must be a time limit, such as '4:00:00', or a number of minutes, not"
@@ -233,39 +226,24 @@ class WorkerResources:
                 f"WorkerResources(gpus={gpus}) would take part of a second GPU, which Ray cannot"
                 " do. Use an integer, or a fraction below 1."
             )
-        if 0 < gpus < 1:
-            _check_fraction(gpus)
+        if 0 < gpus < LEAST_GPUS:
+            raise InvalidValueError(
+                f"WorkerResources(gpus={gpus!r}) is less than {LEAST_GPUS}, the least that Ray"
+                " counts."
+            )
+        # the rest of a GPU would be held, and idle
+        if 0 < gpus < 1 and not SLACK[0] <= 1 - round(1 / gpus) * gpus <= SLACK[1]:
+            share = int(1 / gpus)
+            raise InvalidValueError(
+                f"WorkerResources(gpus={gpus!r}) does not divide a GPU:"
+                f" {1 - share * gpus:.2g} of it would lie idle. The nearest that do are"
+                f" {1 / share:.3g} ({share} on a GPU) and {1 / (share + 1):.3g} ({share + 1})."
+            )
 
     @property
     def workers_per_gpu(self) -> int:
         """How many such workers one GPU takes."""
         return round(1 / self.gpus) if self.gpus and self.gpus < 1 else 1
-
-
-def _check_fraction(gpus: float) -> None:
-    """Refuse a fraction that does not divide a GPU: the rest would be held, and idle."""
-    if gpus < LEAST_GPUS:
-        raise InvalidValueError(
-            f"WorkerResources(gpus={gpus!r}) is less than {LEAST_GPUS}, the least that Ray counts."
-        )
-    # the rest of a GPU would be held, and idle
-    if SLACK[0] <= 1 - round(1 / gpus) * gpus <= SLACK[1]:
-        return
-    share = int(1 / gpus)
-    rest = 1 - share * gpus
-    workers = (
-        f"{share} such workers take {share * gpus:.3g} of it"
-        if share > 1
-        else f"one such worker takes {gpus:.3g} of it"
-    )
-    raise InvalidValueError(
-        f"WorkerResources(gpus={gpus!r}) does not divide a GPU: {workers}, and {rest:.2g} would lie"
-        f" idle. The nearest that do are {_part(share)} and {_part(share + 1)}."
-    )
-
-
-def _part(share: int) -> str:
-    return f"{1 / share:.3g} ({share} worker{'s' if share > 1 else ''})"
 
 
 def _check_texts(name: str, mapping: Any, kind: str) -> None:
@@ -392,11 +370,23 @@ class Profile:
     def __post_init__(self) -> None:
         # the class is frozen: converted fields are set around it
         if not isinstance(self.resources, WorkerResources):
-            object.__setattr__(self, "resources", _checked_resources(self.resources))
-        object.__setattr__(self, "packages", _checked_packages(self.packages))
+            what = "a WorkerResources, or a list of them, one for each worker"
+            listed = _checked_list(
+                "resources", self.resources, WorkerResources, what, "a WorkerResources"
+            )
+            if not listed:
+                raise InvalidValueError(
+                    "resources=[] describes no worker. Pass one WorkerResources for all workers,"
+                    " or one for each."
+                )
+            object.__setattr__(self, "resources", listed)
+        what = "a list of packages for pip, such as ['scikit-learn>=1.5']"
+        packages = _checked_list(
+            "packages", self.packages, str, what, "a package for pip", str.strip
+        )
+        object.__setattr__(self, "packages", packages)
         if self.gpus is not None:
-            object.__setattr__(self, "gpus", _checked_gpus(self.gpus))
-            _check_chosen(self.kinds)
+            object.__setattr__(self, "gpus", _checked_gpus(self.gpus, self.kinds))
         _check(self)
 
     @property
@@ -488,150 +478,99 @@ class Profile:
 
 # --- checks of a profile --------------------------------------------------------------------------
 
+TYPES: tuple[tuple[str, type | tuple[type, ...], str], ...] = (
+    ("address", (str, NoneType), "the address of a Ray cluster, such as '10.0.0.7:6379'"),
+    ("jobs_address", (str, NoneType), "a URL, such as 'http://127.0.0.1:8265'"),
+    ("tls", (Tls, NoneType), "a Tls(certificate=, key=, authority=)"),
+    ("slurm", (Slurm, NoneType), "a Slurm(partition=, time=, nodes=, ...)"),
+    ("token_file", (str, PathLike, NoneType), "the path of a file"),
+    ("working_dir", (str, PathLike, NoneType), "the path of a folder"),
+    ("trace", (str, PathLike, NoneType), "the path of a file"),
+    ("quiet", bool, "True or False"),
+    ("fast_multinode", bool, "True or False"),
+    ("mps", bool, "True or False"),
+    ("start_timeout_s", (int, float), "a number of seconds"),
+    ("idle_timeout_s", (int, float, NoneType), "a number of seconds"),
+    ("cancel_grace_s", (int, float), "a number of seconds"),
+)
+"""The types of fields, also in words."""
+
+LEAST = {"retries": 0, "min_free_memory_bytes": 1, "max_leftover_bytes": 0, "workers_per_gpu": 1}
+"""The least values of counts."""
+
 
 def _check(profile: Profile) -> None:
-    """Refuse invalid values."""
-    if profile.backend not in BACKENDS:
-        kinds = ", ".join(map(repr, BACKENDS))
-        raise InvalidValueError(f"backend must be one of {kinds}, not {profile.backend!r}.")
-    _check_kinds(profile)  # first: what follows compares fields with numbers
-    pinning = [name for name in profile.env if name in PINNING]
-    if pinning:
-        raise InvalidValueError(
-            f"env sets {pinning[0]}, which the pool sets for each worker. Choose GPUs with"
-            " gpus=[...]."
-        )
-    # `not ... > 0` and the like refuse NaN, too
-    if not profile.start_timeout_s > 0:
-        raise InvalidValueError(
-            f"start_timeout_s={profile.start_timeout_s!r} leaves no time to start. Use a number"
-            " above 0."
-        )
-    if profile.idle_timeout_s is not None and not profile.idle_timeout_s > 0:
-        raise InvalidValueError(
-            f"idle_timeout_s={profile.idle_timeout_s!r} would end workers that were just started."
-            " Use a number above 0, or None to keep them."
-        )
-    if not profile.cancel_grace_s >= 0:
-        raise InvalidValueError(
-            f"cancel_grace_s={profile.cancel_grace_s!r} is negative. Use 0 to kill cancelled tasks"
-            " at once."
-        )
-    if profile.retries < 0:
-        raise InvalidValueError(
-            f"retries={profile.retries!r} is negative. Use 0 to run every item at most once."
-        )
-    _check_address(profile)
-    _check_sharing(profile)
-
-
-def _check_address(profile: Profile) -> None:
-    """Refuse addresses of another form, and GPUs of this machine for a cluster elsewhere."""
-    if profile.slurm is not None and profile.address is not None:
-        raise InvalidValueError(
-            f"address={profile.address!r} is that of a running cluster, but slurm requests a new"
-            " one. Pass only one of them."
-        )
-    if profile.slurm is not None and profile.backend != "ray":
-        raise InvalidValueError(
-            f"slurm requests machines, but backend={profile.backend!r} is this process. Leave one"
-            " of them out."
-        )
-    if profile.address is not None and "://" in profile.address and not profile.is_remote:
-        raise InvalidValueError(
-            f"address={profile.address!r} must be 'ray://HOST:10001' or 'HOST:6379'."
-        )
-    if profile.jobs_address is not None and not profile.jobs_address.startswith(
-        ("http://", "https://")
-    ):
-        raise InvalidValueError(
-            f"jobs_address={profile.jobs_address!r} is not a URL, such as 'http://127.0.0.1:8265'."
-        )
-    # a tuple has indices of this machine, a mapping those of others
-    if profile.is_remote and isinstance(profile.gpus, tuple):
-        raise InvalidValueError(
-            f"gpus={list(profile.gpus)} are GPUs of this machine, which is not a node of"
-            f" {profile.address}. Specify the machine: gpus={{'lab-3': [0, 2]}}."
-        )
-
-
-def _checked_packages(packages: Any) -> tuple[str, ...]:
-    """Return the packages for `pip`, as a tuple."""
-    # a text is a sequence, of its characters
-    if isinstance(packages, (str, bytes)) or not isinstance(packages, Sequence):
-        raise InvalidTypeError(
-            "packages must be a list of packages for pip, such as ['scikit-learn>=1.5'], not"
-            f" {packages!r}."
-        )
-    for package in packages:
-        if not isinstance(package, str) or not package.strip():
-            raise InvalidTypeError(
-                f"packages contains {package!r}, which is not a package for pip."
-            )
-    return tuple(packages)
-
-
-def _check_kinds(profile: Profile) -> None:
-    """Refuse invalid types."""
-    for name, kind, what in (
-        ("address", str, "the address of a Ray cluster, such as '10.0.0.7:6379'"),
-        ("jobs_address", str, "a URL, such as 'http://127.0.0.1:8265'"),
-        ("tls", Tls, "a Tls(certificate=, key=, authority=)"),
-        ("slurm", Slurm, "a Slurm(partition=, time=, nodes=, ...)"),
-        ("token_file", (str, PathLike), "the path of a file"),
-        ("working_dir", (str, PathLike), "the path of a folder"),
-        ("trace", (str, PathLike), "the path of a file"),
-    ):
+    """Refuse invalid types and values of single fields, then fields that contradict each other."""
+    for name, kind, what in TYPES:
         value = getattr(profile, name)
-        if value is not None and not isinstance(value, kind):
-            raise InvalidTypeError(f"{name}={value!r} is not {what}.")
-    for name in ("quiet", "fast_multinode", "mps"):
-        if not isinstance(getattr(profile, name), bool):
-            raise InvalidTypeError(f"{name} must be True or False, not {getattr(profile, name)!r}.")
-    _check_texts("env", profile.env, "environment variables")
-    for name in ("start_timeout_s", "idle_timeout_s", "cancel_grace_s"):
-        value = getattr(profile, name)
-        is_left_out = value is None and name == "idle_timeout_s"
         # a bool is an int to Python
-        if not is_left_out and (isinstance(value, bool) or not isinstance(value, (int, float))):
-            raise InvalidTypeError(f"{name}={value!r} is not a number of seconds.")
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise InvalidTypeError(f"{name}={value!r} is not {what}.")
+    _check_texts("env", profile.env, "environment variables")
     for name in ("setup", "teardown"):
         _check_plain_call(name, getattr(profile, name))
-    retries = whole_number(profile.retries)
-    if retries is None:
-        raise InvalidTypeError(f"retries must be an integer, not {profile.retries!r}.")
-    object.__setattr__(profile, "retries", retries)
-
-
-def _check_sharing(profile: Profile) -> None:
-    """Refuse invalid numbers of bytes and of workers."""
-    for name, least in (("min_free_memory_bytes", 1), ("max_leftover_bytes", 0)):
-        value = getattr(profile, name)
-        if value is None:
-            continue
-        if whole_number(value) is None:
-            raise InvalidTypeError(
-                f"{name} must be an integer number of bytes, such as 8 * 2**30, not {value!r}."
-            )
-        object.__setattr__(profile, name, checked_count(name, value, least))
-    per_gpu = profile.workers_per_gpu
-    if per_gpu is not None and per_gpu != "auto":
-        number = whole_number(per_gpu)
-        if number is None:
-            raise InvalidTypeError(
-                f"workers_per_gpu must be an integer or 'auto', not {per_gpu!r}."
-            )
-        if number < 1:
-            raise InvalidValueError(
-                f"workers_per_gpu={number} leaves no worker. Use 1 or more, or 'auto'."
-            )
-        object.__setattr__(profile, "workers_per_gpu", number)
-    sized = [kind.gpus for kind in profile.kinds if kind.gpus]  # neither None nor 0
-    if per_gpu is not None and sized:
-        raise InvalidValueError(
-            f"workers_per_gpu={per_gpu!r} sets how many workers share a GPU, and so does"
-            f" gpus={sized[0]:g} in resources. Leave one out."
-        )
+    for name, least in LEAST.items():
+        if (value := getattr(profile, name)) not in (None, "auto"):
+            object.__setattr__(profile, name, checked_count(name, value, least))
+    address, slurm, per_gpu = profile.address, profile.slurm, profile.workers_per_gpu
+    is_url = str(profile.jobs_address or "http://").startswith(("http://", "https://"))
+    pinning = [name for name in profile.env if name in PINNING]
+    parts = [kind.gpus for kind in profile.kinds if kind.gpus]  # neither None nor 0
+    # `not ... > 0` and the like refuse NaN, too
+    for name, is_wrong, why in (
+        ("backend", profile.backend not in BACKENDS, f"is not one of {', '.join(BACKENDS)}."),
+        (
+            "start_timeout_s",
+            not profile.start_timeout_s > 0,
+            "leaves no time to start. Use a number above 0.",
+        ),
+        (
+            "idle_timeout_s",
+            profile.idle_timeout_s is not None and not profile.idle_timeout_s > 0,
+            "would end workers that were just started. Use a number above 0, or None to keep them.",
+        ),
+        (
+            "cancel_grace_s",
+            not profile.cancel_grace_s >= 0,
+            "is negative. Use 0 to kill cancelled tasks at once.",
+        ),
+        (
+            "env",
+            bool(pinning),
+            f"sets {', '.join(pinning)}, which the pool sets for each worker. Choose GPUs with"
+            " gpus=[...].",
+        ),
+        (
+            "address",
+            slurm is not None and address is not None,
+            "is that of a running cluster, but slurm requests a new one. Pass only one of them.",
+        ),
+        (
+            "backend",
+            slurm is not None and profile.backend != "ray",
+            "is this process, but slurm requests machines. Leave one of them out.",
+        ),
+        (
+            "address",
+            address is not None and "://" in address and not profile.is_remote,
+            "must be 'ray://HOST:10001' or 'HOST:6379'.",
+        ),
+        ("jobs_address", not is_url, "is not a URL, such as 'http://127.0.0.1:8265'."),
+        (
+            "gpus",
+            profile.is_remote and isinstance(profile.gpus, tuple),  # a mapping names machines
+            f"are GPUs of this machine, which is not a node of {address}. Specify the machine:"
+            " gpus={'lab-3': [0, 2]}.",
+        ),
+        (
+            "workers_per_gpu",
+            per_gpu is not None and bool(parts),
+            f"sets how many workers share a GPU, and so does gpus={max(parts, default=0):g} in"
+            " resources. Leave one out.",
+        ),
+    ):
+        if is_wrong:
+            raise InvalidValueError(f"{name}={getattr(profile, name)!r} {why}")
 
 
 def _check_plain_call(name: str, fn: Any) -> None:
@@ -653,26 +592,37 @@ def _check_plain_call(name: str, fn: Any) -> None:
         ) from None
 
 
-def _checked_resources(resources: Any) -> tuple[WorkerResources, ...]:
-    """Return the resources of each worker, as a tuple."""
-    if not isinstance(resources, Sequence) or isinstance(resources, (str, bytes)):
-        raise InvalidTypeError(
-            "resources must be a WorkerResources, or a list of them, one for each worker, not"
-            f" {resources!r}."
-        )
-    for entry in resources:
-        if not isinstance(entry, WorkerResources):
-            raise InvalidTypeError(f"resources contains {entry!r}, which is not a WorkerResources.")
-    if not resources:
+def _checked_list(
+    name: str, values: Any, kind: type, what: str, one: str, is_right: Callable[[Any], Any] = bool
+) -> tuple[Any, ...]:
+    """Return a list as a tuple, if its entries have the right type and are right."""
+    # a text is a sequence, of its characters
+    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
+        raise InvalidTypeError(f"{name} must be {what}, not {values!r}.")
+    for value in values:
+        if not isinstance(value, kind) or not is_right(value):
+            wrong = InvalidValueError if isinstance(value, kind) else InvalidTypeError
+            raise wrong(f"{name} contains {value!r}, which is not {one}.")
+    return tuple(values)
+
+
+def _checked_gpus(
+    gpus: Any, kinds: Sequence[WorkerResources]
+) -> tuple[int, ...] | dict[str, tuple[int, ...]]:
+    """Return chosen GPUs as tuples, if these kinds of worker can have single GPUs."""
+    if isinstance(gpus, Mapping):
+        for machine in gpus:
+            if not isinstance(machine, str):
+                raise InvalidTypeError(
+                    f"gpus contains {machine!r}, which is not the name of a machine."
+                )
+    each = gpus if isinstance(gpus, Mapping) else {"": gpus}
+    chosen = {machine: _checked_indices(indices) for machine, indices in each.items()}
+    if not all(chosen.values()) or not chosen:
         raise InvalidValueError(
-            "resources=[] describes no worker. Pass one WorkerResources for all workers, or one"
-            " for each."
+            f"gpus={gpus!r} selects no GPU. For workers without one, use"
+            " resources=WorkerResources(gpus=0)."
         )
-    return tuple(resources)
-
-
-def _check_chosen(kinds: Sequence[WorkerResources]) -> None:
-    """Refuse kinds of worker that cannot have single GPUs that were chosen."""
     if len(kinds) > 1:
         kinds = [kind for kind in kinds if kind.gpus != 0]  # the others need none of the GPUs
         if len(kinds) != 1:  # which of them has which GPU could not be said
@@ -686,23 +636,7 @@ def _check_chosen(kinds: Sequence[WorkerResources]) -> None:
             f"gpus= chooses single GPUs, but resources.gpus gives each worker {wanted:g}. Set only"
             " one of the two."
         )
-
-
-def _checked_gpus(gpus: Any) -> tuple[int, ...] | dict[str, tuple[int, ...]]:
-    """Return chosen GPUs as tuples."""
-    if not isinstance(gpus, Mapping):
-        return _checked_indices(gpus)
-    for machine in gpus:
-        if not isinstance(machine, str):
-            raise InvalidTypeError(
-                f"gpus contains {machine!r}, which is not the name of a machine."
-            )
-    if not gpus:
-        raise InvalidValueError(
-            "gpus={} selects no GPU. For workers without one, use"
-            " resources=WorkerResources(gpus=0)."
-        )
-    return {machine: _checked_indices(indices) for machine, indices in gpus.items()}
+    return chosen if isinstance(gpus, Mapping) else chosen[""]
 
 
 def _checked_indices(gpus: Any) -> tuple[int, ...]:
@@ -712,26 +646,11 @@ def _checked_indices(gpus: Any) -> tuple[int, ...]:
         raise InvalidTypeError(
             f"gpus must be a list of GPU indices, such as [0, 2], not {gpus!r}."
         ) from None
-    indices: list[int] = []
-    for entry in given:
-        index = whole_number(entry)  # NumPy's integers, too, but not True
-        if index is None:
-            raise InvalidTypeError(
-                f"GPU index {entry!r} is not an integer. GPUs are numbered from 0."
-            )
-        if index < 0:
-            raise InvalidValueError(f"GPU index {index} is negative. GPUs are numbered from 0.")
-        if index in indices:
-            raise InvalidValueError(
-                f"GPU {index} is listed twice in gpus={list(given)}. List each GPU once."
-            )
-        indices.append(index)
-    if not indices:
-        raise InvalidValueError(
-            "gpus=[] selects no GPU. For workers without one, use"
-            " resources=WorkerResources(gpus=0)."
-        )
-    return tuple(indices)
+    # NumPy's integers, too, but not True
+    indices = tuple(checked_count("a GPU's index", entry, 0) for entry in given)
+    if twice := [index for index in indices if indices.count(index) > 1]:
+        raise InvalidValueError(f"GPU {twice[0]} is listed twice. List each GPU once.")
+    return indices
 
 
 # --- labels of machines ---------------------------------------------------------------------------

@@ -109,7 +109,5 @@ def test_it_is_said_in_a_call_or_in_a_file(
 
 @pytest.mark.parametrize("value", ["yes", 1, None])
 def test_it_is_a_yes_or_a_no(value: object) -> None:
-    with pytest.raises(
-        InvalidTypeError, match=f"fast_multinode must be True or False, not {value!r}"
-    ):
+    with pytest.raises(InvalidTypeError, match=f"fast_multinode={value!r} is not True or False"):
         Profile(fast_multinode=value)

@@ -308,13 +308,13 @@ WRONG = [
         "[profiles.x]\nbackend = 'mpi'",
         2,
         InvalidValueError,
-        "must be one of 'ray', 'threads', 'inline', not",
+        "is not one of ray, threads, inline",
     ),
     (
         "[profiles.x]\nbackend = [\n'ray',\n]",
         2,
         InvalidValueError,
-        "must be one of 'ray', 'threads', 'inline', not",
+        "is not one of ray, threads, inline",
     ),
     ("[profiles.x]\naddress = 2026-11-21", 2, InvalidTypeError, "not the address of a Ray cluster"),
     (
