@@ -182,18 +182,20 @@ def _check_server(address: str, target: str) -> None:
             raise refusal from None
 
 
-def _bad_token(address: str) -> StartupError:
-    if os.environ.get("RAY_AUTH_MODE") != "token":
-        return StartupError(
-            f"The cluster at {address} requires a token, but this process has none. Copy"
-            " ~/.ray/auth_token from its head, and set token_file=... to the copy."
-        )
-    path = os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")
-    where = "RAY_AUTH_TOKEN" if "RAY_AUTH_TOKEN" in os.environ else path
-    return StartupError(
-        f"The cluster at {address} rejected the token in {where}: it is another cluster's, or out"
-        " of date. Copy ~/.ray/auth_token from its head again."
+def bad_token(where: str, source: str | Path, has_token: bool) -> str:
+    """Return the message for a token that a cluster refuses, or lacks."""
+    said = f"requires a token, but there is none in {source}."
+    if has_token:
+        said = f"rejected the token in {source}, which may be another cluster's, or out of date."
+    return (
+        f"The cluster at {where} {said} Copy ~/.ray/auth_token from its head, and set token_file="
+        " to the copy."
     )
+
+
+def _bad_token(address: str) -> StartupError:
+    source = "RAY_AUTH_TOKEN" if "RAY_AUTH_TOKEN" in os.environ else token_path()
+    return StartupError(bad_token(address, source, os.environ.get("RAY_AUTH_MODE") == "token"))
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ import psutil
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobSubmissionClient
 
-from raypool.cluster.connect import runtime_env
+from raypool.cluster.connect import bad_token, runtime_env, token_path
 from raypool.errors import CloudError, InvalidValueError
 from raypool.profiles import LOOPBACK, Profile
 from raypool.worker.folders import make_private
@@ -305,12 +305,8 @@ class Dashboard(JobSubmissionClient):  # type: ignore[misc]
         try:
             answer = super()._do_request(method, endpoint, **request)
         except AuthenticationError:
-            said = f"requires a token, but there is none in {self._token_from}."
-            if self._has_token:
-                said = f"rejected the token in {self._token_from}, which may be another cluster's."
             raise CloudError(
-                f"The cluster at {self.url} {said} Copy ~/.ray/auth_token from its head, and set"
-                " token_file= to the copy.",
+                bad_token(self.url, self._token_from, self._has_token),
                 status=403 if self._has_token else 401,
             ) from None
         except OSError as error:  # all of requests' own are
@@ -346,9 +342,7 @@ def _token(profile: Profile) -> tuple[Path | str, str | None]:
     """Return the source of the token of a cluster, and the token, None if there is none."""
     if profile.token_file is None and "RAY_AUTH_TOKEN" in os.environ:
         return "RAY_AUTH_TOKEN", os.environ["RAY_AUTH_TOKEN"].strip()
-    path = Path(
-        profile.token_file or os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")
-    ).expanduser()
+    path = Path(profile.token_file or token_path()).expanduser()
     try:
         return path, path.read_text(encoding="utf-8").strip()
     except FileNotFoundError:

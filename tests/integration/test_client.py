@@ -290,9 +290,9 @@ said["afterwards"] = ray.is_initialized()
 def test_what_is_in_the_way_is_said_within_seconds(laptop: Laptop, head: Any) -> None:
     said = laptop(REFUSED, GCS=head.address)
     expected = {
-        "none": f"The cluster at {head.client} requires a token, but this process has none.",
+        "none": f"The cluster at {head.client} requires a token, but there is none in ",
         "missing": "could not be read: No such file or directory",
-        "wrong": "wrong: it is another cluster's, or out of date.",
+        "wrong": "wrong, which may be another cluster's, or out of date.",
         "nobody": "Nothing answers at ray://127.0.0.1:1",
         "not a client server": "is not a working Ray Client server",
         "no control store": "is not a working Ray control store",
