@@ -133,7 +133,7 @@ class Submission:
         """
         return Jobs(replace(profile, working_dir=self.script.folder))
 
-    def hand_in(self, jobs: Jobs) -> str:
+    def hand_in(self, jobs: Jobs | SlurmJobs) -> str:
         """Submit the job, and return its id."""
         words = command(jobs.python, self.training, self.script, self.args)
         job_id = jobs.submit(words, name=self.name)
@@ -196,11 +196,9 @@ def run_on_slurm(profile: Profile, submission: Submission, *, requeue: bool) -> 
     """
     profile = replace(profile, working_dir=submission.script.folder)
     jobs = SlurmJobs(profile, is_requeued=requeue)
-    training = replace(submission.training, groups=submission.training.groups[:1])
-    words = command(jobs.python, training, submission.script, submission.args)
-    job_id = jobs.submit(words, name=submission.name)
-    submission.say(f"Submitted job {job_id}. It keeps running if this command is interrupted.")
-    return submission.follow(jobs, job_id)
+    head_only = replace(submission.training, groups=submission.training.groups[:1])
+    submission = replace(submission, training=head_only)
+    return submission.follow(jobs, submission.hand_in(jobs))
 
 
 def run_on_own(file: Path, submission: Submission, *, is_kept: bool) -> int:
