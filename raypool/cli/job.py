@@ -11,7 +11,7 @@ from raypool.cli.output import INTERRUPTED, READER_GONE, echo, errors_said, has_
 from raypool.views.words import one_line
 
 if TYPE_CHECKING:
-    from raypool.cluster.jobs import JobInfo, Jobs
+    from raypool.cluster.jobs import Jobs
     from raypool.cluster.slurm_jobs import SlurmJobs
 
 
@@ -26,7 +26,10 @@ def which_cluster(command: Command) -> Command:
             help="Cluster to use: a profile of raypool.toml.  [default: the file's default]",
         ),
         click.option(
-            "--address", metavar="URL", help="Dashboard URL, instead of the profile's jobs_address."
+            "--address",
+            "jobs_address",
+            metavar="URL",
+            help="Dashboard URL, instead of the profile's jobs_address.",
         ),
         click.option(
             "--token-file",
@@ -82,22 +85,30 @@ def job() -> None:
     help="Show the job's output until it ends, or return at once.",
 )
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def submit(command: tuple[str, ...], profile: str | None, **options: Any) -> None:
+def submit(
+    *,
+    command: tuple[str, ...],
+    name: str | None,
+    env: tuple[str, ...],
+    cpus: float,
+    gpus: float,
+    follow: bool,
+    **cluster: Any,
+) -> None:
     """Submit COMMAND as a job: `raypool job submit --working-dir . -- python train.py --lr 0.1`.
 
     Everything after -- is passed on unchanged. Prints the job's id and, without --no-wait, its
     output, and exits with its exit code. Ctrl-C only stops watching: the job keeps running.
     """
-    shipped = {
-        "working_dir": options.pop("working_dir"),
-        "packages": options.pop("packages") or None,
-    }
-    connection = {"jobs_address": options.pop("address"), "token_file": options.pop("token_file")}
-    variables = _variables(options.pop("env"))
-    follow = options.pop("follow")
+    variables = {}
+    for setting in env:
+        variable, equals, value = setting.partition("=")
+        if not variable or not equals:
+            raise click.BadParameter(f"{setting!r} is not NAME=VALUE.", param_hint="--env")
+        variables[variable] = value
     with errors_said():
-        jobs = _jobs(profile, **connection, **shipped)
-        job_id = jobs.submit(command, env=variables, **options)
+        jobs = _jobs(**cluster)
+        job_id = jobs.submit(command, name=name, env=variables, cpus=cpus, gpus=gpus)
         echo(job_id, err=follow)
         if follow:
             _follow_to_end(jobs, job_id)
@@ -107,19 +118,21 @@ def submit(command: tuple[str, ...], profile: str | None, **options: Any) -> Non
 @which_cluster
 @click.option("--json", "is_json", is_flag=True, help="Print JSON.")
 @click.argument("job_id", required=False)
-def status(
-    job_id: str | None,
-    profile: str | None,
-    address: str | None,
-    token_file: str | None,
-    is_json: bool,
-) -> None:
+def status(job_id: str | None, is_json: bool, **cluster: str | None) -> None:
     """Show the status of JOB_ID, or of all jobs."""
+    import dataclasses
+    import json
+
+    from raypool.cluster.jobs import KEY
+
     with errors_said():
-        jobs = _jobs(profile, jobs_address=address, token_file=token_file)
+        jobs = _jobs(**cluster)
         infos = [jobs.look(job_id)] if job_id is not None else jobs.all()
     if is_json:
-        echo(_as_json(infos))
+        shown = [dataclasses.asdict(info) for info in infos]
+        for entry in shown:
+            entry["metadata"].pop(KEY, None)
+        echo(json.dumps(shown, default=str, indent=2))
         return
     for info in infos:
         code = f", exit code {info.exit_code}" if info.exit_code else ""
@@ -135,12 +148,10 @@ def status(
     "--follow", is_flag=True, help="Print until the job ends, and exit with its exit code."
 )
 @click.argument("job_id")
-def logs(
-    job_id: str, profile: str | None, address: str | None, token_file: str | None, follow: bool
-) -> None:
+def logs(job_id: str, follow: bool, **cluster: str | None) -> None:
     """Print the output of JOB_ID."""
     with errors_said():
-        jobs = _jobs(profile, jobs_address=address, token_file=token_file)
+        jobs = _jobs(**cluster)
         if follow:
             _follow_to_end(jobs, job_id)
         else:
@@ -150,24 +161,22 @@ def logs(
 @job.command()
 @which_cluster
 @click.argument("job_id")
-def stop(job_id: str, profile: str | None, address: str | None, token_file: str | None) -> None:
+def stop(job_id: str, **cluster: str | None) -> None:
     """Stop JOB_ID, queued or running, and wait until it has ended."""
     with errors_said():
-        jobs = _jobs(profile, jobs_address=address, token_file=token_file)
+        jobs = _jobs(**cluster)
         info = jobs.look(job_id)
         info = info if info.has_ended else jobs.stop(job_id)
     echo(f"{info.id}: {info.state}")
 
 
 def _jobs(profile: str | None, **changes: Any) -> Jobs | SlurmJobs:
+    """Return the jobs of a profile's cluster, with the fields that options replace."""
     from raypool.cluster.slurm_jobs import jobs_of
     from raypool.profile_files import resolve_profile
 
-    return jobs_of(
-        resolve_profile(
-            profile, {name: value for name, value in changes.items() if value is not None}
-        )
-    )
+    given = {name: value for name, value in changes.items() if value not in (None, ())}
+    return jobs_of(resolve_profile(profile, given))
 
 
 def _follow_to_end(jobs: Jobs | SlurmJobs, job_id: str) -> None:
@@ -189,25 +198,3 @@ def _follow_to_end(jobs: Jobs | SlurmJobs, job_id: str) -> None:
         why = f"exit code {info.exit_code}" if info.exit_code is not None else info.message.strip()
         echo(f"Job {job_id}: {info.state}, {why}", err=True)
     raise SystemExit(info.exit_status)
-
-
-def _variables(settings: tuple[str, ...]) -> dict[str, str]:
-    variables = {}
-    for setting in settings:
-        name, equals, value = setting.partition("=")
-        if not name or not equals:
-            raise click.BadParameter(f"{setting!r} is not NAME=VALUE.", param_hint="--env")
-        variables[name] = value
-    return variables
-
-
-def _as_json(infos: list[JobInfo]) -> str:
-    import dataclasses
-    import json
-
-    from raypool.cluster.jobs import KEY
-
-    shown = [dataclasses.asdict(info) for info in infos]
-    for info in shown:
-        info["metadata"].pop(KEY, None)
-    return json.dumps(shown, default=str, indent=2)

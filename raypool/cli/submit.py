@@ -14,8 +14,6 @@ from raypool.cli.output import echo
 from raypool.errors import CloudError, RaypoolError
 
 if TYPE_CHECKING:
-    from raypool.cluster.job_files import Training
-    from raypool.cluster.plan import ClusterPlan
     from raypool.cluster.training_jobs import Submission
     from raypool.profiles import Profile
 
@@ -68,59 +66,48 @@ ROLES = {
 """The roles of machines, as options call them, and as files do."""
 
 
-def _settings() -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]:
-    """Return the options for entries of the file: the path of each, and its settings for click."""
-    options: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+def _settings() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return the options for entries of the file: the entry of each, and its settings for click."""
+    options: dict[str, tuple[str, dict[str, Any]]] = {
         "--scale-tier": (
-            ("scaleTier",),
+            "scaleTier",
             {"callback": _tier, "help": "basic, basic-gpu, or custom with the machine options."},
         ),
-        "--region": (("region",), {"help": "Region of the machines, such as us-central1."}),
+        "--region": ("region", {"help": "Region of the machines, such as us-central1."}),
         "--job-dir": (
-            ("jobDir",),
+            "jobDir",
             {"help": "Where to write outputs: gs://BUCKET/... Also passed to the script."},
         ),
         "--module-name": (
-            ("pythonModule",),
+            "pythonModule",
             {"help": "The module to run. With it, the argument is the job's name, as for gcloud."},
         ),
         "--runtime-version": (
-            ("runtimeVersion",),
+            "runtimeVersion",
             {"help": "Accepted but ignored: machines get the versions installed here."},
         ),
         "--python-version": (
-            ("pythonVersion",),
+            "pythonVersion",
             {"help": "Accepted but ignored: machines get the Python that runs here."},
         ),
         "--use-chief-in-tf-config": (
-            ("useChiefInTfConfig",),
+            "useChiefInTfConfig",
             {"type": bool, "help": "Set TF_CONFIG for the script, with this name of the master."},
         ),
     }
     for flag, role in ROLES.items():
         name = flag.replace("-", " ")
         if role != "master":
-            options[f"--{flag}-count"] = (
-                (f"{role}Count",),
-                {
-                    "type": int,
-                    "help": f"Number of {name}s.",
-                },
-            )
-        options[f"--{flag}-machine-type"] = (
-            (f"{role}Type",),
-            {"help": f"Machine type of the {name if role == 'master' else name + 's'}."},
-        )
-        gpus = {
-            "metavar": "count=N,type=KIND",
-            "callback": _accelerator,
-            "help": f"GPUs per {name}.",
-        }
-        options[f"--{flag}-accelerator"] = (f"{role}Config", "acceleratorConfig"), gpus
-        options[f"--{flag}-image-uri"] = (
-            (f"{role}Config", "imageUri"),
-            {"help": f"Docker image that the {name}s run; one for all machines."},
-        )
+            told: dict[str, Any] = {"type": int, "help": f"Number of {name}s."}
+            options[f"--{flag}-count"] = f"{role}Count", told
+        machines = name if role == "master" else f"{name}s"
+        told = {"help": f"Machine type of the {machines}."}
+        options[f"--{flag}-machine-type"] = f"{role}Type", told
+        told = {"metavar": "count=N,type=KIND", "callback": _accelerator}
+        told["help"] = f"GPUs per {name}."
+        options[f"--{flag}-accelerator"] = f"{role}Config.acceleratorConfig", told
+        told = {"help": f"Docker image that the {name}s run; one for all machines."}
+        options[f"--{flag}-image-uri"] = f"{role}Config.imageUri", told
     return options
 
 
@@ -128,6 +115,7 @@ SETTINGS = _settings()
 
 
 def _with_settings(command: Any) -> Any:
+    """Add the options for entries of the file to a command."""
     for option, (_, told) in reversed(SETTINGS.items()):
         command = click.option(option, **told)(command)
     return command
@@ -238,45 +226,41 @@ def _slurm_profile(given: dict[str, Any]) -> Profile | None:
     from raypool.profile_files import named_profile
     from raypool.profiles import Profile, Slurm
 
-    profile = named_profile(given["profile"]) if given["profile"] is not None else None
-    if given["is_slurm"] and profile is None:
-        return Profile(slurm=Slurm())
-    is_slurm = profile is not None and profile.slurm is not None
-    if not is_slurm and (given["is_slurm"] or given["is_requeued"]):
+    if given["profile"] is not None:
+        profile = named_profile(given["profile"])
+    else:
+        profile = Profile(slurm=Slurm() if given["is_slurm"] else None)
+    if profile.slurm is not None:
+        return profile
+    if given["is_slurm"] or given["is_requeued"]:
         raise CloudError(
             '--slurm and --requeue are for Slurm. Pass a profile with kind = "slurm", or none.'
         )
-    return profile if is_slurm else None
+    return None
 
 
 def _submission(context: click.Context, given: dict[str, Any]) -> Submission:
     """Return the requested job."""
     from raypool.cluster import job_files
     from raypool.cluster.documents import documents_of, read_documents
-    from raypool.cluster.job_files import overridden
     from raypool.cluster.training_jobs import Script, Submission, find_script, name_of
 
     if given["config"] is not None:
         documents = read_documents(given["config"])
     else:  # on a cluster that is there, a job need not say what machines it wants
-        documents = documents_of(
-            "trainingInput: {scaleTier: BASIC}"
-            if given["profile"] or given["is_slurm"]
-            else "trainingInput: {}",
-            "",
-        )
+        tier = "scaleTier: BASIC" if given["profile"] or given["is_slurm"] else ""
+        documents = documents_of(f"trainingInput: {{{tier}}}", "")
     if len(documents) != 1:
         raise CloudError(
             f"{given['config']} has {len(documents)} YAML documents. A training job must have one."
         )
     options = {
-        option: ((job_files.INPUT, *keys), value)
-        for option, (keys, _) in SETTINGS.items()
+        option: ((job_files.INPUT, *entry.split(".")), value)
+        for option, (entry, _) in SETTINGS.items()
         if (value := given[option.removeprefix("--").replace("-", "_")]) is not None
     }
-    training = job_files.read(overridden(documents[0], options))
-    name = given["name"]
-    script = given["script"]
+    training = job_files.read(job_files.overridden(documents[0], options))
+    name, script = given["name"], given["script"]
     if given["module_name"] is not None:  # as for gcloud, the argument is the job's name
         name, script = name or script, None
     script = script or training.module
@@ -310,6 +294,8 @@ def _target(
     from dataclasses import replace
 
     from raypool.cluster.cluster_file import save, text_of
+    from raypool.cluster.job_files import check_today
+    from raypool.cluster.machines import choose_zone
     from raypool.cluster.training_jobs import own_name
     from raypool.profile_files import named_profile
     from raypool.profiles import Profile
@@ -317,44 +303,31 @@ def _target(
     if given["profile"] is not None:
         profile = named_profile(given["profile"])
         return replace(profile, packages=(*profile.packages, *given["packages"])), None
+    training = submission.training
     if not given["is_dry"]:
-        _check_for_real(given, submission.training)
+        if given["project"] is None:
+            raise CloudError(
+                "There is no project to bill. Pass --project, or set GOOGLE_CLOUD_PROJECT."
+            )
+        if training.job_dir and "://" not in training.job_dir and not given["is_kept"]:
+            raise CloudError(
+                f"--job-dir {training.job_dir} is on a disk of the cluster, which is deleted with"
+                " it. Use gs://BUCKET/..., or --keep."
+            )
+    check_today(training)
     # two jobs that share a script, or a name, share no machines
     cluster = own_name(submission.name)
-    file = given["out"] or Path(f"{cluster}.yaml")
-    plan = _plan(given, submission.training, cluster)
-    command = shlex.join(["raypool", "submit", *context.meta[WORDS]])
-    warn = lambda text: submission.say(f"warning: {text}")  # noqa: E731
-    save(text_of(plan, command, file.name, warn=warn), file, plan)
-    size = (
-        f"{submission.training.machines} machine(s) with {submission.training.gpus} GPU(s) in all"
-    )
-    submission.say(f"Wrote {file}: {size}.")
-    return Profile(), file
-
-
-def _check_for_real(given: dict[str, Any], training: Training) -> None:
-    if given["project"] is None:
-        raise CloudError(
-            "There is no project to bill. Pass --project, or set GOOGLE_CLOUD_PROJECT."
-        )
-    if training.job_dir is not None and "://" not in training.job_dir and not given["is_kept"]:
-        raise CloudError(
-            f"--job-dir {training.job_dir} is on a disk of the cluster, which is deleted with it."
-            " Use gs://BUCKET/..., or --keep."
-        )
-
-
-def _plan(given: dict[str, Any], training: Training, name: str) -> ClusterPlan:
-    """Return the cluster that a job wants."""
-    from raypool.cluster.job_files import check_today
-    from raypool.cluster.machines import choose_zone
-
-    check_today(training)
-    return training.plan(
-        name=name,
+    plan = training.plan(
+        name=cluster,
         project=given["project"],
         zone=choose_zone(training.kinds, training.region, given["zone"]),
         spot=given["is_spot"],
         packages=given["packages"],
     )
+    file = given["out"] or Path(f"{cluster}.yaml")
+    command = shlex.join(["raypool", "submit", *context.meta[WORDS]])
+    warn = lambda text: submission.say(f"warning: {text}")  # noqa: E731
+    save(text_of(plan, command, file.name, warn=warn), file, plan)
+    size = f"{training.machines} machine(s) with {training.gpus} GPU(s) in all"
+    submission.say(f"Wrote {file}: {size}.")
+    return Profile(), file
