@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from raypool.errors import InvalidTypeError, InvalidValueError, did_you_mean
+from raypool.errors import CloudError, InvalidTypeError, InvalidValueError, did_you_mean
 
 Config = dict[str, Any]
 
@@ -93,15 +93,18 @@ def _check_table(text: str, name: str) -> list[str]:
     reader = csv.reader(io.StringIO(text), skipinitialspace=True, strict=True)
     header: list[str] = []
     try:
-        for row in reader:
-            if not row:
-                continue
+        for row in filter(None, reader):
+            place = f"{name}, line {reader.line_num}"
             if not header:
-                header = _checked_header(
-                    [cell.strip() for cell in row], f"{name}, line {reader.line_num}"
-                )
+                header = _checked_header([cell.strip() for cell in row], place)
             elif len(row) != len(header):
-                _refuse_row(row, header, f"{name}, line {reader.line_num}")
+                missing = ", ".join(header[len(row) :])
+                hint = "Put cells that contain a comma in quotation marks."
+                if missing:
+                    hint = f"An empty cell (None) needs its comma, too: {missing} is missing."
+                raise InvalidValueError(
+                    f"{place}: {len(row)} cells for {len(header)} columns. {hint}"
+                )
     except csv.Error as error:
         raise InvalidValueError(
             f"{name}, line {reader.line_num}: this is not valid CSV: {error}."
@@ -126,19 +129,6 @@ def _checked_header(header: list[str], place: str) -> list[str]:
             )
     _refuse_twice(header, place)
     return header
-
-
-def _refuse_row(row: list[str], header: list[str], place: str) -> None:
-    if len(row) < len(header):
-        missing = ", ".join(header[len(row) :])
-        raise InvalidValueError(
-            f"{place}: {len(row)} cells for {len(header)} columns; {missing} is missing. An empty"
-            " cell (None) needs its comma, too."
-        )
-    raise InvalidValueError(
-        f"{place}: {len(row)} cells for {len(header)} columns. Put cells that contain a comma in"
-        " quotation marks."
-    )
 
 
 def _refuse_twice(names: Iterable[Any], place: str) -> None:
@@ -201,62 +191,41 @@ YAML_1_2 = {
 the core schema; `<<` is from YAML 1.1. PyYAML follows YAML 1.1, in which 010 is 8, 1:30 is 90 and
 off is false, but 1e-3 is text."""
 
-YAML_MERGE = "tag:yaml.org,2002:merge"
-"""The tag of <<, which takes over the names of other mappings; those may be overridden."""
-
 
 def _from_yaml(text: str, name: str) -> list[Config]:
-    import yaml
+    from raypool.cluster.documents import documents_of
 
     try:
-        loader = _yaml_loader(name)(text)
-        node = loader.get_single_node()
-        content = None if node is None else loader.construct_document(node)
-    except InvalidValueError:
-        raise
-    except yaml.reader.ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
+        documents = documents_of(text, name, _yaml_loader())
+    except CloudError as error:
+        raise InvalidValueError(str(error)) from None
+    if len(documents) > 1:
         raise InvalidValueError(
-            f"{name}, line {line}: this is not valid YAML: the character {error.character:#04x}"
-            " is not allowed."
-        ) from None
-    except yaml.MarkedYAMLError as error:
-        place = f", line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
-        raise InvalidValueError(
-            f"{name}{place}: this is not valid YAML: {error.problem}."
-        ) from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise InvalidValueError(f"{name} is not valid YAML: {error}.") from None
-    if content is None:
+            f"{name} has {len(documents)} YAML documents. Put all configurations into one list."
+        )
+    if not documents or documents[0].content is None:
         return []
+    content = documents[0].content
     if not isinstance(content, list):
         raise InvalidValueError(
             f"{name} is a {type(content).__name__}, not a list. Begin each configuration with a"
             " dash."
         )
-    for entry, config in zip(node.value, content, strict=True):
+    for number, config in enumerate(content):
         if not isinstance(config, dict):
-            line = entry.start_mark.line + 1
+            line = documents[0].line_of((number,))
             raise InvalidValueError(
                 f"{name}, line {line}: {config!r:.100} is not a mapping, such as lr: 0.1."
             )
     return content
 
 
-def _yaml_loader(file: str) -> Any:
-    """Return a loader with the numbers of YAML 1.2, which refuses duplicate names."""
+def _yaml_loader() -> Any:
+    """Return a loader with the numbers of YAML 1.2."""
     import yaml
 
     class Loader(yaml.SafeLoader):
-        def compose_mapping_node(self, anchor: Any) -> Any:
-            node = super().compose_mapping_node(anchor)
-            names = (
-                key.value
-                for key, _ in node.value
-                if isinstance(key, yaml.ScalarNode) and key.tag != YAML_MERGE
-            )
-            _refuse_twice(names, f"{file}, line {node.start_mark.line + 1}")
-            return node
+        pass
 
     Loader.yaml_implicit_resolvers = {}  # none of PyYAML's
     for kind, pattern in YAML_1_2.items():
@@ -345,23 +314,20 @@ def _module(name: str) -> ModuleType:
     except BaseException as error:
         raise _broken(name, error) from error
     if "." not in name:
-        _refuse_another(module, name, Path(f"{name}.py").resolve())
+        path = Path(f"{name}.py").resolve()
+        _refuse_another(module, path, path.with_suffix("") / "__init__.py")
     return module
 
 
-def _refuse_another(module: ModuleType, name: str, path: Path) -> None:
-    """Refuse a file of this folder if another module of its name is imported already."""
-    if path.is_file() and _origin(module) not in (path, path.with_suffix("") / "__init__.py"):
+def _refuse_another(module: ModuleType, path: Path, *also: Path) -> None:
+    """Refuse a file if a module of its name was imported from elsewhere, but for `also`."""
+    file = getattr(module, "__file__", None)
+    origin = None if file is None else Path(file).resolve()
+    if path.is_file() and origin not in (path, *also):
         raise InvalidValueError(
-            f"{name!r} is the name of {_origin(module) or 'a module of Python'}, which was imported"
+            f"{path.stem!r} is the name of {origin or 'a module of Python'}, which was imported"
             f" first, and of {path}. Rename the file."
         )
-
-
-def _origin(module: ModuleType) -> Path | None:
-    """Return the file that a module was read from, if it was read from one."""
-    file = getattr(module, "__file__", None)
-    return None if file is None else Path(file).resolve()
 
 
 def _file(path: Path) -> ModuleType:
@@ -389,12 +355,7 @@ def _file(path: Path) -> ModuleType:
         raise
     except BaseException as error:
         raise _broken(path.name, error) from error
-    other = _origin(module)
-    if other != path:
-        raise InvalidValueError(
-            f"{path.name!r} cannot be imported: {path.stem!r} is also the name of"
-            f" {other or 'a module of Python'}. Rename the file."
-        )
+    _refuse_another(module, path)
     return module
 
 

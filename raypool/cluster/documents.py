@@ -77,8 +77,10 @@ def launcher_document(documents: Sequence[Document], name: str | Path) -> Docume
     return documents[0]
 
 
-def documents_of(text: str, name: str) -> list[Document]:
+def documents_of(text: str, name: str, kind: Any = Loader) -> list[Document]:
     r"""Return the documents of a YAML text, which errors call `name`.
+
+    `kind` is the class of the loader, which decides what is a number.
 
     Raises:
         CloudError: It is not YAML, or a mapping has a key twice or a key that is not a string.
@@ -88,7 +90,13 @@ def documents_of(text: str, name: str) -> list[Document]:
         >>> document.content, document.line_of(("a", "b"))
         ({'a': {'b': 1}}, 2)
     """
-    loader = Loader(text)
+    if strange := yaml.reader.Reader.NON_PRINTABLE.search(text):
+        line = text.count("\n", 0, strange.start()) + 1
+        raise CloudError(
+            f"{name}, line {line}: this is not valid YAML: the character {strange[0]!r} is not"
+            " allowed."
+        )
+    loader = kind(text)
     documents = []
     try:
         while loader.check_node():
@@ -96,8 +104,8 @@ def documents_of(text: str, name: str) -> list[Document]:
             _check_keys(node, name)
             documents.append(Document(name, loader.construct_document(node), node))
     except yaml.MarkedYAMLError as error:
-        line = f", line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
-        raise CloudError(f"{name}{line}: this is not valid YAML: {error.problem}.") from None
+        at = f", line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
+        raise CloudError(f"{name}{at}: this is not valid YAML: {error.problem}.") from None
     except (yaml.YAMLError, ValueError) as error:
         raise CloudError(f"{name} is not valid YAML: {error}.") from None
     except RecursionError:

@@ -71,7 +71,7 @@ def test_tables_as_spreadsheets_write_them(write: Write) -> None:
 NO_TABLES = [
     (
         "lr,width\n0.1,8\n\n0.2\n",
-        "line 4: 1 cells for 2 columns; width is missing. An empty cell.* needs its comma, too",
+        "line 4: 1 cells for 2 columns. An empty cell.* needs its comma, too: width is missing",
     ),
     (
         "lr,width\n0.1,8,9\n",
@@ -210,15 +210,19 @@ NO_YAML = [
     ("lr: 0.1\n", "is a dict, not a list. Begin each configuration with a dash"),
     ("0.1\n", "is a float, not a list"),
     ("- lr: 0.1\n- 0.2\n", "line 2: 0.2 is not a mapping"),
-    ("- lr: 0.1\n---\n- lr: 0.2\n", "line 2: this is not valid YAML: but found another document"),
+    ("- lr: 0.1\n---\n- lr: 0.2\n", "has 2 YAML documents. Put all configurations into one list"),
     (
         "- lr: !!python/object/apply:os.getcwd []\n",
         "line 1: this is not valid YAML: could not determine a constructor",
     ),
-    ("- a: 1\n- b: \x07\n", "line 2: this is not valid YAML: the character 0x07 is not allowed"),
-    ("- a: 1\n- lr: 0.1\n  lr: 0.2\n", "line 2: the name 'lr' appears twice"),
-    ("- net: {width: 8, width: 16}\n", "line 1: the name 'width' appears twice"),
-    ("[" * 100_000, "is not valid YAML: maximum recursion depth"),
+    (
+        "- ä: 1\n- b: \x07\n",
+        r"line 2: this is not valid YAML: the character '\\x07' is not allowed",
+    ),
+    ("- a: 1\n- lr: 0.1\n  lr: 0.2\n", r"line 3: 'lr' appears twice \(first in line 2\)"),
+    ("- net: {width: 8, width: 16}\n", "line 1: 'width' appears twice"),
+    ("- {1: a}\n", "line 1: YAML does not read the name '1' as text. Put it in quotes"),
+    ("[" * 100_000, "entries are nested too deep"),
     ("- lr: !!int ten\n", "is not valid YAML: invalid literal for int"),
     ("[]\n", "contains no configurations"),
     ("# nothing\n", "contains no configurations"),

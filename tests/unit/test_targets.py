@@ -212,7 +212,7 @@ def test_a_function_that_wants_one_value_gets_no_whole_configuration() -> None:
 
 def test_a_file_with_the_name_of_another_module_is_refused(write: Write) -> None:
     write("elsewhere/pytest.py", "def train(config): ...\n")
-    with pytest.raises(InvalidValueError, match=r"'pytest' is also the name of .*Rename the file"):
+    with pytest.raises(InvalidValueError, match=r"'pytest' is the name of .*Rename the file"):
         find_function("elsewhere/pytest.py:train")
     write("train.v2.py", "def train(config): ...\n")
     with pytest.raises(InvalidValueError, match="a module name cannot contain a dot"):
