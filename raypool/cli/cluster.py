@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
-from raypool.cli.output import echo
+from raypool.cli.output import echo, errors_said
 from raypool.errors import CloudError, InvalidValueError, RaypoolError
 
 PROVIDERS = ("gcp", "aws", "on-prem", "kubernetes", "sky", "slurm")
@@ -75,14 +74,12 @@ def machines(gpu: str | None, name: str, is_json: bool) -> None:
     from raypool.views import tables
 
     known = catalogue(name)
-    try:
+    with errors_said(before_work=True):
         if is_json:
             echo(tables.machines_as_json(known, gpu))
         else:
             tables.show(tables.machines_as_table(known, gpu))
             echo(tables.where(known, gpu))
-    except RaypoolError as error:
-        raise click.UsageError(str(error)) from error
 
 
 @cluster.command()
@@ -212,8 +209,8 @@ def init(
         raise click.UsageError(
             f"{out} already exists. Overwrite it with --force, or choose another file with --out."
         )
-    try:
-        command = _command(context, given)
+    command = _command(context, given)
+    with errors_said(before_work=True):
         if is_slurm:
             _write_slurm_file(wishes, command, out)
         else:
@@ -221,8 +218,6 @@ def init(
             plan = draft(**wishes)
             text = text_of(plan, command, out.name, warn=_warn, trust=trust)
             save(text, out, plan, is_forced)
-    except RaypoolError as error:
-        raise click.UsageError(str(error)) from error
     echo(f"Wrote {out}. The comments at its top list the next steps.")
 
 
@@ -231,16 +226,15 @@ def _write_slurm_file(wishes: dict[str, Any], command: str, out: Path) -> None:
     from raypool.profile_files import resolve_profile
     from raypool.profiles import Profile, Slurm
 
+    profile = Profile(slurm=Slurm(nodes=wishes["most"], gpus_per_node=wishes["gpus"] or 1))
     if wishes["profile"] is not None:
         profile = resolve_profile(wishes["profile"], {})
-        if profile.slurm is None:
-            raise InvalidValueError(
-                f'The profile {wishes["profile"]!r} is not for Slurm: it has no kind = "slurm".'
-            )
-    else:
-        profile = Profile(slurm=Slurm(nodes=wishes["most"], gpus_per_node=wishes["gpus"] or 1))
+    if profile.slurm is None:
+        raise InvalidValueError(
+            f'The profile {wishes["profile"]!r} is not for Slurm: it has no kind = "slurm".'
+        )
     text = job_file(
-        profile.slurm or Slurm(),
+        profile.slurm,
         size_of(profile, None, None),
         ["python", "train.py"],
         name=wishes["name"],
@@ -342,7 +336,7 @@ def harden(file: Path) -> None:
 
     from raypool.cluster.hardening import hardened
 
-    with _failures():
+    with errors_said():
         before = file.read_text(encoding="utf-8")
         after = hardened(before, str(file))
     file.write_text(after, encoding="utf-8")
@@ -365,11 +359,9 @@ def up(file: Path, yes: bool, trust: bool) -> None:
     """
     from raypool.cluster import launcher
 
-    try:
+    with errors_said(before_work=True):
         _check(file, trust)
-    except RaypoolError as error:
-        raise click.UsageError(str(error)) from error
-    with _failures():
+    with errors_said():
         if not yes and launcher.is_running(file):
             click.confirm(
                 f"The cluster of {file} is already running. Restart its Ray, and end everything"
@@ -391,7 +383,7 @@ def status(file: Path) -> None:
     """
     from raypool.cluster import launcher
 
-    with _failures():
+    with errors_said():
         echo(launcher.status(file).strip())
 
 
@@ -410,7 +402,7 @@ def down(file: Path, yes: bool) -> None:
         click.confirm(
             f"Shut down the cluster of {file}, and everything that runs there?", abort=True
         )
-    with _failures():
+    with errors_said():
         launcher.down(file)
 
 
@@ -425,16 +417,7 @@ def connect(file: Path, name: str) -> None:
     """
     from raypool.cluster import launcher
 
-    with contextlib.suppress(KeyboardInterrupt), _failures(), launcher.tunnel(file) as opened:
+    with contextlib.suppress(KeyboardInterrupt), errors_said(), launcher.tunnel(file) as opened:
         echo(opened.as_toml(name))
         echo("The tunnel is open until Ctrl-C.", err=True)
         opened.wait()
-
-
-@contextlib.contextmanager
-def _failures() -> Iterator[None]:
-    """Turn errors of clusters into the command's error message."""
-    try:
-        yield
-    except RaypoolError as error:
-        raise click.ClickException(str(error)) from error

@@ -39,12 +39,15 @@ class _Preempted(click.ClickException):
 
 
 @contextlib.contextmanager
-def errors_said() -> Iterator[None]:
-    """Turn errors into messages and exit statuses; an error with results arose after the work."""
+def errors_said(*, before_work: bool = False) -> Iterator[None]:
+    """Turn errors into messages and exit statuses; an error with results arose after the work, and
+    any error `before_work` is wrong use.
+    """
     try:
         yield
     except RaypoolError as error:
-        if isinstance(error, WRONG_USE) and not hasattr(error, "results"):
+        is_wrong_use = isinstance(error, WRONG_USE) and not hasattr(error, "results")
+        if before_work or is_wrong_use:
             raise click.UsageError(str(error)) from error
         is_preempted = isinstance(error, PoolPreemptedError)
         raise (_Preempted if is_preempted else click.ClickException)(str(error)) from error

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from raypool.cli.output import echo
-from raypool.errors import CloudError, RaypoolError
+from raypool.cli.output import echo, errors_said
+from raypool.errors import CloudError
 
 if TYPE_CHECKING:
     from raypool.cluster.training_jobs import Submission
@@ -198,27 +198,20 @@ def submit(context: click.Context, /, **given: Any) -> None:
     """
     from raypool.cluster.training_jobs import run_on, run_on_own, run_on_slurm
 
-    try:
+    with errors_said(before_work=True):
         submission = _submission(context, given)
         slurm = _slurm_profile(given)
         if slurm is not None:
             raise SystemExit(run_on_slurm(slurm, submission, requeue=given["is_requeued"]))
         profile, file = _target(context, given, submission)
-    except RaypoolError as error:
-        raise click.UsageError(str(error)) from error
     for note in submission.training.notes:
         submission.say(note)
     if given["is_dry"]:
         return
-    try:
-        status = (
-            run_on(profile, submission)
-            if file is None
-            else run_on_own(file, submission, is_kept=given["is_kept"])
-        )
-    except RaypoolError as error:
-        raise click.ClickException(str(error)) from error
-    raise SystemExit(status)
+    with errors_said():
+        if file is None:
+            raise SystemExit(run_on(profile, submission))
+        raise SystemExit(run_on_own(file, submission, is_kept=given["is_kept"]))
 
 
 def _slurm_profile(given: dict[str, Any]) -> Profile | None:
