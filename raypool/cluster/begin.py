@@ -14,13 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from raypool.cluster.connect import listens, living_nodes
 from raypool.cluster.launcher_file import ROLE
 from raypool.errors import CloudError
 
@@ -107,11 +107,7 @@ def machines_there() -> int:
 def _nodes() -> list[Any]:
     # Not as a driver: when the first driver of a job ends, Ray removes the working folder, and the
     # script with it.
-    from ray.core.generated.gcs_pb2 import GcsNodeInfo
     from ray.exceptions import RaySystemError, RpcError
-
-    from raypool.cluster.connect import host_and_port
-    from raypool.ray_private import GcsClient
 
     address = os.environ.get("RAY_ADDRESS")
     if address is None:
@@ -121,11 +117,10 @@ def _nodes() -> list[Any]:
         )
     try:
         # Ray's client would try an address without a listener for a minute
-        socket.create_connection(host_and_port(address), CONNECT_S).close()
-        nodes = GcsClient(address=address).get_all_node_info(timeout=ANSWER_S).values()
+        listens(address, CONNECT_S)
+        return list(living_nodes(address, ANSWER_S).values())
     except (OSError, RpcError, RaySystemError):
         return []
-    return [node for node in nodes if node.state == GcsNodeInfo.ALIVE]
 
 
 def wait_until(machines: int, count: Callable[[], int], timeout_s: float) -> None:

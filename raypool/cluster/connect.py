@@ -93,6 +93,21 @@ def host_and_port(address: str) -> tuple[str, int | None]:
     return (host, int(port)) if host and port.isdigit() else (address, None)
 
 
+def listens(address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+    """Connect to an address and leave again, or raise an OSError."""
+    socket.create_connection(host_and_port(address), timeout_s).close()
+
+
+def living_nodes(address: str, timeout_s: float = ANSWER_S) -> dict[Any, Any]:
+    """Return the living nodes of the Ray at an address, by id, without becoming its driver."""
+    from ray.core.generated.gcs_pb2 import GcsNodeInfo
+
+    from raypool.ray_private import GcsClient
+
+    nodes = GcsClient(address=address).get_all_node_info(timeout=timeout_s)
+    return {name: node for name, node in nodes.items() if node.state == GcsNodeInfo.ALIVE}
+
+
 def check(address: str) -> None:
     """Check that a Ray at this address accepts this process, as far as can be seen from here.
 
@@ -106,7 +121,7 @@ def check(address: str) -> None:
     if port is None:
         return
     try:
-        socket.create_connection((host, port), CONNECT_TIMEOUT_S).close()
+        listens(address)
     except OSError as error:
         raise StartupError(
             f"Nothing answers at {address} ({error}). Check the address, that Ray runs there, and"
@@ -215,17 +230,15 @@ def _check_node(address: str) -> None:
     import psutil
     from ray.exceptions import RaySystemError, RpcError
 
-    from raypool.ray_private import GcsClient
-
     try:
         with _token_as_here(address):
-            nodes = GcsClient(address=address).get_all_node_info(timeout=ANSWER_S).values()
+            nodes = living_nodes(address)
     except (RpcError, RaySystemError) as error:
         raise StartupError(
             f"The server at {address} is not a working Ray control store ({error}). The control"
             " store's port on the cluster's head is usually 6379."
         ) from None
-    there = sorted({node.node_manager_address for node in nodes if node.state == 0})  # alive
+    there = sorted({node.node_manager_address for node in nodes.values()})
     here = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
     if not here.intersection(there):
         head = host_and_port(address)[0]

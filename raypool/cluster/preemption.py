@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from raypool.cluster.connect import living_nodes
 from raypool.errors import CloudError
 
 logger = logging.getLogger("raypool.cluster.preemption")
@@ -202,15 +203,12 @@ def drain(address: str, notice: Notice, node_address: str | None = None) -> list
     Raises:
         Exception: The head does not answer, or refuses.
     """
-    from ray.core.generated.gcs_pb2 import GcsNodeInfo
-
     from raypool.ray_private import GcsClient
 
-    client = GcsClient(address=address)
     names = []
-    for node_id, node in client.get_all_node_info(timeout=RAY_TIMEOUT_S).items():
-        if node.state == GcsNodeInfo.ALIVE and node_address in (None, node.node_manager_address):
-            _drain(client, node_id.hex(), notice)
+    for node_id, node in living_nodes(address, RAY_TIMEOUT_S).items():
+        if node_address in (None, node.node_manager_address):
+            _drain(GcsClient(address=address), node_id.hex(), notice)
             names.append(node.node_name)
     return names
 

@@ -44,6 +44,8 @@ from typing import NamedTuple
 import psutil
 
 from raypool.cluster.begin import machines_there, wait_until
+from raypool.cluster.connect import listens
+from raypool.cluster.launcher_file import HEALTH_CHECKS
 from raypool.cluster.preemption import Notice, drain
 from raypool.errors import CloudError
 from raypool.worker.folders import hold, make_private, remove_unheld
@@ -319,9 +321,8 @@ def _gpus_here() -> int:
 
 
 def _listens(address: str) -> bool:
-    host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), 2).close()
+        listens(address, 2)
     except OSError:
         return False
     return True
@@ -406,7 +407,8 @@ def main(words: Sequence[str]) -> int:
         say(str(error))
         code = 1
     if command and options.folder is not None:
-        status = {"exit_code": code, "is_cancelled": job.is_cancelled, "ended_at": time.time()}
+        is_cancelled = job.ended.is_set()
+        status = {"exit_code": code, "is_cancelled": is_cancelled, "ended_at": time.time()}
         write_private(options.folder / STATUS, json.dumps(status))
     return code
 
@@ -419,20 +421,15 @@ class SlurmJob:
         self._command = command
         self._job = own_job()
         self._told = threading.Event()  # the time is nearly over
-        self._ended = threading.Event()  # Slurm, or the user, ends the job
+        self.ended = threading.Event()  # Slurm, or the user, ends the job
         self._steps: list[subprocess.Popen[bytes]] = []
         self._is_early = False  # nodes drain, so the command ends early
         self._look_at = 0.0  # when to ask Ray next
 
-    @property
-    def is_cancelled(self) -> bool:
-        """Whether Slurm, or the user, has ended the job."""
-        return self._ended.is_set()
-
     def run(self) -> int:
         """Run the command on a cluster of all nodes; return its exit code."""
         _set_at(signal.SIGUSR1, self._told)
-        _set_at(signal.SIGTERM, self._ended)
+        _set_at(signal.SIGTERM, self.ended)
         gpus = gpus_of_nodes(self._job)
         head = os.environ.get("SLURMD_NODENAME") or next(iter(gpus))
         port, client_port = _free_ports(2)
@@ -448,10 +445,7 @@ class SlurmJob:
         os.environ |= {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
-            # a node that falls silent is given up after 8 s instead of 65 s
-            "RAY_health_check_period_ms": "1000",
-            "RAY_health_check_timeout_ms": "2000",
-            "RAY_health_check_failure_threshold": "3",
+            **dict(setting.split("=") for setting in HEALTH_CHECKS),
         }
         code = 1
         try:
@@ -459,7 +453,7 @@ class SlurmJob:
             code = self._run_command(setup) if self._command else self._serve_drivers(setup)
         finally:
             self._end_ray()
-        if self._is_early and code and not self._ended.is_set():
+        if self._is_early and code and not self.ended.is_set():
             if self._options.requeue:
                 say("The job is requeued; the same command resumes it.")
                 ask("scontrol", "requeue", self._job)
@@ -489,10 +483,10 @@ class SlurmJob:
 
     def _count(self, setup: RaySetup) -> int:
         """Return how many nodes have joined."""
-        if self._ended.is_set() or all(step.poll() is not None for step in self._steps):
+        if self.ended.is_set() or all(step.poll() is not None for step in self._steps):
             raise CloudError(
                 "Ray is not running on the nodes of this job: "
-                + ("Slurm has ended the job." if self._ended.is_set() else "see the lines above.")
+                + ("Slurm has ended the job." if self.ended.is_set() else "see the lines above.")
             )
         # the server for drivers elsewhere starts last
         return machines_there() if self._command or _listens(setup.client_address) else 0
@@ -507,8 +501,8 @@ class SlurmJob:
         gone_at = math.inf
         while command.poll() is None:
             gone_at = self._pass_on_notice(setup, gone_at)
-            if self._ended.is_set() or time.time() > gone_at:
-                why = "the job is cancelled" if self._ended.is_set() else "its time is over"
+            if self.ended.is_set() or time.time() > gone_at:
+                why = "the job is cancelled" if self.ended.is_set() else "its time is over"
                 say(f"Stopping the command: {why}.")
                 command.terminate()
                 try:
@@ -538,7 +532,7 @@ class SlurmJob:
         try:
             while not over.wait(LOOK_S):
                 gone_at = self._pass_on_notice(setup, gone_at)
-                if self._ended.is_set():
+                if self.ended.is_set():
                     break  # the pool is closed, as a rule
                 if time.time() > gone_at:
                     say("Ending the allocation: the job's time is over.")
