@@ -17,7 +17,7 @@ from typing import Any
 from jsonschema import Draft7Validator
 
 from raypool.cluster import launcher_file, software
-from raypool.cluster.documents import PLACEHOLDER, Findings, Keys, form, nearest
+from raypool.cluster.documents import PLACEHOLDER, Findings, form, nearest
 from raypool.cluster.launcher_file import Rented
 from raypool.cluster.machines import catalogue
 from raypool.cluster.plan import ClusterPlan, NodeGroup
@@ -106,56 +106,54 @@ def rented(config: dict[str, Any]) -> Rented:
 def check(findings: Findings) -> None:
     """Note what EC2 would refuse, and what would silently cost money or safety."""
     findings.check_schema(FILE)
-    region = findings.at(("provider", "region"))
-    for zone in (findings.at(("provider", "availability_zone")) or "").split(","):
+    provider = findings.within("provider")
+    region = provider.at("region")
+    for zone in (provider.at("availability_zone") or "").split(","):
         if zone and isinstance(region, str) and not zone.strip().startswith((region, PLACEHOLDER)):
-            text = f"zone {zone.strip()} is not in region {region}."
-            findings.add(("provider", "availability_zone"), text)
-    if findings.at(("provider", "security_group")) is not None:
-        text = (
+            provider.add(f"zone {zone.strip()} is not in region {region}.", "availability_zone")
+    if provider.at("security_group") is not None:
+        provider.doubt(
             "despite these rules, Ray opens SSH to the whole internet in the security group that"
             " it makes. Make one yourself and set its ID in each node_config, as"
-            " SecurityGroupIds."
+            " SecurityGroupIds.",
+            "security_group",
         )
-        findings.doubt(("provider", "security_group"), text)
     validator = _validator()
     if validator is None:
-        text = "boto3 is not installed here, so the names of EC2's settings were not checked."
-        findings.doubt(("provider",), text)
-    for name in findings.at(("available_node_types",)) or ():
-        keys: Keys = ("available_node_types", name)
-        _check_machine(findings, keys)
+        provider.doubt(
+            "boto3 is not installed here, so the names of EC2's settings were not checked."
+        )
+    for name in findings.at("available_node_types") or ():
+        node = findings.within("available_node_types", name)
+        config = node.within("node_config")
+        _check_machine(node)
         if validator is not None:
-            _check_entries(findings, (*keys, "node_config"), validator)
-        _check_instance(findings, (*keys, "node_config"))
+            _check_entries(config, validator)
+        _check_instance(config)
 
 
-def _check_machine(findings: Findings, keys: Keys) -> None:
+def _check_machine(node: Findings) -> None:
     """Check a node type's machine, and its description for Ray."""
-    at = (*keys, "node_config", "InstanceType")
-    machine = findings.at(at)
+    at = ("node_config", "InstanceType")
+    machine = node.at(*at)
     if not isinstance(machine, str):
         text = "InstanceType is missing in node_config. Set the machine type, such as g5.xlarge."
-        findings.add((*keys, "node_config"), text)
+        node.add(text, "node_config")
     elif not machine.startswith(PLACEHOLDER):
         try:
             shape = catalogue("aws").machine(machine)
             # Ray asks EC2 for missing numbers
-            launcher_file.check_resources(
-                findings, keys, shape, shape.gpu, shape.gpus, is_filled_in=True
-            )
-            gpus = [shape.gpu] if shape.gpu else []
-            catalogue("aws").check_place(str(findings.at(("provider", "region"))), *gpus)
+            launcher_file.check_resources(node, shape, shape.gpu, shape.gpus, is_filled_in=True)
+            region = str(node.whole().at("provider", "region"))
+            catalogue("aws").check_place(region, *filter(None, [shape.gpu]))
         except CloudError as error:
-            findings.unlisted(at, str(error))
+            node.unlisted(str(error), *at)
 
 
-def _check_entries(
-    findings: Findings, config: Keys, validator: Callable[[dict[str, Any]], str]
-) -> None:
+def _check_entries(config: Findings, validator: Callable[[dict[str, Any]], str]) -> None:
     """Let boto3 check names and types of the entries, as it does when Ray passes them on."""
     # With one misspelled name in a worker, the head would request it again and again, in vain.
-    entries = findings.at(config) or {}
+    entries = config.at() or {}
     report = validator({name: value for name, value in entries.items() if name != SUBNETS})
     for line in report.splitlines():
         # 'Unknown parameter in Placement: "Zone", must be one of: ...', 'Invalid type for parameter
@@ -165,8 +163,8 @@ def _check_entries(
             "^.*(parameter in input|parameter in|parameter)", "", where.partition(", value")[0]
         )
         names = re.findall(r"\w+", way)
-        at = (*config, *(int(name) if name.isdecimal() else name for name in names))
-        findings.add(at, f"{where}{nearest(names[-1], known.split(', '))}" if known else f"{line}.")
+        at = (int(name) if name.isdecimal() else name for name in names)
+        config.add(f"{where}{nearest(names[-1], known.split(', '))}" if known else f"{line}.", *at)
 
 
 @functools.cache
@@ -184,44 +182,38 @@ def _validator() -> Callable[[dict[str, Any]], str] | None:
     return lambda config: str(ParamValidator().validate(config | counts, wanted).generate_report())
 
 
-def _check_instance(findings: Findings, config: Keys) -> None:
+def _check_instance(config: Findings) -> None:
     """Check settings that Ray would replace by its defaults, or leave open."""
-
-    def given(*keys: str) -> Any:
-        return findings.at((*config, *keys))
-
-    market = given("InstanceMarketOptions")
-    if market is not None and given("InstanceMarketOptions", "MarketType") not in (
+    market = config.at("InstanceMarketOptions")
+    if market is not None and config.at("InstanceMarketOptions", "MarketType") not in (
         "spot",
         "capacity-block",
     ):
         text = f"InstanceMarketOptions is {market!r}; it must be `MarketType: spot`."
-        findings.add((*config, "InstanceMarketOptions"), text)
-    if given("MetadataOptions", "HttpEndpoint") == "disabled":
+        config.add(text, "InstanceMarketOptions")
+    if config.at("MetadataOptions", "HttpEndpoint") == "disabled":
         text = (
             "without the metadata service the head cannot make machines, and preemption notices"
             " are lost. Enable it; `HttpTokens: required` makes it safe."
         )
-        findings.add((*config, "MetadataOptions", "HttpEndpoint"), text)
-    if given("LaunchTemplate") is not None:
+        config.add(text, "MetadataOptions", "HttpEndpoint")
+    if config.at("LaunchTemplate") is not None:
         return  # Amazon keeps it, and it may have the following
-    name = given("KeyName")
-    if name is not None and findings.at(("auth", "ssh_private_key")) is None:
+    name = config.at("KeyName")
+    if name is not None and config.whole().at("auth", "ssh_private_key") is None:
         text = (
             f"KeyName is {name!r}, but auth has no ssh_private_key, so Ray uses its own key. Set"
             " ssh_private_key to the key's file."
         )
-        findings.add((*config, "KeyName"), text)
-    if given("ImageId") in (None, "latest_dlami"):
-        text = (
+        config.add(text, "KeyName")
+    if config.at("ImageId") in (None, "latest_dlami"):
+        config.doubt(
             "ImageId is missing in node_config, so Ray uses Ubuntu 18.04 from 2022. `raypool"
             " cluster init --provider aws` writes the command that finds an image."
         )
-        findings.doubt(config, text)
-    if not given("SecurityGroupIds") and given("NetworkInterfaces") is None:
-        text = (
+    if not config.at("SecurityGroupIds") and config.at("NetworkInterfaces") is None:
+        config.doubt(
             "SecurityGroupIds is missing in node_config, so Ray makes a group that opens SSH to"
             " the whole internet. Set a group that admits its own members, and your address at"
             " port 22."
         )
-        findings.doubt(config, text)

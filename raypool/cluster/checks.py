@@ -38,7 +38,6 @@ from raypool.cluster.documents import (
     PLACEHOLDER,
     Document,
     Findings,
-    Keys,
     form,
     nearest,
     read_documents,
@@ -87,7 +86,7 @@ def check_file(path: str | Path, *, trust: bool = False) -> tuple[str, ...]:
         except CloudError as error:
             problems.append(str(error))
             warnings += vars(error)["warnings"]
-        lock = Findings(document).at(("file_mounts", packages.LOCK))
+        lock = Findings(document).at("file_mounts", packages.LOCK)
         if isinstance(lock, str):
             try:
                 packages.lock_lines(Path(path).parent / lock)
@@ -104,7 +103,7 @@ def check(document: Document, *, trust: bool = False) -> tuple[str, ...]:
     findings = Findings(document, trust)
     for keys, text in texts(content):
         if packages.takes_raypool_by_name(text):
-            findings.add(keys, packages.BY_NAME)
+            findings.add(packages.BY_NAME, *keys)
     if kubernetes.is_manifest(content):
         findings.check_filled_in()
         kubernetes.check(findings)
@@ -116,7 +115,6 @@ def check(document: Document, *, trust: bool = False) -> tuple[str, ...]:
         _check_launcher(findings)
     else:
         findings.add(
-            (),
             "this is not a cluster or job: it must have a provider (Ray's launcher), an"
             " apiVersion (Kubernetes), a trainingInput (training job) or a run (SkyPilot).",
         )
@@ -128,22 +126,22 @@ def _check_launcher(findings: Findings) -> None:
     findings.check_schema(_schema())
     if findings.problems:
         return  # the next checks rely on the types of entries
-    provider = findings.at(("provider", "type"))
+    provider = findings.at("provider", "type")
     if provider not in PROVIDERS:
         from raypool.ray_private import _NODE_PROVIDERS
 
         if provider not in _NODE_PROVIDERS:
             near = nearest(str(provider), PROVIDERS)
-            findings.add(("provider", "type"), f"Ray has no provider {provider!r}{near}")
+            findings.add(f"Ray has no provider {provider!r}{near}", "provider", "type")
             return
         text = f"raypool has no rules for {provider}: only Ray checked its settings."
-        findings.doubt(("provider", "type"), text)
+        findings.doubt(text, "provider", "type")
     findings.check_filled_in()
-    for name, entry in (findings.at(("available_node_types",)) or {}).items():
+    for name, entry in (findings.at("available_node_types") or {}).items():
         least, most = entry.get("min_workers", 0), entry.get("max_workers")
         if most is not None and least > most:
             text = f"min_workers ({least}) is more than max_workers ({most})."
-            findings.add(("available_node_types", name, "min_workers"), text)
+            findings.add(text, "available_node_types", name, "min_workers")
     _check_files(findings)
     _check_commands(findings)
     if provider in PROVIDERS:
@@ -173,77 +171,71 @@ def _schema() -> Draft7Validator:
 def _check_files(findings: Findings) -> None:
     """Check the files of this machine: those that are copied to the machines, and SSH's keys."""
     folder = Path(findings.document.name).parent
-    for away, here in (findings.at(("file_mounts",)) or {}).items():
+    for away, here in (findings.at("file_mounts") or {}).items():
         # `raypool cluster up` makes the first two, and `check_file` reads the lock file
         is_known = here == TOKEN or here.startswith(packages.CACHE) or away == packages.LOCK
         if is_known or here.startswith(PLACEHOLDER):
             continue
         if not (folder / Path(here).expanduser()).exists():
             text = f"{away} is copied from {here}, which does not exist here."
-            findings.add(("file_mounts", away), text)
+            findings.add(text, "file_mounts", away)
     for name in ("ssh_private_key", "ssh_public_key"):
-        given = findings.at(("auth", name))
+        given = findings.at("auth", name)
         if not given or given.startswith(PLACEHOLDER):
             continue
         path = Path(given).expanduser()
         if not path.is_file():
-            findings.add(("auth", name), f"{name} is {path}, which does not exist.")
+            findings.add(f"{name} is {path}, which does not exist.", "auth", name)
         elif name == "ssh_private_key" and (mode := stat.S_IMODE(path.stat().st_mode)) & 0o077:
-            text = (
-                f"SSH refuses {path}, which others can read (mode {mode:o}). Run `chmod 600"
-                f" {path}`."
-            )
-            findings.add(("auth", name), text)
+            text = f"SSH refuses {path}, which others can read (mode {mode:o})."
+            findings.add(f"{text} Run `chmod 600 {path}`.", "auth", name)
 
 
 def _check_commands(findings: Findings) -> None:
     """Check that the commands for the machines are set, and require the token."""
     for name in ("setup_commands", HEAD, WORKER):
-        if findings.at((name,)) is None:
-            text = (
+        if findings.at(name) is None:
+            findings.doubt(
                 f"{name} is missing, so Ray uses its defaults, which install an old version and"
                 " open the dashboard to everybody. `raypool cluster harden` adds the commands"
                 " that start Ray."
             )
-            findings.doubt((), text)
     ports = []
     for name, port in ((HEAD, r"--port[= ](\d+)"), (WORKER, r"--address[= ]\S+?:(\d+)")):
-        commands = findings.at((name,)) or ()
+        commands = findings.at(name) or ()
         starts = {number: text for number, text in enumerate(commands) if START in text}
         if commands and not starts:
-            findings.add((name,), f"{name} does not start Ray: `{START}` is missing.")
+            findings.add(f"{name} does not start Ray: `{START}` is missing.", name)
         for number, command in starts.items():
-            _check_start(findings, (name, number), command)
+            entry = findings.within(name, number)
+            _check_start(entry, command)
             if name == HEAD and "--autoscaling-config" not in command:
-                text = (
+                entry.add(
                     "Ray does not read this file, so it never starts a worker. Add"
                     " `--autoscaling-config=~/ray_bootstrap_config.yaml` to `ray start`."
                 )
-                findings.add((name, number), text)
         ports.append(re.search(port, "\n".join(starts.values())))
     head, worker = ports
     if head and worker and head[1] != worker[1]:
         text = f"the workers connect to port {worker[1]}, but the head listens on port {head[1]}."
-        findings.add((WORKER,), text)
+        findings.add(text, WORKER)
 
 
-def _check_start(findings: Findings, keys: Keys, command: str) -> None:
+def _check_start(entry: Findings, command: str) -> None:
     """Check that a command starts Ray with a token, and with a dashboard for this machine only."""
     if host := hardening.open_host(command):
         text = f"the dashboard, which accepts jobs, listens on {host} and is open to the network."
-        findings.doubt(keys, f"{text} `raypool cluster harden` closes it.")
+        entry.doubt(f"{text} `raypool cluster harden` closes it.")
     if not hardening.asks_for_token(command):
-        text = (
+        entry.doubt(
             "Ray starts without a token: anyone who can reach it can run code. `raypool cluster"
             " harden` adds one (`export RAY_AUTH_MODE=token;` in the same command)."
         )
-        findings.doubt(keys, text)
-    elif TOKEN not in (findings.at(("file_mounts",)) or {}) and "RAY_AUTH_TOKEN" not in command:
-        text = (
+    elif TOKEN not in (entry.whole().at("file_mounts") or {}) and "RAY_AUTH_TOKEN" not in command:
+        entry.add(
             f"Ray requires a token, but none is copied to the machines. Put `{TOKEN}: {TOKEN}`"
             " under file_mounts."
         )
-        findings.add(keys, text)
 
 
 def _ask_ray(findings: Findings) -> None:
@@ -258,6 +250,6 @@ def _ask_ray(findings: Findings) -> None:
             validate_config(prepare_config(copy.deepcopy(findings.document.content)))
     except Exception as error:  # also KeyError, TypeError and AssertionError
         text = " ".join(str(error).split()) or type(error).__name__
-        findings.add((), f"Ray refuses this file: {type(error).__name__}: {text}")
+        findings.add(f"Ray refuses this file: {type(error).__name__}: {text}")
     finally:
         logger.setLevel(level)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -160,61 +161,75 @@ class Findings:
     def __init__(self, document: Document, trusts: bool = False) -> None:
         self.document = document
         self._trusts = trusts
+        self._keys: Keys = ()
         self.problems: list[Problem] = []
         self.doubts: list[Problem] = []
 
-    def add(self, keys: Keys, text: str) -> None:
-        """Note a mistake in an entry, with a correction."""
-        if (problem := Problem(keys, text)) not in self.problems:  # two schemas may say the same
+    def within(self, *keys: str | int) -> Findings:
+        """Return the same findings for the entry at `keys`, from which all keys then count."""
+        inner = copy.copy(self)  # with the same lists
+        inner._keys = (*self._keys, *keys)
+        return inner
+
+    def whole(self) -> Findings:
+        """Return the same findings for the whole document."""
+        outer = copy.copy(self)
+        outer._keys = ()
+        return outer
+
+    def add(self, text: str, *keys: str | int) -> None:
+        """Note a mistake in the entry at `keys`, with a correction."""
+        problem = Problem((*self._keys, *keys), text)
+        if problem not in self.problems:  # two schemas may say the same
             self.problems.append(problem)
 
-    def doubt(self, keys: Keys, text: str) -> None:
-        """Note a possible mistake in an entry."""
-        self.doubts.append(Problem(keys, text))
+    def doubt(self, text: str, *keys: str | int) -> None:
+        """Note a possible mistake in the entry at `keys`."""
+        self.doubts.append(Problem((*self._keys, *keys), text))
 
-    def unlisted(self, keys: Keys, text: str) -> None:
+    def unlisted(self, text: str, *keys: str | int) -> None:
         """Note an entry that a dated catalogue lacks: it may be newer."""
         if not self._trusts:
-            self.doubt(keys, text)
+            self.doubt(text, *keys)
 
     def check_filled_in(self) -> None:
         """Note each placeholder."""
         for keys, text in texts(self.document.content):
             names = {found[0] for found in WITHIN.finditer(text)}
             for name in {text} if text.startswith(PLACEHOLDER) else names:
-                self.add(keys, f"{name} {OPEN}")
+                self.add(f"{name} {OPEN}", *keys)
 
-    def check_schema(self, schema: Validator, keys: Keys = ()) -> None:
-        """Note where the entry at `keys` violates a JSON schema.
+    def check_schema(self, schema: Validator) -> None:
+        """Note where the entry violates a JSON schema.
 
         The keyword "must" of a schema has the rule in words: "be a whole number".
         """
-        for error in schema.iter_errors(self.at(keys)):
-            at = (*keys, *error.absolute_path)
-            name = next((key for key in reversed(at) if isinstance(key, str)), "the file")
+        for error in schema.iter_errors(self.at()):
+            at = tuple(error.absolute_path)
+            names = [key for key in (*self._keys, *at) if isinstance(key, str)]
+            name = names[-1] if names else "the file"
             rule = cast("dict[str, Any]", error.schema)
             if error.validator == "additionalProperties":
-                names = rule.get("properties", {})
-                for key in cast("dict[str, Any]", error.instance).keys() - names.keys():
-                    near = nearest(str(key), names)
-                    self.add((*at, key), f"there is no setting {key!r}{near}")
+                known = rule.get("properties", {})
+                for key in cast("dict[str, Any]", error.instance).keys() - known.keys():
+                    self.add(f"there is no setting {key!r}{nearest(str(key), known)}", *at, key)
             elif error.validator == "enum":
                 near = nearest(str(error.instance), map(str, cast("Any", error.validator_value)))
-                self.add(at, f"{name} is {error.instance!r}{near}")
+                self.add(f"{name} is {error.instance!r}{near}", *at)
             elif error.validator == "required":
                 missing = error.message.split("'")[1]
                 must = rule.get("properties", {}).get(missing, {}).get("must")
                 end = f"; it must {must}." if must else "."
-                self.add(at, f"{missing} is missing in {name}{end}")
+                self.add(f"{missing} is missing in {name}{end}", *at)
             elif "must" in rule:
-                self.add(at, f"{name} is {error.instance!r}; it must {rule['must']}.")
+                self.add(f"{name} is {error.instance!r}; it must {rule['must']}.", *at)
             else:
-                self.add(at, f"{name}: {error.message}.")
+                self.add(f"{name}: {error.message}.", *at)
 
-    def at(self, keys: Keys) -> Any:
+    def at(self, *keys: str | int) -> Any:
         """Return the entry at `keys`, None if there is none."""
         content = self.document.content
-        for key in keys:
+        for key in (*self._keys, *keys):
             try:
                 content = content[key]
             except (KeyError, IndexError, TypeError):

@@ -17,7 +17,7 @@ from typing import Any
 from jsonschema import Draft7Validator
 
 from raypool.cluster import launcher_file, software
-from raypool.cluster.documents import PLACEHOLDER, Findings, Keys, form, texts
+from raypool.cluster.documents import PLACEHOLDER, Findings, form, texts
 from raypool.cluster.launcher_file import Rented
 from raypool.cluster.machines import catalogue, region_of
 from raypool.cluster.plan import ClusterPlan, NodeGroup
@@ -144,8 +144,7 @@ def _instance(plan: ClusterPlan, group: NodeGroup) -> dict[str, Any]:
 def rented(config: dict[str, Any]) -> Rented:
     """Return what a `node_config` rents; raise a CloudError for an unknown GPU."""
     machine = str(config.get("machineType")).rpartition("/")[2]  # else a template names it
-    scheduling = config.get("scheduling") or {}
-    spot = scheduling.get("provisioningModel") == "SPOT" or scheduling.get("preemptible") is True
+    spot = _is_spot(config.get("scheduling") or {})
     for attached in config.get("guestAccelerators") or ():
         kind = catalogue("gce").gpu(attached["acceleratorType"].rpartition("/")[2])
         return Rented(machine, kind.name, attached["acceleratorCount"], spot)
@@ -153,79 +152,88 @@ def rented(config: dict[str, Any]) -> Rented:
     return Rented(machine, shape.gpu, shape.gpus, spot)
 
 
+def _is_spot(scheduling: dict[str, Any]) -> bool:
+    return scheduling.get("provisioningModel") == "SPOT" or scheduling.get("preemptible") is True
+
+
 def check(findings: Findings) -> None:
     """Note entries that Compute Engine would refuse, or accept although they cannot work."""
     findings.check_schema(FILE)
-    region, zone = (findings.at(("provider", name)) for name in ("region", "availability_zone"))
+    provider = findings.within("provider")
+    region, zone = provider.at("region"), provider.at("availability_zone")
     if not isinstance(zone, str) or zone.startswith(PLACEHOLDER):
         zone = None
     elif region not in (None, region_of(zone)):
-        text = f"region is {region!r}, but zone {zone} is in {region_of(zone)}."
-        findings.add(("provider", "region"), text)
+        provider.add(f"region is {region!r}, but zone {zone} is in {region_of(zone)}.", "region")
     if _schema() is None:
-        text = (
+        provider.doubt(
             "google-api-python-client is not installed here, so the names of Google's settings were"
             " not checked."
         )
-        findings.doubt(("provider",), text)
-    for name in findings.at(("available_node_types",)) or ():
-        keys: Keys = ("available_node_types", name)
+    for name in findings.at("available_node_types") or ():
+        node = findings.within("available_node_types", name)
         if not re.fullmatch(r"[a-z0-9_-]{1,63}", name):
-            text = (
+            node.add(
                 f"{name!r} becomes a label of machines: use only lower-case letters, digits, -"
                 " and _."
             )
-            findings.add(keys, text)
-        _check_type(findings, keys, zone)
+        _check_type(node, zone)
 
 
-def _check_type(findings: Findings, keys: Keys, zone: str | None) -> None:
+def _check_type(node: Findings, zone: str | None) -> None:
     """Check a node type: its settings, and the machine and GPUs that they ask for."""
-    config = (*keys, "node_config")
-    if isinstance(findings.at((*config, "scheduling")), list):  # as in Ray's own examples
+    config = node.within("node_config")
+    if isinstance(config.at("scheduling"), list):  # as in Ray's own examples
         text = "scheduling must be a mapping, not a list. Write it without the dash."
-        findings.doubt((*config, "scheduling"), text)
+        config.doubt(text, "scheduling")
         return
-    findings.check_schema(_schema() or SHAPE, config)
-    settings = findings.at(config)
+    config.check_schema(_schema() or SHAPE)
+    settings = config.at()
     if not SHAPE.is_valid(settings):
         return  # the next checks rely on it
     for at, text in texts(settings):
         place = re.match(r"(?:https?://.*/)?(?:projects/[^/]+/)?zones/([^/]+)/", text)
         if place is not None and zone not in (None, place[1]):
-            text = (
-                f"{at[-1]} is in {place[1]}, but the cluster is in {zone}: both must be the same."
+            config.add(
+                f"{at[-1]} is in {place[1]}, but the cluster is in {zone}: both must be the same.",
+                *at,
             )
-            findings.add((*config, *at), text)
-    gpu, gpus = _check_machine(findings, keys, zone)
-    _check_scheduling(findings, config, has_gpus=gpus > 0)
+    gpu, gpus = _check_machine(node, zone)
+    scheduling = config.at("scheduling") or {}
+    is_spot = _is_spot(scheduling)
+    which = "spot machines" if is_spot else "machines with GPUs"
+    wanted = {**ENDS, "automaticRestart": False} if is_spot else ENDS if gpus else {}
+    for name, value in wanted.items():
+        if scheduling.get(name) != value:
+            text = f"{which} need `{name}: {json.dumps(value)}` under scheduling."
+            config.add(text, *(["scheduling"] if scheduling else []))
     for at, text in texts(settings.get("disks")):
         driver = re.search(r"/images/.*-nvidia-(\d+)", text)
         if gpu and driver and (why := software.why_no_driver(gpu, int(driver[1]))):
-            text = f"{why}. The family {software.image('gcp', [gpu])['name']} has one."
-            findings.add((*config, "disks", *at), text)
+            family = software.image("gcp", [gpu])["name"]
+            config.add(f"{why}. The family {family} has one.", "disks", *at)
         elif gpu and "ubuntu-os-cloud" in text:
-            findings.doubt((*config, "disks", *at), f"this image has no driver for {gpu} GPUs.")
+            config.doubt(f"this image has no driver for {gpu} GPUs.", "disks", *at)
 
 
-def _check_machine(findings: Findings, keys: Keys, zone: str | None) -> tuple[str | None, int]:
+def _check_machine(node: Findings, zone: str | None) -> tuple[str | None, int]:
     """Check a node type's machine and GPUs; return the kind of GPU, None if unknown, and number."""
-    config, gce = (*keys, "node_config"), catalogue("gce")
-    settings = findings.at(config)
-    machine = settings["machineType"].rpartition("/")[2]
+    config, gce = node.within("node_config"), catalogue("gce")
+    machine = config.at("machineType").rpartition("/")[2]
     shape = gce.machines.get(machine)
-    accelerator: Keys = (*config, "guestAccelerators", 0, "acceleratorType")
+    accelerator = ("guestAccelerators", 0, "acceleratorType")
+    name = config.at(*accelerator)
     try:
-        _, gpu, gpus, _ = rented(settings)
+        _, gpu, gpus, _ = rented(config.at())
     except CloudError as error:
         # a retired GPU is a mistake; another may be newer than the catalogue
-        name = findings.at(accelerator)
         is_gone = name in (each.accelerator for each in gce.gpus.values())
-        (findings.add if is_gone else findings.unlisted)(accelerator, str(error))
+        (config.add if is_gone else config.unlisted)(str(error), *accelerator)
         return None, 1
     right = gce.gpu(gpu).accelerator if gpu else None
-    if (name := findings.at(accelerator)) and name.rpartition("/")[2] != right:
-        findings.add(accelerator, f"acceleratorType is {name!r}; Compute Engine's name is {right}.")
+    if name and name.rpartition("/")[2] != right:
+        text = f"acceleratorType is {name!r}; Compute Engine's name is {right}."
+        config.add(text, *accelerator)
     is_custom = re.fullmatch(r"([a-z]\w*-)?custom-\d+-\d+(-ext)?", machine) is not None
     try:
         if not is_custom:  # these are in no catalogue
@@ -233,28 +241,18 @@ def _check_machine(findings: Findings, keys: Keys, zone: str | None) -> tuple[st
         if gpu and zone:
             gce.check_place(zone, gpu)
     except CloudError as error:
-        at = ("provider", "availability_zone") if shape else (*config, "machineType")
-        findings.unlisted(at, str(error))
+        if shape:
+            config.whole().unlisted(str(error), "provider", "availability_zone")
+        else:
+            config.unlisted(str(error), "machineType")
     if shape or is_custom:
-        launcher_file.check_resources(findings, keys, shape, gpu, gpus)
+        launcher_file.check_resources(node, shape, gpu, gpus)
     try:
         if shape and gpu:
             gce.check(machine, gpu, gpus)
     except CloudError as error:
-        findings.add((*config, "guestAccelerators"), str(error))
+        config.add(str(error), "guestAccelerators")
     return gpu, gpus
-
-
-def _check_scheduling(findings: Findings, config: Keys, has_gpus: bool) -> None:
-    scheduling = findings.at((*config, "scheduling")) or {}
-    is_spot = scheduling.get("provisioningModel") == "SPOT" or scheduling.get("preemptible") is True
-    which = "spot machines" if is_spot else "machines with GPUs"
-    wanted = {**ENDS, "automaticRestart": False} if is_spot else ENDS if has_gpus else {}
-    for name, value in wanted.items():
-        if scheduling.get(name) != value:
-            at = (*config, "scheduling") if scheduling else config
-            text = f"{which} need `{name}: {json.dumps(value)}` under scheduling."
-            findings.add(at, text)
 
 
 @functools.cache

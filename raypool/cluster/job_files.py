@@ -182,23 +182,24 @@ def read(document: Document, *, trust: bool = False) -> Training:
     if is_training(content) and INPUT not in content:
         first = next(name for name in content if name in TRAINING["properties"])
         findings.add(
-            (first,),
             f"{first} belongs in trainingInput. Write `trainingInput:` above it, and indent the"
             " settings.",
+            first,
         )
         findings.finish()
     findings.check_schema(SCHEMA)
-    entries = findings.at((INPUT,))
+    inputs = findings.within(INPUT)
+    entries = inputs.at()
     if not isinstance(entries, dict):
         findings.finish()
     # The other checks rely on the types of entries, so they leave out those with a mistake.
     wrong = {problem.keys[1] for problem in findings.problems if len(problem.keys) > 1}
     settings = {name: value for name, value in entries.items() if name not in wrong}
-    groups = _groups(findings, settings, wrong)
-    _check_roles(findings, settings)
+    groups = _groups(inputs, settings, wrong)
+    _check_roles(inputs, settings)
     for name, why in UNUSED.items():
         if name in settings:
-            findings.doubt((INPUT, name), f"{name} is not used: {why}.")
+            inputs.doubt(f"{name} is not used: {why}.", name)
     master = settings.get("masterConfig", {})
     chief = settings.get("useChiefInTfConfig")
     training = Training(
@@ -219,25 +220,25 @@ def read(document: Document, *, trust: bool = False) -> Training:
         try:
             catalogue("gce").check_place(training.region, *training.kinds)
         except CloudError as error:
-            findings.unlisted((INPUT, "region"), str(error))
+            inputs.unlisted(str(error), "region")
     return replace(training, notes=findings.finish())
 
 
-def _check_roles(findings: Findings, settings: Mapping[str, Any]) -> None:
+def _check_roles(inputs: Findings, settings: Mapping[str, Any]) -> None:
     """Note settings that are not supported, and containers of other roles than the master."""
     master, *others = (settings.get(f"{role}Config", {}) for role in GROUPS)
     image = master.get("imageUri")
     for role, config in zip(list(GROUPS)[1:], others, strict=True):
-        keys: Keys = (INPUT, f"{role}Config")
         if (other := config.get("imageUri", image)) != image:
             text = f"imageUri is {other!r}, but the master's is {image!r}: all must be the same."
-            findings.add((*keys, "imageUri"), text)
+            inputs.add(text, f"{role}Config", "imageUri")
         for name in {"containerCommand", "containerArgs"} & config.keys():
-            findings.doubt((*keys, name), f"{name} is not used: the job runs on the master only.")
-    for keys in ((INPUT,), *((INPUT, f"{role}Config") for role in GROUPS)):
+            text = f"{name} is not used: the job runs on the master only."
+            inputs.doubt(text, f"{role}Config", name)
+    for part in (inputs, *(inputs.within(f"{role}Config") for role in GROUPS)):
         for name, instead in UNABLE.items():
-            if findings.at((*keys, name)) is not None:
-                findings.add((*keys, name), f"{name} is not supported. {instead}")
+            if part.at(name) is not None:
+                part.add(f"{name} is not supported. {instead}", name)
 
 
 def check_today(training: Training) -> None:
@@ -278,22 +279,20 @@ def check_today(training: Training) -> None:
 
 
 def _groups(
-    findings: Findings, settings: Mapping[str, Any], wrong: set[Any]
+    inputs: Findings, settings: Mapping[str, Any], wrong: set[Any]
 ) -> tuple[NodeGroup, ...]:
     """Return a job's groups of machines, the master's first; note those that cannot exist."""
     tier = settings.get("scaleTier")
     if tier == "CUSTOM":
         known = _catalogue(settings)
-        groups = (_group(findings, settings, role, known, wrong) for role in GROUPS)
+        groups = (_group(inputs, settings, role, known, wrong) for role in GROUPS)
         return tuple(group for group in groups if group is not None)
     if tier is None:
         return ()
     machine, gpu, gpus = TIERS[tier]
     for name in settings:
         if re.fullmatch(f"({'|'.join(GROUPS)})(Type|Count|Config)", name):
-            findings.add(
-                (INPUT, name), f"{name} needs scaleTier CUSTOM; {tier} is a single {machine}."
-            )
+            inputs.add(f"{name} needs scaleTier CUSTOM; {tier} is a single {machine}.", name)
     return (NodeGroup(name=GROUPS["master"], machine=machine, gpu=gpu, gpus=gpus),)
 
 
@@ -316,7 +315,7 @@ def _catalogue(settings: Mapping[str, Any]) -> Catalogue:
 
 
 def _group(
-    findings: Findings,
+    inputs: Findings,
     settings: Mapping[str, Any],
     role: str,
     known: Catalogue,
@@ -329,30 +328,30 @@ def _group(
         count = 1
     elif (count := int(settings.get(name_count, 0))) == 0:
         if given and name_count not in settings:
-            findings.add((INPUT, given[0]), f"{given[0]} is set, but {name_count} is not.")
+            inputs.add(f"{given[0]} is set, but {name_count} is not.", given[0])
         return None
     if {name_type, name_config} & wrong:
         return None
     if name_type not in settings:
-        at = (INPUT,) if role == "master" else (INPUT, name_count)
-        findings.add(at, f"{name_type} is missing. Set the machine type, such as n1-highcpu-16.")
+        text = f"{name_type} is missing. Set the machine type, such as n1-highcpu-16."
+        inputs.add(text, *([] if role == "master" else [name_count]))
         return None
     machine, config = known.shape(settings[name_type]), settings.get(name_config, {})
     gpu, gpus = machine.gpu, machine.gpus
-    keys: Keys = (INPUT, name_type)
+    keys: Keys = (name_type,)
     try:
         known.machine(machine.name)
     except CloudError as error:
-        findings.unlisted(keys, str(error))
+        inputs.unlisted(str(error), *keys)
     if attached := config.get("acceleratorConfig"):
         gpu, gpus = attached["type"], int(attached["count"])
-        keys = (INPUT, name_config, "acceleratorConfig")
+        keys = (name_config, "acceleratorConfig")
     try:
         gpu = known.gpu(gpu).name if gpu else None
         if machine.name in known.machines:
             known.check(machine.name, gpu, gpus)
     except CloudError as error:
-        findings.add(keys, str(error))
+        inputs.add(str(error), *keys)
         return None
     size = 0 if role == "master" else count
     group = NodeGroup(

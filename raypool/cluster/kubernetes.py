@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from raypool.cluster import packages, software
-from raypool.cluster.documents import PLACEHOLDER, Findings, Keys, nearest
+from raypool.cluster.documents import PLACEHOLDER, Findings, nearest
 from raypool.cluster.launcher_file import (
     ACCELERATOR,
     CLIENT_PORT,
@@ -241,72 +241,69 @@ def is_manifest(content: object) -> bool:
 
 def check(findings: Findings) -> None:
     """Note open access, and what Kubernetes does not notice although it cannot work."""
-    kind, name = (str(findings.at(keys) or "") for keys in (("kind",), ("metadata", "name")))
+    kind, name = str(findings.at("kind") or ""), str(findings.at("metadata", "name") or "")
     if kind in OTHERS:
         return
     if kind not in LONGEST_NAME:
-        findings.add(("kind",), f"kind is {kind!r}{nearest(kind, (*LONGEST_NAME, *OTHERS))}")
+        findings.add(f"kind is {kind!r}{nearest(kind, (*LONGEST_NAME, *OTHERS))}", "kind")
         return
     longest = LONGEST_NAME[kind]
-    if (
-        not re.fullmatch(rf"[a-z]([-a-z0-9]*[a-z0-9])?|{PLACEHOLDER}.*", name)
-        or len(name) > longest
-    ):
-        text = (
+    is_name = re.fullmatch(rf"[a-z]([-a-z0-9]*[a-z0-9])?|{PLACEHOLDER}.*", name)
+    if not is_name or len(name) > longest:
+        findings.add(
             f"name is {name!r}; it must have at most {longest} lower-case letters, digits and -,"
-            " begin with a letter and not end with -."
+            " begin with a letter and not end with -.",
+            "metadata",
+            "name",
         )
-        findings.add(("metadata", "name"), text)
-    spec: Keys = ("spec",)
+    spec = findings.within("spec")
     if kind == "RayJob":
-        _check_job(findings)
-        spec = ("spec", "rayClusterSpec")
-        if findings.at(spec) is None and findings.at(("spec", "clusterSelector")):
+        _check_job(spec)
+        has_cluster = spec.at("clusterSelector")
+        spec = spec.within("rayClusterSpec")
+        if spec.at() is None and has_cluster:
             return
-    if findings.at((*spec, "authOptions", "mode")) != "token":
-        text = (
+    if spec.at("authOptions", "mode") != "token":
+        spec.doubt(
             "Ray requires no token: anyone who can reach it can run code. Set `authOptions:"
-            " {mode: token}`."
+            " {mode: token}`.",
+            "authOptions",
+            "mode",
         )
-        findings.doubt((*spec, "authOptions", "mode"), text)
-    head: Keys = (*spec, "headGroupSpec")
-    for at in ((*head, "serviceType"), (*head, "headService", "spec", "type")):
-        if (service := findings.at(at)) in ("LoadBalancer", "NodePort"):
+    head = spec.within("headGroupSpec")
+    for at in (("serviceType",), ("headService", "spec", "type")):
+        if (service := head.at(*at)) in ("LoadBalancer", "NodePort"):
             text = (
                 f"{service} opens Ray's unencrypted ports to anyone who can reach the nodes. Use"
                 " `kubectl port-forward` instead."
             )
-            findings.doubt(at, text)
-    groups = findings.at((*spec, "workerGroupSpecs"))
+            head.doubt(text, *at)
+    groups = spec.at("workerGroupSpecs")
     count = len(groups) if isinstance(groups, list) else 0
-    for keys in (head, *((*spec, "workerGroupSpecs", number) for number in range(count))):
-        _check_group(findings, keys)
+    for group in (head, *(spec.within("workerGroupSpecs", number) for number in range(count))):
+        _check_group(group)
 
 
-def _check_job(findings: Findings) -> None:
+def _check_job(spec: Findings) -> None:
     """Check what a RayJob runs."""
-    entrypoint, mode = (findings.at(("spec", name)) for name in ("entrypoint", "submissionMode"))
-    if not entrypoint and mode != "InteractiveMode":
-        findings.add(
-            ("spec",), "entrypoint is missing. Set the command to run, such as python train.py."
-        )
-    environment = str(findings.at(("spec", "runtimeEnvYAML")))
+    if not spec.at("entrypoint") and spec.at("submissionMode") != "InteractiveMode":
+        spec.add("entrypoint is missing. Set the command to run, such as python train.py.")
+    environment = str(spec.at("runtimeEnvYAML"))
     folder = re.search(r"^\s*working_dir:\s*[\"']?([^\"'\n]+)", environment, re.MULTILINE)
     if folder and not re.match(rf"\w+://|/|{PLACEHOLDER}", folder[1]):
-        text = (
+        spec.add(
             f"working_dir is {folder[1]!r}, which pods do not have; it must be the address of a"
-            " zip, or an absolute path in the image."
+            " zip, or an absolute path in the image.",
+            "runtimeEnvYAML",
         )
-        findings.add(("spec", "runtimeEnvYAML"), text)
 
 
-def _check_group(findings: Findings, keys: Keys) -> None:
+def _check_group(group: Findings) -> None:
     """Note a group of pods that can have no size, or whose Ray is told of too many GPUs."""
-    least, most = (findings.at((*keys, name)) for name in ("minReplicas", "maxReplicas"))
+    least, most = group.at("minReplicas"), group.at("maxReplicas")
     if isinstance(least, int) and isinstance(most, int) and least > most:
-        text = f"minReplicas ({least}) is more than maxReplicas ({most})."
-        findings.add((*keys, "maxReplicas"), text)
-    limits = findings.at((*keys, "template", "spec", "containers", 0, "resources", "limits"))
+        group.add(f"minReplicas ({least}) is more than maxReplicas ({most}).", "maxReplicas")
+    limits = group.at("template", "spec", "containers", 0, "resources", "limits")
     named = {
         str(name): str(count)
         for name, count in (limits.items() if isinstance(limits, dict) else ())
@@ -315,11 +312,11 @@ def _check_group(findings: Findings, keys: Keys) -> None:
         return  # parts of GPUs, and those of other makers
     # Work would wait for missing GPUs forever. Unless told, Ray takes the number of the limits.
     has = named.get(GPU, "0")
-    for at in ((*keys, "resources", "GPU"), (*keys, "rayStartParams", "num-gpus")):
-        told = str(findings.at(at))
+    for at in (("resources", "GPU"), ("rayStartParams", "num-gpus")):
+        told = str(group.at(*at))
         if told.isdecimal() and has.isdecimal() and int(told) > int(has):
             text = f"Ray is told of {told} GPUs, but the pod's limits allow {has}. Leave it out."
-            findings.add(at, text)
+            group.add(text, *at)
 
 
 def ask(path: str | Path) -> tuple[str, ...]:

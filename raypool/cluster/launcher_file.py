@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from raypool.cluster import packages, software
-from raypool.cluster.documents import Findings, Keys
+from raypool.cluster.documents import Findings
 from raypool.cluster.machines import CPUS_PER_GPU, OF_PROVIDERS, Machine, catalogue
 from raypool.cluster.plan import ClusterPlan, NodeGroup
 from raypool.errors import CloudError
@@ -221,47 +221,40 @@ def _in_background(module: str, options: str) -> str:
 
 
 def check_resources(
-    findings: Findings,
-    keys: Keys,
-    shape: Machine | None,
-    gpu: str | None,
-    gpus: int,
-    is_filled_in: bool = False,
+    node: Findings, shape: Machine | None, gpu: str | None, gpus: int, is_filled_in: bool = False
 ) -> None:
-    """Note where the node type at `keys` tells Ray of other CPUs or GPUs than the machine has.
+    """Note where a node type tells Ray of other CPUs or GPUs than the machine has.
 
     Ray believes it: with too many GPUs, work waits forever; with too few, some are idle.
 
     `shape` is None for a custom machine type. `is_filled_in` says whether Ray asks the provider for
     missing numbers.
     """
-    resources = findings.at((*keys, "resources")) or {}
+    resources = node.at("resources") or {}
     told = resources.get("GPU", gpus if is_filled_in else 0)
     if told != gpus:
-        at = (*keys, "resources", "GPU") if "GPU" in resources else (*keys, "resources")
         has = f"{gpus} {gpu}" if gpus else "none"
-        findings.add(
-            at, f"Ray is told of {told} GPUs, but the machine has {has}: it must be `GPU: {gpus}`."
-        )
+        text = f"Ray is told of {told} GPUs, but the machine has {has}: it must be `GPU: {gpus}`."
+        node.add(text, "resources", *(["GPU"] if "GPU" in resources else []))
     if shape and resources.get("CPU", 0) > shape.vcpus:
-        findings.add(
-            (*keys, "resources", "CPU"),
-            f"Ray is told of {resources['CPU']} CPUs, but {shape.name} has {shape.vcpus} vCPUs.",
-        )
-    label = findings.at((*keys, "labels", ACCELERATOR))
+        cpus = resources["CPU"]
+        text = f"Ray is told of {cpus} CPUs, but {shape.name} has {shape.vcpus} vCPUs."
+        node.add(text, "resources", "CPU")
+    label = node.at("labels", ACCELERATOR)
     if label is not None and label != gpu:
         right = f"it must be {gpu}" if gpu else "the machine has no GPU"
-        findings.add((*keys, "labels", ACCELERATOR), f"the label is {label!r}; {right}.")
-    if not gpu or findings.at(("docker", "image")):
+        node.add(f"the label is {label!r}; {right}.", "labels", ACCELERATOR)
+    whole = node.whole()
+    if not gpu or whole.at("docker", "image"):
         return  # an image may have its own torch
-    for number, command in enumerate(findings.at(("setup_commands",)) or ()):
+    for number, command in enumerate(whole.at("setup_commands") or ()):
         build = re.search(r"(?:--torch-backend[= ]|/whl/)(cu\d+)", command)
         if build and (why := software.why_no_kernels(gpu, build[1])):
             hint = "`raypool cluster init` chooses the right one"
-            findings.add(("setup_commands", number), f"{why}; {hint}.")
+            whole.add(f"{why}; {hint}.", "setup_commands", number)
         elif "pip install" in command and not build and software.why_no_kernels(gpu, "cu130"):
-            findings.doubt(
-                (*keys, "node_config"),
+            node.doubt(
                 f"torch from PyPI has no kernels for {gpu} GPUs. Add --torch-backend=cu126 (uv), or"
                 " --extra-index-url https://download.pytorch.org/whl/cu126 (pip).",
+                "node_config",
             )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from jsonschema import Draft7Validator
@@ -59,48 +58,48 @@ def check(findings: Findings) -> None:
     """Note mistakes in a file whose entries have the right types."""
     findings.check_schema(FILE)
     for name in ("head_node_type", "available_node_types", "docker"):
-        if findings.at((name,)):
-            findings.add((name,), f"{name} is for rented machines. Leave it out (type: local).")
-    workers = findings.at(("provider", "worker_ips")) or ()
+        if findings.at(name):
+            findings.add(f"{name} is for rented machines. Leave it out (type: local).", name)
+    provider = findings.within("provider")
+    workers = provider.at("worker_ips") or ()
     for name in ("min_workers", "max_workers"):
-        count = findings.at((name,))
+        count = findings.at(name)
         text = f"{name} is {count}, but worker_ips has {len(workers)}:"
         # Ray takes what fits, and says so in a log at most
         if count is not None and count > len(workers):
-            findings.add((name,), f"{text} it must not be more.")
+            findings.add(f"{text} it must not be more.", name)
         elif count is not None and name == "max_workers" and count < len(workers):
-            findings.add((name,), f"{text} the others would remain unused.")
-    for command in findings.at(("head_start_ray_commands",)) or ():
+            findings.add(f"{text} the others would remain unused.", name)
+    for command in findings.at("head_start_ray_commands") or ():
         before, start, _ = command.partition(launcher_file.START)
         if start and OLD_AUTOSCALER not in before:
-            text = (
+            findings.doubt(
                 "Ray leaves out one of the workers. `raypool cluster harden` adds `export"
-                f" {OLD_AUTOSCALER};` before `ray start`."
+                f" {OLD_AUTOSCALER};` before `ray start`.",
+                "head_start_ray_commands",
             )
-            findings.doubt(("head_start_ray_commands",), text)
-    _check_hosts(findings, workers)
+    _check_hosts(provider, len(workers))
 
 
-def _check_hosts(findings: Findings, workers: Sequence[object]) -> None:
+def _check_hosts(provider: Findings, num_workers: int) -> None:
     seen: set[object] = set()
-    places = [("head_ip",), *(("worker_ips", number) for number in range(len(workers)))]
-    for keys in places:
-        host = findings.at(("provider", *keys))
+    for keys in (("head_ip",), *(("worker_ips", number) for number in range(num_workers))):
+        host = provider.at(*keys)
         name = host if isinstance(host, str) else ""
         address = None
         with contextlib.suppress(ValueError):
             address = ipaddress.ip_address(name)
-        wrong = None
         if host is not None and address is None and not re.fullmatch(HOST, name):
-            wrong = f"{host!r} is not an address, such as 10.0.0.7, or a host name."
+            provider.add(f"{host!r} is not an address, such as 10.0.0.7, or a host name.", *keys)
         elif host in seen:
-            wrong = f"{host} appears twice. List each machine once, including the head."
-        # a cluster of one machine may be called so
-        elif workers and (name == "localhost" or (address and address.is_loopback)):
-            wrong = (
-                f"{host} is each machine's name for itself. Use the address that the others see."
+            provider.add(
+                f"{host} appears twice. List each machine once, including the head.", *keys
             )
-        if wrong is None:
-            seen.add(host)
+        # a cluster of one machine may be called so
+        elif num_workers and (name == "localhost" or (address and address.is_loopback)):
+            provider.add(
+                f"{host} is each machine's name for itself. Use the address that the others see.",
+                *keys,
+            )
         else:
-            findings.add(("provider", *keys), wrong)
+            seen.add(host)

@@ -86,22 +86,21 @@ def check(findings: Findings) -> None:
     """Note what SkyPilot refuses in a task, and what leaves Ray open."""
     findings.check_filled_in()
     if find_spec("sky") is None:
-        text = "skypilot is not installed here, so the names of its settings were not checked."
-        findings.doubt((), text)
+        findings.doubt(
+            "skypilot is not installed here, so the names of its settings were not checked."
+        )
     else:
         from sky.utils import schemas
 
         findings.check_schema(Draft7Validator(schemas.get_task_schema()))
-    run = str(findings.at(("run",)))
+    run, setup = str(findings.at("run")), str(findings.at("setup"))
     if launcher_file.START in run and "RAY_AUTH_MODE=token" not in run:
-        findings.doubt(
-            ("run",), "Ray starts without a token: anyone who can reach it can run code."
-        )
-    given, setup = findings.at(("resources", "accelerators")), str(findings.at(("setup",)))
+        findings.doubt("Ray starts without a token: anyone who can reach it can run code.", "run")
+    given = findings.at("resources", "accelerators")
     names = {theirs: ours for ours, theirs in GPUS.items()}
     for gpu in [given] if isinstance(given, str) else given if isinstance(given, dict) else ():
         name = str(gpu).partition(":")[0]  # "A100:8" is one form of it
         kind = names.get(name, name)
         if "--torch-backend=auto" in setup and software.why_no_kernels(kind, "cu130"):
             text = f"the newest torch has no kernels for {kind} GPUs. Use --torch-backend=cu126."
-            findings.doubt(("setup",), text)
+            findings.doubt(text, "setup")

@@ -75,8 +75,8 @@ def test_all_that_is_wrong_is_told_at_once_in_the_order_of_lines() -> None:
     first, _ = documents_of(TEXT, "file.yaml")
     findings = Findings(first)
     findings.finish()
-    findings.add(("a", "c d"), "no.")
-    findings.add(("a", "b"), "neither.")
+    findings.add("no.", "a", "c d")
+    findings.add("neither.", "a", "b")
     with pytest.raises(CloudError) as caught:
         findings.finish()
     assert str(caught.value) == "file.yaml, line 3: neither.\nfile.yaml, line 4: no."
