@@ -454,6 +454,20 @@ class JobQueue(ABC):
     def _submit(self, request: JobRequest) -> None:
         """Hand a request to the cluster, or to Slurm."""
 
+    @abstractmethod
+    def wait(self, job_id: str, timeout_s: float | None = None) -> JobInfo:
+        """Wait for a job's end, or for the time limit, and return its state."""
+
+    def _wait_stopped(self, job_id: str, timeout_s: float) -> JobInfo:
+        """Wait for the end of a job that was told to stop, and return its state."""
+        info = self.wait(job_id, timeout_s)
+        if not info.has_ended:
+            raise CloudError(
+                f"Job {job_id} did not end within {timeout_s:g} s: {info.message} Check again"
+                " later."
+            )
+        return info
+
 
 class Jobs(JobQueue):
     """The jobs of a cluster.
@@ -621,13 +635,7 @@ class Jobs(JobQueue):
             info = self.look(job_id)
         if not info.has_ended:
             self.dashboard.stop_job(_quoted(job_id))
-            info = self.wait(job_id, STOP_TIMEOUT_S)
-        if not info.has_ended:
-            raise CloudError(
-                f"Job {job_id} did not end within {STOP_TIMEOUT_S:g} s: {info.message} Check"
-                " again later."
-            )
-        return info
+        return self._wait_stopped(job_id, STOP_TIMEOUT_S)
 
     def _check_room(self, cpus: float, gpus: float) -> None:
         """Refuse a command for which no node could ever have room."""

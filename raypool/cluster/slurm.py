@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import logging
 import math
 import os
 import re
@@ -184,22 +185,22 @@ def submit(file: Path, *options: str) -> str:
 
 def _hint(words: str, file: Path) -> str:
     """Return what may help after an error of sbatch."""
-    text = file.read_text()
-    if "invalid partition" in words.lower():
+    words = words.lower()
+    if "invalid partition" in words:
         names = ask("sinfo", "--noheader", "--format=%R").split()
-        asked = re.search(r"--partition=(\S+)", text)
+        asked = re.search(r"--partition=(\S+)", file.read_text())
         return f".{did_you_mean(asked[1] if asked else '', names)} Partitions: {', '.join(names)}."
-    if "account" in words.lower():
+    if "account" in words:
         return (
             ". Choose an account that may use this partition; `sacctmgr show associations"
             " user=$USER format=account,partition,qos` lists yours."
         )
-    if "not available" in words.lower():
+    if "not available" in words:
         return (
             ". No node of the partition has the requested resources; `sinfo --Node --long` and"
             " `sinfo --format='%R %D %c %m %G'` list the available ones."
         )
-    if "array" in words.lower():
+    if "array" in words:
         return (
             ". `scontrol show config` shows the maximum number of tasks of an array"
             " (MaxArraySize). Run more items per task: --array N."
@@ -223,23 +224,22 @@ class JobState(NamedTuple):
 
 def look(number: str) -> JobState:
     """Return the state of a job."""
-    options = ("--noheader", "--states=all", "--format=%T|%r|%S", f"--jobs={number}")
-    try:
-        line = ask("squeue", *options).strip()
-    except CloudError as error:
-        if "Invalid job id" in str(error):
-            return JobState(GONE)
-        raise
-    return JobState(*line.splitlines()[0].split("|")) if line else JobState(GONE)
+    lines = _in_queue(number, "--states=all", "--format=%T|%r|%S")
+    return JobState(*lines[0].split("|")) if lines else JobState(GONE)
 
 
 def num_left(number: str) -> int:
     """Return how many tasks of a job array have not ended."""
+    return len(_in_queue(number, "--array"))
+
+
+def _in_queue(number: str, *options: str) -> list[str]:
+    """Return the lines of squeue for a job, none if Slurm no longer knows it."""
     try:
-        return len(ask("squeue", "--noheader", "--array", f"--jobs={number}").splitlines())
+        return ask("squeue", "--noheader", *options, f"--jobs={number}").strip().splitlines()
     except CloudError as error:
         if "Invalid job id" in str(error):
-            return 0
+            return []
         raise
 
 
@@ -271,7 +271,13 @@ def allocation_for(profile: Profile, workers: tuple[int | None, int | None]) -> 
     if "RAY_ADDRESS" in os.environ or profile.address is not None:
         return None  # there is a cluster already: in a job, that of `slurm_job`
     if "SLURM_JOB_ID" in os.environ:
-        _warn_of_several_tasks()
+        tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+        if tasks != "1" and os.environ.get("SLURM_PROCID") == "0":
+            logging.getLogger("raypool").warning(
+                "srun started this script %s times, and each process opens its own pool. One pool"
+                " uses all GPUs: start the script once, without srun or with srun --ntasks=1.",
+                tasks,
+            )
         is_one = os.environ.get("SLURM_JOB_NUM_NODES", "1") == "1"
         return None if is_one and "SLURMD_NODENAME" in os.environ else _inside(profile)
     if profile.slurm is None:
@@ -398,16 +404,3 @@ def new_folder(slurm: Slurm, name: str | None = None) -> Path:
 def folder_of_jobs(slurm: Slurm) -> Path:
     """Return the folder of all jobs, for this user only."""
     return make_private(Path(slurm.folder).expanduser().absolute())
-
-
-def _warn_of_several_tasks() -> None:
-    """Warn if srun has started this script several times."""
-    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if tasks != "1" and os.environ.get("SLURM_PROCID") == "0":
-        import logging
-
-        logging.getLogger("raypool").warning(
-            "srun started this script %s times, and each process opens its own pool. One pool"
-            " uses all GPUs: start the script once, without srun or with srun --ntasks=1.",
-            tasks,
-        )

@@ -144,13 +144,6 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def _set_at(number: signal.Signals, event: threading.Event) -> None:
-    def handle(*_: object) -> None:
-        event.set()
-
-    signal.signal(number, handle)
-
-
 def _set_at_end_of_input(event: threading.Event) -> None:
     def read() -> None:
         sys.stdin.buffer.read()
@@ -230,7 +223,7 @@ def serve_node() -> None:
     name = os.environ["SLURMD_NODENAME"]
     over, told = threading.Event(), threading.Event()
     # a handler in Python: Ray and its children do not inherit it
-    _set_at(signal.SIGTERM, told)
+    signal.signal(signal.SIGTERM, lambda *_: told.set())
     _set_at_end_of_input(over)
     folders = make_private(Path(os.environ.get("RAY_TMPDIR", "/tmp")) / f"ray-{os.getuid()}")
     for folder in folders.iterdir():  # of jobs that were killed
@@ -428,8 +421,8 @@ class SlurmJob:
 
     def run(self) -> int:
         """Run the command on a cluster of all nodes; return its exit code."""
-        _set_at(signal.SIGUSR1, self._told)
-        _set_at(signal.SIGTERM, self.ended)
+        signal.signal(signal.SIGUSR1, lambda *_: self._told.set())
+        signal.signal(signal.SIGTERM, lambda *_: self.ended.set())
         gpus = gpus_of_nodes(self._job)
         head = os.environ.get("SLURMD_NODENAME") or next(iter(gpus))
         port, client_port = _free_ports(2)

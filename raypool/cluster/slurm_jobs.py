@@ -134,7 +134,7 @@ class SlurmJobs(JobQueue):
             name=info["name"],
             state=state,
             command=info["command"],
-            message=f"Slurm job {number}: {at}",
+            message=f"Slurm job {number}: {at}.",
             exit_code=status.get("exit_code") if state in ENDED else None,
             submitted_at=datetime.fromtimestamp(info["submitted_at"], UTC),
             finished_at=(
@@ -186,13 +186,7 @@ class SlurmJobs(JobQueue):
         _, info = self._find(job_id)
         with suppress(CloudError):  # it has ended
             ask("scancel", info["number"])
-        ended = self.wait(job_id, STOP_TIMEOUT_S)
-        if not ended.has_ended:
-            raise CloudError(
-                f"Job {job_id} did not end within {STOP_TIMEOUT_S:g} s: {ended.message}. Check"
-                " again later."
-            )
-        return ended
+        return self._wait_stopped(job_id, STOP_TIMEOUT_S)
 
     def _looks(self, job_id: str, timeout_s: float | None) -> Iterator[None]:
         """Yield at every look at a job until it has ended."""

@@ -73,23 +73,17 @@ def torch_build(gpus: Iterable[str], torch: str) -> str:
     kinds = [gpu for gpu in dict.fromkeys(gpus) if gpu in _table()["gpus"]]
     if not kinds:
         return AUTO
+    fitting: list[str] = []
     for name, row in reversed(_table()["builds"].items()):
-        first, *end = row["torch"]
-        if Version(torch) < Version(first) or (end and Version(torch) >= Version(end[0])):
+        if any(why_no_kernels(gpu, name) for gpu in kinds):
             continue
-        if not any(why_no_kernels(gpu, name) for gpu in kinds):
+        first, *end = row["torch"]
+        if Version(first) <= Version(torch) and not (end and Version(torch) >= Version(end[0])):
             return str(name)
-    fitting = [
-        f"{first} to before {end[0]}" if end else f"{first} or newer"
-        for name, row in _table()["builds"].items()
-        if not any(why_no_kernels(gpu, name) for gpu in kinds)
-        for first, *end in [row["torch"]]
-    ]
-    advice = (
-        f"torch {' or '.join(fitting)} has one: install such a version here, too"
-        if fitting
-        else "No version has one: use a separate cluster for each kind"
-    )
+        fitting.insert(0, f"{first} to before {end[0]}" if end else f"{first} or newer")
+    advice = "No version has one: use a separate cluster for each kind"
+    if fitting:
+        advice = f"torch {' or '.join(fitting)} has one: install such a version here, too"
     raise CloudError(f"torch {torch} has no build for {' and '.join(kinds)} GPUs. {advice}.")
 
 
