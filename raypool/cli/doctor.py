@@ -267,25 +267,18 @@ def _packages(_: Measured) -> Iterator[Judgment]:
         yield "ok", f"all {len(required)} required packages have supported versions"
 
 
-@check("ray")
-def _ray(machine: Measured) -> Iterator[Judgment]:
-    yield _import("ray", machine.ray)
-
-
-@check("torch")
-def _torch(machine: Measured) -> Iterator[Judgment]:
-    yield _import("torch", machine.torch)
-
-
-def _import(name: str, found: Import) -> Judgment:
+def _import(name: Literal["ray", "torch"], machine: Measured) -> Iterator[Judgment]:
+    found: Import = getattr(machine, name)
     if found.error:
-        return (
-            "problem",
-            f"cannot be imported: {found.error}",
-            f"Reinstall it: pip install --force-reinstall {name}",
-        )
-    cuda = found.told.get("cuda")
-    return "ok", found.told["version"] + (f", built for CUDA {cuda}" if cuda else "")
+        advice = f"Reinstall it: pip install --force-reinstall {name}"
+        yield "problem", f"cannot be imported: {found.error}", advice
+    else:
+        cuda = found.told.get("cuda")
+        yield "ok", found.told["version"] + (f", built for CUDA {cuda}" if cuda else "")
+
+
+check("ray")(partial(_import, "ray"))
+check("torch")(partial(_import, "torch"))
 
 
 # --- GPUs -----------------------------------------------------------------------------------------
