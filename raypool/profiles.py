@@ -385,6 +385,9 @@ class Profile:
             "packages", self.packages, str, what, "a package for pip", str.strip
         )
         object.__setattr__(self, "packages", packages)
+        what = "a list of modules, such as ['torch', 'lightning']"
+        preload = _checked_list("preload", self.preload, str, what, "a module", str.strip)
+        object.__setattr__(self, "preload", preload)
         if self.gpus is not None:
             object.__setattr__(self, "gpus", _checked_gpus(self.gpus, self.kinds))
         _check(self)
@@ -489,6 +492,7 @@ TYPES: tuple[tuple[str, type | tuple[type, ...], str], ...] = (
     ("quiet", bool, "True or False"),
     ("fast_multinode", bool, "True or False"),
     ("mps", bool, "True or False"),
+    ("fork_server", bool, "True or False"),
     ("start_timeout_s", (int, float), "a number of seconds"),
     ("idle_timeout_s", (int, float, NoneType), "a number of seconds"),
     ("cancel_grace_s", (int, float), "a number of seconds"),

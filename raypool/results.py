@@ -495,6 +495,7 @@ class Results(Sequence[T_co]):
         report.write(story, target, title or self._name)
         return target
 
+    @explains_calls
     def to_tensorboard(self, folder: str | os.PathLike[str]) -> None:
         """Write event files for TensorBoard: curves and hyperparameters of each item.
 
@@ -518,6 +519,7 @@ class Results(Sequence[T_co]):
 
         self._log_to(TensorboardLogger(folder))
 
+    @explains_calls
     def to_mlflow(self, experiment: str) -> None:
         """Add a run to an experiment of MLflow, with a child run for each item.
 
@@ -532,6 +534,7 @@ class Results(Sequence[T_co]):
 
         self._log_to(MlflowLogger(experiment))
 
+    @explains_calls
     def to_wandb(self, project: str, mode: Literal["offline", "online"] = "offline") -> None:
         """Write a run of Weights & Biases for each item.
 
@@ -547,6 +550,7 @@ class Results(Sequence[T_co]):
 
         self._log_to(WandbLogger(project, mode))
 
+    @explains_calls
     def to_trackio(self, project: str) -> None:
         """Add a run for each item to a project of Trackio on this machine.
 
@@ -560,6 +564,7 @@ class Results(Sequence[T_co]):
 
         self._log_to(TrackioLogger(project))
 
+    @explains_calls
     def to_optuna(
         self, storage: str, metric: str, mode: Literal["min", "max"] | None = None
     ) -> None:

@@ -88,6 +88,7 @@ REFUSED = [
     ({"packages": "torch"}, InvalidTypeError, "packages must be a list of packages for pip"),
     ({"packages": [""]}, InvalidValueError, "is not a package for pip"),
     ({"packages": [3]}, InvalidTypeError, "packages contains 3, which is not a package for pip"),
+    ({"preload": "torch"}, InvalidTypeError, "preload must be a list of modules"),
     ({"quiet": "yes"}, InvalidTypeError, "quiet='yes' is not True or False"),
     (
         {"gpus": [0], "resources": WorkerResources(gpus=2)},
