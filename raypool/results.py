@@ -36,9 +36,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from raypool.channel.gpu_usage import GpuSample
+    from raypool.journal.trials import Trials
     from raypool.loggers import SweepLogger
 
-RUN_COLUMNS = (
+RUN_COLUMNS: tuple[str, ...] = (
     "status",
     "duration_s",
     "started_at",
@@ -167,6 +168,7 @@ class Results(Sequence[T_co]):
         get_gpus: Callable[[], list[GpuSample]] = list,
         get_calls: Callable[[], list[dict[str, Any]]] = list,
         get_folder: Callable[[int], Path | None] = lambda _: None,
+        get_trials: Callable[[], Trials | None] = lambda: None,
     ) -> None:
         self._items = items
         self._values = values
@@ -179,6 +181,16 @@ class Results(Sequence[T_co]):
         self._get_gpus = get_gpus
         self._get_calls = get_calls
         self._get_folder = get_folder
+        self._get_trials = get_trials
+
+    @functools.cached_property
+    def _trials(self) -> Trials | None:
+        return self._get_trials()
+
+    @property
+    def _own_columns(self) -> set[str]:
+        trials = self._trials
+        return {*RUN_COLUMNS, *(() if trials is None else trials.columns)}
 
     @functools.cached_property
     def _rows(self) -> list[Row]:
@@ -219,6 +231,7 @@ class Results(Sequence[T_co]):
             self._name,
             self._get_gpus(),
             self._get_calls(),
+            self._trials,
         )
 
     @property
@@ -310,6 +323,9 @@ class Results(Sequence[T_co]):
         none), `reason` (None if it finished; see `raypool.errors.reason_of`) and `error` (the
         exception's type and text).
 
+        The table of a search begins with the `trial`'s number, its `state`, its score and its
+        `epochs`.
+
         The index has the numbers of the items, or that of the pandas DataFrame whose rows were the
         items; `load_results` has only the numbers.
 
@@ -318,7 +334,7 @@ class Results(Sequence[T_co]):
         """
         import pandas as pd
 
-        taken = set(RUN_COLUMNS)
+        taken, trials = self._own_columns, self._trials
         configs = self._configs()
         finished = [row.status == "finished" for row in self._rows]
         values = _columns(self._values, "value", taken | set(configs), "result_", finished)
@@ -343,7 +359,11 @@ class Results(Sequence[T_co]):
             labels = pd.RangeIndex(len(self))
         if list(labels.names) == [None]:
             labels = labels.rename("index")
-        return table({**users, **run}, labels)
+        if trials is None:
+            return table({**users, **run}, labels)
+        users.pop(f"result_{trials.metric}", None)  # the score, or an earlier one
+        about = {name: _with_gaps(cells) for name, cells in trials.columns.items()}
+        return table({**about, **users, **run}, labels)
 
     def _described(self, index: int) -> str | None:
         error = self._errors.get(index)
@@ -445,8 +465,9 @@ class Results(Sequence[T_co]):
         of the reported metrics (those of the ten best items until others are chosen), parallel
         coordinates of the configurations, a timeline of each worker with its idle time, how well
         the workers were used, the utilization and memory of their GPUs, and with `run_dir` the
-        provenance of each call: code, command, packages. It says what was left out if there is too
-        much to draw. An old file stays until the new page is complete. Like the files of a
+        provenance of each call: code, command, packages. That of a search also has the best score
+        so far, over trials and over time. It says what was left out if there is too much to draw.
+        An old file stays until the new page is complete. Like the files of a
         `run_dir` it is for its owner only (mode 0600).
 
         The importance is that of a random forest if scikit-learn is installed, otherwise a rank
@@ -481,16 +502,20 @@ class Results(Sequence[T_co]):
             raise FileNotFoundError(
                 errno.ENOENT, f"There is no folder {target.parent}", str(target)
             )
+        own, trials = RUN_COLUMNS, self._trials
+        if trials is not None:
+            own = (*(name for name in trials.columns if name != trials.metric), *own)
         story = report.Story(
             self.to_frame().reset_index(drop=True),
             self.attempts,
             self.metrics,
             list(self._configs()),
-            RUN_COLUMNS,
+            own,
             self.errors,
             *scores_of(self),
             self._get_gpus(),
             self._get_calls(),
+            trials,
         )
         report.write(story, target, title or self._name)
         return target
@@ -609,7 +634,7 @@ class Results(Sequence[T_co]):
         """Return the items by columns, as `to_frame` names them."""
         # a damaged run may have lost some
         are_there = [item is not None for item in self._items]
-        return _columns(self._items, "item", set(RUN_COLUMNS), "item_", are_there)
+        return _columns(self._items, "item", self._own_columns, "item_", are_there)
 
     @explains_calls
     def best(self, column: str, mode: Literal["min", "max"] | None = None) -> pd.Series[Any]:
@@ -725,7 +750,12 @@ def ranked(frame: pd.DataFrame, key: str) -> pd.DataFrame:
 
 def best_first(results: Results[Any]) -> tuple[pd.DataFrame, str | None]:
     """Return the table with the best rows first, and by which column; None: in item order."""
-    frame, metric = results.to_frame(), leading_metric(results)
+    frame = results.to_frame()
+    if (trials := results._trials) is not None:
+        order = trials.ranked()
+        rest = (item for item in range(len(frame)) if item not in order)
+        return frame.iloc[[*order, *rest]], trials.metric
+    metric = leading_metric(results)
     if metric is None:
         return frame, None
     return ranked(frame, f"-{metric}" if direction(metric) == "max" else metric), metric
@@ -749,9 +779,11 @@ def leading_metric(results: Results[Any]) -> str | None:
 def scores_of(results: Results[Any]) -> tuple[str | None, dict[int, Any]]:
     """Return a metric, and its finite numbers by finished item, the best first.
 
-    The metric is the leading one; without one, the last report of the first whose name tells the
-    direction.
+    The metric is that of the search, else the leading one; without one, the last report of the
+    first whose name tells the direction.
     """
+    if (trials := results._trials) is not None:
+        return trials.metric, trials.ranked()
     frame, name = results.to_frame(), leading_metric(results)
     metric, scores = name, {} if name is None else numbers_in(frame, name)
     if name is None:
@@ -821,6 +853,7 @@ def _restored(  # noqa: PLR0913, PLR0917 - as in pickles of older versions
     name: str = "",  # likewise
     gpus: Sequence[GpuSample] = (),  # likewise
     calls: Sequence[dict[str, Any]] = (),  # likewise
+    trials: Trials | None = None,  # likewise
 ) -> Results[Any]:
     texts = [""] * len(values) if diaries is None else diaries
     return Results(
@@ -834,6 +867,8 @@ def _restored(  # noqa: PLR0913, PLR0917 - as in pickles of older versions
         name,
         lambda: list(gpus),
         lambda: list(calls),
+        lambda _: None,
+        lambda: trials,
     )
 
 

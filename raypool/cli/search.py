@@ -146,8 +146,7 @@ def _show(found: SearchResults, run_dir: str, is_json: bool) -> None:
         echo(tables.sweep_as_json(frame))
     else:
         score = str(frame.columns[2])
-        shown = frame[tables.columns_of(frame)].drop(columns="status").head(FEW_ROWS)
-        show_fitting(shown, (score, "state", "epochs"))
+        show_fitting(frame[tables.columns_of(frame)].head(FEW_ROWS), (score, "state", "epochs"))
         if len(frame) > FEW_ROWS:
             echo(f"The {FEW_ROWS} best, of {len(frame):,} trials.", err=True)
     echo(f"{found.summary}. The trials are in {run_dir}.", err=True)

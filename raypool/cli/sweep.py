@@ -476,7 +476,11 @@ def _table_of(run_dir: Path, is_failed: bool) -> pd.DataFrame:
     from raypool.views import tables
 
     if not is_training(run_dir):
-        return tables.numbered(load_results(run_dir).to_frame())
+        results = load_results(run_dir)
+        if (trials := results._trials) is None:
+            return tables.numbered(results.to_frame())
+        echo(f"{len(results):,} trials: {trials.summary}", err=True)
+        return results.to_frame()
     if is_failed:
         raise InvalidValueError(f"{run_dir} is a training, whose reports do not fail.")
     return reports_of(run_dir)
@@ -506,9 +510,9 @@ def _named(frame: pd.DataFrame, columns: str | None) -> list[str]:
 def report(run_dir: Path, out: Path) -> None:
     """Write an HTML report of a saved run, which may still be running.
 
-    RUN_DIR is the folder given to `raypool sweep` or parfor. The report has the best item, the
-    importance of its fields, the table, learning curves, a timeline and how well the run scaled. It
-    is one file that opens offline.
+    RUN_DIR is the folder given to `raypool sweep`, `raypool search` or parfor. The report has the
+    best item, the importance of its fields, the table, learning curves, a timeline and how well the
+    run scaled. It is one file that opens offline.
     """
     from raypool.journal.reading import load_results
 

@@ -121,6 +121,7 @@ class LoopWork:
         # called instead, where no thread can wait for `changed`
         self.on_settled: Callable[[], object] | None = None
         self.feed = LoopFeed()
+        self.about: Sequence[str] = ()  # lines for the display, about the whole
         # by worker: waits for what it said before it answered last
         self._catch_ups: dict[int, Callable[[], None]] = {}
 

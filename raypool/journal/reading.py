@@ -54,6 +54,7 @@ from raypool.journal.rows import (
 from raypool.journal.salvage import carve
 from raypool.journal.schema import Row as Entry
 from raypool.journal.schema import checksum, numbers_of
+from raypool.journal.trials import trials_in
 from raypool.results import Miss, Results, Row, collector_paused, run_name
 
 if TYPE_CHECKING:
@@ -150,6 +151,7 @@ def _load(folder: Path) -> Results[Any]:
         functools.partial(samples_in, folder),
         functools.partial(calls_of, folder, contents["runs"]),
         lambda index: folder / "items" / keys[index],
+        functools.partial(trials_in, folder, len(entries)),
     )
 
 
@@ -242,7 +244,7 @@ class RunSummary(NamedTuple):
     """What `raypool ls` shows of a run; items of a training are its reports, `last` its metrics.
 
     `started_at` is when its newest call began (Unix time [s]), `num_bytes` the size of all its
-    files.
+    files. `search`: how the trials of a search ended.
     """
 
     folder: Path
@@ -254,6 +256,7 @@ class RunSummary(NamedTuple):
     started_at: float
     num_bytes: int
     last: dict[str, Any] | None = None
+    search: str | None = None
 
 
 def runs_below(folder: Path) -> Iterator[Path]:
@@ -282,6 +285,7 @@ def summary_of(folder: Path) -> RunSummary:
     entries = entries_of(contents)
     statuses = Counter(entry.stored.status for entry in entries if entry.stored is not None)
     newest: Any = max(contents["runs"], default=(0, "", None, None, 0, 0.0))
+    trials = trials_in(folder, len(entries))
     return RunSummary(
         folder,
         str(newest[1]),
@@ -291,6 +295,7 @@ def summary_of(folder: Path) -> RunSummary:
         any(map(is_running, (folder, *parts_of(folder)))),
         float(newest[5]),
         size,
+        search=None if trials is None else trials.summary,
     )
 
 

@@ -205,13 +205,13 @@ class GangSearch(Search):
             if rank == 0:
                 self._work.feed.add_row((moment, index, attempt, metrics))
 
-    def _stop_trial(self, trial: Trial) -> None:
+    def _stop_trial(self, trial: Trial, why: str) -> None:
         assert trial.part is not None
         training = self._trainings.get(trial.part)
         if training is None:
-            super()._stop_trial(trial)  # inline, in the training
+            super()._stop_trial(trial, why)  # inline, in the training
             return
-        trial.is_stopped = True
+        trial.stopped_by = why
         training.request_stop()
 
     # --- what arrives -----------------------------------------------------------------------------

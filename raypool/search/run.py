@@ -15,7 +15,7 @@ import math
 import numbers
 import time
 from bisect import bisect, bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -34,6 +34,7 @@ from raypool.errors import (
     checked_count,
     optional_count,
 )
+from raypool.journal.trials import METRIC, NAME, PARENT, STATES, STUDY, Trials
 from raypool.options import check_callable, check_name
 from raypool.parallel_for import (
     LoopRun,
@@ -47,7 +48,7 @@ from raypool.parallel_for import (
     raise_if_failed,
     watched,
 )
-from raypool.results import Results, Row
+from raypool.results import Results, Row, best_first
 from raypool.search import STORABLE, Halving, Population, Until, check_choices
 from raypool.search.rungs import Members, Rungs
 from raypool.search.storage import check_space, patient
@@ -62,12 +63,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("raypool")
 
-STUDY = "study.log"
-"""The file of Optuna's study in the folder of a search."""
-
-NAME = "raypool"
-"""The name of the study in that file."""
-
 SHORT_S = 0.05
 """While trials take less than this [s], each worker has the next one already."""
 
@@ -79,9 +74,6 @@ GROUP = 4
 
 OWNER = "raypool_run_dir"
 """The attribute of a trial in a user's study that says which search it belongs to."""
-
-PARENT = "raypool_parent"
-"""The attribute of a trial that took over from another: both, and the rung of the checkpoint."""
 
 KEPT = "-kept"
 """After the name of a checkpoint: its copy, from which others continue while its trial runs."""
@@ -181,9 +173,9 @@ class Trial:
 
     `index`: the number of its item; `number`: its number in the study. `part`: the position of its
     newest part in the loop's order. `until`: the epochs at which that part ends. `state`:
-    "running", "waiting" at a rung, "complete", "pruned" or "failed". `at_rungs`: its scores at the
-    rungs, in an earlier call. `lineage`: the trials that it took over from and replaced, and the
-    rung of the checkpoint; empty for one that began by itself.
+    "running", "waiting" at a rung, "complete", "pruned" or "failed". `stopped_by`: why it was asked
+    to stop. `at_rungs`: its scores at the rungs, in an earlier call. `lineage`: the trials that it
+    took over from and replaced, and the rung of the checkpoint; empty for one that began by itself.
     """
 
     index: int
@@ -198,7 +190,7 @@ class Trial:
     rung: int = 0
     until: float = math.inf
     part: int | None = None
-    is_stopped: bool = False
+    stopped_by: str = ""
     at_rungs: list[float] = field(default_factory=list)
     lineage: Sequence[int] = ()
 
@@ -212,20 +204,22 @@ class SearchResults:
             metrics, output, `report()`.
         metric: The name of the score; None: the number that the function returned.
         mode: "max" or "min".
+        ended_by: Why `stop_when` ended the search before all its trials; empty if it did not.
     """
 
     def __init__(
         self,
         study: optuna.Study,
         results: Results[Any],
-        trials: Sequence[Trial],
         metric: str | None,
         mode: Literal["max", "min"],
-        *,
-        has_parents: bool,
+        ended_by: str,
     ) -> None:
         self.study, self.results, self.metric, self.mode = study, results, metric, mode
-        self._trials, self._has_parents = trials, has_parents
+        self.ended_by = ended_by
+        trials = results._trials
+        assert trials is not None
+        self._trials = trials
 
     @property
     def best(self) -> BestTrial:
@@ -234,61 +228,30 @@ class SearchResults:
         Raises:
             InvalidValueError: No trial has a score.
         """
-        sign = -1 if self.mode == "max" else 1
-        scored = [t for t in self._trials if t.score is not None and math.isfinite(t.score)]
-        # a score after a few epochs is no match for one after all of them
-        scored = [t for t in scored if t.state == "complete"] or scored
-        if not scored:
-            raise InvalidValueError(
-                f"None of the {len(self._trials)} trials has a score. The table (to_frame()) has"
-                " their errors."
-            )
-        # among equals the one that has come farthest, then the first
-        best = min(scored, key=lambda t: (sign * t.score, -t.epochs, t.number))  # type: ignore[operator]
-        value = self.results[best.index]
-        return BestTrial(best.number, best.config, best.score, value)  # type: ignore[arg-type]
+        for item, score in self._trials.ranked().items():
+            config, value = self.results._items[item], self.results[item]
+            return BestTrial(self._trials.numbers[item], config, score, value)
+        raise InvalidValueError(
+            f"None of the {len(self)} trials has a score. The table (to_frame()) has their errors."
+        )
 
     def to_frame(self) -> pd.DataFrame:
         """Return a row for each trial, the best first: number, state, score, epochs, configuration.
 
-        Then come the columns of `Results.to_frame`. The score has the name of the metric. With a
-        population, `parent` is the trial that the trial took over from.
+        Then come the columns of `Results.to_frame`. The score has the name of the metric. Complete
+        trials come before pruned ones. With a population, `parent` is the trial that the trial took
+        over from.
         """
-        import pandas as pd
-
-        score = self.metric or "score"
-        columns: dict[str, Any] = {
-            "trial": [trial.number for trial in self._trials],
-            "state": [trial.state for trial in self._trials],
-            score: [trial.score for trial in self._trials],
-            "epochs": [trial.epochs for trial in self._trials],
-        }
-        if self._has_parents:
-            columns["parent"] = pd.array(
-                [trial.lineage[0] if trial.lineage else None for trial in self._trials],
-                dtype="Int64",
-            )
-        # a function may return values of these names, too
-        frame = self.results.to_frame().drop(columns=["item", *columns], errors="ignore")
-        for place, (name, values) in enumerate(columns.items()):
-            frame.insert(place, name, values)
-        return frame.sort_values(score, ascending=self.mode == "min", kind="stable").reset_index(
-            drop=True
-        )
+        return best_first(self.results)[0].reset_index(drop=True)
 
     def __len__(self) -> int:
-        return len(self._trials)
+        return len(self.results)
 
     @property
     def summary(self) -> str:
-        """How many trials ended how, and the best score, in a line."""
-        counts: dict[str, int] = {}
-        for trial in self._trials:
-            counts[trial.state] = counts.get(trial.state, 0) + 1
-        words = ", ".join(f"{count} {state}" for state, count in counts.items())
-        with contextlib.suppress(InvalidValueError):
-            words += f"; best {self.metric or 'score'} {self.best.score:.6g}"
-        return f"{len(self)} trials: {words or 'none'}"
+        """How many trials ended how, the best score, and why the search ended early, in a line."""
+        ended = f"; ended early by stop_when: {self.ended_by}" if self.ended_by else ""
+        return f"{len(self)} trials: {self._trials.summary}{ended}"
 
     def __repr__(self) -> str:
         return f"<SearchResults of {self.summary}>"
@@ -320,6 +283,11 @@ class SearchOptions(NamedTuple):
     name: str | None
     on_report: Callable[[MetricsReport], object] | None
     on_end: Callable[[SearchResults], object] | str | None
+
+    @property
+    def score_name(self) -> str:
+        """The name of the score in tables."""
+        return self.metric or "score"
 
     def checked(self) -> SearchOptions:
         """Return them with plain counts.
@@ -399,7 +367,7 @@ def run_search(
     del function  # the traceback of an error would keep it in workers
     with noticed(wanted.on_end, work) as found:
         with contextlib.closing(work), watched(wanted.progress, label, engine) as display:
-            study = wanted.study or open_study(wanted.mode, wanted.stop, work)
+            study = wanted.study or open_study(wanted, work)
             with patient(study, work.run_dir):
                 check_direction(study, wanted.mode)
                 if work.run_dir is not None:
@@ -408,14 +376,8 @@ def run_search(
                 search = (kind or Search)(engine, work, watchers, wanted, study, searched)
 
                 def results() -> SearchResults:
-                    return SearchResults(
-                        study,
-                        search.results(),
-                        search.trials,
-                        wanted.metric,
-                        wanted.mode,
-                        has_parents=isinstance(wanted.stop, Population),
-                    )
+                    made = search.results()
+                    return SearchResults(study, made, wanted.metric, wanted.mode, search.ended_by)
 
                 found.append(results)
                 search.run(iter(()), spec)
@@ -510,7 +472,7 @@ def fitted(name: str, value: Any, distribution: Any) -> Any:
     raise InvalidValueError(f"perturb= returned {name}={value!r}, which is not in {distribution}.")
 
 
-def open_study(mode: str, stop: Any, work: LoopWork) -> optuna.Study:
+def open_study(wanted: SearchOptions, work: LoopWork) -> optuna.Study:
     """Return a new study in memory, or that of the run's folder."""
     import optuna
 
@@ -522,13 +484,16 @@ def open_study(mode: str, stop: Any, work: LoopWork) -> optuna.Study:
         (work.run_dir / f"{STUDY}.lock").unlink(missing_ok=True)
         storage = JournalStorage(JournalFileBackend(str(work.run_dir / STUDY)))
     with quiet_optuna():
-        return optuna.create_study(
+        study = optuna.create_study(
             storage=storage,
             study_name=NAME,
-            pruner=stop if isinstance(stop, optuna.pruners.BasePruner) else None,
-            direction="maximize" if mode == "max" else "minimize",
+            pruner=wanted.stop if isinstance(wanted.stop, optuna.pruners.BasePruner) else None,
+            direction="maximize" if wanted.mode == "max" else "minimize",
             load_if_exists=True,
         )
+        if study.user_attrs.get(METRIC) != wanted.score_name:  # for reports
+            study.set_user_attr(METRIC, wanted.score_name)
+    return study
 
 
 @contextlib.contextmanager
@@ -595,8 +560,16 @@ class Search(LoopRun):
         self._sampler_for: Callable[[int], optuna.samplers.BaseSampler] | None = None
         self._owner = str(work.run_dir)
         self._began_at = time.monotonic()
-        self._is_over = False  # by `stop_when`
+        self.ended_by = ""  # why `stop_when` has ended it
         self._best, self._num_worse = -math.inf, 0  # the trials since the best one
+        self._leader = False, -math.inf, -1  # whether it is complete, how good, and which trial
+        self._num_pruned: Counter[str] = Counter()  # by what has stopped them
+        self._rule = "stop_when"
+        if self._stop is not None:
+            is_function, kind = callable(self._stop), type(self._stop).__name__
+            self._rule = (
+                function_name(self._stop) if is_function else kind.removesuffix("Pruner").lower()
+            )
         self._choose_sampler()
         work.sent_as = self._sent
 
@@ -641,6 +614,7 @@ class Search(LoopRun):
                     return
             for trial in self.trials:
                 if trial.state == "waiting":
+                    trial.stopped_by = "stop_when" if self.ended_by else self._rule
                     self._tell(trial, "pruned")
         driver.post(ItemsAdded(self._task_id, 0, is_open=False))
         self._raise_if_none_is_good()
@@ -696,6 +670,7 @@ class Search(LoopRun):
             trial.score = self._score(kept.value, trial)
             if trial.score is not None:
                 self._note_score(trial.score)
+                self._note_best(trial, trial.score)
 
     def _replay(self, trial: Trial, reports: list[MetricsReport]) -> None:
         """Note earlier reports of a trial, and its scores at the rungs that it reached."""
@@ -735,15 +710,16 @@ class Search(LoopRun):
         trial.noted_epochs = max(frozen.intermediate_values, default=0)
         trial.lineage = frozen.user_attrs.get(PARENT, ())
         if is_told:
-            ends = {"COMPLETE": "complete", "PRUNED": "pruned"}
-            trial.state, trial.handle = ends.get(frozen.state.name, "failed"), None
-            if trial.state == "failed" and self._members is not None:
+            trial.state, trial.handle = STATES[frozen.state.name], None
+            if trial.state == "pruned":
+                self._num_pruned[self._rule] += 1
+            elif trial.state == "failed" and self._members is not None:
                 self._members.leave(trial.index)
         return trial
 
     def _start_next(self) -> bool:
         """Start a trial, or the next part of one; False if there is none."""
-        if self._end_early() or self._is_over:
+        if self._end_early() or self.ended_by:
             return False
         if self._interrupted:
             trial = self._interrupted.popleft()
@@ -792,21 +768,32 @@ class Search(LoopRun):
     def _end_early(self) -> bool:
         """End the search, once, if `stop_when` says so; return whether this was the moment."""
         when = self._options.stop_when
-        if when is None or self._is_over:
+        if when is None or self.ended_by:
             return False
-        is_late = when.seconds is not None and time.monotonic() - self._began_at >= when.seconds
-        has_score = when.score is not None and self._best >= self._sign * when.score
-        is_futile = when.patience is not None and self._num_worse >= when.patience
-        self._is_over = is_late or has_score or is_futile
-        for trial in self.trials if self._is_over else ():
-            if trial.state == "running" and trial.part is not None and not trial.is_stopped:
-                self._stop_trial(trial)
-        return self._is_over
+        why = ""
+        if when.seconds is not None and time.monotonic() - self._began_at >= when.seconds:
+            why = f"{when.seconds:g} s have passed"
+        elif when.score is not None and self._best >= self._sign * when.score:
+            why = f"score {when.score:g} is reached"
+        elif when.patience is not None and self._num_worse >= when.patience:
+            why = f"{when.patience} trials without a new best score"
+        if not why:
+            return False
+        unended = [trial for trial in self.trials if trial.state in ("running", "waiting")]
+        if self._num_missing <= 0 and not unended:
+            return False  # all have run
+        self.ended_by = why
+        logger.info("%s ends after %d trials: %s.", self._work.label, len(self.trials), why)
+        for trial in unended:
+            if trial.state == "running" and trial.part is not None and not trial.stopped_by:
+                self._stop_trial(trial, "stop_when")
+        return True
 
     def _add(self, handle: optuna.trial.Trial, params: dict[str, Any]) -> Trial:
         config = self._space.config(params)
-        trial = Trial(self._work.append(config), handle.number, handle, config)
+        trial = Trial(len(self.trials), handle.number, handle, config)
         self.trials.append(trial)
+        self._work.append(config)
         if self._members is not None:
             self._members.join(trial.index)
         return trial
@@ -814,6 +801,36 @@ class Search(LoopRun):
     def _sent(self, index: int) -> tuple[Any, float, int]:
         trial = self.trials[index]
         return trial.config, trial.until, trial.num_reports
+
+    def _show(self) -> None:
+        _, good, number = self._leader
+        parts = [f"{count:,} pruned by {why}" for why, count in self._num_pruned.items()]
+        if good > -math.inf:
+            name = self._options.score_name
+            parts.insert(0, f"best {name}={self._sign * good:.4g} (trial {number})")
+        if self.ended_by:
+            parts.append(f"ended by stop_when: {self.ended_by}")
+        self._work.about = [", ".join(parts)]
+        if self._rungs is not None:
+            self._work.about.append(self._rungs.summary)
+        super()._show()
+
+    def results(self) -> Results[Any]:
+        """Join the results that have arrived so far, and how the trials have ended."""
+        made, trials = super().results(), self.trials
+        trials = trials[: len(made)]  # after Ctrl-C in `_add`
+        made._trials = Trials(
+            self._options.score_name,
+            self._options.mode,
+            [trial.number for trial in trials],
+            [trial.state for trial in trials],
+            [trial.score for trial in trials],
+            [trial.epochs for trial in trials],
+            [trial.lineage[0] if trial.lineage else None for trial in trials]
+            if self._members is not None
+            else (),
+        )
+        return made
 
     # --- a population -----------------------------------------------------------------------------
 
@@ -881,7 +898,7 @@ class Search(LoopRun):
     def _judge(self, report: MetricsReport) -> None:
         trial = self.trials[report.item]
         value = self._note_report(report)
-        if value is not None and trial.state == "running" and not trial.is_stopped:
+        if value is not None and trial.state == "running" and not trial.stopped_by:
             self._stop_if_hopeless(trial, value, report.metrics)
             self._end_early()
         if self._options.on_report is not None:
@@ -909,10 +926,10 @@ class Search(LoopRun):
         else:
             is_hopeless = bool(self._stop(metrics))
         if is_hopeless:
-            self._stop_trial(trial)
+            self._stop_trial(trial, self._rule)
 
-    def _stop_trial(self, trial: Trial) -> None:
-        trial.is_stopped = True
+    def _stop_trial(self, trial: Trial, why: str) -> None:
+        trial.stopped_by = why
         if not self._is_inline:
             self._driver.post(StopRequested(self._task_id, trial.part))
         elif (note := note_here()) is not None:  # this is the trial's own thread
@@ -956,7 +973,7 @@ class Search(LoopRun):
             return
         trial.score = self._score(value, trial)
         if trial.score is None:
-            if trial.is_stopped:
+            if trial.stopped_by:  # by `stop_when`, before its first report
                 self._tell(trial, "pruned")
             else:
                 self._note_missing(trial, value)
@@ -966,8 +983,16 @@ class Search(LoopRun):
         if self._rungs is not None and trial.until <= trial.epochs < self._rungs.levels[-1]:
             trial.state = "waiting"
             self._rungs.reach(trial.index, trial.rung, good)
-            return
-        self._tell(trial, "pruned" if trial.is_stopped else "complete")
+        else:
+            if isinstance(self._rungs, Rungs) and trial.until <= trial.epochs:
+                self._rungs.reach(trial.index, trial.rung, good, is_waiting=False)
+            self._tell(trial, "pruned" if trial.stopped_by else "complete")
+        self._note_best(trial, trial.score)
+
+    def _note_best(self, trial: Trial, score: float) -> None:
+        found = trial.state == "complete", self._good(score)
+        if found > self._leader[:2]:  # a score after a few epochs is no match
+            self._leader = (*found, trial.number)
 
     def _note_score(self, score: float) -> float:
         """Compare the score of a part with the best one so far; return it as `_good` does."""
@@ -994,6 +1019,8 @@ class Search(LoopRun):
 
         trial.state = state
         tell = functools.partial(self._study.tell, trial.number, skip_if_finished=True)
+        if state == "pruned":
+            self._num_pruned[trial.stopped_by or self._rule] += 1
         if state == "failed":
             self._num_failed += 1
             if self._members is not None:
@@ -1007,9 +1034,8 @@ class Search(LoopRun):
                     "Trial %d has the score %s, which counts as the worst.", trial.number, score
                 )
                 score = -self._sign * math.inf
+            self._pass_to_study(trial, score)  # Optuna takes it for the score of a pruned trial
             if state == "pruned":
-                # Optuna takes the last intermediate value for that of a pruned trial
-                self._pass_to_study(trial, score)
                 tell(state=TrialState.PRUNED)
             else:
                 tell(score)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from heapq import heappop, heappush
 
 Entry = tuple[float, int]
@@ -46,6 +47,23 @@ class Rungs:
         if is_waiting and rung + 1 < len(self.levels):
             heappush(self._waiting[rung], (-score, trial))
 
+    @property
+    def summary(self) -> str:
+        """How many trials have reached each rung, and how many wait there, in a line.
+
+        Example:
+            >>> rungs = Rungs([1, 3, 9], factor=3)
+            >>> for trial in range(4):
+            ...     rungs.reach(trial, 0, score=trial)
+            >>> _ = rungs.promote()
+            >>> rungs.summary
+            'rungs: 4 at 1, 0 at 3, 0 at 9 epochs; 3 wait'
+        """
+        counts = zip(map(len, self._reached), self.levels, strict=True)
+        words = ", ".join(f"{count:,} at {level:,}" for count, level in counts)
+        num_waiting = sum(map(len, self._waiting))
+        return f"rungs: {words} epochs" + (f"; {num_waiting:,} wait" if num_waiting else "")
+
     def promote(self) -> tuple[int, int] | None:
         """Return a trial that continues now, and to which rung; None: they all have to wait."""
         for rung in reversed(range(len(self.levels) - 1)):  # first those that have come far
@@ -88,6 +106,16 @@ class Members:
         self._scores: dict[int, list[float]] = {}  # of members and those before them, by rung
         self._waiting: set[int] = set()
         self._kept: set[int] = set()  # those whose checkpoint of their last rung still exists
+
+    @property
+    def summary(self) -> str:
+        """How many members have come how far, in a line; see `Rungs.summary`."""
+        counts = Counter(len(self._scores[member]) for member in self._members)
+        words = [f"{counts[rung]:,} at {level:,}" for rung, level in enumerate([0, *self.levels])]
+        num_waiting = len(self._waiting)
+        return f"members: {', '.join(words)} epochs" + (
+            f"; {num_waiting:,} wait" * bool(num_waiting)
+        )
 
     @property
     def num_missing(self) -> int:

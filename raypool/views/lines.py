@@ -72,8 +72,7 @@ def line(status: LoopStatus) -> str:
     if status.total is not None:
         settled += " done"
     parts = [f"{status.label}: {settled}{''.join(text for text, _ in others)}"]
-    if status.values:
-        parts.append(status.values)
+    parts += status.lines[:1]
     if status.num_new > 0:
         parts.append(rate(status.num_new, status.elapsed_s))
     parts.append(f"{'in' if status.is_over else 'after'} {status.times()}")

@@ -69,7 +69,7 @@ def page(status: LoopStatus, rows: Rows) -> str:
         "".join(_text(text, style) for text, style in status.counts()),
         _text(status.times(), "dim"),
     )
-    body = " &nbsp;".join(parts)
+    body = " &nbsp;".join(parts) + "".join(_line(text, "") for text in status.lines if text)
     if rows.shown:
         has_memory = any(row.memory for row in rows.shown)
         table = "".join(f"<tr>{''.join(_cells(row, has_memory))}</tr>" for row in rows.shown)
@@ -77,8 +77,6 @@ def page(status: LoopStatus, rows: Rows) -> str:
             '<table style="margin: 0.3em 0 0 1em; border: none; font-size:'
             f' inherit">{table}</table>'
         )
-    if status.values:
-        body += _line(status.values, "")
     if rows.others:
         body += _line(rows.others, "dim")
     if status.last_failure is not None:

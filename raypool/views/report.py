@@ -41,12 +41,18 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from raypool.channel.gpu_usage import GpuSample
+    from raypool.journal.trials import Trials
 
 
 PAGE = Path(__file__).with_name("page")
 
-MARKS = {**COLORS, "missing": "#b0b0b0"}
-"""The colors of items by status."""
+MARKS = {
+    **COLORS,
+    "complete": COLORS["finished"],
+    "pruned": COLORS["retried"],
+    **dict.fromkeys(("running", "waiting", "unfinished", "missing"), "#b0b0b0"),
+}
+"""The colors of items by status, and of trials by state."""
 
 MAX_FAILURES = 50
 """The most failures in a report."""
@@ -71,6 +77,7 @@ class Story(NamedTuple):
 
     `configs` and `run` are columns of `frame`: those of configurations, and raypool's own.
     `scores` are the numbers of finished items in `metric`, the best first. `calls`: see `facts_of`.
+    `trials`: of a search.
     """
 
     frame: pd.DataFrame
@@ -83,6 +90,12 @@ class Story(NamedTuple):
     scores: Mapping[int, Any]
     gpus: Sequence[GpuSample]
     calls: Sequence[Mapping[str, Any]]
+    trials: Trials | None
+
+    @property
+    def mark(self) -> str:
+        """The column by whose cells the items are colored."""
+        return "status" if self.trials is None else "state"
 
 
 Columns: TypeAlias = Mapping[str, Sequence[Cell]]
@@ -139,7 +152,8 @@ def page(story: Story, title: str) -> str:
         title=title or f"Results of {num_items:,} item{'s' if num_items != 1 else ''}",
         written_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         num_items=num_items,
-        counts=story.frame["status"].value_counts().to_dict(),
+        noun="item" if story.trials is None else "trial",
+        counts=story.frame[story.mark].value_counts().to_dict(),
         colors=MARKS,
         shown=shown,
         best=_best(story, config),
@@ -156,6 +170,7 @@ def page(story: Story, title: str) -> str:
         has_coordinates=data["table"]["has_coordinates"],
         has_gpus="gpus" in data,
         calls={call["run"]: facts_of(call) for call in story.calls},
+        best_so_far=list(data["best_so_far"]),
         notes=notes,
         data=json_data.replace("<", "\\u003c"),
         plotly=get_plotlyjs(),
@@ -204,6 +219,7 @@ def _data(story: Story, shown: Timeline, config: Columns) -> tuple[dict[str, Any
         "colors": MARKS,
         "palette": PALETTE,
     }
+    data["best_so_far"] = best_so_far(story.trials, config, _ends(story, shown))
     if shown.lanes:
         data["timeline"], num_bars = timeline(shown)
         data["concurrency"] = concurrency(shown)
@@ -235,7 +251,11 @@ def _table(story: Story, config: Columns) -> dict[str, Any]:
         .drop(columns="error")
     )
     run = columns(about, about.columns)
-    first = {"status": run.pop("status")}
+    first = {story.mark: run.pop(story.mark)}
+    if story.trials is not None:
+        del run["status"]  # of the trial's last part
+        if run["trial"] == frame.index.tolist():
+            del run["trial"]
     run = {name: cells for name, cells in run.items() if set(cells) != {None}}
     if story.errors:  # beside the status, to be seen without scrolling sideways
         most = min(MAX_TRACEBACK, max(MAX_ERRORS // len(story.errors), MAX_TEXT))
@@ -254,6 +274,7 @@ def _table(story: Story, config: Columns) -> dict[str, Any]:
         ],
         "cells": [cells for _, _, cells in entries],
         "number": number,
+        "mark": story.mark,
         "has_coordinates": (
             len(frame) > 1 and any(len(set(cells)) > 1 for cells in config.values())
         ),
@@ -291,7 +312,7 @@ def _traceback(error: BaseException) -> str:
     return whole if len(whole) <= MAX_TRACEBACK else f"[...]{whole[-MAX_TRACEBACK:]}"
 
 
-# --- static charts: timeline, concurrency and GPUs ------------------------------------------------
+# --- static charts: best so far, timeline, concurrency and GPUs -----------------------------------
 
 
 MAX_BARS = 2000
@@ -302,6 +323,98 @@ MAX_POINTS = 1500
 LANE_PIXELS = 26
 
 LEGEND = {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0}
+
+
+def best_so_far(
+    trials: Trials | None, config: Columns, ends: Mapping[int, tuple[float, str]]
+) -> dict[str, Any]:
+    """Return the charts of a search: its scores and the best so far, over trials and over time.
+
+    Args:
+        trials: The trials; None: it is not a search.
+        config: The columns of configurations.
+        ends: When each trial had its score, on the time axis, with the axis' unit.
+    """
+    import plotly.graph_objects as go
+
+    scores = {} if trials is None else trials.ranked()
+    if trials is None or not scores:
+        return {}
+    sign = 1 if trials.mode == "max" else -1
+    over: dict[str, tuple[dict[int, float], str]] = {
+        "trials": ({item: trials.numbers[item] for item in scores}, "trial")
+    }
+    if all(item in ends for item in scores):
+        unit = next(iter(ends.values()))[1]
+        over["time"] = ({item: ends[item][0] for item in scores}, f"run time [{unit}]")
+    charts = {}
+    for name, (places, title) in over.items():
+        figure = go.Figure()
+        for state, color in MARKS.items():
+            items = evenly([item for item in scores if trials.states[item] == state], MAX_BARS)
+            if not items:
+                continue
+            figure.add_scatter(
+                x=[places[item] for item in items],
+                y=[short(scores[item]) for item in items],
+                mode="markers",
+                marker={
+                    "color": color,
+                    "symbol": "circle" if state == "complete" else "circle-open",
+                },
+                name=f"{state} ({trials.states.count(state):,})",
+                hovertext=[_about(trials, config, item) for item in items],
+                hovertemplate="%{hovertext}<extra></extra>",
+            )
+        best, steps = (False, -math.inf), []
+        for item in sorted(scores, key=places.__getitem__):
+            # a score after a few epochs is no match for one after all of them
+            found = trials.states[item] == "complete", sign * scores[item]
+            if found > best:
+                best = found
+                steps.append((places[item], scores[item]))
+        steps.append((max(places.values()), steps[-1][1]))
+        figure.add_scatter(
+            x=[place for place, _ in steps],
+            y=[short(score) for _, score in steps],
+            mode="lines",
+            line={"shape": "hv", "width": 2, "color": PALETTE[2]},
+            name="best so far",
+            hovertemplate="best so far: %{y:.5~g}<extra></extra>",
+        )
+        figure.update_layout(
+            height=340,
+            hovermode="closest",
+            margin={"l": 10, "r": 10, "t": 20, "b": 70},
+            legend=LEGEND,
+            xaxis_title_text=title,
+            yaxis_title_text=html.escape(trials.metric),
+            yaxis_automargin=True,
+        )
+        charts[name] = figure.to_plotly_json()
+    return charts
+
+
+def _about(trials: Trials, config: Columns, item: int) -> str:
+    """Return the hover text of a trial, as HTML."""
+    epochs = trials.epochs[item]
+    after = f" after {epochs:,} epoch{'s' if epochs != 1 else ''}" if epochs else ""
+    there = {name: cells[item] for name, cells in config.items() if cells[item] is not None}
+    given = ", ".join(f"{name}={_written(value)}" for name, value in there.items())[:MAX_TEXT]
+    first = f"trial {trials.numbers[item]}, {trials.states[item]}{after}: {trials.scores[item]:.5g}"
+    return f"{first}<br>{html.escape(given)}"
+
+
+def _ends(story: Story, shown: Timeline) -> dict[int, tuple[float, str]]:
+    """Return when each item had its last score, on the time axis, with the axis' unit."""
+    unit_s, symbol = unit_of(shown.wall_s)
+    ends: dict[Any, float] = shown.attempts.groupby("item")["end_s"].max().to_dict()
+    # a trial that waited at a rung ran in several parts
+    for item, time in story.metrics.groupby("item")["time"].max().items():
+        for offset_s, first, last in shown.calls.values():
+            if first <= time.timestamp() <= last:
+                ends[item] = offset_s + time.timestamp() - first
+    return {item: (at_s / unit_s, symbol) for item, at_s in ends.items()}
 
 
 def timeline(shown: Timeline) -> tuple[dict[str, Any], int]:

@@ -73,7 +73,7 @@ class Rows(NamedTuple):
 class LoopStatus:
     """The state of a loop at the last look.
 
-    `values` are metrics of the whole, in one line; a loop has none.
+    `lines` are about the whole: metrics of a training, or the progress of a search.
 
     Args:
         label: The name of the loop.
@@ -81,7 +81,7 @@ class LoopStatus:
         clock: Returns the Unix time [s].
     """
 
-    values = ""
+    lines: Sequence[str] = ()
 
     def __init__(
         self,
@@ -105,6 +105,7 @@ class LoopStatus:
         if self._work is None or work.num_settled != self.num_settled:
             self._settled_at = self._clock()
         self._work, self.total = work, total
+        self.lines = [one_line(text) for text in work.about]
         self.num_settled = work.num_settled
         self.num_restored, self.num_failed = len(work.restored), len(work.errors)
 
@@ -236,9 +237,10 @@ class TrainingStatus(LoopStatus):
         if done != self.num_settled:
             self.num_settled, self._settled_at = done, self._clock()
         self.num_restored = first_step // self._num_steps
-        self.values = describe_values({name: last[name] for name in FIT_METRICS if name in last})
+        metrics = describe_values({name: last[name] for name in FIT_METRICS if name in last})
         if "samples_per_s" in last:
-            self.values += f", {rate(last['samples_per_s'], 1).replace('/', ' samples/')}"
+            metrics += f", {rate(last['samples_per_s'], 1).replace('/', ' samples/')}"
+        self.lines = [metrics]
 
     def end(self) -> None:
         """Note the end of the training."""

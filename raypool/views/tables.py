@@ -99,6 +99,8 @@ def columns_of(frame: pd.DataFrame) -> list[str]:
     is_training = frame.columns[0] == "report"
     if is_training:
         left_out.add("time")
+    if frame.columns[0] == "trial":
+        left_out.add("status")  # of its last part
     attempts = "attempt" if is_training else "attempts"
     if (frame[attempts] == 1).all():
         left_out.add(attempts)
@@ -220,6 +222,8 @@ def _state(run: RunSummary) -> Text:
         last = describe_values(shown or run.last)
         return Text(f"running, {last}" if run.is_running else last)
     done = run.finished + run.failed
+    if run.search is not None:
+        return Text(f"running, {run.search}" if run.is_running else one_line(run.search))
     if run.is_running:
         state = Text(f"running, {done:,} of {run.items:,} done")
     elif done == run.items:

@@ -109,9 +109,10 @@ class Picture:
     def __init__(self, console: Console, status: LoopStatus) -> None:
         self._width, self._height = console.width, console.height
         self._head, self._bar = self._headline(status)
-        self._lines = [] if status.is_over else self._rest(status)
-        if status.values:
-            self._lines.append([(fit(f"  {status.values}", self._width), "")])
+        shown = status.lines[:1] if status.is_over else status.lines
+        self._lines: list[Line] = [[(fit(f"  {text}", self._width), "")] for text in shown if text]
+        if not status.is_over:
+            self._lines += self._rest(status, self._height - len(self._lines))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         # segments, as rich's tables and texts take ten times as long
@@ -140,13 +141,13 @@ class Picture:
         total, pulse = status.total, status.total is None and not status.is_over
         return head, ProgressBar(total or 1, status.num_settled if total else 1, room, pulse=pulse)
 
-    def _rest(self, status: LoopStatus) -> list[Line]:
+    def _rest(self, status: LoopStatus, height: int) -> list[Line]:
         failure = status.last_failure
-        rows = status.rows(self._height - (2 if failure is None else 3))
+        rows = status.rows(height - (2 if failure is None else 3))
         lines = [self._row(row, rows.shown) for row in rows.shown]
         if rows.others:
             lines.append([(fit(f"  {rows.others}", self._width), "dim")])
-        if failure is not None and len(lines) < self._height - 2:
+        if failure is not None and len(lines) < height - 2:
             lines.append([(fit(f"  {failure}", self._width), "red")])
         return lines
 

@@ -119,7 +119,9 @@ def test_halving_continues_the_best_from_their_checkpoints(
     best = frame.sort_values("x", ascending=False)["trial"].iloc[0]
     assert found.best.number == best
     assert found.best.value == {"accuracy": found.best.config["x"] * 9}
-    assert len(load_results(tmp_path)) == 9, "the folder is a run like any other"
+    kept, now = load_results(tmp_path).to_frame(), found.results.to_frame()
+    columns = ["trial", "state", "accuracy", "epochs", "x"]
+    assert kept[columns].equals(now[columns]), "the folder is a run like any other"
 
 
 def test_a_function_that_ignores_should_stop_ends_at_its_next_report(
@@ -305,17 +307,23 @@ def test_hopeless_trials_stop(pool: ParallelPool, marks: Marks, tmp_path: Path, 
     }
 
 
-def test_a_search_ends_early(pool: ParallelPool) -> None:
+def test_a_search_ends_early(pool: ParallelPool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "raypool")
+
     def climbing(config: dict[str, Any]) -> float:
         return float(min(current_task().index, 4))
 
-    for until, fewest in [
-        (search.until(score=2), 3),
-        (search.until(patience=3), 8),
+    for until, fewest, why in [
+        (search.until(score=2), 3, "score 2 is reached"),
+        (search.until(patience=3), 8, "3 trials without a new best score"),
     ]:
         found = pool.search(climbing, SPACE, num_trials=40, stop_when=until, max_in_flight=1)
         assert len(found) == fewest
         assert states(found.study) == {"COMPLETE": fewest}
+        assert f"ended early by stop_when: {why}" in repr(found)
+        assert caplog.messages[-1] == f"climbing ends after {fewest} trials: {why}."
+        found = pool.search(climbing, SPACE, num_trials=fewest, stop_when=until, max_in_flight=1)
+        assert not found.ended_by, "all trials have run"
     over = search.until(seconds=1e-9)
     assert not pool.search(climbing, SPACE, num_trials=40, stop_when=over)
 
@@ -330,7 +338,7 @@ def test_running_trials_stop_when_a_search_ends_early(pool: ParallelPool, marks:
             return 1.0
         while not current_task().should_stop:
             pass
-        return None  # it has no score yet
+        return None if current_task().index == 1 else 0.0  # asked before it has a score
 
     found = pool.search(train, SPACE, num_trials=9, stop_when=search.until(score=1))
     assert states(found.study)["COMPLETE"] == 1

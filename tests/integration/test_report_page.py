@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from raypool import Results, parpool, report
+from raypool import Results, current_task, load_results, parpool, report, search
 from tests.integration import browser as browsers
 from tests.integration.browser import complaints, requests
 from tests.integration.test_live_view import run_cells
@@ -401,6 +401,53 @@ def test_items_that_lack_a_field_are_drawn_with_those_that_they_have(
     assert min(axes[0][2]) < 0, "below the values"
     note = browser.execute_script("return document.getElementById('coordinates-note').innerText")
     assert note.startswith("1 of 9 items have no score and are left out.")
+    assert complaints(browser) == []
+
+
+def test_the_page_of_a_search_has_its_best_so_far_and_marks_pruned_trials(
+    browser: Any, tmp_path: Path
+) -> None:
+    def searched(config: dict[str, Any]) -> float:
+        for epoch in range(4):
+            report(epoch=epoch, quality=config["x"] * (epoch + 1))
+            if current_task().should_stop:
+                break
+        return config["x"] * (epoch + 1)
+
+    space = {"x": search.uniform(0, 1), "kind": search.choice("a", "b")}
+    stop = lambda metrics: metrics["quality"] < 0.5  # noqa: E731
+    with parpool(2, profile="threads", quiet=True) as pool:
+        found = pool.search(
+            searched, space, metric="quality", num_trials=12, seed=1, stop=stop, run_dir=tmp_path
+        )
+    num_pruned = int((found.to_frame()["state"] == "pruned").sum())
+    assert 0 < num_pruned < 12
+    open_page(browser, load_results(tmp_path).report(tmp_path / "page.html"))
+
+    assert cells(browser, "state") == ["complete"] * (12 - num_pruned) + ["pruned"] * num_pruned
+    assert cells(browser, "index")[0] == str(found.best.number)
+    for over, title in (("trials", "trial"), ("time", "run time [")):
+        choose(browser, "best-so-far-over", over)
+        charts = "const { data, layout } = document.getElementById('best-so-far');"
+        traces, axis = browser.execute_script(
+            f"{charts} return [data.map(({{ name, x, y }}) => [name, x, y]), layout.xaxis.title.text]"
+        )
+        assert axis.startswith(title)
+        assert [name for name, *_ in traces] == [
+            f"complete ({12 - num_pruned})",
+            f"pruned ({num_pruned})",
+            "best so far",
+        ]
+        [_, _, pruned], [_, places, best] = traces[1:]
+        assert len(pruned) == num_pruned
+        assert best[-1] == pytest.approx(found.best.score)
+        assert places == sorted(places)
+    labels, metric = browser.execute_script(
+        "return [document.getElementById('coordinates').data[0].dimensions.map((axis) => axis.label),"
+        " document.getElementById('coordinates-metric').value]"
+    )
+    assert labels == ["x", "kind", "state", "quality"]
+    assert metric == "quality"
     assert complaints(browser) == []
 
 

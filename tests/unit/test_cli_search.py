@@ -34,7 +34,7 @@ x = {uniform = [0, 1]}
 rate = {log_uniform = [1e-5, 1e-1]}
 kind = {choice = ["mlp", "cnn"]}
 width = {int_uniform = [16, 512], log = true}
-depth = 3
+epochs = 9
 """
 
 
@@ -49,10 +49,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("module_of_search", None)
 
 
+def raypool(*words: str) -> Result:
+    return CliRunner().invoke(main, words)
+
+
 def search(*options: str, function: str = "train", space: str = "space.toml") -> Result:
     target = f"module_of_search:{function}"
-    given = ["search", target, space, "--run-dir", "run", "--profile", "inline", *options]
-    return CliRunner().invoke(main, given)
+    return raypool("search", target, space, "--run-dir", "run", "--profile", "inline", *options)
 
 
 def test_the_best_trials_are_the_table_and_a_second_call_continues(folder: Path) -> None:
@@ -72,7 +75,10 @@ def test_the_best_trials_are_the_table_and_a_second_call_continues(folder: Path)
     assert more.exit_code == 0, more.output
     trials = json.loads(more.stdout)
     assert sorted(trial["trial"] for trial in trials) == list(range(15))
-    assert {trial["depth"] for trial in trials} == {3}
+    assert {trial["item_epochs"] for trial in trials} == {9}, "beside those that it has trained"
+    line = rf"\d complete, \d+ pruned; best accuracy {trials[0]['accuracy']:.6g} \(trial"
+    assert re.search(f"^15 trials: {line}", raypool("show", "run").stderr)
+    assert re.search(rf"search\.train +15 +{line}", raypool("ls").stdout)
 
 
 def test_failures_and_mistakes(folder: Path) -> None:

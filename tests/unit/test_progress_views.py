@@ -12,6 +12,7 @@ import re
 import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,16 @@ from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
-from raypool import InvalidTypeError, ParallelPool, current_task, parpool
+from raypool import (
+    InvalidTypeError,
+    ParallelPool,
+    current_task,
+    load_checkpoint,
+    parpool,
+    report,
+    save_checkpoint,
+    search,
+)
 from raypool.channel.records import GpuReading
 from raypool.core.model import TaskState
 from raypool.errors import WorkerLostError
@@ -187,12 +197,13 @@ def test_a_page_has_all_that_the_terminal_has(loop: FakeLoop) -> None:
     loop.run(0, 1, attempt=2)
     loop.report(1, attempt=2, epoch=3, loss=0.41234567)
     loop.finish(1, loop.run(1, 3))
+    loop.work.about = ["best loss=<1 (trial 3)", "rungs: 9 at 1"]  # of a search
     status = loop.look(4)
     html = page(status, status.rows(16))
     assert (
         words_of(html)
-        == "train 2 of 13 , 1 failed 4 s, about 22 s left worker 0 1 done 2.0 of 16.0 GiB 4 s item"
-        " 1, attempt 2 epoch=3, loss=0.4123 network=cnn, lr=0.01 worker 1 1 done idle item 0"
+        == "train 2 of 13 , 1 failed 4 s, about 22 s left best loss=&lt;1 (trial 3) rungs: 9 at 1"
+        " worker 0 1 done 2.0 of 16.0 GiB 4 s item 1, attempt 2 epoch=3, loss=0.4123 network=cnn, lr=0.01 worker 1 1 done idle item 0"
         " failed: ValueError: bad"
     )
     assert 'max="13" value="2"' in html
@@ -461,6 +472,42 @@ def test_a_second_loop_on_a_terminal_has_lines(
     assert "third" in screen.getvalue(), "the terminal is free again"
 
 
+def test_a_search_shows_its_best_trial_its_rungs_and_why_trials_ended(
+    threads: ParallelPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    screen = Screen()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(TerminalView, "interval_s", 0.0)
+    monkeypatch.setattr(progress, "SPARING", 0)
+
+    def train(config: dict[str, Any]) -> float:
+        first = load_checkpoint() or 0
+        for epoch in range(first, 9):
+            report(epoch=epoch, score=config["x"] * (epoch + 1))
+            if current_task().should_stop:
+                save_checkpoint(epoch + 1)
+                break
+        return config["x"] * (epoch + 1)
+
+    found = threads.search(
+        train,
+        {"x": search.uniform(0, 1)},
+        metric="score",
+        num_trials=9,
+        stop=search.halving(max_epochs=9),
+        run_dir=tmp_path,
+    )
+    shown = re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", screen.getvalue())
+    epochs = found.to_frame()["epochs"]
+    reached = ", ".join(f"{(epochs >= level).sum()} at {level}" for level in (1, 3, 9))
+    assert f"  rungs: {reached} epochs; " in shown
+    best = f"best score={found.best.score:.4g} (trial {found.best.number})"
+    num_pruned = (epochs < 9).sum()
+    assert shown.splitlines()[-1].strip() == f"{best}, {num_pruned} pruned by halving"
+
+
 def test_nothing_that_users_have_named_gives_the_terminal_orders() -> None:
     """Only rich's own escape sequences are in the picture."""
     evil = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e"
@@ -469,6 +516,7 @@ def test_nothing_that_users_have_named_gives_the_terminal_orders() -> None:
         loop.run(0, index)
         loop.report(index, **{evil: evil})
     loop.finish(1, loop.run(1, 2), type(evil, (Exception,), {})(evil))
+    loop.work.about = [evil]
     screen = Screen()
     console = SafeConsole(file=screen, force_terminal=True, width=200, height=20)
     view = TerminalView(console)
@@ -477,7 +525,7 @@ def test_nothing_that_users_have_named_gives_the_terminal_orders() -> None:
     view.end(loop.look(2.0))
 
     shown = re.sub(r"\x1b\[[?\d;]*[a-zA-Z]|\r", "", screen.getvalue())
-    assert shown.count("owned") >= 6
+    assert shown.count("owned") >= 7
     assert not CONTROLS.search(shown)
 
 

@@ -176,6 +176,7 @@ function drawCoordinates() {
   const fields = varying.filter((name) => items.some((item) => column[name].cells[item] !== null));
   const axes = fields.map((name) => axisOf(name, items)).filter((axis) => axis !== null);
   const dimensions = axes.slice(0, MAX_AXES);
+  if (story.table.mark === "state") dimensions.push(axisOf("state", items)); // of a search: which trials were pruned
   const notes = [];
   if (items.length < known.length) notes.push(`${count(items.length)} of ${count(known.length)} items are drawn, chosen evenly by number: filter the table to see others.`);
   if (known.length < all.length) notes.push(`${count(all.length - known.length)} of ${count(all.length)} items have no ${metric} and are left out.`);
@@ -202,6 +203,11 @@ function drawCoordinates() {
 
 const charts = { curves: drawCurves, coordinates: drawCoordinates };
 for (const id of ["timeline", "concurrency", "gpus"]) charts[id] = () => draw(id, story[id].data, story[id].layout);
+charts["best-so-far"] = () => {
+  const { data, layout } = story.best_so_far[byId("best-so-far-over").value];
+  draw("best-so-far", data, layout);
+};
+byId("best-so-far-over")?.addEventListener("change", () => drawAgain("best-so-far"));
 const isDrawn = new Set();
 
 function drawFirst(id) {
@@ -248,7 +254,7 @@ if (story.curves.metrics.length) {
     column[rank] ??= { cells: column[others[0]].cells.map((item) => places.get(item) ?? null), is_numeric: true };
     others.unshift(rank);
   }
-  offer("curve-color", [...fields, ...others, "status", ...ofKind("value", "reported").filter((name) => column[name].is_numeric)], "curves");
+  offer("curve-color", [...fields, ...others, story.table.mark, ...ofKind("value", "reported").filter((name) => column[name].is_numeric)], "curves");
   byId("curve-color").value = fields.find((name) => distinct(chosenCurves().map(({ item }) => column[name].cells[item])).length > 1) ?? others[0];
   byId("curve-log").addEventListener("change", () => drawAgain("curves"));
 }

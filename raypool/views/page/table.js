@@ -4,7 +4,7 @@ const short = (value) => (typeof value === "number" && !Number.isInteger(value) 
 const render = (value, type) => (value === null ? "" : type === "display" ? text(short(value)) : value);
 const renderError = (value, type) => (value !== null && type === "display" ? `<div class="error">${text(value)}</div>` : render(value, type));
 const about = story.table.columns, cells = story.table.cells;
-const statusAt = about.findIndex(({ name, kind }) => name === "status" && kind === "run");
+const statusAt = about.findIndex(({ name, kind }) => name === story.table.mark && kind === "run");
 
 const itemOf = [...new Set([...story.best_first, ...cells[0]])]; // the number of the item in each row
 const headings = byId("items").createTHead().insertRow();
