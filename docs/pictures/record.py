@@ -1,8 +1,9 @@
 """Make the pictures of the documents from real runs: `python docs/pictures/record.py`.
 
 `demo.svg` is a recording of `raypool demo` in a terminal; it moves where SVG may, and shows its last
-frame elsewhere. `show.svg` is the last frame of a sweep that is listed and shown. `report.png` is the
-report that the README's first two programs write, as Chromium shows it.
+frame elsewhere. `show.svg` is the last frame of a sweep that is listed and shown. `search.svg` is a frame
+of the search of `docs/search.md`. `report.png` is the report that the README's first two programs
+write, as Chromium shows it.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ def main() -> None:
         frames, screen = record(["raypool", "demo", "--workers", "2"], folder, columns=90, rows=24)
         (HERE / "demo.svg").write_text(animation("raypool demo", frames, screen))
         picture_of_show(Path(folder))
+        picture_of_search(Path(folder))
         picture_of_report(Path(folder))
 
 
@@ -161,6 +163,16 @@ def picture_of_show(folder: Path) -> None:
     frames, screen = record(["sh", "-c", SHOW], folder, columns=90, rows=16)
     picture = animation("raypool ls and raypool show", frames[-1:], screen)
     (HERE / "show.svg").write_text(picture)
+
+
+def picture_of_search(folder: Path) -> None:
+    """Run the search of the documents, and take a picture of its last live frame."""
+    program, *_ = CODE.findall((HERE.parent / "search.md").read_text())
+    (folder / "search_digits.py").write_text(program)
+    frames, screen = record([sys.executable, "search_digits.py"], folder, columns=100, rows=6)
+    live = [frame for frame in frames if "worker 0" in "".join(frame[1])]
+    picture = animation("pool.search in a terminal", live[-1:], screen)
+    (HERE / "search.svg").write_text(picture)
 
 
 def picture_of_report(folder: Path) -> None:
