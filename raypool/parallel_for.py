@@ -172,7 +172,7 @@ def run_loop(  # noqa: PLR0913 - the arguments of the verb
         else durable_loop(fn, function, how, run_dir, rerun)
     )
     del function  # the traceback of an error would keep it in workers
-    with noticed(on_end, work) as found:
+    with EndNotice(on_end, work) as notice:
         with (
             contextlib.closing(work),
             watched(progress, label, engine) as display,
@@ -181,7 +181,7 @@ def run_loop(  # noqa: PLR0913 - the arguments of the verb
         ):
             watchers = [watcher for watcher in (log, lines, display) if watcher is not None]
             loop = LoopRun(engine, work, watchers, on_report)
-            found.append(loop.results)
+            notice.find_results = loop.results
             results = loop.run(sequence, spec)
         raise_if_failed(work, results, on_error)
     return results if reduce is None else folded(results, reduce, init)
@@ -701,32 +701,31 @@ def check_on_end(on_end: Any) -> None:
         )
 
 
-@contextlib.contextmanager
-def noticed(
-    on_end: Callable[[Any], object] | str | None, work: LoopWork
-) -> Iterator[list[Callable[[], Any]]]:
-    """Call `on_end` when the loop in this context has ended, also with an error.
+class EndNotice:
+    """Calls `on_end` when the loop in this context has ended, also with an error.
 
-    Gives a list, for the function that returns the results; without it nothing has begun.
+    Not a generator: `contextlib` would set attributes of the error, which may refuse that.
+
+    Attributes:
+        find_results: Returns the results; None as long as nothing has begun.
     """
-    find_results: list[Callable[[], Any]] = []
-    if on_end is None:
-        yield find_results
-        return
-    from raypool.views.notice import notify  # imported late: few loops need urllib.request
 
-    began_at = time.monotonic()
-    error: BaseException | None = None
-    try:
-        yield find_results
-    except BaseException as caught:
-        error = caught
-        raise
-    finally:
-        for find in find_results:
-            duration_s = time.monotonic() - began_at
-            notify(on_end, find(), work.label, work.run_dir, duration_s, error)
-        del error  # it would keep itself alive
+    def __init__(self, on_end: Callable[[Any], object] | str | None, work: LoopWork) -> None:
+        self._on_end, self._work = on_end, work
+        self._began_at = time.monotonic()
+        self.find_results: Callable[[], Any] | None = None
+
+    def __enter__(self) -> EndNotice:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if self._on_end is None or self.find_results is None:
+            return
+        from raypool.views.notice import notify  # imported late: few loops need urllib.request
+
+        duration_s = time.monotonic() - self._began_at
+        label, run_dir = self._work.label, self._work.run_dir
+        notify(self._on_end, self.find_results(), label, run_dir, duration_s, error)
 
 
 def check_progress(progress: Any) -> None:

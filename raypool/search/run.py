@@ -37,6 +37,7 @@ from raypool.errors import (
 from raypool.journal.trials import METRIC, NAME, PARENT, STATES, STUDY, Trials
 from raypool.options import check_callable, check_name
 from raypool.parallel_for import (
+    EndNotice,
     LoopRun,
     Watcher,
     check_on_end,
@@ -44,7 +45,6 @@ from raypool.parallel_for import (
     check_progress,
     checkpoint_owner,
     durable_loop,
-    noticed,
     raise_if_failed,
     watched,
 )
@@ -365,7 +365,7 @@ def run_search(
         else durable_loop(fn, function, how, wanted.run_dir, "missing")
     )
     del function  # the traceback of an error would keep it in workers
-    with noticed(wanted.on_end, work) as found:
+    with EndNotice(wanted.on_end, work) as notice:
         with contextlib.closing(work), watched(wanted.progress, label, engine) as display:
             study = wanted.study or open_study(wanted, work)
             with patient(study, work.run_dir):
@@ -379,7 +379,7 @@ def run_search(
                     made = search.results()
                     return SearchResults(study, made, wanted.metric, wanted.mode, search.ended_by)
 
-                found.append(results)
+                notice.find_results = results
                 search.run(iter(()), spec)
         raise_if_failed(work, search.results(), "collect")
     return results()
