@@ -23,14 +23,13 @@ from raypool.core.model import Slice, TaskSpec
 from raypool.engine.in_flight import Call
 from raypool.errors import (
     InvalidValueError,
-    PoolBrokenError,
-    PoolClosedError,
     ResourceError,
     TrainingError,
     checked_count,
 )
 from raypool.results import Results
 from raypool.search.run import (
+    POOL_ENDED,
     Search,
     SearchOptions,
     SearchResults,
@@ -238,8 +237,8 @@ class GangSearch(Search):
             self.cancel()
             return
         error, piece = training.exception(), self._piece(part)
-        if isinstance(error, (PoolBrokenError, PoolClosedError)):
-            raise error  # the trial has not failed: a later call continues it
+        if isinstance(error, POOL_ENDED):
+            raise error
         if isinstance(error, TrainingError) and error.first_rank is not None:
             error = error.failures[error.first_rank]
         index, text = work.numbers(piece)[0], training.diary

@@ -30,6 +30,8 @@ from raypool.engine.loop import LoopOptions, LoopWork
 from raypool.errors import (
     InvalidTypeError,
     InvalidValueError,
+    PoolBrokenError,
+    PoolClosedError,
     check_installed,
     checked_count,
     optional_count,
@@ -71,6 +73,9 @@ TINY_S = 0.005
 
 GROUP = 4
 """Tiny trials of a group; each worker has two groups."""
+
+POOL_ENDED = (PoolBrokenError, PoolClosedError)
+"""Errors after which a trial has not failed: a later call continues it."""
 
 OWNER = "raypool_run_dir"
 """The attribute of a trial in a user's study that says which search it belongs to."""
@@ -659,6 +664,8 @@ class Search(LoopRun):
         self._replay(trial, reports)
         if kept is not None and reports and ended_before(kept.row, reports[-1]):
             kept = None  # it is the outcome of a part before the interrupted one
+        if kept is not None and isinstance(kept.error, POOL_ENDED):
+            kept = None
         is_interrupted = trial.state == "running" and kept is None
         if self._rungs is not None:
             self._place(trial, self._rungs, is_interrupted=is_interrupted)
@@ -961,6 +968,8 @@ class Search(LoopRun):
 
     def _end_part(self, trial: Trial, value: Any, error: BaseException | None) -> None:
         self._num_ended += trial.part is not None  # else it is of an earlier call
+        if isinstance(error, POOL_ENDED):
+            raise error
         if error is not None:
             self._first_error = self._first_error or error
             self._tell(trial, "failed")
