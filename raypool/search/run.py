@@ -74,6 +74,9 @@ TINY_S = 0.005
 GROUP = 4
 """Tiny trials of a group; each worker has two groups."""
 
+RUNG = "raypool_rung"
+"""The attribute of a trial with the rung to which it was promoted last."""
+
 POOL_ENDED = (PoolBrokenError, PoolClosedError)
 """Errors after which a trial has not failed: a later call continues it."""
 
@@ -662,14 +665,16 @@ class Search(LoopRun):
         kept = self._work.restored.get(trial.index)
         reports = [report_of_row(row) for row in self._work.earlier_reports(trial.index)]
         self._replay(trial, reports)
-        if kept is not None and reports and ended_before(kept.row, reports[-1]):
-            kept = None  # it is the outcome of a part before the interrupted one
-        if kept is not None and isinstance(kept.error, POOL_ENDED):
+        if kept is not None and (
+            isinstance(kept.error, POOL_ENDED) or self._has_gone_on(trial, kept.row, reports)
+        ):
             kept = None
         is_interrupted = trial.state == "running" and kept is None
         if self._rungs is not None:
             self._place(trial, self._rungs, is_interrupted=is_interrupted)
-        if is_interrupted:
+        if is_interrupted and self._has_paused(trial):
+            self._end_part(trial, None, None)
+        elif is_interrupted:
             self._interrupted.append(trial)
         elif trial.state == "running" and kept is not None:
             self._end_part(trial, kept.value, kept.error)
@@ -678,6 +683,26 @@ class Search(LoopRun):
             if trial.score is not None:
                 self._note_score(trial.score)
                 self._note_best(trial, trial.score)
+
+    def _has_paused(self, trial: Trial) -> bool:
+        """Whether an interrupted trial reported the last epoch before a rung, and can go on there.
+
+        Called again, its function would train for one more epoch, and others would continue from
+        a checkpoint beyond the rung.
+        """
+        if self._rungs is None or trial.score is None or self._work.home is None:
+            return False
+        is_there = trial.until == trial.epochs < self._rungs.levels[-1]
+        name = self._work.checkpoint_name(trial.index)
+        return is_there and has_checkpoint(self._work.home, name)
+
+    def _has_gone_on(self, trial: Trial, row: Row, reports: list[MetricsReport]) -> bool:
+        """Whether another part of a trial of an earlier call began after this outcome."""
+        # its reports may be lost: those of a killed process are written a little later
+        is_promoted = trial.rung > 0 and trial.state == "running"
+        if is_promoted and self._rungs and trial.epochs < self._rungs.levels[trial.rung]:
+            return True
+        return bool(reports) and ended_before(row, reports[-1])
 
     def _replay(self, trial: Trial, reports: list[MetricsReport]) -> None:
         """Note earlier reports of a trial, and its scores at the rungs that it reached."""
@@ -698,6 +723,8 @@ class Search(LoopRun):
         rung = bisect_left(levels, epochs) if is_interrupted else bisect(levels, epochs) - 1
         trial.rung = max(trial.rung, min(rung, len(levels) - 1))
         trial.until = levels[trial.rung]
+        last = trial.at_rungs[-1] if trial.at_rungs else -math.inf
+        trial.at_rungs += [last] * (trial.rung - len(trial.at_rungs))  # whose reports are lost
         for rung, score in enumerate(trial.at_rungs):
             if trial.state != "running" or rung < trial.rung:
                 rungs.reach(trial.index, rung, score, is_waiting=False)
@@ -716,6 +743,7 @@ class Search(LoopRun):
         trial = self._add(handle, params)
         trial.noted_epochs = max(frozen.intermediate_values, default=0)
         trial.lineage = frozen.user_attrs.get(PARENT, ())
+        trial.rung = frozen.user_attrs.get(RUNG, 0)
         if is_told:
             trial.state, trial.handle = STATES[frozen.state.name], None
             if trial.state == "pruned":
@@ -736,6 +764,9 @@ class Search(LoopRun):
                 trial = self._select(trial, self._members)
             if trial.state == "waiting":  # else it is new, and may begin at a higher rung
                 trial.rung, trial.state = promoted[1], "running"
+                if self._work.run_dir is not None and trial.handle is not None:
+                    # before it changes its checkpoint
+                    trial.handle.set_user_attr(RUNG, trial.rung)
         elif self._num_missing > 0:
             trial = self._ask()
         else:
@@ -875,7 +906,7 @@ class Search(LoopRun):
         parent_number, replaced_number, rung = child.lineage
         trials = {trial.number: trial for trial in self.trials}
         parent, replaced = trials[parent_number], trials[replaced_number]
-        child.rung = rung + 1
+        child.rung = max(child.rung, rung + 1)
         child.at_rungs = members.replace(replaced.index, child.index, parent.index, rung)
         child.epochs = child.num_reports = members.levels[rung]
         self._total = len(self.trials)

@@ -129,9 +129,10 @@ def test_a_population_whose_driver_is_killed_again_and_again(
             parent, _, rung = taken[trial]
             before = outcome["epochs"][parent][: 3 * (rung + 1)]
             assert len(before) == 3 * (rung + 1)
-        assert epochs == before + [trial] * (len(epochs) - len(before)), (
-            "the parent's, then its own"
-        )
+        own = epochs.count(trial)
+        assert epochs == before[: len(epochs) - own] + [trial] * own, "the parent's, then its own"
+        # a kill may come between the parent's last report and its checkpoint
+        assert len(epochs) - own >= len(before) - 1
 
 
 def test_the_page_runs(run_python: Callable[..., Any], tmp_path: Path) -> None:
