@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 from typing import Any
 
@@ -110,15 +111,21 @@ def test_the_environment_is_read_as_cuda_reads_it() -> None:
         f"{first},GPU-nobody",
     ]
     texts += [last[:12], f"{len(cards) - 1},0", f"{first},0", f"0,{first}", "GPU-nobody"]
-    wrong = {}
-    for text in texts:
-        environ = {"CUDA_VISIBLE_DEVICES": text, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-        ours = [
-            cards[gpu.index].uuid for gpu in visible_gpus(environ, cards) if gpu.index is not None
-        ]
-        cudas = said(COUNT, **environ)
-        if ours != cudas:
-            wrong[text] = (ours, cudas)
+    environs = [{"CUDA_VISIBLE_DEVICES": text, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} for text in texts]
+    with ThreadPoolExecutor(8) as threads:  # each process takes seconds to start
+        cudas = threads.map(lambda environ: said(COUNT, **environ), environs)
+        wrong = {
+            environ["CUDA_VISIBLE_DEVICES"]: (ours, theirs)
+            for environ, theirs in zip(environs, cudas, strict=True)
+            if (
+                ours := [
+                    cards[gpu.index].uuid
+                    for gpu in visible_gpus(environ, cards)
+                    if gpu.index is not None
+                ]
+            )
+            != theirs
+        }
     assert wrong == {}
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from raypool import ParallelPool, SpmdContext, current_task, parpool
+from raypool import ParallelPool, SpmdContext, parpool
 from raypool.gpus.nvml import NvmlInventory, nvml
 
 with nvml() as library:
@@ -69,7 +69,7 @@ def test_out_of_memory_in_one_leaves_the_other_alone(pair: ParallelPool) -> None
 
 
 def test_an_auto_pool_fills_the_card_and_a_large_item_gets_it_whole(
-    by_value: None, gpu: int
+    by_value: None, gpu: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Items that need a sixth of the card: it is shared by several. One that needs nearly all of it
     runs again, alone.
@@ -77,20 +77,20 @@ def test_an_auto_pool_fills_the_card_and_a_large_item_gets_it_whole(
     total = NvmlInventory().devices()[gpu].total_bytes
     assert total is not None
 
-    def train(part: float) -> tuple[float, int]:
+    def train(part: float) -> float:
         import torch
 
         held = torch.empty(int(part * total), dtype=torch.uint8, device="cuda")
         held.fill_(7)
         torch.cuda.synchronize()
         time.sleep(1.0)
-        return float(held[-1]), current_task().attempt
+        return float(held[-1])
 
     with parpool(1, gpus=[gpu], workers_per_gpu="auto", quiet=True) as pool:
         deadline = time.monotonic() + 200
         while pool.num_workers < 2 and time.monotonic() < deadline:
-            assert [value for value, _ in pool.parfor(train, [1 / 6] * 4)] == [7.0] * 4
+            assert list(pool.parfor(train, [1 / 6] * 4)) == [7.0] * 4
         assert 2 <= pool.num_workers <= 5
         results = pool.parfor(train, [1 / 6, 1 / 6, 0.8, 1 / 6, 1 / 6])
-        assert [value for value, _ in results] == [7.0] * 5
-        assert results[2][1] >= 2
+        assert list(results) == [7.0] * 5
+    assert "Item 2 of train ran out of memory on a GPU that" in caplog.text
