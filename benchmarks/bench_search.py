@@ -259,7 +259,7 @@ def halving(pool):
                 progress=False,
             )
             took = time.perf_counter() - start
-        epochs = sum(trial.epochs for trial in found._trials)
+        epochs = int(found.to_frame()["epochs"].sum())
         busy.append(epochs * EPOCH_S / WORKERS / took)
         scores["raypool"].append(found.best.score)
         return took
