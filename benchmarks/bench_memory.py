@@ -33,12 +33,6 @@ WAYS = {
     "submit": "submit, 1,000 in flight",
     "parfor": "parfor(reduce=)",
 }
-KEPT = {
-    "parfor": (
-        "A loop keeps its items, their values and when each ran until it ends: whatever ends it,"
-        " they are in `.results`."
-    )
-}
 
 WITHIN_S = 20.0
 """So long Ray may take to say what is in the object store, and so long again to free what nobody
@@ -115,7 +109,6 @@ def drivers():
                     "MB",
                     [looks[-1] - looks[1]],
                     target=FLAT_MB,
-                    reason=KEPT.get(way, ""),
                 )
             )
             lines.append(Line(area, what, "", "MB", looks))

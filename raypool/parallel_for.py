@@ -32,7 +32,7 @@ from raypool.channel.records import Function, Missing
 from raypool.core.messages import CancelRequested, ItemsAdded
 from raypool.core.model import TaskSpec, TaskState
 from raypool.engine.engine import Engine
-from raypool.engine.loop import LoopOptions, LoopWork, Lost, Segment
+from raypool.engine.loop import LoopOptions, LoopWork, Lost, Segment, Tail
 from raypool.errors import InvalidTypeError, InvalidValueError, optional_count, whole_number
 from raypool.options import check_callable, check_name, takes
 from raypool.results import FrameRows, Results, Row, run_name
@@ -180,11 +180,11 @@ def run_loop(  # noqa: PLR0913 - the arguments of the verb
             logged(loggers, work) as log,
         ):
             watchers = [watcher for watcher in (log, lines, display) if watcher is not None]
-            loop = LoopRun(engine, work, watchers, on_report)
+            loop = LoopRun(engine, work, watchers, on_report, reduce, init)
             notice.find_results = loop.results
             results = loop.run(sequence, spec)
         raise_if_failed(work, results, on_error)
-    return results if reduce is None else folded(results, reduce, init)
+    return results if reduce is None else loop.folded(results)
 
 
 def checkpoint_owner(fn: Callable[[Any], Any]) -> str:
@@ -375,6 +375,8 @@ class LoopRun:
         work: LoopWork,
         watchers: Sequence[Watcher],
         on_report: Callable[[MetricsReport], object] | None,
+        reduce: Callable[[Any, Any], Any] | None = None,
+        init: Any = None,
     ) -> None:
         self._driver = engine.driver
         self._backend = engine.backend
@@ -383,6 +385,8 @@ class LoopRun:
         self._watchers = watchers
         if watchers and is_inline(engine):  # nobody waits in `_wait` while items run here
             work.on_settled = self._show_in_time
+        self._fold = None if reduce is None else Fold(work, reduce, init)
+        self._fold_at = 0.0
         self._on_report = on_report
         self._new_rows: deque[FeedRow] = deque()
         self._is_inline = is_inline(engine)
@@ -422,6 +426,8 @@ class LoopRun:
             self._show()
             if work.interrupt is not None:
                 raise work.interrupt
+            if self._fold is not None:
+                self._fold.open(len(work.segments))
         except BaseException as error:
             self.cancel()
             if work.run_dir is not None:  # what has finished is not to run again
@@ -449,7 +455,7 @@ class LoopRun:
     def _feed(self, items: Iterator[Any], spec: TaskSpec) -> None:
         """Draw from a generator, at most the look-ahead before the first item without a result."""
         work, driver = self._work, self._driver
-        work.take([])
+        work.take([] if self._fold is None else Tail())
         task_id = driver.submit(work, spec._replace(size=0, is_open=True))
         # one by one: the next item may take long to come, or even wait for the result of this one
         for item in items:
@@ -463,6 +469,7 @@ class LoopRun:
                     < LOOK_AHEAD * max(driver.scheduler.workers.size, 1)
                 )
             )
+            self._fold_in_time()
             if work.is_done:
                 return
         self._total = len(work.items)
@@ -472,14 +479,15 @@ class LoopRun:
         work = self._work
         while not is_over():
             with work.changed:
-                # without a display only the GPUs are looked at before the loop changes
+                # else only the GPUs are looked at before the loop changes
                 work.changed.wait_for(
                     lambda: is_over() or self._new_rows,
-                    TICK_S if self._watchers else FIRST_LOOK_S,
+                    TICK_S if self._watchers or self._fold is not None else FIRST_LOOK_S,
                 )
             self._pass_reports_on()
             self._gpus.look()
             self._show_in_time()
+            self._fold_in_time()
 
     def _note_rows(self, rows: list[FeedRow]) -> None:
         self._new_rows += rows
@@ -511,6 +519,15 @@ class LoopRun:
             watcher.update(self._work, self._total)
         self._show_at = time.monotonic() + TICK_S
 
+    def _fold_in_time(self) -> None:
+        # only in the thread that called `parfor`, outside of the driver: `reduce` may use the pool
+        if self._fold is not None and time.monotonic() >= self._fold_at:
+            num_segments = len(self._work.segments)
+            self._show()  # watchers look at what is about to be released
+            self._fold.open(num_segments)
+            self._fold.fold()
+            self._fold_at = time.monotonic() + TICK_S
+
     def cancel(self) -> None:
         """Let no further items start."""
         driver, work = self._driver, self._work
@@ -527,40 +544,26 @@ class LoopRun:
         work = self._work
         count = work.num_settled - (work.interrupt is not None)  # without the item of the Ctrl-C
         of = f"of {self._total} items" if self._total is not None else "items"
-        is_kept = work.run_dir is not None and work.trouble is None
-        kept = (
-            f", and in {work.run_dir}: run the same call again to continue from there"
-            if is_kept
-            else ""
-        )
-        error.add_note(
-            f"raypool: {count} {of} of {work.label} had finished; they are in the exception's"
-            f" .results (interactively: sys.last_value.results){kept}."
-        )
+        places = []
+        if self._fold is None:
+            places.append("in the exception's .results (interactively: sys.last_value.results)")
+        if work.run_dir is not None and work.trouble is None:
+            places.append(f"in {work.run_dir}: run the same call again to continue from there")
+        where = f"; they are {', and '.join(places)}" if places else ""
+        error.add_note(f"raypool: {count} {of} of {work.label} had finished{where}.")
 
     def results(self) -> Results[Any]:
         """Join the results that have arrived so far."""
         work = self._work
-        # copies: after a Ctrl-C the driver may still add to them
-        segments, lost, errors = list(work.segments), list(work.lost), dict(work.errors)
-        items = work.items
-        values: list[Any] = [None] * len(items)
-        for index, entry in work.restored.items():
-            values[index] = entry.value
-        for piece, result, _ in segments:
-            arrived = result.values_of(piece.start, piece.stop)
-            indices = work.numbers(piece)
-            if isinstance(indices, range):
-                values[piece.start : piece.stop] = arrived
-            else:
-                for index, value in zip(indices, arrived, strict=True):
-                    values[index] = value
-        for index, value in enumerate(values):
-            if type(value) is Missing:
-                values[index] = None
-                errors[index] = value.error
+        items, values, errors = work.items, [None] * len(work.items), dict(work.errors)
         # made only when somebody looks: for short items the rows cost more than the items do
-        rows = functools.partial(_rows, work, segments, lost, errors)
+        if self._fold is not None:
+            rows = self._fold.rows(errors)
+        else:
+            # copies: after a Ctrl-C the driver may still add to them
+            segments, lost = list(work.segments), list(work.lost)
+            self._fill(values, segments, errors)
+            rows = functools.partial(_rows, work, segments, lost, errors)
         return Results(
             items,
             values,
@@ -576,6 +579,102 @@ class LoopRun:
             work.calls,
             work.folder,
         )
+
+    def folded(self, results: Results[Any]) -> Any:
+        """Return the folded value, after the loop; an error of `reduce` gets the results."""
+        assert self._fold is not None
+        try:
+            return self._fold.fold()
+        except Exception as error:
+            attach(error, results)
+            raise
+
+    def _fill(
+        self, values: list[Any], segments: list[Segment], errors: dict[int, BaseException]
+    ) -> None:
+        work = self._work
+        for index, entry in work.restored.items():
+            values[index] = entry.value
+        for piece, result, _ in segments:
+            arrived = result.values_of(piece.start, piece.stop)
+            indices = work.numbers(piece)
+            if isinstance(indices, range):
+                values[piece.start : piece.stop] = arrived
+            else:
+                for index, value in zip(indices, arrived, strict=True):
+                    values[index] = value
+        for index, value in enumerate(values):
+            if type(value) is Missing:
+                values[index] = None
+                errors[index] = value.error
+
+
+class Fold:
+    """Folds the values of a loop, in the order of the items, and releases what it has folded.
+
+    Only the thread that called `parfor` uses it.
+    """
+
+    def __init__(self, work: LoopWork, reduce: Callable[[Any, Any], Any], init: Any) -> None:
+        self._work = work
+        self._segments = work.segments = Tail[Segment]()
+        self._reduce = reduce
+        self._value = init
+        self._is_begun = init is not None
+        self._num_segments = 0  # those that were opened
+        self._num_items = 0  # the first items, which are folded or have failed
+        self._ahead: dict[int, Any] = {}  # the values of items behind one that is still missing
+
+    def open(self, num_segments: int) -> None:
+        """Take the values of the first segments, and release these."""
+        errors = self._work.errors
+        while self._num_segments < num_segments:
+            piece, result, _ = self._segments[self._num_segments]
+            values = result.values_of(piece.start, piece.stop)
+            found = dict(zip(self._work.numbers(piece), values, strict=True))
+            if Missing in map(type, values):
+                errors |= {i: each.error for i, each in found.items() if type(each) is Missing}
+            if errors:
+                found = {i: each for i, each in found.items() if i not in errors}
+            self._ahead.update(found)
+            self._segments.release(self._num_segments)
+            self._num_segments += 1
+
+    def fold(self) -> Any:
+        """Fold the values up to the first item without an outcome; return the folded value."""
+        items, ahead, restored = self._work.items, self._ahead, self._work.restored
+        drawn = items if isinstance(items, Tail) else None  # from a generator
+        while True:
+            index = self._num_items
+            if index in ahead:
+                value = ahead.pop(index)
+            elif index in self._work.errors:
+                self._num_items += 1
+                continue
+            elif index in restored:
+                value = restored[index].value
+            else:
+                return self._value
+            self._num_items += 1
+            if drawn is not None:
+                drawn.release(index)
+            self._value = self._reduce(self._value, value) if self._is_begun else value
+            self._is_begun = True
+
+    def rows(self, errors: Container[int]) -> Callable[[], list[Row]]:
+        """Return what makes a row for each item, which has only its status."""
+        num_items, size = self._num_items, len(self._work.items)
+        others = {*self._ahead, *self._work.restored}  # these have finished too
+        for segment in self._segments[self._num_segments :]:
+            others.update(self._work.numbers(segment.items))
+        failed, finished, cancelled = map(Row, ("failed", "finished", "cancelled"))
+
+        def row(index: int) -> Row:
+            if index in errors:
+                return failed
+            return finished if index < num_items or index in others else cancelled
+
+        return lambda: [*map(row, range(size))]
 
 
 def _rows(
@@ -747,6 +846,7 @@ def raise_if_failed(work: LoopWork, results: Results[Any], on_error: str) -> Non
     is_complete = work.state is TaskState.FINISHED
     if is_complete and (on_error == "collect" or not results.errors):
         return
+    has_values = not isinstance(work.segments, Tail)
     error = work.first_error if on_error == "stop" else None
     if error is None:  # not `or`: an error may be false
         error = work.broken_by
@@ -754,25 +854,13 @@ def raise_if_failed(work: LoopWork, results: Results[Any], on_error: str) -> Non
         error = next(iter(results.errors.values()))
         with contextlib.suppress(Exception):  # it is the user's class, and may refuse attributes
             error.add_note(
-                f"raypool: {len(results.errors):,} of {len(results):,} items failed; .results has"
-                " the others."
+                f"raypool: {len(results.errors):,} of {len(results):,} items failed"
+                f"{'; .results has the others' if has_values else ''}."
             )
     if error is None:
         error = concurrent.futures.CancelledError(
-            f"The loop {work.label} was cancelled; .results has the finished items."
+            f"The loop {work.label} was cancelled"
+            f"{'; .results has the finished items' if has_values else ''}."
         )
     attach(error, results)
     raise error  # the item's own, if one has failed
-
-
-def folded(results: Results[Any], reduce: Callable[[Any, Any], Any], init: Any) -> Any:
-    """Fold the values of the items that have one, in their order."""
-    errors = results.errors
-    values = [value for index, value in enumerate(results) if index not in errors]
-    try:
-        if init is not None:
-            return functools.reduce(reduce, values, init)
-        return functools.reduce(reduce, values) if values else None
-    except Exception as error:
-        attach(error, results)
-        raise

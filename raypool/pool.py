@@ -387,8 +387,10 @@ class PoolView(concurrent.futures.Executor):
             on_error: "stop": the first failure ends the loop and is raised. "raise": all items run,
                 then the first failure is raised. "collect": all items run; failures are in the
                 table. None: "raise" with `run_dir`, else "stop".
-            reduce: Fold the values with this function of two arguments, in item order; the result
-                is the same on any number of workers, to the last bit.
+            reduce: Fold the values with this function of two arguments, in item order, as they
+                arrive; the result is the same on any number of workers, to the last bit. Folded
+                values are released: `Results` then has the number of items, their status and their
+                errors, but no values and times.
             init: The first operand of `reduce`; None begins with the first value.
             cost: How long each item will take, roughly and in any unit: a number for each, or a
                 function of the item. The most expensive items go first, so that no long one begins

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from time import time
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from raypool.channel.feed import Feed, LoopFeed
 from raypool.channel.feed import Row as ReportRow
@@ -19,6 +19,8 @@ from raypool.engine.in_flight import Call
 from raypool.engine.work import Pack, described
 from raypool.errors import TaskError
 from raypool.results import Miss, Row, Span, told
+
+T = TypeVar("T")
 
 CALLS_KEPT = 3
 """Of each worker: the call that has just come back, the one that it is at, and the next one."""
@@ -65,6 +67,31 @@ class Restored(NamedTuple):
     row: Row
 
 
+class Tail(Sequence[T]):
+    """A list that grows at its end; released entries become None, and take no memory."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, T] = {}
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, slice):
+            return [self._kept.get(number) for number in range(*key.indices(self._size))]
+        return self._kept.get(range(self._size)[key])
+
+    def append(self, entry: T) -> None:
+        """Add an entry, in one thread; any other may read."""
+        self._kept[self._size] = entry
+        self._size += 1
+
+    def release(self, number: int) -> None:
+        """Forget an entry."""
+        del self._kept[number]
+
+
 class LoopOptions(NamedTuple):
     """How a loop is run.
 
@@ -103,7 +130,7 @@ class LoopWork:
         self.run_dir: Path | None = None  # the folder for results
         self.trouble: BaseException | None = None  # why not all of it could be kept
         self.restored: dict[int, Restored] = {}  # items that need not run
-        self.segments: list[Segment] = []
+        self.segments: list[Segment] | Tail[Segment] = []
         self.errors: dict[int, BaseException] = {}
         self.first_error: BaseException | None = None
         # Ctrl-C in an item, inline: it means the loop, not the item

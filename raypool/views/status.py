@@ -108,6 +108,7 @@ class LoopStatus:
         self.lines = [one_line(text) for text in work.about]
         self.num_settled = work.num_settled
         self.num_restored, self.num_failed = len(work.restored), len(work.errors)
+        self._tally.look_at(work)
 
     def end(self) -> None:
         """Note the end of the loop."""
@@ -148,7 +149,6 @@ class LoopStatus:
         if self.is_over or self.total is None or self.num_new <= 0 or self._work is None:
             return None
         running = self._work.running
-        self._tally.look_at(self._work)
         num_left = self.total - self.num_settled
         if self.num_new >= STEADY * len(running):
             left_s = self.elapsed_s / self.num_new * num_left
@@ -170,7 +170,6 @@ class LoopStatus:
         work = self._work
         if work is None:
             return Rows([], 0, 0)
-        self._tally.look_at(work)
         self._memory.look()
         running = work.running
         workers = sorted(self._tally.num_done.keys() | running.keys())
@@ -198,8 +197,6 @@ class LoopStatus:
     @property
     def last_failure(self) -> str | None:
         """The last failed item with its error; None if none failed."""
-        if self._work is not None:
-            self._tally.look_at(self._work)
         return self._tally.last_failure
 
 

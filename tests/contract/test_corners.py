@@ -209,10 +209,24 @@ def test_a_task_that_shuts_its_pool_down_does_not_wait_for_itself(make_pool: Any
     assert pool.parfeval(lambda: pool.shutdown() or "done").result(300) == "done"
 
 
-def test_a_reduction_that_fails_keeps_the_results(pool: ParallelPool) -> None:
+@pytest.mark.parametrize("pass_as", [list, iter])
+def test_a_fold_keeps_counts_and_failures(pool: ParallelPool, pass_as: Any) -> None:
+    heard: list[Any] = []
+    items = pass_as([2, 0, 1, 4])
+    total = pool.parfor(
+        lambda x: 1 / x, items, reduce=operator.add, on_error="collect", on_end=heard.append
+    )
+    assert total == 1.75
+    assert repr(heard[0]) == "<Results of 4 items: 3 finished, 1 failed>"
+    assert list(heard[0]) == [None] * 4
+    assert heard[0].to_frame()["item"][1] == 0
+    assert type(heard[0].errors[1]) is ZeroDivisionError
+
+
+def test_a_fold_that_fails_keeps_counts(pool: ParallelPool) -> None:
     with pytest.raises(TypeError) as caught:
         pool.parfor(lambda i: str(i) if i else 0, range(4), reduce=operator.add)
-    assert caught.value.results == [0, "1", "2", "3"]
+    assert repr(caught.value.results) == "<Results of 4 items: 4 finished>"
 
 
 @pytest.mark.concurrent

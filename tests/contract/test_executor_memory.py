@@ -5,6 +5,7 @@ library's executors do it.
 from __future__ import annotations
 
 import gc
+import operator
 import threading
 import tracemalloc
 import uuid
@@ -253,3 +254,25 @@ def test_calls_that_wait_take_little(
     assert each < most
     assert [future.result(300) for future in futures] == list(range(1_000, 1_000 + count))
     assert [future.result(300) for future in [*busy, *first]][-1] == 1
+
+
+def test_a_fold_keeps_nothing_of_what_is_folded(
+    pool: ParallelPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raypool.parallel_for.TICK_S", 0.0)
+    looks: list[int] = []
+
+    def items() -> Iterator[int]:
+        for number in range(4_000):
+            if number in (1_000, 3_999):
+                gc.collect()
+                looks.append(tracemalloc.get_traced_memory()[0])
+            yield number
+
+    tracemalloc.start()
+    try:
+        total = pool.parfor(abs, items(), reduce=operator.add, progress=False)
+    finally:
+        tracemalloc.stop()
+    assert total == sum(range(4_000))
+    assert (looks[1] - looks[0]) / 3_000 < 20, "bytes for each item"

@@ -289,6 +289,15 @@ def test_steps_and_names(tmp_path: Path) -> None:
             pool.parfor(work, [1], loggers=Kept())  # type: ignore[call-overload]
 
 
+def test_watchers_see_what_a_fold_releases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raypool.parallel_for.TICK_S", 0.0)
+    kept = Kept()
+    with parpool(profile="inline", quiet=True) as pool:
+        pool.parfor(abs, iter([-1, -2]), reduce=max, loggers=[kept], progress=True)
+    ends = [entry for entry in kept.seen if "finished" in entry]
+    assert ends == [(0, "finished", {"result/value": 1}), (1, "finished", {"result/value": 2})]
+
+
 def test_the_command_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with parpool(profile="inline", quiet=True) as pool:
