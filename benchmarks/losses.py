@@ -23,6 +23,7 @@ NO_SYSTEMS = frozenset(
         "the ideal",
         "the bound",
         "list scheduling's guarantee",
+        "the simulation",
         "none lost",
         "no workers, a memcpy",
         "no workers, ray.put and get",

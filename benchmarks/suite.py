@@ -37,6 +37,7 @@ SUITE = {
     "telemetry": "Looking at GPUs all the time",
     "scheduler": "The scheduler by itself",
     "ray_limits": "What one driver costs on Ray",
+    "one_driver": "How far one driver goes",
     "two_level": "More workers than one driver serves",
 }
 """The name of each, and its heading."""
