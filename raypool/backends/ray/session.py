@@ -86,16 +86,22 @@ if not os.fork():
         fcntl.flock(os.open(sys.argv[1] + "/.lock", os.O_RDWR), fcntl.LOCK_EX)
     except FileNotFoundError:
         pass
-    for _ in range(3):
-        time.sleep(4)
+    for seconds in range(1, 13):
+        time.sleep(1)
+        is_over = True
         for pid in set(filter(str.isdigit, os.listdir("/proc"))) - {str(os.getpid())}:
             try:
                 if is_rays(pid):
-                    os.kill(int(pid), signal.SIGKILL)
+                    is_over = False
+                    if seconds % 4 == 0:
+                        os.kill(int(pid), signal.SIGKILL)
             except OSError:
                 pass
+        if is_over:
+            break
 """
-"""Waits until a driver is gone, and kills the rest of its Ray: the processes with a log of it open.
+"""Waits until a driver is gone, and until its Ray is: all processes with a log of it open. Those
+that are left after four seconds are killed.
 
 Most end by themselves, but Ray's agents first try for minutes to reach the control store.
 """
