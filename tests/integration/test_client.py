@@ -338,7 +338,7 @@ with pool_of(2) as pool:
 
 
 def test_a_connection_that_breaks_ends_the_pool(laptop: Laptop) -> None:
-    said = laptop(BROKEN)
+    said = laptop(BROKEN, RAY_CLIENT_RECONNECT_GRACE_PERIOD="1")
     name, words = said["error"]
     assert name == "PoolBrokenError"
     assert (

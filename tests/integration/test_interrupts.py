@@ -30,23 +30,27 @@ import os, subprocess, sys, time
 from pathlib import Path
 from raypool import parpool
 
-def work(number):
+def work(number, ready={ready!r}):
     if number < 3:
         # so that each goes by itself, and none is sent ahead: 3 begins when the driver has had 2
         time.sleep(0.4)
         return number
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])  # as a data loader's processes
-    Path({ready!r}).touch()
+    Path(ready).touch()
     time.sleep(600)
 """
 
 
-def test_once_in_a_loop(start_python: Any, make_gate: Any, eventually: Any) -> None:
-    """What has finished is there, the workers stop, and the pool can be used."""
-    ready = make_gate()
+def test_once_in_a_loop_and_once_in_a_wait_for_a_future(
+    start_python: Any, make_gate: Any, eventually: Any
+) -> None:
+    """What the loop has finished is there, the workers stop, and the pool can be used. A future
+    goes on: only who waits for it is interrupted.
+    """
+    ready, ready_again = make_gate(), make_gate()
     started = start_python(
         LOOP.format(ready=str(ready.path))
-        + """
+        + f"""
 with parpool(2, quiet=True) as pool:
     pids = pool.parfeval_on_all(os.getpid).result()
     try:
@@ -55,19 +59,28 @@ with parpool(2, quiet=True) as pool:
         print(list(interrupt.results)[:4], interrupt.results.to_frame()["status"].value_counts().to_dict())
         print(interrupt.__notes__)
     print(pool.parfor(abs, [-1, -2])[:], pool.parfeval_on_all(os.getpid).result() == pids)
+    future = pool.parfeval(work, 3, {str(ready_again.path)!r})
+    try:
+        future.result()
+    except KeyboardInterrupt:
+        print(future.state, future.cancel(), future.state)
+    value = pool.parfeval(abs, -1).result()
+    while future.worker_replaced is None:
+        time.sleep(0.01)
+    print(value, future.worker_replaced)
 """
     )
-    ready.wait()
-    assert eventually(lambda: len(started.family()) > 3)
-
-    press_ctrl_c(started)
+    for gate in (ready, ready_again):
+        gate.wait()
+        assert eventually(lambda: len(started.family()) > 3)
+        press_ctrl_c(started)
 
     done = started.finish()
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stderr
     assert lines[0] == "[0, 1, 2, None] {'cancelled': 9, 'finished': 3}"
     assert "3 of 12 items" in lines[1]
-    assert lines[2] == "[1, 2] True"
+    assert lines[2:] == ["[1, 2] True", "running True cancelled", "1 False"]
     check_nothing_is_left(started, eventually)
 
 
@@ -101,32 +114,4 @@ with parpool(2, quiet=True) as pool:
     done = started.finish()
     assert done.returncode != 0
     assert "KeyboardInterrupt" in done.stderr
-    check_nothing_is_left(started, eventually)
-
-
-def test_while_somebody_waits_for_a_future(
-    start_python: Any, make_gate: Any, eventually: Any
-) -> None:
-    """A future goes on: only who waits was interrupted."""
-    ready = make_gate()
-    started = start_python(
-        LOOP.format(ready=str(ready.path))
-        + """
-pool = parpool(1, quiet=True)
-future = pool.parfeval(work, 3)
-try:
-    future.result()
-except KeyboardInterrupt:
-    print(future.state, future.cancel(), future.state)
-    value = pool.parfeval(abs, -1).result()
-    while future.worker_replaced is None:
-        time.sleep(0.01)
-    print(value, future.worker_replaced)
-"""
-    )
-    ready.wait()
-    press_ctrl_c(started)
-    done = started.finish()
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["running True cancelled", "1 False"]
     check_nothing_is_left(started, eventually)

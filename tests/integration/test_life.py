@@ -44,7 +44,11 @@ def check_nothing_is_left(started: Any, eventually: Callable[..., bool]) -> None
     ("body", "status"),
     [
         pytest.param("pool.parfor(abs, range(100))", 0, marks=pytest.mark.long),
-        ("futures = [pool.submit(hold) for _ in range(5)]", 0),
+        (
+            "from raypool.engine import engine\nengine.EXIT_GRACE_S = 0.1\n"
+            "futures = [pool.submit(hold) for _ in range(5)]",
+            0,
+        ),
         ("future = pool.submit(hold)\nraise LookupError('the driver fails')", 1),
     ],
     ids=["open pool", "pending futures", "exception"],
@@ -80,7 +84,7 @@ def test_a_script_ends_well(run_python: Any, profile: str) -> None:
     """Whatever it has used: native code in threads, of torch's groups, may abort a process that
     ends.
     """
-    for _ in range(4 if profile == "threads" else 1):
+    for _ in range(2 if profile == "threads" else 1):
         done = run_python(EVERY_VERB.replace("PROFILE", repr(profile)))
         assert done.stdout == "[2, 2] [1, 2] 3 4\n"
         assert done.stderr == ""
@@ -110,6 +114,7 @@ def pools_in_a_forked_child():
     os.write(write, repr([
         attempt(lambda: parpool(1, quiet=True)),
         attempt(lambda: pool.submit(pow, 2, 3)),
+        attempt(pool.store.keys)[0],
         attempt(lambda: list(parpool(1, profile="threads", quiet=True).parfor(abs, [-5]))),
         attempt(lambda: joblib.Parallel(2, backend="raypool")([joblib.delayed(os.getpid)()]) == [os.getpid()]),
     ]).encode())
@@ -117,6 +122,7 @@ def pools_in_a_forked_child():
 before = state()
 with parpool(1, quiet=True) as pool:  # starts its own Ray
     print("open", state() == before)
+    pool.store["key"] = 1
     fork = multiprocessing.get_context("fork")
     begun = fork.Event()
     child = fork.Process(target=in_native_code)
@@ -127,7 +133,7 @@ with parpool(1, quiet=True) as pool:  # starts its own Ray
     print("child", child.exitcode)
     read, write = os.pipe()
     fork.Process(target=pools_in_a_forked_child).start()
-    print(os.read(read, 10_000).decode(), pool.submit(pow, 2, 3).result())
+    print(os.read(read, 10_000).decode(), pool.submit(pow, 2, 3).result(), pool.store["key"])
 print("closed", state() == before)
 ray.init(num_cpus=2, num_gpus=1, object_store_memory=100_000_000, include_dashboard=False, log_to_driver=False)
 kept = ray.put(1)
@@ -142,8 +148,8 @@ def test_a_pool_leaves_the_process_as_it_was(run_python: Any) -> None:
     Ray that it starts itself.
     """
     said = run_python(AFTER_A_POOL, PYTHONWARNINGS="ignore").stdout.splitlines()
-    in_child = [("StartupError", True), ("PoolClosedError", True), [5], True]
-    assert said == ["open True", "child -15", f"{in_child} 8", "closed True", "the user's Ray 1"]
+    in_child = [("StartupError", True), ("PoolClosedError", True), "PoolClosedError", [5], True]
+    assert said == ["open True", "child -15", f"{in_child} 8 1", "closed True", "the user's Ray 1"]
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
@@ -295,11 +301,16 @@ def test_a_pool_that_was_opened_in_a_thread_that_has_ended(run_python: Any) -> N
 
 
 def test_ray_that_is_shut_down_under_a_pool(run_python: Any) -> None:
-    """Nothing waits for ever, and no new Ray is started to clean up in."""
+    """Nothing waits for ever, and no new Ray is started to clean up in, or to cancel in."""
     done = run_python("""
     import time
-    from raypool import parpool, RaypoolError
+    from concurrent.futures import wait
+    from raypool import parpool, report, RaypoolError
     import ray
+
+    def last():
+        report(began=1)
+        time.sleep(600)
 
     pool = parpool(2, quiet=True)
     future = pool.submit(time.sleep, 600)
@@ -314,8 +325,18 @@ def test_ray_that_is_shut_down_under_a_pool(run_python: Any) -> None:
         raise AssertionError("there was no Ray to run it")
     pool.delete()
     assert not ray.is_initialized(), "a new Ray was started"
-    with parpool(1, quiet=True) as again:
-        assert again.submit(abs, -1).result(300) == 1
+
+    pool = parpool(2, quiet=True)
+    assert pool.submit(abs, -1).result(300) == 1
+    future = pool.submit(last)
+    while future.metrics.empty:
+        time.sleep(0.01)
+    ray.shutdown()
+    assert future.cancel() or future.done()
+    pool.cancel_all()
+    assert not wait([future], timeout=300).not_done
+    pool.delete()
+    assert not ray.is_initialized(), "a new Ray was started"
     """)
     assert "Started" not in done.stderr
 
@@ -349,50 +370,4 @@ def test_a_worker_that_is_lost_while_ray_shuts_down(run_python: Any) -> None:
     worker.core_worker = SlowlyEnding(worker.core_worker)
     ray.shutdown()
     pool.delete()
-    """)
-
-
-def test_what_runs_is_cancelled_after_ray_was_shut_down(run_python: Any) -> None:
-    """A new Ray was started to ask its worker, which that one did not know."""
-    run_python("""
-    import time
-    from concurrent.futures import wait
-    from raypool import parpool, report
-    import ray
-
-    def last():
-        report(began=1)
-        time.sleep(600)
-
-    pool = parpool(2, quiet=True)
-    future = pool.submit(last)
-    while future.metrics.empty:
-        time.sleep(0.01)
-    ray.shutdown()
-    assert future.cancel() or future.done()
-    pool.cancel_all()
-    assert not wait([future], timeout=300).not_done
-    pool.delete()
-    assert not ray.is_initialized(), "a new Ray was started"
-    """)
-
-
-def test_the_store_in_a_forked_child(run_python: Any) -> None:
-    """Where none of the pool's threads are: an error, not a wait for ever."""
-    run_python("""
-    import os
-    from raypool import PoolClosedError, parpool
-
-    with parpool(1, quiet=True) as pool:
-        pool.store["key"] = 1
-        child = os.fork()
-        if child == 0:
-            try:
-                pool.store.keys()
-            except PoolClosedError:
-                os._exit(7)
-            os._exit(1)
-        _, status = os.waitpid(child, 0)
-        assert os.waitstatus_to_exitcode(status) == 7
-        assert pool.store["key"] == 1
     """)

@@ -106,34 +106,31 @@ def test_the_sweep_that_survives(
     )
 
 
-def test_every_worker_at_once(tmp_path: Path) -> None:
-    printed = run("-c", SPMD, cwd=tmp_path)
-    assert (
-        "<Composite of 2 ranks>\n  0: Linear, 9 parameters\n  1: Linear, 9 parameters\n" in printed
+def test_the_programs_of_the_tour(tmp_path: Path) -> None:
+    """Each by itself, but in one process, which imports torch once."""
+    programs = (SPMD, TRAINING, SHARED)
+    code = (
+        f"for code in {programs!r}:\n    exec(code, {{'__name__': '__main__'}})\n    print('NEXT')"
     )
-    losses = re.search(r"^\[([\d.]+), ([\d.]+)\]$", printed, re.MULTILINE)
+    spmd, training, shared, _ = run("-c", code, cwd=tmp_path).split("NEXT\n")
+    assert "<Composite of 2 ranks>\n  0: Linear, 9 parameters\n  1: Linear, 9 parameters\n" in spmd
+    losses = re.search(r"^\[([\d.]+), ([\d.]+)\]$", spmd, re.MULTILINE)
     assert losses
     assert losses[1] != losses[2]
 
-
-def test_one_model_on_all_workers(tmp_path: Path) -> None:
-    printed = run("-c", TRAINING, cwd=tmp_path)
-    rows = re.findall(r"^\d+ +0 +(\d+) +(\d\S+)$", printed, re.MULTILINE)
+    rows = re.findall(r"^\d+ +0 +(\d+) +(\d\S+)$", training, re.MULTILINE)
     assert [epoch for epoch, _ in rows] == ["17", "18", "19"]
     (path,) = re.findall(
-        r"^(/.*raypool_runs/train_loop-.*/checkpoint_000020)$", printed, re.MULTILINE
+        r"^(/.*raypool_runs/train_loop-.*/checkpoint_000020)$", training, re.MULTILINE
     )
     assert sorted(each.name for each in Path(path).parent.glob("checkpoint_??????")) == [
         "checkpoint_000019",
         "checkpoint_000020",
     ]
-    assert "torch.Size([512, 1])" in printed
+    assert "torch.Size([512, 1])" in training
 
-
-def test_gpus_seen_and_shared(tmp_path: Path) -> None:
-    printed = run("-c", SHARED, cwd=tmp_path)
-    assert re.search(r"^\d+ GPUs$", printed, re.MULTILINE)
-    assert len(re.findall(r"^[0-5] +\d+ +\d\.\S+ ", printed, re.MULTILINE)) == 6, (
+    assert re.search(r"^\d+ GPUs$", shared, re.MULTILINE)
+    assert len(re.findall(r"^[0-5] +\d+ +\d\.\S+ ", shared, re.MULTILINE)) == 6, (
         "a width and a loss in each row"
     )
 

@@ -42,9 +42,9 @@ TOUR = {
         "tests/integration/test_readme.py::test_the_sweep_goes_as_it_is_told"
     ),
     "Resume an interrupted sweep": "tests/integration/test_readme.py::test_the_sweep_that_survives",
-    "SPMD: run on every worker together": "tests/integration/test_readme.py::test_every_worker_at_once",
-    "Distributed training of one model": "tests/integration/test_readme.py::test_one_model_on_all_workers",
-    "GPUs: inspect and share": "tests/integration/test_readme.py::test_gpus_seen_and_shared",
+    "SPMD: run on every worker together": "tests/integration/test_readme.py::test_the_programs_of_the_tour",
+    "Distributed training of one model": "tests/integration/test_readme.py::test_the_programs_of_the_tour",
+    "GPUs: inspect and share": "tests/integration/test_readme.py::test_the_programs_of_the_tour",
     "On a cluster": "tests/integration/test_guides.py::test_the_tour",
     "Behind other libraries": "tests/unit/test_docs.py::test_the_short_programs_run",
 }
