@@ -16,6 +16,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -105,6 +106,20 @@ def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def eventually() -> Callable[..., bool]:
     """Give `eventually(condition, timeout_s)`, for asserts."""
     return poll
+
+
+@pytest.fixture
+def let_time_pass(pool: ParallelPool, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Give a function that lets the clock of the pool go ahead by so much [s]: whatever still runs
+    is late then, on any machine, and nothing is before.
+    """
+    driver: Any = pool._engine.driver
+
+    def let_pass(seconds: float) -> None:
+        monkeypatch.setattr(driver._inbox, "now", lambda: time.monotonic() + seconds)
+        driver.barrier()  # it looks at its clock again
+
+    return let_pass
 
 
 @dataclass(frozen=True)

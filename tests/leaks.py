@@ -85,11 +85,12 @@ GRACE_S = 120.0
 
 def poll(condition: Callable[[], object], timeout_s: float = GRACE_S) -> bool:
     """Return whether the condition becomes true within this time; for asserts."""
-    deadline = time.monotonic() + timeout_s
+    deadline, pause_s = time.monotonic() + timeout_s, 0.005
     while not condition():
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.01)
+        time.sleep(pause_s)
+        pause_s = min(1.1 * pause_s, 0.1)  # to look at all processes takes much of a core
     return True
 
 

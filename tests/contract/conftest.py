@@ -14,7 +14,6 @@ another.
 from __future__ import annotations
 
 import queue
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -156,20 +155,6 @@ def patience(pool: ParallelPool, make_pool: PoolMaker, monkeypatch: pytest.Monke
         monkeypatch.setattr(backend._agents, "_cancel_grace_s", GRACE_S)
     else:
         monkeypatch.setattr(backend, "_profile", replace(backend._profile, cancel_grace_s=GRACE_S))
-
-
-@pytest.fixture
-def let_time_pass(pool: ParallelPool, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Give a function that lets the clock of the pool go ahead by so much [s]: whatever still runs
-    is late then, on any machine, and nothing is before.
-    """
-    driver: Any = pool._engine.driver
-
-    def let_pass(seconds: float) -> None:
-        monkeypatch.setattr(driver._inbox, "now", lambda: time.monotonic() + seconds)
-        driver.barrier()  # it looks at its clock again
-
-    return let_pass
 
 
 @pytest.fixture

@@ -99,6 +99,7 @@ def test_what_it_is_to_cancel_ends_without_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(agents, "END_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(first._engine.backend._agents, "_cancel_grace_s", 1.0)
     future = first.submit(time.sleep, 600)
     assert eventually(future.running)
     before = the_agent()

@@ -242,29 +242,32 @@ def test_fit_stops_at_the_same_step_everywhere(
 
 
 @on_shared_pool
-def test_a_training_that_is_late(pool: Any, tmp_path: Path) -> None:
+def test_a_training_that_is_late(
+    pool: Any, tmp_path: Path, gate: Any, eventually: Any, let_time_pass: Callable[[float], None]
+) -> None:
     """What there is goes with the error: the last checkpoint, the metrics."""
 
     def hold(epoch: int) -> None:
         if epoch == 3 and current_task().index == 1:
+            gate.open()
             time.sleep(120)
 
-    # imports what a training needs, which may take longer than the limit
-    warm = pool.train(add_up, {"epochs": 1})
-    assert warm.result(300).values == [[0, 1.0]] * 2
-    run = pool.options(timeout_s=20).train(
+    run = pool.options(timeout_s=400).train(
         add_up, {"epochs": 9, "hold": hold}, run_options=RunOptions(run_dir=tmp_path / "run")
     )
+    gate.wait()
+    assert eventually(lambda: kept_epochs(run) == [0, 1, 2])
+    assert eventually(lambda: len(run.metrics) == 3)
+    let_time_pass(400)
     error = run.exception(300)
     assert type(error) is TaskTimeoutError
-    assert "add_up had not ended after timeout_s=20: rank 1 was at " in str(error)
+    assert "add_up had not ended after timeout_s=400: rank 1 was at " in str(error)
     assert "in hold" in str(error)
     assert Path(error.result.checkpoint.path).name == "checkpoint_000003"
     assert error.result.metrics == {"epoch": 2, "total": 3.0}
     assert set(error.failures) == {1}
 
 
-@pytest.mark.long
 def report_with_uneven_batches(config: dict[str, Any]) -> None:
     import ray.train
     import ray.train.torch
@@ -291,16 +294,17 @@ def test_one_rank_has_more_batches_than_another(pool: Any, tmp_path: Path) -> No
 
 
 @on_shared_pool
-def test_fit_that_is_late(pool: Any, tmp_path: Path) -> None:
+def test_fit_that_is_late(
+    pool: Any, tmp_path: Path, eventually: Any, let_time_pass: Callable[[float], None]
+) -> None:
     x = torch.ones(8, 1)
     options = TrainingOptions(max_epochs=10**6, checkpoint_every=1)
     kept = RunOptions(run_dir=tmp_path / "run", keep_checkpoints=1)
-    # imports what a training needs, which may take longer than the limit
-    first = TrainingOptions(max_epochs=1)
-    pool.fit(torch.nn.Linear(1, 1), (x, x), torch.nn.functional.mse_loss, first).result(300)
-    run = pool.options(timeout_s=10).fit(
+    run = pool.options(timeout_s=400).fit(
         torch.nn.Linear(1, 1), (x, x), torch.nn.functional.mse_loss, options, run_options=kept
     )
+    assert eventually(lambda: len(run.metrics) and kept_epochs(run))
+    let_time_pass(400)
     error = run.exception(300)
     assert type(error) is TaskTimeoutError
     assert error.result.checkpoint is not None

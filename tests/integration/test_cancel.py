@@ -393,7 +393,9 @@ def test_the_stop_button(pool: ParallelPool, gate: Any) -> None:
 
 
 @pytest.mark.ci
-def test_a_time_limit(pool: ParallelPool, marks: Any, eventually: Any) -> None:
+def test_a_time_limit(
+    pool: ParallelPool, marks: Any, eventually: Any, let_time_pass: Callable[[float], None]
+) -> None:
     pids = pool.parfeval_on_all(pid).result(300)
     limited = pool.options(timeout_s=0.5, name="slow one")
     future = limited.parfeval(sleep_long)
@@ -402,21 +404,32 @@ def test_a_time_limit(pool: ParallelPool, marks: Any, eventually: Any) -> None:
     assert "slow one had not ended after timeout_s=0.5" in str(error)
     assert future.state == "failed"
     assert future.attempts == 1
-    limited = pool.options(timeout_s=20)  # what does not hang needs some of it on a busy machine
-    assert limited.parfeval(abs, -1).result(300) == 1
+    with pytest.raises(TaskTimeoutError, match="item 0 of"):
+        pool.options(timeout_s=0.5).parfor(time.sleep, [600.0])
 
     def work(seconds: float) -> float:
-        time.sleep(seconds)
+        if seconds:
+            marks.add("hangs")
+            time.sleep(seconds)
         return seconds
 
-    results = limited.parfor(work, [0.0, 600.0, 0.1, 600.0, 0.0], on_error="collect")
-    assert list(results) == [0.0, None, 0.1, None, 0.0]
+    def be_late() -> None:
+        assert eventually(lambda: marks.count("hangs") == 2)
+        # the others have ended, for the driver too
+        assert eventually(lambda: (pool.statistics().running, pool.statistics().queued) == (2, 0))
+        let_time_pass(400)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        late = thread.submit(be_late)
+        results = pool.options(timeout_s=400).parfor(
+            work, [0.0, 600.0, 0.0, 600.0, 0.0], on_error="collect"
+        )
+        late.result()
+    assert list(results) == [0.0, None, 0.0, None, 0.0]
     assert {index: type(error) for index, error in results.errors.items()} == {
         1: TaskTimeoutError,
         3: TaskTimeoutError,
     }
-    with pytest.raises(TaskTimeoutError, match="item 0 of"):
-        pool.options(timeout_s=0.5).parfor(work, [600.0])
     assert pool.parfeval_on_all(pid).result(300) == pids
 
 
