@@ -19,6 +19,7 @@ from xdist.workermanage import WorkerController
 TAKE_TURNS = {
     "tests/cloud/test_launcher.py",  # machines by SSH
     "tests/cloud/test_on_premises.py",
+    "tests/integration/test_batch.py",  # the head of test_jobs.py
     "tests/integration/test_integrations.py",
     # Ray Client, whose proxies on one machine all give out ports from 23000 on
     "tests/integration/test_client.py",
@@ -36,8 +37,18 @@ TAKE_TURNS = {
     "tests/faults/test_leaks.py",
 }
 
-FIRST = ("tests/notebooks/", "tests/property/")
-"""Folders of single files that take minutes, among the long tests."""
+FIRST = (
+    "tests/notebooks/",
+    "tests/property/",
+    "tests/integration/test_fork_server.py",
+    "tests/integration/test_interrupts.py",
+    "tests/integration/test_life.py",
+    "tests/integration/test_readme.py",
+    "tests/integration/test_search.py",
+    "tests/integration/test_train_nodes.py",
+    "tests/unit/test_types.py",
+)
+"""Files that take most of a minute or more; none of them uses the shared pool."""
 
 LAST = ("tests/unit/", "raypool/")
 """Folders of files that take seconds."""

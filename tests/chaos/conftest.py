@@ -52,7 +52,9 @@ def seeds_of(config: pytest.Config, enough: int) -> range:
         return range(1)
     first = config.getoption("--first-seed")
     if first is None:
-        first = config.stash.setdefault(FIRST, random.SystemRandom().randrange(10**6))
+        run: str | None = getattr(config, "workerinput", {}).get("testrunuid")
+        # the same in all processes of xdist
+        first = config.stash.setdefault(FIRST, random.Random(run).randrange(10**6))
     return range(first, first + (wanted if wanted >= FEW else min(wanted, enough)))
 
 

@@ -32,7 +32,7 @@ class Agent:
         self.num_failures = 0
 
     def __call__(self, number: int, batch: bytes) -> None:
-        assert self.is_open.wait(30)
+        assert self.is_open.wait(300)
         if self.num_failures:
             self.num_failures -= 1
             raise ConnectionError("no way")
@@ -167,7 +167,7 @@ def test_whoever_says_far_too_much_waits(
     assert eventually(lambda: outbox._entries.qsize() == 10)
     assert thread.is_alive()
     agent.is_open.set()
-    thread.join(30)
+    thread.join(300)
     assert not thread.is_alive()
     assert eventually(lambda: len(agent.entries()) == 100)
 

@@ -48,7 +48,7 @@ from pathlib import Path
 from tests.leaks import poll
 
 def test_it_ends_while_the_orphan_is_there():
-    assert poll(Path("pid").exists, timeout_s=30)
+    assert poll(Path("pid").exists, timeout_s=300)
 """
     ),
     "test_file": (
