@@ -362,9 +362,11 @@ def attempt(**options):
 CLUSTER = (
     PREAMBLE
     + """
-from raypool.backends.ray.session import ENVIRONMENT, make_token
+from raypool.backends.ray.session import ENVIRONMENT, make_token, without_helpers
 os.environ.update(ENVIRONMENT)
 make_token()
+without = without_helpers()
+without.__enter__()  # as long as this process runs
 import ray
 from ray.cluster_utils import Cluster
 
@@ -488,8 +490,10 @@ def test_a_ray_that_was_told_which_gpus_it_has(run_script: Any, visible: str) ->
     facts = run_script(
         """
     import ray
-    ray.init(address="local", num_cpus=2, num_gpus=2, object_store_memory=100_000_000, include_dashboard=False,
-        log_to_driver=False, logging_level="ERROR")
+    from raypool.backends.ray.session import without_helpers
+    with without_helpers():
+        ray.init(address="local", num_cpus=2, num_gpus=2, object_store_memory=100_000_000, include_dashboard=False,
+            log_to_driver=False, logging_level="ERROR")
     with parpool(quiet=True, inventory=cards) as pool:
         facts["all"] = sorted(pool.parfeval_on_all(see).result(300))
     with parpool(gpus=[2], quiet=True, inventory=cards) as pool:

@@ -164,7 +164,9 @@ def test_a_driver_that_is_killed_leaves_no_service(
     import os, signal
     import ray
     from raypool import WorkerResources, parpool
-    ray.init(address="local", num_cpus=2, num_gpus=1, include_dashboard=False, log_to_driver=False)
+    from raypool.backends.ray.session import without_helpers
+    with without_helpers():
+        ray.init(address="local", num_cpus=2, num_gpus=1, include_dashboard=False, log_to_driver=False)
     pool = parpool(2, resources=WorkerResources(gpus=0.5), mps=True, env={"PATH": os.environ["FAKE_PATH"]}, quiet=True)
     print(pool.parfeval(os.getenv, "CUDA_MPS_PIPE_DIRECTORY").result(300), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)

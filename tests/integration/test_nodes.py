@@ -45,15 +45,20 @@ def sizes(pool, number):
 CLUSTER = (
     PREAMBLE
     + """
-from raypool.backends.ray.session import ENVIRONMENT, make_token
+from raypool.backends.ray.session import ENVIRONMENT, make_token, without_helpers
 os.environ.update(ENVIRONMENT)
 make_token()
+without = without_helpers()
+without.__enter__()  # as long as this process runs
 import ray
 from ray._private import state
 from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
 from raypool import current_task, parpool, PoolBrokenError, WorkerResources
+from raypool.backends.ray import nodes as watch
+
+watch.GROW_S = 0.5
 
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": CORES, "include_dashboard": False})
 
@@ -324,7 +329,7 @@ def test_a_node_that_is_killed_under_a_loop(on_cluster: Any) -> None:
         sizes(pool, 3)
         facts["nodes"] = len(set(pool.parfeval_on_all(node_of).result(300)))
         facts["more"] = pool.parfor(fn, range(9), chunk_size=1) == [i * i for i in range(9)]
-        time.sleep(7)  # it could try to grow once more
+        time.sleep(4 * watch.GROW_S)  # it could try to grow once more
         facts["size"] = pool.num_workers
     end()
     """)
@@ -357,7 +362,7 @@ def test_a_pool_that_was_made_smaller_does_not_grow(on_cluster: Any) -> None:
         sizes(pool, 1)
         pool.resize(1)
         add(num_cpus=2)
-        time.sleep(7)
+        time.sleep(4 * watch.GROW_S)
         facts["size"] = pool.num_workers
         pool.resize(2)
         facts["larger"] = len(pool.parfeval_on_all(node_of).result(300))

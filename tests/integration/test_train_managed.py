@@ -219,17 +219,13 @@ def test_a_run_goes_on_in_either_lane_and_knows_what_was_kept(
     """
     kept = RunOptions(run_dir=tmp_path / "run", keep_checkpoints=2)
     pool.train(learn, {"num_steps": 6}, workers=1, run_options=kept).result(LONG_S)
-    for before in (2, 2):
+    for num_steps, lane in ((6, "managed"), (2, "warm")):
         (value,) = (
-            pool.train(learn, {"num_steps": 6}, workers=1, lane="managed", run_options=kept)
+            pool.train(learn, {"num_steps": num_steps}, workers=1, lane=lane, run_options=kept)
             .result(LONG_S)
             .values
         )
-        assert (value["before"], value["kept"]) == (before, [True, True])
-    (value,) = (
-        pool.train(learn, {"num_steps": 2}, workers=1, run_options=kept).result(LONG_S).values
-    )
-    assert (value["before"], value["kept"]) == (2, [True, True])
+        assert (value["before"], value["kept"]) == (2, [True, True])
     assert len([path for path in (tmp_path / "run").iterdir() if path.is_dir()]) == 2
 
 
@@ -458,10 +454,12 @@ def test_cancelled_at_any_moment(
     """Nothing is left: no actor, no placement group, no process of a rank's (the fixture looks for
     the first two).
     """
-    run = pool.train(steps_forever, {"marks": marks}, lane="managed", **folders(tmp_path))
+    run = pool.train(
+        steps_forever, {"marks": marks}, workers=2, lane="managed", **folders(tmp_path)
+    )
     assert eventually(run.running)
     if after_s is None:
-        assert eventually(lambda: marks.count("begun") == 3, LONG_S)
+        assert eventually(lambda: marks.count("begun") == 2, LONG_S)
     else:
         eventually(lambda: False, after_s)
     assert run.cancel()
@@ -488,9 +486,9 @@ def test_ray_trains_controller_is_killed(
     """Nothing stays behind that only the controller knew of."""
     before = controllers()  # that of the training before may not have gone yet
     run = pool.options(retries=0).train(
-        steps_forever, {"marks": marks}, workers=2, lane="managed", **folders(tmp_path)
+        steps_forever, {"marks": marks}, workers=1, lane="managed", **folders(tmp_path)
     )
-    assert eventually(lambda: marks.count("begun") == 2, LONG_S)
+    assert eventually(lambda: marks.count("begun") == 1, LONG_S)
     (controller,) = controllers() - before
     controller.kill()
     with pytest.raises(TrainingError) as caught:
@@ -583,14 +581,14 @@ def test_somebody_else_takes_a_gpu_meanwhile(
         assert taken[0].wait(300)
         # so long it waits for the GPU; its workers have all the time to come up
         placement = self._placement
-        placement._profile = dataclasses.replace(placement._profile, start_timeout_s=20.0)
+        placement._profile = dataclasses.replace(placement._profile, start_timeout_s=10.0)
         return take_back(self, workers)
 
     monkeypatch.setattr(RayBackend, "take_back", come_before)
     with parpool(3, profile=Profile(start_timeout_s=300.0), quiet=True) as other:
         try:
-            result = other.train(who, {}, workers=[1, 2], lane="managed").result(LONG_S)
-            assert [value["gpu"] for value in result.values] == [1, 2]
+            result = other.train(who, {}, workers=[1], lane="managed").result(LONG_S)
+            assert [value["gpu"] for value in result.values] == [1]
             assert eventually(
                 lambda: [worker.gpu for worker in other.workers] == [0, 2] and not other.busy
             )
