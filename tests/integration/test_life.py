@@ -93,6 +93,7 @@ def test_a_script_ends_well(run_python: Any, profile: str) -> None:
 AFTER_A_POOL = """
 import hashlib, joblib, multiprocessing, os, random, sys, warnings
 from raypool import parpool, register_joblib
+from raypool.backends.ray.session import without_helpers
 import ray
 warnings.simplefilter("ignore")  # Python 3.12 and newer warn of any fork beside threads
 register_joblib()
@@ -135,7 +136,8 @@ with parpool(1, quiet=True) as pool:  # starts its own Ray
     fork.Process(target=pools_in_a_forked_child).start()
     print(os.read(read, 10_000).decode(), pool.submit(pow, 2, 3).result(), pool.store["key"])
 print("closed", state() == before)
-ray.init(num_cpus=2, num_gpus=1, object_store_memory=100_000_000, include_dashboard=False, log_to_driver=False)
+with without_helpers():  # its usual agent is late on a busy machine, and it gives up
+    ray.init(num_cpus=2, num_gpus=1, object_store_memory=100_000_000, include_dashboard=False, log_to_driver=False)
 kept = ray.put(1)
 with parpool(1, quiet=True) as pool:
     pass
