@@ -269,7 +269,7 @@ def test_what_hangs_outside_the_function(pool: ParallelPool, eventually: Any) ->
     packing of the answer.
     """
     with parpool(1, quiet=True, cancel_grace_s=0.3, resources=WorkerResources(gpus=0)) as strict:
-        short = strict.options(timeout_s=2, retries=0)
+        short = strict.options(timeout_s=0.5, retries=0)
         calls: list[tuple[Any, ...]] = [
             (print, Hangs("opened")),
             (Hangs, "packed"),
