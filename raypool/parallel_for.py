@@ -29,10 +29,17 @@ from raypool.channel.feed import MetricsReport, report_of_row
 from raypool.channel.feed import Row as FeedRow
 from raypool.channel.gpu_usage import FIRST_LOOK_S, GpuLog, samples_in
 from raypool.channel.records import Function, Missing
-from raypool.core.messages import CancelRequested, ItemsAdded
+from raypool.core.messages import (
+    CancelRequested,
+    DrainRequested,
+    FirstRequested,
+    ItemsAdded,
+    Signal,
+    StopRequested,
+)
 from raypool.core.model import TaskSpec, TaskState
 from raypool.engine.engine import Engine
-from raypool.engine.loop import LoopOptions, LoopWork, Lost, Segment, Tail
+from raypool.engine.loop import CallItems, LoopOptions, LoopWork, Lost, Segment, Tail
 from raypool.errors import InvalidTypeError, InvalidValueError, optional_count, whole_number
 from raypool.options import check_callable, check_name, takes
 from raypool.results import FrameRows, Results, Row, run_name
@@ -40,6 +47,8 @@ from raypool.worker.running import in_task
 
 if TYPE_CHECKING:
     from raypool.backends.base import Backend
+    from raypool.channel.records import NodeGpus
+    from raypool.journal.live import Request
     from raypool.loggers import SweepLogger
     from raypool.pool import PoolView
 
@@ -262,6 +271,19 @@ LOOK_AHEAD = 16
 TICK_S = 0.1
 """How often a progress display is updated [s]."""
 
+DONE = "done"
+"""The outcome of a watcher's action that was carried out."""
+
+NEEDED = {
+    "stop": ("is running",),
+    "cancel": ("waits", "is running"),
+    "rerun": ("has ended", "was cancelled"),
+    "first": ("waits",),
+}
+"""In which states of an item (`LoopWork.newest_run`) a watcher's action makes sense."""
+
+IN_COMPANY = "shares its call with others, which all end together"
+
 PLAIN = frozenset({int, float, str, bool, bytes, complex, type(None)})
 """Types whose values can always be pickled, so that no test is needed."""
 
@@ -379,6 +401,7 @@ class LoopRun:
         init: Any = None,
     ) -> None:
         self._driver = engine.driver
+        self._find_workers = engine.workers
         self._backend = engine.backend
         self._records = engine.hub.records
         self._work = work
@@ -396,6 +419,11 @@ class LoopRun:
         self._show_at = 0.0
         self._gpus = GpuLog(engine.backend.gpu_readings, work.keep_gpus, work.run)
         self._total: int | None = None  # not known before a generator has ended
+        self._readings: dict[tuple[str, int], dict[str, Any]] = {}  # of GPUs, for watchers
+        self._read_at = -math.inf
+        self._repeated: set[str] = set()  # requests of items that were queued again
+        if work.run_dir is not None:
+            work.find_live, work.act = self.live, self.act
 
     def run(self, items: Sequence[Any] | Iterator[Any], spec: TaskSpec) -> Results[Any]:
         """Run all items and return their results; a first failure is not raised here.
@@ -530,14 +558,119 @@ class LoopRun:
 
     def cancel(self) -> None:
         """Let no further items start."""
-        driver, work = self._driver, self._work
+        driver = self._driver
 
-        def cancel() -> None:  # inline, the loop may still be inside `submit`: it has no number yet
-            for task_id, each in driver.works.items():
-                if each is work:
-                    driver.post(CancelRequested(task_id))
+        def cancel() -> None:
+            if (task_id := self._find_task()) is not None:
+                driver.post(CancelRequested(task_id))
 
         driver.do(cancel)
+
+    def _find_task(self) -> int | None:
+        # inline, the loop may still be inside `submit`, which would return the number
+        works = self._driver.works.copy().items()
+        return next((task_id for task_id, work in works if work is self._work), None)
+
+    # --- for those who watch (the thread that writes the journal calls these) ---------------------
+
+    def live(self) -> dict[str, Any]:
+        """Return the state of the loop for watchers; see `journal/live.py`."""
+        if time.monotonic() - self._read_at >= FIRST_LOOK_S:
+            self._read_at = time.monotonic()
+            self._backend.gpu_readings(self._take_readings)
+        work = self._work
+        running = work.live()
+        at_work = {entry["worker"]: entry["item"] for entry in reversed(running)}
+        num_items = len(work.items) if self._total is None else self._total
+        return {
+            "total": self._total,
+            "waiting": max(num_items - work.num_settled - len(running), 0),
+            "running": running,
+            "workers": [
+                {
+                    "worker": worker.index,
+                    "host": worker.host,
+                    "gpu": worker.gpu,
+                    "state": worker.state,
+                    "item": at_work.get(worker.index),
+                }
+                for worker in self._find_workers()
+            ],
+            "gpus": list(self._readings.copy().values()),
+        }
+
+    def _take_readings(self, node: NodeGpus) -> None:
+        for gpu, reading in node.readings.items():
+            about = {"host": node.host, "gpu": gpu, "time": time.time()}
+            self._readings[node.host, gpu] = about | reading._asdict()
+
+    def act(self, request: Request) -> str | None:
+        """Carry out what a watcher asks for.
+
+        Returns:
+            `DONE`, a sentence why not, or None: it is to be asked again a little later. The loop
+            may not have begun, or be about to end.
+        """
+        task_id = self._find_task()
+        if request.item is not None:
+            return self._act_on(request.item, request, task_id)
+        if task_id is None:
+            return None
+        self._work.stopped_by = request.user
+        self._stop_all(task_id)
+        return DONE
+
+    def _act_on(self, item: int, request: Request, task_id: int | None) -> str | None:
+        work, action = self._work, request.action
+        if item >= len(work.items):
+            return f"there is no item {item}"
+        position, state = work.newest_run(item)
+        has_run_again = request.id in self._repeated and (state != "waits" or task_id is not None)
+        if has_run_again or (action == "cancel" and state == "was cancelled"):
+            return DONE
+        if task_id is None or state not in NEEDED[action]:
+            return None if task_id is None else f"item {item} {state}"
+        if action == "rerun":
+            return self._repeat(item, state, task_id, request.id)
+        if action == "first":
+            self._driver.leave(FirstRequested(task_id, position))
+            return DONE
+        return self._end_item(item, position, task_id, is_asked=action == "stop")
+
+    def _repeat(self, item: int, state: str, task_id: int, request_id: str) -> str | None:
+        if state == "has ended" and item not in self._work.errors:
+            return f"item {item} has not failed"
+        if self._fold is not None:
+            return f"item {item} cannot run again: reduce= has passed it"
+        self._work.run_again(item)
+        self._repeated.add(request_id)
+        self._driver.leave(ItemsAdded(task_id, 1, is_open=None))
+        return None
+
+    def _end_item(self, item: int, position: int, task_id: int, is_asked: bool) -> str | None:
+        work = self._work
+        for share in work.shares_of(position):
+            if len(work.numbers(share.items)) > 1:
+                # one that lasts goes on with the running item alone, unless the user chose its size
+                stays = work.is_fixed or self._is_inline
+                return f"item {item} {IN_COMPANY}" if stays else None
+            if is_asked:
+                self._stop_item(item, task_id, share)
+                return DONE
+        if not is_asked:
+            self._driver.leave(CancelRequested(task_id, position))
+        return None  # it is known to be cancelled a little later
+
+    def _stop_all(self, task_id: int) -> None:
+        self._driver.leave(DrainRequested(task_id))
+
+    def _stop_item(self, item: int, task_id: int, share: CallItems) -> None:
+        if self._is_inline:  # the driver's thread is in the item
+            place = self._driver.scheduler.workers.places[share.worker.index]
+            call = place.worker_id, share.call.attempt_id, task_id
+            self._backend.signal(*call, Signal.STOP)
+        else:
+            self._driver.leave(StopRequested(task_id, share.items.start))
 
     def _note_rest(self, error: KeyboardInterrupt) -> None:
         """Note in the exception that it has the finished results, where nobody expects them."""
@@ -624,6 +757,7 @@ class Fold:
         self._num_segments = 0  # those that were opened
         self._num_items = 0  # the first items, which are folded or have failed
         self._ahead: dict[int, Any] = {}  # the values of items behind one that is still missing
+        work.is_folded = lambda index: index < self._num_items or index in self._ahead
 
     def open(self, num_segments: int) -> None:
         """Take the values of the first segments, and release these."""
@@ -644,11 +778,12 @@ class Fold:
         """Fold the values up to the first item without an outcome; return the folded value."""
         items, ahead, restored = self._work.items, self._ahead, self._work.restored
         drawn = items if isinstance(items, Tail) else None  # from a generator
+        cancelled = self._work.cancelled_items
         while True:
             index = self._num_items
             if index in ahead:
                 value = ahead.pop(index)
-            elif index in self._work.errors:
+            elif index in self._work.errors or index in cancelled:
                 self._num_items += 1
                 continue
             elif index in restored:
@@ -668,11 +803,13 @@ class Fold:
         for segment in self._segments[self._num_segments :]:
             others.update(self._work.numbers(segment.items))
         failed, finished, cancelled = map(Row, ("failed", "finished", "cancelled"))
+        alone = self._work.cancelled_items
 
         def row(index: int) -> Row:
             if index in errors:
                 return failed
-            return finished if index < num_items or index in others else cancelled
+            is_there = (index < num_items or index in others) and index not in alone
+            return finished if is_there else cancelled
 
         return lambda: [*map(row, range(size))]
 
@@ -700,7 +837,8 @@ def _rows(
     for piece, _, span in lost:
         where = {} if span is None else span._asdict()
         for index in work.numbers(piece):
-            rows[index] = Row("failed", attempts=piece.attempt, run=work.run, **where)
+            if index in errors:  # else it has run again
+                rows[index] = Row("failed", attempts=piece.attempt, run=work.run, **where)
     return rows
 
 
@@ -858,9 +996,13 @@ def raise_if_failed(work: LoopWork, results: Results[Any], on_error: str) -> Non
                 f"{'; .results has the others' if has_values else ''}."
             )
     if error is None:
+        how, again = "cancelled", ""
+        if work.stopped_by is not None:
+            how = f"stopped by a watcher ({work.stopped_by})"
+            again = " Call it again to run the others."
         error = concurrent.futures.CancelledError(
-            f"The loop {work.label} was cancelled"
-            f"{'; .results has the finished items' if has_values else ''}."
+            f"The loop {work.label} was {how}"
+            f"{'; .results has the finished items' if has_values else ''}.{again}"
         )
     attach(error, results)
     raise error  # the item's own, if one has failed

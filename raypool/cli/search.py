@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 import tomllib
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,7 +89,7 @@ def search(target: str, space: Path, is_json: bool, **options: Any) -> None:
     Trials are kept in RUN_DIR; run the same command again to resume, or with more trials to
     continue. The table goes to standard output, everything else to standard error. Exit status: 0
     if there is a best trial, 1 if all failed, 2 for a usage error, 75 if all machines are about to
-    shut down, 130 after Ctrl-C.
+    shut down, 130 after Ctrl-C or if a watcher stopped it.
     """  # noqa: D301 - click leaves the lines after this character as they are
     from raypool import search as spaces
     from raypool.cli.inputs import find_function
@@ -127,7 +128,7 @@ def search(target: str, space: Path, is_json: bool, **options: Any) -> None:
                     on_end=options["notify"],
                     workers_per_trial=options["workers_per_trial"],
                 )
-            except RaypoolError:
+            except (RaypoolError, CancelledError):  # the latter if a watcher stopped it
                 raise
             except Exception as error:  # of the function, in all trials
                 from raypool.views.words import describe_error

@@ -10,6 +10,8 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import CancelledError
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -35,6 +37,9 @@ FEW_ROWS = 10
 
 MOST_ROWS = 50
 """The greatest number of rows of `raypool show` on a terminal, unless it is told."""
+
+MOST_ACTIONS = 5
+"""The greatest number of actions of watchers that are named."""
 
 MOST_FAILURES = 20
 """The greatest number of failed items that are named; others are counted."""
@@ -137,8 +142,8 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
 
     Finished results are kept in RUN_DIR; run the same command again to resume. The table goes to
     standard output, everything else to standard error. Exit status: 0 if all items finished, 1 if
-    some failed, 2 for a usage error, 75 if all machines are about to shut down, 130 after
-    Ctrl-C.
+    some failed or were cancelled, 2 for a usage error, 75 if all machines are about to shut down,
+    130 after Ctrl-C or if a watcher stopped it.
     """
     from raypool.cli.inputs import check_takes_whole, find_function, read_configs
 
@@ -185,12 +190,15 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
         _show_best(results, run_dir)
     _say_failures(results.errors, items, run_dir)
     num_failed = len(results.errors)
+    # items of other parts of the run count as cancelled here
+    num_cancelled = results._counts["cancelled"] - (len(items) - num_items)
+    cancelled = f", {num_cancelled} cancelled" if num_cancelled else ""
     echo(
-        f"{num_items - num_failed} of {num_items} finished, {num_failed} failed. The results"
-        f" are in {run_dir}.",
+        f"{num_items - num_failed - num_cancelled} of {num_items} finished, {num_failed}"
+        f" failed{cancelled}. The results are in {run_dir}.",
         err=True,
     )
-    raise SystemExit(1 if num_failed else 0)
+    raise SystemExit(1 if num_failed or num_cancelled else 0)
 
 
 @contextlib.contextmanager
@@ -199,7 +207,7 @@ def resumable(run_dir: str, total: int) -> Iterator[None]:
     again = f"  {click.get_current_context().meta['raypool.call']}"
     try:
         yield
-    except (KeyboardInterrupt, PoolPreemptedError) as error:
+    except (KeyboardInterrupt, CancelledError, PoolPreemptedError) as error:
         is_preempted = isinstance(error, PoolPreemptedError)
         if (partial := getattr(error, "results", None)) is not None:
             num_finished = int((partial.to_frame()["status"] == "finished").sum())
@@ -387,6 +395,25 @@ def show(run_dir: Path, sort: str | None, top: int | None, **options: Any) -> No
             show_fitting(shown[chosen or usual], kept)
             if rest := len(rows) - len(shown):
                 echo(f"and {rest:,} more: --top {len(rows)} shows them all.", err=True)
+            _say_actions(run_dir)
+
+
+def _say_actions(run_dir: Path) -> None:
+    """Print what watchers did, in a line; of many actions the last ones."""
+    from raypool.journal.live import actions_in
+
+    actions = actions_in(run_dir)
+    if not actions:
+        return
+    said = []
+    for action in actions[-MOST_ACTIONS:]:
+        item = "" if action["item"] is None else f" {action['item']}"
+        moment = datetime.fromtimestamp(action["done_at"]).isoformat(" ", "minutes")
+        outcome = "" if action["outcome"] == "done" else f": {action['outcome']}"
+        said.append(f"{action['action'] or 'unknown'}{item} ({action['user']}, {moment}{outcome})")
+    before = "..., " if len(actions) > len(said) else ""
+    s = "s" if len(actions) > 1 else ""
+    echo(f"{len(actions)} action{s} from `raypool watch`: {before}{', '.join(said)}", err=True)
 
 
 def _show_provenance(run_dir: Path, options: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Iterator
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -70,6 +71,12 @@ class Backlog:
             task.is_queued = True
             queue.push(task.order)
 
+    def unqueue(self, task: Task) -> None:
+        """Remove a task from its queue if it cannot be dispatched any more."""
+        if task.is_queued and not task.is_ready:
+            (self.queue if task.lane is None else task.lane.queue).remove(task.order)
+            task.is_queued = False
+
     def head(self, queue: Queue) -> Task | None:
         """Return the task whose turn it is."""
         while (order := queue.first()) is not None:
@@ -134,6 +141,26 @@ class Backlog:
             pieces.append(Slice(task.spec.task_id, task.cursor, task.size, 1))
         task.again, task.cursor = None, task.size
         return pieces
+
+    def withdraw(self, task: Task, item: int) -> Slice | None:
+        """Remove an item from those that wait or rest; None: it does neither."""
+        if task.cursor <= item < task.size:  # what comes before it still runs before the rest
+            whole = Slice(task.spec.task_id, task.cursor, item + 1, 1)
+            task.again = deque([*(task.again or ()), whole])
+            task.cursor = item + 1
+        for piece in task.again or ():
+            if piece.start <= item < piece.stop:
+                task.again = deque(_without(item, task.again or ()))
+                task.pace.waiting -= 1
+                return piece._replace(start=item, stop=item + 1)
+        for at, rest in enumerate(task.rests or ()):
+            for piece in rest.pieces:
+                if piece.start <= item < piece.stop:
+                    assert task.rests is not None
+                    task.rests[at] = rest._replace(pieces=tuple(_without(item, rest.pieces)))
+                    task.items_resting -= 1
+                    return piece._replace(start=item, stop=item + 1)
+        return None
 
     def set_aside(self, task: Task, queue: Queue, count: int) -> Aside:
         """Keep up to `count` items at the head of a queue for other workers, but not the last."""
@@ -230,6 +257,11 @@ class Backlog:
             queue.pop()
             task.is_queued = False
         return piece
+
+
+def _without(item: int, pieces: Iterable[Slice]) -> Iterator[Slice]:
+    for piece in pieces:
+        yield from piece.without((item,)) if piece.start <= item < piece.stop else (piece,)
 
 
 def _may_share(task: Task, following: Task) -> bool:

@@ -192,10 +192,11 @@ class Dispatcher:
         self._out += [m.RunGang(tuple(runs), is_loan), *timers]
 
     def begin(self, worker: Worker, now: float) -> list[m.Command]:
-        """Send a new worker the call that it was started for, unless its task has ended."""
+        """Send a new worker the call that it was started for, unless that was cancelled."""
         ((attempt_id, attempt),) = worker.attempts.items()
         self._now, self._out = now, []
-        if attempt.slices[0].task_id in self._backlog.tasks:
+        task = self._backlog.tasks.get(attempt.slices[0].task_id)
+        if task is not None and attempt_id in (task.flights or ()):
             self._out += [
                 self._call(worker, attempt_id, attempt),
                 *self._timer(worker, attempt_id, attempt),

@@ -155,14 +155,14 @@ def _check_worker(workers: Workers, worker: Worker) -> None:
 
 
 def _in_flight(workers: Workers, tasks: dict[int, Task]) -> dict[int, list[tuple[int, int, Slice]]]:
-    """Return (attempt, worker, slice) of each task, without slices that have timed out."""
+    """Return (attempt, worker, slice) of each task, without single items that were given up."""
     flying: dict[int, list[tuple[int, int, Slice]]] = {}
     for worker in workers.by_id.values():
         for attempt_id, attempt in worker.attempts.items():
             for piece in attempt.slices:
                 task = tasks.get(piece.task_id)
                 if task is not None and (
-                    task.spec.timeout_s is None or attempt_id in (task.flights or ())
+                    piece.stop - piece.start > 1 or attempt_id in (task.flights or ())
                 ):
                     entry = (attempt_id, worker.worker_id, piece)
                     flying.setdefault(piece.task_id, []).append(entry)
@@ -177,6 +177,7 @@ def _check_task(task: Task, flights: list[tuple[int, int, Slice]]) -> None:
     assert task.items_resting == _count(resting), f"{name}: wrong count of items that rest"
     assert all(piece.attempt > 1 for piece in resting), f"{name}: rests, but has never run"
     assert task.is_open or task.settled < task.size, f"{name} is complete and has not ended"
+    assert task.flights or not task.is_draining, f"{name} is to end, and waits for nothing"
     assert (task.flights or {}) == {number: worker for number, worker, _ in flights}, (
         f"{name}: wrong attempts in flight"
     )

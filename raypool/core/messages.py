@@ -34,17 +34,37 @@ class TaskSubmitted(NamedTuple):
 
 
 class ItemsAdded(NamedTuple):
-    """An open task got `count` more items; `is_open` says whether more may follow."""
+    """An open task got `count` more items; `is_open` says whether more may follow.
+
+    `is_open=None`: any task got items that run again; it stays open or closed.
+    """
 
     task_id: int
     count: int  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
-    is_open: bool
+    is_open: bool | None
 
 
 class CancelRequested(NamedTuple):
-    """The task was cancelled: queued items never run, running items are interrupted."""
+    """The task was cancelled: queued items never run, running items are interrupted.
+
+    `item`: only the one with this number, unless it shares a call with others.
+    """
 
     task_id: int
+    item: int | None = None
+
+
+class DrainRequested(NamedTuple):
+    """The task starts nothing more; when its calls have come back, it ends as cancelled."""
+
+    task_id: int
+
+
+class FirstRequested(NamedTuple):
+    """The item with this number, if it waits, is the next one of its task to run."""
+
+    task_id: int
+    item: int
 
 
 class StopRequested(NamedTuple):
@@ -161,6 +181,8 @@ Event = (
     TaskSubmitted
     | ItemsAdded
     | CancelRequested
+    | DrainRequested
+    | FirstRequested
     | StopRequested
     | WorkerReady
     | WorkerLost
@@ -252,6 +274,12 @@ class TimeOutItems(NamedTuple):
     timeout_s: float
 
 
+class CancelItem(NamedTuple):
+    """This item was cancelled alone: it never gets an outcome."""
+
+    item: Slice
+
+
 class EndTask(NamedTuple):
     """The task has ended: items that are not settled never will be."""
 
@@ -306,6 +334,7 @@ Command = (
     | SettleItems
     | FailItems
     | TimeOutItems
+    | CancelItem
     | EndTask
     | DropPlace
     | SetTimer

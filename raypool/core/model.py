@@ -261,6 +261,7 @@ class Task:
     items_resting: int = 0
     settled: int = 0
     is_queued: bool = False  # it is in a queue
+    is_draining: bool = False  # nothing more of it starts
 
     @property
     def order(self) -> Order:
@@ -277,7 +278,8 @@ class Task:
         """Whether one more slice could be dispatched."""
         limit = self.spec.max_workers
         is_left = self.settled + self.items_in_flight + self.items_resting < self.size
-        return is_left and (limit is None or len(self.flights or ()) < limit)
+        has_room = limit is None or len(self.flights or ()) < limit
+        return is_left and has_room and not self.is_draining
 
     @property
     def is_suspect(self) -> bool:

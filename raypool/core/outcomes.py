@@ -34,6 +34,8 @@ class Outcomes:
         if task.settled == task.size and not task.is_open:
             is_broken_up = self.broken_up and task.spec.task_id in self.broken_up
             self.end(task, FAILED if is_broken_up else FINISHED)
+        elif task.is_draining and not task.flights:
+            self.end(task, TaskState.CANCELLED)
         elif lane is None:
             self._backlog.push(task, self._backlog.queue)
         elif lane.lost is None:
@@ -55,6 +57,45 @@ class Outcomes:
             self.broken_up.pop(task.spec.task_id, None)
             self.thinned.pop(task.spec.task_id, None)
         self.out.append(m.EndTask(task.spec.task_id, state))
+
+    def drain(self, task: Task) -> None:
+        """Start nothing more of a task, and end it when its calls have come back."""
+        if not task.spec.is_gang:
+            task.is_draining = True
+            for attempt_id, worker_id in (task.flights or {}).copy().items():
+                worker = self._workers.by_id[worker_id]
+                if worker.state is not WorkerState.BUSY:  # its call was not sent
+                    (piece,) = worker.attempts[attempt_id].slices
+                    self._backlog.land(piece, attempt_id)
+                    self._backlog.run_again(task, [piece])
+            self._backlog.unqueue(task)
+            self.go_on(task)
+
+    def cancel_item(self, task: Task, item: int) -> None:
+        """Cancel an item that waits, or runs in a call of its own."""
+        if task.spec.is_gang:
+            return
+        piece = self._backlog.withdraw(task, item) or self._recall(task, item)
+        if piece is not None:
+            self.out.append(m.CancelItem(piece))
+            task.settled += 1
+            self.counts.cancelled += 1
+            self._backlog.unqueue(task)
+            self.go_on(task)
+
+    def _recall(self, task: Task, item: int) -> Slice | None:
+        """Cancel the call of an item, which is not in flight any more; None: it has none alone."""
+        for attempt_id, worker_id in (task.flights or {}).items():
+            worker = self._workers.by_id[worker_id]
+            for piece in worker.attempts[attempt_id].slices:
+                if piece[:3] == (task.spec.task_id, item, item + 1):
+                    self._backlog.land(piece, attempt_id)
+                    if worker.state is WorkerState.BUSY:  # else the call was not sent
+                        self.out.append(
+                            m.SignalTask(worker_id, attempt_id, piece.task_id, m.Signal.CANCEL)
+                        )
+                    return piece
+        return None
 
     def signal(self, task: Task, signal: m.Signal, item: int | None = None) -> None:
         """Send a signal to all running items of a task, or to the slice with one of them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 Order = tuple[int, int]
 """(-priority, task id): tasks start in ascending order of this."""
@@ -39,6 +39,14 @@ class Queue:
         if self._beside and (not self._line or self._beside[0] < self._line[0]):
             return heappop(self._beside)
         return self._line.popleft()
+
+    def remove(self, order: Order) -> None:
+        """Remove a task from anywhere in the queue."""
+        if order in self._beside:
+            self._beside.remove(order)
+            heapify(self._beside)
+        else:
+            self._line.remove(order)
 
     def __len__(self) -> int:
         return len(self._line) + len(self._beside)

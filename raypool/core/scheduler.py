@@ -78,6 +78,8 @@ class Scheduler:
             m.TaskSubmitted: self._on_submitted,
             m.ItemsAdded: self._on_items_added,
             m.CancelRequested: self._on_cancel_requested,
+            m.DrainRequested: self._on_drain_requested,
+            m.FirstRequested: self._on_first_requested,
             m.StopRequested: self._on_stop_requested,
             m.WorkerReady: self._on_worker_ready,
             m.WorkerLost: self._on_worker_lost,
@@ -167,24 +169,42 @@ class Scheduler:
         if (
             event.task_id > self._last_task_id
             or event.count < 0
-            or (task is not None and not task.is_open)
+            or (task is not None and event.is_open is not None and not task.is_open)
         ):
             self._impossible(event, task_id=event.task_id)
         if task is not None:  # else it has ended: cancelled, or failed
             self.counts.submitted += event.count
             self.backlog.extend(task, event.count)
-            task.is_open = event.is_open
+            task.is_open = task.is_open if event.is_open is None else event.is_open
             self.outcomes.go_on(task)
 
     def _on_cancel_requested(self, event: m.CancelRequested) -> None:
-        if (task := self._task(event)) is not None:
+        if (task := self._task(event)) is None:
+            return
+        if event.item is None:
             self.outcomes.end(task, TaskState.CANCELLED)
+        else:
+            self.outcomes.cancel_item(task, event.item)
+
+    def _on_drain_requested(self, event: m.DrainRequested) -> None:
+        if (task := self._task(event)) is not None:
+            self.outcomes.drain(task)
+
+    def _on_first_requested(self, event: m.FirstRequested) -> None:
+        task = self._task(event)
+        if task is None or task.spec.is_gang:
+            return
+        if (piece := self.backlog.withdraw(task, event.item)) is not None:
+            self.backlog.run_again(task, [piece])
+            self.outcomes.go_on(task)
 
     def _on_stop_requested(self, event: m.StopRequested) -> None:
         if (task := self._task(event)) is not None:
             self.outcomes.signal(task, m.Signal.STOP, event.item)
 
-    def _task(self, event: m.CancelRequested | m.StopRequested) -> Task | None:
+    def _task(
+        self, event: m.CancelRequested | m.DrainRequested | m.FirstRequested | m.StopRequested
+    ) -> Task | None:
         if event.task_id > self._last_task_id:
             self._impossible(event, task_id=event.task_id)
         return self.backlog.tasks.get(event.task_id)

@@ -48,6 +48,7 @@ from raypool.errors import (
 from raypool.futures import Future
 
 if TYPE_CHECKING:
+    from raypool.engine.loop import LoopWork
     from raypool.engine.trace import TraceWriter
 
 CLOSED = "The pool is closed. Open another with parpool()."
@@ -179,6 +180,13 @@ class Driver:
         # in turns: a driver that ends, or fails, leaves messages unhandled
         while not self.closed.is_set() and not handled.wait(0.1):
             pass
+
+    def leave(self, event: m.Event) -> None:
+        """Tell the driver that something has happened, without becoming the driver here.
+
+        A driver without a thread hears of it as soon as it runs in its own.
+        """
+        self._inbox.put((event, None))
 
     def do(self, chore: Callable[[], object]) -> None:
         """Call something short in the driver's thread, after all that was posted before."""
@@ -382,6 +390,8 @@ class Driver:
                 work = self.works[items.task_id]
                 what = work.describe(items)
                 work.fail(items, self._losses.error(items, what, reason, turn))
+            case m.CancelItem(item):
+                cast("LoopWork", self.works[item.task_id]).drop(item)
             case m.TimeOutItems(items, timeout_s):
                 work = self.works[items.task_id]
                 what = work.describe(items)

@@ -38,10 +38,11 @@ from raypool.channel.records import Function, LocalValues, Missing, SliceResult,
 from raypool.core.model import Slice, TaskState
 from raypool.engine.loop import LoopOptions, LoopWork, Lost, Restored, Segment
 from raypool.errors import InternalError, JournalError, TaskError
-from raypool.journal.files import Damaged, make_folder
+from raypool.journal.files import Damaged, append, make_folder
 from raypool.journal.fingerprints import source_of
 from raypool.journal.journal import Journal
 from raypool.journal.keys import FunctionSource
+from raypool.journal.live import WatchedRun
 from raypool.journal.provenance import record
 from raypool.journal.reading import calls_in, saved_items
 from raypool.journal.rows import PARTS, Outcome, Stored, row_of
@@ -132,7 +133,14 @@ class DurableLoop(LoopWork):
         self._compared: set[int] = set()  # runs with the same function
         self._runs: dict[int, int] = {}  # in which run a restored item ran
         self._files = ItemFiles(feed, self.keys, self._folder, journal.run)
-        self._recorder = Recorder(journal, self._files, options.label, self._give_up, source)
+        watched = WatchedRun(
+            journal.run_dir,
+            lambda: {"run": journal.run, **self.find_live()},
+            lambda request: self.act(request),
+        )
+        self._recorder = Recorder(
+            journal, self._files, options.label, self._give_up, source, watched
+        )
         self._stored: dict[str, Stored] = {}
 
     # --- calls of the user's thread ---------------------------------------------------------------
@@ -285,6 +293,8 @@ class DurableLoop(LoopWork):
         """Write the rest, and release the folder."""
         self._recorder.close()
         self.trouble = self._recorder.failure
+        # the results hold the loop for as long as they live, but not what ran it
+        self.find_live, self.act = dict, lambda _: None
 
     # --- calls of the driver's thread -------------------------------------------------------------
 
@@ -440,6 +450,9 @@ def _values_of(piece: Slice, result: SliceResult) -> list[Any]:
 SAID_S = 1.0
 """How often reports and output of running items are written [s]."""
 
+WATCHED_S = 0.25
+"""How often the actions are looked for that somebody asks for who watches the run [s]."""
+
 FIRST_DELAY_S = 0.5
 MAX_DELAY_S = 10.0
 """Delays before a failed write is tried again [s]: the first, which doubles each time, and the
@@ -508,6 +521,7 @@ class Recorder:
         label: The name of the loop.
         give_up: Called with the error if the thread itself fails.
         source: The function of the loop.
+        watched: Serves those who watch the run.
     """
 
     def __init__(
@@ -517,7 +531,10 @@ class Recorder:
         label: str,
         give_up: Callable[[BaseException], None],
         source: FunctionSource,
+        watched: WatchedRun,
     ) -> None:
+        self._watched: WatchedRun | None = watched
+        self._pause_s = SAID_S
         self._journal = journal
         self._files = files
         self._label = label
@@ -571,12 +588,24 @@ class Recorder:
             while not self._is_over():
                 self._take()
                 self._write()
+                self._pause_s = WATCHED_S if self._is_watched() else SAID_S
         except BaseException as error:  # raypool's own mistake: nobody may be left waiting for it
             self._give_up(error)
         finally:
+            with contextlib.suppress(Exception):
+                if self._watched is not None:
+                    self._watched.close()
             self._provenance.join()
             with contextlib.suppress(Exception):
                 self._journal.close()
+
+    def _is_watched(self) -> bool:
+        try:
+            return self._watched is not None and self._watched.look()
+        except Exception:  # raypool's own mistake, which must not end the loop
+            logger.exception("%s cannot be watched any more; it continues.", self._label)
+            self._watched = None
+            return False
 
     def _is_over(self) -> bool:
         if self._tell is None:
@@ -613,7 +642,9 @@ class Recorder:
 
     def _take(self) -> None:
         now = time.monotonic()
-        pause = SAID_S if self._trouble is None else max(min(self._try_at - now, SAID_S), 0.0)
+        pause = self._pause_s
+        if self._trouble is not None:
+            pause = max(min(self._try_at - now, pause), 0.0)
         if self._tell is not None and (self._trouble is None or self._is_hurried):
             pause = 0.0
         with contextlib.suppress(queue.Empty):  # all is taken
@@ -794,26 +825,6 @@ class ItemFiles:
             else:
                 del self._unwritten[item]
         return error
-
-
-def append(path: Path, data: bytes, is_lines: bool = False) -> None:
-    """Append to a file, all or nothing."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    try:
-        size = os.fstat(file).st_size
-        # after a line that was cut off by a crash, a new one begins
-        if is_lines and size and os.pread(file, 1, size - 1) != b"\n":
-            data = b"\n" + data
-        try:
-            written = 0
-            while written < len(data):
-                written += os.write(file, data[written:])
-        except OSError:
-            with contextlib.suppress(OSError):  # readers skip a line that is cut off
-                os.ftruncate(file, size)
-            raise
-    finally:
-        os.close(file)
 
 
 def rows_of(path: Path, item: int, run: int | None = None) -> Iterator[Row]:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from time import time
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from raypool.channel.feed import Feed, LoopFeed
 from raypool.channel.feed import Row as ReportRow
@@ -20,7 +20,14 @@ from raypool.engine.work import Pack, described
 from raypool.errors import TaskError
 from raypool.results import Miss, Row, Span, told
 
+if TYPE_CHECKING:
+    from raypool.journal.live import Request
+
 T = TypeVar("T")
+
+MOST_SHOWN = 16
+"""Of a call with more items than this, watchers see the first ones."""
+
 
 CALLS_KEPT = 3
 """Of each worker: the call that has just come back, the one that it is at, and the next one."""
@@ -121,6 +128,7 @@ class LoopWork:
         self.label = options.label
         self._options = options
         self._order = options.order
+        self.is_fixed = options.is_fixed
         self.home: str | None = None  # the path or URL for checkpoints
         self._owner = ""
         if options.checkpoints is not None:
@@ -147,6 +155,13 @@ class LoopWork:
         self.sent_as: Callable[[int], Any] | None = None
         # called instead, where no thread can wait for `changed`
         self.on_settled: Callable[[], object] | None = None
+        # for those who watch: the state of the loop, and what becomes of a request
+        self.find_live: Callable[[], dict[str, Any]] = dict
+        self.act: Callable[[Request], str | None] = lambda _: None
+        self.dropped: list[int] = []  # positions in the order that were cancelled alone
+        # whether `reduce=` has passed an item, whose segment may be gone
+        self.is_folded: Callable[[int], bool] = lambda _: False
+        self.stopped_by: str | None = None  # who asked that nothing more starts
         self.feed = LoopFeed()
         self.about: Sequence[str] = ()  # lines for the display, about the whole
         # by worker: waits for what it said before it answered last
@@ -207,6 +222,65 @@ class LoopWork:
                 self.num_settled -= 1
         if self._order is not None:
             cast("list[int]", self._order).append(index)
+
+    def run_again(self, index: int) -> None:
+        """Queue an item once more that has failed or was cancelled."""
+        with self.changed:  # a generator may be adding items in another thread
+            self._order = list(range(len(self.items)) if self._order is None else self._order)
+        self.queue(index, has_run=True)
+
+    @property
+    def cancelled_items(self) -> set[int]:
+        """The items that were cancelled alone."""
+        order = self._order
+        return {*self.dropped} if order is None else {order[position] for position in self.dropped}
+
+    def newest_run(self, index: int) -> tuple[int, str]:
+        """Return the position at which an item was queued last, and its state there.
+
+        That is "waits", "is running", "has ended" or "was cancelled". From any thread. A restored
+        item has no position (-1). One whose outcome is on its way "waits" for a moment.
+        """
+        order = self._order
+        position = index
+        if order is not None:
+            found = (at for at in reversed(range(len(order))) if order[at] == index)
+            position = next(found, -1)
+        if position in self.dropped:
+            return position, "was cancelled"
+        if self.shares_of(position):
+            return position, "is running"
+        # those that were folded are None
+        pieces = [segment.items for segment in [*self.segments] if segment]
+        pieces += [lost.items for lost in [*self.lost]]
+        has_ended = (
+            position < 0
+            or self.is_folded(index)
+            or any(piece.start <= position < piece.stop for piece in pieces)
+        )
+        return position, "has ended" if has_ended else "waits"
+
+    def shares_of(self, position: int) -> list[CallItems]:
+        """Return the running calls that have the item at a position. From any thread."""
+        return [
+            share
+            for share in self._running_shares()
+            if share.items.start <= position < share.items.stop
+        ]
+
+    def live(self) -> list[dict[str, Any]]:
+        """Return the running items, for those who watch; of a long call the first ones."""
+        return [
+            {
+                "item": index,
+                "attempt": share.items.attempt,
+                "worker": share.worker.index,
+                "started_at": share.call.began_at,
+                "last": dict(self.feed.last(index, share.items.attempt)),
+            }
+            for share in self._running_shares()
+            for index in self.numbers(share.items)[:MOST_SHOWN]
+        ]
 
     def earlier_reports(self, index: int) -> Iterator[ReportRow]:
         """Yield what an item reported in earlier calls with the same folder."""
@@ -289,7 +363,7 @@ class LoopWork:
             seed=self._options.seed,
             name=self.label,
             stops_on_error=self._options.stops_on_error and not self._options.retry_on,
-            is_fixed=self._options.is_fixed,
+            is_fixed=self.is_fixed,
             numbers=numbers,
             checkpoints=checkpoints,
         )
@@ -325,6 +399,9 @@ class LoopWork:
         return errors
 
     def _keep(self, segment: Segment, errors: dict[int, BaseException]) -> None:
+        if self.errors:
+            for index in self.numbers(segment.items):
+                self.errors.pop(index, None)  # of an earlier run of the item
         for index, error in errors.items():
             self._note_error(index, error)
             if segment.result.is_interrupted and isinstance(error, KeyboardInterrupt):
@@ -341,6 +418,14 @@ class LoopWork:
             self._note_error(index, lost.error)
         self.lost.append(lost)
         self._note_settled(lost.items)
+
+    def drop(self, piece: Slice) -> None:
+        """Note that an item was cancelled alone: it gets no outcome."""
+        for share in self.shares_of(piece.start):
+            self._note_missed(piece, None, self._where(piece, share.worker))
+        self._let_go(piece)
+        self.dropped.append(piece.start)
+        self._note_settled(piece)
 
     def miss(self, piece: Slice, worker: WorkerInfo, why: str | BaseException) -> None:
         """Note where the items ran that run again."""

@@ -51,22 +51,44 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write a file for the owner only, in one step; it is on disk when this returns."""
+def write_file(path: Path, data: bytes, *, is_lasting: bool = True) -> None:
+    """Write a file for the owner only, in one step; if it is to last, it is on disk on return."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         with os.fdopen(
             os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb"
         ) as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+            if is_lasting:
+                file.flush()
+                os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
-    sync_folder(path.parent)
+    if is_lasting:
+        sync_folder(path.parent)
+
+
+def append(path: Path, data: bytes, is_lines: bool = False) -> None:
+    """Append to a file, all or nothing."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    try:
+        size = os.fstat(file).st_size
+        # after a line that was cut off by a crash, a new one begins
+        if is_lines and size and os.pread(file, 1, size - 1) != b"\n":
+            data = b"\n" + data
+        try:
+            written = 0
+            while written < len(data):
+                written += os.write(file, data[written:])
+        except OSError:
+            with contextlib.suppress(OSError):  # readers skip a line that is cut off
+                os.ftruncate(file, size)
+            raise
+    finally:
+        os.close(file)
 
 
 def digest(data: bytes) -> bytes:

@@ -45,6 +45,8 @@ from raypool.worker.runner import seed_everything
 from raypool.worker.running import item_seed, note_here, this_process
 
 if TYPE_CHECKING:
+    from raypool.engine.loop import CallItems
+    from raypool.journal.live import Request
     from raypool.pool import PoolView
 
 
@@ -212,6 +214,15 @@ class GangSearch(Search):
             return
         trial.stopped_by = why
         training.request_stop()
+
+    def act(self, request: Request) -> str | None:
+        """Carry out what a watcher asks for; see `LoopRun.act`."""
+        if request.action == "cancel":
+            return "a trial on several workers can be stopped, but not cancelled"
+        return super().act(request)
+
+    def _stop_item(self, item: int, task_id: int, share: CallItems) -> None:
+        self._stop_trial(self.trials[item], "a watcher")
 
     # --- what arrives -----------------------------------------------------------------------------
 

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from raypool.channel.feed import MetricsReport, report_of_row
 from raypool.channel.records import Missing, function_name
 from raypool.core.messages import ItemsAdded, StopRequested
-from raypool.core.model import TaskSpec
+from raypool.core.model import Slice, TaskSpec
 from raypool.engine.engine import Engine
-from raypool.engine.loop import LoopOptions, LoopWork
+from raypool.engine.loop import CallItems, LoopOptions, LoopWork
 from raypool.errors import (
     InvalidTypeError,
     InvalidValueError,
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     import optuna
     import pandas as pd
 
+    from raypool.journal.live import Request
     from raypool.pool import PoolView
 
 logger = logging.getLogger("raypool")
@@ -181,9 +182,10 @@ class Trial:
 
     `index`: the number of its item; `number`: its number in the study. `part`: the position of its
     newest part in the loop's order. `until`: the epochs at which that part ends. `state`:
-    "running", "waiting" at a rung, "complete", "pruned" or "failed". `stopped_by`: why it was asked
-    to stop. `at_rungs`: its scores at the rungs, in an earlier call. `lineage`: the trials that it
-    took over from and replaced, and the rung of the checkpoint; empty for one that began by itself.
+    "running", "waiting" at a rung, "complete", "pruned", "failed", or "unfinished" if a watcher
+    cancelled it. `stopped_by`: why it was asked to stop. `at_rungs`: its scores at the rungs, in an
+    earlier call. `lineage`: the trials that it took over from and replaced, and the rung of the
+    checkpoint; empty for one that began by itself.
     """
 
     index: int
@@ -560,7 +562,7 @@ class Search(LoopRun):
             self._rungs = self._members = Members(self._stop.levels, self._stop.size)
         self._task_id = -1
         self._num_parts = self._num_sent = self._num_ended = 0
-        self._num_seen = [0, 0]  # segments and losses of the loop
+        self._num_seen = [0, 0, 0]  # segments, losses and cancelled trials of the loop
         self._last_s = math.inf  # how long the last part took
         self._num_failed = 0
         self._first_error: BaseException | None = None
@@ -615,6 +617,10 @@ class Search(LoopRun):
                 while self._num_running < self._limit and self._start_next():
                     self._absorb()  # inline, it has ended by now
                 self._send()
+                if not self._num_running and work.stopped_by is not None:
+                    self.cancel()  # its waiting trials continue in the next call
+                    self._wait(lambda: work.is_done)
+                    return
                 if not self._num_running:
                     break
                 self._wait(lambda: work.is_done or self._has_news or self._end_early())
@@ -647,7 +653,8 @@ class Search(LoopRun):
 
     @property
     def _has_news(self) -> bool:
-        return len(self._work.segments) + len(self._work.lost) > sum(self._num_seen)
+        work = self._work
+        return len(work.segments) + len(work.lost) + len(work.dropped) > sum(self._num_seen)
 
     def _resume(self) -> None:
         """Take the trials of earlier calls with this folder: told ones count, others continue."""
@@ -754,7 +761,7 @@ class Search(LoopRun):
 
     def _start_next(self) -> bool:
         """Start a trial, or the next part of one; False if there is none."""
-        if self._end_early() or self.ended_by:
+        if self._end_early() or self.ended_by or self._work.stopped_by is not None:
             return False
         if self._interrupted:
             trial = self._interrupted.popleft()
@@ -869,6 +876,24 @@ class Search(LoopRun):
             else (),
         )
         return made
+
+    # --- for those who watch ----------------------------------------------------------------------
+
+    def act(self, request: Request) -> str | None:
+        """Carry out what a watcher asks for; see `LoopRun.act`."""
+        item = request.item
+        if request.action in ("rerun", "first"):
+            return "a search chooses by itself which trial runs next"
+        if item is not None and item < len(self.trials) and self.trials[item].state == "waiting":
+            return f"trial {self.trials[item].number} waits at a rung"
+        return super().act(request)
+
+    def _stop_all(self, task_id: int) -> None:
+        """Do nothing: the search starts no other trial, and ends with the last running one."""
+
+    def _stop_item(self, item: int, task_id: int, share: CallItems) -> None:
+        self.trials[item].stopped_by = "a watcher"
+        super()._stop_item(item, task_id, share)
 
     # --- a population -----------------------------------------------------------------------------
 
@@ -996,6 +1021,14 @@ class Search(LoopRun):
             self._num_seen[1] += 1
             for index in work.numbers(lost.items):
                 self._end_part(self.trials[index], None, lost.error)
+        while self._num_seen[2] < len(work.dropped):
+            part = work.dropped[self._num_seen[2]]
+            self._num_seen[2] += 1
+            self._num_ended += 1
+            (index,) = work.numbers(Slice(self._task_id, part, part + 1, 1))
+            self.trials[index].state = "unfinished"
+            if self._members is not None:
+                self._members.leave(index)
 
     def _end_part(self, trial: Trial, value: Any, error: BaseException | None) -> None:
         self._num_ended += trial.part is not None  # else it is of an earlier call

@@ -56,6 +56,7 @@ class Job:
     calls: int = 0  # slices in flight
     end: TaskState | None = None
     is_cancelled: bool = False
+    is_draining: bool = False  # nothing more of it may start
     has_started: bool = False  # of a gang: with all its ranks
     is_broken_up: bool = False  # of a gang: a rank has failed, or its time was over
 
@@ -86,7 +87,8 @@ class Job:
         """Whether one more slice of it could be sent."""
         limit = self.spec.max_workers
         is_left = len(self.outcomes) + self.flying.total() + len(self.resting) < self.size
-        return self.end is None and is_left and (limit is None or self.calls < limit)
+        has_room = limit is None or self.calls < limit
+        return self.end is None and is_left and has_room and not self.is_draining
 
 
 @dataclass
@@ -120,7 +122,8 @@ class World(RuleBasedStateMachine):
         # answers that nobody waits for any more
         self.past: list[tuple[int, int, tuple[Report, ...]]] = []
         self.numbers: set[int] = set()  # all workers that ever were
-        self.timed_out: set[int] = set()  # calls that run on, although their time is over
+        # (attempt, task) that run on, although their time is over, or they were cancelled
+        self.given_up: set[tuple[int, int]] = set()
         self.signals: set[tuple[int, int]] = set()  # (attempt, task) that were told to end
         # (attempt, task) that were interrupted to run elsewhere
         self.moved: set[tuple[int, int]] = set()
@@ -249,6 +252,54 @@ class World(RuleBasedStateMachine):
 
     @precondition(lambda self: self.jobs)
     @rule(pick=PICK)
+    def drain(self, pick: int) -> None:
+        """Let what runs of a task come back, and nothing more of it start."""
+        job = picked(list(self.jobs.values()), pick)
+        if not job.spec.is_gang:
+            job.is_draining = job.is_cancelled = True
+        self.tell(m.DrainRequested(job.spec.task_id))
+
+    @precondition(lambda self: self.some_item(0) is not None)
+    @rule(pick=PICK)
+    def cancel_item(self, pick: int) -> None:
+        """Cancel one item, unless it shares its call with others of its task."""
+        job, item = self.some_item(pick)
+        task_id = job.spec.task_id
+        alone = [call for call in self.calls.values() if self.counts_alone(call, task_id, item)]
+        is_due = job.end is None and item not in job.outcomes and not job.spec.is_gang
+        commands = self.tell(m.CancelRequested(task_id, item))
+        items = [each.item.start for each in commands if isinstance(each, m.CancelItem)]
+        assert items == [item] * (is_due and (bool(alone) or job.flying[item] == 0))
+
+    @precondition(lambda self: self.some_item(0) is not None)
+    @rule(pick=PICK)
+    def put_first(self, pick: int) -> None:
+        """Let an item run next, also one that rests."""
+        job, item = self.some_item(pick)
+        if not job.spec.is_gang:
+            for _, items in job.rests:
+                items.discard(item)
+        self.tell(m.FirstRequested(job.spec.task_id, item))
+
+    def some_item(self, pick: int) -> tuple[Job, int] | None:
+        jobs = [job for job in self.jobs.values() if job.size and job.end is None]
+        return (job := picked(jobs, pick), pick // len(jobs) % job.size) if jobs else None
+
+    def counts_alone(self, call: m.RunTasks, task_id: int, item: int) -> bool:
+        return self.counts(call, task_id) and any(
+            piece[:3] == (task_id, item, item + 1) for piece in call.slices
+        )
+
+    @precondition(lambda self: any(not job.spec.is_gang for job in self.jobs.values()))
+    @rule(pick=PICK)
+    def run_once_more(self, pick: int) -> None:
+        """Add an item to a task that may take no others."""
+        job = picked([job for job in self.jobs.values() if not job.spec.is_gang], pick)
+        job.size += job.end is None
+        self.tell(m.ItemsAdded(job.spec.task_id, 1, None))
+
+    @precondition(lambda self: self.jobs)
+    @rule(pick=PICK)
     def ask_to_stop(self, pick: int) -> None:
         task_id = picked(list(self.jobs), pick)
         running = [call for call in self.calls.values() if self.counts(call, task_id)]
@@ -262,8 +313,8 @@ class World(RuleBasedStateMachine):
         )
 
     def counts(self, call: m.RunTasks, task_id: int) -> bool:
-        """Whether a call has something of a task in it, and time left for it."""
-        return call.attempt_id not in self.timed_out and any(
+        """Whether a call has something of a task in it that was not given up."""
+        return (call.attempt_id, task_id) not in self.given_up and any(
             piece.task_id == task_id for piece in call.slices
         )
 
@@ -367,9 +418,9 @@ class World(RuleBasedStateMachine):
         hand.calls = [call.attempt_id]
         self.lay_failed_to_rest(call, tuple(reports))
         self.calls[call.attempt_id] = rest = call._replace(slices=tuple(left))
-        if call.attempt_id not in self.timed_out:
-            self.take_out(call)
-            for piece in rest.slices:
+        self.take_out(call)
+        for piece in rest.slices:
+            if self.counts(call, piece.task_id):
                 self.jobs[piece.task_id].calls += 1
                 self.jobs[piece.task_id].flying.update(range(piece.start, piece.stop))
         self.tell(
@@ -475,15 +526,16 @@ class World(RuleBasedStateMachine):
 
     def land(self, attempt_id: int) -> m.RunTasks:
         call = self.calls.pop(attempt_id)
-        if attempt_id not in self.timed_out:
-            self.take_out(call)
+        self.take_out(call)
         return call
 
-    def take_out(self, call: m.RunTasks) -> None:
+    def take_out(self, call: m.RunTasks, task_id: int | None = None) -> None:
+        """Take what still counts of a call, or only that of a task, out of flight."""
         for piece in call.slices:
-            job = self.jobs[piece.task_id]
-            job.calls -= 1
-            job.flying.subtract(range(piece.start, piece.stop))
+            if task_id in (None, piece.task_id) and self.counts(call, piece.task_id):
+                job = self.jobs[piece.task_id]
+                job.calls -= 1
+                job.flying.subtract(range(piece.start, piece.stop))
 
     # --- what machines do -------------------------------------------------------------------------
 
@@ -562,9 +614,11 @@ class World(RuleBasedStateMachine):
         was_used = any(job.end is None for job in self.jobs.values() if job.spec is not new_spec)
         commands = self.scheduler.handle(event, self.now)
         for command in commands:
+            # makes room for what is sent in its place, before it is told
             if isinstance(command, m.TimeOutItems) and not self.is_gang(command.items):
-                # makes room for what is sent in its place, before it is told
                 self.take_out(self.call_of(command.items))
+            elif isinstance(command, m.CancelItem) and self.is_flying(command.item):
+                self.take_out(self.call_of(command.item), command.item.task_id)
         for command in commands:
             if isinstance(command, m.SettleItems):
                 self.on_settle(command, answered)
@@ -668,6 +722,7 @@ class World(RuleBasedStateMachine):
         job = self.jobs[piece.task_id]
         items = range(piece.start, piece.stop)
         assert job.end is None
+        assert not job.is_draining
         assert 0 <= piece.start < piece.stop <= job.size
         assert not any(item in job.outcomes or job.flying[item] > 0 for item in items), (
             "an item runs twice"
@@ -766,14 +821,10 @@ class World(RuleBasedStateMachine):
                 ), "out of turn"
 
     def check_signals(self, commands: list[m.Command]) -> None:
-        """What runs of a task that has ended, or longer than it may, was told so, unless its worker
-        ends anyway.
+        """What runs of a task that has ended, or was given up, was told so, unless its worker ends
+        anyway.
         """
-        late = {
-            (number, self.calls[number].slices[0].task_id)
-            for number in self.timed_out
-            if number in self.calls
-        }
+        late = {key for key in self.given_up if key[0] in self.calls}
         ended = {command.task_id for command in commands if isinstance(command, m.EndTask)}
         running = {
             (call.attempt_id, p.task_id)
@@ -815,11 +866,14 @@ class World(RuleBasedStateMachine):
             assert is_news or isinstance(event, MOVES), "told twice"
             self.signals.add((call.attempt_id, command.task_id))
 
+    def is_flying(self, items: Slice) -> bool:
+        return any(items in call.slices for call in self.calls.values())
+
     def call_of(self, items: Slice) -> m.RunTasks:
         (call,) = (
             call
             for call in self.calls.values()
-            if items in call.slices and call.attempt_id not in self.timed_out
+            if items in call.slices and self.counts(call, items.task_id)
         )
         return call
 
@@ -831,9 +885,15 @@ class World(RuleBasedStateMachine):
             assert not job.is_broken_up, "said twice, or too late"
             job.is_broken_up = True
             return
-        call = self.call_of(command.items)
-        self.timed_out.add(call.attempt_id)
+        self.given_up.add((self.call_of(command.items).attempt_id, command.items.task_id))
         self.note_outcome(command.items, "timed out")
+
+    def on_CancelItem(self, command: m.CancelItem) -> None:
+        item = command.item
+        assert item.stop == item.start + 1
+        if self.is_flying(item):
+            self.given_up.add((self.call_of(item).attempt_id, item.task_id))
+        self.note_outcome(item, "cancelled")
 
     def on_settle(self, command: m.SettleItems, answered: m.RunTasks | None) -> None:
         assert answered is not None
@@ -979,7 +1039,9 @@ class World(RuleBasedStateMachine):
         counts = self.scheduler.counts
         assert counts.submitted == sum(job.size for job in self.jobs.values())
         assert counts.finished + counts.failed == sum(
-            len(job.outcomes) for job in self.jobs.values()
+            outcome != "cancelled"
+            for job in self.jobs.values()
+            for outcome in job.outcomes.values()
         )
 
     # --- the end ----------------------------------------------------------------------------------

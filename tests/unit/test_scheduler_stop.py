@@ -2,8 +2,18 @@
 
 import pytest
 
-from raypool.core.messages import EndTask, SetTimer, Signal, Vacate
-from raypool.core.model import PoolState, Report, TaskState
+from raypool.core.messages import (
+    CancelItem,
+    CancelRequested,
+    DrainRequested,
+    EndTask,
+    FirstRequested,
+    ItemsAdded,
+    SetTimer,
+    Signal,
+    Vacate,
+)
+from raypool.core.model import PoolState, Report, Slice, TaskState
 from raypool.errors import InternalError, LossReason
 
 FINISHED, FAILED, CANCELLED = TaskState.FINISHED, TaskState.FAILED, TaskState.CANCELLED
@@ -58,6 +68,49 @@ def test_what_has_come_back_or_was_lost_is_asked_no_more(pool_of):
     pool.finish(0)
     pool.lose(1)
     assert pool.stop(0) == [pool.signals(2, 2, 0, Signal.STOP), pool.signals(0, 3, 0, Signal.STOP)]
+
+
+# --- one item, and all that waits -----------------------------------------------------------------
+
+
+def test_items_are_cancelled_and_put_first_alone(pool_of):
+    pool = pool_of(1)
+    pool.submit(0, size=6, chunk_size=1)
+    assert pool.tell(FirstRequested(0, 4)) == pool.tell(FirstRequested(0, 0)) == []
+    assert pool.tell(CancelRequested(0, 2)) == [CancelItem(Slice(0, 2, 3, 1))]
+    assert pool.tell(CancelRequested(0, 2)) == []
+    assert pool.tell(CancelRequested(0, 0)) == [
+        pool.signals(0, 0, 0, Signal.CANCEL),
+        CancelItem(Slice(0, 0, 1, 1)),
+    ]
+    assert pool.finish(0) == [pool.runs(0, 1, (0, 4, 5))], "its late answer does not count"
+    assert pool.finish(1)[0] == pool.runs(0, 2, (0, 1, 2))
+    assert pool.finish(2)[0] == pool.runs(0, 3, (0, 3, 4))
+    assert pool.tell(ItemsAdded(0, 1, None)) == []
+    assert pool.finish(3)[0] == pool.runs(0, 4, (0, 5, 6))
+    assert pool.finish(4)[0] == pool.runs(0, 5, (0, 6, 7))
+    assert pool.finish(5)[-1] == EndTask(0, FINISHED)
+    assert pool.scheduler.counts.cancelled == 2
+
+
+def test_an_item_that_shares_its_call_is_not_cancelled(pool_of):
+    pool = pool_of(1)
+    pool.submit(0, size=2, chunk_size=2)
+    assert pool.tell(CancelRequested(0, 1)) == []
+    assert pool.finish(0)[-1] == EndTask(0, FINISHED)
+
+
+def test_of_a_task_that_is_drained_nothing_starts(pool_of):
+    pool = pool_of(2)
+    pool.submit(0, size=5, chunk_size=1, retry_delay_s=5.0)
+    pool.finish(1, Report(1, 1, (1,)))
+    assert pool.tell(DrainRequested(0)) == []
+    assert pool.finish(0) == [pool.settles(0, (0, 0, 1))]
+    assert pool.fire("retry", task_id=0) == []
+    assert pool.tell(ItemsAdded(0, 1, None)) == []
+    assert pool.finish(2) == [pool.settles(2, (0, 2, 3)), EndTask(0, CANCELLED)]
+    assert pool.tell(DrainRequested(0)) == []
+    assert pool.scheduler.counts.cancelled == 4
 
 
 # --- told -----------------------------------------------------------------------------------------
