@@ -59,7 +59,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c "import sys; assert sys.version_info >= (3, 11), 'raypool needs Python 3.11 or newer; run: make PYTHON=python3.11 ...'"
 	@echo "Installing raypool and what it needs into $(VENV): some minutes, the first time."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[demo,plots,joblib,cluster,docs,dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[demo,plots,watch,joblib,cluster,docs,dev]"
 	touch $@
 
 $(PEERS): $(INSTALLED)

@@ -100,6 +100,7 @@ class LoopArguments(TypedDict, total=False):
     on_report: Callable[[MetricsReport], object] | None
     on_end: Callable[[Results[Any]], object] | str | None
     loggers: Sequence[SweepLogger]
+    watch: bool
 
 
 # --- the verb -------------------------------------------------------------------------------------
@@ -125,6 +126,7 @@ def run_loop(  # noqa: PLR0913 - the arguments of the verb
     on_report: Callable[[MetricsReport], object] | None,
     on_end: Callable[[Results[Any]], object] | str | None,
     loggers: Sequence[SweepLogger],
+    watch: bool,
 ) -> Any:
     """Run a loop on the workers of a view; see `PoolView.parfor`."""
     __tracebackhide__ = True
@@ -140,12 +142,7 @@ def run_loop(  # noqa: PLR0913 - the arguments of the verb
     max_workers = optional_count("max_workers", max_workers, least=0)
     chunk_size = optional_count("chunk_size", chunk_size, least=1)
     seed = optional_count("seed", seed, least=0)
-    if rerun not in RERUNS:
-        raise InvalidValueError(f"rerun must be 'failed', 'missing' or 'all', not {rerun!r}.")
-    if rerun != "failed" and run_dir is None:
-        raise InvalidValueError(
-            f"rerun={rerun!r} needs run_dir, the folder of the run to continue."
-        )
+    check_saved(run_dir, rerun, watch)
     check_on_report(on_report)
     check_on_end(on_end)
     if loggers:
@@ -175,12 +172,15 @@ def run_loop(  # noqa: PLR0913 - the arguments of the verb
     spec = options.spec(function.fn_id, where, fail_fast=on_error == "stop")._replace(
         max_workers=max_workers or None, chunk_size=chunk_size
     )
+    if watch:  # first: what it raises leaves no folder in use
+        target.watch(run_dir).show()
     work = (
         LoopWork(function, (), how)
         if run_dir is None
         else durable_loop(fn, function, how, run_dir, rerun)
     )
     del function  # the traceback of an error would keep it in workers
+    engine.run_dir = work.run_dir or engine.run_dir
     with EndNotice(on_end, work) as notice:
         with (
             contextlib.closing(work),
@@ -208,6 +208,18 @@ def checkpoint_owner(fn: Callable[[Any], Any]) -> str:
         given.append(encode([list(inner.args), inner.keywords]))
         inner = inner.func
     return f"{content_key((function_key(fn), given), 'a function')[:8]}-"
+
+
+def check_saved(run_dir: Any, rerun: str, watch: bool) -> None:
+    """Make sure that the arguments that need a folder have one."""
+    if rerun not in RERUNS:
+        raise InvalidValueError(f"rerun must be 'failed', 'missing' or 'all', not {rerun!r}.")
+    if rerun != "failed" and run_dir is None:
+        raise InvalidValueError(
+            f"rerun={rerun!r} needs run_dir, the folder of the run to continue."
+        )
+    if watch and run_dir is None:
+        raise InvalidValueError("watch=True needs run_dir, the folder that the page shows.")
 
 
 def durable_loop(

@@ -13,6 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import (
     TYPE_CHECKING,
@@ -69,6 +70,7 @@ from raypool.parallel_for import (
     Items,
     LoopArguments,
     MaybeAsync,
+    check_run_dir,
     is_inline,
     run_loop,
 )
@@ -92,6 +94,7 @@ if TYPE_CHECKING:
     from raypool.spmd.composite import Composite
     from raypool.train.runs import RunOptions, TrainingRun
     from raypool.train.training_options import TrainingOptions
+    from raypool.watch.watch_page import WatchPage
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -367,6 +370,7 @@ class PoolView(concurrent.futures.Executor):
         on_report: Callable[[MetricsReport], object] | None = None,
         on_end: Callable[[Results[Any]], object] | str | None = None,
         loggers: Sequence[SweepLogger] = (),
+        watch: bool = False,
     ) -> Any:
         """Call `fn(item)` for every item, on all workers at once; return the results in item order.
 
@@ -435,6 +439,8 @@ class PoolView(concurrent.futures.Executor):
             loggers: Loggers of `raypool.loggers`, which get the items, reports and outcomes while
                 the loop runs, in the thread that called `parfor`. A logger that raises is dropped
                 with a warning; the loop continues.
+            watch: Show the loop on a live page, as `pool.watch()` does, and print its address on
+                standard error. Needs `run_dir`.
 
         Returns:
             `Results`: the values in order, and a table of them; with `reduce` the folded value.
@@ -488,7 +494,51 @@ class PoolView(concurrent.futures.Executor):
             on_report=on_report,
             on_end=on_end,
             loggers=loggers,
+            watch=watch,
         )
+
+    @_explains
+    def watch(self, run_dir: str | os.PathLike[str] | None = None) -> WatchPage:
+        """Serve a live page of a run: its table, curves, workers, GPUs, output and errors.
+
+        The page can also stop, cancel, rerun and prefer items while the run goes on. A server in a
+        process of its own reads the run's folder, on the loopback only. It ends with the pool or
+        this process. `raypool watch` shows runs of other processes, too.
+
+        Args:
+            run_dir: The folder of the run, which may begin later. None: that of the newest loop or
+                search of this pool with a `run_dir`, also while it runs in another thread.
+
+        Returns:
+            The page. It has `.url` and `.close()`; a notebook shows it in a frame. A second call
+            for the same folder returns the same page.
+
+        Raises:
+            InvalidValueError: No loop of this pool has a `run_dir`.
+            JournalError: The folder belongs to another user.
+            ModuleNotFoundError: A package is missing; it comes with `raypool[watch]`.
+
+        Example:
+            >>> from raypool import parpool
+            >>> with parpool(2, profile="threads", quiet=True) as pool:
+            ...     page = pool.watch("runs/lr")
+            ...     page.url.startswith("http://127.0.0.1:")
+            True
+        """
+        from raypool.watch.watch_page import WatchPage
+
+        engine = self._target()._engine
+        run_dir = engine.run_dir if run_dir is None else run_dir
+        if run_dir is None:
+            raise InvalidValueError(
+                "pool.watch() needs run_dir: no loop or search of this pool has one so far."
+            )
+        check_run_dir(run_dir)
+        folder = Path(run_dir).expanduser().absolute()
+        page = engine.pages.get(folder)
+        if page is None or page.is_closed:
+            page = engine.pages[folder] = WatchPage(folder)
+        return page
 
     @_explains
     def search(  # noqa: PLR0913 - each argument is asked for by users, all are named

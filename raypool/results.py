@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from raypool.channel.gpu_usage import GpuSample
     from raypool.journal.trials import Trials
     from raypool.loggers import SweepLogger
+    from raypool.views.report import Story
 
 RUN_COLUMNS: tuple[str, ...] = (
     "status",
@@ -502,10 +503,16 @@ class Results(Sequence[T_co]):
             raise FileNotFoundError(
                 errno.ENOENT, f"There is no folder {target.parent}", str(target)
             )
+        report.write(self._story(), target, title or self._name)
+        return target
+
+    def _story(self) -> Story:
+        from raypool.views.report import Story
+
         own, trials = RUN_COLUMNS, self._trials
         if trials is not None:
             own = (*(name for name in trials.columns if name != trials.metric), *own)
-        story = report.Story(
+        return Story(
             self.to_frame().reset_index(drop=True),
             self.attempts,
             self.metrics,
@@ -517,8 +524,6 @@ class Results(Sequence[T_co]):
             self._get_calls(),
             trials,
         )
-        report.write(story, target, title or self._name)
-        return target
 
     @explains_calls
     def to_tensorboard(self, folder: str | os.PathLike[str]) -> None:

@@ -32,6 +32,7 @@ TAKE_TURNS = {
     "tests/integration/test_preemption.py",
     "tests/integration/test_report_page.py",  # a browser
     "tests/integration/test_site.py",
+    "tests/integration/test_watch_page.py",
     "tests/chaos/test_nodes.py",
     "tests/faults/test_catalogue.py",  # memory that runs out
     "tests/faults/test_leaks.py",

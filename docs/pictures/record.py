@@ -3,11 +3,12 @@
 `demo.svg` is a recording of `raypool demo` in a terminal; it moves where SVG may, and shows its last
 frame elsewhere. `show.svg` is the last frame of a sweep that is listed and shown. `search.svg` is a frame
 of the search of `docs/search.md`. `report.png` is the report that the README's first two programs
-write, as Chromium shows it.
+write, as Chromium shows it. `watch.png` is the live page of a longer sweep.
 """
 
 from __future__ import annotations
 
+import base64
 import os
 import pty
 import re
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import termios
 import time
+from collections.abc import Callable
 from fcntl import ioctl
 from itertools import groupby
 from pathlib import Path
@@ -51,6 +53,26 @@ show raypool show runs/digits --sort -accuracy --top 5
 show raypool show runs/digits --failed
 """
 
+PREPARE = """
+const length = document.querySelector(".dt-length select");
+length.value = 10;
+length.dispatchEvent(new Event("change"));
+for (const item of [0, 1, 2, 3, 6]) {
+  const click = new MouseEvent("click", { bubbles: true, ctrlKey: true });
+  document.querySelector(`#item-${item} td.mark`).dispatchEvent(click);
+}
+document.getElementById("path").style.display = "none"; // a temporary folder
+document.getElementById("curves").scrollIntoView();
+"""
+"""Show ten rows, four curves, and the details of an item that has failed."""
+
+IS_READY = """
+const has_failed = document.getElementById("item-6")?.innerText.includes("failed");
+return has_failed && document.getElementById("stop-all").offsetParent !== null;
+"""
+
+IS_DRAWN = "return document.querySelectorAll('#curves .scatterlayer .js-line').length > 0"
+
 
 def main() -> None:
     """Make all pictures."""
@@ -62,6 +84,7 @@ def main() -> None:
         picture_of_show(Path(folder))
         picture_of_search(Path(folder))
         picture_of_report(Path(folder))
+        picture_of_watch(Path(folder))
 
 
 Frames = list[tuple[float, list[str]]]
@@ -196,6 +219,53 @@ def picture_of_report(folder: Path) -> None:
         check=True,
         stderr=subprocess.DEVNULL,
     )
+
+
+def picture_of_watch(folder: Path) -> None:
+    """Run the networks of the first tutorial for longer, and take a picture of the live page."""
+    from selenium import webdriver
+
+    digits, *_ = CODE.findall((HERE.parent / "tutorials/first_sweep.md").read_text())
+    (folder / "digits.py").write_text(digits.replace("range(5)", "range(200)"))
+    configs = [(width, lr) for lr in (0.1, 100, 0.03, 0.01) for width in (8, 16, 32, 64, 128, 256)]
+    rows = "".join(f"{width},{lr}\n" for width, lr in configs)
+    (folder / "configs.csv").write_text(f"width,lr\n{rows}")
+    sweep = ["raypool", "sweep", "digits:train", "configs.csv", "--run-dir", "runs/long"]
+    options = webdriver.ChromeOptions()
+    for argument in (
+        "--headless=new",
+        "--no-sandbox",
+        "--hide-scrollbars",
+        "--window-size=1280,900",
+    ):
+        options.add_argument(argument)
+    driver = webdriver.Chrome(options=options)
+    running = [subprocess.Popen([*sweep, "--seed", "0", "--profile", "threads"], cwd=folder)]
+    try:
+        wait_for(lambda: [*folder.glob("runs/long/items/*/*")])
+        watch = ["raypool", "watch", "runs/long"]
+        running.append(subprocess.Popen(watch, cwd=folder, stdout=subprocess.PIPE, text=True))
+        lines = iter(running[1].stdout.readline, "")
+        driver.get(next(found[0] for line in lines if (found := re.search(r"http://\S+", line))))
+        wait_for(lambda: driver.execute_script(IS_READY))
+        driver.execute_script(PREPARE)
+        wait_for(lambda: driver.execute_script(IS_DRAWN))
+        end = driver.execute_script("return document.querySelector('.pair').offsetTop + 560")
+        clip = {"x": 0, "y": 0, "width": 1280, "height": end, "scale": 1}
+        wanted = {"captureBeyondViewport": True, "clip": clip}
+        shot = driver.execute_cdp_cmd("Page.captureScreenshot", wanted)["data"]
+        (HERE / "watch.png").write_bytes(base64.b64decode(shot))
+    finally:
+        driver.quit()
+        for process in reversed(running):
+            process.terminate()
+            process.wait()
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    """Wait until something holds."""
+    while not condition():
+        time.sleep(EVERY_S)
 
 
 if __name__ == "__main__":

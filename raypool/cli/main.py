@@ -16,7 +16,7 @@ from raypool.cli.job import job
 from raypool.cli.output import INTERRUPTED, echo, errors_said, readers_may_go
 from raypool.cli.search import search
 from raypool.cli.submit import submit
-from raypool.cli.sweep import RunFolder, export, ls, report, show, sweep
+from raypool.cli.sweep import RunFolder, export, ls, report, show, sweep, watch
 from raypool.errors import traceback_text
 from raypool.views.words import printable
 
@@ -62,6 +62,7 @@ main.add_command(search)
 main.add_command(ls)
 main.add_command(show)
 main.add_command(report)
+main.add_command(watch)
 main.add_command(export)
 
 

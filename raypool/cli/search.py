@@ -114,6 +114,8 @@ def search(target: str, space: Path, is_json: bool, **options: Any) -> None:
             resumable(run_dir, options["num_trials"]),
             parpool(options["workers"], profile=options["profile"]) as pool,
         ):
+            if options["watch"]:
+                pool.watch(run_dir).show()
             try:
                 found = pool.search(
                     function,

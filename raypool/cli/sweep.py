@@ -71,6 +71,17 @@ def _checked_url(context: click.Context, param: click.Parameter, url: str | None
     return url
 
 
+def _checked_watch(context: click.Context, param: click.Parameter, is_watched: bool) -> bool:
+    from raypool.watch.watch_page import check_packages
+
+    if is_watched:
+        try:
+            check_packages()
+        except ModuleNotFoundError as error:  # of an extra
+            raise click.UsageError(str(error)) from error
+    return is_watched
+
+
 def run_options(item: str, seeds: str) -> Callable[[Command], Command]:
     """Return a decorator that adds the options of `raypool sweep` and `raypool search`."""
     options = [
@@ -91,6 +102,12 @@ def run_options(item: str, seeds: str) -> Callable[[Command], Command]:
             "  [default: the default of raypool.toml, else local]",
         ),
         click.option("--seed", type=click.IntRange(min=0), help=seeds),
+        click.option(
+            "--watch",
+            is_flag=True,
+            callback=_checked_watch,
+            help="Show the run on a live page, and print its address.",
+        ),
         click.option(
             "--notify",
             metavar="URL",
@@ -173,6 +190,8 @@ def sweep(target: str, configs: Path, is_json: bool, **options: Any) -> None:
         from raypool.pool import parpool
 
         with resumable(run_dir, num_items), parpool(workers, profile=profile) as pool:
+            if options["watch"]:
+                pool.watch(run_dir).show()
             results: Results[Any] = pool.parfor(
                 function,
                 items,
@@ -554,3 +573,59 @@ def report(run_dir: Path, out: Path) -> None:
                 f"{out} could not be written: {error.strerror or error}."
             ) from error
     echo(f"Wrote {out}")
+
+
+@click.command()
+@click.argument(
+    "folder",
+    metavar="[RUN_DIR | FOLDER]",
+    type=RunFolder(exists=True, file_okay=False, path_type=Path),
+    default=Path(),
+)
+@click.option(
+    "--port",
+    type=click.IntRange(1, 65535),
+    help="Port of the page; if it is in use, another is taken.  [default: any free one]",
+)
+@click.option("--read-only", "is_read_only", is_flag=True, help="Allow no actions and no notes.")
+@click.option("--open", "is_opened", is_flag=True, help="Open the page in a browser.")
+def watch(folder: Path, port: int | None, is_read_only: bool, is_opened: bool) -> None:
+    """Show a saved run, or all runs below a folder, on a live page.
+
+    The page shows the table, curves, workers, GPUs, output and errors of each run while it goes on,
+    and can stop, cancel and rerun items. It is served on this machine only, at an address with a
+    secret, until Ctrl-C.
+    """
+    import secrets
+    import webbrowser
+
+    from raypool.watch import watch_page
+
+    folder = folder.absolute()
+    with errors_said():
+        try:
+            watch_page.check_can_watch(folder)
+        except ModuleNotFoundError as error:  # of an extra
+            raise click.ClickException(str(error)) from error
+    from raypool.watch.run_reader import sweeps_below
+    from raypool.watch.server import RunsFolder, WatchServer
+
+    first = next(sweeps_below(folder), None)
+    if first is None:
+        raise click.UsageError(
+            f"There are no saved runs of sweeps or searches below {folder}. `raypool sweep` and"
+            " parfor(run_dir=...) write them."
+        )
+    try:
+        listener = watch_page.listen(port or 0)
+    except OSError as error:
+        echo(f"Port {port} cannot be used: {error.strerror}. Another is taken.", err=True)
+        listener = watch_page.listen()
+    token = secrets.token_urlsafe(32)
+    url = watch_page.url_of(listener, token)
+    server = WatchServer(listener, RunsFolder(folder, first == folder, is_read_only), token)
+    echo(f"{watch_page.announcement(url)}\nCtrl-C ends it; the runs go on.")
+    if is_opened:
+        webbrowser.open(url)
+    with contextlib.suppress(KeyboardInterrupt):
+        server.run(sockets=[listener])

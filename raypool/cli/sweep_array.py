@@ -62,6 +62,11 @@ def submit_array(
             "--notify does not go with --array, which returns before the items run. Slurm can send"
             ' mail: sbatch = ["--mail-type=END"] in the profile.'
         )
+    if options["watch"]:
+        raise InvalidValueError(
+            "--watch does not go with --array, which returns before the items run. Use `raypool"
+            " watch` on their run directory."
+        )
     run_dir = Path(options["run_dir"]).absolute()
     with contextlib.suppress(FileNotFoundError, KeyError):  # no array, or it was interrupted
         job = json.loads((run_dir / PLAN).read_text())["job"]

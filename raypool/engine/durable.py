@@ -38,7 +38,7 @@ from raypool.channel.records import Function, LocalValues, Missing, SliceResult,
 from raypool.core.model import Slice, TaskState
 from raypool.engine.loop import LoopOptions, LoopWork, Lost, Restored, Segment
 from raypool.errors import InternalError, JournalError, TaskError
-from raypool.journal.files import Damaged, append, make_folder
+from raypool.journal.files import DIARY, METRICS, Damaged, append, make_folder
 from raypool.journal.fingerprints import source_of
 from raypool.journal.journal import Journal
 from raypool.journal.keys import FunctionSource
@@ -729,10 +729,6 @@ class Recorder:
 
 
 # --- files of items -------------------------------------------------------------------------------
-
-
-METRICS = "metrics.jsonl"
-DIARY = "diary.txt"
 
 
 class ItemLogFeed(LoopFeed):

@@ -49,7 +49,10 @@ from raypool.profiles import Profile
 from raypool.worker.running import in_task
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from raypool.engine.trace import TraceWriter
+    from raypool.watch.watch_page import WatchPage
 
 KNOWN_BYTES = 1024 * 1024
 """The size of the pickled functions that are remembered, to know one that is called again."""
@@ -142,6 +145,8 @@ class Engine:
         self._why_closed = "The pool was shut down. Open another with parpool()."
         self.helpers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._has_noted = False
+        self.run_dir: Path | None = None  # of the newest loop that has one
+        self.pages: dict[Path, WatchPage] = {}  # live pages, by run
         self._searched: set[tuple[str, Any]] = set()  # functions, for generators of their own
         self.driver.start(self.backend)
         _engines.add(self)
@@ -161,6 +166,8 @@ class Engine:
             discard(self.constants)  # those used in this process
         except Exception:
             logger.exception("The cleanup of a constant failed.")
+        for page in self.pages.values():
+            page.close()
 
     def check_open(self) -> None:
         """Make sure that the pool still takes work.

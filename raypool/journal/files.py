@@ -21,6 +21,9 @@ from raypool.errors import SerializationError
 REPORTS = "training_reports.jsonl"
 """The file of a training with the reports of rank 0 up to the last checkpoint, a line each."""
 
+METRICS, DIARY = "metrics.jsonl", "diary.txt"
+"""The files of an item with its reports, a line each, and with its output."""
+
 DIGEST_BYTES = 16
 
 MAX_TWICE_BYTES = 16 * 1024 * 1024

@@ -13,15 +13,15 @@ import sqlite3
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from raypool.channel.feed import Feed, text_of_file
 from raypool.channel.feed import Row as Report
 from raypool.channel.gpu_usage import samples_in
 from raypool.errors import MAX_NAMES, JournalError, did_you_mean, explains_calls
-from raypool.journal.files import REPORTS, Damaged, check_run, is_trusted
+from raypool.journal.files import DIARY, METRICS, REPORTS, Damaged, check_run, is_trusted
 from raypool.journal.lock import TRAINING_LOCK, bare, is_in_use, is_running, noted_outcomes
 from raypool.journal.opening import (
     SALVAGED,
@@ -52,13 +52,16 @@ from raypool.journal.rows import (
     words_of,
 )
 from raypool.journal.salvage import carve
+from raypool.journal.schema import TABLES, checksum, num_missing, numbers_of, read
 from raypool.journal.schema import Row as Entry
-from raypool.journal.schema import checksum, numbers_of
 from raypool.journal.trials import trials_in
 from raypool.results import Miss, Results, Row, collector_paused, run_name
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+Say: TypeAlias = "Callable[..., object]"
 
 
 class ItemRecord(NamedTuple):
@@ -67,6 +70,13 @@ class ItemRecord(NamedTuple):
     key: str
     item: StoredAt | None
     stored: Stored | None
+
+    @property
+    def value(self) -> StoredAt | None:
+        """The place of its value, if it has finished."""
+        stored = self.stored
+        is_there = stored is not None and stored.status == "finished"
+        return StoredAt._make(stored[5:10]) if stored is not None and is_there else None
 
 
 @explains_calls
@@ -104,19 +114,8 @@ def load_results(run_dir: str | os.PathLike[str]) -> Results[Any]:
 def _load(folder: Path) -> Results[Any]:
     contents = read_contents(folder)
     entries = entries_of(contents)
-    items = _opened(folder, [(entry.key, entry.item) for entry in entries])
-    values = _opened(
-        folder,
-        [
-            (
-                key,
-                StoredAt._make(stored[5:10])
-                if stored is not None and stored.status == "finished"
-                else None,
-            )
-            for key, _, stored in entries
-        ],
-    )
+    items = opened(folder, [(entry.key, entry.item) for entry in entries])
+    values = opened(folder, [(entry.key, entry.value) for entry in entries])
     unreadable = {index for index, value in enumerate(values) if type(value) is Damaged}
     if unreadable:
         first = values[min(unreadable)]
@@ -126,11 +125,26 @@ def _load(folder: Path) -> Results[Any]:
             len(values),
             first,
         )
-    errors = {
-        index: error_of(entry.stored, folder)
-        for index, entry in enumerate(entries)
-        if entry.stored is not None and entry.stored.status == "failed"
-    }
+    keys = [entry.key for entry in entries]
+    return results_of(
+        folder,
+        contents,
+        entries,
+        items,
+        values,
+        functools.cache(lambda: _feed_of(folder, keys)),
+    )
+
+
+def results_of(
+    folder: Path,
+    contents: Contents,
+    entries: Sequence[ItemRecord],
+    items: Sequence[Any],
+    values: Sequence[Any],
+    get_feed: Callable[[], Feed],
+) -> Results[Any]:
+    """Return the results of a run, of which a `Damaged` item or value is missing."""
     keys = [entry.key for entry in entries]
     return Results(
         [None if type(item) is Damaged else item for item in items],
@@ -138,15 +152,19 @@ def _load(folder: Path) -> Results[Any]:
         lambda: [
             (
                 row_of(entry.stored)
-                if entry.stored is not None and index not in unreadable
+                if entry.stored is not None and type(value) is not Damaged
                 else Row("missing")
             )
-            for index, entry in enumerate(entries)
+            for entry, value in zip(entries, values, strict=True)
         ],
-        errors,
-        functools.cache(lambda: _feed_of(folder, keys)),
+        {
+            index: error_of(entry.stored, folder)
+            for index, entry in enumerate(entries)
+            if entry.stored is not None and entry.stored.status == "failed"
+        },
+        get_feed,
         lambda: _misses(contents, entries),
-        lambda index: text_of_file(folder / "items" / keys[index] / "diary.txt"),
+        lambda index: text_of_file(folder / "items" / keys[index] / DIARY),
         run_name(str(max(contents["runs"], default=(0, "run"))[1]).rpartition(".")[2], folder),
         functools.partial(samples_in, folder),
         functools.partial(calls_of, folder, contents["runs"]),
@@ -171,7 +189,7 @@ def saved_items(folder: Path, others: Container[str]) -> list[Any]:
         entries = entries_of(read_contents(folder))
     except JournalError:
         return []
-    items = _opened(folder, [(one.key, one.item) for one in entries if one.key not in others])
+    items = opened(folder, [(one.key, one.item) for one in entries if one.key not in others])
     return [item for item in items if type(item) is not Damaged]
 
 
@@ -187,7 +205,7 @@ def _misses(contents: Contents, entries: Sequence[ItemRecord]) -> list[Miss]:
     ]
 
 
-def _opened(folder: Path, places: Sequence[tuple[str, StoredAt | None]]) -> list[Any]:
+def opened(folder: Path, places: Sequence[tuple[str, StoredAt | None]]) -> list[Any]:
     """Return the values in these places: None without a place, a `Damaged` if unreadable."""
     texts = [place.body for _, place in places if place is not None and place.body is not None]
     decoded = iter(decode(f"[{','.join(texts)}]"))  # all at once: much faster than one by one
@@ -333,8 +351,12 @@ def reports_of(folder: Path) -> pd.DataFrame:
 # --- reading --------------------------------------------------------------------------------------
 
 
-def read_contents(folder: Path) -> Contents:
+def read_contents(folder: Path, say: Say = logger.warning) -> Contents:
     """Return all rows of the journal in a folder, or the readable ones if it is damaged.
+
+    Args:
+        folder: The folder of the run.
+        say: Called with a text on what is missing, in the manner of `logger.warning`.
 
     Raises:
         JournalError: There is no journal, or it cannot be read.
@@ -360,9 +382,9 @@ def read_contents(folder: Path) -> Contents:
             why, hint = "it does not exist.", did_you_mean(folder.name, _runs_in(folder.parent))
         raise JournalError(f"There is no run in {folder}: {why}{hint}", run_dir=str(folder))
     try:
-        contents = _read(path)
+        contents = _read(path, say)
         if lost := lost_with_log(folder, noted, contents):
-            logger.warning("%s", lost)
+            say("%s", lost)
         contents["attempts"] += new_rows(rows, contents)
         return contents
     except (OSError, *UNREADABLE) as error:
@@ -411,7 +433,7 @@ def new_rows(rows: Sequence[Entry], contents: Contents) -> list[Entry]:
     return [(n, *row) for n, row in enumerate((row for row in rows if row not in known), first)]
 
 
-def _read(path: Path) -> Contents:
+def _read(path: Path, say: Say) -> Contents:
     failure: Exception | None = None
     is_still = False  # whether nobody had it when it was last read
     # a run that just begins or ends moves files under the reader's hands
@@ -429,14 +451,14 @@ def _read(path: Path) -> Contents:
             if not is_damage(failure) or not is_bare:
                 raise failure
             if pause_s is None or is_still:
-                return _left(path)
+                return _left(path, say)
             is_still = not is_in_use(path.parent)
         time.sleep(0 if is_still else pause_s)
     raise AssertionError
 
 
-def _left(path: Path) -> Contents:
-    """Return the readable rows of a damaged journal, and log a warning."""
+def _left(path: Path, say: Say) -> Contents:
+    """Return the readable rows of a damaged journal, and say so."""
     data, rest = path.read_bytes(), log_of(path)
     found = rescued(path, data, rest)
     if not any(found.values()) and data[:16] == b"SQLite format 3\0" and not any(data[68:72]):
@@ -446,7 +468,7 @@ def _left(path: Path) -> Contents:
             f"There is no run in {path.parent} yet: its journal is empty.", run_dir=str(path.parent)
         )
     said = what_is_left(path, data, found)
-    logger.warning(
+    say(
         "%s Call parfor with this run_dir again: it keeps the damaged file and runs the missing"
         " items.",
         said,
@@ -529,6 +551,74 @@ def _open_copy(path: Path) -> Iterator[sqlite3.Connection]:
             yield connection
 
 
+class JournalTail:
+    """A journal that is read again and again; after the first time, only its new rows.
+
+    Args:
+        folder: The folder of the run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._path = folder / DATABASE
+        self._seen: object = None
+        self.contents: Contents = {table: [] for table in TABLES}
+        self.problem: str | None = None
+        """What was wrong with the journal when all of it was read."""
+
+    def read(self) -> bool:
+        """Read new rows; return whether there may be any.
+
+        Raises:
+            JournalError: There is no journal, or it cannot be read.
+        """
+        files = [
+            folder / name
+            for folder in (self._folder, *parts_of(self._folder))
+            for name in (DATABASE, f"{DATABASE}-wal", SALVAGED)
+        ]
+        # first: what is written meanwhile is read the next time
+        seen = [version_of(file) for file in files]
+        if seen == self._seen:
+            return False
+        # in parts and damaged files, rows have no numbers to go on from
+        is_plain = not any(seen[2:]) and seen[0] is not None and self.problem is None
+        if not (is_plain and self._seen is not None and self._add_new_rows()):
+            problems: list[str] = []
+            self.contents = read_contents(
+                self._folder, lambda text, *gaps: problems.append(text % gaps)
+            )
+            self.problem = " ".join(problems) or None
+        self._seen = seen
+        return True
+
+    def _add_new_rows(self) -> bool:
+        """Add the rows behind the known ones; return False if some are missing or damaged."""
+        contents = self.contents
+        is_still = not log_of(self._path)
+        try:
+            with (
+                bare(self._path) as is_bare,
+                (_open_still if is_still and is_bare else _open_beside)(self._path) as connection,
+            ):
+                new = {
+                    table: read(connection, table, len(rows)) for table, rows in contents.items()
+                }
+        except (OSError, *UNREADABLE):
+            return False
+        self.contents = {table: [*rows, *new[table]] for table, rows in contents.items()}
+        return not any(map(num_missing, self.contents.values()))
+
+
+def version_of(path: Path) -> tuple[int, ...] | None:
+    """Return what changes with each change of a file; None if it does not exist."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
 # --- reports of items -----------------------------------------------------------------------------
 
 
@@ -542,7 +632,7 @@ def _feed_of(folder: Path, keys: Sequence[str]) -> Feed:
     is_still_written = any(map(is_in_use, (folder, *parts_of(folder))))
     for index, key in enumerate(keys):
         if key in there:
-            path = folder / "items" / key / "metrics.jsonl"
+            path = folder / "items" / key / METRICS
             reports, num_lost = _reports_of(path, index, is_still_written)
             if reports:
                 feed.add_rows(pickle.dumps(reports, protocol=5), {})
@@ -567,10 +657,14 @@ def _reports_of(path: Path, index: int, is_still_written: bool) -> tuple[list[Re
     if is_still_written:
         lines.pop()  # the end of the last line may follow
     lines = [line for line in lines if line]
-    reports: list[Report] = []
-    for line in lines:
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            said = json.loads(line)
-            metrics = dict(said["metrics"])
-            reports.append((float(said["time"]), index, int(said["attempt"]), metrics))
+    reports = [report for line in lines if (report := report_in(line, index)) is not None]
     return reports, len(lines) - len(reports)
+
+
+def report_in(line: str | bytes, index: int) -> Report | None:
+    """Return the report in a line of an item's file, or None if the line is damaged."""
+    try:
+        said = json.loads(line)
+        return float(said["time"]), index, int(said["attempt"]), dict(said["metrics"])
+    except (ValueError, KeyError, TypeError):
+        return None

@@ -94,8 +94,8 @@ class WrongRowError(Exception):
     """A row has changed since it was written."""
 
 
-def read(connection: sqlite3.Connection, table: str) -> list[Row]:
-    """Return all rows of a table in the order of their numbers.
+def read(connection: sqlite3.Connection, table: str, after: int = 0) -> list[Row]:
+    """Return the rows of a table with numbers after this one, in order.
 
     Raises:
         WrongRowError: A row has changed.
@@ -104,7 +104,8 @@ def read(connection: sqlite3.Connection, table: str) -> list[Row]:
     names = ", ".join(column.split()[0] for column in TABLES[table].columns)
     rows = []
     person = table.encode()
-    for entry in connection.execute(f"SELECT n, {names}, checksum FROM {table} ORDER BY n"):
+    command = f"SELECT n, {names}, checksum FROM {table} WHERE n > ? ORDER BY n"
+    for entry in connection.execute(command, (after,)):
         row = entry[:-1]
         found = blake2b(ascii(row).encode(), digest_size=CHECKSUM_BYTES, person=person).digest()
         if found != entry[-1]:

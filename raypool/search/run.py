@@ -375,6 +375,7 @@ def run_search(
         else durable_loop(fn, function, how, wanted.run_dir, "missing")
     )
     del function  # the traceback of an error would keep it in workers
+    engine.run_dir = work.run_dir or engine.run_dir
     with EndNotice(wanted.on_end, work) as notice:
         with contextlib.closing(work), watched(wanted.progress, label, engine) as display:
             study = wanted.study or open_study(wanted, work)

@@ -523,6 +523,28 @@ def evenly(entries: list[int], most: int) -> list[int]:
     return [entries[round(position * (len(entries) - 1) / (most - 1))] for position in range(most)]
 
 
+def thinned(values: Sequence[float], most: int) -> list[int]:
+    """Return positions of values: the first, the last, and in equal parts the extremes.
+
+    Args:
+        values: The values.
+        most: The greatest number of positions, at least 4.
+
+    Example:
+        >>> thinned([0, 9, 1, 1, -9, 1, 2], 4)
+        [0, 1, 4, 6]
+    """
+    inner = len(values) - 2
+    if len(values) <= most:
+        return list(range(len(values)))
+    kept = {0, len(values) - 1}
+    num_parts = (most - 2) // 2
+    for part in range(num_parts):
+        places = range(1 + part * inner // num_parts, 1 + (part + 1) * inner // num_parts)
+        kept |= {extreme(places, key=values.__getitem__) for extreme in (min, max)}
+    return sorted(kept)
+
+
 def last_of(metrics: pd.DataFrame, num_items: int) -> Iterator[tuple[str, list[Cell]]]:
     """Yield the numeric metrics, each with the last value of each item."""
     names = [name for name in metrics.columns if name not in ("time", "item", "attempt")]

@@ -156,7 +156,7 @@ def page(story: Story, title: str) -> str:
         counts=story.frame[story.mark].value_counts().to_dict(),
         colors=MARKS,
         shown=shown,
-        best=_best(story, config),
+        best=best_of(story, config),
         importance=importance,
         max_fields=MAX_FIELDS,
         unit_s=unit_s,
@@ -179,7 +179,7 @@ def page(story: Story, title: str) -> str:
     )
 
 
-def _best(story: Story, config: Columns) -> dict[str, Any] | None:
+def best_of(story: Story, config: Columns) -> dict[str, Any] | None:
     """Return the page's text on the best item; None if no metric tells which it is."""
     if not story.scores:
         return None
@@ -213,7 +213,7 @@ def _data(story: Story, shown: Timeline, config: Columns) -> tuple[dict[str, Any
     curves, notes = curves_of(story.metrics, list(story.scores))
     curves["ranked_by"] = story.metric
     data: dict[str, Any] = {
-        "table": _table(story, config),
+        "table": table_of(story, config),
         "best_first": list(story.scores),
         "curves": curves,
         "colors": MARKS,
@@ -233,8 +233,8 @@ def _data(story: Story, shown: Timeline, config: Columns) -> tuple[dict[str, Any
     return data, notes
 
 
-def _table(story: Story, config: Columns) -> dict[str, Any]:
-    """Return the page's table: columns of configurations, values, metrics and runs."""
+def table_of(story: Story, config: Columns) -> dict[str, Any]:
+    """Return the table of a page: columns of configurations, values, metrics and runs."""
     frame = story.frame
     values = [name for name in frame.columns if name not in story.configs and name not in story.run]
     value = columns(frame, values)
@@ -297,10 +297,11 @@ def _failures(story: Story) -> Iterator[FailureGroup]:
     for items in sorted(groups.values(), key=lambda items: -len(items)):
         first = items[0]
         text = _cut(story.frame["error"].iloc[first], MAX_TRACEBACK) or ""
-        yield FailureGroup(text, items, _traceback(story.errors[first]))
+        yield FailureGroup(text, items, traceback_of(story.errors[first]))
 
 
-def _traceback(error: BaseException) -> str:
+def traceback_of(error: BaseException) -> str:
+    """Return the end of an error's traceback, with its notes."""
     cause = error.__cause__
     try:
         text = cause.text if isinstance(cause, RemoteTraceback) else traceback_text(error)

@@ -88,6 +88,7 @@ RUN_BY: dict[str, dict[str, str] | str] = {
         "tests/integration/test_scaling_report.py::test_the_page_on_several_gpus_is_true"
     ),
     "docs/slurm.md": "tests/cloud/test_slurm.py::test_the_page_runs",
+    "docs/watch.md": "tests/integration/test_watch_server.py::test_the_page_on_the_live_page_runs",
     "docs/tutorials/first_sweep.md": "tests/unit/test_docs.py::test_the_first_sweep",
     "docs/tutorials/first_training.md": "tests/unit/test_docs.py::test_the_first_training",
     "docs/tutorials/from_a_loop_to_a_pool.md": (

@@ -23,7 +23,7 @@ FLOORS = [
     "parallel_for search train spmd",
     "engine",
     "backends",
-    "results views journal loggers",
+    "results views journal loggers watch",
     "task futures cluster",
     "channel worker options profiles profile_files",
     "core gpus",

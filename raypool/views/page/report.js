@@ -1,35 +1,15 @@
-"use strict";
 // Draws each chart when it comes near the window, and again when another metric is chosen, the table is filtered, or the colors of the system change.
 
 const story = JSON.parse(document.getElementById("story").textContent);
-const byId = (id) => document.getElementById(id);
 const column = Object.fromEntries(story.table.columns.map((about, i) => [about.name, { ...about, cells: story.table.cells[i] }]));
 const ofKind = (...kinds) => story.table.columns.filter((about) => kinds.includes(about.kind)).map((about) => about.name);
-const markup = { "&": "&amp;", "<": "&lt;", ">": "&gt;" };
-const plain = (text) => String(text).replace(/[&<>]/g, (sign) => markup[sign]); // plotly takes some tags in texts for markup
-const shorter = (text, most) => (text.length > most ? `${text.slice(0, most >> 1)}…${text.slice(-(most >> 1) + 1)}` : text);
-const written = (value) => (typeof value === "number" && !Number.isInteger(value) ? String(Number(value.toPrecision(4))) : String(value));
 const varying = ofKind("config").filter((name) => new Set(column[name].cells).size > 1);
 const distinct = (cells) => [...new Set(cells)].filter((cell) => cell !== null);
 const PALETTE = story.palette;
 const SCALE = [[0, "#3b4cc0"], [0.25, "#3d8fc4"], [0.5, "#2a9d8f"], [0.75, "#c2a83e"], [1, "#e07a1f"]];
 const WIDE = 20; // from this ratio of the largest to the smallest value on, an axis is logarithmic
-const systemIsDark = matchMedia("(prefers-color-scheme: dark)");
 
 let shownItems = null; // those that the table shows; null: all
-
-function draw(id, traces, layout) {
-  const style = getComputedStyle(document.documentElement);
-  const line = style.getPropertyValue("--line"), text = style.getPropertyValue("--text");
-  const axis = { gridcolor: line, zerolinecolor: line, linecolor: line };
-  const themed = { ...layout, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: text, size: 12 },
-    modebar: { bgcolor: "rgba(0,0,0,0)", color: style.getPropertyValue("--quiet") }, template: {} };
-  for (const name of ["xaxis", "yaxis", "yaxis2"]) if (name !== "yaxis2" || layout[name]) themed[name] = { ...axis, ...layout[name] };
-  return Plotly.react(id, traces, themed, {
-    displaylogo: false, responsive: true, modeBarButtonsToRemove: ["lasso2d", "select2d", "sendChartToCloud"],
-    showSendToCloud: false, plotlyServerURL: "", // what is on this page goes nowhere
-  });
-}
 
 function offer(id, names, chart) {
   const select = byId(id);

@@ -1,8 +1,5 @@
 // The table: numbers sort as numbers, texts are never taken for HTML, and what it filters the charts leave out.
-const text = DataTable.render.text().display;
-const short = (value) => (typeof value === "number" && !Number.isInteger(value) ? String(Number(value.toPrecision(5))) : String(value));
-const render = (value, type) => (value === null ? "" : type === "display" ? text(short(value)) : value);
-const renderError = (value, type) => (value !== null && type === "display" ? `<div class="error">${text(value)}</div>` : render(value, type));
+const { render, renderError } = renderers(DataTable);
 const about = story.table.columns, cells = story.table.cells;
 const statusAt = about.findIndex(({ name, kind }) => name === story.table.mark && kind === "run");
 
