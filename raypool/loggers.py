@@ -402,7 +402,9 @@ class LiveLog:
         self._work, self._loggers = work, [*loggers]
         self._new_rows: deque[Row] = deque()
         self._num_seen = self._num_lost = 0
+        self._begun: set[int] = set()
         self._ended: set[int] = set()
+        self._outcomes: dict[int, Sequence[Any]] = {}  # the last ones of items that have not ended
         self._pass_on("begin", work.label, lambda item: work.items[item])
         work.feed.subscribe(self._new_rows.extend)
 
@@ -413,7 +415,9 @@ class LiveLog:
         if segments:
             work.catch_up()  # their last reports may still be on their way
         while self._new_rows:
-            self._pass_on("report", self._new_rows.popleft())
+            row = self._new_rows.popleft()
+            self._begun.add(row[1])
+            self._pass_on("report", row)
         for piece, result, _ in segments:
             # items of a call ran one after the other
             times = itertools.accumulate(result.durations_s, initial=result.started_at)
@@ -421,20 +425,22 @@ class LiveLog:
             values = result.values_of(piece.start, piece.stop)
             for index, value, span in zip(work.numbers(piece), values, spans, strict=False):
                 error = value.error if type(value) is Missing else work.errors.get(index)
-                if error is None:
-                    self._end(index, "finished", value, None, *span)
-                else:
-                    self._end(index, "failed", None, error, *span)
+                status, value = ("finished", value) if error is None else ("failed", None)
+                self._outcomes[index] = status, value, error, *span
         for piece, failure, _ in lost:
             for index in work.numbers(piece):
-                self._end(index, "failed", None, failure)
+                self._outcomes[index] = "failed", None, failure
+        for index in [*self._outcomes]:
+            if work.may_run_again is None or not work.may_run_again(index):
+                self._end(index, *self._outcomes.pop(index))
 
     def close(self) -> None:
         """Pass on the rest; an item without an outcome was cancelled."""
         self._work.catch_up()
         self.update(self._work)
-        for index in {*range(len(self._work.items))} - self._ended - {*self._work.restored}:
-            self._end(index, "cancelled")
+        unlogged = {*self._work.restored} - self._begun
+        for index in {*range(len(self._work.items))} - self._ended - unlogged:
+            self._end(index, *self._outcomes.get(index, ("cancelled",)))
         self._pass_on("close")
 
     def _end(self, index: int, *outcome: Any) -> None:

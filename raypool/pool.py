@@ -561,6 +561,7 @@ class PoolView(concurrent.futures.Executor):
         name: str | None = None,
         on_report: Callable[[MetricsReport], object] | None = None,
         on_end: Callable[[SearchResults], object] | str | None = None,
+        loggers: Sequence[SweepLogger] = (),
         workers_per_trial: int | None = None,
     ) -> SearchResults:
         """Call `fn(config)` for the configurations that Optuna suggests; return the trials.
@@ -597,6 +598,7 @@ class PoolView(concurrent.futures.Executor):
             name: As for `parfor`.
             on_report: As for `parfor`.
             on_end: As for `parfor`; a function gets the `SearchResults`.
+            loggers: As for `parfor`; a trial ends there when it is complete, pruned or failed.
             workers_per_trial: Train each trial on this many workers at once, as `train` does in the
                 warm lane: `fn` is a loop for Ray Train, the reports of rank 0 are those of the
                 trial, and so is its return value. A trial starts when this many workers are free.
@@ -642,6 +644,7 @@ class PoolView(concurrent.futures.Executor):
             name,
             on_report,
             on_end,
+            loggers,
         )
         if workers_per_trial is None:
             return run_search(self, fn, space, wanted)

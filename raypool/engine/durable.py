@@ -285,6 +285,10 @@ class DurableLoop(LoopWork):
             return calls_in(self._journal.run_dir)
         return []
 
+    def write_reports(self) -> None:
+        """Have them written."""
+        self._recorder.put(Step)
+
     def keep_gpus(self, sample: GpuSample) -> None:
         """Have it written."""
         self._recorder.put(partial(self._write_gpus, sample))

@@ -153,6 +153,8 @@ class LoopWork:
         self.changed = threading.Condition()
         # what travels in place of an item, by its number
         self.sent_as: Callable[[int], Any] | None = None
+        # whether an item with an outcome may run once more; None: none does
+        self.may_run_again: Callable[[int], bool] | None = None
         # called instead, where no thread can wait for `changed`
         self.on_settled: Callable[[], object] | None = None
         # for those who watch: the state of the loop, and what becomes of a request
@@ -293,6 +295,9 @@ class LoopWork:
     def folder(self, index: int) -> Path | None:
         """Return the folder of an item, if the loop has a `run_dir`. From any thread."""
         return None
+
+    def write_reports(self) -> None:
+        """Write reports that have arrived now, if there is a place for them. From any thread."""
 
     def keep_gpus(self, sample: GpuSample) -> None:
         """Keep a sample of a GPU on the disk, if there is a place for it. From any thread."""

@@ -8,7 +8,6 @@ that called `optimize`.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
 import uuid
@@ -22,6 +21,7 @@ from raypool.channel.queues import DataQueue
 from raypool.errors import InvalidTypeError, checked_count, optional_count
 from raypool.options import check_callable
 from raypool.pool import PoolView, gcp
+from raypool.search.storage import stoppable
 from raypool.task import current_task
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def optimize(  # noqa: PLR0913 - those of `Study.optimize`
     limit = max_in_flight or max(target._engine.driver.scheduler.workers.size, 1)
     run = _Run(study, view, objective, dict(space or {}))
     until = None if timeout is None else time.monotonic() + timeout
-    with _stoppable(study):
+    with stoppable(study):
         try:
             num_begun = 0
             while True:
@@ -190,18 +190,6 @@ def optimize(  # noqa: PLR0913 - those of `Study.optimize`
                     run.take(catch, callbacks)
         finally:
             run.end()
-
-
-@contextlib.contextmanager
-def _stoppable(study: optuna.Study) -> Any:
-    """Let callbacks call `study.stop()`, which only notes it in a running `Study.optimize`."""
-    # private: there is no public way to say so
-    local = study._thread_local
-    local.in_optimize_loop, study._stop_flag = True, False
-    try:
-        yield
-    finally:
-        local.in_optimize_loop = False
 
 
 class _Run:

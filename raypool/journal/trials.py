@@ -26,6 +26,12 @@ METRIC = "raypool_metric"
 PARENT = "raypool_parent"
 """The attribute of a trial that took over from another: both, and the rung of the checkpoint."""
 
+RUNG = "raypool_rung"
+"""The attribute of a trial with the rung to which it was promoted last."""
+
+OWNER = "raypool_run_dir"
+"""The attribute of a trial in a user's study that says which search it belongs to."""
+
 STATES = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}
 """The states of Optuna's trials that have ended."""
 

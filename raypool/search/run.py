@@ -36,7 +36,8 @@ from raypool.errors import (
     checked_count,
     optional_count,
 )
-from raypool.journal.trials import METRIC, NAME, PARENT, STATES, STUDY, Trials
+from raypool.journal.trials import METRIC, NAME, OWNER, PARENT, RUNG, STATES, STUDY, Trials
+from raypool.loggers import SweepLogger, check_loggers
 from raypool.options import check_callable, check_name
 from raypool.parallel_for import (
     EndNotice,
@@ -47,14 +48,15 @@ from raypool.parallel_for import (
     check_progress,
     checkpoint_owner,
     durable_loop,
+    logged,
     raise_if_failed,
     watched,
 )
 from raypool.results import Results, Row, best_first
 from raypool.search import STORABLE, Halving, Population, Until, check_choices
 from raypool.search.rungs import Members, Rungs
-from raypool.search.storage import check_space, patient
-from raypool.worker.folders import copy_checkpoint, has_checkpoint
+from raypool.search.storage import check_space, patient, stoppable
+from raypool.worker.folders import checkpoint_time, copy_checkpoint
 from raypool.worker.running import TaskContext, item_seed, note_here
 
 if TYPE_CHECKING:
@@ -75,14 +77,8 @@ TINY_S = 0.005
 GROUP = 4
 """Tiny trials of a group; each worker has two groups."""
 
-RUNG = "raypool_rung"
-"""The attribute of a trial with the rung to which it was promoted last."""
-
 POOL_ENDED = (PoolBrokenError, PoolClosedError)
 """Errors after which a trial has not failed: a later call continues it."""
-
-OWNER = "raypool_run_dir"
-"""The attribute of a trial in a user's study that says which search it belongs to."""
 
 KEPT = "-kept"
 """After the name of a checkpoint: its copy, from which others continue while its trial runs."""
@@ -101,12 +97,23 @@ class TrialEndedError(BaseException):
     """Raised in `report` if the function of a trial continues after it was asked to stop."""
 
 
-def run_part(fn: Callable[[Any], Any], metric: str | None, sent: tuple[Any, float, int]) -> Any:
-    """Run a trial until it has trained for this many epochs; return its function's value.
+class TrialPart(NamedTuple):
+    """What a worker gets of a trial: it trains for `until` epochs, of which some came before.
 
-    `sent`: the configuration, the number of epochs, and how many of them are behind it.
+    `num_reports` and `num_epochs` are known of those. `is_again`: whether the part began before,
+    and may have come to its end.
     """
-    config, until, num_reports = sent
+
+    config: dict[str, Any]
+    until: float
+    num_reports: int
+    num_epochs: int
+    is_again: bool
+
+
+def run_part(fn: Callable[[Any], Any], metric: str | None, part: TrialPart) -> Any:
+    """Run a trial until it has trained for this many epochs; return its function's value."""
+    num_reports = part.num_reports
     note = note_here()
     assert note is not None
     say = note.say
@@ -116,8 +123,14 @@ def run_part(fn: Callable[[Any], Any], metric: str | None, sent: tuple[Any, floa
         if kind == "metrics" and metric in payload[1]:
             if note.should_stop and not note.is_leaving:
                 raise TrialEndedError
+            if part.is_again and epochs_of(payload[1], 0) > part.until:
+                # it was interrupted between its last epoch and its pause: it pauses now, with the
+                # checkpoint of that epoch, whose report may be lost
+                if part.num_epochs < part.until:
+                    say(note, kind, (payload[0], {**payload[1], "epoch": part.until - 1}))
+                raise TrialEndedError
             num_reports += 1
-            if epochs_of(payload[1], num_reports) >= until:
+            if epochs_of(payload[1], num_reports) >= part.until:
                 note.should_stop = True
         return say(note, kind, payload)
 
@@ -125,7 +138,7 @@ def run_part(fn: Callable[[Any], Any], metric: str | None, sent: tuple[Any, floa
     value = None
     try:
         with contextlib.suppress(TrialEndedError):
-            value = fn(config)
+            value = fn(part.config)
     finally:
         if not inspect.iscoroutine(value):
             note.say = say
@@ -181,11 +194,12 @@ class Trial:
     """A trial: its place in the study, and how far it has come.
 
     `index`: the number of its item; `number`: its number in the study. `part`: the position of its
-    newest part in the loop's order. `until`: the epochs at which that part ends. `state`:
-    "running", "waiting" at a rung, "complete", "pruned", "failed", or "unfinished" if a watcher
-    cancelled it. `stopped_by`: why it was asked to stop. `at_rungs`: its scores at the rungs, in an
-    earlier call. `lineage`: the trials that it took over from and replaced, and the rung of the
-    checkpoint; empty for one that began by itself.
+    newest part in the loop's order. `until`: the epochs at which that part ends. `is_again`:
+    whether that part began in an earlier call, and left a checkpoint. `state`: "running", "waiting"
+    at a rung, "complete", "pruned", "failed", or "unfinished" if a watcher cancelled it.
+    `stopped_by`: why it was asked to stop. `at_rungs`: its scores at the rungs, in an earlier call.
+    `lineage`: the trials that it took over from and replaced, and the rung of the checkpoint; empty
+    for one that began by itself.
     """
 
     index: int
@@ -200,6 +214,7 @@ class Trial:
     rung: int = 0
     until: float = math.inf
     part: int | None = None
+    is_again: bool = False
     stopped_by: str = ""
     at_rungs: list[float] = field(default_factory=list)
     lineage: Sequence[int] = ()
@@ -293,6 +308,7 @@ class SearchOptions(NamedTuple):
     name: str | None
     on_report: Callable[[MetricsReport], object] | None
     on_end: Callable[[SearchResults], object] | str | None
+    loggers: Sequence[SweepLogger]
 
     @property
     def score_name(self) -> str:
@@ -309,6 +325,7 @@ class SearchOptions(NamedTuple):
         check_name(self.name)
         check_on_report(self.on_report)
         check_on_end(self.on_end)
+        check_loggers(self.loggers)
         if self.mode not in ("max", "min"):
             raise InvalidValueError(f"mode={self.mode!r} must be 'max' or 'min'.")
         if self.stop_when is not None and not isinstance(self.stop_when, Until):
@@ -377,13 +394,17 @@ def run_search(
     del function  # the traceback of an error would keep it in workers
     engine.run_dir = work.run_dir or engine.run_dir
     with EndNotice(wanted.on_end, work) as notice:
-        with contextlib.closing(work), watched(wanted.progress, label, engine) as display:
+        with (
+            contextlib.closing(work),
+            watched(wanted.progress, label, engine) as display,
+            logged(wanted.loggers, work) as log,
+        ):
             study = wanted.study or open_study(wanted, work)
-            with patient(study, work.run_dir):
+            with patient(study, work.run_dir), stoppable(study):
                 check_direction(study, wanted.mode)
                 if work.run_dir is not None:
                     check_space(work.run_dir, *searched)
-                watchers = [] if display is None else [display]
+                watchers = [watcher for watcher in (log, display) if watcher is not None]
                 search = (kind or Search)(engine, work, watchers, wanted, study, searched)
 
                 def results() -> SearchResults:
@@ -568,6 +589,7 @@ class Search(LoopRun):
         self._num_failed = 0
         self._first_error: BaseException | None = None
         self._interrupted: deque[Trial] = deque()  # those of an earlier call that have to go on
+        self._waiting: set[int] = set()  # numbers of trials that wait at a rung
         self._sampler_for: Callable[[int], optuna.samplers.BaseSampler] | None = None
         self._owner = str(work.run_dir)
         self._began_at = time.monotonic()
@@ -583,6 +605,7 @@ class Search(LoopRun):
             )
         self._choose_sampler()
         work.sent_as = self._sent
+        work.may_run_again = lambda index: self.trials[index].handle is not None
 
     def _choose_sampler(self) -> None:
         """Use the user's sampler, or raypool's choice, seeded for each trial by its number.
@@ -680,7 +703,11 @@ class Search(LoopRun):
         is_interrupted = trial.state == "running" and kept is None
         if self._rungs is not None:
             self._place(trial, self._rungs, is_interrupted=is_interrupted)
-        if is_interrupted and self._has_paused(trial):
+        saved_at = None
+        if is_interrupted and self._work.home is not None:
+            saved_at = checkpoint_time(self._work.home, self._work.checkpoint_name(trial.index))
+            trial.is_again = saved_at is not None
+        if saved_at is not None and self._has_paused(trial, saved_at, reports):
             self._end_part(trial, None, None)
         elif is_interrupted:
             self._interrupted.append(trial)
@@ -692,17 +719,12 @@ class Search(LoopRun):
                 self._note_score(trial.score)
                 self._note_best(trial, trial.score)
 
-    def _has_paused(self, trial: Trial) -> bool:
-        """Whether an interrupted trial reported the last epoch before a rung, and can go on there.
-
-        Called again, its function would train for one more epoch, and others would continue from
-        a checkpoint beyond the rung.
-        """
-        if self._rungs is None or trial.score is None or self._work.home is None:
+    def _has_paused(self, trial: Trial, saved_at: float, reports: list[MetricsReport]) -> bool:
+        """Whether an interrupted trial saved a checkpoint after the last epoch before a rung."""
+        if self._rungs is None or trial.score is None:
             return False
         is_there = trial.until == trial.epochs < self._rungs.levels[-1]
-        name = self._work.checkpoint_name(trial.index)
-        return is_there and has_checkpoint(self._work.home, name)
+        return is_there and saved_at > reports[-1].time.timestamp()
 
     def _has_gone_on(self, trial: Trial, row: Row, reports: list[MetricsReport]) -> bool:
         """Whether another part of a trial of an earlier call began after this outcome."""
@@ -772,6 +794,7 @@ class Search(LoopRun):
                 trial = self._select(trial, self._members)
             if trial.state == "waiting":  # else it is new, and may begin at a higher rung
                 trial.rung, trial.state = promoted[1], "running"
+                self._waiting.discard(trial.number)
                 if self._work.run_dir is not None and trial.handle is not None:
                     # before it changes its checkpoint
                     trial.handle.set_user_attr(RUNG, trial.rung)
@@ -793,7 +816,8 @@ class Search(LoopRun):
         """Return a new trial that Optuna suggests."""
         if self._sampler_for is not None:
             self._study.sampler = self._sampler_for(len(self.trials))
-        handle = self._study.ask(self._space.distributions)
+        with self._study._storage.showing(self._waiting):  # type: ignore[attr-defined]
+            handle = self._study.ask(self._space.distributions)
         if self._options.study is not None and self._work.run_dir is not None:
             handle.set_user_attr(OWNER, self._owner)
         return self._add(handle, handle.params)
@@ -802,6 +826,8 @@ class Search(LoopRun):
     def _num_missing(self) -> int:
         if self._members is not None:
             return self._members.num_missing
+        if self._study._stop_flag:  # the sampler has nothing more to suggest
+            return 0
         return int(self._options.num_trials) - len(self.trials)
 
     def _send(self) -> None:
@@ -844,9 +870,10 @@ class Search(LoopRun):
             self._members.join(trial.index)
         return trial
 
-    def _sent(self, index: int) -> tuple[Any, float, int]:
+    def _sent(self, index: int) -> TrialPart:
         trial = self.trials[index]
-        return trial.config, trial.until, trial.num_reports
+        is_again = trial.is_again or trial.epochs >= trial.until
+        return TrialPart(trial.config, trial.until, trial.num_reports, trial.epochs, is_again)
 
     def _show(self) -> None:
         _, good, number = self._leader
@@ -938,7 +965,7 @@ class Search(LoopRun):
         self._total = len(self.trials)
         name = self._work.checkpoint_name(child.index)
         assert self._work.home is not None
-        if child.state == "running" and not has_checkpoint(self._work.home, name):
+        if child.state == "running" and checkpoint_time(self._work.home, name) is None:
             self._copy_checkpoint(parent, rung, name)
         if replaced.state == "waiting":
             self._tell(replaced, "pruned")
@@ -949,7 +976,7 @@ class Search(LoopRun):
         assert home is not None
         if trial.state != "waiting" or trial.rung != rung:
             name += KEPT  # it has gone on since
-        if not has_checkpoint(home, name):
+        if checkpoint_time(home, name) is None:
             raise InvalidValueError(
                 f"Trial {trial.number} of {self._work.label} left no checkpoint after"
                 f" {trial.epochs} epochs, so that no other trial can continue from it. Call"
@@ -962,6 +989,8 @@ class Search(LoopRun):
     def _judge(self, report: MetricsReport) -> None:
         trial = self.trials[report.item]
         value = self._note_report(report)
+        if trial.epochs == trial.until:
+            self._work.write_reports()  # before it saves the checkpoint at which it pauses
         if value is not None and trial.state == "running" and not trial.stopped_by:
             self._stop_if_hopeless(trial, value, report.metrics)
             self._end_early()
@@ -1033,6 +1062,7 @@ class Search(LoopRun):
 
     def _end_part(self, trial: Trial, value: Any, error: BaseException | None) -> None:
         self._num_ended += trial.part is not None  # else it is of an earlier call
+        trial.is_again = False
         if isinstance(error, POOL_ENDED):
             raise error
         if error is not None:
@@ -1056,6 +1086,8 @@ class Search(LoopRun):
         # else it has ended by itself, perhaps without a report: its checkpoint was that far
         if self._rungs is not None and trial.until <= trial.epochs < self._rungs.levels[-1]:
             trial.state = "waiting"
+            self._waiting.add(trial.number)
+            self._pass_to_study(trial, self._sign * good)
             self._rungs.reach(trial.index, trial.rung, good)
         else:
             if isinstance(self._rungs, Rungs) and trial.until <= trial.epochs:

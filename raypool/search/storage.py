@@ -5,11 +5,12 @@ that a folder was made for.
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from raypool.journal.files import write_file
 
 if TYPE_CHECKING:
     import optuna
+    from optuna.trial import FrozenTrial, TrialState
 
 logger = logging.getLogger("raypool")
 
@@ -41,15 +43,60 @@ def patient(study: optuna.Study, run_dir: Path | None) -> Iterator[None]:
         study._storage = storage
 
 
+@contextlib.contextmanager
+def stoppable(study: optuna.Study) -> Iterator[None]:
+    """Let `study.stop()`, which callbacks and some samplers call, only set the study's flag."""
+    # private: there is no public way outside of `Study.optimize`
+    local = study._thread_local
+    local.in_optimize_loop, study._stop_flag = True, False
+    try:
+        yield
+    finally:
+        local.in_optimize_loop = False
+
+
 class PatientStorage:
     """A storage of Optuna's whose calls are repeated, for a minute, while they fail."""
 
     def __init__(self, storage: Any, name: str, run_dir: Path | None) -> None:
         self._storage, self._name, self._run_dir = storage, name, run_dir
+        self._waiting: Container[int] = ()
+
+    @contextlib.contextmanager
+    def showing(self, waiting: Container[int]) -> Iterator[None]:
+        """Show a sampler the trials with these numbers, which wait at a rung, as pruned.
+
+        It learns nothing from the scores of running trials.
+        """
+        self._waiting = waiting
+        try:
+            yield
+        finally:
+            self._waiting = ()
+
+    def get_all_trials(
+        self, study_id: int, deepcopy: bool = True, states: Container[TrialState] | None = None
+    ) -> list[FrozenTrial]:
+        """Return the trials of the study, or those in these states."""
+        from optuna.trial import TrialState
+
+        call = functools.partial(self._call, self._storage.get_all_trials, study_id, deepcopy)
+        found: list[FrozenTrial]
+        if not self._waiting or (states is not None and TrialState.PRUNED not in states):
+            found = call(states)
+            return found
+        shown = []
+        for trial in call():
+            if trial.number in self._waiting:
+                trial = copy.copy(trial)
+                trial.state = TrialState.PRUNED
+            if states is None or trial.state in states:
+                shown.append(trial)
+        return shown
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._storage, name)
-        return partial(self._call, found) if callable(found) else found
+        return functools.partial(self._call, found) if callable(found) else found
 
     def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         from optuna.exceptions import StorageInternalError

@@ -51,7 +51,7 @@ from raypool.views.drawing import (
     thinned,
 )
 from raypool.views.report import MARKS, best_of, table_of, traceback_of
-from raypool.worker.folders import has_checkpoint
+from raypool.worker.folders import checkpoint_time
 
 MAX_VALUE_BYTES = 1024 * 1024
 """A larger item or value is not opened: a page has no use for it [bytes]."""
@@ -428,7 +428,7 @@ class RunReader:
                 if stored.key == entry.key
             ],
             "checkpoint": str(folder / "checkpoint")
-            if has_checkpoint(str(folder), "checkpoint")
+            if checkpoint_time(str(folder), "checkpoint") is not None
             else None,
         }
 

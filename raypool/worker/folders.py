@@ -266,11 +266,12 @@ def temporary_here(own: TemporaryFolder) -> Callable[[], Path]:
 # --- copies for other items -----------------------------------------------------------------------
 
 
-def has_checkpoint(place: str, name: str) -> bool:
-    """Return whether there is a checkpoint of this name in a folder or at a URL."""
+def checkpoint_time(place: str, name: str) -> float | None:
+    """Return when a checkpoint in a folder or at a URL was written (Unix time [s]); None: never."""
     if "://" in place:
-        return bool(UrlStorage(place).listing(name))
-    return next(files_in(Path(place) / name), None) is not None
+        return UrlStorage(place).record(name).get("time")
+    folder = Path(place) / name
+    return max(((folder / file).stat().st_mtime for file in files_in(folder)), default=None)
 
 
 def copy_checkpoint(place: str, name: str, copy: str) -> None:
@@ -348,14 +349,18 @@ class UrlStorage:
         self._url = url
         self._files, self._root = filesystem(url, "checkpoints")
 
-    def listing(self, name: str) -> Listing:
-        """Return the files of the current version; none before the first."""
+    def record(self, name: str) -> dict[str, Any]:
+        """Return the files of the current version, and its time; nothing before the first."""
         try:
             with self._files.open_input_stream(self._pointer(name)) as stream:
-                record = json.loads(stream.read())
+                return {"time": 0.0, **json.loads(stream.read())}  # early versions noted no time
         except FileNotFoundError:
             return {}
-        return {file: StoredFile(*entry) for file, entry in record["files"].items()}
+
+    def listing(self, name: str) -> Listing:
+        """Return the files of the current version; none before the first."""
+        files = self.record(name).get("files", {})
+        return {file: StoredFile(*entry) for file, entry in files.items()}
 
     def read(self, name: str, file: str, version: str) -> Iterator[bytes]:
         """Yield a file in pieces."""
@@ -404,7 +409,7 @@ class UrlStorage:
         old = self.listing(name)
         spare = f"{self._pointer(name)}.{version}"
         with self._open(spare) as stream:
-            stream.write(json.dumps({"files": files}).encode())
+            stream.write(json.dumps({"files": files, "time": time.time()}).encode())
         # one step for readers, also where a move is a copy
         self._files.move(spare, self._pointer(name))
         for file, entry in old.items():

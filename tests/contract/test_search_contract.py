@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import sqlite3
 from collections import Counter
 from collections.abc import Callable
@@ -122,6 +123,28 @@ def test_halving_continues_the_best_from_their_checkpoints(
     kept, now = load_results(tmp_path).to_frame(), found.results.to_frame()
     columns = ["trial", "state", "accuracy", "epochs", "x"]
     assert kept[columns].equals(now[columns]), "the folder is a run like any other"
+
+
+def test_a_sampler_learns_from_trials_that_wait(pool: ParallelPool, tmp_path: Path) -> None:
+    def train(config: dict[str, Any]) -> None:
+        for epoch in range(load_checkpoint() or 0, 9):
+            report(epoch=epoch, accuracy=config["x"])
+            if current_task().should_stop:
+                save_checkpoint(epoch + 1)
+                break
+
+    found = pool.search(
+        train,
+        SPACE,
+        metric="accuracy",
+        num_trials=30,
+        sampler=optuna.samplers.TPESampler(seed=0),
+        stop=HALVING,
+        max_in_flight=1,
+        run_dir=tmp_path,
+    )
+    assert sum(trial.params["x"] for trial in found.study.trials[-10:]) > 8
+    assert all(trial.intermediate_values for trial in found.study.trials)
 
 
 def test_a_function_that_ignores_should_stop_ends_at_its_next_report(
@@ -403,6 +426,13 @@ def test_scores_that_are_none(pool: ParallelPool, caplog: pytest.LogCaptureFixtu
     assert found.best.number in (0, 3)
 
 
+def test_a_sampler_may_end_the_search(pool: ParallelPool) -> None:
+    sampler = optuna.samplers.GridSampler({"x": [0.0, 0.5], "kind": ["a", "b"]}, seed=0)
+    found = pool.search(score, SPACE, mode="min", num_trials=9, sampler=sampler, max_in_flight=1)
+    assert states(found.study) == {"COMPLETE": 4}
+    assert found.best.config["x"] == 0.5
+
+
 def test_a_study_of_the_users_goes_on(pool: ParallelPool) -> None:
     study = optuna.create_study(direction="minimize")
     study.enqueue_trial({"x": 0.5, "kind": "b"})
@@ -487,21 +517,27 @@ def test_a_folder_of_another_search(pool: ParallelPool, tmp_path: Path) -> None:
     assert len(pool.search(score, space, num_trials=3, run_dir=tmp_path)) == 3
 
 
-def test_trials_that_were_interrupted_at_a_rung_compete_with_their_newest_scores(
-    tmp_path: Path,
-) -> None:
+@pytest.mark.parametrize("moment", ["unsaved", "saved", "saved by a slow clock", "unreported"])
+def test_trials_that_were_interrupted_at_a_rung_continue_there(tmp_path: Path, moment: str) -> None:
     (tmp_path / "run").mkdir()
     # what a killed process leaves behind while it writes to the study
     (tmp_path / "run" / "study.log.lock").symlink_to(tmp_path)
+    begun: dict[int, list[int]] = {}
 
     def interrupted(config: dict[str, Any]) -> None:
         checkpoint = load_checkpoint() or {"epochs": 0}
+        begun.setdefault(current_task().index, []).append(checkpoint["epochs"])
         mark = tmp_path / f"{current_task().index}"
         for epoch in range(checkpoint["epochs"], 9):
             report(epoch=epoch, accuracy=config["x"] * (epoch + 1))
-            save_checkpoint({"epochs": epoch + 1})
-            if epoch == 2 and not mark.exists():
+            is_last = epoch == 2 and not mark.exists()
+            if not (is_last and moment == "unsaved"):
+                save_checkpoint({"epochs": epoch + 1})
+            if is_last:
                 mark.touch()
+                if moment == "saved by a slow clock":
+                    for file in current_task().checkpoint_dir.iterdir():
+                        os.utime(file, (0, 0))
                 raise KeyboardInterrupt
             if current_task().should_stop:
                 break
@@ -520,9 +556,16 @@ def test_trials_that_were_interrupted_at_a_rung_compete_with_their_newest_scores
                 )
             break
         except KeyboardInterrupt:
-            continue
+            for file in (
+                tmp_path.glob("run/items/*/metrics.jsonl") if moment == "unreported" else ()
+            ):
+                file.write_text(file.read_text().partition("\n")[0])  # those of its last second
     assert found.best.config["x"] == found.to_frame()["x"].max()
     assert found.best.score == 9 * found.best.config["x"]
+    # the interrupted part is called again, except if it is sure to have saved
+    first, second, *again, last = begun[found.best.number]
+    assert (first, second, last) == (0, 1, 3)
+    assert set(again) <= ({2} if moment == "unsaved" else {3})
     for _, reports in found.results.metrics.groupby("item"):
         assert reports["epoch"].is_monotonic_increasing, "those of earlier calls come first"
 

@@ -13,7 +13,15 @@ import pandas as pd
 import pytest
 from click.testing import CliRunner
 
-from raypool import InvalidTypeError, parpool, report
+from raypool import (
+    InvalidTypeError,
+    current_task,
+    load_checkpoint,
+    parpool,
+    report,
+    save_checkpoint,
+    search,
+)
 from raypool.cli.main import main
 from raypool.loggers import (
     MlflowLogger,
@@ -263,6 +271,48 @@ class Kept(SweepLogger):
     def _end(self, run: Any, outcome: Any) -> None:
         assert outcome.ended_at > 0
         self.seen.append((run, outcome.status, outcome.values))
+
+
+def test_a_trial_of_a_search_ends_once(tmp_path: Path) -> None:
+    """A trial that continues after a rung is one run, also when a later call continues it."""
+
+    def train(config: dict[str, Any]) -> float:
+        first = load_checkpoint() or 0
+        for epoch in range(first, 9):
+            if config["x"] == 6 and epoch == 2 and not (tmp_path / "again").exists():
+                (tmp_path / "again").touch()
+                raise KeyboardInterrupt
+            report(step=epoch, epoch=epoch, accuracy=config["x"] * epoch)
+            if current_task().should_stop:
+                save_checkpoint(epoch + 1)
+                break
+        return float(config["x"] * epoch)
+
+    def call(kept: Kept) -> None:
+        with parpool(profile="inline", quiet=True) as pool:
+            pool.search(
+                train,
+                {"x": search.int_uniform(1, 6)},
+                metric="accuracy",
+                num_trials=6,
+                sampler=optuna.samplers.GridSampler({"x": [*range(1, 7)]}, seed=0),
+                stop=search.halving(max_epochs=9),
+                run_dir=tmp_path / "run",
+                loggers=[kept],
+            )
+
+    first, second = Kept(), Kept()
+    with pytest.raises(KeyboardInterrupt):
+        call(first)
+    call(second)
+    for kept in (first, second):
+        begun = [entry[0] for entry in kept.seen if isinstance(entry[1], dict)]
+        ended = [entry[0] for entry in kept.seen if isinstance(entry[1], str)]
+        assert sorted(begun) == sorted(ended)
+        assert len(set(ended)) == len(ended), "once"
+    assert [entry[2] for entry in second.seen if entry[:2] == (1, "finished")] == [
+        {"result/value": 6.0}
+    ], "that of its last part"
 
 
 def test_steps_and_names(tmp_path: Path) -> None:
