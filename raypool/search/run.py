@@ -17,6 +17,7 @@ import time
 from bisect import bisect, bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -56,7 +57,7 @@ from raypool.results import Results, Row, best_first
 from raypool.search import STORABLE, Halving, Population, Until, check_choices
 from raypool.search.rungs import Members, Rungs
 from raypool.search.storage import check_space, patient, stoppable
-from raypool.worker.folders import checkpoint_time, copy_checkpoint
+from raypool.worker.folders import checkpoint_time, copy_checkpoint, remove_checkpoint
 from raypool.worker.running import TaskContext, item_seed, note_here
 
 if TYPE_CHECKING:
@@ -589,6 +590,10 @@ class Search(LoopRun):
         self._num_failed = 0
         self._first_error: BaseException | None = None
         self._interrupted: deque[Trial] = deque()  # those of an earlier call that have to go on
+        # one thread: a copy of a copy comes after it
+        self._copier = ThreadPoolExecutor(1, "raypool-copies")
+        self._copies: dict[int, Future[None]] = {}  # the last one from or to a trial's checkpoint
+        self._held: list[tuple[Future[None], Trial]] = []  # until its copies are made
         self._waiting: set[int] = set()  # numbers of trials that wait at a rung
         self._sampler_for: Callable[[int], optuna.samplers.BaseSampler] | None = None
         self._owner = str(work.run_dir)
@@ -629,6 +634,13 @@ class Search(LoopRun):
 
     # --- the loop ---------------------------------------------------------------------------------
 
+    def run(self, items: Sequence[Any] | Iterator[Any], spec: TaskSpec) -> Results[Any]:
+        """Run all trials."""
+        try:
+            return super().run(items, spec)
+        finally:
+            self._copier.shutdown(cancel_futures=True)
+
     def _feed(self, items: Iterator[Any], spec: TaskSpec) -> None:
         work, driver = self._work, self._driver
         work.take([])
@@ -654,6 +666,9 @@ class Search(LoopRun):
                 if trial.state == "waiting":
                     trial.stopped_by = "stop_when" if self.ended_by else self._rule
                     self._tell(trial, "pruned")
+        if self._members is not None and work.home is not None:
+            for trial in self.trials:
+                remove_checkpoint(work.home, work.checkpoint_name(trial.index) + KEPT)
         driver.post(ItemsAdded(self._task_id, 0, is_open=False))
         self._raise_if_none_is_good()
 
@@ -673,12 +688,13 @@ class Search(LoopRun):
 
     @property
     def _num_running(self) -> int:
-        return self._num_parts - self._num_ended
+        return self._num_parts + len(self._held) - self._num_ended
 
     @property
     def _has_news(self) -> bool:
         work = self._work
-        return len(work.segments) + len(work.lost) + len(work.dropped) > sum(self._num_seen)
+        num_ended = len(work.segments) + len(work.lost) + len(work.dropped)
+        return num_ended > sum(self._num_seen) or any(copied.done() for copied, _ in self._held)
 
     def _resume(self) -> None:
         """Take the trials of earlier calls with this folder: told ones count, others continue."""
@@ -795,22 +811,28 @@ class Search(LoopRun):
             if trial.state == "waiting":  # else it is new, and may begin at a higher rung
                 trial.rung, trial.state = promoted[1], "running"
                 self._waiting.discard(trial.number)
-                if self._work.run_dir is not None and trial.handle is not None:
-                    # before it changes its checkpoint
-                    trial.handle.set_user_attr(RUNG, trial.rung)
         elif self._num_missing > 0:
             trial = self._ask()
         else:
             return False
         if self._rungs is not None:
             trial.until = self._rungs.levels[trial.rung]
+        if (copied := self._copies.pop(trial.index, None)) is None:
+            self._begin(trial)
+        else:
+            self._held.append((copied, trial))
+        return True
+
+    def _begin(self, trial: Trial) -> None:
+        """Queue the next part of a trial."""
+        if self._work.run_dir is not None and trial.handle is not None and trial.rung > 0:
+            trial.handle.set_user_attr(RUNG, trial.rung)  # before it changes its checkpoint
         has_run = trial.part is not None or trial.index in self._work.restored
         trial.part = self._num_parts
         self._num_parts += 1
         self._work.queue(trial.index, has_run=has_run)
         if self._num_parts - self._num_sent >= self._group:
             self._send()
-        return True
 
     def _ask(self) -> Trial:
         """Return a new trial that Optuna suggests."""
@@ -933,7 +955,7 @@ class Search(LoopRun):
         if not parents:
             if members.keep(trial.index):
                 copy = self._work.checkpoint_name(trial.index) + KEPT
-                self._copy_checkpoint(trial, trial.rung, copy)
+                self._copy_checkpoint(trial, trial.rung, copy, trial)
             return trial
         seed, study, space = self._options.seed, self._study, self._space
         random = Random(None if seed is None else item_seed(seed, len(self.trials)))
@@ -966,16 +988,25 @@ class Search(LoopRun):
         name = self._work.checkpoint_name(child.index)
         assert self._work.home is not None
         if child.state == "running" and checkpoint_time(self._work.home, name) is None:
-            self._copy_checkpoint(parent, rung, name)
+            self._copy_checkpoint(parent, rung, name, child)
         if replaced.state == "waiting":
             self._tell(replaced, "pruned")
 
-    def _copy_checkpoint(self, trial: Trial, rung: int, copy: str) -> None:
-        """Copy the checkpoint that a trial had when it waited at a rung."""
-        home, name = self._work.home, self._work.checkpoint_name(trial.index)
-        assert home is not None
+    def _copy_checkpoint(self, trial: Trial, rung: int, copy: str, for_trial: Trial) -> None:
+        """Copy the checkpoint that a trial had when it waited at a rung, in another thread."""
+        name = self._work.checkpoint_name(trial.index)
         if trial.state != "waiting" or trial.rung != rung:
             name += KEPT  # it has gone on since
+        if self._is_inline:
+            self._copy(trial, name, copy)
+            return
+        copied = self._copier.submit(self._copy, trial, name, copy)
+        self._copies[trial.index] = self._copies[for_trial.index] = copied
+        copied.add_done_callback(lambda _: self._wake())
+
+    def _copy(self, trial: Trial, name: str, copy: str) -> None:
+        home = self._work.home
+        assert home is not None
         if checkpoint_time(home, name) is None:
             raise InvalidValueError(
                 f"Trial {trial.number} of {self._work.label} left no checkpoint after"
@@ -1029,8 +1060,15 @@ class Search(LoopRun):
             note.should_stop = True
 
     def _absorb(self) -> None:
-        """Process the parts that have ended."""
+        """Process the parts that have ended, and begin those whose copies are there."""
         work = self._work
+        for copied, trial in [held for held in self._held if held[0].done()]:
+            self._held.remove((copied, trial))
+            copied.result()
+            if self.ended_by:
+                trial.state = "waiting"
+            else:
+                self._begin(trial)
         while self._num_seen[0] < len(work.segments):
             piece, result, _ = work.segments[self._num_seen[0]]
             self._num_seen[0] += 1

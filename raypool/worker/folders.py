@@ -291,6 +291,15 @@ def copy_checkpoint(place: str, name: str, copy: str) -> None:
     spare.replace(target)
 
 
+def remove_checkpoint(place: str, name: str) -> None:
+    """Remove a checkpoint in a folder or at a URL, and what an interrupted copy left."""
+    if "://" in place:
+        UrlStorage(place).remove(name)
+        return
+    for folder in (name, f"{name}{PARTIAL}"):
+        shutil.rmtree(Path(place) / folder, ignore_errors=True)
+
+
 # --- shared folders -------------------------------------------------------------------------------
 
 
@@ -376,6 +385,11 @@ class UrlStorage:
             size = self.write(copy, version, file, self.read(name, file, entry.version))
             files[file] = StoredFile(size, version)
         self.publish(copy, version, files)
+
+    def remove(self, name: str) -> None:
+        """Remove all versions."""
+        with contextlib.suppress(FileNotFoundError):
+            self._files.delete_dir(f"{self._root}/{name}")
 
     def begin(self, name: str) -> str:
         """Begin a new version, and remove versions that others have left unfinished."""

@@ -34,6 +34,7 @@ from raypool import (
 from raypool.search.run import SearchResults
 from raypool.testing import sim_pool
 from raypool.testing.simulation import FaultPlan
+from raypool.worker.folders import copy_checkpoint
 from tests.conftest import Gate, Marks
 
 pytestmark = pytest.mark.semantics
@@ -184,6 +185,45 @@ def test_a_population_beats_every_fixed_configuration(
         assert changes == pytest.approx(0.8) or changes == pytest.approx(1.2)
         assert abs(child["width"] - frame.loc[child["parent"], "width"]) <= 1
     assert set(frame["width"]) <= {1, 2, 3, 4}
+    assert not [*tmp_path.rglob("*-kept*")]
+
+
+def test_members_continue_while_a_checkpoint_is_copied(
+    marks: Marks,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    eventually: Callable[..., bool],
+) -> None:
+    copies: list[bool] = []
+
+    def copied(*names: str) -> None:
+        if not copies:  # of the best one; the second best continues
+            copies.append(eventually(lambda: marks.count("begun") > 4))
+        copy_checkpoint(*names)
+
+    def train(config: dict[str, Any]) -> None:
+        marks.add("begun")
+        for epoch in range(load_checkpoint() or 0, 9):
+            report(epoch=epoch, total=config["x"] * (epoch + 1))
+            if current_task().should_stop:
+                save_checkpoint(epoch + 1)
+                break
+
+    monkeypatch.setattr("raypool.search.run.copy_checkpoint", copied)
+    study = optuna.create_study(direction="maximize")
+    for x in (0.9, 0.5, 0.4, 0.1):
+        study.enqueue_trial({"x": x})
+    with parpool(1, profile="threads", quiet=True) as pool:
+        pool.search(
+            train,
+            {"x": SPACE["x"]},
+            metric="total",
+            stop=search.population(size=4, every=2, max_epochs=6),
+            study=study,
+            run_dir=tmp_path,
+            max_in_flight=2,
+        )
+    assert copies == [True]
 
 
 def test_a_population_is_repeatable_with_one_worker(pool: ParallelPool, tmp_path: Path) -> None:
