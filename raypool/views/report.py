@@ -220,6 +220,8 @@ def _data(story: Story, shown: Timeline, config: Columns) -> tuple[dict[str, Any
         "palette": PALETTE,
     }
     data["best_so_far"] = best_so_far(story.trials, config, _ends(story, shown))
+    if story.trials is not None and any(item is not None for item in story.trials.parents):
+        data["best_so_far"] |= lineage(story.trials, story.metrics)
     if shown.lanes:
         data["timeline"], num_bars = timeline(shown)
         data["concurrency"] = concurrency(shown)
@@ -394,6 +396,46 @@ def best_so_far(
         )
         charts[name] = figure.to_plotly_json()
     return charts
+
+
+def lineage(trials: Trials, metrics: pd.DataFrame) -> dict[str, Any]:
+    """Return the chart of a population, if its trials reported epochs: their scores over these.
+
+    The line of a trial begins where it took over, on the line of the other trial.
+    """
+    import pandas as pd
+    import plotly.graph_objects as go
+
+    if not {"epoch", trials.metric} <= {*metrics.columns}:
+        return {}
+    rows = metrics[["item", "epoch", trials.metric]].apply(pd.to_numeric, errors="coerce").dropna()
+    curves = {
+        trials.numbers[int(item)]: dict(own[["epoch", trials.metric]].to_numpy().tolist())
+        for item, own in rows.groupby("item")
+    }
+    figure = go.Figure()
+    for number, state, parent in zip(trials.numbers, trials.states, trials.parents, strict=True):
+        own, before = curves.get(number, {}), curves.get(parent, {})
+        began = [epoch for epoch in before if own and epoch < min(own)][-1:]
+        epochs = evenly([*began, *own], MAX_POINTS)
+        figure.add_scatter(
+            x=epochs,
+            y=[short(own.get(epoch, before.get(epoch))) for epoch in epochs],
+            mode="lines",
+            line={"color": MARKS[state], "width": 2 if state == "complete" else 1},
+            name=f"trial {number}" + (f", from trial {parent}" if parent is not None else ""),
+            hovertemplate="%{fullData.name}<br>epoch %{x}: %{y:.5~g}<extra></extra>",
+        )
+    figure.update_layout(
+        height=340,
+        showlegend=False,
+        hovermode="closest",
+        margin={"l": 10, "r": 10, "t": 20, "b": 70},
+        xaxis_title_text="epoch",
+        yaxis_title_text=html.escape(trials.metric),
+        yaxis_automargin=True,
+    )
+    return {"epochs": figure.to_plotly_json()}
 
 
 def _about(trials: Trials, config: Columns, item: int) -> str:

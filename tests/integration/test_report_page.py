@@ -13,7 +13,16 @@ from typing import Any
 
 import pytest
 
-from raypool import Results, current_task, load_results, parpool, report, search
+from raypool import (
+    Results,
+    current_task,
+    load_checkpoint,
+    load_results,
+    parpool,
+    report,
+    save_checkpoint,
+    search,
+)
 from tests.integration import browser as browsers
 from tests.integration.browser import complaints, requests
 from tests.integration.test_live_view import run_cells
@@ -497,3 +506,43 @@ def test_a_notebook_shows_the_timeline_also_without_pyplot(tmp_path: Path) -> No
     ]
     assert kinds[1] == [{"image/png", "text/plain"}]
     assert kinds[3] == [{"image/svg+xml", "text/plain"}], "what the user has chosen stays"
+
+
+def test_the_page_of_a_population_shows_who_took_over_from_whom(
+    browser: Any, tmp_path: Path
+) -> None:
+    def train(config: dict[str, Any]) -> None:
+        first = load_checkpoint() or 0
+        for epoch in range(first, 6):
+            report(epoch=epoch, quality=config["x"] * (epoch + 1))
+            if current_task().should_stop:
+                save_checkpoint(epoch + 1)
+                break
+
+    stop = search.population(size=4, every=2, max_epochs=6)
+    with parpool(profile="inline", quiet=True) as pool:
+        found = pool.search(
+            train,
+            {"x": search.uniform(0, 1)},
+            metric="quality",
+            stop=stop,
+            seed=0,
+            run_dir=tmp_path,
+        )
+    taken = found.to_frame().set_index("trial")["parent"].dropna().astype(int).to_dict()
+    assert taken
+    open_page(browser, load_results(tmp_path).report(tmp_path / "page.html"))
+    choose(browser, "best-so-far-over", "epochs")
+    lines = dict(
+        browser.execute_script(
+            "return document.getElementById('best-so-far').data.map(({ name, x, y }) => [name, [x, y]])"
+        )
+    )
+    for child, parent in taken.items():
+        (before,) = [
+            points for name, points in lines.items() if name.split(",")[0] == f"trial {parent}"
+        ]
+        epochs, scores = lines[f"trial {child}, from trial {parent}"]
+        assert (epochs[0], scores[0]) in zip(*before, strict=True)
+        assert epochs == [*range(epochs[0], epochs[-1] + 1)]
+    assert complaints(browser) == []
